@@ -197,7 +197,7 @@ def _configure(store: Store, args: argparse.Namespace) -> int:
     if args.json:
         _print_json(asdict(settings))
         return 0
-    for name, value in settings.shown().items():
+    for name, value in settings.shown_settings().items():
         print(f"{name:10} {value}")
     return 0
 

@@ -70,7 +70,7 @@ class AsyncStore:
     ) -> list[EntryInfo | bool]:
         return await self._call(self._store.claim_or_find, keys, owner, seconds)
 
-    def begin(self, visit: Callable[[Store], T]) -> asyncio.Future[T]:
+    def begin_visit(self, visit: Callable[[Store], T]) -> asyncio.Future[T]:
         """Run several calls on one thread: a switch of threads costs as much as one call."""
         return on_thread(self._pool, lambda: visit(self._store))
 
@@ -151,7 +151,7 @@ def on_thread(pool: DaemonPool, call: Callable[[], T]) -> asyncio.Future[T]:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def tell(settle: Callable[[], object]) -> None:
+    def settle_future(settle: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # the loop is closed: nothing waits for the result
             loop.call_soon_threadsafe(lambda: future.done() or settle())
 
@@ -161,9 +161,9 @@ def on_thread(pool: DaemonPool, call: Callable[[], T]) -> asyncio.Future[T]:
         try:
             result = call()
         except BaseException as failure:  # noqa: BLE001 - the future raises it
-            tell(partial(future.set_exception, failure))
+            settle_future(partial(future.set_exception, failure))
         else:
-            tell(partial(future.set_result, result))
+            settle_future(partial(future.set_result, result))
 
-    pool.begin(job, lambda: tell(future.cancel))
+    pool.queue_job(job, lambda: settle_future(future.cancel))
     return future

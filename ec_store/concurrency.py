@@ -51,10 +51,10 @@ class DaemonPool:
             except BaseException as error:  # noqa: BLE001 - the future raises it
                 future.set_exception(error)
 
-        self.begin(job, future.cancel)
+        self.queue_job(job, future.cancel)
         return future
 
-    def begin(self, job: Job, dropped: Job) -> None:
+    def queue_job(self, job: Job, dropped: Job) -> None:
         """Queue a job, which must not raise; if the pool is closed, call `dropped` instead."""
         with self._lock:
             closed = self._closed
@@ -142,7 +142,7 @@ class Breaker:
         """Record a successful call, which resets the count of failures."""
         self._failures = 0
 
-    def failed(self, reason: object) -> None:
+    def record_failure(self, reason: object) -> None:
         """Record a failed call and its reason; enough of them open the breaker."""
         self._failures += 1
         if self._failures >= self._most and not self.open:

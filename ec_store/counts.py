@@ -53,7 +53,7 @@ class Counts:
         with self._lock:
             self._observations.setdefault(name, deque(maxlen=MAX_OBSERVATIONS)).extend(values)
 
-    def take(self) -> dict[str, float]:
+    def take_counts(self) -> dict[str, float]:
         """Return the counts, and reset them."""
         with self._lock:
             taken, self._counts = self._counts, Counter()

@@ -55,7 +55,7 @@ class Buffers:
         """Replace the lock by a free one, in a child of `fork`."""
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> memoryview:
+    def take_buffer(self, size: int) -> memoryview:
         """Return writable memory of `size` bytes, which is reused after its last view is deleted.
 
         The buffer has the least number of huge pages that the size needs, since

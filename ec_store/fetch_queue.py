@@ -1,6 +1,6 @@
 """Queue of fetches, and host memory of the fetched entries within one budget. No I/O.
 
-`FetchQueue` is thread-safe. `Memory` is used on one thread.
+`FetchQueue` is thread-safe. `EntryMemory` is used on one thread.
 """
 
 import enum
@@ -36,12 +36,12 @@ def entry_bytes(entry: Entry) -> int:
     return OVERHEAD_BYTES + memoryview(entry.data.obj).nbytes
 
 
-class Memory:
+class EntryMemory:
     """Entries in memory, and reservations for those being fetched.
 
     A claimed entry stays. Other entries are kept while there is room, the most recently used ones.
     Reservations, claimed entries and kept entries together stay within the budget, with one
-    exception: see `admits`.
+    exception: see `has_room`.
 
     Attributes:
         held_bytes: bytes of all entries, claimed or kept.
@@ -72,7 +72,7 @@ class Memory:
         """Return whether an entry, or its reservation, is claimed."""
         return identifier in self._claims
 
-    def admits(self, wanted: Mapping[str, int]) -> bool:
+    def has_room(self, wanted: Mapping[str, int]) -> bool:
         """Return whether all of these entries may be claimed at once.
 
         Kept entries make room. While nothing is claimed, any request is admitted, even above the
@@ -97,7 +97,7 @@ class Memory:
         self.reserved_bytes += size_bytes
         self._trim()
 
-    def arrive(self, identifier: str, entry: Entry | None) -> None:
+    def hold_entry(self, identifier: str, entry: Entry | None) -> None:
         """End a reservation, and hold its entry unless it is None."""
         self.reserved_bytes -= self._reserved.pop(identifier)
         if entry is not None:
@@ -211,7 +211,7 @@ class FetchQueue:
     """Fetches that wait for a thread, by rank and then by due time. Thread-safe.
 
     Attributes:
-        running: fetches on a thread, and ended ones until `end` is called.
+        running: fetches on a thread, and ended ones until `end_fetch` is called.
         depth: number of waiting fetches.
         waiting_bytes: memory reserved for the waiting fetches.
     """
@@ -237,7 +237,7 @@ class FetchQueue:
             rank = (fetch.want.rank, due_s, next(self._numbers))
             heapq.heappush(self._heap, (*rank, fetch))
 
-    def take(self, clock: Callable[[], float]) -> Fetch | None:
+    def take_fetch(self, clock: Callable[[], float]) -> Fetch | None:
         """Take the next fetch and mark it as running; None if no fetch waits."""
         with self._lock:
             while self._heap:
@@ -262,13 +262,13 @@ class FetchQueue:
             fetch.phase = Phase.ENDED
         return True
 
-    def end(self, fetch: Fetch) -> None:
+    def end_fetch(self, fetch: Fetch) -> None:
         """End a running fetch, after its result has been read."""
         with self._lock:
             self.running.discard(fetch)
             fetch.phase = Phase.ENDED
 
-    def late(self, is_late: Callable[[Fetch], bool]) -> list[Fetch]:
+    def late_fetches(self, is_late: Callable[[Fetch], bool]) -> list[Fetch]:
         """Return the running fetches for which `is_late` holds."""
         with self._lock:
             return [fetch for fetch in self.running if is_late(fetch)]

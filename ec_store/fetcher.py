@@ -11,7 +11,7 @@ from typing import Protocol
 from ec_store.concurrency import Breaker, DaemonPool
 from ec_store.counts import Counts
 from ec_store.entry import Entry
-from ec_store.fetch_queue import Fetch, FetchQueue, Memory, Phase, Want, buffer_bytes
+from ec_store.fetch_queue import EntryMemory, Fetch, FetchQueue, Phase, Want, buffer_bytes
 from ec_store.keys import EntryKey, key_or_none
 
 THREADS = 4
@@ -23,14 +23,14 @@ CHECK_EVERY_S = 0.005
 """Interval in seconds at which running fetches are compared with their deadlines."""
 
 
-class Source(Protocol):
+class EntrySource(Protocol):
     """Source of entries: a store, or a layer that places a store's entries in other memory."""
 
     def get(self, key: EntryKey) -> Entry | None:
         """Read an entry, as `Store.get` does."""
 
 
-class State(enum.Enum):
+class FetchState(enum.Enum):
     """State of a fetch, as the caller sees it."""
 
     PENDING = "pending"
@@ -51,7 +51,7 @@ class Fetcher:
 
     def __init__(  # noqa: PLR0913 - options of an operator
         self,
-        store: Source,
+        store: EntrySource,
         namespace: str,
         *,
         counts: Counts | None = None,
@@ -84,7 +84,7 @@ class Fetcher:
         self._threads = threads
         self._clock = clock
         self._pool = DaemonPool(threads, "ec-fetch")
-        self._memory = Memory(memory_bytes)
+        self._memory = EntryMemory(memory_bytes)
         self._queue = FetchQueue()
         self._fetches: dict[str, Fetch] = {}
         self._answers: deque[Fetch] = deque()
@@ -94,7 +94,7 @@ class Fetcher:
         self._check_s = 0.0
         self._breaker = Breaker("reading from the encoder cache", clock=clock)
 
-    def admits(self, wants: Mapping[str, Want]) -> bool:
+    def has_room(self, wants: Mapping[str, Want]) -> bool:
         """Return whether the budget has room for all of these entries at once.
 
         While nothing is claimed, any request is admitted. An entry that would not be fetched needs
@@ -105,30 +105,30 @@ class Fetcher:
             for identifier, want in wants.items()
             if self.entry(identifier) is not None or not self._bypasses(want.promised)
         }
-        return self._memory.admits(sizes)
+        return self._memory.has_room(sizes)
 
-    def acquire(self, identifier: str, want: Want) -> State:
+    def acquire(self, identifier: str, want: Want) -> FetchState:
         """Claim an entry, and fetch it unless it is held or already being fetched.
 
         Returns:
             READY: the entry is held until `release`. PENDING: the entry is being fetched, and
-            `advance` reports the result; `release` cancels the claim. MISSING: the entry was
-            not claimed.
+            `process_results` reports the result; `release` cancels the claim. MISSING: the entry
+            was not claimed.
         """
         if self._memory.entry(identifier) is not None:
             self._memory.claim(identifier)
-            return State.READY
+            return FetchState.READY
         fetch = self._fetches.get(identifier)
         if fetch is None:
             fetch = self._start(identifier, want)
         elif fetch.overdue:
             self.counts.add(bypassed=1)
-            return State.MISSING
+            return FetchState.MISSING
         if fetch is None:
-            return State.MISSING
+            return FetchState.MISSING
         fetch.promised |= want.promised
         self._memory.claim(identifier)
-        return State.PENDING
+        return FetchState.PENDING
 
     def release(self, identifier: str) -> None:
         """Release one claim. A waiting fetch without another claim is cancelled."""
@@ -139,7 +139,7 @@ class Fetcher:
         if self._queue.cancel(fetch):
             self._forget(fetch)
 
-    def advance(self) -> list[tuple[str, State]]:
+    def process_results(self) -> list[tuple[str, FetchState]]:
         """Process results of the threads, and expired deadlines.
 
         Returns:
@@ -149,11 +149,13 @@ class Fetcher:
         now = self._clock()
         if not self._answers and now < self._check_s:
             return []
-        settled: list[tuple[str, State]] = []
+        settled: list[tuple[str, FetchState]] = []
         before = self._refusals()
         while self._answers:
             settled += self._finish(self._answers.popleft(), now)
-        for fetch in self._queue.late(lambda one: not one.overdue and now >= self._deadline(one)):
+        for fetch in self._queue.late_fetches(
+            lambda one: not one.overdue and now >= self._deadline(one)
+        ):
             settled += self._time_out(fetch)
         while self._timers and self._timers[0][0] <= now:
             fetch = heapq.heappop(self._timers)[-1]
@@ -218,11 +220,11 @@ class Fetcher:
         # then, and before later ones.
         due_s = self._promise_s(fetch) if fetch.looks else self._clock()
         self._queue.put(fetch, due_s)
-        self._pool.begin(self._work, lambda: None)
+        self._pool.queue_job(self._work, lambda: None)
 
     def _work(self) -> None:
         """Fetch the first entry of the queue. Runs on a thread."""
-        fetch = self._queue.take(self._clock)
+        fetch = self._queue.take_fetch(self._clock)
         if fetch is None:
             return
         try:
@@ -234,8 +236,8 @@ class Fetcher:
         fetch.ended_s = self._clock()
         self._answers.append(fetch)
 
-    def _finish(self, fetch: Fetch, now: float) -> Iterator[tuple[str, State]]:
-        self._queue.end(fetch)
+    def _finish(self, fetch: Fetch, now: float) -> Iterator[tuple[str, FetchState]]:
+        self._queue.end_fetch(fetch)
         if not fetch.looks:
             self.counts.observe("fetch_wait_seconds", fetch.first_s - fetch.asked_s)
         self.counts.observe("fetch_seconds", fetch.ended_s - fetch.taken_s)
@@ -244,7 +246,7 @@ class Fetcher:
             self.counts.add(late=1)
         elif fetch.error is not None:
             self.counts.add(errors=1)
-            self._breaker.failed(fetch.error)
+            self._breaker.record_failure(fetch.error)
         else:
             self._breaker.succeeded()
             if fetch.entry is None and self._looks_again(fetch, now):
@@ -272,33 +274,35 @@ class Fetcher:
         heapq.heappush(self._timers, (due_s, next(self._numbers), fetch))
         return True
 
-    def _time_out(self, fetch: Fetch) -> Iterator[tuple[str, State]]:
+    def _time_out(self, fetch: Fetch) -> Iterator[tuple[str, FetchState]]:
         fetch.overdue = True
         self._hanging += 1
         self.counts.add(timeouts=1)
-        self._breaker.failed(f"no answer within {self._deadline(fetch) - fetch.taken_s:g} s")
+        self._breaker.record_failure(
+            f"no answer within {self._deadline(fetch) - fetch.taken_s:g} s"
+        )
         if self._memory.is_claimed(fetch.identifier):
             self._memory.release_all(fetch.identifier)
-            yield fetch.identifier, State.MISSING
+            yield fetch.identifier, FetchState.MISSING
 
-    def _bypass(self) -> Iterator[tuple[str, State]]:
+    def _bypass(self) -> Iterator[tuple[str, FetchState]]:
         """End waiting fetches that are now skipped."""
         for fetch in list(self._fetches.values()):
             if self._bypasses(fetch.promised) and self._queue.cancel(fetch):
                 self.counts.add(bypassed=1)
                 yield from self._settle(fetch, None)
 
-    def _settle(self, fetch: Fetch, entry: Entry | None) -> Iterator[tuple[str, State]]:
+    def _settle(self, fetch: Fetch, entry: Entry | None) -> Iterator[tuple[str, FetchState]]:
         claimed = self._memory.is_claimed(fetch.identifier)
         if entry is None:
             self._memory.release_all(fetch.identifier)
         self._forget(fetch, entry)
         if claimed:
-            yield fetch.identifier, State.MISSING if entry is None else State.READY
+            yield fetch.identifier, FetchState.MISSING if entry is None else FetchState.READY
 
     def _forget(self, fetch: Fetch, entry: Entry | None = None) -> None:
         del self._fetches[fetch.identifier]
-        self._memory.arrive(fetch.identifier, entry)
+        self._memory.hold_entry(fetch.identifier, entry)
 
     def _is_last(self, fetch: Fetch) -> bool:
         """Return whether a lookup started after the end of the promise."""

@@ -117,11 +117,11 @@ class Writer:
         except (StoreError, OSError) as error:
             self.counts.observe("save_seconds", self._clock() - started_s)
             self.counts.add(drops=1)
-            self._breaker.failed(error)
+            self._breaker.record_failure(error)
             return False
         except Exception as error:  # noqa: BLE001 - the thread must survive
             self.counts.add(drops=1)
-            self._breaker.failed(error)
+            self._breaker.record_failure(error)
             self._caught(error)
             return False
         self._breaker.succeeded()

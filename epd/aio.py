@@ -1,7 +1,7 @@
 """Helpers for asyncio: background tasks, time limits, concurrent calls, and single flight.
 
 - `Background` runs tasks while a process serves. Their failures are logged and counted.
-- `within` limits the time of code that may lose a cancellation.
+- `cancel_after` limits the time of code that may lose a cancellation.
 - `gather_first` runs concurrent calls, and stops them at the first error.
 - `Flights` lets concurrent callers of one key share one run.
 """
@@ -52,19 +52,19 @@ class Background:
         """
         self._count = count
 
-    def failed(self, task: str) -> None:
+    def count_exception(self, task: str) -> None:
         """Count an unexpected exception of a task that logs it and continues."""
         self._count(task, 1)
 
     @asynccontextmanager
-    async def running(self, task: str, work: Work) -> AsyncIterator[None]:
+    async def run_task(self, task: str, work: Work) -> AsyncIterator[None]:
         """Run a task until the context exits. The exit waits for the end of the task.
 
         Args:
             task: name in the log and in the metric.
             work: function to call at each start. It is not started again after it returns.
         """
-        kept = asyncio.create_task(self.keep(task, work))
+        kept = asyncio.create_task(self.keep_running(task, work))
         try:
             yield
         finally:
@@ -72,8 +72,8 @@ class Background:
             with suppress(asyncio.CancelledError):
                 await kept
 
-    async def keep(self, task: str, work: Work) -> None:
-        """Run a task to its end, and restart it after each exception. See `running`."""
+    async def keep_running(self, task: str, work: Work) -> None:
+        """Run a task to its end, and restart it after each exception. See `run_task`."""
         clock = asyncio.get_running_loop().time
         delay_s = FIRST_DELAY_S
         self._count(task, 0)
@@ -84,7 +84,7 @@ class Background:
             except Exception as error:  # noqa: BLE001 - every exception is logged and counted
                 if clock() - started_s >= MAX_DELAY_S:
                     delay_s = FIRST_DELAY_S
-                self.failed(task)
+                self.count_exception(task)
                 structlog.get_logger("epd").error(
                     "background task failed", task=task, restart_in_s=delay_s, exc_info=error
                 )
@@ -99,7 +99,7 @@ AGAIN_S = 0.05
 
 
 @contextmanager
-def within(limit_s: float) -> Iterator[None]:
+def cancel_after(limit_s: float) -> Iterator[None]:
     """Cancel the body after a time, as `asyncio.timeout` does, and again until it ends.
 
     A library can lose a cancellation and then wait without a limit: Python 3.11's
@@ -119,13 +119,13 @@ def within(limit_s: float) -> Iterator[None]:
     others, told = task.cancelling(), 0
     timer: asyncio.TimerHandle
 
-    def tell() -> None:
+    def cancel_body() -> None:
         nonlocal told, timer
         told += 1
         task.cancel()
-        timer = loop.call_later(AGAIN_S, tell)
+        timer = loop.call_later(AGAIN_S, cancel_body)
 
-    timer = loop.call_later(limit_s, tell)
+    timer = loop.call_later(limit_s, cancel_body)
     try:
         yield
     except asyncio.CancelledError as end:

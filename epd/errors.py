@@ -144,7 +144,7 @@ class ProxyError(Exception):
         self.param = param
         self.answered = answered
 
-    def at(self, param: str | None) -> Self:
+    def at_param(self, param: str | None) -> Self:
         """Return a copy of the error that names this part of the request as `param`.
 
         Several requests may share the original.
@@ -170,10 +170,10 @@ class ProxyError(Exception):
         own = {"x-epd-stage": self.stage, "x-epd-error": self.slug}
         # The official OpenAI client obeys this header. It would otherwise repeat the proxy's
         # retries.
-        return own | {"x-should-retry": "false"} if self.spent else own
+        return own | {"x-should-retry": "false"} if self.retry_pointless else own
 
     @property
-    def spent(self) -> bool:
+    def retry_pointless(self) -> bool:
         """Whether a retry by the client is pointless, because the proxy has retried already."""
         return self.status in SPENT
 
@@ -312,7 +312,7 @@ class SuspectedFatal(TryLater):
     status = 503
     type = "ServiceUnavailableError"
     default_slug = "suspected_fatal"
-    spent = True
+    retry_pointless = True
     died = True
 
 

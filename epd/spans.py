@@ -11,11 +11,11 @@ from typing import Protocol, Self
 from epd.events import RequestRecord
 
 
-class Item(Protocol):
+class SpanItem(Protocol):
     """A media item of a request, with the attributes that its spans need."""
 
     @property
-    def param(self) -> str:
+    def param_path(self) -> str:
         """Position of the item in the request."""
 
     @property
@@ -30,7 +30,7 @@ class Span(Protocol):
     def headers(self) -> Mapping[str, str]:
         """Headers for the instance, so that its spans become children of this one."""
 
-    def answered(self, status: int) -> None:
+    def record_status(self, status: int) -> None:
         """Record the HTTP status of an instance's answer."""
 
     def event(self, name: str) -> None:
@@ -39,7 +39,7 @@ class Span(Protocol):
     def link(self, other: "Span") -> None:
         """Link a related span, possibly of another request."""
 
-    def end(self, error: str | None = None) -> None:
+    def end_span(self, error: str | None = None) -> None:
         """End the span, with the slug of the error if there is one. A second call has no effect."""
 
     def __enter__(self) -> Self:
@@ -65,10 +65,10 @@ class RequestSpan(Protocol):
     def headers(self) -> Mapping[str, str]:
         """Headers for an instance, as `Span.headers`."""
 
-    def asks(self, operation: str | None, model: str | None) -> None:
+    def record_request(self, operation: str | None, model: str | None) -> None:
         """Record the operation and the model that the client asks for, as far as known."""
 
-    def child(self, name: str, *, url: str | None = None, item: Item | None = None) -> Span:
+    def child(self, name: str, *, url: str | None = None, item: SpanItem | None = None) -> Span:
         """Start a child span.
 
         Args:
@@ -77,10 +77,10 @@ class RequestSpan(Protocol):
             item: the media item, for an operation on one.
         """
 
-    def sent(self, name: str, item: Item) -> Span | None:
+    def latest_child(self, name: str, item: SpanItem) -> Span | None:
         """Return the latest child of this name for an item, or None."""
 
-    def done(self, event: RequestRecord) -> None:
+    def end_request(self, event: RequestRecord) -> None:
         """End the span and record the request's outcome."""
 
 

@@ -3,7 +3,7 @@
 import structlog
 
 
-class Complaint:
+class StateLog:
     """Logs when something begins to fail, when the reason changes, and when it works again."""
 
     def __init__(
@@ -14,13 +14,13 @@ class Complaint:
         self._fields = fields
         self._reason: str | None = None
 
-    def failed(self, reason: str) -> None:
+    def record_failure(self, reason: str) -> None:
         """Record a failure; log it if the reason is new."""
         if reason != self._reason:
             self._reason = reason
             self._log.warning(f"{self._what}: {self._meanwhile}", reason=reason)
 
-    def well(self) -> None:
+    def record_success(self) -> None:
         """Record a success; log the end of a failure."""
         if self._reason is not None:
             self._reason = None

@@ -37,7 +37,7 @@ FAILURES = (Unreachable, Broken, TimeoutError)
 """Errors that `epd.http.connection` raises."""
 
 
-def shown(
+def stage_error(
     error: Exception,
     stage: Stage,
     *,
@@ -61,7 +61,7 @@ def shown(
             slug=late or f"{stage}_timeout",
             stage=stage,
         )
-    reason = cause(error)
+    reason = underlying_error(error)
     if isinstance(reason, OSError) and reason.errno in OUT_OF_DESCRIPTORS:
         # The limit of this process, not a failure of the instance.
         return Overloaded("the proxy has too many open connections", stage=stage)
@@ -71,7 +71,7 @@ def shown(
     return UpstreamUnreachable(f"{instance} is unreachable", slug=broken, stage=stage)
 
 
-def cause(error: Exception) -> BaseException:
+def underlying_error(error: Exception) -> BaseException:
     """Return the underlying error of a connection's own error."""
     return error.__cause__ or error
 
@@ -172,12 +172,12 @@ class Reply:
         """
         if self._body is not None:
             return self._body
-        if self._connection.complete and self._connection.held <= limit:
-            self._body = self._connection.take()
+        if self._connection.complete and self._connection.held_bytes <= limit:
+            self._body = self._connection.take_body()
             return self._body
         parts = []
         size = 0
-        while not self._connection.ended and (chunk := await self.chunk(idle_s)):
+        while not self._connection.has_ended and (chunk := await self.chunk(idle_s)):
             parts.append(chunk)
             size += len(chunk)
             if size > limit:
@@ -189,19 +189,19 @@ class Reply:
         self._body = parts[0] if len(parts) == 1 else b"".join(parts)
         return self._body
 
-    async def begun(self, idle_s: float) -> None:
+    async def wait_body(self, idle_s: float) -> None:
         """Wait for the first byte of the body.
 
         Raises:
             UpstreamFailed: the connection broke.
             UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
-        if self._connection.complete or self._connection.held:
+        if self._connection.complete or self._connection.held_bytes:
             return
         try:
-            await self._connection.begun(min(self._clock() + idle_s, self._until_s))
+            await self._connection.wait_body(min(self._clock() + idle_s, self._until_s))
         except FAILURES as error:
-            raise self._broke_off(error) from cause(error)
+            raise self._broke_off(error) from underlying_error(error)
 
     async def chunk(self, idle_s: float) -> bytes:
         """Return the next received part of the body; empty at its end.
@@ -213,9 +213,9 @@ class Reply:
         try:
             return await self._connection.chunk(min(self._clock() + idle_s, self._until_s))
         except FAILURES as error:
-            raise self._broke_off(error) from cause(error)
+            raise self._broke_off(error) from underlying_error(error)
 
-    async def pour(self, sink: Sink, idle_s: float) -> bool:
+    async def pour_body(self, sink: Sink, idle_s: float) -> bool:
         """Pass the body to `sink` as it is received, without waking a task, while it accepts more.
 
         Returns:
@@ -226,15 +226,15 @@ class Reply:
             UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
         try:
-            return await self._connection.pour(sink, idle_s)
+            return await self._connection.pour_body(sink, idle_s)
         except FAILURES as error:
-            raise self._broke_off(error) from cause(error)
+            raise self._broke_off(error) from underlying_error(error)
 
     def _broke_off(self, error: Exception) -> ProxyError:
         # The head of a stream precedes its first token; any other head follows the last one.
         computed = not self.is_stream
         broken = f"{self._stage}_died"
-        return shown(error, self._stage, broken=broken, late=self._late, computed=computed)
+        return stage_error(error, self._stage, broken=broken, late=self._late, computed=computed)
 
 
 KEEP_ALIVE_S = 2.0
@@ -333,16 +333,18 @@ class Upstream:
         """
         origin = request.target.origin
         try:
-            connection = self._pool.take(origin) or await self._pool.connect(origin, until_s)
+            connection = self._pool.take_connection(origin) or await self._pool.connect(
+                origin, until_s
+            )
             try:
-                await connection.ask(request.head(), request.body or (), until_s)
+                await connection.send_request(request.head(), request.body or (), until_s)
             except BaseException as error:
                 connection.abort()
-                if not (isinstance(error, Broken) and connection.stale):
+                if not (isinstance(error, Broken) and connection.is_stale):
                     raise
                 connection = await _ask_again(self._pool, request, until_s, error)
         except FAILURES as error:
-            raise shown(error, stage, broken=f"{stage}_failed") from cause(error)
+            raise stage_error(error, stage, broken=f"{stage}_failed") from underlying_error(error)
         if connection.headers.get("Content-Encoding", "identity").lower() != "identity":
             connection.abort()
             raise UpstreamFailed(
@@ -367,7 +369,7 @@ class Upstream:
         except UpstreamUnreachable:
             return False
         except FAILURES as error:
-            failure = shown(error, "proxy", broken="unreachable")
+            failure = stage_error(error, "proxy", broken="unreachable")
             if isinstance(failure, Overloaded):
                 raise failure from error
             return False
@@ -406,7 +408,7 @@ async def _ask_again(pool: Pool, request: _Request, until_s: float, broken: Brok
         return await _ask_anew(pool, request, until_s)
     except Unreachable as error:
         if isinstance(broken, Died):
-            raise Died from cause(error)
+            raise Died from underlying_error(error)
         raise
 
 
@@ -415,7 +417,9 @@ async def _ask_anew(pool: Pool, request: _Request, until_s: float) -> Connection
     connection = await pool.connect(request.target.origin, until_s)
     connection.kept = False
     try:
-        await connection.ask(request.head("Connection: close\r\n"), request.body or (), until_s)
+        await connection.send_request(
+            request.head("Connection: close\r\n"), request.body or (), until_s
+        )
     except BaseException:
         connection.abort()
         raise

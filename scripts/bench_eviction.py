@@ -71,7 +71,7 @@ def _fill(root: Path, entries: int, writers: int) -> None:
         (folder / digest).write_bytes(b"x")
         used_s = time.time() - 3600 * n / entries
         os.utime(folder / digest, (used_s, used_s))
-    usage = Folder.at(str(root / "usage"), Modes())
+    usage = Folder.open_path(str(root / "usage"), Modes())
     for n in range(writers):
         Ledger().charge(usage, BLOCK * (entries if n == 0 else 0), entries if n == 0 else 0)
 

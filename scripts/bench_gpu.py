@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ec_store.device.region import Region
-from ec_store.device.tensors import HostCopies, Loader, pinned
+from ec_store.device.tensors import HostCopies, Loader, pinned_memory
 
 SIZES_MB = (1, 8, 64)
 ROOM_BYTES = 256 * 2**20
@@ -130,9 +130,9 @@ def _open(url: str | None, running: ExitStack) -> tuple[Kept, str]:
 
 def _measure(size: int, kept: Kept, rounds: int) -> dict[str, list[float]]:
     tensor = torch.randn(size // 2, device="cuda", dtype=torch.bfloat16)
-    plain = pinned(size)
+    plain = pinned_memory(size)
     ring, region, loader = HostCopies(4 * size), Region(4 * size, 1), Loader(0)
-    loader.share(region.shared())
+    loader.map_shared(region.shared_region())
     while not region.is_mapped():
         time.sleep(0.01)
 
@@ -146,15 +146,15 @@ def _measure(size: int, kept: Kept, rounds: int) -> dict[str, list[float]]:
         kept.put(str(size), memoryview(copied().view(torch.uint8).numpy()))
 
     def placed(data: memoryview) -> None:
-        view = region.place(data)
-        place = None if view is None else region.find(view)
+        view = region.copy_in(data)
+        place = None if view is None else region.find_place(view)
         if view is None or place is None:
             raise RuntimeError("the region is full")
         region.send([view])
         loader.load(place, "BF16", (size // 2,))
-        loader.finish(region.shared().number)
+        loader.finish(region.shared_region().number)
         torch.cuda.synchronize()
-        loader.poll()
+        loader.report_copies()
 
     source = np.ones(size, np.uint8).data
     device = tensor.view(torch.uint8)

@@ -97,7 +97,7 @@ class Bench:
     def __init__(self, stack: Stack, client: httpx.Client) -> None:
         self._client = client
         self._proxy_url = stack.url
-        [encode], [prefill] = stack.of(Role.ENCODE), stack.of(Role.PREFILL_DECODE)
+        [encode], [prefill] = stack.of_role(Role.ENCODE), stack.of_role(Role.PREFILL_DECODE)
         self._prefill_url = prefill.url
         self._encode = tree(stack, encode)
         self._prefill = tree(stack, prefill)

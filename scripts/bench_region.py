@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from ec_store.device.region import Place, Region, RegionReader, Shared
+from ec_store.device.region import Place, Region, RegionReader, SharedRegion
 from ec_store.device.tensors import as_tensor
 
 PAGE = 4096
@@ -63,7 +63,7 @@ def main() -> None:
     for rank in range(args.workers):
         ours, theirs = context.Pipe()
         pipes.append(ours)
-        arguments = (queue.export_handle(), rank, region.shared(), theirs)
+        arguments = (queue.export_handle(), rank, region.shared_region(), theirs)
         workers.append(context.Process(target=_work, args=arguments, daemon=True))
         workers[-1].start()
     queue.wait_until_ready()
@@ -72,8 +72,8 @@ def main() -> None:
     orders = list(permutations(taken))
     for number in range(args.rounds + args.warm_up):
         # Before the step: a fetch thread copies the entries while the request waits.
-        views = [view for one in data if (view := region.place(one)) is not None]
-        places = [region.find(view) for view in views]
+        views = [view for one in data if (view := region.copy_in(one)) is not None]
+        places = [region.find_place(view) for view in views]
         region.send(views)
         del views
         steps: dict[str, list[Any]] = {
@@ -84,7 +84,7 @@ def main() -> None:
         for name in orders[number % len(orders)]:
             time.sleep(args.pause_ms / 1e3)
             started = time.perf_counter()
-            queue.enqueue((steps[name], region.shared().number))
+            queue.enqueue((steps[name], region.shared_region().number))
             answer = _last(started, [pipe.recv() for pipe in pipes])
             if number >= args.warm_up:
                 taken[name].append(answer)
@@ -138,7 +138,7 @@ def _print_table(taken: dict[str, list[Answer]]) -> None:
         print(f"shared memory / arena, {name}: {medians[0] / medians[1]:.2f}")
 
 
-def _work(handle: Any, rank: int, shared: Shared, pipe: Connection) -> None:
+def _work(handle: Any, rank: int, shared: SharedRegion, pipe: Connection) -> None:
     queue = MessageQueue.create_from_handle(handle, rank)
     queue.wait_until_ready()
     reader = RegionReader(shared.handle, rank)

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from epd.tools.fleet.engine import VLLM, Server
+from epd.tools.fleet.engine import VLLM, FleetServer
 from epd.tools.fleet.process import Process
 from epd.tools.fleet.stack import Stack
 
@@ -33,9 +33,9 @@ PRELOADED = [
 class ForkedStack(Stack):
     """Stack with forked engines. Its proxy is started as a program."""
 
-    def launch(self, server: Server, log: Path) -> Process:
+    def launch(self, server: FleetServer, log: Path) -> Process:
         """Fork an engine, or start the proxy."""
-        engines = {engine.name for engine in self.engines}
+        engines = {engine.name for engine in self.all_engines}
         if server.name not in engines:
             return super().launch(server, log)
         process = ForkedProcess(server, log)
@@ -47,7 +47,7 @@ class ForkedStack(Stack):
 class ForkedProcess(Process):
     """vLLM server in its own process group, forked and not executed."""
 
-    def __init__(self, server: Server, log: Path) -> None:
+    def __init__(self, server: FleetServer, log: Path) -> None:
         """Fork the process.
 
         Args:

@@ -5,8 +5,8 @@
 
 It starts the real proxy in front of small servers that imitate encode and decode instances with the
 connector, on a real store, at a rate that real engines on a CPU cannot sustain. `epd bench serve`
-measures real engines. The replays are its `pool` and `window`. The ideal cache has the same size
-and evicts the least recently used picture.
+measures real engines. The replays are its `pool` and `window_trace`. The ideal cache has the same
+size and evicts the least recently used picture.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import epd
 from ec_store import Entry, EntryKey
 from ec_store.aio import AsyncStore
 from ec_store.opening import open_async_store
-from epd.tools.bench.dataset import ideal_hit_rate, pool, rng, window
+from epd.tools.bench.dataset import ideal_hit_rate, pool, rng, window_trace
 
 NAMESPACE = "replay@main:0"
 ENTRY_BYTES = 256 * 1024
@@ -131,7 +131,7 @@ def main() -> None:
     args = parser.parse_args()
     print("| replay | store | requests | pictures | encodes | ideal | hit rate / ideal | lost |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for trace in (pool, window):
+    for trace in (pool, window_trace):
         names = [str(number) for number in trace(rng(1), args.requests)]
         for entries in (10**6, 400, 150):
             with tempfile.TemporaryDirectory() as folder:

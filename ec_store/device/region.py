@@ -38,8 +38,8 @@ ALIGNMENT = 4096
 class Slots:
     """Allocator of offsets, first fit. Thread-safe.
 
-    A finalizer may release a place, and may run within any other call of this thread. So `give`
-    takes no lock.
+    A finalizer may release a place, and may run within any other call of this thread. So
+    `free_slot` takes no lock.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -54,7 +54,7 @@ class Slots:
         self._taken: dict[int, int] = {}
         self._given: deque[int] = deque()
 
-    def take(self, size_bytes: int) -> int | None:
+    def take_slot(self, size_bytes: int) -> int | None:
         """Allocate a place of this size and return its offset; None if none is free."""
         wanted = max(1, -(-size_bytes // ALIGNMENT)) * ALIGNMENT
         with self._lock:
@@ -67,7 +67,7 @@ class Slots:
                     return start
         return None
 
-    def give(self, offset: int) -> None:
+    def free_slot(self, offset: int) -> None:
         """Release a place, without a lock."""
         self._given.append(offset)
 
@@ -118,7 +118,7 @@ class Place(NamedTuple):
     size_bytes: int
 
 
-class Shared(NamedTuple):
+class SharedRegion(NamedTuple):
     """Part of a step that describes the memory.
 
     Attributes:
@@ -165,7 +165,7 @@ class Region:
         self._lock = threading.Lock()
         self._sent: deque[tuple[int, list[memoryview]]] = deque()
 
-    def place(self, data: memoryview) -> memoryview | None:
+    def copy_in(self, data: memoryview) -> memoryview | None:
         """Copy bytes into the memory.
 
         Their place is free again after the last view of it is deleted, and all workers have read
@@ -175,16 +175,16 @@ class Region:
             Read-only view; None if there is no room.
         """
         self._release()
-        offset = self._slots.take(data.nbytes) if data.nbytes else None
+        offset = self._slots.take_slot(data.nbytes) if data.nbytes else None
         if offset is None:
             return None
         place = self._entries[offset : offset + data.nbytes]
-        weakref.finalize(place, self._slots.give, offset)
+        weakref.finalize(place, self._slots.free_slot, offset)
         # numpy copies without the interpreter's lock.
         np.copyto(place, np.frombuffer(data, np.uint8))
         return place.data.toreadonly()
 
-    def find(self, data: memoryview) -> Place | None:
+    def find_place(self, data: memoryview) -> Place | None:
         """Return the place of a view; None if it is in other memory."""
         offset = np.frombuffer(data, np.uint8).ctypes.data - self._address
         inside = 0 <= offset < len(self._entries)
@@ -203,9 +203,9 @@ class Region:
                 self._sent.append((self._number, kept))
         self._release()
 
-    def shared(self) -> Shared:
+    def shared_region(self) -> SharedRegion:
         """Return the next step's description of the memory."""
-        return Shared(self._handle, self._number)
+        return SharedRegion(self._handle, self._number)
 
     def close(self) -> None:
         """Close the descriptor: no more workers can map the memory. Its last process frees it."""

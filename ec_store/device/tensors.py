@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ec_store.device.region import Place, RegionReader, Shared, Slots
+from ec_store.device.region import Place, RegionReader, SharedRegion, Slots
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -75,7 +75,7 @@ class HostCopies:
         if tensor.device.type == "cpu":
             contiguous: HostTensor = tensor.contiguous
             return contiguous
-        offset = self._slots.take(tensor.nbytes)
+        offset = self._slots.take_slot(tensor.nbytes)
         if offset is None and tensor.nbytes <= self._slots.size_bytes:
             return None
         ready = torch.Event(tensor.device)
@@ -118,10 +118,10 @@ class HostCopies:
         if offset is None:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         if self._ring is None:
-            self._ring = pinned(self._slots.size_bytes).numpy()
+            self._ring = pinned_memory(self._slots.size_bytes).numpy()
         place = self._ring[offset : offset + tensor.nbytes]
         # The tensor and all views of it refer to this array.
-        weakref.finalize(place, self._slots.give, offset)
+        weakref.finalize(place, self._slots.free_slot, offset)
         return torch.from_numpy(place).view(tensor.dtype).view(tensor.shape)
 
 
@@ -145,7 +145,7 @@ def copy(job: _Job, host: torch.Tensor, stream: torch.Stream) -> None:
     done.synchronize()
 
 
-def pinned(size_bytes: int) -> torch.Tensor:
+def pinned_memory(size_bytes: int) -> torch.Tensor:
     """Return pinned host memory, which a device reads and writes directly.
 
     If the driver refuses (limits of locked memory, no device), the memory is pageable, which is
@@ -194,7 +194,7 @@ def to_device(raw: torch.Tensor, dtype: str, shape: Iterable[int]) -> torch.Tens
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or not raw.is_pinned():
-        host = pinned(raw.nbytes) if device else torch.empty(raw.nbytes, dtype=torch.uint8)
+        host = pinned_memory(raw.nbytes) if device else torch.empty(raw.nbytes, dtype=torch.uint8)
         raw = host.copy_(raw)
     tensor = raw.view(TORCH_DTYPES[dtype]).reshape(*shape)
     return tensor if device is None else tensor.to(device, non_blocking=True)
@@ -207,7 +207,7 @@ class Loader:
     """Loader of a step's entries, for the thread that runs the model."""
 
     def __init__(self, reader: int) -> None:
-        """Create the loader; `share` maps the shared memory.
+        """Create the loader; `map_shared` maps the shared memory.
 
         Args:
             reader: index of this worker among those that read a step's entries, from 0.
@@ -217,7 +217,7 @@ class Loader:
         self._mapping: threading.Thread | None = None
         self._copying: deque[tuple[torch.Event, int]] = deque()
 
-    def share(self, shared: Shared) -> None:
+    def map_shared(self, shared: SharedRegion) -> None:
         """Map the shared memory on a thread: pinning pages takes longer than a step.
 
         Until all workers have mapped it, entries come with the step.
@@ -259,14 +259,14 @@ class Loader:
             event.record(torch.accelerator.current_stream(device))
             self._copying.append((event, number))
 
-    def poll(self) -> None:
+    def report_copies(self) -> None:
         """Report the copies that have been made since the last call."""
         while self._copying and self._copying[0][0].query():
             _, number = self._copying.popleft()
             if self._reader is not None:
                 self._reader.has_read(number)
 
-    def _map(self, shared: Shared, device_index: int | None) -> None:
+    def _map(self, shared: SharedRegion, device_index: int | None) -> None:
         if device_index is not None:
             torch.accelerator.set_device_index(device_index)
         try:

@@ -41,7 +41,7 @@ class Leases:
         """
         step = max(1, round(min(seconds, LONGEST_S) / 8))
         end = math.ceil((now_s + min(seconds, LONGEST_S)) / step) * step
-        if folder.made(str(end)):
+        if folder.create_folder(str(end)):
             self.sweep(folder, now_s)
         ending = folder.folder(str(end))
         for digest in digests:
@@ -106,10 +106,10 @@ class _Claim(NamedTuple):
     left_s: float
 
 
-class Claims:
+class DiskClaims:
     """Claims of one store, in one folder. Every method raises OSError if it cannot write."""
 
-    def take(  # noqa: PLR0913 - the parts of a claim
+    def take_claims(  # noqa: PLR0913 - the parts of a claim
         self,
         folder: Folder,
         digests: Iterable[str],

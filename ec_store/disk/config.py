@@ -97,7 +97,7 @@ class StoreSettings:
         }
         return json.dumps(held, indent=1).encode() + b"\n"
 
-    def shown(self) -> dict[str, str]:
+    def shown_settings(self) -> dict[str, str]:
         """Return each setting in the notation of a store URL."""
         return {
             "max_bytes": size_text(self.max_bytes),
@@ -118,7 +118,7 @@ class GivenSettings:
     dir_mode: int | None = None
     file_mode: int | None = None
 
-    def over(self, settings: StoreSettings) -> StoreSettings:
+    def override_settings(self, settings: StoreSettings) -> StoreSettings:
         """Return `settings`, with the given values in their place.
 
         Raises:
@@ -129,7 +129,7 @@ class GivenSettings:
 
     def not_in_force(self, settings: StoreSettings) -> list[str]:
         """Return the given settings that differ from the store's, as text with both values."""
-        mine, held = self.over(settings).shown(), settings.shown()
+        mine, held = self.override_settings(settings).shown_settings(), settings.shown_settings()
         return [
             f"{field.name}={mine[field.name]} (the store has {held[field.name]})"
             for field in fields(self)
@@ -207,7 +207,7 @@ class DiskConfig:
             raise ValueError(f"{self.path!r} is not an absolute path such as file:///mnt/store")
         if self.max_entry_bytes <= 0:
             raise ValueError("max_entry_bytes must be greater than 0")
-        self.given.over(StoreSettings())
+        self.given.override_settings(StoreSettings())
 
     @property
     def mounted(self) -> bool:

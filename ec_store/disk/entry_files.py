@@ -5,7 +5,7 @@ maps it with SIGBUS, and an operator or another user may truncate one. On NFS an
 client has the same effect, once memory is short and a page has to be read again. And a write to the
 file changes a tensor that was verified already. The cache must never end an engine.
 
-`listed` and `registered` serve `ec-store ls`, `verify` and `purge`.
+`list_entries` and `valid_registrations` serve `ec-store ls`, `verify` and `purge`.
 """
 
 import errno
@@ -108,7 +108,7 @@ class EntryFiles:
         if size < LARGE_BYTES:
             return decode(key, memoryview(os.pread(fd, size, 0)))
         info = load_header(key, fd, size)
-        payload = self._buffers.take(info.payload_bytes)
+        payload = self._buffers.take_buffer(info.payload_bytes)
         if self._fill(payload, fd, info.header_bytes) != info.checksum:
             raise CorruptEntry("its checksum does not match its payload")
         return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
@@ -191,7 +191,7 @@ def _read(into: memoryview, fd: int, offset: int) -> None:
         done += count
 
 
-def listed(tree: Tree, files: EntryFiles | None = None) -> Iterator[Listed]:
+def list_entries(tree: Tree, files: EntryFiles | None = None) -> Iterator[Listed]:
     """Yield every entry; read it whole if `files` is given.
 
     Raises:
@@ -231,7 +231,7 @@ def _listed(found: Found, fd: int, files: EntryFiles | None) -> Listed:
     return Listed(found.digest, info, found.size_bytes, found.modified_s, problem)
 
 
-def registered(folder: Folder) -> Iterator[tuple[str, str, str]]:
+def valid_registrations(folder: Folder) -> Iterator[tuple[str, str, str]]:
     """Yield file name, model and namespace of each valid registration."""
     for name in folder.names():
         if name.endswith(".json"):

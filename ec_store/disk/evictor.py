@@ -13,7 +13,15 @@ from ec_store.disk.claims import Leases
 from ec_store.disk.files import Folder, StoreClock
 from ec_store.disk.ledger import Count, Ledger, Usage
 from ec_store.disk.lock import FileLock
-from ec_store.disk.tree import Found, Kept, Tree, sample_size, staging_name, taken_bytes, victims
+from ec_store.disk.tree import (
+    EvictionCandidate,
+    Found,
+    Tree,
+    choose_victims,
+    sample_size,
+    staging_name,
+    taken_bytes,
+)
 
 STAGING_S = 3600.0
 """Age in seconds from which a staging file without writes counts as left by a crash."""
@@ -55,7 +63,7 @@ class Evictor:
         """Replace the lock by a free one, in a child of `fork`."""
         self._counting = threading.Lock()
 
-    def free(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed | None:
+    def free_space(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed | None:
         """Evict the least recently used of a random sample, and its expired entries.
 
         The cost depends on the bytes to free, not on the number of entries in the store.
@@ -71,7 +79,9 @@ class Evictor:
         if not self._lock.acquire(tree.root, lambda: self._clock.now(tree.root)):
             return None
         try:
-            return self._free_timed(tree, excess_bytes, ttl_s, lambda: self._lock.held(tree.root))
+            return self._free_timed(
+                tree, excess_bytes, ttl_s, lambda: self._lock.still_held(tree.root)
+            )
         finally:
             self._lock.release(tree.root)
 
@@ -123,7 +133,7 @@ class Evictor:
         Args:
             tree: folders of the store.
             excess: bytes to free.
-            ttl_s: as in `free`.
+            ttl_s: as in `free_space`.
             holds: whether the lock is still held; None without the lock, and then the ledger is not
                 corrected: two processes that did so at once would both apply the same correction.
         """
@@ -158,7 +168,7 @@ class Evictor:
         if all_seen and corrects:
             self._correct(tree, count, unread)
         while True:
-            going = victims(sample, all_seen=all_seen, now_s=now, ttl_s=ttl_s, excess=excess)
+            going = choose_victims(sample, all_seen=all_seen, now_s=now, ttl_s=ttl_s, excess=excess)
             # Leases are read only for the entries that would be evicted.
             leased = self._leases.leased(tree.leases, [kept.digest for kept in going], now)
             if not leased:
@@ -168,7 +178,7 @@ class Evictor:
 
     def _counted(
         self, tree: Tree, now: float, count: Count, unread: list[OSError]
-    ) -> Iterator[Kept]:
+    ) -> Iterator[EvictionCandidate]:
         """Yield entries in random order and count them; remove staging files that crashes left."""
         for found in tree.scan(unread, remove_empty=True):
             size = taken_bytes(found.size_bytes)
@@ -176,7 +186,7 @@ class Evictor:
             if not published:
                 count.add(size)
             if not found.staging:
-                yield Kept(found.digest, found.size_bytes, _used_s(found, now))
+                yield EvictionCandidate(found.digest, found.size_bytes, _used_s(found, now))
                 continue
             stale = now - found.changed_s > STAGING_S
             if stale and found.folder.remove(found.name) and not published:
@@ -191,7 +201,9 @@ class Evictor:
         if correction != Usage():
             self._ledger.add(tree.usage, correction)
 
-    def _remove(self, tree: Tree, going: Sequence[Kept], now: float) -> tuple[int, int]:
+    def _remove(
+        self, tree: Tree, going: Sequence[EvictionCandidate], now: float
+    ) -> tuple[int, int]:
         """Remove entries, except those used or leased since they were sampled.
 
         An entry is renamed first, then checked again, and then removed. A process that leases an
@@ -201,7 +213,7 @@ class Evictor:
         Returns:
             Bytes freed, and the number of entries that this process is not able to remove.
         """
-        aside: list[tuple[Folder, str, Kept]] = []
+        aside: list[tuple[Folder, str, EvictionCandidate]] = []
         kept_back = 0
         for kept in going:
             try:

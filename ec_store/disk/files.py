@@ -57,7 +57,7 @@ class Folder:
             pass
 
     @classmethod
-    def at(cls, path: str, modes: Modes) -> "Folder":
+    def open_path(cls, path: str, modes: Modes) -> "Folder":
         """Open the folder of a path, which is created with its parents if it is missing."""
         try:
             os.makedirs(path, modes.folder)  # noqa: PTH103 - like the code below
@@ -65,10 +65,10 @@ class Folder:
             pass
         else:
             os.chmod(path, modes.folder)  # noqa: PTH101
-        return cls.there(path, modes)
+        return cls.open_existing(path, modes)
 
     @classmethod
-    def there(cls, path: str, modes: Modes) -> "Folder":
+    def open_existing(cls, path: str, modes: Modes) -> "Folder":
         """Open the folder of a path. Links in the path are the operator's and are followed."""
         return cls(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), modes)
 
@@ -123,7 +123,7 @@ class Folder:
         fd = self.open(name, LISTED)
         return Folder(fd, self.modes, listed=True)
 
-    def made(self, name: str) -> bool:
+    def create_folder(self, name: str) -> bool:
         """Create a folder in this one; False if it exists."""
         try:
             os.mkdir(name, self.modes.folder, dir_fd=self.fd)
@@ -137,12 +137,12 @@ class Folder:
             os.close(fd)
         return True
 
-    def ensured(self, name: str) -> "Folder":
+    def open_or_create(self, name: str) -> "Folder":
         """Open a folder in this one, which is created if it is missing."""
         try:
             return self.folder(name)
         except FileNotFoundError:
-            self.made(name)
+            self.create_folder(name)
             return self.folder(name)
 
     @contextmanager
@@ -281,7 +281,7 @@ def write(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
             left[0] = left[0][written:]
 
 
-def regular(status: os.stat_result) -> bool:
+def is_regular(status: os.stat_result) -> bool:
     """Return whether a status is that of a plain file."""
     return stat.S_ISREG(status.st_mode)
 

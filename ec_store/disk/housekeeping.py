@@ -8,10 +8,10 @@ from contextlib import suppress
 from os.path import ismount
 
 from ec_store.counts import Counts
-from ec_store.disk.claims import Claims, Leases
+from ec_store.disk.claims import DiskClaims, Leases
 from ec_store.disk.config import StoreSettings
 from ec_store.disk.evictor import STAGING_S, Evictor, Freed
-from ec_store.disk.files import StoreClock, regular
+from ec_store.disk.files import StoreClock, is_regular
 from ec_store.disk.ledger import Ledger
 from ec_store.disk.lock import FileLock
 from ec_store.disk.tree import HIGH_WATER, FileSystem, Tree, excess_bytes, taken_bytes
@@ -54,7 +54,7 @@ class Housekeeping:
         self.clock = StoreClock()
         self.ledger = Ledger()
         self.leases = Leases()
-        self.claims = Claims()
+        self.claims = DiskClaims()
         self.settings = StoreSettings()
         self._evictor = Evictor(self.clock, self.ledger, self.leases, counts)
         self._sweeping = FileLock("sweeping")
@@ -123,7 +123,7 @@ class Housekeeping:
                 self._fruitless_until_s = time.monotonic() + FRUITLESS_S
         self._tidy_if_due(tree)
 
-    def free(self, tree: Tree, size_bytes: int) -> None:
+    def free_space(self, tree: Tree, size_bytes: int) -> None:
         """Evict `size_bytes` after a write failed for lack of space.
 
         The file system may still report free space, for example under a user's quota.
@@ -146,7 +146,7 @@ class Housekeeping:
         used = self.ledger.total(tree.usage).bytes
         excess = max(excess_bytes(used, quota), file_system.lacking_bytes(0))
         before = self.evictions
-        if self._evictor.free(tree, excess, self.settings.ttl) is None:
+        if self._evictor.free_space(tree, excess, self.settings.ttl) is None:
             return None
         self._tidy_if_due(tree)
         return self.evictions - before
@@ -170,7 +170,9 @@ class Housekeeping:
         before = self.evictions
         try:
             _mark(tree, "swept")
-            self._evictor.sweep(tree, self.settings.ttl, lambda: self._sweeping.held(tree.root))
+            self._evictor.sweep(
+                tree, self.settings.ttl, lambda: self._sweeping.still_held(tree.root)
+            )
             self._tidy(tree)
         finally:
             self._sweeping.release(tree.root)
@@ -184,7 +186,7 @@ class Housekeeping:
         Pause if other processes were faster. The store counts as full only while no other process
         is evicting from it.
         """
-        freed = self._evictor.free(tree, size_bytes, self.settings.ttl)
+        freed = self._evictor.free_space(tree, size_bytes, self.settings.ttl)
         if freed is None:
             patience.check()
             beside = self._evictor.free_beside(tree, own_bytes, self.settings.ttl)
@@ -213,7 +215,7 @@ class Housekeeping:
         with suppress(OSError):
             if self._due(tree, "tidied", every_s):
                 _mark(tree, "tidied")
-                self._evictor.free(tree, 0, self.settings.ttl)
+                self._evictor.free_space(tree, 0, self.settings.ttl)
                 self._tidy(tree)
 
     def _due(self, tree: Tree, mark: str, every_s: float) -> bool:
@@ -257,12 +259,12 @@ class Housekeeping:
         full = (
             len(sizes) >= QUARANTINED or sum(sizes) + status.st_size > self.settings.max_bytes // 16
         )
-        if full and regular(status):
+        if full and is_regular(status):
             gone = folder.remove(digest)
         else:
             folder.rename(digest, f"{digest}.{secrets.token_hex(8)}", tree.quarantine)
             gone = True
-        if gone and regular(status):
+        if gone and is_regular(status):
             self.ledger.release(tree.usage, taken_bytes(status.st_size))
         return gone
 

@@ -60,7 +60,7 @@ class FileLock:
         finally:
             folder.remove(staging)
 
-    def held(self, folder: Folder) -> bool:
+    def still_held(self, folder: Folder) -> bool:
         """Return whether the lock is still this holder's, and renew it."""
         try:
             if folder.read(self._file, 512).decode(errors="replace") != self._token:
@@ -72,7 +72,7 @@ class FileLock:
 
     def release(self, folder: Folder) -> None:
         """Release the lock if it is still this holder's."""
-        if self.held(folder):
+        if self.still_held(folder):
             self._token = ""  # before another thread may take the lock
             folder.remove(self._file)
 

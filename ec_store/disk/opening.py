@@ -76,7 +76,7 @@ class DiskOpening:
                 directory without a ledger.
             create: whether to create a missing directory.
         """
-        self.settings = config.given.over(StoreSettings())
+        self.settings = config.given.override_settings(StoreSettings())
         self.in_memory = False
         self._config = config
         self._keeper = keeper
@@ -117,7 +117,9 @@ class DiskOpening:
             settings = read_settings(root)
         except SettingsInvalid:
             settings = None
-        settings = given.over(settings or self._config.given.over(StoreSettings()))
+        settings = given.override_settings(
+            settings or self._config.given.override_settings(StoreSettings())
+        )
         write_settings(root, settings, replace=True)
         self._opened = None
         self.tree(create=True)
@@ -145,12 +147,12 @@ class DiskOpening:
         finally:
             tree.root.remove(name)
 
-    def lost(self, error: OSError) -> None:
+    def handle_error(self, error: OSError) -> None:
         """Reopen the directory at its next use if an error shows that its descriptors are stale."""
         if error.errno in {errno.ESTALE, errno.EBADF}:
-            self.forget()
+            self.reopen_later()
 
-    def forget(self) -> None:
+    def reopen_later(self) -> None:
         """Reopen the directory at its next use."""
         self._opened = None
 
@@ -176,7 +178,7 @@ class DiskOpening:
         root = self._root(create=create)
         held = read_settings(root)
         if held is None:
-            held = config.given.over(StoreSettings())
+            held = config.given.override_settings(StoreSettings())
             if create and not write_settings(root, held, replace=False):
                 held = read_settings(root) or held
         tree = Tree(config.path, Modes(held.dir_mode, held.file_mode), create=create)
@@ -205,9 +207,13 @@ class DiskOpening:
                 f"nothing is mounted at {config.path}, and the URL has require_mount=1: mount the "
                 "file system first"
             )
-        made = config.given.over(StoreSettings())
+        made = config.given.override_settings(StoreSettings())
         modes = Modes(made.dir_mode, made.file_mode)
-        return Folder.at(config.path, modes) if create else Folder.there(config.path, modes)
+        return (
+            Folder.open_path(config.path, modes)
+            if create
+            else Folder.open_existing(config.path, modes)
+        )
 
     def _adopt(self, settings: StoreSettings) -> None:
         """Apply the store's settings, and log the settings of this process that differ."""

@@ -13,8 +13,14 @@ from typing import Self, TypeVar
 from ec_store.base import Listed, Store, StoreStats
 from ec_store.counts import Counts, after_fork
 from ec_store.disk.config import DiskConfig, GivenSettings, StoreSettings
-from ec_store.disk.entry_files import EntryFiles, blob_bytes, listed, load_header, registered
-from ec_store.disk.files import NO_ROOM, Folder, regular
+from ec_store.disk.entry_files import (
+    EntryFiles,
+    blob_bytes,
+    list_entries,
+    load_header,
+    valid_registrations,
+)
+from ec_store.disk.files import NO_ROOM, Folder, is_regular
 from ec_store.disk.housekeeping import Housekeeping
 from ec_store.disk.opening import DiskOpening
 from ec_store.disk.tree import Tree, staging_name, taken_bytes
@@ -137,11 +143,11 @@ class SharedDiskStore(Store):
             tree = self._opening.tree()
             self._keeper.leases.add(tree.leases, there, seconds, self._now(tree))
         except OSError as error:
-            self._opening.lost(error)
+            self._opening.handle_error(error)
             return [None] * len(keys)
         # Checked again: an evictor may have removed the entry before it saw the lease.
         return [
-            info if info and tree.there(digest) else None
+            info if info and tree.has_entry(digest) else None
             for digest, info in zip(digests, found, strict=True)
         ]
 
@@ -153,7 +159,7 @@ class SharedDiskStore(Store):
         with self._unavailable("claims could not be written"):
             tree = self._opening.tree(create=True)
             digests = [key.digest for key in keys]
-            return self._keeper.claims.take(
+            return self._keeper.claims.take_claims(
                 tree.claims, digests, name, seconds, lambda: self._now(tree), wait=wait
             )
 
@@ -175,21 +181,21 @@ class SharedDiskStore(Store):
         purged = 0
         with self._unavailable("the namespace could not be purged"):
             tree = self._opening.tree()
-            for row in listed(tree):
+            for row in list_entries(tree):
                 if row.info and row.info.key.namespace == namespace:
                     purged += self._delete(tree, row.digest)
-            for name, _, its_namespace in registered(tree.namespaces):
+            for name, _, its_namespace in valid_registrations(tree.namespaces):
                 if its_namespace == namespace:
                     tree.namespaces.remove(name)
         return purged
 
     def ls(self) -> Iterator[Listed]:
         with self._unavailable("the store cannot be listed"):
-            yield from listed(self._opening.tree())
+            yield from list_entries(self._opening.tree())
 
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
         with self._unavailable("the store cannot be verified"):
-            for row in listed(self._opening.tree(), self._files):
+            for row in list_entries(self._opening.tree(), self._files):
                 if row.problem and fix:
                     self._delete(self._opening.tree(), row.digest)
                 yield row
@@ -234,7 +240,7 @@ class SharedDiskStore(Store):
             # Created if missing: engines read the namespaces of a new store before they register
             # one.
             tree = self._opening.tree(create=True)
-            return {model: name for _, model, name in registered(tree.namespaces)}
+            return {model: name for _, model, name in valid_registrations(tree.namespaces)}
 
     def close(self) -> None:
         self._opening.close()
@@ -245,7 +251,7 @@ class SharedDiskStore(Store):
         try:
             yield
         except OSError as error:
-            self._opening.lost(error)
+            self._opening.handle_error(error)
             raise self._problem(what, error) from error
 
     def _problem(self, what: str, error: OSError, advice: str = "") -> StoreUnavailable:
@@ -270,9 +276,9 @@ class SharedDiskStore(Store):
             return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
         except OSError as error:
             if error.errno in NO_ROOM:
-                self._keeper.free(self._opening.tree(), taken_bytes(size))
+                self._keeper.free_space(self._opening.tree(), taken_bytes(size))
             elif error.errno in {errno.ENOENT, errno.ESTALE}:
-                self._opening.forget()  # the directory was removed while it was open
+                self._opening.reopen_later()  # the directory was removed while it was open
             elif error.errno == errno.EACCES:
                 time.sleep(MODES_S)
             else:
@@ -332,13 +338,13 @@ class SharedDiskStore(Store):
             tree = self._opening.tree()
             fd = tree.open(digest)
         except OSError as error:
-            self._opening.lost(error)
+            self._opening.handle_error(error)
             if error.errno == errno.ELOOP:  # a link in place of an entry
                 self._quarantine(tree, digest)
             return None
         try:
             status = os.fstat(fd)
-            if not regular(status):
+            if not is_regular(status):
                 self._quarantine(tree, digest, status.st_ino)
                 return None
             if not self._live(tree, status):
@@ -347,7 +353,7 @@ class SharedDiskStore(Store):
             if use:
                 self._touch(tree, fd, status)
         except OSError as error:
-            self._opening.lost(error)
+            self._opening.handle_error(error)
             return None
         except CorruptEntry:
             self._quarantine(tree, digest, status.st_ino)

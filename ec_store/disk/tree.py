@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from ec_store.disk.files import DIGEST, READ, Folder, Modes, regular
+from ec_store.disk.files import DIGEST, READ, Folder, Modes, is_regular
 
 BLOCK_BYTES = 4096
 """Allocation unit of file systems in bytes: a file takes whole blocks, at least one."""
@@ -47,7 +47,7 @@ BATCH = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class EvictionCandidate:
     """Entry as the eviction policy sees it.
 
     Attributes:
@@ -108,14 +108,14 @@ def sample_size(excess_bytes: int, mean_bytes: float) -> int:
     return SAMPLED * min(BATCH, max(1, math.ceil(excess_bytes / max(mean_bytes, BLOCK_BYTES))))
 
 
-def victims(
-    sample: Sequence[Kept],
+def choose_victims(
+    sample: Sequence[EvictionCandidate],
     *,
     all_seen: bool,
     now_s: float,
     ttl_s: float,
     excess: int,
-) -> list[Kept]:
+) -> list[EvictionCandidate]:
     """Return the entries of a sample to evict: the expired, then the least recently used.
 
     Args:
@@ -190,8 +190,8 @@ class Tree:
         Raises:
             OSError: a folder is missing or cannot be created.
         """
-        self.root = Folder.at(path, modes) if create else Folder.there(path, modes)
-        opened = self.root.ensured if create else self.root.folder
+        self.root = Folder.open_path(path, modes) if create else Folder.open_existing(path, modes)
+        opened = self.root.open_or_create if create else self.root.folder
         self.entries = opened("entries")
         self.leases = opened("leases")
         self.claims = opened("claims")
@@ -260,7 +260,7 @@ class Tree:
             # The cached folder may be a removed one: reads must find a new entry at once.
             self._kept.pop(digest[:4], None)
             self._kept.pop(digest[:2], None)
-            return self.entries.ensured(digest[:2]).ensured(digest[2:4])
+            return self.entries.open_or_create(digest[:2]).open_or_create(digest[2:4])
 
     def remove_empty(self, digest: str) -> None:
         """Remove the folder of an entry if it is empty.
@@ -297,7 +297,7 @@ class Tree:
     def _forget(self) -> None:
         self._kept = {"": self.entries}
 
-    def there(self, digest: str) -> bool:
+    def has_entry(self, digest: str) -> bool:
         """Return whether an entry exists."""
         try:
             self.folder(digest).stat(digest)
@@ -352,7 +352,7 @@ def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
                 continue
             with _noted(unread):
                 status = item.stat(follow_symlinks=False)
-                if regular(status):
+                if is_regular(status):
                     digest = staging[1] if staging else item.name
                     size = int(staging[2], 16) if staging else status.st_size
                     found.append(

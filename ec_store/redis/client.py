@@ -47,7 +47,7 @@ class RedisClient:
         self._closed = False
 
     @contextmanager
-    def bounded(self) -> Iterator[None]:
+    def limit_time(self) -> Iterator[None]:
         """Limit all calls of this thread in the context to the timeout of one call."""
         self._bound.deadline_s = time.monotonic() + self._options.timeout_s
         try:
@@ -108,9 +108,9 @@ class RedisClient:
             nodes = self._masters(self._deadline_s())
         except redis.RedisError as error:
             raise _translated(error) from None
-        return [(node, self.ask(node, command)) for node in nodes]
+        return [(node, self.ask_node(node, command)) for node in nodes]
 
-    def ask(self, node: Node, command: Command) -> Reply:
+    def ask_node(self, node: Node, command: Command) -> Reply:
         """Return the reply of one node."""
         deadline_s = self._deadline_s()
         for attempt in (1, 2):
@@ -134,7 +134,7 @@ class RedisClient:
             reply = first
             yield reply[1]
             while int(reply[0]):
-                reply = self.ask(node, ("SCAN", reply[0], *rest))
+                reply = self.ask_node(node, ("SCAN", reply[0], *rest))
                 yield reply[1]
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class RedisClient:
                 slots[error.slot_id] = self._node(address)
             self._moved = True
         elif _is_stale(error):
-            node.forget()
+            node.close_connections()
             self._slots = []
         return error
 
@@ -284,7 +284,7 @@ class RedisClient:
 
 
 class _Bound(threading.local):
-    """Deadline of this thread's calls inside `bounded`; None outside."""
+    """Deadline of this thread's calls inside `limit_time`; None outside."""
 
     deadline_s: float | None = None
 

@@ -30,7 +30,7 @@ _ENTRY = re.compile(rb".*:\{([0-9a-f]{64})\}:e2", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class RedisNames:
     """Names of the keys of one store.
 
     Attributes:
@@ -110,7 +110,7 @@ class Beginning:
 class RedisEntries:
     """Entries of one store. Every method may raise StoreUnavailable."""
 
-    def __init__(self, client: RedisClient, names: Names, ttl_ms: int) -> None:
+    def __init__(self, client: RedisClient, names: RedisNames, ttl_ms: int) -> None:
         self._client = client
         self._names = names
         self._ttl_ms = ttl_ms
@@ -137,7 +137,7 @@ class RedisEntries:
             [
                 ("SET", name, value, "NX", "PX", self._ttl_ms),
                 self._id(digest),
-                *self.look([digest]),
+                *self.info_commands([digest]),
                 ("PTTL", name),
             ]
         )
@@ -148,19 +148,19 @@ class RedisEntries:
             return False
         return self.write(digest, header, payload, replace=True)
 
-    def use(self, digests: Sequence[str], seconds: float) -> list[EntryInfo | None]:
+    def use_entries(self, digests: Sequence[str], seconds: float) -> list[EntryInfo | None]:
         """Return the headers' fields of entries, which do not expire for `seconds` from now.
 
         One round trip, and a second one if the time to live of any entry has to be set.
         """
         ages: list[Command] = [("PTTL", self._names.entry(digest)) for digest in digests]
-        return self._used(digests, self._client.run([*self.look(digests), *ages]), seconds)
+        return self._used(digests, self._client.run([*self.info_commands(digests), *ages]), seconds)
 
     def _used(
         self, digests: Sequence[str], replies: Sequence[Reply], seconds: float
     ) -> list[EntryInfo | None]:
-        """Process the replies to `look`, followed by those to `PTTL`, as `use`."""
-        infos = self.infos(digests, replies[: len(digests)])
+        """Process the replies to `info_commands`, followed by those to `PTTL`, as `use_entries`."""
+        infos = self.parse_infos(digests, replies[: len(digests)])
         least_ms = max(int(seconds * 1000), int(REFRESH_BELOW * self._ttl_ms))
         short = [
             place
@@ -178,21 +178,21 @@ class RedisEntries:
                 infos[place] = None
         return infos
 
-    def infos(
+    def parse_infos(
         self, digests: Sequence[str], looked: Sequence[bytes] | None = None
     ) -> list[EntryInfo | None]:
         """Return the headers' fields; None for each entry without a valid header.
 
         Args:
             digests: digests of the entries.
-            looked: replies to `look`, if they have been read already.
+            looked: replies to `info_commands`, if they have been read already.
         """
-        heads = self._client.run(self.look(digests)) if looked is None else list(looked)
+        heads = self._client.run(self.info_commands(digests)) if looked is None else list(looked)
         pairs = zip(digests, self._completed(digests, heads), strict=True)
         return [info_or_none(digest, head) for digest, head in pairs]
 
-    def look(self, digests: Sequence[str]) -> list[Command]:
-        """Return the commands that `infos` needs, one for each entry."""
+    def info_commands(self, digests: Sequence[str]) -> list[Command]:
+        """Return the commands that `parse_infos` needs, one for each entry."""
         return [self._range(digest, 0, HEAD_BYTES) for digest in digests]
 
     def _range(self, digest: str, start: int, size: int) -> Command:
@@ -203,9 +203,9 @@ class RedisEntries:
     def _id(self, digest: str) -> Command:
         return ("GETRANGE", self._names.entry(digest), 0, ID_BYTES - 1)
 
-    def heads(self, digests: Sequence[str]) -> list[bytes]:
+    def read_heads(self, digests: Sequence[str]) -> list[bytes]:
         """Return the first bytes of entries, headers at least; empty for missing entries."""
-        return self._completed(digests, self._client.run(self.look(digests)))
+        return self._completed(digests, self._client.run(self.info_commands(digests)))
 
     def _completed(self, digests: Sequence[str], heads: list[bytes]) -> list[bytes]:
         """Replace heads that end within a long header by longer ones."""
@@ -219,7 +219,7 @@ class RedisEntries:
             heads[place] = head
         return heads
 
-    def begin(self, digest: str) -> Beginning | None:
+    def read_beginning(self, digest: str) -> Beginning | None:
         """Read the first bytes of an entry; None if there is no such value."""
         write_id, first, left_ms = self._client.run(
             [
@@ -233,7 +233,7 @@ class RedisEntries:
         return Beginning(write_id, self._completed([digest], [first])[0], left_ms)
 
     def read(self, key: EntryKey, beginning: Beginning) -> Entry:
-        """Read an entry, from the first bytes that `begin` has read.
+        """Read an entry, from the first bytes that `read_beginning` has read.
 
         Raises:
             CorruptEntry: the bytes are not the entry of this key, or it was replaced or evicted
@@ -245,7 +245,7 @@ class RedisEntries:
         info = read_header(memoryview(first))
         if info.key != key:
             raise CorruptEntry("it is another key's entry")
-        payload = self._buffers.take(info.payload_bytes)
+        payload = self._buffers.take_buffer(info.payload_bytes)
         there = min(len(first) - info.header_bytes, len(payload))
         payload[:there] = memoryview(first)[info.header_bytes :][:there]
         self._fill(payload[there:], key.digest, info.header_bytes + there)
@@ -265,16 +265,16 @@ class RedisEntries:
             raise CorruptEntry("it is shorter than its header says")
 
     def is_still(self, digest: str, beginning: Beginning) -> bool:
-        """Return whether an entry exists and has not been replaced since `begin`."""
+        """Return whether an entry exists and has not been replaced since `read_beginning`."""
         [write_id] = self._client.run([self._id(digest)])
         return bool(write_id == beginning.write_id)
 
-    def refresh(self, digest: str, left_ms: int) -> None:
+    def refresh_ttl(self, digest: str, left_ms: int) -> None:
         """Renew the time to live of a used entry, if less than `REFRESH_BELOW` of it is left."""
         if left_ms < REFRESH_BELOW * self._ttl_ms:
             self._client.run([("PEXPIRE", self._names.entry(digest), self._ttl_ms)])
 
-    def forget(self, digests: Sequence[str]) -> int:
+    def remove_entries(self, digests: Sequence[str]) -> int:
         """Remove entries, and return how many existed."""
         return sum(self._client.run([("UNLINK", self._names.entry(each)) for each in digests]))
 
@@ -284,7 +284,7 @@ class RedisEntries:
         for found in self._client.scan(self._names.entries, SCAN_BATCH):
             new = list({digest for name in found if (digest := entry_digest(name))} - seen)
             seen.update(new)
-            heads = self.heads(new)
+            heads = self.read_heads(new)
             yield {digest: head for digest, head in zip(new, heads, strict=True) if head}
 
     def sizes(self, digests: Sequence[str]) -> list[int]:

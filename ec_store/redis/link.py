@@ -92,14 +92,14 @@ class Link:
         """
         return self._sock.fileno() >= 0
 
-    def until(self, deadline_s: float) -> None:
+    def set_deadline(self, deadline_s: float) -> None:
         """Set the deadline of all following sends and receives, by the monotonic clock."""
         self._deadline_s = deadline_s
 
     def send(self, commands: Sequence[Command]) -> None:
         """Send commands without waiting for replies."""
         self.owed += len(commands)
-        for piece in packed(commands):
+        for piece in pack_commands(commands):
             left = memoryview(piece).cast("B")
             while left:
                 left = left[self._in_time(self._sock.send, left) :]
@@ -179,7 +179,7 @@ def _some(received: R) -> R:
     return received
 
 
-def packed(commands: Sequence[Command]) -> list[Piece]:
+def pack_commands(commands: Sequence[Command]) -> list[Piece]:
     """Return the bytes of commands to send: small pieces joined, large ones as they are."""
     pieces: list[Piece] = []
     small = bytearray()
@@ -242,9 +242,9 @@ class Node:
     def close(self) -> None:
         """Close the idle connections, and those in use at the end of their calls."""
         self._closed = True
-        self.forget()
+        self.close_connections()
 
-    def forget(self) -> None:
+    def close_connections(self) -> None:
         """Close all connections, those in use after their calls: they may lead to an old server."""
         self._own()
         self._generation += 1
@@ -255,7 +255,7 @@ class Node:
                 return
 
     def _keep(self, link: Link) -> None:
-        # Appended before the check: a `close` or `forget` after the check finds it.
+        # Appended before the check: a `close` or `close_connections` after the check finds it.
         self._idle.append(link)
         if self._closed or link.generation != self._generation or len(self._idle) > MAX_IDLE:
             with suppress(ValueError):  # another thread has taken or closed it
@@ -271,7 +271,7 @@ class Node:
             except IndexError:
                 return self._connect(deadline_s, generation)
             if link.open:
-                link.until(deadline_s)
+                link.set_deadline(deadline_s)
                 return link
 
     def _own(self) -> None:

@@ -19,7 +19,7 @@ from ec_store.entry import Entry, EntryInfo, encode_header
 from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
 from ec_store.keys import EntryKey, owner_bytes
 from ec_store.redis.client import OutOfMemory, RedisClient, Refused
-from ec_store.redis.entries import Beginning, Names, RedisEntries, info_of, info_or_none
+from ec_store.redis.entries import Beginning, RedisEntries, RedisNames, info_of, info_or_none
 from ec_store.redis.link import Command, Reply
 from ec_store.redis.url import RedisOptions, redis_options
 
@@ -27,11 +27,11 @@ from ec_store.redis.url import RedisOptions, redis_options
 class RedisClaims:
     """Claims of one store. Every method may raise StoreUnavailable."""
 
-    def __init__(self, client: RedisClient, names: Names) -> None:
+    def __init__(self, client: RedisClient, names: RedisNames) -> None:
         self._client = client
         self._names = names
 
-    def take(self, digests: Sequence[str], owner: bytes, ms: int) -> list[bool]:
+    def take_claims(self, digests: Sequence[str], owner: bytes, ms: int) -> list[bool]:
         """Take or renew claims; False for each entry that another owner claims.
 
         One round trip, and a second one if this owner held some of them already.
@@ -41,7 +41,7 @@ class RedisClaims:
     def take_and_ask(
         self, digests: Sequence[str], owner: bytes, ms: int, then: Sequence[Command]
     ) -> tuple[list[bool], list[Reply]]:
-        """Take claims as `take`, and return the replies to commands sent in the same round trip."""
+        """Take claims as `take_claims`, and return replies to commands of the same round trip."""
         names = [self._names.claim(digest) for digest in digests]
         claims: list[Command] = [
             command
@@ -99,7 +99,7 @@ class RedisStore(Store):
 
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
-        self._names = Names(options.prefix)
+        self._names = RedisNames(options.prefix)
         self._client = RedisClient(options)
         self._entries = RedisEntries(self._client, self._names, int(options.ttl_s * 1000))
         self._claims = RedisClaims(self._client, self._names)
@@ -131,7 +131,7 @@ class RedisStore(Store):
                 f"it has {size} bytes; the limit is {self._options.max_entry_bytes}"
             )
         try:
-            with self._client.bounded():
+            with self._client.limit_time():
                 written = self._put(key, header, entry.data.cast("B"), replace=replace)
         except StoreUnavailable as error:
             if isinstance(error, OutOfMemory):
@@ -144,7 +144,7 @@ class RedisStore(Store):
     def get(self, key: EntryKey) -> Entry | None:
         """Return an entry (see `Store.get`). A server that is loading or failing over is a miss."""
         entry = None
-        with suppress(Refused), self._client.bounded():
+        with suppress(Refused), self._client.limit_time():
             entry = self._get(key)
         self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
@@ -154,8 +154,8 @@ class RedisStore(Store):
 
         One round trip, and a second one if a header is longer than `HEAD_BYTES`.
         """
-        with self._client.bounded():
-            return self._entries.infos([key.digest for key in keys])
+        with self._client.limit_time():
+            return self._entries.parse_infos([key.digest for key in keys])
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         """Look up entries and prevent their expiry for `seconds`.
@@ -163,8 +163,8 @@ class RedisStore(Store):
         Redis may still evict them, see the class. One round trip, and a second one if the time to
         live of an entry has to be set.
         """
-        with self._client.bounded():
-            return self._entries.use([key.digest for key in keys], seconds)
+        with self._client.limit_time():
+            return self._entries.use_entries([key.digest for key in keys], seconds)
 
     def claim(
         self,
@@ -179,18 +179,21 @@ class RedisStore(Store):
         No claim waits for another one: `wait` has no effect.
         """
         digests = [key.digest for key in keys]
-        return self._claims.take(digests, owner_bytes(owner), _claim_ms(seconds))
+        return self._claims.take_claims(digests, owner_bytes(owner), _claim_ms(seconds))
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         """Claim missing entries (see `Store.claim_or_find`), in as many round trips as `claim`."""
         digests = [key.digest for key in keys]
-        with self._client.bounded():
+        with self._client.limit_time():
             claims, heads = self._claims.take_and_ask(
-                digests, owner_bytes(owner), _claim_ms(seconds), self._entries.look(digests)
+                digests,
+                owner_bytes(owner),
+                _claim_ms(seconds),
+                self._entries.info_commands(digests),
             )
-            infos = self._entries.infos(digests, heads)
+            infos = self._entries.parse_infos(digests, heads)
         self.release(
             [
                 key
@@ -207,15 +210,15 @@ class RedisStore(Store):
     def delete(self, keys: Sequence[EntryKey]) -> int:
         """Delete entries, and return how many existed."""
         digests = list(dict.fromkeys(key.digest for key in keys))
-        with self._client.bounded():
-            return self._entries.forget(digests)
+        with self._client.limit_time():
+            return self._entries.remove_entries(digests)
 
     def purge(self, namespace: str) -> int:
         """Delete a namespace and its entries. Reads the headers of all entries of the store."""
         count = 0
         for heads in self._entries.scan():
             infos = [info_or_none(digest, head) for digest, head in heads.items()]
-            count += self._entries.forget(
+            count += self._entries.remove_entries(
                 [info.key.digest for info in infos if info and info.key.namespace == namespace]
             )
         gone = [name for name, value in self.namespaces().items() if value == namespace]
@@ -237,12 +240,12 @@ class RedisStore(Store):
             if row.info and not problem:
                 problem = self._problem(row.info.key)
             if problem and fix:
-                self._entries.forget([row.digest])
+                self._entries.remove_entries([row.digest])
             yield replace(row, problem=problem)
 
     def _problem(self, key: EntryKey) -> str | None:
         """Return why an entry is corrupt; None if it is valid or gone."""
-        beginning = self._entries.begin(key.digest)
+        beginning = self._entries.read_beginning(key.digest)
         if beginning is None:
             return None
         try:
@@ -296,7 +299,7 @@ class RedisStore(Store):
 
     def _get(self, key: EntryKey) -> Entry | None:
         for _ in range(ATTEMPTS):
-            beginning = self._entries.begin(key.digest)
+            beginning = self._entries.read_beginning(key.digest)
             if beginning is None:
                 return None
             try:
@@ -305,12 +308,12 @@ class RedisStore(Store):
                 if self._entries.is_still(key.digest, beginning):
                     self.counts.add(corrupt=1)
                     with suppress(StoreUnavailable):
-                        self._entries.forget([key.digest])
+                        self._entries.remove_entries([key.digest])
                     return None
                 continue  # replaced or evicted while it was read
             # A replica, or a user without write permission, still serves reads.
             with suppress(StoreUnavailable):
-                self._entries.refresh(key.digest, beginning.left_ms)
+                self._entries.refresh_ttl(key.digest, beginning.left_ms)
             return entry
         return None
 

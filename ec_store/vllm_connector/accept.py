@@ -118,7 +118,7 @@ class Misfit(NamedTuple):
     expected: object
 
 
-def misfit(entry: Entry, expected: Expected) -> Misfit | None:
+def find_misfit(entry: Entry, expected: Expected) -> Misfit | None:
     """Return why an entry cannot be loaded; None if it fits."""
     if entry.dtype != expected.dtype:
         return Misfit("dtype", entry.dtype, expected.dtype)
@@ -151,7 +151,7 @@ class Widths:
         self._known = {**measured, **stated}
         self._derived = {one: derived_columns(vllm_config.model_config, one) for one in MODALITIES}
 
-    def columns(self, modality: str) -> int | None:
+    def known_columns(self, modality: str) -> int | None:
         """Return the columns of an encoder output; None if unknown."""
         return self._known.get(modality) or self._derived.get(modality)
 
@@ -159,11 +159,11 @@ class Widths:
         """Return whether a worker should report the columns of this modality."""
         return modality not in self._known
 
-    def learn(self, modality: str, columns: int) -> None:
+    def learn_columns(self, modality: str, columns: int) -> None:
         """Record the columns that a worker reports. The first report counts."""
         if modality in self._known:
             return
-        before = self.columns(modality)
+        before = self.known_columns(modality)
         self._known[modality] = columns
         if before != columns:
             logger.info(
@@ -207,7 +207,7 @@ def _deepstack(config: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any]]]
             yield str(name), value if isinstance(value, list | tuple) else [value]
 
 
-class Target(NamedTuple):
+class ItemTarget(NamedTuple):
     """Item that an entry is fetched for.
 
     Attributes:
@@ -237,13 +237,13 @@ class Acceptance:
         self._finite = FiniteOnly(counts, "it was fetched and counts as a miss")
         self._logged: set[str] = set()
 
-    def __call__(self, target: Target, entry: Entry) -> bool:
+    def __call__(self, target: ItemTarget, entry: Entry) -> bool:
         """Return whether an entry is accepted. Called on the thread that fetched it."""
-        return self.fits(target, entry) and self._finite(entry)
+        return self.accepts_entry(target, entry) and self._finite(entry)
 
-    def fits(self, target: Target, entry: Entry) -> bool:
+    def accepts_entry(self, target: ItemTarget, entry: Entry) -> bool:
         """Return whether dtype and shape fit the item. Cheap: the values are not read."""
-        found = misfit(entry, target.expected)
+        found = find_misfit(entry, target.expected)
         if found is None:
             return True
         self._counts.add(misfits=1)

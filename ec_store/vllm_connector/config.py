@@ -68,7 +68,7 @@ class Guarded(Protocol):
     logged: set[str]
 
 
-def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+def guard_method(default: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Return a decorator: a method that raises returns a default instead.
 
     Exceptions are counted. The first one of each method is logged with its traceback.
@@ -80,7 +80,7 @@ def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - it must not end the engine
-                caught(self, method.__name__, error)
+                count_exception(self, method.__name__, error)
                 return cast("T", default())
 
         return call
@@ -88,7 +88,7 @@ def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable
     return wrap
 
 
-def caught(on: Guarded, name: str, error: Exception) -> None:
+def count_exception(on: Guarded, name: str, error: Exception) -> None:
     """Count an exception, and log the first one of each method with its traceback."""
     on.counts.add(exceptions=1)
     if name not in on.logged:
@@ -99,7 +99,7 @@ def caught(on: Guarded, name: str, error: Exception) -> None:
 RETRY_S = 10.0
 
 
-class Registration:
+class NamespaceRegistration:
     """Registration of a served model's namespace, on a thread that retries until it succeeds.
 
     An engine serves even if the store is unreachable or hangs. Until the namespace is registered, a

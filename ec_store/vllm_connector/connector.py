@@ -11,19 +11,24 @@ from ec_store.backchannel import Receiver, Sender
 from ec_store.base import Store
 from ec_store.config import redacted
 from ec_store.counts import Counts
-from ec_store.device.region import Shared
+from ec_store.device.region import SharedRegion
 from ec_store.device.tensors import Loader
 from ec_store.fetcher import Fetcher
 from ec_store.opening import open_store
 from ec_store.urls import fetch_threads
 from ec_store.vllm_connector.accept import Widths
-from ec_store.vllm_connector.config import ConnectorConfig, Registration, caught, guarded
+from ec_store.vllm_connector.config import (
+    ConnectorConfig,
+    NamespaceRegistration,
+    count_exception,
+    guard_method,
+)
 from ec_store.vllm_connector.consumer import Consumer
 from ec_store.vllm_connector.metrics import NAMESPACE, StoreConnectorStats, StorePromMetrics
 from ec_store.vllm_connector.namespace import namespace_of
 from ec_store.vllm_connector.producer import Producer, Sharing, by_value, make_region
-from ec_store.vllm_connector.step import Item, Load, StepMetadata
-from ec_store.vllm_connector.worker import Learner, Saver, load, reader, writes
+from ec_store.vllm_connector.step import EntryLoad, Item, StepMetadata
+from ec_store.vllm_connector.worker import Learner, Saver, is_writer, load, reader
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -62,7 +67,7 @@ class ECStoreConnector(ECConnectorBase):
         self._loader: Loader | None = None
         self._sharing: Sharing | None = None
         self._receiver: Receiver | None = None
-        self._registration: Registration | None = None
+        self._registration: NamespaceRegistration | None = None
         logger.info("encoder cache in %s, namespace %s", redacted(config.store), self.namespace)
         if role is ECConnectorRole.SCHEDULER:
             self._open_scheduler(vllm_config, config)
@@ -89,7 +94,7 @@ class ECStoreConnector(ECConnectorBase):
         if self.is_producer:
             self._producer = Producer(self.namespace, resolver)
         self._receiver = Receiver(_engine(vllm_config))
-        self._registration = Registration(
+        self._registration = NamespaceRegistration(
             self._store, model_config.served_model_name, self.namespace
         )
 
@@ -97,7 +102,7 @@ class ECStoreConnector(ECConnectorBase):
         number = reader() if self.is_consumer else None
         if number is not None:
             self._loader = Loader(number)
-        if not writes():
+        if not is_writer():
             return
         if self.is_producer:
             sender = Sender(engine)
@@ -121,15 +126,15 @@ class ECStoreConnector(ECConnectorBase):
             if part is not None:
                 self._close(part)
 
-    @guarded(lambda: None)
+    @guard_method(lambda: None)
     def _close(
-        self, part: Registration | Consumer | Sharing | Receiver | Saver | Learner | Store
+        self, part: NamespaceRegistration | Consumer | Sharing | Receiver | Saver | Learner | Store
     ) -> None:
         part.close()
 
     # Methods of the scheduler's side.
 
-    @guarded(lambda: False)
+    @guard_method(lambda: False)
     def ensure_cache_available(
         self, request: Any, num_computed_tokens: int = 0, *_args: Any, **_kwargs: Any
     ) -> bool:
@@ -140,30 +145,30 @@ class ECStoreConnector(ECConnectorBase):
         """
         if self._consumer is None:
             return True
-        try:  # not `guarded`: runs in each step for each waiting request
-            return self._consumer.ensure(request, num_computed_tokens)
-        except Exception as error:  # noqa: BLE001 - as in `guarded`
-            caught(self, "ensure_cache_available", error)
+        try:  # not `guard_method`: runs in each step for each waiting request
+            return self._consumer.ensure_items(request, num_computed_tokens)
+        except Exception as error:  # noqa: BLE001 - as in `guard_method`
+            count_exception(self, "ensure_cache_available", error)
         ready = self._encoded_here(self._consumer, request, num_computed_tokens)
         if ready is None:
             self._consumer.fail(request)
         return bool(ready)
 
-    @guarded(lambda: None)
+    @guard_method(lambda: None)
     def _encoded_here(self, consumer: Consumer, request: Any, computed: int) -> bool | None:
         return consumer.encode_here(request, computed)
 
-    @guarded(set)
+    @guard_method(set)
     def take_unavailable_requests(self, *_: Any, **__: Any) -> set[str]:
         """Return requests without media and without an entry: vLLM fails only these."""
         return set() if self._consumer is None else self._consumer.take_unavailable()
 
-    @guarded(lambda: False)
+    @guard_method(lambda: False)
     def has_cache_item(self, identifier: str, *_: Any, **__: Any) -> bool:
         """Return whether the entry is in this process's memory, held for a request."""
         return self._consumer is not None and self._consumer.has(identifier)
 
-    @guarded(lambda: None)
+    @guard_method(lambda: None)
     def update_state_after_alloc(self, request: Any, index: int, *_: Any, **__: Any) -> None:
         """Load the entry in this step, if it is held."""
         if self._consumer is not None:
@@ -175,12 +180,12 @@ class ECStoreConnector(ECConnectorBase):
             self._loads(), self._items(scheduler_output), self._learn(), self._shared()
         )
 
-    @guarded(dict)
+    @guard_method(dict)
     def _learn(self) -> dict[str, str]:
         return {} if self._consumer is None else self._consumer.take_learn()
 
-    @guarded(dict)
-    def _loads(self) -> dict[str, Load]:
+    @guard_method(dict)
+    def _loads(self) -> dict[str, EntryLoad]:
         if self._consumer is None or self._sharing is None:
             return {}
         self._consumer.end_step()
@@ -188,24 +193,24 @@ class ECStoreConnector(ECConnectorBase):
         try:
             return self._sharing.loads(entries)
         except Exception as error:  # noqa: BLE001 - a step without its entries ends the engine
-            caught(self, "_loads", error)
+            count_exception(self, "_loads", error)
         return by_value(entries)
 
-    @guarded(lambda: None)
-    def _shared(self) -> Shared | None:
+    @guard_method(lambda: None)
+    def _shared(self) -> SharedRegion | None:
         """Return the step's description of the shared memory.
 
         Without it workers still read their entries, and report them in a later step.
         """
-        return None if self._sharing is None else self._sharing.shared()
+        return None if self._sharing is None else self._sharing.shared_region()
 
-    @guarded(dict)
+    @guard_method(dict)
     def _items(self, scheduler_output: Any) -> dict[str, Item]:
         if self._producer is None:
             return {}
         return self._producer.items(scheduler_output.scheduled_new_reqs)
 
-    @guarded(lambda: (False, None))
+    @guard_method(lambda: (False, None))
     def request_finished(
         self, request: Any, *_: Any, **__: Any
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -225,11 +230,11 @@ class ECStoreConnector(ECConnectorBase):
                 self.counts.observe(name, *values)
             for part in (self._consumer, self._producer):
                 if part is not None:
-                    part.hear(message)
+                    part.handle_message(message)
 
     # Methods of the workers' side.
 
-    @guarded(lambda: None)
+    @guard_method(lambda: None)
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], *_: Any, **__: Any) -> None:
         """Put this step's entries into the encoder cache.
 
@@ -241,16 +246,16 @@ class ECStoreConnector(ECConnectorBase):
         if self._loader is not None:
             load(self._loader, step, encoder_cache)
         if self._learner is not None:
-            self._learner.expect(step.learn, encoder_cache)
+            self._learner.expect_items(step.learn, encoder_cache)
 
-    @guarded(lambda: None)
+    @guard_method(lambda: None)
     def start_save_caches(self, *_: Any, **kwargs: Any) -> None:
         """Save items of new requests that an earlier step has encoded."""
         if self._saver is not None:
             items = self._get_connector_metadata().items
-            self._saver.expect(items, kwargs.get("encoder_cache") or {})
+            self._saver.expect_items(items, kwargs.get("encoder_cache") or {})
 
-    @guarded(lambda: None)
+    @guard_method(lambda: None)
     def save_caches(
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, *_: Any, **__: Any
     ) -> None:
@@ -258,18 +263,18 @@ class ECStoreConnector(ECConnectorBase):
         if self._saver is not None:
             self._saver.save(mm_hash, encoder_cache[mm_hash])
 
-    @guarded(lambda: None)
+    @guard_method(lambda: None)
     def build_connector_worker_meta(self, *_: Any, **__: Any) -> None:
         """Send the step's results to the scheduler through `ec_store.backchannel`, at its end."""
         if self._loader is not None:
-            self._loader.poll()
+            self._loader.report_copies()
         for part in (self._saver, self._learner):
             if part is not None:
-                part.tell()
+                part.send_reports()
 
     # Metrics.
 
-    @guarded(lambda: None)
+    @guard_method(lambda: None)
     def get_ec_connector_stats(self, *_: Any, **__: Any) -> StoreConnectorStats | None:
         """Return counts since the last call, and gauges; workers send theirs to the scheduler."""
         if self.role is not ECConnectorRole.SCHEDULER:
@@ -279,7 +284,7 @@ class ECStoreConnector(ECConnectorBase):
         if corrupt > self._corrupt:
             self.counts.add(corrupt=corrupt - self._corrupt)
             self._corrupt = corrupt
-        figures: dict[str, Any] = {**self.counts.take(), **self.counts.take_observations()}
+        figures: dict[str, Any] = {**self.counts.take_counts(), **self.counts.take_observations()}
         if self._fetcher is not None:
             gauges = self._fetcher.gauges()
             if gauges != self._gauges:

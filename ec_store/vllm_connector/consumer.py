@@ -11,8 +11,8 @@ from ec_store.counts import Counts
 from ec_store.device.tensors import DTYPES
 from ec_store.entry import ITEM_BYTES, Entry
 from ec_store.fetch_queue import Want
-from ec_store.fetcher import Fetcher, State
-from ec_store.vllm_connector.accept import MODALITIES, Acceptance, Expected, Target, Widths
+from ec_store.fetcher import Fetcher, FetchState
+from ec_store.vllm_connector.accept import MODALITIES, Acceptance, Expected, ItemTarget, Widths
 from ec_store.vllm_connector.needs import How, Needs, Part
 
 
@@ -66,7 +66,7 @@ class Consumer:
         self._unavailable: set[str] = set()
         self._loads: dict[str, Entry] = {}
 
-    def ensure(self, request: Any, computed: int) -> bool:
+    def ensure_items(self, request: Any, computed: int) -> bool:
         """Return whether each item that a request needs is here or will be encoded here."""
         needs = self._requests.get(request.request_id)
         if needs is None:
@@ -77,7 +77,7 @@ class Consumer:
             self._pass(needs, computed)
         if needs.passed == len(needs.parts):
             return True
-        for identifier, state in self._fetcher.advance():
+        for identifier, state in self._fetcher.process_results():
             self._tell(identifier, state)
         if not needs.admitted and (self._blocking is None or self._blocking is needs):
             self._admit(request, needs)
@@ -86,7 +86,7 @@ class Consumer:
         return needs.admitted and not needs.waiting and not needs.failed
 
     def encode_here(self, request: Any, computed: int) -> bool:
-        """Encode the items that a request does not hold, after `ensure` has raised.
+        """Encode the items that a request does not hold, after `ensure_items` has raised.
 
         Returns:
             False if the request cannot be encoded here: it fails.
@@ -126,10 +126,10 @@ class Consumer:
         taken, self._learn = self._learn, {}
         return taken
 
-    def hear(self, message: dict[str, Any]) -> None:
+    def handle_message(self, message: dict[str, Any]) -> None:
         """Process a worker's message: columns of the items it has encoded, by modality."""
         for modality, columns in message.get("widths", {}).items():
-            self._widths.learn(modality, columns)
+            self._widths.learn_columns(modality, columns)
 
     def end_step(self) -> None:
         """Note that the scheduler starts with its first request again."""
@@ -155,7 +155,7 @@ class Consumer:
         self._fetcher.close()
 
     def _new(self, request: Any, computed: int) -> Needs:
-        needs = Needs.of(request)
+        needs = Needs.needs_of(request)
         self._requests[request.request_id] = needs
         self._pass(needs, computed)
         return needs
@@ -183,7 +183,7 @@ class Consumer:
 
     def _admit(self, request: Any, needs: Needs) -> None:
         wants = self._wants(request, needs)
-        if self._fetcher.admits({part.identifier: want for part, want in wants.items()}):
+        if self._fetcher.has_room({part.identifier: want for part, want in wants.items()}):
             self._blocking = None
             self._start(needs, wants)
         else:
@@ -194,8 +194,8 @@ class Consumer:
         needs.admitted = True
         for part in sorted(wants, key=self._is_absent):
             state = self._fetcher.acquire(part.identifier, wants[part])
-            part.claimed = state is not State.MISSING
-            if state is State.PENDING:
+            part.claimed = state is not FetchState.MISSING
+            if state is FetchState.PENDING:
                 part.how = How.WAITING
                 needs.waiting += 1
                 self._waiters[part.identifier][part] = needs
@@ -225,28 +225,28 @@ class Consumer:
             promised=promised,
         )
 
-    def _target(self, part: Part) -> Target:
+    def _target(self, part: Part) -> ItemTarget:
         modality = part.feature.modality
-        expected = Expected(self._dtype, part.tokens, self._widths.columns(modality))
-        return Target(part.identifier, modality, expected)
+        expected = Expected(self._dtype, part.tokens, self._widths.known_columns(modality))
+        return ItemTarget(part.identifier, modality, expected)
 
-    def _tell(self, identifier: str, state: State) -> None:
+    def _tell(self, identifier: str, state: FetchState) -> None:
         """Pass the result of a fetch to the waiting requests; their next call settles the item."""
         for part, needs in self._waiters.pop(identifier, {}).items():
             part.how = How.OPEN
-            part.claimed = state is State.READY
+            part.claimed = state is FetchState.READY
             needs.waiting -= 1
             needs.arrived.append((part, state))
 
-    def _settle(self, request: Any, needs: Needs, part: Part, state: State) -> None:
+    def _settle(self, request: Any, needs: Needs, part: Part, state: FetchState) -> None:
         if part.how is not How.OPEN:  # the item was computed meanwhile
             return
-        if state is State.READY and self._fits(part):
+        if state is FetchState.READY and self._fits(part):
             part.how = How.PINNED
             self._pinned[part.identifier] += 1
             return
         self._let_go(needs, part)
-        if state is State.READY and not self.has(part.identifier):
+        if state is FetchState.READY and not self.has(part.identifier):
             # Dropped, so that the next request reads the store, where it may be replaced by then.
             self._fetcher.discard(part.identifier)
         self._encode(request, needs, part)
@@ -254,7 +254,7 @@ class Consumer:
     def _fits(self, part: Part) -> bool:
         """Return whether an entry fits this item and all items that vLLM may use it for."""
         entry = self._fetcher.entry(part.identifier)
-        if entry is None or not self._accept.fits(self._target(part), entry):
+        if entry is None or not self._accept.accepts_entry(self._target(part), entry):
             return False
         fits = all(tokens == part.tokens for tokens in self._local.get(part.identifier, ()))
         if not fits:

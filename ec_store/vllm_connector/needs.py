@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from ec_store.fetcher import State
+from ec_store.fetcher import FetchState
 
 
 class How(enum.Enum):
@@ -41,7 +41,7 @@ class Part:
     claimed: bool = False
 
     @classmethod
-    def of(cls, feature: Any) -> Self:
+    def from_feature(cls, feature: Any) -> Self:
         """Return the item of one of vLLM's features."""
         where = feature.mm_position
         end = where.offset + where.length
@@ -72,12 +72,12 @@ class Needs:
     admitted: bool = False
     failed: bool = False
     waiting: int = 0
-    arrived: list[tuple[Part, State]] = field(default_factory=list)
+    arrived: list[tuple[Part, FetchState]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, request: Any) -> Self:
+    def needs_of(cls, request: Any) -> Self:
         """Return the needs of one of vLLM's requests, at the first call for it."""
-        parts = sorted(map(Part.of, request.mm_features), key=lambda part: part.end)
+        parts = sorted(map(Part.from_feature, request.mm_features), key=lambda part: part.end)
         return cls(parts, time.monotonic(), request.num_preemptions)
 
     def open(self) -> list[Part]:

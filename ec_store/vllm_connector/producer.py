@@ -15,12 +15,12 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
 )
 
 from ec_store.bounded import BoundedDict
-from ec_store.device.region import Region, Shared
+from ec_store.device.region import Region, SharedRegion
 from ec_store.device.tensors import as_tensor
 from ec_store.entry import Entry
-from ec_store.fetcher import Source
+from ec_store.fetcher import EntrySource
 from ec_store.keys import EntryKey, key_or_none
-from ec_store.vllm_connector.step import Item, Load
+from ec_store.vllm_connector.step import EntryLoad, Item
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -74,7 +74,7 @@ class Producer:
         }
         return items or None
 
-    def hear(self, message: dict[str, Any]) -> None:
+    def handle_message(self, message: dict[str, Any]) -> None:
         """Process a worker's message: the namespace it writes to, and the results of its writes."""
         self._compare(message.get("namespace"))
         for digest, stored in message.get("outcomes", {}).items():
@@ -102,7 +102,7 @@ class Producer:
 class Sharing:
     """Source of entries for workers: by place if in shared memory, otherwise by value."""
 
-    def __init__(self, store: Source, region: Region | None) -> None:
+    def __init__(self, store: EntrySource, region: Region | None) -> None:
         """Wrap a source of entries.
 
         Args:
@@ -118,10 +118,10 @@ class Sharing:
         entry = self._store.get(key)
         if entry is None or self._region is None:
             return entry
-        shared = self._region.place(entry.data)
+        shared = self._region.copy_in(entry.data)
         return entry if shared is None else replace(entry, data=shared)
 
-    def loads(self, entries: Mapping[str, Entry]) -> dict[str, Load]:
+    def loads(self, entries: Mapping[str, Entry]) -> dict[str, EntryLoad]:
         """Return the next step's loads, by identifier.
 
         An entry in the shared memory stays until all workers have loaded it.
@@ -129,18 +129,18 @@ class Sharing:
         region = self._mapped_region()
         loads, sent = {}, []
         for identifier, entry in entries.items():
-            place = None if region is None else region.find(entry.data)
+            place = None if region is None else region.find_place(entry.data)
             if place is not None:
                 sent.append(entry.data)
             raw = as_tensor(entry.data) if place is None else place
-            loads[identifier] = Load(raw, entry.dtype, entry.shape)
+            loads[identifier] = EntryLoad(raw, entry.dtype, entry.shape)
         if self._region is not None:
             self._region.send(sent)
         return loads
 
-    def shared(self) -> Shared | None:
+    def shared_region(self) -> SharedRegion | None:
         """Return the next step's description of the shared memory."""
-        return None if self._region is None else self._region.shared()
+        return None if self._region is None else self._region.shared_region()
 
     def _mapped_region(self) -> Region | None:
         """Return the shared memory, once all workers have mapped it."""
@@ -157,10 +157,10 @@ class Sharing:
             self._region.close()
 
 
-def by_value(entries: Mapping[str, Entry]) -> dict[str, Load]:
+def by_value(entries: Mapping[str, Entry]) -> dict[str, EntryLoad]:
     """Return loads with the bytes of entries, in shared memory or not."""
     return {
-        identifier: Load(as_tensor(entry.data), entry.dtype, entry.shape)
+        identifier: EntryLoad(as_tensor(entry.data), entry.dtype, entry.shape)
         for identifier, entry in entries.items()
     }
 

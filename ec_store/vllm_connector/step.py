@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
-from ec_store.device.region import Place, Shared
+from ec_store.device.region import Place, SharedRegion
 
 
-class Load(NamedTuple):
+class EntryLoad(NamedTuple):
     """Entry to put into the encoder cache.
 
     Attributes:
@@ -43,7 +43,7 @@ class StepMetadata(ECConnectorMetadata):
         shared: shared memory that loads may be in; None without one.
     """
 
-    loads: dict[str, Load] = field(default_factory=dict)
+    loads: dict[str, EntryLoad] = field(default_factory=dict)
     items: dict[str, Item] = field(default_factory=dict)
     learn: dict[str, str] = field(default_factory=dict)
-    shared: Shared | None = None
+    shared: SharedRegion | None = None

@@ -53,7 +53,9 @@ class Saver:
         self._introduced = False
         self._writer = Writer(store, counts=counts, queue_bytes=queue_bytes, done=self._remember)
 
-    def expect(self, items: Mapping[str, Item], encoder_cache: Mapping[str, torch.Tensor]) -> None:
+    def expect_items(
+        self, items: Mapping[str, Item], encoder_cache: Mapping[str, torch.Tensor]
+    ) -> None:
         """Save items of new requests that an earlier step has encoded: the store may lack them."""
         for identifier, item in items.items():
             self._items[identifier] = item
@@ -77,10 +79,10 @@ class Saver:
         """Write the queued entries, for a bounded time, and report the results."""
         self._writer.close()
         self._copies.close()
-        self.tell()
+        self.send_reports()
         self._sender.close()
 
-    def tell(self) -> None:
+    def send_reports(self) -> None:
         """Send results to the scheduler; results that do not fit are sent later.
 
         Each message contains the namespace of the entries. The first one is sent even without
@@ -91,7 +93,7 @@ class Saver:
         """
         with self._lock:
             outcomes = dict(islice(self._outcomes.items(), MAX_TOLD))
-            counts = self._counts.take()
+            counts = self._counts.take_counts()
             observations = self._observations()
             if self._introduced and not outcomes and not counts and not observations:
                 return
@@ -149,19 +151,21 @@ class Learner:
         self._items: BoundedDict[str, str] = BoundedDict(MAX_ITEMS)
         self._cache: Mapping[str, torch.Tensor] = {}
 
-    def expect(self, items: Mapping[str, str], encoder_cache: Mapping[str, torch.Tensor]) -> None:
+    def expect_items(
+        self, items: Mapping[str, str], encoder_cache: Mapping[str, torch.Tensor]
+    ) -> None:
         """Look for items, modality by identifier, in the encoder cache at the end of a step."""
         self._items.update(items)
         self._cache = encoder_cache
 
-    def tell(self) -> None:
+    def send_reports(self) -> None:
         """Report the widths of items that are encoded; a report that fails is sent later.
 
         One item of a modality is enough: the others are dropped.
         """
         seen = [identifier for identifier in self._items if identifier in self._cache]
         widths = {self._items[one]: int(self._cache[one].shape[-1]) for one in seen}
-        counts = self._counts.take()
+        counts = self._counts.take_counts()
         if not widths and not counts:
             return
         if self._sender.send({"widths": widths, "counts": counts}):
@@ -182,7 +186,7 @@ def load(loader: Loader, step: StepMetadata, encoder_cache: dict[str, torch.Tens
     here.
     """
     if step.shared is not None:
-        loader.share(step.shared)
+        loader.map_shared(step.shared)
     for identifier, item in step.loads.items():
         if identifier not in encoder_cache:
             encoder_cache[identifier] = loader.load(*item)
@@ -208,7 +212,7 @@ def reader() -> int | None:
     return int(contexts + get_tensor_model_parallel_rank())
 
 
-def writes() -> bool:
+def is_writer() -> bool:
     """Return whether this worker writes, as the only one of those with the same tensors.
 
     All ranks of a tensor-parallel group and of a prefill-context-parallel group encode every item.

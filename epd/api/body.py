@@ -48,7 +48,7 @@ Pieces = Sequence[bytes | memoryview]
 NO_CUTS: Cuts = MappingProxyType({})
 
 
-def cut(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
+def cut_media(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
     """Return a body without its media, and the media.
 
     The rest is valid JSON exactly if the body is: a cut text has no quotation mark and no
@@ -69,7 +69,7 @@ def cut(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
     return b"".join((*kept, whole[end:])), cuts
 
 
-def joined(cuts: Cuts, texts: Sequence[memoryview]) -> tuple[Cuts, list[str]]:
+def join_cuts(cuts: Cuts, texts: Sequence[memoryview]) -> tuple[Cuts, list[str]]:
     """Add texts to the cuts of a body. Return all cuts, and the marks of the added texts.
 
     Args:
@@ -176,7 +176,7 @@ def cut_and_parsed(
         BadRequest: `parse` failed. The position in the message refers to the whole body, unless
             the body is larger than `max_text_bytes`.
     """
-    rest, cuts = cut(raw)
+    rest, cuts = cut_media(raw)
     if len(rest) > max_text_bytes:
         raise RequestRefused(
             413,
@@ -220,7 +220,7 @@ def parse_json(raw: bytes | bytearray) -> Any:
     gc.disable()
     try:
         value = _loads(raw)
-        if may_be_deep(raw) and deeper(value, MAX_DEPTH):
+        if may_be_deep(raw) and is_deeper(value, MAX_DEPTH):
             raise BadRequest(
                 f"the body is nested deeper than {MAX_DEPTH} levels", slug="invalid_json"
             )
@@ -232,7 +232,7 @@ def parse_json(raw: bytes | bytearray) -> Any:
     return value
 
 
-def dumped(value: Any, *, sort_keys: bool = False) -> bytes:
+def dump_json(value: Any, *, sort_keys: bool = False) -> bytes:
     """Return the JSON of a parsed value."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort_keys else None)
@@ -282,7 +282,7 @@ def may_be_deep(raw: bytes | bytearray) -> bool:
     return raw.count(b"[") + raw.count(b"{") > MAX_DEPTH
 
 
-def deeper(value: Any, limit: int) -> bool:
+def is_deeper(value: Any, limit: int) -> bool:
     """Return whether a value has more levels of lists and objects than `limit`.
 
     The search goes level by level, because it must not recurse.
@@ -310,7 +310,7 @@ def reply_field(reply: bytes, name: str, *, stage: Stage) -> dict[str, Any]:
     value = parsed.get(name) if isinstance(parsed, dict) else ...
     if value is None:
         return {}
-    if not isinstance(value, dict) or (may_be_deep(reply) and deeper(value, MAX_DEPTH)):
+    if not isinstance(value, dict) or (may_be_deep(reply) and is_deeper(value, MAX_DEPTH)):
         raise UpstreamFailed(
             f"the {stage} instance's answer is not in vLLM's format",
             slug=f"{stage}_bad_response",

@@ -49,7 +49,7 @@ class ChatCompletions(Endpoint):
 CHAT = ChatCompletions()
 
 
-def features(body: Body, item: MMItem) -> int:
+def feature_count(body: Body, item: MMItem) -> int:
     """Return the number of encoder outputs of an item: a video's sound has its own."""
     kwargs = body.get("mm_processor_kwargs")
     sound = isinstance(kwargs, dict) and bool(kwargs.get("use_audio_in_video"))
@@ -81,10 +81,12 @@ class Completions(Endpoint):
     paced = True
     tokenized = ("prompt", "add_special_tokens")
 
-    def prefills(self, body: Body) -> bool:
+    def can_prefill(self, body: Body) -> bool:
         """Return whether a request has a single prompt, as `kv_transfer_params` require."""
         return (
-            super().prefills(body) and "prompt_embeds" not in body and _is_one(body.get("prompt"))
+            super().can_prefill(body)
+            and "prompt_embeds" not in body
+            and _is_one(body.get("prompt"))
         )
 
 

@@ -13,7 +13,7 @@ from epd.api.body import (
     Pieces,
     check_json_type,
     cut_and_parsed,
-    dumped,
+    dump_json,
     parse_object,
     pieces,
 )
@@ -118,7 +118,7 @@ class Endpoint:
             return body
         return {**body, "stream_interval": tokens}
 
-    def prefills(self, body: Body) -> bool:
+    def can_prefill(self, body: Body) -> bool:
         """Return whether prefill can do its part of a request; else decode does both parts."""
         return self.generates and not _in_one_place(body)
 
@@ -143,9 +143,9 @@ class Endpoint:
         """Return the media type of a body for instances."""
         return JSON
 
-    def written(self, body: Body, cuts: Cuts) -> Pieces:
+    def encode_body(self, body: Body, cuts: Cuts) -> Pieces:
         """Return a body for instances, in pieces."""
-        return written(body, cuts)
+        return encode_json(body, cuts)
 
     def error(self, error: ProxyError) -> bytes:
         """Return the body of an error answer."""
@@ -164,9 +164,9 @@ def is_stream(body: Body) -> bool:
     return asked.lower() not in FALSE if isinstance(asked, str) else bool(asked)
 
 
-def written(body: Body, cuts: Cuts) -> Pieces:
+def encode_json(body: Body, cuts: Cuts) -> Pieces:
     """Return a JSON body in pieces, with the texts that were cut out of its request."""
-    return pieces(dumped(body), cuts)
+    return pieces(dump_json(body), cuts)
 
 
 def check_model(body: Body) -> None:
@@ -209,9 +209,9 @@ def check_xargs(body: Body) -> None:
         raise BadRequest("vllm_xargs must be an object", param="vllm_xargs")
     for field in RESERVED:
         if xargs and field in xargs:
-            raise reserved(f"vllm_xargs.{field}")
+            raise reserved_field(f"vllm_xargs.{field}")
 
 
-def reserved(param: str) -> BadRequest:
+def reserved_field(param: str) -> BadRequest:
     """Return the error for a field that only the proxy may send."""
     return BadRequest(f"{param} is not accepted from clients", slug="reserved_field", param=param)

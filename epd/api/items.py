@@ -99,30 +99,30 @@ class MMItem:
         return bool(value) or self.uuid is None
 
     @property
-    def remote(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether the media are at a URL, so that a component must fetch them."""
         value = self.part.get(self.kind)
         url = value.get("url") if isinstance(value, dict) else None
         return isinstance(url, str) and url[:5].lower() != "data:"
 
     @property
-    def named(self) -> bool:
+    def is_named(self) -> bool:
         """Whether the request can name the key of the item's encoder output."""
         return self.form is None or self.form.named
 
     @property
-    def param(self) -> str:
+    def param_path(self) -> str:
         """Place of the part, as errors name it, such as `messages[0].content[2]`."""
-        return param(self.path)
+        return param_path(self.path)
 
     @property
     def media_param(self) -> str:
         """Place of the media, as errors name it."""
         media = f"{self.kind}.url" if self.form is None else self.form.media
-        return f"{self.param}.{media}" if media else self.param
+        return f"{self.param_path}.{media}" if media else self.param_path
 
 
-def param(path: Path) -> str:
+def param_path(path: Path) -> str:
     """Return a place in a body, as errors name it."""
     steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
     return "".join(steps).removeprefix(".")
@@ -140,7 +140,7 @@ def at_most(items: Iterable[MMItem], most: int | None) -> tuple[MMItem, ...]:
             raise BadRequest(
                 f"a request may have at most {most} media items",
                 slug="too_many_items",
-                param=param(item.path[:1]),
+                param=param_path(item.path[:1]),
             )
         found.append(item)
     return tuple(found)
@@ -202,7 +202,7 @@ def _with_type(part: Part, path: Path) -> Part:
             return {**part, "type": key, key: _as_object(key, part[key])}
     if "tool_reference" in part:
         return {**part, "type": "tool_reference"}
-    raise BadRequest("a content part must have a type", param=param(path))
+    raise BadRequest("a content part must have a type", param=param_path(path))
 
 
 def _as_object(kind: str, value: Any) -> Any:
@@ -235,7 +235,7 @@ def picture_part(part: Part, path: Path) -> Part:
         case _:
             raise BadRequest(
                 f'an {PICTURE} needs an "image_url" that is a string; the proxy stores no files',
-                param=param((*path, "image_url")),
+                param=param_path((*path, "image_url")),
             )
 
 
@@ -244,7 +244,7 @@ def unknown_part(path: Path, known: Iterable[str]) -> BadRequest:
     return BadRequest(
         f"the type of this content part is not accepted; accepted types: {', '.join(known)}",
         slug="unknown_content_part",
-        param=param((*path, "type")),
+        param=param_path((*path, "type")),
     )
 
 
@@ -255,10 +255,10 @@ def check_message(message: Any, path: Path, index: int) -> Mapping[str, Any]:
         BadRequest: it is not a message, or may have media in a field that is not searched for them.
     """
     if not isinstance(message, dict):
-        raise BadRequest("a message must be an object", param=param((*path, index)))
+        raise BadRequest("a message must be an object", param=param_path((*path, index)))
     for field in REASONING:
         if not isinstance(message.get(field), str | None):
-            raise BadRequest(f"{field} must be a string", param=param((*path, index, field)))
+            raise BadRequest(f"{field} must be a string", param=param_path((*path, index, field)))
     return message
 
 
@@ -282,26 +282,28 @@ def check_part(part: Any, path: Path, kinds: Iterable[str] = MODALITY) -> None:
         BadRequest: the part is ambiguous, reserved, or not a content part.
     """
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise BadRequest("a content part must be an object with a type", param=param(path))
+        raise BadRequest("a content part must be an object with a type", param=param_path(path))
     for key in REFUSED:
         if key in part or part["type"] == key:
             raise BadRequest(
                 f"{key} parts are not accepted from clients",
                 slug="reserved_field",
-                param=param(path),
+                param=param_path(path),
             )
     if part.get("uuid") is not None and part["type"] not in kinds:
         raise BadRequest(
-            "uuid belongs on media parts only", slug="reserved_field", param=param(path)
+            "uuid belongs on media parts only", slug="reserved_field", param=param_path(path)
         )
     uuid = part.get("uuid")
     if uuid is not None and (not isinstance(uuid, str) or UUID.fullmatch(uuid) is None):
-        raise BadRequest("a uuid has 1 to 128 of A-Z a-z 0-9 . _ : -", param=param((*path, "uuid")))
+        raise BadRequest(
+            "a uuid has 1 to 128 of A-Z a-z 0-9 . _ : -", param=param_path((*path, "uuid"))
+        )
     # vLLM reads a part with a uuid by its keys, and other parts by their type. If the two disagree,
     # the proxy and an instance could read the part differently.
     for key in MODALITY:
         if key in part and part["type"] != key:
-            raise BadRequest(f"a part with {key} must have the type {key}", param=param(path))
+            raise BadRequest(f"a part with {key} must have the type {key}", param=param_path(path))
 
 
 def with_parts(body: Body, parts: Mapping[MMItem, Part]) -> Body:

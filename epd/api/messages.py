@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from epd.api.endpoint import Endpoint
-from epd.api.items import MM_KWARGS, Body, Form, MMItem, Part, Path, param, unknown_part
+from epd.api.items import MM_KWARGS, Body, Form, MMItem, Part, Path, param_path, unknown_part
 from epd.api.sse import ANTHROPIC
 from epd.errors import BadRequest, ProxyError
 
@@ -122,7 +122,7 @@ def _pictures(blocks: list[Any], path: Path) -> Iterator[MMItem]:
     for position, block in enumerate(blocks):
         where = (*path, position)
         if not isinstance(block, dict):
-            raise BadRequest("a content block must be an object", param=param(where))
+            raise BadRequest("a content block must be an object", param=param_path(where))
         kind, inner = block.get("type"), block.get("content")
         if not isinstance(kind, str) or kind not in BLOCKS:
             raise unknown_part(where, sorted(BLOCKS))
@@ -141,7 +141,7 @@ def _chat_part(source: Any, path: Path) -> Part:
         case _:
             raise BadRequest(
                 "the source of an image is base64 with its media_type and data, or a url",
-                param=param((*path, "source")),
+                param=param_path((*path, "source")),
             )
     return {"type": "image_url", "image_url": {"url": url}}
 

@@ -7,8 +7,8 @@ checked wherever vLLM reads them, and sent unchanged, under the proxy's own keys
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
-from epd.api.body import NO_CUTS, Cuts, Pieces, dumped, parse_json
-from epd.api.endpoint import RESERVED, Endpoint, check_xargs, reserved
+from epd.api.body import NO_CUTS, Cuts, Pieces, dump_json, parse_json
+from epd.api.endpoint import RESERVED, Endpoint, check_xargs, reserved_field
 from epd.api.forms import FormPart, new_form, read_form
 from epd.api.items import (
     Body,
@@ -19,7 +19,7 @@ from epd.api.items import (
     chat_items,
     check_part,
     content_items,
-    param,
+    param_path,
     unknown_part,
 )
 from epd.errors import BadRequest
@@ -150,7 +150,7 @@ class Transcriptions(PassedOn):
         """Return the media type of the form, with its boundary."""
         return str(body["form"].content_type)
 
-    def written(self, body: Body, cuts: Cuts) -> Pieces:  # noqa: ARG002
+    def encode_body(self, body: Body, cuts: Cuts) -> Pieces:  # noqa: ARG002
         pieces: Pieces = body["form"].pieces()
         return pieces
 
@@ -181,7 +181,7 @@ def _kept(parts: Iterable[FormPart]) -> Iterator[FormPart]:
     for part in parts:
         base = part.name.partition("[")[0]
         if base in RESERVED:
-            raise reserved(base)
+            raise reserved_field(base)
         if base in IGNORED and part.name not in FIELDS:
             continue
         if part.name not in FIELDS:
@@ -222,7 +222,7 @@ def _written_xargs(text: str) -> FormPart:
     except BadRequest as error:
         raise BadRequest(f"{XARGS} must be a JSON object: {error.message}", param=XARGS) from None
     check_xargs({XARGS: xargs})
-    return FormPart(XARGS, dumped(xargs))
+    return FormPart(XARGS, dump_json(xargs))
 
 
 SCORED = ("queries", "documents", "items", "data_1", "data_2", "text_1", "text_2", "query")
@@ -311,7 +311,7 @@ class CohereEmbed(PassedOn):
         for index, one in enumerate(_list(body.get("inputs"), ("inputs",))):
             where: Path = ("inputs", index)
             if not isinstance(one, dict):
-                raise BadRequest("an input must be an object", param=param(where))
+                raise BadRequest("an input must be an object", param=param_path(where))
             content = _list(one.get("content"), (*where, "content"))
             for position, part in enumerate(content):
                 yield from _cohere_part(part, (*where, "content", position))
@@ -324,7 +324,8 @@ def _scored(value: Any, path: Path) -> Iterator[MMItem]:
     content = value.get("content") if isinstance(value, dict) else None
     if not isinstance(content, list):
         raise BadRequest(
-            'a compared value must be a string or {"content": [content parts]}', param=param(path)
+            'a compared value must be a string or {"content": [content parts]}',
+            param=param_path(path),
         )
     yield from content_items(content, (*path, "content"))
 
@@ -333,7 +334,7 @@ def _list(value: Any, path: Path) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise BadRequest("must be a list", param=param(path))
+        raise BadRequest("must be a list", param=param_path(path))
     return value
 
 
@@ -347,7 +348,7 @@ def _cohere_part(part: Any, path: Path) -> Iterator[MMItem]:
     if part["type"] != "image_url":
         raise unknown_part(path, ("text", "image_url"))
     if not isinstance(url, str):
-        raise BadRequest('image_url must be an object with a "url"', param=param(path))
+        raise BadRequest('image_url must be an object with a "url"', param=param_path(path))
     yield MMItem(path, "image_url", _image(url), PART)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from epd.api.body import dumped
+from epd.api.body import dump_json
 from epd.api.items import EMBEDS, MM_KWARGS, MODALITY, TEXTS, Body
 from epd.errors import BadRequest
 
@@ -179,7 +179,7 @@ def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
     if not others <= question.keys() | NEUTRAL | ALIKE:
         return None
     alike = {name: body[name] for name in ALIKE if body.get(name) is not None}
-    form = blake3(dumped(alike, sort_keys=True)).hexdigest()
+    form = blake3(dump_json(alike, sort_keys=True)).hexdigest()
     given = question.get("prompt")
     return Prompt(question, form, given if isinstance(given, list) else None)
 

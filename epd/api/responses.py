@@ -22,7 +22,7 @@ from epd.api.items import (
     Path,
     check_message,
     check_part,
-    param,
+    param_path,
     picture_part,
     unknown_part,
 )
@@ -96,7 +96,7 @@ def _pictures(parts: list[Any], path: Path) -> Iterator[MMItem]:
             check_part(part, where, kinds=())
             if part["type"] in MODALITY:
                 raise BadRequest(
-                    f"media come in parts of the type {PICTURE}", param=param((*where, "type"))
+                    f"media come in parts of the type {PICTURE}", param=param_path((*where, "type"))
                 )
             if part["type"] not in WORDS:
                 raise unknown_part(where, (*sorted(WORDS), PICTURE))

@@ -195,7 +195,7 @@ SERVERS: Mapping[str, tuple[str, int]] = MappingProxyType(
 port."""
 
 
-class Listed(NamedTuple):
+class ListFlag(NamedTuple):
     """Values of a flag that takes several, with the flag as it was written."""
 
     flag: str
@@ -213,7 +213,7 @@ class _Named(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         del parser
-        setattr(namespace, self.dest, Listed(option_string or "", values or ()))
+        setattr(namespace, self.dest, ListFlag(option_string or "", values or ()))
 
 
 class _Idle(argparse.Action):
@@ -270,8 +270,8 @@ def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]
                 flag = "--" + setting.replace("_", "-")
                 reasons.append(f"{flag} and {one.flag} exclude each other: keep one")
             continue
-        hosts = hosts or Listed(f"--{server}-hosts", ["localhost"])
-        ports = ports or Listed(f"--{server}-ports", [port])
+        hosts = hosts or ListFlag(f"--{server}-hosts", ["localhost"])
+        ports = ports or ListFlag(f"--{server}-ports", [port])
         if wrong := list(_wrong(hosts, ports)):
             reasons += wrong
         else:
@@ -279,7 +279,7 @@ def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]
     return {"encode_servers_urls": (), **urls, **kept}
 
 
-def _wrong(hosts: Listed, ports: Listed) -> Iterator[str]:
+def _wrong(hosts: ListFlag, ports: ListFlag) -> Iterator[str]:
     for host in hosts.values:
         if "/" in host:
             yield f"{hosts.flag} {host!r} is a URL: name a host"

@@ -18,7 +18,7 @@ class ConfigInvalid(ValueError):
         super().__init__("; ".join(self.reasons))
 
 
-def unknown(name: str, known: Iterable[str]) -> str:
+def unknown_message(name: str, known: Iterable[str]) -> str:
     """Return the message for an unknown name, with the nearest known name."""
     nearest = get_close_matches(name, known, n=1)
     return f"{name} is unknown" + (f"; is {nearest[0]} meant?" if nearest else "")

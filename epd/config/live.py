@@ -82,11 +82,11 @@ class LiveConfig:
         self.current = config
         self._followers: list[Follower] = []
 
-    def follow(self, follower: Follower) -> None:
+    def add_follower(self, follower: Follower) -> None:
         """Call a follower at each change, once the new configuration is in force."""
         self._followers.append(follower)
 
-    def adopt(self, wanted: ProxyConfig) -> Change:
+    def apply_config(self, wanted: ProxyConfig) -> Change:
         """Put the reloadable fields of a configuration in force.
 
         Raises:

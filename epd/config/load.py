@@ -29,7 +29,7 @@ from epd.config.flags import (
     variables_of,
     with_urls,
 )
-from epd.config.invalid import ConfigInvalid, Given, unknown
+from epd.config.invalid import ConfigInvalid, Given, unknown_message
 from epd.config.proxy_config import ProxyConfig
 
 OTHERS = ("EPD_UP_", "EPD_BENCH_", "EPD_PYTHON")
@@ -64,7 +64,7 @@ def unknown_variables() -> Iterator[str]:
         if not variable.startswith(PREFIX) or variable.startswith(OTHERS) or variable in known:
             continue
         if not _is_service_link(variable, value):
-            yield unknown(variable, known)
+            yield unknown_message(variable, known)
 
 
 def _is_service_link(variable: str, value: str) -> bool:
@@ -101,12 +101,12 @@ def read_yaml(path: Path, names: Collection[str]) -> tuple[dict[str, Given], lis
     if not isinstance(root, yaml.MappingNode):
         raise ConfigInvalid([f"{path}:{_line(root)}: must be lines of `name: value`"])
 
-    def say(node: yaml.Node, reason: str) -> None:
+    def add_problem(node: yaml.Node, reason: str) -> None:
         reasons.append(f"{path}:{_line(node)}: {reason}")
 
     found: dict[str, Given] = {}
-    for key, node in _entries(root, names, say):
-        value = _value(key.value, node, say)
+    for key, node in _entries(root, names, add_problem):
+        value = _value(key.value, node, add_problem)
         if value is not None:
             where = f"{path}:{_line(key)}"
             found[key.value] = Given(value, "file", where, f"{where}: {key.value}")
@@ -146,7 +146,7 @@ def _entries(
                 f"{variables_of(key.value)[0]}, or {key.value}_file",
             )
         elif key.value not in names:
-            say(key, unknown(key.value, names))
+            say(key, unknown_message(key.value, names))
         elif key.value in lines:
             say(key, f"{key.value} is already set in line {lines[key.value]}")
         else:

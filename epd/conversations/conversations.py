@@ -11,11 +11,11 @@ import structlog
 
 from ec_store.concurrency import Breaker
 from ec_store.config import redacted
-from epd.aio import within
+from epd.aio import cancel_after
 from epd.config.model import ConfigFields, Live
 from epd.config.sections.transfers import TransferSettings
-from epd.conversations.entry import MAX_BYTES, Entry, Fingerprint, Held
-from epd.conversations.stores import InMemory, Store, StoreAway
+from epd.conversations.entry import MAX_BYTES, ConversationEntry, Fingerprint, HeldBlocks
+from epd.conversations.stores import ConversationsInMemory, ConversationStore, StoreAway
 from epd.conversations.turn import Turn
 from epd.tenants import ANONYMOUS
 from epd.transfer.readback import BLOCKS_TTL_S, engine_of, kept_params
@@ -63,7 +63,10 @@ class Conversations:
     """
 
     def __init__(
-        self, store: Store, live: Live[ConfigFields], clock: Callable[[], float] = time.time
+        self,
+        store: ConversationStore,
+        live: Live[ConfigFields],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.results: Counter[Result] = Counter()
         self._store = store
@@ -78,13 +81,13 @@ class Conversations:
         self._warned = config.workers == 1 or config.conversation_store is not None
 
     @classmethod
-    def of(cls, live: Live[ConfigFields]) -> Self:
+    def from_config(cls, live: Live[ConfigFields]) -> Self:
         """Return the conversations of the configured store: a context manager that closes it."""
         if (url := live.current.conversation_store) is None:
-            return cls(InMemory(lambda: live.current.max_conversations), live)
-        from epd.conversations.stores import InRedis  # noqa: PLC0415 - takes its time to load
+            return cls(ConversationsInMemory(lambda: live.current.max_conversations), live)
+        from epd.conversations.stores import ConversationsInRedis  # noqa: PLC0415 - takes its time to load
 
-        return cls(InRedis(url), live)
+        return cls(ConversationsInRedis(url), live)
 
     async def __aenter__(self) -> Self:
         return self
@@ -93,16 +96,16 @@ class Conversations:
         await self._store.close()
 
     @property
-    def kept(self) -> int | None:
+    def entry_count(self) -> int | None:
         """The number of entries; None if the store does not count them."""
-        return self._store.kept
+        return self._store.entry_count
 
     @property
-    def evicted(self) -> int:
-        """The number of entries dropped without use (`Store`)."""
-        return self._store.evicted
+    def dropped_count(self) -> int:
+        """The number of entries dropped without use (`ConversationStore`)."""
+        return self._store.dropped_count
 
-    async def begin(self, turn: Turn, decodes: Collection[str]) -> None:
+    async def begin_turn(self, turn: Turn, decodes: Collection[str]) -> None:
         """Look up and take the entry of the previous turn. No other turn can use it.
 
         Args:
@@ -118,39 +121,39 @@ class Conversations:
                 "each worker keeps conversations of its own",
                 next="set --conversation-store redis://…; else a turn may miss the previous one",
             )
-        answered, before = await self._ask(lambda: self._store.take(turn.key))
+        answered, before = await self._ask(lambda: self._store.take_entry(turn.key))
         if before is None:
             self.results["miss" if answered else "unknown"] += 1
         elif before.decode not in decodes or self._is_void(before):
             self.results["stale"] += 1
         else:
-            turn.follow(before)
+            turn.follow_entry(before)
             if before.held is None:
                 self.results["miss"] += 1
 
-    async def keep(self, turn: Turn) -> None:
+    async def store_turn(self, turn: Turn) -> None:
         """Store the entry of a turn after its answer ended without an error."""
         if turn.decode is None:
             return
         held = self._held(turn, turn.decode)
         if held is not None:
             self._know(turn.decode, held.engine)
-        entry = Entry(self._clock(), turn.decode, turn.prefill, held)
-        if held is not None and len(entry.written()) > MAX_BYTES:
+        entry = ConversationEntry(self._clock(), turn.decode, turn.prefill, held)
+        if held is not None and len(entry.to_json()) > MAX_BYTES:
             entry = replace(entry, held=None)
         await self._ask(
             lambda: self._store.put(turn.key, entry, self._live.current.conversation_ttl)
         )
 
-    def common(self, held: Held, prompt: Sequence[int]) -> int:
+    def shared_prefix_len(self, held: HeldBlocks, prompt: Sequence[int]) -> int:
         """Return how many tokens at the start of a prompt are those of decode's blocks.
 
         Raises:
             ValueError: the prompt is not a list of tokens.
         """
-        return held.tokens.common(prompt, self._key)
+        return held.tokens.shared_prefix_len(prompt, self._key)
 
-    def lost(self, decode: str) -> None:
+    def drop_instance(self, decode: str) -> None:
         """Drop the entries of a removed or restarted decode instance: its blocks are lost."""
         now_s = self._clock()
         over = [
@@ -162,9 +165,9 @@ class Conversations:
             del self._lost_s[url]
         self._lost_s[decode] = now_s
         self._engines.pop(decode, None)
-        self._store.forget(decode)
+        self._store.forget_decode(decode)
 
-    def _held(self, turn: Turn, decode: str) -> Held | None:
+    def _held(self, turn: Turn, decode: str) -> HeldBlocks | None:
         """Return the blocks that decode holds of a turn; None if unknown or unusable."""
         heard = turn.heard
         if turn.basis is None or heard is None or heard.params is None or not heard.prompt:
@@ -174,19 +177,19 @@ class Conversations:
             return None
         try:
             tokens = [*heard.prompt, *heard.answer][: params["remote_num_tokens"]]
-            fingerprint = Fingerprint.of(tokens, self._key)
+            fingerprint = Fingerprint.of_tokens(tokens, self._key)
         except ValueError:
             return None
         basis, engine = turn.basis, engine_of(params)
-        return Held({**params}, fingerprint, basis.media, basis.form, engine)
+        return HeldBlocks({**params}, fingerprint, basis.media, basis.form, engine)
 
     def _know(self, decode: str, engine: str) -> None:
         """Record the engine of an instance. It differs after each start."""
         if self._engines.get(decode, engine) != engine:
-            self.lost(decode)
+            self.drop_instance(decode)
         self._engines[decode] = engine
 
-    def _is_void(self, entry: Entry) -> bool:
+    def _is_void(self, entry: ConversationEntry) -> bool:
         """Return whether an entry has expired, or its decode instance was lost.
 
         The store's own expiry is not enough: it uses the time to live at the time of writing, and
@@ -204,10 +207,10 @@ class Conversations:
         if self._breaker.open:
             return False, None
         try:
-            with within(self._live.current.conversation_budget_s):
+            with cancel_after(self._live.current.conversation_budget_s):
                 answer = await call()
         except (StoreAway, TimeoutError) as error:
-            self._breaker.failed(str(error) or "no answer in time")
+            self._breaker.record_failure(str(error) or "no answer in time")
             return False, None
         self._breaker.succeeded()
         return True, answer

@@ -36,7 +36,7 @@ class Fingerprint:
     digests: str
 
     @classmethod
-    def of(cls, tokens: Sequence[int], key: bytes = b"") -> Self:
+    def of_tokens(cls, tokens: Sequence[int], key: bytes = b"") -> Self:
         """Return the fingerprint of tokens.
 
         Args:
@@ -48,7 +48,7 @@ class Fingerprint:
         """
         return cls(len(tokens), "".join(_digests(tokens, len(tokens), key)))
 
-    def common(self, prompt: Sequence[int], key: bytes = b"") -> int:
+    def shared_prefix_len(self, prompt: Sequence[int], key: bytes = b"") -> int:
         """Return the length of the shared prefix: a multiple of `CHUNK`, or all tokens.
 
         Args:
@@ -90,7 +90,7 @@ MAX_BYTES = 1024**2
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBlocks:
     """KV blocks that a decode instance holds for a limited time.
 
     Attributes:
@@ -109,7 +109,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ConversationEntry:
     """The state of a conversation after a turn.
 
     Attributes:
@@ -122,17 +122,17 @@ class Entry:
     kept_s: float
     decode: str
     prefill: str | None = None
-    held: Held | None = None
+    held: HeldBlocks | None = None
 
-    def written(self) -> bytes:
+    def to_json(self) -> bytes:
         """Return the entry as JSON."""
         return _ENTRY.dump_json(self)
 
 
-_ENTRY = TypeAdapter(Entry)
+_ENTRY = TypeAdapter(ConversationEntry)
 
 
-def read(written: bytes) -> Entry | None:
+def read(written: bytes) -> ConversationEntry | None:
     """Parse an entry; return None for an invalid one, which another version may have written."""
     try:
         entry = _ENTRY.validate_json(written)

@@ -13,7 +13,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from epd.conversations.entry import Entry, read
+from epd.conversations.entry import ConversationEntry, read
 from epd.redis_urls import close, redis_client
 
 
@@ -21,35 +21,35 @@ class StoreAway(Exception):
     """A read or a write failed. The message contains no secret."""
 
 
-class Store(Protocol):
+class ConversationStore(Protocol):
     """Entries by key, with a time to live, each of which can be taken once."""
 
-    async def take(self, key: str) -> Entry | None:
+    async def take_entry(self, key: str) -> ConversationEntry | None:
         """Remove and return the entry of a key; None if there is none.
 
         Raises:
             StoreAway: the store did not answer.
         """
 
-    async def put(self, key: str, entry: Entry, ttl_s: float) -> None:
+    async def put(self, key: str, entry: ConversationEntry, ttl_s: float) -> None:
         """Store an entry, and replace an earlier one of this key.
 
         Raises:
             StoreAway: the store did not answer; the entry may be stored or not.
         """
 
-    def forget(self, decode: str) -> None:
+    def forget_decode(self, decode: str) -> None:
         """Drop the entries of a decode instance, if the store can do so without waiting."""
 
     async def close(self) -> None:
         """Close the connections of the store."""
 
     @property
-    def kept(self) -> int | None:
+    def entry_count(self) -> int | None:
         """The number of entries; None if the store does not count them."""
 
     @property
-    def evicted(self) -> int:
+    def dropped_count(self) -> int:
         """The number of entries dropped without use: evicted, expired, or with lost blocks.
 
         An expired entry counts when it is detected. Expiry by an external store does not count.
@@ -60,7 +60,7 @@ MAX_TOTAL_BYTES = 256 * 1024**2
 """Maximum size of all entries. Few entries are larger than some kilobytes."""
 
 
-class Kept(NamedTuple):
+class KeptEntry(NamedTuple):
     """An entry with its expiry.
 
     Attributes:
@@ -70,12 +70,12 @@ class Kept(NamedTuple):
     """
 
     until_s: float
-    entry: Entry
+    entry: ConversationEntry
     size: int
 
 
-class InMemory:
-    """Implements `Store`. The oldest entry is evicted first; its use rewrites it."""
+class ConversationsInMemory:
+    """Implements `ConversationStore`. The oldest entry is evicted first; its use rewrites it."""
 
     def __init__(
         self,
@@ -93,41 +93,41 @@ class InMemory:
         self._most = most
         self._clock = clock
         self._max_bytes = max_bytes
-        self._held: OrderedDict[str, Kept] = OrderedDict()
+        self._held: OrderedDict[str, KeptEntry] = OrderedDict()
         self._bytes = 0
         self._evicted = 0
 
     @property
-    def kept(self) -> int:
+    def entry_count(self) -> int:
         """The number of entries that have not expired."""
         self._expire()
         return len(self._held)
 
     @property
-    def evicted(self) -> int:
+    def dropped_count(self) -> int:
         return self._evicted
 
-    async def take(self, key: str) -> Entry | None:
+    async def take_entry(self, key: str) -> ConversationEntry | None:
         self._expire(key)
         kept = self._drop(key)
         return None if kept is None else kept.entry
 
-    async def put(self, key: str, entry: Entry, ttl_s: float) -> None:
+    async def put(self, key: str, entry: ConversationEntry, ttl_s: float) -> None:
         self._expire(key)
         self._drop(key)
-        self._held[key] = kept = Kept(self._clock() + ttl_s, entry, len(entry.written()))
+        self._held[key] = kept = KeptEntry(self._clock() + ttl_s, entry, len(entry.to_json()))
         self._bytes += kept.size
         while len(self._held) > self._most() or self._bytes > self._max_bytes:
             self._evict(next(iter(self._held)))
 
-    def forget(self, decode: str) -> None:
+    def forget_decode(self, decode: str) -> None:
         for key in [key for key, kept in self._held.items() if kept.entry.decode == decode]:
             self._evict(key)
 
     async def close(self) -> None:
-        """See `Store`. There is nothing to close."""
+        """See `ConversationStore`. There is nothing to close."""
 
-    def _drop(self, key: str) -> Kept | None:
+    def _drop(self, key: str) -> KeptEntry | None:
         kept = self._held.pop(key, None)
         if kept is not None:
             self._bytes -= kept.size
@@ -153,16 +153,16 @@ KEY = "epd:conversation"
 """Prefix of the keys; the `key` parameter of the URL replaces it."""
 
 
-class InRedis:
-    """Implements `Store`. Needs GETDEL, as in Redis 6.2 or newer.
+class ConversationsInRedis:
+    """Implements `ConversationStore`. Needs GETDEL, as in Redis 6.2 or newer.
 
     Attributes:
         kept: None, because the proxy does not count them.
         evicted: 0, because Redis expires them itself and has its own metrics.
     """
 
-    kept = None
-    evicted = 0
+    entry_count = None
+    dropped_count = 0
 
     def __init__(self, url: str) -> None:
         """Connect at the first call. The URL's `key` replaces the prefix of the keys.
@@ -172,22 +172,25 @@ class InRedis:
         once = Retry(NoBackoff(), 0)
         self._client, self._key = redis_client(url, KEY, once)
 
-    async def take(self, key: str) -> Entry | None:
+    async def take_entry(self, key: str) -> ConversationEntry | None:
         try:
             written = await self._client.getdel(f"{self._key}:{key}")
         except (RedisError, OSError) as error:
             raise StoreAway(type(error).__name__) from error
         return None if written is None else read(written)
 
-    async def put(self, key: str, entry: Entry, ttl_s: float) -> None:
+    async def put(self, key: str, entry: ConversationEntry, ttl_s: float) -> None:
         ttl_ms = max(1, round(1000 * ttl_s))
         try:
-            await self._client.set(f"{self._key}:{key}", entry.written(), px=ttl_ms)
+            await self._client.set(f"{self._key}:{key}", entry.to_json(), px=ttl_ms)
         except (RedisError, OSError) as error:
             raise StoreAway(type(error).__name__) from error
 
-    def forget(self, decode: str) -> None:
-        """See `Store`. Entries are not searched; the reader of an entry detects the lost decode."""
+    def forget_decode(self, decode: str) -> None:
+        """See `ConversationStore`.
+
+        Entries are not searched; the reader of an entry detects the lost decode.
+        """
 
     async def close(self) -> None:
         await close(self._client)

@@ -16,7 +16,7 @@ import orjson
 
 from epd.api.body import parse_object
 from epd.api.items import Body
-from epd.conversations.entry import Entry, Held
+from epd.conversations.entry import ConversationEntry, HeldBlocks
 from epd.errors import BadRequest
 
 _TOKENS = re.compile(rb'((?<!\\)"(prompt_)?token_ids"\s*:\s*)\[([0-9,\s]*)\]')
@@ -24,7 +24,7 @@ _PARAMS = re.compile(rb'(?<!\\)"kv_transfer_params"\s*:\s*(?=\{)')
 _DECODER = json.JSONDecoder()
 
 
-class Heard:
+class ReplyCapture:
     """The extracted fields of one answer.
 
     Attributes:
@@ -44,7 +44,7 @@ class Heard:
         self.params: dict[str, Any] | None = None
         self._cut_tokens = cut_tokens
 
-    def hear(self, said: bytes) -> bytes:
+    def capture_fields(self, said: bytes) -> bytes:
         """Return events of a stream, or another answer, with null for the proxy's fields."""
         if b"token_ids" in said:
             said = _TOKENS.sub(self._told_tokens, said)
@@ -84,7 +84,7 @@ class Basis(NamedTuple):
     form: str
     media: tuple[str, ...]
 
-    def continues(self, held: Held) -> bool:
+    def may_continue(self, held: HeldBlocks) -> bool:
         """Return whether blocks of an earlier turn may be usable."""
         return self.form == held.form and self.media[: len(held.media)] == held.media
 
@@ -107,12 +107,12 @@ class Turn:
     def __init__(self, key: str) -> None:
         self.key = key
         self.begun = False
-        self.before: Entry | None = None
-        self._held: Held | None = None
+        self.before: ConversationEntry | None = None
+        self._held: HeldBlocks | None = None
         self.prefill: str | None = None
         self.decode: str | None = None
         self.basis: Basis | None = None
-        self.heard: Heard | None = None
+        self.heard: ReplyCapture | None = None
 
     @property
     def prefers_prefill(self) -> str | None:
@@ -124,21 +124,21 @@ class Turn:
         """URL of the previous turn's decode instance."""
         return None if self.before is None else self.before.decode
 
-    def follow(self, before: Entry) -> None:
+    def follow_entry(self, before: ConversationEntry) -> None:
         """Continue with the entry of the previous turn."""
         self.before, self._held = before, before.held
 
-    def take(self) -> Held | None:
+    def take_blocks(self) -> HeldBlocks | None:
         """Return the blocks of the previous turn; only the first call returns them."""
         held, self._held = self._held, None
         return held
 
-    def asking(self, body: Body) -> Body:
+    def with_tokens(self, body: Body) -> Body:
         """Return the decode request, which asks for the tokens if they are needed."""
         wanted = bool(body.get("return_token_ids"))
-        self.heard = Heard(cut_tokens=not wanted)
+        self.heard = ReplyCapture(cut_tokens=not wanted)
         return body if self.basis is None or wanted else {**body, "return_token_ids": True}
 
-    def hear(self, said: bytes) -> bytes:
-        """Pass events to `Heard.hear`, if their fields are extracted."""
-        return said if self.heard is None else self.heard.hear(said)
+    def capture_fields(self, said: bytes) -> bytes:
+        """Pass events to `ReplyCapture.capture_fields`, if their fields are extracted."""
+        return said if self.heard is None else self.heard.capture_fields(said)

@@ -21,7 +21,7 @@ EMPTY_S = 60.0
 """Time for which a name must have no address before its last addresses are dropped, in seconds."""
 
 
-class Sightings:
+class DnsState:
     """The effective addresses of one name.
 
     A failing resolver says nothing about the instances: their addresses stay. An empty answer may
@@ -34,7 +34,7 @@ class Sightings:
         self._empty_s = empty_s
         self._empty_since_s = math.inf
 
-    def saw(self, addresses: Collection[str], now_s: float) -> None:
+    def record_addresses(self, addresses: Collection[str], now_s: float) -> None:
         """Record the answer of a lookup."""
         if addresses:
             self.current = frozenset(addresses)
@@ -44,7 +44,7 @@ class Sightings:
         if now_s - self._empty_since_s >= self._empty_s:
             self.current = frozenset()
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         """Record a failed lookup: it restarts the delay of an empty answer."""
         self._empty_since_s = math.inf
 
@@ -53,7 +53,7 @@ TIMEOUT_S = 3.0
 """Timeout of a lookup with all its retries."""
 
 
-class Names:
+class DnsNames:
     """Resolves names, with the search domains of the machine."""
 
     def __init__(self, server: str | None = None) -> None:
@@ -61,7 +61,7 @@ class Names:
         self._server = server
         self._made: dns.asyncresolver.Resolver | None = None
 
-    async def addresses(self, host: str) -> frozenset[str]:
+    async def resolve_addresses(self, host: str) -> frozenset[str]:
         """Return all IPv4 addresses of a name, or else all its IPv6 addresses.
 
         Not both: an instance with one of each would count twice.

@@ -35,7 +35,7 @@ class TransferMismatch(ValueError):
     """An instance and the proxy use different encoder-cache transfers."""
 
 
-class Entry(BaseModel):
+class InstanceEntry(BaseModel):
     """Instance as written in a file, a store or a request."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,7 +66,7 @@ class Entry(BaseModel):
         )
 
 
-class Registration(Entry):
+class Registration(InstanceEntry):
     """The body of `POST /instances`, in the format of vLLM's `disagg_epd_proxy.py`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -94,7 +94,7 @@ class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     version: int = Field(default=VERSION, ge=VERSION, le=VERSION)
-    instances: Annotated[tuple[Entry, ...], Field(max_length=MAX_INSTANCES)]
+    instances: Annotated[tuple[InstanceEntry, ...], Field(max_length=MAX_INSTANCES)]
 
 
 def registration(body: bytes | bytearray) -> Registration:

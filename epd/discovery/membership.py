@@ -14,10 +14,18 @@ import structlog
 from epd.aio import Background
 from epd.config.sections.instances import InstanceSettings
 from epd.discovery.entries import MAX_INSTANCES
-from epd.discovery.stores import Edit, InFolder, InProcess, Instances, Store, StoreFailed, folder_of
-from epd.discovery.watching import Memory, Watch, WatchedFile, WatchedNames
-from epd.routing.instances import Instance, Registry, Source
-from epd.state_log import Complaint
+from epd.discovery.stores import (
+    Edit,
+    InFolder,
+    InProcess,
+    Instances,
+    RegistrationStore,
+    StoreFailed,
+    folder_of,
+)
+from epd.discovery.watching import StoredAnswers, Watch, WatchedFile, WatchedNames
+from epd.routing.instances import Instance, InstanceSource, Registry
+from epd.state_log import StateLog
 from epd.upstream import Upstream
 
 POLL_S = 0.5
@@ -34,12 +42,12 @@ class Registrations:
     A failed read changes nothing. An instance that cannot be written is not registered.
     """
 
-    def __init__(self, store: Store, registry: Registry) -> None:
+    def __init__(self, store: RegistrationStore, registry: Registry) -> None:
         self._store = store
         self._registry = registry
         self._known: Instances = ()
         self._turn = asyncio.Lock()
-        self._complaint = Complaint("the store of registrations cannot be used")
+        self._complaint = StateLog("the store of registrations cannot be used")
 
     async def add(self, instance: Instance) -> bool:
         """Register an instance or its new details; return False if its URL was known before.
@@ -73,25 +81,25 @@ class Registrations:
             structlog.get_logger("epd").info("unregistered", instance=url)
             return True
 
-    async def begin(self) -> None:
+    async def begin_poll(self) -> None:
         """Take over the registrations of other processes."""
-        await self.refresh()
+        await self.refresh_store()
 
-    async def follow(self) -> None:
+    async def poll_periodically(self) -> None:
         """Take over the registrations of other processes periodically."""
         while True:
             await asyncio.sleep(POLL_S)
-            await self.refresh()
+            await self.refresh_store()
 
-    async def refresh(self) -> None:
+    async def refresh_store(self) -> None:
         """Read the store; after a failure everything stays unchanged."""
         async with self._turn:
             try:
                 await self._read()
             except StoreFailed as error:
-                self._complaint.failed(str(error))
+                self._complaint.record_failure(str(error))
             else:
-                self._complaint.well()
+                self._complaint.record_success()
 
     async def _read(self) -> None:
         found = await self._store.read()
@@ -102,12 +110,12 @@ class Registrations:
     def _take(self, instances: Instances) -> None:
         if instances != self._known:
             self._known = instances
-            self._registry.replace(Source.API, instances)
+            self._registry.replace(InstanceSource.API, instances)
 
     def _check(self, instance: Instance, before: Instance | None) -> None:
         if before is not None and before.role is not instance.role:
             raise Clash(f"it is registered as {before.role}: unregister it first")
-        if (other := self._registry.clash(instance)) is not None:
+        if (other := self._registry.conflicting_member(instance)) is not None:
             raise Clash(f"{instance.role} conflicts with the {other.role} instance {other.url}")
         if before is None and len(self._known) >= MAX_INSTANCES:
             raise Clash(f"{MAX_INSTANCES} instances are registered already")
@@ -136,7 +144,9 @@ async def membership(
     Returns:
         The registrations.
     """
-    async with opened(config.registration_store if config.dynamic_registration else None) as store:
+    async with open_store(
+        config.registration_store if config.dynamic_registration else None
+    ) as store:
         registrations = Registrations(store, registry)
         sources = [*_watches(config, registry, upstream)]
         if not isinstance(store, InProcess):
@@ -146,7 +156,7 @@ async def membership(
             for source in sources:
                 begun.append(asyncio.Event())
                 work = partial(_follow, source, begun[-1])
-                await stack.enter_async_context(background.running("membership", work))
+                await stack.enter_async_context(background.run_task("membership", work))
             with suppress(TimeoutError):
                 async with asyncio.timeout(BEGIN_S):
                     for event in begun:
@@ -155,39 +165,41 @@ async def membership(
 
 
 async def _follow(source: Watch, begun: asyncio.Event) -> None:
-    """Follow a source. Only the first call begins with `begin`."""
+    """Follow a source. Only the first call begins with `begin_poll`."""
     if not begun.is_set():
-        await source.begin()
+        await source.begin_poll()
         begun.set()
-    await source.follow()
+    await source.poll_periodically()
 
 
 @asynccontextmanager
-async def opened(url: str | None) -> AsyncIterator[Store]:
+async def open_store(url: str | None) -> AsyncIterator[RegistrationStore]:
     """Return the store of a URL; without a URL, one that ends with the process."""
     if url is None:
         yield InProcess()
     elif (folder := folder_of(url)) is not None:
         yield InFolder(folder)
     else:
-        from epd.discovery.stores import InRedis  # noqa: PLC0415 - takes its time to load
+        from epd.discovery.stores import RegistrationsInRedis  # noqa: PLC0415 - takes its time to load
 
-        async with InRedis.connected(url) as store:
+        async with RegistrationsInRedis.connected(url) as store:
             yield store
 
 
 def _watches(config: InstanceSettings, registry: Registry, upstream: Upstream) -> Iterator[Watch]:
-    memory = Memory(folder_of(config.registration_store))
+    memory = StoredAnswers(folder_of(config.registration_store))
     if config.instances_file is not None:
         yield WatchedFile(config.instances_file, registry, memory)
-    if config.discovered:
-        from epd.discovery.dns import Names  # noqa: PLC0415 - takes its time to load
+    if config.discovered_instances:
+        from epd.discovery.dns import DnsNames  # noqa: PLC0415 - takes its time to load
 
         look_up, interval_s = (
-            Names(config.discovery_dns_server).addresses,
+            DnsNames(config.discovery_dns_server).resolve_addresses,
             config.discovery_interval_s,
         )
-        yield WatchedNames(config.discovered, look_up, interval_s, registry, upstream, memory)
+        yield WatchedNames(
+            config.discovered_instances, look_up, interval_s, registry, upstream, memory
+        )
 
 
 @contextmanager

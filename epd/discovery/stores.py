@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
 
-from epd.aio import within
+from epd.aio import cancel_after
 from epd.discovery.entries import VERSION, EntriesInvalid, read_json, write_json
 from epd.redis_urls import close, redis_client
 from epd.routing.instances import Instance
@@ -32,7 +32,7 @@ MAX_BYTES = 1024**2
 """Maximum size of a file. A larger one was written by other software."""
 
 
-class Folder:
+class LockedFolder:
     """Folder of small files. Its calls block on the disk, so an event loop runs them on threads."""
 
     def __init__(self, path: Path) -> None:
@@ -66,7 +66,7 @@ class Folder:
             staging.unlink(missing_ok=True)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def hold_lock(self) -> Iterator[None]:
         """Hold the folder's lock, which also ends with the process of its holder.
 
         Raises:
@@ -128,13 +128,13 @@ class Edit(NamedTuple):
     url: str
     instance: Instance | None = None
 
-    def of(self, instances: Sequence[Instance]) -> Instances:
+    def edited_instances(self, instances: Sequence[Instance]) -> Instances:
         """Return the instances after the change."""
         kept = tuple(one for one in instances if one.url != self.url)
         return kept if self.instance is None else (*kept, self.instance)
 
 
-class Store(Protocol):
+class RegistrationStore(Protocol):
     """Registrations that outlive the process that registered them."""
 
     async def read(self) -> Instances | None:
@@ -167,14 +167,14 @@ class InProcess:
 
     async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
         del known
-        self._held = self._held if edit is None else edit.of(self._held)
+        self._held = self._held if edit is None else edit.edited_instances(self._held)
         return self._held
 
 
 class InFolder:
     """A store of registrations in a file, shared by all processes with access to it."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: LockedFolder) -> None:
         self._folder = folder
 
     async def read(self) -> Instances | None:
@@ -182,13 +182,13 @@ class InFolder:
 
     async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
         def write() -> Instances:
-            with self._folder.locked():
+            with self._folder.hold_lock():
                 try:
                     held = self._read()
                 except EntriesInvalid:
                     held = None
                 after = known if held is None else held
-                after = after if edit is None else edit.of(after)
+                after = after if edit is None else edit.edited_instances(after)
                 if after != held:
                     self._folder.write(REGISTERED, write_json(after))
                 return after
@@ -209,11 +209,11 @@ class InFolder:
             raise StoreFailed(f"{REGISTERED}: {error}") from error
 
 
-def folder_of(url: str | None) -> Folder | None:
+def folder_of(url: str | None) -> LockedFolder | None:
     """Return the folder of a store's URL; None for another kind of URL."""
     if url is None or not url.startswith("file://"):
         return None
-    return Folder(Path(urlsplit(url).path))
+    return LockedFolder(Path(urlsplit(url).path))
 
 
 KEY = "epd:instances"
@@ -226,8 +226,8 @@ TIMEOUT_S = 2.0
 """Timeout of a read, and of a write."""
 
 
-class InRedis:
-    """Implements `Store` by a hash. Field: a URL; value: its instance in JSON."""
+class RegistrationsInRedis:
+    """Implements `RegistrationStore` by a hash. Field: a URL; value: its instance in JSON."""
 
     def __init__(self, client: Any, key: str) -> None:
         self._client = client
@@ -245,7 +245,7 @@ class InRedis:
 
     async def read(self) -> Instances | None:
         try:
-            with within(TIMEOUT_S):
+            with cancel_after(TIMEOUT_S):
                 found = await self._client.hgetall(self._key)
         except (RedisError, OSError) as error:
             raise StoreFailed(type(error).__name__) from error
@@ -265,7 +265,7 @@ class InRedis:
             pipe.hgetall(self._key)
 
         try:
-            with within(TIMEOUT_S):
+            with cancel_after(TIMEOUT_S):
                 replies = await self._client.transaction(change, self._key)
         except (RedisError, OSError) as error:
             raise StoreFailed(type(error).__name__) from error

@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from epd.discovery.dns import LookUp, LookUpFailed, Sightings
+from epd.discovery.dns import DnsState, LookUp, LookUpFailed
 from epd.discovery.entries import EntriesInvalid, read_yaml
-from epd.discovery.stores import Folder, read_file
+from epd.discovery.stores import LockedFolder, read_file
 from epd.json_or_none import json_or_none
-from epd.routing.instances import Instance, Registry, Source
+from epd.routing.instances import Instance, InstanceSource, Registry
 from epd.routing.urls import at_address, is_address
-from epd.state_log import Complaint
+from epd.state_log import StateLog
 from epd.transfer.kv import KVTransfer
 from epd.upstream import Upstream
 
@@ -30,19 +30,19 @@ LAST_FILE, LAST_NAMES = "last-file.yaml", "last-names.json"
 """Names of the files in a shared folder with the last good content."""
 
 
-class Memory:
+class StoredAnswers:
     """Storage of the last good answers: a folder, or none. Its failures are ignored."""
 
-    def __init__(self, folder: Folder | None) -> None:
+    def __init__(self, folder: LockedFolder | None) -> None:
         self._folder = folder
 
-    async def keep(self, name: str, content: bytes) -> None:
+    async def store_content(self, name: str, content: bytes) -> None:
         """Replace the stored content."""
         if self._folder is not None:
             with suppress(OSError):
                 await asyncio.to_thread(self._folder.write, name, content)
 
-    async def recall(self, name: str) -> bytes | None:
+    async def recall_content(self, name: str) -> bytes | None:
         """Return the stored content; None without it."""
         if self._folder is not None:
             with suppress(OSError):
@@ -53,31 +53,34 @@ class Memory:
 class Watch(Protocol):
     """A source that is polled."""
 
-    async def begin(self) -> None:
+    async def begin_poll(self) -> None:
         """Poll for the first time; use the stored answer if the source is unavailable."""
 
-    async def follow(self) -> None:
+    async def poll_periodically(self) -> None:
         """Poll while the proxy runs."""
 
 
 class WatchedFile:
     """A file of instances, in the format of `epd.discovery.entries.read_yaml`."""
 
-    def __init__(self, path: Path, registry: Registry, memory: Memory) -> None:
+    def __init__(self, path: Path, registry: Registry, memory: StoredAnswers) -> None:
         self._path = path
         self._registry = registry
         self._memory = memory
         self._seen: bytes | None = None
         self._taken: bytes | None = None
-        self._complaint = Complaint("the file of instances cannot be used", path=str(path))
+        self._complaint = StateLog("the file of instances cannot be used", path=str(path))
 
-    async def begin(self) -> None:
+    async def begin_poll(self) -> None:
         await self._look(at_once=True)
-        if self._taken is None and (last := await self._memory.recall(LAST_FILE)) is not None:
+        if (
+            self._taken is None
+            and (last := await self._memory.recall_content(LAST_FILE)) is not None
+        ):
             with suppress(EntriesInvalid):
-                self._registry.replace(Source.FILE, read_yaml(last))
+                self._registry.replace(InstanceSource.FILE, read_yaml(last))
 
-    async def follow(self) -> None:
+    async def poll_periodically(self) -> None:
         while True:
             await asyncio.sleep(FILE_POLL_S)
             await self._look()
@@ -86,13 +89,13 @@ class WatchedFile:
         try:
             raw = await asyncio.to_thread(read_file, self._path)
         except OSError as error:
-            self._complaint.failed(error.strerror or str(error))
+            self._complaint.record_failure(error.strerror or str(error))
             return
         seen, self._seen = self._seen, raw
         if raw is None:
-            self._complaint.failed("the file does not exist")
+            self._complaint.record_failure("the file does not exist")
         elif raw == self._taken:
-            self._complaint.well()
+            self._complaint.record_success()
         elif raw == seen or at_once:
             await self._take(raw)
 
@@ -100,12 +103,12 @@ class WatchedFile:
         try:
             instances = read_yaml(raw)
         except EntriesInvalid as error:
-            self._complaint.failed(str(error))
+            self._complaint.record_failure(str(error))
             return
-        self._complaint.well()
+        self._complaint.record_success()
         self._taken = raw
-        self._registry.replace(Source.FILE, instances)
-        await self._memory.keep(LAST_FILE, raw)
+        self._registry.replace(InstanceSource.FILE, instances)
+        await self._memory.store_content(LAST_FILE, raw)
 
 
 def check_file(path: Path, transfer: KVTransfer) -> None:
@@ -144,7 +147,7 @@ class WatchedNames:
         interval_s: float,
         registry: Registry,
         upstream: Upstream,
-        memory: Memory,
+        memory: StoredAnswers,
     ) -> None:
         self._services = tuple(services)
         self._addresses = look_up
@@ -153,19 +156,19 @@ class WatchedNames:
         self._upstream = upstream
         self._memory = memory
         hosts = dict.fromkeys(urlsplit(one.url).hostname or "" for one in self._services)
-        self._sightings = {host: Sightings() for host in hosts}
+        self._sightings = {host: DnsState() for host in hosts}
         self._complaints = {
-            host: Complaint("a name cannot be looked up", name=host) for host in hosts
+            host: StateLog("a name cannot be looked up", name=host) for host in hosts
         }
 
-    async def begin(self) -> None:
-        last = _addresses(await self._memory.recall(LAST_NAMES))
+    async def begin_poll(self) -> None:
+        last = _addresses(await self._memory.recall_content(LAST_NAMES))
         now_s = asyncio.get_running_loop().time()
         for host, sighting in self._sightings.items():
-            sighting.saw(last.get(host, ()), now_s)
+            sighting.record_addresses(last.get(host, ()), now_s)
         await self._look()
 
-    async def follow(self) -> None:
+    async def poll_periodically(self) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
             await self._look()
@@ -182,7 +185,7 @@ class WatchedNames:
             }
         )
         self._registry.replace(
-            Source.DNS,
+            InstanceSource.DNS,
             [
                 replace(one, url=at_address(one.url, address))
                 for one in self._services
@@ -191,21 +194,21 @@ class WatchedNames:
         )
         if current != before:
             held = {host: sorted(addresses) for host, addresses in current.items()}
-            await self._memory.keep(LAST_NAMES, orjson.dumps(held))
+            await self._memory.store_content(LAST_NAMES, orjson.dumps(held))
 
     async def _look_up(self, host: str) -> None:
         sighting, complaint = self._sightings[host], self._complaints[host]
         try:
             addresses = await self._addresses(host)
         except LookUpFailed as error:
-            sighting.failed()
-            complaint.failed(str(error))
+            sighting.record_failure()
+            complaint.record_failure(str(error))
             return
-        sighting.saw(addresses, asyncio.get_running_loop().time())
+        sighting.record_addresses(addresses, asyncio.get_running_loop().time())
         if addresses:
-            complaint.well()
+            complaint.record_success()
         else:
-            complaint.failed("the name has no address")
+            complaint.record_failure("the name has no address")
 
     def _current(self) -> Mapping[str, frozenset[str]]:
         return {host: sighting.current for host, sighting in self._sightings.items()}

@@ -230,7 +230,7 @@ class CrossOrigin:
             answer["Access-Control-Allow-Headers"] = asked
         return Preflight(refused, answer)
 
-    def answer(self, origin: str | None) -> dict[str, str]:
+    def response_headers(self, origin: str | None) -> dict[str, str]:
         """Return the headers of every other response, for the request's `Origin`.
 
         `Vary` makes caches separate the responses to different origins.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from epd.config.model import ConfigFields
-from epd.edge.fair_queue import Door, Pace, QueueFull, Ticket
+from epd.edge.fair_queue import FairQueue, QueueFull, RateLimiter, Slot
 from epd.errors import Overloaded, TooManyRequests, TryLater
 from epd.tenants import Tenant
 
@@ -113,7 +113,7 @@ class AdmittedRequest:
         self._admission = admission
         self._tenant = tenant
         self._use = admission.use_of(tenant)
-        self._ticket: Ticket | None = None
+        self._ticket: Slot | None = None
         self.size = 0
 
     def __enter__(self) -> Self:
@@ -123,22 +123,22 @@ class AdmittedRequest:
         self.release()
         if self._ticket is not None:
             self._use.requests -= 1
-            self._admission.door.leave(self._ticket)
+            self._admission.door.leave_queue(self._ticket)
 
-    def arrive(self) -> Ticket:
-        """Return a ticket, which may have to wait for its `turn`.
+    def enter_queue(self) -> Slot:
+        """Return a ticket, which may have to wait for a place (`wait_place`).
 
         Raises:
             TooManyRequests: the tenant has too many requests, or the queue is full.
         """
-        self._ticket = ticket = self._admission.arrive(self._tenant, self._use)
+        self._ticket = ticket = self._admission.enter_queue(self._tenant, self._use)
         return ticket
 
     @property
     def scope(self) -> str:
         return self._tenant.name
 
-    def beside(self) -> "AdmittedRequest":
+    def separate_count(self) -> "AdmittedRequest":
         """Return a separate count of bytes for the same tenant."""
         return AdmittedRequest(self._admission, self._tenant)
 
@@ -184,11 +184,11 @@ class Admission:
         self._clock = clock
         self._pace = _pace(limits)
         self._uses: dict[str, TenantUse] = {}
-        self.door = Door(limits.requests, limits.queue)
+        self.door = FairQueue(limits.requests, limits.queue)
         self.body_bytes = 0
         self.refused: Counter[Reason] = Counter()
 
-    def adopt(self, limits: Limits) -> None:
+    def apply_config(self, limits: Limits) -> None:
         """Replace the limits; admitted and queued requests stay."""
         if limits.tenant_per_minute != self._limits.tenant_per_minute:
             self._pace = _pace(limits)
@@ -201,7 +201,7 @@ class Admission:
         Raises:
             TooManyRequests: the tenant has reached its requests per minute.
         """
-        wait_s = 0.0 if self._pace is None else self._pace.take(tenant, self._clock())
+        wait_s = 0.0 if self._pace is None else self._pace.take_token(tenant, self._clock())
         if wait_s:
             raise self._refusal("tenant_rate", wait_s)
 
@@ -216,19 +216,19 @@ class Admission:
             use = self._uses[tenant.name] = TenantUse()
         return use
 
-    def arrive(self, tenant: Tenant, use: TenantUse) -> Ticket:
+    def enter_queue(self, tenant: Tenant, use: TenantUse) -> Slot:
         """Count a new request. Only `AdmittedRequest` calls this."""
         most = self._limits.tenant_requests
         if most is not None and use.requests >= most:
             raise self._refusal("tenant_requests")
         try:
-            ticket = self.door.arrive(tenant)
+            ticket = self.door.enter_queue(tenant)
         except QueueFull:
             raise self._refusal("queue_full") from None
         use.requests += 1
         return ticket
 
-    async def turn(self, ticket: Ticket) -> None:
+    async def wait_place(self, ticket: Slot) -> None:
         """Wait until the ticket has a place.
 
         Raises:
@@ -262,5 +262,5 @@ class Admission:
         return kind(message, slug=slug, retry_after_s=retry_after_s)
 
 
-def _pace(limits: Limits) -> Pace | None:
-    return None if limits.tenant_per_minute is None else Pace(limits.tenant_per_minute)
+def _pace(limits: Limits) -> RateLimiter | None:
+    return None if limits.tenant_per_minute is None else RateLimiter(limits.tenant_per_minute)

@@ -17,7 +17,7 @@ class Drain:
 
     Attributes:
         began: whether the drain has begun: clients should send requests to another process.
-        over: whether `cut` was called: running requests are ended.
+        over: whether `cut_off` was called: running requests are ended.
         running: running requests.
     """
 
@@ -29,11 +29,11 @@ class Drain:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = math.inf
 
-    def begin(self) -> None:
+    def begin_drain(self) -> None:
         """Begin the drain. Requests are still served as before."""
         self.began = True
 
-    def cut(self) -> None:
+    def cut_off(self) -> None:
         """End the running requests with `Overloaded`."""
         self.over = True
         self._end_late(math.inf)
@@ -52,15 +52,15 @@ class Drain:
         elif request.until_s < self._timer_s:
             self._set_timer(request.until_s)
 
-    def ended(self, request: "Bounded") -> None:
+    def remove_request(self, request: "Bounded") -> None:
         """Remove a request that has ended. Only `Bounded` calls this."""
         self.running.discard(request)
         if not self.running and self._none_runs is not None:
             self._none_runs.set()
             self._none_runs = None
 
-    def bounded(self, until_s: float = math.inf) -> "Bounded":
-        """Return a context for one request, which ends at `cut` or at `until_s`.
+    def bound_request(self, until_s: float = math.inf) -> "Bounded":
+        """Return a context for one request, which ends at `cut_off` or at `until_s`.
 
         Args:
             until_s: deadline on the monotonic clock, in seconds.
@@ -138,7 +138,7 @@ class Bounded:
             Overloaded: the application's drain ended the request.
             UpstreamTimeout: the request reached its deadline.
         """
-        self._drain.ended(self)
+        self._drain.remove_request(self)
         if self._ending is None:
             return
         self._ending.cancel()

@@ -8,7 +8,7 @@ from epd.tenants import Tenant
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class Slot:
     """Request in the queue or with a place."""
 
     tenant: Tenant
@@ -32,7 +32,7 @@ class QueueFull(Exception):
     """Error: all places are taken, and the queue is full."""
 
 
-class Door:
+class FairQueue:
     """Bounded places and a bounded queue, fair between tenants.
 
     A free place goes to the oldest request of the next tenant, in round robin. If the queue is
@@ -45,27 +45,27 @@ class Door:
         self.waiting = 0
         self._places = places
         self._queue = queue
-        self._lines: dict[Tenant, dict[Ticket, None]] = {}
+        self._lines: dict[Tenant, dict[Slot, None]] = {}
         """Queues per tenant, none of them empty; the first one is next. Each queue is a dict,
         because a request may leave from any position."""
 
-    def arrive(self, tenant: Tenant) -> Ticket:
-        """Return a ticket, with a place or in the queue. It must be passed to `leave` once.
+    def enter_queue(self, tenant: Tenant) -> Slot:
+        """Return a ticket, with a place or in the queue. It must be passed to `leave_queue` once.
 
         Raises:
             QueueFull: all places are taken, and the queue has no room for this tenant.
         """
         if self.inside < self._places:  # then the queue is empty
             self.inside += 1
-            return Ticket(tenant, "inside")
-        ticket = Ticket(tenant)
+            return Slot(tenant, "inside")
+        ticket = Slot(tenant)
         if self.waiting >= self._queue:
             self._make_room(tenant)
         self._lines.setdefault(tenant, {})[ticket] = None
         self.waiting += 1
         return ticket
 
-    def leave(self, ticket: Ticket) -> None:
+    def leave_queue(self, ticket: Slot) -> None:
         """Release the ticket's place, or remove it from the queue."""
         if ticket.where == "queue":
             self._unqueue(ticket)
@@ -84,7 +84,7 @@ class Door:
         while self._lines and self.inside < self._places:
             self._enter_next()
 
-    def _enter(self, ticket: Ticket) -> None:
+    def _enter(self, ticket: Slot) -> None:
         self.inside += 1
         ticket.call("inside")
 
@@ -105,7 +105,7 @@ class Door:
         self._unqueue(last)
         last.call("sent_away")
 
-    def _unqueue(self, ticket: Ticket) -> None:
+    def _unqueue(self, ticket: Slot) -> None:
         line = self._lines[ticket.tenant]
         del line[ticket]
         if not line:
@@ -116,7 +116,7 @@ class Door:
 MINUTE_S = 60.0
 
 
-class Pace:
+class RateLimiter:
     """Rate limit per tenant: a token bucket that fills at a constant rate.
 
     The bucket holds the tokens of one minute. So a tenant within its limit in each minute is never
@@ -130,7 +130,7 @@ class Pace:
         self._buckets: dict[Tenant, tuple[float, float]] = {}
         """Tokens and the time of their count, in seconds. The keys file bounds the tenants."""
 
-    def take(self, tenant: Tenant, now_s: float) -> float:
+    def take_token(self, tenant: Tenant, now_s: float) -> float:
         """Return the seconds until the tenant's next request; 0 admits this one and counts it."""
         tokens, counted_s = self._buckets.get(tenant, (self._full, now_s))
         tokens = min(self._full, tokens + (now_s - counted_s) * self._per_s)

@@ -22,8 +22,8 @@ from epd.config.model import Live
 from epd.config.sections.limits import LimitSettings
 from epd.config.sections.serving import ServingSettings
 from epd.edge import aiohttp_private
-from epd.edge.protocol import Runner, Server
-from epd.http.tls import load_certificate, trust
+from epd.edge.protocol import EdgeServer, Runner
+from epd.http.tls import load_certificate, trust_cas
 
 
 @contextmanager
@@ -103,12 +103,12 @@ def server_context(config: ServingSettings) -> ssl.SSLContext | None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     load_certificate(context, config.ssl_certfile, config.ssl_keyfile)
     if config.ssl_ca_certs is not None:
-        trust(context, "--ssl-ca-certs", config.ssl_ca_certs)
+        trust_cas(context, "--ssl-ca-certs", config.ssl_ca_certs)
         context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
     return context
 
 
-def renew(context: ssl.SSLContext, config: ServingSettings) -> None:
+def reload_certificate(context: ssl.SSLContext, config: ServingSettings) -> None:
     """Reload certificate and key into the context, for new connections.
 
     Raises:
@@ -136,7 +136,7 @@ class CannotListen(Exception):
 
 
 @contextmanager
-def binding(config: ServingSettings) -> Iterator[None]:
+def binding_errors(config: ServingSettings) -> Iterator[None]:
     """Convert errors of binding sockets to the configured address.
 
     Raises:
@@ -160,7 +160,7 @@ class Handshakes:
 
     def __init__(
         self,
-        server: Server,
+        server: EdgeServer,
         sockets: Sequence[socket.socket],
         tls: ssl.SSLContext,
         live: Live[LimitSettings],
@@ -194,7 +194,7 @@ class Handshakes:
 
     async def _listen(self, listener: socket.socket) -> None:
         with listener:
-            await self._background.keep("tls_accept", partial(self._accept, listener))
+            await self._background.keep_running("tls_accept", partial(self._accept, listener))
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -242,7 +242,7 @@ class Site(aiohttp_private.BaseSite):
             where: `host` and `port`, or `sock`, which may be a Unix socket.
         """
         super().__init__(runner)
-        self._factory = cast("Server", runner.server)
+        self._factory = cast("EdgeServer", runner.server)
         self._tls = tls
         self._background = background
         self._where = where

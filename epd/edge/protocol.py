@@ -21,12 +21,12 @@ from aiohttp.typedefs import Handler
 
 from epd.config.model import ConfigFields, Live
 from epd.edge import aiohttp_private, request_head
-from epd.edge.request_head import invalid, refusal, without_prefix
+from epd.edge.request_head import find_refusal, invalid, without_prefix
 from epd.errors import Overloaded, ProxyError, RequestRefused
 from epd.events import Observer, RequestRecord
 
 SERVER = "epd"
-"""Value of the `Server` header. aiohttp's own value would reveal its version to attackers."""
+"""Value of the `EdgeServer` header. aiohttp's own value would reveal its version to attackers."""
 WRITE_BUFFER_BYTES = 1024**2
 """Upper bound of the bytes that wait for a client to read them. Above it, reading from decode
 pauses."""
@@ -42,7 +42,7 @@ DIRECT = web.AppKey("direct", Mapping[str, Handler])
 """Handlers of `POST` requests by path, called without aiohttp's router."""
 
 
-class Connection(aiohttp_private.RequestHandler):
+class ServerConnection(aiohttp_private.RequestHandler):
     """Connection of one client.
 
     Attributes:
@@ -60,7 +60,7 @@ class Connection(aiohttp_private.RequestHandler):
         "stalled",
     )
 
-    def __init__(self, server: "Server", live: Live[ConfigFields], **kwargs: Any) -> None:
+    def __init__(self, server: "EdgeServer", live: Live[ConfigFields], **kwargs: Any) -> None:
         super().__init__(server, **kwargs)
         self._server = server
         self._live = live
@@ -74,7 +74,7 @@ class Connection(aiohttp_private.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait for a head, or reject the connection if too many are open."""
         opened = cast("asyncio.Transport", transport)
-        if not self._server.admits(self):
+        if not self._server.admit_connection(self):
             self._turn_away(opened)
             return
         opened.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
@@ -86,7 +86,7 @@ class Connection(aiohttp_private.RequestHandler):
         for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
-        self._server.forget(self)
+        self._server.release_place(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -175,7 +175,7 @@ class Connection(aiohttp_private.RequestHandler):
             structlog.get_logger("epd").error("bug", exc_info=exc)
             error = ProxyError("the proxy failed: see the error in its log")
         self._refused = True
-        headers = self._server.refuse(error)
+        headers = self._server.refuse_connection(error)
         response = web.Response(
             status=error.status,
             body=error.body(),
@@ -207,13 +207,13 @@ class Connection(aiohttp_private.RequestHandler):
             transport.abort()
             return
         error = Overloaded("too many connections are open")
-        transport.write(_raw(error, self._server.refuse(error)))
+        transport.write(_raw(error, self._server.refuse_connection(error)))
         _half_close(transport)
         self._write_timer = _later(LINGER_S, transport.abort)
 
 
-class Server(web.Server):
-    """Factory of `Connection`s, which limits how many are open."""
+class EdgeServer(web.Server):
+    """Factory of `ServerConnection`s, which limits how many are open."""
 
     def __init__(
         self,
@@ -236,19 +236,19 @@ class Server(web.Server):
         self._observers = observers
         self._descriptors = request_head.client_connections()
         self._options = kwargs
-        self._open = set[Connection]()
-        self._turned_away = set[Connection]()
+        self._open = set[ServerConnection]()
+        self._turned_away = set[ServerConnection]()
 
-    def __call__(self) -> Connection:
+    def __call__(self) -> ServerConnection:
         """Return the protocol of a new connection."""
         options = self._options | {"keepalive_timeout": self._live.current.keep_alive_s}
-        return Connection(self, self._live, loop=asyncio.get_running_loop(), **options)
+        return ServerConnection(self, self._live, loop=asyncio.get_running_loop(), **options)
 
     @property
     def _limit(self) -> int:
         return self._live.current.max_connections or self._descriptors
 
-    def admits(self, connection: Connection) -> bool:
+    def admit_connection(self, connection: ServerConnection) -> bool:
         """Return whether the connection gets a place; if so, count it as open."""
         if len(self._open) >= self._limit:
             return False
@@ -260,19 +260,19 @@ class Server(web.Server):
         here = len(self._open) + len(self._turned_away) + handshakes
         return here < self._limit + MAX_REFUSALS
 
-    def answers_refusal(self, connection: Connection) -> bool:
+    def answers_refusal(self, connection: ServerConnection) -> bool:
         """Return whether a rejected client gets an error response."""
         if len(self._turned_away) >= MAX_REFUSALS:
             return False
         self._turned_away.add(connection)
         return True
 
-    def forget(self, connection: Connection) -> None:
+    def release_place(self, connection: ServerConnection) -> None:
         """Release the place of a closed connection."""
         self._open.discard(connection)
         self._turned_away.discard(connection)
 
-    def refuse(self, error: ProxyError) -> dict[str, str]:
+    def refuse_connection(self, error: ProxyError) -> dict[str, str]:
         """Report an error to the observers, and return the headers of its response."""
         request_id = uuid.uuid4().hex
         event = RequestRecord(
@@ -289,7 +289,7 @@ class Server(web.Server):
         return {**error.headers, "X-Request-Id": request_id, "Server": SERVER}
 
     async def _checked(self, request: web.BaseRequest) -> web.StreamResponse:
-        if (error := refusal(request)) is not None:
+        if (error := find_refusal(request)) is not None:
             return request.protocol.handle_error(request, error.status, error)
         direct = self._direct.get(request.raw_path) if request.method == "POST" else None
         if direct is None:
@@ -305,7 +305,7 @@ def _factory(make: Callable[..., Any], prefix: str | None) -> Callable[..., Any]
 
 
 class Runner(aiohttp_private.AppRunner):
-    """Runner of the application on `Connection`s. A client's disconnect cancels its request.
+    """Runner of the application on `ServerConnection`s. A client's disconnect cancels its request.
 
     Attributes:
         live: configuration with the limits of connections.
@@ -330,12 +330,12 @@ class Runner(aiohttp_private.AppRunner):
         self.live = live
         self._observers = observers
 
-    def replaced(self, made: web.Server) -> Server:
-        """Return the server of `Connection`s for the started application."""
+    def replaced(self, made: web.Server) -> EdgeServer:
+        """Return the server of `ServerConnection`s for the started application."""
         app = self.app
         # Added middlewares and signal handlers must see every request: no direct handlers then.
         changed = len(app.middlewares) > 1 or len(app.on_response_prepare) > 0
-        return Server(
+        return EdgeServer(
             made,
             self.live,
             self._observers,

@@ -22,7 +22,7 @@ ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#]*)", re.IGNORECASE)
 """Absolute form of a request target, which names its host (RFC 9112, 3.2.2)."""
 
 
-def refusal(request: web.BaseRequest) -> ProxyError | None:
+def find_refusal(request: web.BaseRequest) -> ProxyError | None:
     """Return the error of a request that no route may serve; None if it is valid."""
     if _is_ambiguous(request):
         return invalid("the request's length or version is ambiguous")

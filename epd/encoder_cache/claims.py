@@ -13,7 +13,7 @@ from typing import Self
 from ec_store.entry import EntryInfo
 from ec_store.keys import EntryKey
 from epd.encoder_cache.client import EncoderCache
-from epd.encoder_cache.lookup import Look
+from epd.encoder_cache.lookup import Lookup
 
 CLAIM_S = 10.0
 """Lifetime of a claim after its last renewal, in seconds."""
@@ -56,17 +56,17 @@ class Claims:
         self.cache = cache
         self._owner = secrets.token_hex(16)
         self._held: dict[EntryKey, _Held] = {}
-        self.first: dict[EntryKey, Look] = {}
+        self.first: dict[EntryKey, Lookup] = {}
         self._tending = False
 
-    def look(
+    def start_lookup(
         self,
         model: str | None,
         identifiers: Sequence[str],
         *,
         patient: bool = False,
         namespace: str | None = None,
-    ) -> "Looking":
+    ) -> "LookupContext":
         """Return a lookup of some items that claims the missing ones.
 
         Args:
@@ -77,14 +77,14 @@ class Claims:
             namespace: namespace of the consumer; None for the model's.
         """
         keys = self.cache.keys(model, identifiers, namespace)
-        # Keys that this process has claimed or is looking up are resolved by `turn`.
+        # Keys that this process has claimed or is looking up are resolved by `queue_claim`.
         first = not patient and not any(key in self._held or key in self.first for key in keys)
-        look = self._new(keys) if first else Look(keys)
-        return Looking(self, look, first=first, patient=patient)
+        look = self._new(keys) if first else Lookup(keys)
+        return LookupContext(self, look, first=first, patient=patient)
 
-    def turn(
+    def queue_claim(
         self, model: str | None, identifier: str, wait_s: float, namespace: str | None = None
-    ) -> "Turn":
+    ) -> "ClaimWait":
         """Return a place in the queue of the requests that need an item encoded.
 
         Args:
@@ -94,14 +94,14 @@ class Claims:
                 another proxy encodes it too.
             namespace: namespace of the consumer; None for the model's.
         """
-        return Turn(self, self.cache.keys(model, [identifier], namespace), wait_s)
+        return ClaimWait(self, self.cache.keys(model, [identifier], namespace), wait_s)
 
-    async def visit(self, look: Look, held: list[EntryKey], *, patient: bool) -> bool:
+    async def run_lookup(self, look: Lookup, held: list[EntryKey], *, patient: bool) -> bool:
         """Run a lookup and hold its claims. Return whether the store answered."""
         try:
-            return await self.cache.visit(look, patient=patient)
+            return await self.cache.run_lookup(look, patient=patient)
         finally:
-            held += self.hold(look.claimed)
+            held += self.retain_claims(look.claimed)
 
     async def wait_for_turn(
         self, key: EntryKey, wait_s: float, held: list[EntryKey]
@@ -116,26 +116,26 @@ class Claims:
         waits = iter(POLL_S)
         while True:
             look = self._new([key])
-            await self.visit(look, held, patient=True)
+            await self.run_lookup(look, held, patient=True)
             found = (look.found or {}).get(key)
             if found or held or not look.settled or clock() > deadline_s:
                 return found
             await asyncio.sleep(next(waits, POLL_S[-1]))
 
-    def _new(self, keys: Sequence[EntryKey]) -> Look:
-        return Look(keys, self._owner, CLAIM_S)
+    def _new(self, keys: Sequence[EntryKey]) -> Lookup:
+        return Lookup(keys, self._owner, CLAIM_S)
 
-    def hold(self, keys: Sequence[EntryKey]) -> Sequence[EntryKey]:
-        """Add a holder to claims, which keeps them until `let_go`."""
+    def retain_claims(self, keys: Sequence[EntryKey]) -> Sequence[EntryKey]:
+        """Add a holder to claims, which keeps them until `drop_claims`."""
         now_s = asyncio.get_running_loop().time()
         for key in keys:
             self._held.setdefault(key, _Held(now_s)).holders += 1
         if keys and not self._tending:
             self._tending = True
-            self.cache.later(self._tend())
+            self.cache.run_later(self._tend())
         return keys
 
-    def let_go(self, keys: Sequence[EntryKey], after_s: float = 0.0) -> None:
+    def drop_claims(self, keys: Sequence[EntryKey], after_s: float = 0.0) -> None:
         """Remove a holder from claims. Release unheld ones, at once or `after_s` later."""
         now_s = asyncio.get_running_loop().time()
         over = []
@@ -147,7 +147,7 @@ class Claims:
                 del self._held[key]
                 over.append(key)
         if over:
-            self.cache.later(self.cache.release(over, self._owner))
+            self.cache.run_later(self.cache.release(over, self._owner))
 
     async def _tend(self) -> None:
         """Renew and release claims until there are none."""
@@ -176,16 +176,16 @@ class Claims:
             await self.cache.write("renew", lambda store: store.claim(keys, self._owner, CLAIM_S))
 
 
-class Looking:
+class LookupContext:
     """A lookup in the store as a context manager. It holds its claims until the exit.
 
-    A `Turn` for one of these claims within the context need not wait.
+    A `ClaimWait` for one of these claims within the context need not wait.
     """
 
     __slots__ = ("_claims", "_first", "_held", "_look", "_patient")
 
-    def __init__(self, claims: Claims, look: Look, *, first: bool, patient: bool) -> None:
-        """Create the context; called by `Claims.look`."""
+    def __init__(self, claims: Claims, look: Lookup, *, first: bool, patient: bool) -> None:
+        """Create the context; called by `Claims.start_lookup`."""
         self._claims = claims
         self._look = look
         self._first = first
@@ -198,9 +198,9 @@ class Looking:
             self._claims.first.update(dict.fromkeys(self._look.keys, self._look))
         return self
 
-    async def answer(self) -> Look | None:
+    async def lookup_result(self) -> Lookup | None:
         """Return the completed lookup; None if the store did not answer."""
-        answered = await self._claims.visit(self._look, self._held, patient=self._patient)
+        answered = await self._claims.run_lookup(self._look, self._held, patient=self._patient)
         return self._look if answered else None
 
     def __exit__(self, *_: object) -> None:
@@ -208,10 +208,10 @@ class Looking:
         for key in self._look.keys:
             if first.get(key) is self._look:
                 del first[key]
-        self._claims.let_go(self._held)
+        self._claims.drop_claims(self._held)
 
 
-class Turn:
+class ClaimWait:
     """A place in the queue of the requests that need an item encoded: a context manager.
 
     Other proxies on the same store wait while it is open. After the exit they continue to wait for
@@ -224,7 +224,7 @@ class Turn:
     __slots__ = ("_claims", "_held", "_keys", "_wait_s", "made")
 
     def __init__(self, claims: Claims, keys: Sequence[EntryKey], wait_s: float) -> None:
-        """Create the context; called by `Claims.turn`."""
+        """Create the context; called by `Claims.queue_claim`."""
         self._claims = claims
         self._keys = keys
         self._wait_s = wait_s
@@ -236,20 +236,20 @@ class Turn:
 
     @property
     def first(self) -> bool:
-        """Whether no other request is known to need the item, so that `come` need not wait."""
+        """Whether no other request is known to need the item, so that `wait_turn` need not wait."""
         looks = self._claims.first
         return all(key in looks and key in looks[key].claimed for key in self._keys)
 
-    async def come(self) -> EntryInfo | None:
+    async def wait_turn(self) -> EntryInfo | None:
         """Wait until this proxy may encode the item, or its entry is stored; return the entry."""
         for key in self._keys:
             # The first waiter reuses the lookup that took the claim. Later ones look again.
             look = self._claims.first.pop(key, None)
             if look is None or key not in look.claimed:
                 return await self._claims.wait_for_turn(key, self._wait_s, self._held)
-            self._held += self._claims.hold([key])
+            self._held += self._claims.retain_claims([key])
         return None
 
     def __exit__(self, *_: object) -> None:
         """Release the claim: at once if no entry is being written."""
-        self._claims.let_go(self._held, WRITTEN_WITHIN_S if self.made else 0.0)
+        self._claims.drop_claims(self._held, WRITTEN_WITHIN_S if self.made else 0.0)

@@ -22,7 +22,7 @@ from ec_store.entry import EntryInfo
 from ec_store.errors import StoreError, StoreMissing
 from ec_store.keys import EntryKey
 from epd.aio import Background
-from epd.encoder_cache.lookup import MOST_KEYS, AtOnce, Look
+from epd.encoder_cache.lookup import MOST_KEYS, AtOnce, Lookup
 
 REFRESH_S = 5.0
 """Interval of reading the namespaces, and of retries to open the store."""
@@ -114,7 +114,7 @@ class EncoderCache:
         """Return a cache that opens its store in the background, until the context exits."""
         cache = cls(open_store, budget_s=budget_s, lease_s=lease_s)
         ready = asyncio.Event()
-        cache.later(background.keep("encoder_cache", partial(cache._keep_fresh, ready)))
+        cache.run_later(background.keep_running("encoder_cache", partial(cache._keep_fresh, ready)))
         with suppress(TimeoutError):
             async with asyncio.timeout(OPEN_WITHIN_S):
                 await ready.wait()
@@ -127,16 +127,16 @@ class EncoderCache:
             if cache._opened is not None:
                 await cache._opened.close()
 
-    def adopt(self, *, budget_s: float, lease_s: float) -> None:
+    def apply_config(self, *, budget_s: float, lease_s: float) -> None:
         """Change the budget and the length of leases, from the next lookup on."""
         self._budget_s, self._lease_s = budget_s, lease_s
 
     @property
-    def circuits(self) -> Mapping[str, bool]:
+    def open_circuits(self) -> Mapping[str, bool]:
         """Whether the store is bypassed, by kind of operation."""
         return {"store_questions": self._reading.open, "store_changes": self._writing.open}
 
-    async def find(
+    async def find_entries(
         self, keys: Sequence[EntryKey], *, patient: bool = False
     ) -> Mapping[EntryKey, EntryInfo] | None:
         """Return the stored entries in one round trip. They are leased soon after.
@@ -148,10 +148,10 @@ class EncoderCache:
         Returns:
             The entries by key; None if the store did not answer. The request should then bypass it.
         """
-        look = Look(keys)
-        return look.found or {} if await self.visit(look, patient=patient) else None
+        look = Lookup(keys)
+        return look.found or {} if await self.run_lookup(look, patient=patient) else None
 
-    async def visit(self, look: Look, *, patient: bool = False) -> bool:
+    async def run_lookup(self, look: Lookup, *, patient: bool = False) -> bool:
         """Run a lookup. Return whether the store answered. Found entries are leased soon after.
 
         Claims may take longer than a lookup: after a lookup in time, they get `PATIENT_S`.
@@ -165,7 +165,7 @@ class EncoderCache:
             look.claim_nothing()
         if self._is_fast(self._store, len(look.keys)):
             return self._visited_at_once(look, self._store)
-        visiting = self._store.begin(look.run)
+        visiting = self._store.begin_visit(look.run)
         try:
             await _ended(visiting, PATIENT_S if patient else self._budget_s)
             if look.found is not None and not visiting.done():
@@ -174,7 +174,7 @@ class EncoderCache:
             if visiting.done():
                 _seen(visiting)  # the request may be cancelled at this very moment
             else:
-                look.leave()
+                look.abandon_visit()
                 visiting.add_done_callback(_seen)
         # Skipped for a cancelled request, which carries no information about the store.
         self._at_once.took_on_thread(look.took_s, time.monotonic())
@@ -183,9 +183,9 @@ class EncoderCache:
 
     def _is_fast(self, store: AsyncStore, keys: int) -> bool:
         """Return whether a call for this many keys runs on the event loop."""
-        return store.in_memory and self._at_once.allows(keys, time.monotonic())
+        return store.in_memory and self._at_once.allows_inline(keys, time.monotonic())
 
-    def _visited_at_once(self, look: Look, store: AsyncStore) -> bool:
+    def _visited_at_once(self, look: Lookup, store: AsyncStore) -> bool:
         """Run a lookup on the event loop. Return whether the store answered."""
         failure = None
         try:
@@ -195,19 +195,19 @@ class EncoderCache:
         self._at_once.took_on_loop(look.took_s or 0.0, time.monotonic())
         return self._judged(look, failure, late=False)
 
-    def _judged(self, look: Look, failure: BaseException | None, *, late: bool) -> bool:
+    def _judged(self, look: Lookup, failure: BaseException | None, *, late: bool) -> bool:
         """Return whether a lookup has an answer, and inform the breakers."""
         if failure is not None and not isinstance(failure, StoreError | ValueError):
             raise failure
         if look.found is None:
             self.operations["lookup", "error" if failure else "timeout"] += 1
-            self._reading.failed(failure or LATE)
+            self._reading.record_failure(failure or LATE)
             return False
         self.operations["lookup", "ok"] += 1
         self._reading.succeeded()
         if look.problem is not None or late:
             self.operations["claim", "error" if look.problem else "timeout"] += 1
-            self._writing.failed(look.problem or LATE)
+            self._writing.record_failure(look.problem or LATE)
         elif look.settled:
             self.operations["claim", "ok"] += 1
             self._writing.succeeded()
@@ -223,7 +223,7 @@ class EncoderCache:
         now_s = asyncio.get_running_loop().time()
         short = [key for key in keys if self._leased.get(key, 0.0) < now_s + self._lease_s]
         if short:
-            self.later(self.lease(short))
+            self.run_later(self.lease(short))
 
     async def lease(self, keys: Sequence[EntryKey]) -> None:
         """Protect entries from eviction for a while.
@@ -256,7 +256,7 @@ class EncoderCache:
         await asyncio.sleep(0)  # let other requests run between two groups
         return None
 
-    def learn(self, model: str | None, namespace: str) -> None:
+    def learn_namespace(self, model: str | None, namespace: str) -> None:
         """Learn the namespace of a model from an encode instance.
 
         The store's own answer has precedence. If the two differ, the namespaces are read again.
@@ -314,11 +314,11 @@ class EncoderCache:
                 answer = await call(self._store)
         except TimeoutError:
             self.operations[operation, "timeout"] += 1
-            breaker.failed(f"no answer within {PATIENT_S:g} s")
+            breaker.record_failure(f"no answer within {PATIENT_S:g} s")
             return None
         except (StoreError, ValueError) as error:
             self.operations[operation, "error"] += 1
-            breaker.failed(error)
+            breaker.record_failure(error)
             return None
         self.operations[operation, "ok"] += 1
         breaker.succeeded()
@@ -373,7 +373,7 @@ class EncoderCache:
         again = f"requests bypass it; the proxy retries every {again_s:g} s{maker}"
         logger.warning(event, reason=self._problem, next=again)
 
-    def later(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_later(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work in the background, outside the context of any request."""
         task = asyncio.create_task(work, context=Context())
         self._tasks.add(task)

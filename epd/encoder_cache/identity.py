@@ -13,7 +13,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from epd.api.body import dumped
+from epd.api.body import dump_json
 from epd.api.items import Body
 from epd.errors import BadRequest
 from epd.media.parts import Inline
@@ -52,11 +52,11 @@ def conversation_key(scope: Scope, body: Body, name: str) -> str:
         body: the request, with its salt.
         name: the client's conversation id.
     """
-    others = dumped([body.get("model"), body.get("cache_salt")])
+    others = dump_json([body.get("model"), body.get("cache_salt")])
     return _digest(scope, b"conversation", others, name.encode("utf-8", "surrogatepass"))
 
 
-def salted(body: Body, scope: Scope) -> Body:
+def with_salt(body: Body, scope: Scope) -> Body:
     """Return the body with a `cache_salt` of its tenant, derived from the client's own if present.
 
     If tenants share entries, the client's own salt is passed on unchanged.

@@ -42,7 +42,7 @@ class Name(NamedTuple):
     own: bool
 
 
-class Names:
+class ClientNames:
     """The stored names, visible to every proxy on the store. Belongs to one event loop.
 
     If overwriting a name fails, its old value would be the wrong picture. The proxy ignores that
@@ -54,7 +54,9 @@ class Names:
         self._cache = cache
         self._stale: BoundedDict[EntryKey, Mapping[str, Any] | None] = BoundedDict(MAX_STALE)
 
-    async def remember(self, model: str | None, name: str, modality: str, stands_for: Name) -> None:
+    async def store_name(
+        self, model: str | None, name: str, modality: str, stands_for: Name
+    ) -> None:
         """Store the meaning of a name. It expires as unused entries do."""
         key = self._key(model, name)
         if key is None:
@@ -77,7 +79,7 @@ class Names:
             else:
                 self._disbelieve(key, before)
 
-    async def recall(self, model: str | None, names: Sequence[str]) -> Mapping[str, Name]:
+    async def recall_names(self, model: str | None, names: Sequence[str]) -> Mapping[str, Name]:
         """Return the meanings of the known names.
 
         Raises:
@@ -91,14 +93,14 @@ class Names:
             raise StoreUnavailable("the encoder cache did not answer")
         known = {info.key: info.metadata for info in infos if info is not None}
         if known:
-            self._cache.later(self._cache.lease(list(known)))
+            self._cache.run_later(self._cache.lease(list(known)))
         return {
             key.identifier: Name(str(metadata.get("key")), bool(metadata.get("own")))
             for key, metadata in known.items()
             if self._believes(key, metadata)
         }
 
-    async def forget(
+    async def delete_names(
         self, model: str | None, names: Sequence[str], identifiers: Sequence[str] = ()
     ) -> None:
         """Delete names and entries.
@@ -151,11 +153,11 @@ class Keys:
     """
 
     def __init__(self, cache: EncoderCache | None) -> None:
-        self._names = None if cache is None else Names(cache)
+        self._names = None if cache is None else ClientNames(cache)
         # A pool of its own: a hanging file system must not block other work.
         self._files = DaemonPool(FILE_THREADS, "files")
 
-    async def of(
+    async def keys_for(
         self,
         body: Body,
         items: Sequence[MMItem],
@@ -225,7 +227,7 @@ class Keys:
         except TimeoutError:
             raise MediaFetchFailed("the file system of the file:// media did not answer") from None
 
-    async def remember(
+    async def remember_names(
         self, body: Body, encoded: Sequence[EncodedItem], tenant: Tenant, config: ConfigFields
     ) -> None:
         """Let clients name their media by the uuid that they sent or the key in the answer.
@@ -241,12 +243,12 @@ class Keys:
             name = name_key(config.name_scope_of(tenant), modality, uuid)
             if key is None:
                 with suppress(StoreUnavailable):
-                    await self._names.forget(model, [name])
+                    await self._names.delete_names(model, [name])
             else:
                 stands_for = Name(key, own=one.uuid is not None)
-                await self._names.remember(model, name, modality, stands_for)
+                await self._names.store_name(model, name, modality, stands_for)
 
-    async def forget(
+    async def forget_uuid(
         self, uuid: str, model: str | None, tenant: Tenant, config: ConfigFields
     ) -> None:
         """Forget a tenant's name, and delete the entries behind it that only this tenant uses.
@@ -263,12 +265,12 @@ class Keys:
         scope = config.name_scope_of(tenant)
         names = [name_key(scope, modality, uuid) for modality in {*MODALITY.values()}]
         try:
-            known = await self._names.recall(model, names)
+            known = await self._names.recall_names(model, names)
             if not known:
                 raise UnknownMedia("no media are stored under this uuid", param="uuid")
             alone = config.isolation == "tenant"
             own = [name.key for name in known.values() if name.own and alone]
-            await self._names.forget(model, list(known), own)
+            await self._names.delete_names(model, list(known), own)
         except StoreUnavailable as error:
             raise no_store("the encoder cache did not answer; retry later") from error
 
@@ -286,13 +288,13 @@ class Keys:
         found: Mapping[str, Name] = {}
         if self._names is not None:
             try:
-                found = await self._names.recall(body.get("model"), list({*names.values()}))
+                found = await self._names.recall_names(body.get("model"), list({*names.values()}))
             except StoreUnavailable as error:
                 raise no_store("the encoder cache did not answer; retry later") from error
         for item, name in names.items():
             if name not in found:
                 raise UnknownMedia(
-                    "no media are stored under this uuid; send them again", param=item.param
+                    "no media are stored under this uuid; send them again", param=item.param_path
                 )
         return {item: found[name].key for item, name in names.items()}
 
@@ -307,6 +309,6 @@ def _content_keys(
                 media,
                 min_side=config.min_image_side,
                 max_pixels=config.max_image_pixels,
-                param=item.param,
+                param=item.param_path,
             )
     return {item: content_key(scope, item.modality, media) for item, media in inline.items()}

@@ -47,7 +47,7 @@ class AtOnce:
         self._slow_share = 0.0
         self._threads_until_s = 0.0
 
-    def allows(self, keys: int, now_s: float) -> bool:
+    def allows_inline(self, keys: int, now_s: float) -> bool:
         """Return whether a lookup of this many entries runs on the event loop."""
         return self._trusted and keys <= MOST_KEYS and now_s >= self._threads_until_s
 
@@ -73,7 +73,7 @@ Claim = Callable[[Sequence[EntryKey], str, float], Sequence[bool]]
 """Claims entries for an owner, for a number of seconds. Returns for each whether it is held."""
 
 
-class Look:
+class Lookup:
     """A lookup of entries, and claims of the missing ones.
 
     Attributes:
@@ -163,7 +163,7 @@ class Look:
         self.found = {**(self.found or {}), **late}
         return [answer is True for answer in answers]
 
-    def leave(self) -> None:
+    def abandon_visit(self) -> None:
         """Abandon the visit: release at once all claims that it takes from now on."""
         self._left = True
 

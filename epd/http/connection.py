@@ -118,17 +118,17 @@ class Connection(asyncio.Protocol):
         return self._answer.complete
 
     @property
-    def held(self) -> int:
+    def held_bytes(self) -> int:
         """Number of received body bytes that have not been taken."""
         return self._answer.held
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the whole answer has been received and taken."""
         return self._answer.complete and not self._answer.held
 
     @property
-    def stale(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether it failed in the way of a connection that the server closed while it was idle.
 
         No byte of an answer has been received, and the request was sent only just before. A server
@@ -139,7 +139,7 @@ class Connection(asyncio.Protocol):
         return self.reused and not self._answer.begun and just_sent
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether another request can be sent."""
         return (
             self.kept
@@ -149,7 +149,9 @@ class Connection(asyncio.Protocol):
             and not self._transport.get_write_buffer_size()
         )
 
-    async def ask(self, head: bytes, body: Sequence[bytes | memoryview], until_s: float) -> None:
+    async def send_request(
+        self, head: bytes, body: Sequence[bytes | memoryview], until_s: float
+    ) -> None:
         """Send a request, and wait for the head of its answer.
 
         Raises:
@@ -158,7 +160,7 @@ class Connection(asyncio.Protocol):
         """
         self.reused, self._asked = self._asked, True
         self._sent_s = None
-        self._answer.expect()
+        self._answer.start_answer()
         self._check_open()
         size = sum(map(len, body))
         if size <= JOINED_BYTES:
@@ -195,7 +197,7 @@ class Connection(asyncio.Protocol):
         if self._failure is not None:
             raise Broken from self._failure
 
-    async def begun(self, until_s: float) -> None:
+    async def wait_body(self, until_s: float) -> None:
         """Wait for the first byte of the body, or for its end, without taking it.
 
         Raises:
@@ -212,13 +214,13 @@ class Connection(asyncio.Protocol):
             Broken: the connection ended before.
             TimeoutError: nothing was received until `until_s`, on the event loop's clock.
         """
-        while not (data := self.take()):
+        while not (data := self.take_body()):
             if self._answer.complete:
                 return b""
             await self._wait(until_s)
         return data
 
-    async def pour(self, sink: Sink, idle_s: float) -> bool:
+    async def pour_body(self, sink: Sink, idle_s: float) -> bool:
         """Pass the body to `sink` as it is received, without waking a task, while it accepts more.
 
         Returns:
@@ -236,7 +238,7 @@ class Connection(asyncio.Protocol):
                 more = self._poured()
         finally:
             self._sink = None
-        return self.ended
+        return self.has_ended
 
     def _poured(self) -> bool:
         """Pass the received part to the sink. Return whether it accepts more without a wake-up."""
@@ -244,16 +246,16 @@ class Connection(asyncio.Protocol):
         if sink is None:
             return False
         if self._answer.held:
-            data = self.take()
+            data = self.take_body()
             self._until_s = self._loop.time() + self._idle_s
             if not sink(data):
                 self._sink = None
                 return False
         return not self._answer.complete
 
-    def take(self) -> bytes:
+    def take_body(self) -> bytes:
         """Return the received part of the body that has not been taken."""
-        data = self._answer.take()
+        data = self._answer.take_body()
         if not self._reading:
             self._reading = True
             self._transport.resume_reading()
@@ -328,7 +330,7 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._failure is None and (exc is not None or not self._answer.ended()):
+        if self._failure is None and (exc is not None or not self._answer.connection_ended()):
             self._failure = exc or ConnectionResetError("the connection was closed")
         self._wake()
 

@@ -124,9 +124,9 @@ class AnswerReader:
 
     def __init__(self) -> None:
         self._parser = HttpResponseParser(self)
-        self.expect()
+        self.start_answer()
 
-    def expect(self) -> None:
+    def start_answer(self) -> None:
         """Start the next answer."""
         self.begun = self.complete = self.reusable = False
         self.status = 0
@@ -154,14 +154,14 @@ class AnswerReader:
             if self._head_bytes > MAX_HEAD_BYTES:
                 raise Malformed("the head is too large")
 
-    def ended(self) -> bool:
+    def connection_ended(self) -> bool:
         """Record the end of the connection. Return whether it completes the answer."""
         framed = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         if self.status and not framed:
             self.complete = True
         return self.complete
 
-    def take(self) -> bytes:
+    def take_body(self) -> bytes:
         """Return the received part of the body that has not been taken."""
         chunks = self._chunks
         if not chunks:

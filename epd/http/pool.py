@@ -125,13 +125,13 @@ class Pool:
         """Set the expected names in certificates, by base URL with an address as host."""
         self._server_names = {target_of(url).origin: name for url, name in names.items()}
 
-    def take(self, origin: Origin) -> Connection | None:
+    def take_connection(self, origin: Origin) -> Connection | None:
         """Return the most recently used idle connection; None if there is none."""
         idle = self._idle.get(origin)
         since_s = self._loop.time() - self._keep_alive_s
         while idle:
             connection = idle.pop()
-            if connection.usable and connection.idle_since_s > since_s:
+            if connection.is_usable and connection.idle_since_s > since_s:
                 return connection
             connection.abort()
         return None
@@ -177,7 +177,7 @@ class Pool:
 
     def give_back(self, origin: Origin, connection: Connection) -> None:
         """Keep a connection for the next request if it can be reused; else close it."""
-        if self._closed or not connection.usable:
+        if self._closed or not connection.is_usable:
             connection.abort()
             return
         connection.idle_since_s = self._loop.time()
@@ -189,7 +189,7 @@ class Pool:
         """Close connections that have been idle for too long."""
         since_s = self._loop.time() - self._keep_alive_s
         for origin, idle in list(self._idle.items()):
-            while idle and not (idle[0].usable and idle[0].idle_since_s > since_s):
+            while idle and not (idle[0].is_usable and idle[0].idle_since_s > since_s):
                 idle.popleft().abort()
             if not idle:
                 del self._idle[origin]

@@ -18,7 +18,7 @@ def upstream_context(ca_file: Path | None) -> ssl.SSLContext:
         return ssl.create_default_context()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    trust(context, "--upstream-ca-file", ca_file)
+    trust_cas(context, "--upstream-ca-file", ca_file)
     return context
 
 
@@ -39,7 +39,7 @@ def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> N
         ) from None
 
 
-def trust(context: ssl.SSLContext, flag: str, certificates: Path) -> None:
+def trust_cas(context: ssl.SSLContext, flag: str, certificates: Path) -> None:
     """Add trusted CAs from the file of a flag to a context.
 
     Raises:

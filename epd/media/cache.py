@@ -58,7 +58,7 @@ class Media(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CachedMedia:
     """Fetched media with their validators.
 
     Attributes:
@@ -89,17 +89,17 @@ class MediaCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._entries: OrderedDict[CacheKey, Entry] = OrderedDict()
+        self._entries: OrderedDict[CacheKey, CachedMedia] = OrderedDict()
         self.size_bytes = 0
 
-    def get(self, key: CacheKey) -> Entry | None:
+    def get(self, key: CacheKey) -> CachedMedia | None:
         """Return the entry, and count this as its use."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
         return entry
 
-    def put(self, key: CacheKey, entry: Entry) -> None:
+    def put(self, key: CacheKey, entry: CachedMedia) -> None:
         """Store an entry, unless it exceeds the whole budget."""
         self.drop(key)
         self._entries[key] = entry
@@ -141,7 +141,7 @@ def fresh_s(headers: Headers) -> float:
     return max(0, lifetime - age)
 
 
-def conditional(headers: Headers) -> dict[str, str]:
+def revalidation_headers(headers: Headers) -> dict[str, str]:
     """Return the request headers that revalidate an answer with these headers.
 
     They are empty if the answer has no usable validator.
@@ -157,7 +157,7 @@ def conditional(headers: Headers) -> dict[str, str]:
     return {}
 
 
-def revalidated(old: Headers, new: Headers) -> Headers:
+def revalidated_headers(old: Headers, new: Headers) -> Headers:
     """Return the headers of a stored answer after a 304 with `new` (RFC 9111, section 3.2)."""
     return {name: value for name, value in old.items() if name not in {"Age", "Date"}} | dict(new)
 

@@ -16,25 +16,25 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from epd.aio import Flights, gather_first
-from epd.api.body import Cuts, joined
+from epd.api.body import Cuts, join_cuts
 from epd.api.items import Body, MMItem, with_parts
 from epd.config.model import ConfigFields, Live
 from epd.errors import BadRequest, MediaFetchFailed, ProxyError
 from epd.media.cache import (
     HEADERS,
+    CachedMedia,
     CacheKey,
-    Entry,
     Headers,
     Media,
     MediaCache,
-    conditional,
     fresh_s,
     may_keep,
-    revalidated,
+    revalidated_headers,
+    revalidation_headers,
 )
-from epd.media.memory import Held
+from epd.media.memory import HeldBytes
 from epd.media.parts import Remote, source
-from epd.media.policy import NO_ADDRESS, MediaPolicy, refused
+from epd.media.policy import NO_ADDRESS, MediaPolicy, refused_url
 from epd.version import __version__
 
 MAX_REDIRECTS = 3
@@ -101,8 +101,8 @@ class MediaFetcher:
                 await fetcher._flights.close()
                 await checked.close()
 
-    async def inlined(
-        self, body: Body, items: Sequence[MMItem], config: ConfigFields, cuts: Cuts, held: Held
+    async def inline_media(
+        self, body: Body, items: Sequence[MMItem], config: ConfigFields, cuts: Cuts, held: HeldBytes
     ) -> tuple[Body, Cuts]:
         """Return the body with `data:` URLs in place of `http` and `https` ones, and its cuts.
 
@@ -123,11 +123,11 @@ class MediaFetcher:
             return body, cuts
         total = _Total(config.worker_max_body_bytes, held)
 
-        async def fetched(item: MMItem) -> Media:
+        async def fetch_item(item: MMItem) -> Media:
             return await self._of_item(item, remote[item], total)
 
-        media = await gather_first(fetched, remote, len(remote))
-        cuts, marks = joined(cuts, [memoryview(one.base64) for one in media])
+        media = await gather_first(fetch_item, remote, len(remote))
+        cuts, marks = join_cuts(cuts, [memoryview(one.base64) for one in media])
         parts = {
             item: {**item.part, item.kind: {**item.part[item.kind], "url": one.head + mark}}
             for item, one, mark in zip(remote, media, marks, strict=True)
@@ -144,10 +144,10 @@ class MediaFetcher:
             media = await self.fetch(url, item.modality, total.held)
             total.add(media.size)
         except ProxyError as error:
-            raise error.at(item.media_param) from error.__cause__
+            raise error.at_param(item.media_param) from error.__cause__
         return media
 
-    async def fetch(self, url: str, modality: str, held: Held) -> Media:
+    async def fetch(self, url: str, modality: str, held: HeldBytes) -> Media:
         """Return the media. Until they are complete, their memory is counted apart from `held`.
 
         Concurrent calls with the same scope and URL share one download, regardless of the origin's
@@ -165,10 +165,12 @@ class MediaFetcher:
             return known.media
         return await self._flights.join(key, partial(self._load, key, target, known, held))
 
-    async def _load(self, key: CacheKey, target: URL, known: Entry | None, held: Held) -> Media:
+    async def _load(
+        self, key: CacheKey, target: URL, known: CachedMedia | None, held: HeldBytes
+    ) -> Media:
         try:
             # The download outlives its first request if other requests wait for it.
-            with _translated(), held.beside() as own:
+            with _translated(), held.separate_count() as own:
                 async with asyncio.timeout(self._live.current.media_timeout_s):
                     entry = await self._download(target, key, known, own)
         except (BadRequest, NotAtOrigin):
@@ -181,13 +183,17 @@ class MediaFetcher:
             self._cache.drop(key)
         return entry.media
 
-    async def _download(self, url: URL, key: CacheKey, known: Entry | None, held: Held) -> Entry:
+    async def _download(
+        self, url: URL, key: CacheKey, known: CachedMedia | None, held: HeldBytes
+    ) -> CachedMedia:
         """Follow redirects, and read the final answer or find it unchanged."""
         asked = _now()
         fresh = float("inf")
         for _ in range(MAX_REDIRECTS + 1):
             ours = known if known is not None and known.url == str(url) else None
-            headers = {"Accept": f"{key.modality}/*"} | (conditional(ours.headers) if ours else {})
+            headers = {"Accept": f"{key.modality}/*"} | (
+                revalidation_headers(ours.headers) if ours else {}
+            )
             async with self._session.get(url, headers=headers, allow_redirects=False) as response:
                 said = _cache_headers(response)
                 location = response.headers.get("Location")
@@ -197,13 +203,15 @@ class MediaFetcher:
                     url = self._policy.check(location, base=url)
                     continue
                 if response.status == HTTPStatus.NOT_MODIFIED and ours is not None:
-                    media, said = ours.media, revalidated(ours.headers, said)
+                    media, said = ours.media, revalidated_headers(ours.headers, said)
                 else:
                     media = await self._read(response, key.modality, held)
-            return Entry(media, str(url), said, asked + min(fresh, fresh_s(said)))
+            return CachedMedia(media, str(url), said, asked + min(fresh, fresh_s(said)))
         raise NotAtOrigin(f"the origin redirects more than {MAX_REDIRECTS} times")
 
-    async def _read(self, response: aiohttp.ClientResponse, modality: str, held: Held) -> Media:
+    async def _read(
+        self, response: aiohttp.ClientResponse, modality: str, held: HeldBytes
+    ) -> Media:
         """Return the body of a 200. Its memory is counted as announced, or else as received."""
         _check_head(response)
         config = self._live.current
@@ -266,7 +274,7 @@ class _Total:
     """The total size of a request's media."""
 
     limit: int
-    held: Held
+    held: HeldBytes
     size: int = field(default=0)
 
     def add(self, size: int) -> None:
@@ -346,9 +354,9 @@ def _translated() -> Iterator[None]:
             raise MediaFetchFailed("the host's name cannot be resolved now; retry later") from None
         # The same error for a name that does not exist, so that clients cannot probe internal
         # names.
-        raise refused(NO_ADDRESS) from None
+        raise refused_url(NO_ADDRESS) from None
     except aiohttp.InvalidURL:
-        raise refused("not a valid URL") from None
+        raise refused_url("not a valid URL") from None
     except aiohttp.ClientConnectorError as error:
         raise MediaFetchFailed("the origin is unreachable") from _named(error)
     except (aiohttp.ClientError, OSError) as error:

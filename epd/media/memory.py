@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 
-class Held(Protocol):
+class HeldBytes(Protocol):
     """The memory counter of one request, or of one download."""
 
     @property
@@ -18,11 +18,11 @@ class Held(Protocol):
             TryLater: the memory limit is reached.
         """
 
-    def beside(self) -> AbstractContextManager["Held"]:
+    def separate_count(self) -> AbstractContextManager["HeldBytes"]:
         """Return a separate counter for the same tenant, valid until its context exits."""
 
 
-class Uncounted:
+class UncountedBytes:
     """A counter without a limit."""
 
     def __init__(self, scope: str = "") -> None:
@@ -31,5 +31,5 @@ class Uncounted:
     def add(self, size: int) -> None:
         """Ignore the bytes: there is no limit."""
 
-    def beside(self) -> AbstractContextManager[Held]:
+    def separate_count(self) -> AbstractContextManager[HeldBytes]:
         return nullcontext(self)

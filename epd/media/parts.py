@@ -83,11 +83,11 @@ def source(item: MMItem, cuts: Cuts = NO_CUTS) -> Inline | Remote | Known:
         return Known(item.uuid)
     value = item.part.get(item.kind)
     if item.kind == "input_audio":
-        return _input_audio(value, cuts, item.param)
+        return _input_audio(value, cuts, item.param_path)
     url = value.get("url") if isinstance(value, dict) else None
     if not isinstance(url, str) or not url:
         raise BadRequest(
-            f'{item.kind} must be an object with a "url"', param=f"{item.param}.{item.kind}"
+            f'{item.kind} must be an object with a "url"', param=f"{item.param_path}.{item.kind}"
         )
     param = item.media_param
     if url[:5].lower() == "data:":

@@ -74,16 +74,16 @@ class MediaPolicy:
         """
         url = _parsed(text, base)
         if url.scheme != "https" and not (self.allow_http and url.scheme == "http"):
-            raise refused("the URL must start with https://")
+            raise refused_url("the URL must start with https://")
         if url.raw_user is not None or url.raw_password is not None:
-            raise refused("the URL must not have a user")
+            raise refused_url("the URL must not have a user")
         host = url.raw_host
         if not host or "%" in host:
-            raise refused("the URL must have a host")
+            raise refused_url("the URL must have a host")
         if self.allowed_domains and host.rstrip(".") not in self.allowed_domains:
-            raise refused("the host is not in --allowed-media-domains")
+            raise refused_url("the host is not in --allowed-media-domains")
         if _is_number(host) and not self.allows_address(host):
-            raise refused(NO_ADDRESS)
+            raise refused_url(NO_ADDRESS)
         return url
 
     def allows_address(self, text: str) -> bool:
@@ -101,21 +101,21 @@ class MediaPolicy:
         return not any(address in network for network in NOT_PUBLIC)
 
 
-def refused(message: str) -> BadRequest:
+def refused_url(message: str) -> BadRequest:
     """Return the error for a URL that the policy rejects."""
     return BadRequest(message, slug="media_not_allowed")
 
 
 def _parsed(text: str, base: URL | None) -> URL:
     if len(text) > MAX_URL:
-        raise refused(f"the URL is longer than {MAX_URL} characters")
+        raise refused_url(f"the URL is longer than {MAX_URL} characters")
     if "\\" in text or any(character <= " " or character == "\x7f" for character in text):
-        raise refused("the URL contains a character that must be percent-encoded")
+        raise refused_url("the URL contains a character that must be percent-encoded")
     try:
         url = URL(text)
         return (url if base is None else base.join(url)).with_fragment(None)
     except ValueError:
-        raise refused("not a valid URL") from None
+        raise refused_url("not a valid URL") from None
 
 
 def _is_number(host: str) -> bool:

@@ -9,11 +9,11 @@ from epd.conversations.conversations import RESULTS, Conversations
 from epd.edge.admission import REFUSALS, Admission
 from epd.encoder_cache.client import EncoderCache
 from epd.observe import metric_defs
-from epd.routing.health import State
+from epd.routing.health import HealthState
 from epd.routing.instances import Role
 from epd.routing.table import InstanceTable
 
-SERVING = frozenset({State.HEALTHY, State.TRIAL})
+SERVING = frozenset({HealthState.HEALTHY, HealthState.TRIAL})
 
 
 class AdmissionGlance(Collector):
@@ -25,10 +25,12 @@ class AdmissionGlance(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""
         door, refused = self._admission.door, self._admission.refused
-        yield metric_defs.IN_FLIGHT.family([((), door.inside)])
-        yield metric_defs.QUEUED.family([((), door.waiting)])
-        yield metric_defs.BODY_BYTES.family([((), self._admission.body_bytes)])
-        yield metric_defs.REFUSED.family([((reason,), refused[reason]) for reason in REFUSALS])
+        yield metric_defs.IN_FLIGHT.metric_family([((), door.inside)])
+        yield metric_defs.QUEUED.metric_family([((), door.waiting)])
+        yield metric_defs.BODY_BYTES.metric_family([((), self._admission.body_bytes)])
+        yield metric_defs.REFUSED.metric_family(
+            [((reason,), refused[reason]) for reason in REFUSALS]
+        )
 
 
 class InstancesGlance(Collector):
@@ -39,16 +41,16 @@ class InstancesGlance(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current values of the registered instances."""
-        instances = [(one, (one.role, one.url)) for one in self._table.of(*Role)]
+        instances = [(one, (one.role, one.url)) for one in self._table.of_roles(*Role)]
         under_way = self._table.under_way
-        yield metric_defs.INSTANCE_UP.family(
+        yield metric_defs.INSTANCE_UP.metric_family(
             [(labels, self._table.state(one) in SERVING) for one, labels in instances]
         )
-        yield metric_defs.INSTANCE_REQUESTS.family(
+        yield metric_defs.INSTANCE_REQUESTS.metric_family(
             [(labels, under_way.get(one, 0)) for one, labels in instances]
         )
         reports = [(self._table.load(one).report, labels) for one, labels in instances]
-        yield metric_defs.INSTANCE_REPORTED.family(
+        yield metric_defs.INSTANCE_REPORTED.metric_family(
             [
                 ((*labels, state), getattr(report, state))
                 for report, labels in reports
@@ -69,10 +71,10 @@ class StoreGlance(Collector):
         cache = self._cache
         operations = {} if cache is None else cache.operations
         found = {} if cache is None else {("lookup",): cache.found_bytes}
-        circuits = {} if cache is None else cache.circuits
-        yield metric_defs.STORE_OPERATIONS.family(operations.items())
-        yield metric_defs.STORE_BYTES.family(found.items())
-        yield metric_defs.CIRCUIT_OPEN.family(
+        circuits = {} if cache is None else cache.open_circuits
+        yield metric_defs.STORE_OPERATIONS.metric_family(operations.items())
+        yield metric_defs.STORE_BYTES.metric_family(found.items())
+        yield metric_defs.CIRCUIT_OPEN.metric_family(
             [((name,), is_open) for name, is_open in circuits.items()]
         )
 
@@ -85,7 +87,11 @@ class ConversationsGlance(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current values. Conversations in Redis are not counted."""
-        kept, results = self._conversations.kept, self._conversations.results
-        yield metric_defs.CONVERSATIONS.family([] if kept is None else [((), kept)])
-        yield metric_defs.CONVERSATION_TURNS.family([((one,), results[one]) for one in RESULTS])
-        yield metric_defs.CONVERSATIONS_EVICTED.family([((), self._conversations.evicted)])
+        kept, results = self._conversations.entry_count, self._conversations.results
+        yield metric_defs.CONVERSATIONS.metric_family([] if kept is None else [((), kept)])
+        yield metric_defs.CONVERSATION_TURNS.metric_family(
+            [((one,), results[one]) for one in RESULTS]
+        )
+        yield metric_defs.CONVERSATIONS_EVICTED.metric_family(
+            [((), self._conversations.dropped_count)]
+        )

@@ -161,10 +161,12 @@ def _console(*, colors: bool) -> structlog.typing.Processor:
     """Return a renderer of text lines."""
     # Fields keep the order of the call, so that the most important ones are not at the far right.
     full = structlog.dev.ConsoleRenderer(colors=colors, sort_keys=False)
-    return full if colors else partial(plain, full)
+    return full if colors else partial(plain_line, full)
 
 
-def plain(full: structlog.dev.ConsoleRenderer, logger: Any, method: str, event: EventDict) -> str:
+def plain_line(
+    full: structlog.dev.ConsoleRenderer, logger: Any, method: str, event: EventDict
+) -> str:
     """Return the text line that `full` renders without colors, in a tenth of its time.
 
     There is a line for each request. Events with more than a level, a text and fields are passed to
@@ -223,7 +225,7 @@ class LogObserver:
         self._long_s = kv_lease_s / 2
         self._tenants = tenants
 
-    def adopt(self, kv_lease_s: float, *, tenants: bool) -> None:
+    def apply_config(self, kv_lease_s: float, *, tenants: bool) -> None:
         """Use other settings, and the current log level."""
         self._long_s = kv_lease_s / 2
         self._tenants = tenants

@@ -35,15 +35,15 @@ class Figure:
     labels: tuple[str, ...] = ()
     of_workers: Callable[[Sequence[float]], float] = math.fsum
 
-    def family(self, values: Iterable[tuple[tuple[Value, ...], float]]) -> Metric:
+    def metric_family(self, values: Iterable[tuple[tuple[Value, ...], float]]) -> Metric:
         """Return the family with these values, each with its label values."""
         family = Metric(self.name, self.meaning, self.kind)
         sample = f"{self.name}_total" if self.kind == "counter" else self.name
         for of_labels, value in values:
-            family.add_sample(sample, self.named(of_labels), float(value))
+            family.add_sample(sample, self.label_values(of_labels), float(value))
         return family
 
-    def named(self, values: tuple[Value, ...]) -> dict[str, str]:
+    def label_values(self, values: tuple[Value, ...]) -> dict[str, str]:
         """Return the labels as a mapping of names to text."""
         return dict(zip(self.labels, map(_text, values), strict=True))
 

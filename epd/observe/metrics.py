@@ -53,7 +53,7 @@ def watched(
         background: group of tasks that runs the watch.
         window_s: length of a window, in seconds.
     """
-    return background.running("loop_lag", partial(_watch, tell, window_s))
+    return background.run_task("loop_lag", partial(_watch, tell, window_s))
 
 
 async def _watch(tell: Callable[[float], None], window_s: float) -> None:
@@ -103,14 +103,16 @@ def _of(items: Metric) -> Metric:
         model = (labels[MODEL],)
         every[model] += count
         hits[model] += count if labels["result"] == "hit" else 0
-    return ITEMS_HIT_RATIO.family([(model, hits[model] / count) for model, count in every.items()])
+    return ITEMS_HIT_RATIO.metric_family(
+        [(model, hits[model] / count) for model, count in every.items()]
+    )
 
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 """Upper bounds of histogram buckets."""
 
 
-class Counted:
+class CounterValues:
     """Values of a counter by its labels."""
 
     def __init__(self, figure: Figure) -> None:
@@ -124,10 +126,10 @@ class Counted:
 
     def collect(self) -> Metric:
         """Return the family with the current values."""
-        return self.figure.family(self._values.items())
+        return self.figure.metric_family(self._values.items())
 
 
-class Spread:
+class HistogramValues:
     """Values of a histogram by its labels."""
 
     def __init__(self, figure: Figure, bounds: Sequence[float] = SECONDS) -> None:
@@ -136,9 +138,9 @@ class Spread:
         self._bounds = bounds
         self._values: dict[tuple[Value, ...], Histogram] = {}
         if not figure.labels:
-            self.of(())
+            self.histogram_for(())
 
-    def of(self, labels: tuple[Value, ...]) -> Histogram:
+    def histogram_for(self, labels: tuple[Value, ...]) -> Histogram:
         """Return the histogram of these labels; create it at the first use."""
         found = self._values.get(labels)
         if found is None:
@@ -149,7 +151,7 @@ class Spread:
         """Return the family with the current values."""
         family = Metric(self.figure.name, self.figure.meaning, "histogram")
         for labels, values in self._values.items():
-            named, below = self.figure.named(labels), 0
+            named, below = self.figure.label_values(labels), 0
             for bound, count in zip((*values.bounds, math.inf), values.counts, strict=True):
                 below += count
                 family.add_sample(
@@ -182,25 +184,25 @@ class MetricsObserver(Collector):
 
     def __init__(self, admission: Admission) -> None:
         """Start all counters at 0, and register the metrics of `admission`."""
-        self._requests = Counted(metric_defs.REQUESTS)
-        self._request_seconds = Spread(metric_defs.REQUEST_SECONDS)
-        self._first_tokens = Spread(metric_defs.FIRST_TOKEN_SECONDS)
-        self._gaps = Spread(metric_defs.CHUNK_SECONDS, GAPS_S)
-        self._stages = Spread(metric_defs.STAGE_SECONDS)
-        self._kv_waits = Spread(metric_defs.KV_WAIT_SECONDS)
-        self._items = Counted(metric_defs.ITEMS)
-        self._sent = Counted(metric_defs.ITEMS_SENT)
-        self._waits = Counted(metric_defs.ENCODE_WAITS)
-        self._saved_encodes = Counted(metric_defs.SAVED_ENCODES)
-        self._saved_bytes = Counted(metric_defs.SAVED_BYTES)
-        self._saved_seconds = Counted(metric_defs.SAVED_ENCODE_SECONDS)
-        self._retries = Counted(metric_defs.RETRIES)
-        self._degraded = Counted(metric_defs.DEGRADED)
-        self._policies = Counted(metric_defs.POLICIES)
-        self._disconnects = Counted(metric_defs.DISCONNECTS)
-        self._releases = Counted(metric_defs.KV_RELEASES)
-        self._instances = Counted(metric_defs.INSTANCE_CHANGES)
-        self._background = Counted(metric_defs.BACKGROUND_FAILURES)
+        self._requests = CounterValues(metric_defs.REQUESTS)
+        self._request_seconds = HistogramValues(metric_defs.REQUEST_SECONDS)
+        self._first_tokens = HistogramValues(metric_defs.FIRST_TOKEN_SECONDS)
+        self._gaps = HistogramValues(metric_defs.CHUNK_SECONDS, GAPS_S)
+        self._stages = HistogramValues(metric_defs.STAGE_SECONDS)
+        self._kv_waits = HistogramValues(metric_defs.KV_WAIT_SECONDS)
+        self._items = CounterValues(metric_defs.ITEMS)
+        self._sent = CounterValues(metric_defs.ITEMS_SENT)
+        self._waits = CounterValues(metric_defs.ENCODE_WAITS)
+        self._saved_encodes = CounterValues(metric_defs.SAVED_ENCODES)
+        self._saved_bytes = CounterValues(metric_defs.SAVED_BYTES)
+        self._saved_seconds = CounterValues(metric_defs.SAVED_ENCODE_SECONDS)
+        self._retries = CounterValues(metric_defs.RETRIES)
+        self._degraded = CounterValues(metric_defs.DEGRADED)
+        self._policies = CounterValues(metric_defs.POLICIES)
+        self._disconnects = CounterValues(metric_defs.DISCONNECTS)
+        self._releases = CounterValues(metric_defs.KV_RELEASES)
+        self._instances = CounterValues(metric_defs.INSTANCE_CHANGES)
+        self._background = CounterValues(metric_defs.BACKGROUND_FAILURES)
         self._encode_s: dict[Modality, float] = {}
         self._reloaded = 1.0
         self._loop_lag_s = 0.0
@@ -212,11 +214,11 @@ class MetricsObserver(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the values of all counters and gauges of this observer."""
         for value in vars(self).values():
-            if isinstance(value, Counted | Spread):
+            if isinstance(value, CounterValues | HistogramValues):
                 yield value.collect()
-        yield metric_defs.RELOADED.family([((), self._reloaded)])
-        yield metric_defs.LOOP_LAG.family([((), self._loop_lag_s)])
-        yield metric_defs.BUILD.family([((__version__,), 1)])
+        yield metric_defs.RELOADED.metric_family([((), self._reloaded)])
+        yield metric_defs.LOOP_LAG.metric_family([((), self._loop_lag_s)])
+        yield metric_defs.BUILD.metric_family([((__version__,), 1)])
 
     def reloaded(self, success: bool) -> None:
         """Record the result of a reload."""
@@ -234,7 +236,7 @@ class MetricsObserver(Collector):
         """Record the duration and the result of a stage."""
         failed = event.error is not None
         outcome = "rejected" if event.rejected else failed
-        self._stages.of((event.model_name, event.stage, outcome)).add(event.seconds)
+        self._stages.histogram_for((event.model_name, event.stage, outcome)).add(event.seconds)
         if event.stage == "release":
             self._releases.add(("failed" if failed else "ok",))
         elif event.modality is not None and not failed:
@@ -245,13 +247,13 @@ class MetricsObserver(Collector):
         """Count a client request and its items."""
         model = event.model_name
         self._requests.add((model, event.path, event.status))
-        self._request_seconds.of((model, event.path)).add(event.seconds)
+        self._request_seconds.histogram_for((model, event.path)).add(event.seconds)
         if event.first_token_s is not None:
-            self._first_tokens.of((model,)).add(event.first_token_s)
+            self._first_tokens.histogram_for((model,)).add(event.first_token_s)
         if event.gaps is not None:
-            self._gaps.of((model,)).merge(event.gaps)
+            self._gaps.histogram_for((model,)).merge(event.gaps)
         if event.kv_wait_s is not None:
-            self._kv_waits.of(()).add(event.kv_wait_s)
+            self._kv_waits.histogram_for(()).add(event.kv_wait_s)
         if event.status == CLIENT_LEFT:
             self._disconnects.add((event.at,))
         if event.retries:
@@ -285,7 +287,7 @@ class MetricsObserver(Collector):
         """Count a change of state."""
         self._instances.add((event.role, event.state))
 
-    def page(self, accept: str = "") -> tuple[bytes, str]:
+    def metrics_page(self, accept: str = "") -> tuple[bytes, str]:
         """Return the page and its media type: OpenMetrics if `accept` asks for it."""
         encode, content_type = choose_encoder(accept)
         return encode(WithHitRatio(self.shown)), content_type
@@ -296,7 +298,7 @@ class MetricsObserver(Collector):
         With several workers the page is made on a thread, because it takes far longer.
         """
         if not isinstance(self.shown, WorkerMetrics):
-            return self.page(accept)
+            return self.metrics_page(accept)
         encode, content_type = choose_encoder(accept)
-        page = WithHitRatio(self.shown.written())
+        page = WithHitRatio(self.shown.write_figures())
         return await asyncio.to_thread(encode, page), content_type

@@ -42,7 +42,7 @@ from ec_store.concurrency import DaemonPool
 from epd.config.sections.serving import ServingSettings
 from epd.errors import slug_of
 from epd.events import RequestRecord
-from epd.spans import Item, Span, Tracer
+from epd.spans import Span, SpanItem, Tracer
 from epd.version import __version__
 
 MAX_MODEL = 128
@@ -80,7 +80,7 @@ class OtelSpan:
         self.headers: dict[str, str] = {}
         W3C.inject(self.headers, trace.set_span_in_context(span, Context()))
 
-    def answered(self, status: int) -> None:
+    def record_status(self, status: int) -> None:
         self._span.set_attribute("http.response.status_code", status)
 
     def event(self, name: str) -> None:
@@ -90,7 +90,7 @@ class OtelSpan:
         if isinstance(other, OtelSpan):
             self._span.add_link(other._span.get_span_context())  # noqa: SLF001 - an object of this class
 
-    def end(self, error: str | None = None) -> None:
+    def end_span(self, error: str | None = None) -> None:
         if self._ended:
             return
         self._ended = True
@@ -108,7 +108,7 @@ class OtelSpan:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.end(slug_of(error))
+        self.end_span(slug_of(error))
 
 
 class OtelRequest:
@@ -125,17 +125,17 @@ class OtelRequest:
         self.headers: dict[str, str] = {}
         W3C.inject(self.headers, self._context)
 
-    def asks(self, operation: str | None, model: str | None) -> None:
+    def record_request(self, operation: str | None, model: str | None) -> None:
         if operation is not None:
             self._span.set_attribute("gen_ai.operation.name", operation)
         if model:
             self._span.set_attribute("gen_ai.request.model", model[:MAX_MODEL])
 
-    def child(self, name: str, *, url: str | None = None, item: Item | None = None) -> OtelSpan:
+    def child(self, name: str, *, url: str | None = None, item: SpanItem | None = None) -> OtelSpan:
         kind, attributes = SpanKind.INTERNAL, dict[str, str | int]()
         if item is not None:
-            attributes |= {"epd.item": item.param, "epd.item.modality": item.modality}
-        key = name, None if item is None else item.param
+            attributes |= {"epd.item": item.param_path, "epd.item.modality": item.modality}
+        key = name, None if item is None else item.param_path
         again = self._children[key][0] + 1 if key in self._children else 0
         if url is not None:
             kind = SpanKind.CLIENT
@@ -146,12 +146,15 @@ class OtelRequest:
         self._children[key] = again, child
         return child
 
-    def sent(self, name: str, item: Item) -> Span | None:
-        found = self._children.get((name, item.param))
+    def latest_child(self, name: str, item: SpanItem) -> Span | None:
+        found = self._children.get((name, item.param_path))
         return None if found is None else found[1]
 
-    def done(self, event: RequestRecord) -> None:
-        """See `RequestSpan.done`. The span's status is an error unless the response is a 4xx."""
+    def end_request(self, event: RequestRecord) -> None:
+        """See `RequestSpan.end_request`.
+
+        The span's status is an error unless the response is a 4xx.
+        """
         attributes: dict[str, int | str | list[str]] = {
             "http.response.status_code": event.status,
             "epd.request.id": event.engine_id,

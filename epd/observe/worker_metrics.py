@@ -61,7 +61,7 @@ class SharedPage:
         self.descriptor = descriptor
 
     @classmethod
-    def made(cls) -> "SharedPage":
+    def new_page(cls) -> "SharedPage":
         """Create an empty page.
 
         Raises:
@@ -77,7 +77,7 @@ class SharedPage:
         Raises:
             OSError: it does not fit; the previous content stays.
         """
-        number = self.number() + 1
+        number = self.write_count() + 1
         head = HEAD.pack(number, len(page), _digest(page))
         if len(head) + len(page) > HALF_BYTES:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -91,7 +91,7 @@ class SharedPage:
             PageUnreadable: there is no complete half.
         """
         for _ in range(ATTEMPTS):
-            number = self.number()
+            number = self.write_count()
             if not number:
                 return None
             page = self._at(number)
@@ -99,13 +99,13 @@ class SharedPage:
                 return page
         raise PageUnreadable(f"page {number} is not whole")
 
-    def number(self) -> int:
+    def write_count(self) -> int:
         """Return the number of writes. An equal number means that the content has not changed."""
         found = os.pread(self.descriptor, NUMBER.size, 0)
         number: int = NUMBER.unpack(found)[0] if len(found) == NUMBER.size else 0
         return number
 
-    def want(self) -> None:
+    def mark_wanted(self) -> None:
         """Tell the writer that the page has a reader. Any process may call this.
 
         Raises:
@@ -114,13 +114,13 @@ class SharedPage:
         self._put(WANTED.pack(time.monotonic()), NUMBER.size)
 
     def wanted_within(self, seconds: float) -> bool:
-        """Return whether a reader has called `want` within these seconds."""
+        """Return whether a reader has called `mark_wanted` within these seconds."""
         found = os.pread(self.descriptor, WANTED.size, NUMBER.size)
         wanted_s: float = WANTED.unpack(found)[0] if len(found) == WANTED.size else 0.0
         return wanted_s > 0.0 and time.monotonic() - wanted_s < seconds
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def hold_lock(self) -> Iterator[None]:
         """Lock the page against other writers. The lock ends with the process that has it.
 
         Raises:
@@ -189,7 +189,7 @@ def counted(families: Iterable[Metric]) -> list[Metric]:
     return [family for family in families if family.type != "gauge"]
 
 
-def added(pages: Iterable[Iterable[Metric]]) -> list[Metric]:
+def merge_pages(pages: Iterable[Iterable[Metric]]) -> list[Metric]:
     """Sum several pages. Families and samples keep the order of their first appearance."""
     families: dict[str, Metric] = {}
     values: dict[str, _Values] = {}
@@ -241,7 +241,7 @@ class WorkerMetrics(Collector):
 
     def write(self) -> None:
         """Write this worker's metrics to its page, if they have changed."""
-        page = dump(added([self._earlier, self._own.collect()]))
+        page = dump(merge_pages([self._earlier, self._own.collect()]))
         if page == self._written:
             return
         try:
@@ -263,16 +263,16 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the sums over all workers, with this worker's current values."""
-        yield from self.written().collect()
+        yield from self.write_figures().collect()
 
-    def written(self) -> "Written":
+    def write_figures(self) -> "Written":
         """Write this worker's metrics. Return a collector of all, to be read on any thread."""
         self.write()
         for page in self._pages:
             if page is not self._page:
                 with suppress(OSError):  # reading it fails too, and is logged
-                    page.want()
-        return Written(lambda: added([self._read(page) for page in self._pages]))
+                    page.mark_wanted()
+        return Written(lambda: merge_pages([self._read(page) for page in self._pages]))
 
     def _read(self, page: SharedPage) -> list[Metric]:
         try:
@@ -298,7 +298,7 @@ class Written(Collector):
         return iter(self._read())
 
 
-def bury(page: SharedPage) -> None:
+def keep_counters(page: SharedPage) -> None:
     """Keep only the counters and histograms of a worker that has died."""
     try:
         page.write(dump(counted(load(page.read() or b"[]"))))

@@ -48,13 +48,13 @@ class PolicyInvalid(ValueError):
     """The text of a policy is invalid, or the policy cannot be used."""
 
 
-def known() -> list[str]:
+def known_names() -> list[str]:
     """Return the names of all policies, this project's first."""
     others = {found.name for found in entry_points(group=GROUP)} - OWN.keys()
     return [*OWN, *sorted(others)]
 
 
-def find(name: str) -> type[Policy]:
+def find_policy(name: str) -> type[Policy]:
     """Return the policy with this name.
 
     Raises:
@@ -66,7 +66,7 @@ def find(name: str) -> type[Policy]:
         case [one]:
             where = f"{name} ({one.value})"
         case []:
-            raise PolicyInvalid(f"there is no policy {name!r}; known: {', '.join(known())}")
+            raise PolicyInvalid(f"there is no policy {name!r}; known: {', '.join(known_names())}")
         case several:
             brought = ", ".join(found.value for found in several)
             raise PolicyInvalid(
@@ -133,7 +133,7 @@ class Active(NamedTuple):
         )
 
 
-def decide(policies: Iterable[Active], facts: Facts) -> tuple[str, Course] | None:
+def choose_policy(policies: Iterable[Active], facts: Facts) -> tuple[str, Course] | None:
     """Return the course of a request, with the name of the first policy that applies to it."""
     named = None
     for one in policies:
@@ -174,7 +174,7 @@ def activate(written: Sequence[str], settings: Settings) -> tuple[Active, ...]:
 
 def _activated(written: str, settings: Settings) -> Active:
     name, given = _parsed(written)
-    policy = find(name)
+    policy = find_policy(name)
     own, both = ([field.name for field in fields(cast("Any", it))] for it in (policy, Common))
     if unknown := sorted(given.keys() - {*own, *both}):
         raise PolicyInvalid(
@@ -240,7 +240,7 @@ def check_suited(policies: Sequence[Active], roles: frozenset[Role], *, pushed: 
     """
     served = False
     for items in (0, 1):
-        decided = decide(policies, Facts(PATH, prefills=True, items=items, roles=roles))
+        decided = choose_policy(policies, Facts(PATH, prefills=True, items=items, roles=roles))
         if decided is None:
             continue
         served, (name, course) = True, decided

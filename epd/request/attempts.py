@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ec_store.bounded import BoundedDict
-from epd.api.body import dumped
+from epd.api.body import dump_json
 from epd.api.items import MM_KWARGS, Body, MMItem
 from epd.errors import Stage
 from epd.policies.plan import Course, Facts
 from epd.request.context import RequestContext
 from epd.routing.instances import Instance
-from epd.routing.table import Place
+from epd.routing.table import Reservation
 from epd.transfer.encoded import Consumed, Encoded, EncodedItem
 
 
@@ -42,7 +42,7 @@ class Targets(NamedTuple):
         decode: the decode instance, if it was chosen early and consumes no outputs.
     """
 
-    consumer: Place | None = None
+    consumer: Reservation | None = None
     decode: Instance | None = None
 
 
@@ -107,13 +107,13 @@ class Sending:
     targets: Targets = NO_TARGETS
     encodings: Encodings = NOT_ENCODED
     prompt: Consumed = NO_PROMPT
-    prefill: Place | None = None
+    prefill: Reservation | None = None
     decode: Instance | None = None
     reads_back: bool = False
     prefilled: bool = False
     accepted: bool = False
 
-    def accept(self) -> None:
+    def record_answer(self) -> None:
         """Record that decode has begun a 2xx answer."""
         self.accepted = True
 
@@ -151,7 +151,7 @@ class OutputKey(NamedTuple):
     kwargs: bytes
 
     @property
-    def verbatim(self) -> bool:
+    def is_verbatim(self) -> bool:
         """Whether engines name the output by the item's key, possibly with a prefix."""
         return self.named and not self.kwargs
 
@@ -173,7 +173,7 @@ class EncodeJob(NamedTuple):
     body: Body
     uuids: Mapping[MMItem, str | None]
     context: RequestContext
-    consumer: Place | None = None
+    consumer: Reservation | None = None
     namespace: str | None = None
     reencode: bool = False
     found: Mapping[MMItem, Encoded] = {}
@@ -195,11 +195,11 @@ class EncodeJob(NamedTuple):
         if uuid is None:
             return None
         kwargs = {name: body[name] for name in MM_KWARGS if body.get(name)}
-        encoded = dumped(kwargs, sort_keys=True) if kwargs else b""
+        encoded = dump_json(kwargs, sort_keys=True) if kwargs else b""
         model = body.get("model")
-        return OutputKey(model if isinstance(model, str) else None, uuid, item.named, encoded)
+        return OutputKey(model if isinstance(model, str) else None, uuid, item.is_named, encoded)
 
-    def flight(self, output: OutputKey) -> Hashable:
+    def flight_key(self, output: OutputKey) -> Hashable:
         """Return the key under which requests share the encode of an output.
 
         Only requests with the same Authorization share it: a 401 must not fail the others.
@@ -215,19 +215,19 @@ class Identifiers:
         # The prefix that vLLM adds for a LoRA of the encoder (--enable-tower-connector-lora).
         self._prefixes: BoundedDict[str | None, str] = BoundedDict(MAX_LEARNED)
 
-    def of(self, output: OutputKey) -> str | None:
+    def identifier_of(self, output: OutputKey) -> str | None:
         """Return the store key of an output; None if only an engine can compute it."""
         known = self._learned.get(output)
         if known is not None:
             self._learned.move_to_end(output)
             return known
-        return self._prefixes.get(output.model, "") + output.uuid if output.verbatim else None
+        return self._prefixes.get(output.model, "") + output.uuid if output.is_verbatim else None
 
-    def learn(self, output: OutputKey, identifier: str) -> None:
+    def learn_identifier(self, output: OutputKey, identifier: str) -> None:
         """Remember the engine's name of an output."""
-        if identifier == self.of(output):
+        if identifier == self.identifier_of(output):
             return
-        if output.verbatim and identifier.endswith(output.uuid):
+        if output.is_verbatim and identifier.endswith(output.uuid):
             self._learned.pop(output, None)
             self._prefixes[output.model] = identifier.removesuffix(output.uuid)
         else:
@@ -241,4 +241,4 @@ def item_key(item: MMItem, uuid: str | None) -> str:
 
 def sent_as(item: MMItem, uuid: str | None) -> str | None:
     """Return the name of an item in requests to engines; None to leave it unnamed."""
-    return uuid if item.named else None
+    return uuid if item.is_named else None

@@ -26,7 +26,7 @@ from epd.conversations.turn import Turn
 from epd.errors import ProxyError, Stage, slug_of
 from epd.events import Observer, RequestRecord, StageDone
 from epd.json_or_none import json_or_none
-from epd.media.memory import Held, Uncounted
+from epd.media.memory import HeldBytes, UncountedBytes
 from epd.routing.fatal import Watched
 from epd.spans import RequestSpan, Span
 from epd.tenants import ANONYMOUS, Tenant
@@ -77,11 +77,11 @@ class ModelNames:
         self._names: set[str] = set()
         self._asked: BoundedDict[str, str] = BoundedDict(MAX_ASKED)
 
-    def of(self, asked: str | None) -> str:
+    def name_of(self, asked: str | None) -> str:
         """Return the instances' name of a requested model; empty if none is requested."""
         return self._asked.get(asked, OTHER) if asked else ""
 
-    def learn(self, asked: str | None, answer: bytes) -> None:
+    def learn_name(self, asked: str | None, answer: bytes) -> None:
         """Keep the model name of an instance's 2xx answer to a request for this model."""
         if not asked or asked in self._asked or len(asked) > MAX_LENGTH:
             return
@@ -152,7 +152,7 @@ class RequestContext:
     observers: Sequence[Observer] = ()
     record: RequestRecord = field(default_factory=_unnamed)
     cuts: Cuts = field(default_factory=dict)
-    held: Held = field(default_factory=Uncounted)
+    held: HeldBytes = field(default_factory=UncountedBytes)
     models: ModelNames = field(default_factory=ModelNames)
     model: str | None = None
     session: str = ""
@@ -186,11 +186,11 @@ class RequestContext:
     @property
     def model_name(self) -> str:
         """The instances' name of the model."""
-        return self.models.of(self.model)
+        return self.models.name_of(self.model)
 
-    def named(self, answer: bytes) -> None:
+    def learn_model(self, answer: bytes) -> None:
         """Learn the instances' name of the model from a 2xx answer."""
-        self.models.learn(self.model, answer)
+        self.models.learn_name(self.model, answer)
 
     def first_event(self, now_s: float) -> None:
         """Record decode's first event of tokens. Decode has read the blocks of prefill by then."""
@@ -202,20 +202,20 @@ class RequestContext:
             self.answering.event("first_token")
             self.answering = None
 
-    def whole(self, answer: bytes) -> None:
+    def record_whole(self, answer: bytes) -> None:
         """Record a complete answer of decode that is no stream."""
         if self.endpoint.generates:
             self.record.first_token_s = time.monotonic() - self.record.started_s
-        self.named(answer)
+        self.learn_model(answer)
 
-    def timed(self, stage: Stage, where: str, item: MMItem | None = None) -> "Timed":
+    def time_stage(self, stage: Stage, where: str, item: MMItem | None = None) -> "Timed":
         """Return a context that emits a `StageDone` at its exit, with or without an error.
 
         Its span starts here if the request is traced.
         """
         return Timed(self, stage, where, item)
 
-    def done(self, event: StageDone) -> None:
+    def record_stage(self, event: StageDone) -> None:
         """Record the end of a stage, which may be after the end of the request, and emit it."""
         if not self.record.ended:
             self.record.stages.append(event)
@@ -255,8 +255,8 @@ class Timed:
     ) -> None:
         slug, ended_s, context = slug_of(error), time.monotonic(), self._context
         if self.span is not None and (error is not None or self._stage != "decode"):
-            self.span.end(slug)  # decode's span continues until its answer has been relayed
-        context.done(
+            self.span.end_span(slug)  # decode's span continues until its answer has been relayed
+        context.record_stage(
             StageDone(
                 self._stage,
                 self._where,

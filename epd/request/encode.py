@@ -13,9 +13,9 @@ from functools import partial
 from typing import NamedTuple
 
 from epd.aio import Flights, gather_first
-from epd.api.chat import encode_body, features
+from epd.api.chat import encode_body, feature_count
 from epd.api.items import MMItem
-from epd.encoder_cache.claims import Claims, Looking, Turn
+from epd.encoder_cache.claims import Claims, ClaimWait, LookupContext
 from epd.errors import (
     NoInstance,
     ProxyError,
@@ -125,16 +125,16 @@ class Encoder:
             for item in job.uuids
             if not (job.reencode and item.has_media)
             and (output := job.output(item)) is not None
-            and (identifier := self._identifiers.of(output))
+            and (identifier := self._identifiers.identifier_of(output))
         }
 
     def _looking(
         self, job: EncodeJob, identifiers: Mapping[MMItem, str]
-    ) -> AbstractContextManager[Looking | None]:
+    ) -> AbstractContextManager[LookupContext | None]:
         """Return a lookup in the store. It holds its claims until the items are encoded."""
         if self._claims is None or not identifiers:
             return nullcontext()
-        return self._claims.look(
+        return self._claims.start_lookup(
             job.body.get("model"),
             list({*identifiers.values()}),
             patient=not job.has_all_media,
@@ -158,7 +158,7 @@ class Encoder:
             if output is None or self._transfer.pushed:
                 made = Made(await self._ask_instances(job, item), item)
             else:
-                flight = job.flight(output)
+                flight = job.flight_key(output)
                 with self._waiting(context, item, flight) as waiting:
                     work = partial(self._claim, job, item, output, waiting)
                     made = await self._flights.try_join(flight, work)
@@ -167,7 +167,7 @@ class Encoder:
         except ProxyError as failure:
             error = self._final(failure)
             if not self._may_be_local(job, error):
-                raise error.at(item.param) from error.__cause__
+                raise error.at_param(item.param_path) from error.__cause__
             context.record.degraded.add("encode-local")
             return _local(item, job.uuids[item])
         mine = made.item is item
@@ -195,25 +195,25 @@ class Encoder:
             waiting: span of the wait for an encode that failed.
         """
         if waiting is not None:
-            waiting.end()
-        identifier = None if job.skips_claims else self._identifiers.of(output)
+            waiting.end_span()
+        identifier = None if job.skips_claims else self._identifiers.identifier_of(output)
         if self._claims is None or identifier is None:
             encoded = await self._ask_instances(job, item)
         else:
             wait_s = job.context.config.encode_timeout_s
-            with self._claims.turn(output.model, identifier, wait_s, job.namespace) as turn:
+            with self._claims.queue_claim(output.model, identifier, wait_s, job.namespace) as turn:
                 with _wait_span(turn, item, job.context):
-                    found = await turn.come()
+                    found = await turn.wait_turn()
                 if found is not None and found.modality == item.modality:
                     return Made(from_entry(found))
                 encoded = await self._ask_instances(job, item)
                 turn.made = encoded.identifier is not None
         if self._claims is not None and encoded.namespace is not None:
-            self._claims.cache.learn(output.model, encoded.namespace)
+            self._claims.cache.learn_namespace(output.model, encoded.namespace)
         if encoded.identifier is not None:
-            self._identifiers.learn(output, encoded.identifier)
+            self._identifiers.learn_identifier(output, encoded.identifier)
         span = job.context.span
-        return Made(encoded, item, None if span is None else span.sent("encode", item))
+        return Made(encoded, item, None if span is None else span.latest_child("encode", item))
 
     async def _ask_instances(self, job: EncodeJob, item: MMItem) -> Encoded:
         """Return the output from an encode instance, or from the next one after a failure.
@@ -234,43 +234,45 @@ class Encoder:
                 try:
                     self._fatal.check(watched, [key])
                     balance, session = context.config.encode_balance, context.session
-                    instance = self._choice.best(
+                    instance = self._choice.best_instance(
                         tried, balance=balance, item=key, session=session, fits=fits
                     )
                     tried.append(instance)
                     # New for each instance: an instance that failed may still push its output
                     # later.
-                    params = self._transfer.encode_params(job.consumer, features(job.body, item))
-                    with self._table.using(instance):
+                    params = self._transfer.encode_params(
+                        job.consumer, feature_count(job.body, item)
+                    )
+                    with self._table.track_request(instance):
                         sent = encode_body(job.body, item, sent_as(item, uuid), params)
                         replied = await self._stages.encode(instance, sent, item, context)
                         encoded = self._transfer.encoded(replied, params)
-                    self._fatal.survived(watched, [key], body=False)
+                    self._fatal.record_survival(watched, [key], body=False)
                     return self._kept(encoded, instance, job.namespace)
                 except ProxyError as failure:
                     error = failure
                     if isinstance(failure, UpstreamDied):
                         error = self._fatal.after(failure, tried[-1], watched, [key])
-                    others, elapsed_s = self._choice.others(tried, fits), clock() - started_s
+                    others, elapsed_s = self._choice.has_untried(tried, fits), clock() - started_s
                     local = context.config.on_encode_failure == "local"
                     patience_s = context.config.encode_timeout_s
                     ended = EncodeFailure(error, len(tried), elapsed_s, others, local, patience_s)
-                    delay_s = None if watched.spent else encode_delay_s(ended)
+                    delay_s = None if watched.is_spent else encode_delay_s(ended)
                     if delay_s is None:
                         raise error from failure.__cause__
-                    await tries.another(error, delay_s)
+                    await tries.next_try(error, delay_s)
 
     def _kept(self, encoded: Encoded, instance: Instance, namespace: str | None) -> Encoded:
         """Return an output if the consumer can find it; an empty one if its namespace differs."""
         told = encoded.namespace
         if told is not None:
-            self._namespaces.told(instance, told)
+            self._namespaces.record_namespace(instance, told)
         return encoded if namespace is None or told in {None, namespace} else Encoded()
 
     def _final(self, error: ProxyError) -> ProxyError:
         """Return the final error of an item's encode, after the last try."""
         failed = isinstance(error, UpstreamFailed | UpstreamTimeout)
-        if not failed or self._table.serves(Role.ENCODE):
+        if not failed or self._table.any_serving(Role.ENCODE):
             return error
         nothing = NoInstance("no encode instance is reachable", slug="no_encoder", stage="encode")
         nothing.__cause__ = error
@@ -279,18 +281,18 @@ class Encoder:
     def _may_be_local(self, job: EncodeJob, error: ProxyError) -> bool:
         """Return whether prefill or decode may encode an item: only if all items have media."""
         local = job.context.config.on_encode_failure == "local" and not self._transfer.pushed
-        return local and error.retryable and job.has_all_media and not job.context.watched.spent
+        return local and error.retryable and job.has_all_media and not job.context.watched.is_spent
 
     def _shares(self, namespace: str, instance: Instance) -> bool:
-        return self._namespaces.shares(instance, namespace)
+        return self._namespaces.shares_namespace(instance, namespace)
 
 
 async def _look_up(
-    looking: Looking, job: EncodeJob, identifiers: Mapping[MMItem, str]
+    looking: LookupContext, job: EncodeJob, identifiers: Mapping[MMItem, str]
 ) -> EncodeJob:
     """Return the job with the outputs that are stored."""
-    with job.context.timed("store", "lookup"):
-        look = await looking.answer()
+    with job.context.time_stage("store", "lookup"):
+        look = await looking.lookup_result()
     if look is None:
         return job._replace(answered=False)
     infos = {key.identifier: info for key, info in (look.found or {}).items()}
@@ -302,7 +304,9 @@ async def _look_up(
     return job._replace(found=found)
 
 
-def _wait_span(turn: Turn, item: MMItem, context: RequestContext) -> AbstractContextManager[object]:
+def _wait_span(
+    turn: ClaimWait, item: MMItem, context: RequestContext
+) -> AbstractContextManager[object]:
     """Return the span of a wait for an item's claim or its entry."""
     if context.span is None or turn.first:
         return nullcontext()
@@ -323,7 +327,9 @@ def _in_order(job: EncodeJob, made: list[EncodedItem]) -> list[EncodedItem]:
 def _unknown(item: MMItem, job: EncodeJob) -> ProxyError:
     if not job.answered:
         return no_store("the encoder cache did not answer; retry later, or send the media")
-    return UnknownMedia("no media are stored under this uuid; send them again", param=item.param)
+    return UnknownMedia(
+        "no media are stored under this uuid; send them again", param=item.param_path
+    )
 
 
 def raw_items(uuids: Mapping[MMItem, str | None]) -> list[EncodedItem]:

@@ -36,7 +36,7 @@ class _Known(NamedTuple):
     until_s: float
 
 
-class Peers:
+class PeerRegistry:
     """KV connector facts of instances, kept for `KNOWN_S` and dropped after a failure.
 
     They are queried, or learned from replies.
@@ -57,7 +57,7 @@ class Peers:
         self._flights: Flights[Member, Params] = Flights()
         self._clock = asyncio.get_running_loop().time
 
-    async def of(self, pair: Pair) -> Params | None:
+    async def params_for(self, pair: Pair) -> Params | None:
         """Return the facts of a prefill's connector; None if there are none and no URL to query.
 
         A failed query counts as a failure of the instance. A successful one has no effect on
@@ -74,12 +74,12 @@ class Peers:
             return None
         return await self._flights.join(member, lambda: self._ask(member, url))
 
-    def learn(self, pair: Pair, replied: Params) -> None:
+    def learn_facts(self, pair: Pair, replied: Params) -> None:
         """Keep the facts in a prefill's reply."""
-        if (learned := self._transfer.learned(pair, replied)) is not None:
+        if (learned := self._transfer.facts_of_reply(pair, replied)) is not None:
             self._remember(_member(pair), learned)
 
-    def forget(self, instance: Instance) -> None:
+    def forget_instance(self, instance: Instance) -> None:
         """Drop the facts of all ranks of an instance, which may have been replaced."""
         self._known = {one: known for one, known in self._known.items() if one[0] != instance}
 
@@ -88,10 +88,10 @@ class Peers:
             answer = await self._upstream.fetch(
                 url, stage="prefill", headers={}, timeout_s=self._live.current.health_timeout_s
             )
-            peer = self._transfer.peer(json_or_none(answer.body) if answer.ok else None)
+            peer = self._transfer.parse_peer(json_or_none(answer.body) if answer.ok else None)
         except ProxyError:
             # A success would only show that the port answers, and reset the engine's failures.
-            with self._table.using(member[0]):
+            with self._table.track_request(member[0]):
                 raise
         self._remember(member, peer)
         return peer
@@ -119,7 +119,7 @@ class Releases:
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, stages: Stages, fatal: FatalRequests) -> AsyncIterator[Self]:
+    async def run_releases(cls, stages: Stages, fatal: FatalRequests) -> AsyncIterator[Self]:
         """Wait at the exit for the releases in progress, at most `RELEASE_TIMEOUT_S`."""
         releases = cls(stages, fatal)
         try:
@@ -127,7 +127,7 @@ class Releases:
         finally:
             await releases._ended()
 
-    def begin(self, instance: Instance, body: Body, context: RequestContext) -> None:
+    def begin_release(self, instance: Instance, body: Body, context: RequestContext) -> None:
         """Send a release to a decode instance in the background.
 
         Args:

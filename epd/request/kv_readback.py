@@ -14,19 +14,19 @@ import structlog
 from ec_store.bounded import BoundedDict
 from epd.api.prompts import Prompt, prompt_of
 from epd.conversations.conversations import Conversations
-from epd.conversations.entry import Held
+from epd.conversations.entry import HeldBlocks
 from epd.conversations.turn import Basis, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
 from epd.request.attempts import Sending
 from epd.request.context import RequestContext
 from epd.request.stages import Stages
-from epd.routing.health import State
+from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance
 from epd.routing.table import InstanceTable
 from epd.transfer.encoded import EncodedItem
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import Params
-from epd.transfer.readback import engine_of, shortened
+from epd.transfer.readback import engine_of, shorten_params
 
 REST_S = 60.0
 """Cooldown of a prefill instance for the blocks of one engine after a failed read, in seconds."""
@@ -38,7 +38,7 @@ MOST = 1024
 """Upper bound of the remembered instances and pairs."""
 
 
-class Rest(NamedTuple):
+class Cooldown(NamedTuple):
     """Cooldown that has just begun.
 
     Attributes:
@@ -50,7 +50,7 @@ class Rest(NamedTuple):
     engine: str | None
 
 
-class Rests:
+class Cooldowns:
     """Cooldowns, by prefill instance and decode engine.
 
     A prefill instance without `bidirectional_kv_xfer` waits for the blocks of any engine until its
@@ -63,7 +63,7 @@ class Rests:
         self._until_s: BoundedDict[tuple[str, str | None], float] = BoundedDict(MOST)
         self._able: BoundedDict[str, None] = BoundedDict(MOST)
 
-    def over(self, prefill: str, engine: str) -> bool:
+    def may_read(self, prefill: str, engine: str) -> bool:
         """Return whether a prefill instance may read an engine's blocks.
 
         Args:
@@ -77,7 +77,7 @@ class Rests:
         """Record an answer of an instance that was asked to read blocks."""
         self._able[prefill] = None
 
-    def failed(self, prefill: str, engine: str, *, hung: bool) -> Rest | None:
+    def record_failure(self, prefill: str, engine: str, *, hung: bool) -> Cooldown | None:
         """Record a failure of an instance that was asked to read an engine's blocks.
 
         Args:
@@ -92,9 +92,9 @@ class Rests:
         until_s = max(self._until_s.get((prefill, one), now_s) for one in (engine, None))
         if until_s > now_s + (REST_S if hung else 0):
             return None
-        rest = Rest(REST_S, engine)
+        rest = Cooldown(REST_S, engine)
         if hung:
-            rest = Rest(HUNG_S, engine if prefill in self._able else None)
+            rest = Cooldown(HUNG_S, engine if prefill in self._able else None)
             self._able.pop(prefill, None)
         self._until_s[prefill, rest.engine] = now_s + rest.rest_s
         return rest
@@ -132,20 +132,20 @@ class Readbacks:
         self._stages = stages
         self._transfer = transfer
         self._conversations = conversations
-        self._rests = Rests()
+        self._rests = Cooldowns()
         self._block_tokens: BoundedDict[str, int] = BoundedDict(MAX_ENGINES)
 
-    async def begin(self, context: RequestContext) -> None:
+    async def begin_turn(self, context: RequestContext) -> None:
         """Look up the previous turn, right before the choice of the instance that continues it.
 
         A turn's blocks are used once. A request that fails earlier leaves them for the next one.
         """
         if context.turn is not None:
-            some = self._table.of(*ANSWERING)
-            there = {one.url for one in some if self._table.state(one) != State.DOWN}
-            await self._conversations.begin(context.turn, there)
+            some = self._table.of_roles(*ANSWERING)
+            there = {one.url for one in some if self._table.state(one) != HealthState.DOWN}
+            await self._conversations.begin_turn(context.turn, there)
 
-    async def earlier(self, sending: Sending, prefill: Instance) -> Params | None:
+    async def previous_params(self, sending: Sending, prefill: Instance) -> Params | None:
         """Return `kv_transfer_params` of the previous turn; None if this prefill can use none.
 
         Args:
@@ -156,22 +156,22 @@ class Readbacks:
         turn = context.turn
         if turn is None or not self._transfer.bidirectional:
             return None
-        held = turn.take()
+        held = turn.take_blocks()
         prompt = prompt_of(sending.prompt.body, context.endpoint.tokenized)
         turn.basis = None if prompt is None else _basis(prompt, sending)
         if held is None:
             return None
-        if not self._rests.over(prefill.url, held.engine):
+        if not self._rests.may_read(prefill.url, held.engine):
             self._conversations.results["rested"] += 1
             return None
         params = None
-        if prompt is not None and turn.basis is not None and turn.basis.continues(held):
+        if prompt is not None and turn.basis is not None and turn.basis.may_continue(held):
             params = await self._params(held, prompt, turn, prefill, context)
         if params is None:
             self._conversations.results["changed"] += 1
         return params
 
-    def ended(self, pair: Pair, earlier: Params, error: ProxyError | None = None) -> None:
+    def record_result(self, pair: Pair, earlier: Params, error: ProxyError | None = None) -> None:
         """Record the result of a prefill that was asked to read blocks.
 
         Args:
@@ -184,17 +184,24 @@ class Readbacks:
             self._rests.read(pair.prefill.url)
         elif error.worked:  # else it never tried to read them
             hung = isinstance(error, UpstreamTimeout)
-            rest = self._rests.failed(pair.prefill.url, engine_of(earlier), hung=hung)
+            rest = self._rests.record_failure(pair.prefill.url, engine_of(earlier), hung=hung)
             if rest is not None and hung:
                 _warn(pair.prefill, earlier, rest)
 
     async def _params(
-        self, held: Held, prompt: Prompt, turn: Turn, prefill: Instance, context: RequestContext
+        self,
+        held: HeldBlocks,
+        prompt: Prompt,
+        turn: Turn,
+        prefill: Instance,
+        context: RequestContext,
     ) -> Params | None:
         """Return parameters for the shared prefix; None if it is too short or unknown."""
         try:
-            tokens = prompt.tokens or await self._stages.tokens(prefill, prompt.question, context)
-            shared = self._conversations.common(held, tokens)
+            tokens = prompt.tokens or await self._stages.prompt_tokens(
+                prefill, prompt.question, context
+            )
+            shared = self._conversations.shared_prefix_len(held, tokens)
             if shared < LEAST:
                 return None
             if shared >= held.params["remote_num_tokens"]:
@@ -204,7 +211,7 @@ class Readbacks:
             raise
         except (ProxyError, ValueError):
             return None
-        return None if size is None else shortened(held.params, shared, size)
+        return None if size is None else shorten_params(held.params, shared, size)
 
     async def _block_size(self, decode: str | None, engine: str) -> int | None:
         """Return the tokens per block of a decode instance; None if its metrics do not state them.
@@ -220,7 +227,7 @@ class Readbacks:
         return known
 
 
-def _warn(prefill: Instance, earlier: Params, rest: Rest) -> None:
+def _warn(prefill: Instance, earlier: Params, rest: Cooldown) -> None:
     holder = "{remote_host}:{remote_port}".format_map(earlier)
     whose = "any decode instance" if rest.engine is None else holder
     logger.warning(

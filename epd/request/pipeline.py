@@ -17,14 +17,14 @@ from epd.request.attempts import (
 )
 from epd.request.context import RequestContext
 from epd.request.encode import Encoder, raw_items
-from epd.request.prefill_decode import Answer, Handovers
+from epd.request.prefill_decode import DecodeAnswer, PrefillDecodeStages
 from epd.request.recovery import MAX_ATTEMPTS, Failure, next_attempt
 from epd.request.request_media import KeyedRequest, RequestMedia
 from epd.request.targets import Courses, Decoders
 from epd.routing.instances import Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.retries import Retries
-from epd.routing.table import InstanceTable, Place
+from epd.routing.table import InstanceTable, Reservation
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem
 
@@ -41,7 +41,7 @@ class Pipeline:
         keys: Keys,
         encoder: Encoder,
         transfer: ECTransfer,
-        handovers: Handovers,
+        handovers: PrefillDecodeStages,
         decoders: Decoders,
     ) -> None:
         self._table = table
@@ -55,7 +55,7 @@ class Pipeline:
         self._decoders = decoders
         self._retries = Retries()
 
-    async def run(self, body: Body, context: RequestContext) -> Answer:
+    async def run(self, body: Body, context: RequestContext) -> DecodeAnswer:
         """Return decode's answer with a 2xx status: a context manager that the caller enters.
 
         Its exit closes all upstream connections of the request, also after a cancellation.
@@ -65,8 +65,8 @@ class Pipeline:
             ProxyError: a stage failed.
         """
         items = self._media.items(body, context)
-        facts, course = self._courses.decide(body, len(items), context)
-        course = self._decoders.settled(course, context)
+        facts, course = self._courses.choose_policy(body, len(items), context)
+        course = self._decoders.resolve_header(course, context)
         request = await self._media.keyed(body, items, context)
         sending = Sending(Attempt(course, facts), context)
         with self._retries.tries(MAX_ATTEMPTS) as tries:
@@ -74,14 +74,16 @@ class Pipeline:
                 try:
                     return await self._send(request, sending)
                 except ProxyError as error:
-                    attempt = None if context.watched.spent else self._next_attempt(sending, error)
+                    attempt = (
+                        None if context.watched.is_spent else self._next_attempt(sending, error)
+                    )
                     if attempt is None:
                         raise
-                    await tries.another(error)
+                    await tries.next_try(error)
                     context.record.retries += 1
                     sending = Sending(attempt, context)
 
-    async def _send(self, request: KeyedRequest, sending: Sending) -> Answer:
+    async def _send(self, request: KeyedRequest, sending: Sending) -> DecodeAnswer:
         """Send a request through its stages once: encode, prefill, decode."""
         self._decode_alone(sending)
         if request.uuids:
@@ -91,7 +93,7 @@ class Pipeline:
         else:
             sending.encodings = NO_ENCODINGS
         sending.prompt = self._media.prompt(request, sending)
-        pair = await self._handovers.pair(sending)
+        pair = await self._handovers.choose_pair(sending)
         if pair is None:
             return await self._handovers.decode(sending, sending.prompt.body)
         if self._handovers.at_once(pair):
@@ -110,12 +112,12 @@ class Pipeline:
         body, uuids = await self._media.keyed(body, items, context)
         namespace = self._namespace(None)
         encoded = await self._encoder.encode(EncodeJob(body, uuids, context, namespace=namespace))
-        await self._keys.remember(body, encoded, context.tenant, context.config)
+        await self._keys.remember_names(body, encoded, context.tenant, context.config)
         return encoded
 
-    async def forget(self, uuid: str, model: str | None, context: RequestContext) -> None:
-        """Forget the key of a client's uuid: see `Keys.forget`."""
-        await self._keys.forget(uuid, model, context.tenant, context.config)
+    async def forget_uuid(self, uuid: str, model: str | None, context: RequestContext) -> None:
+        """Forget the key of a client's uuid: see `Keys.forget_uuid`."""
+        await self._keys.forget_uuid(uuid, model, context.tenant, context.config)
 
     def _decode_alone(self, sending: Sending) -> None:
         """Let decode do prefill's work if there is no prefill instance."""
@@ -133,12 +135,12 @@ class Pipeline:
         differ = encodes and len(self._namespaces.of_consumers()) > 1
         if not (self._transfer.pushed or differ):
             return NO_TARGETS
-        return await self._handovers.targets(sending, request.body)
+        return await self._handovers.choose_targets(sending, request.body)
 
-    def _namespace(self, consumer: Place | None) -> str | None:
+    def _namespace(self, consumer: Reservation | None) -> str | None:
         """Return the namespace in which the consumer looks up outputs; None if unknown."""
         if consumer is not None:
-            return self._namespaces.of(consumer.instance)
+            return self._namespaces.namespace_of(consumer.instance)
         known = self._namespaces.of_consumers()
         return next(iter(known)) if len(known) == 1 else None
 
@@ -158,7 +160,7 @@ class Pipeline:
         if known is None and attempt.course.encode:
             # Remember the names before the answer, because the client may use them after it.
             named = [one for one in items if one.item.uuid is not None]
-            await self._keys.remember(body, named, context.tenant, context.config)
+            await self._keys.remember_names(body, named, context.tenant, context.config)
         local = (one.item for one in items if one.result == "local")
         keys = tuple(item_key(item, uuids[item]) for item in local)
         return Encodings(tuple(items), namespace, keys)
@@ -170,7 +172,7 @@ class Pipeline:
                 sending,
                 error,
                 other_prefills=self._handovers.other_prefills(sending),
-                other_decodes=self._decoders.others(sending.attempt.course, sending.decodes),
+                other_decodes=self._decoders.has_untried(sending.attempt.course, sending.decodes),
                 may_prefill_locally=sending.context.config.on_prefill_failure == "local",
             )
         )

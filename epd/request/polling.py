@@ -60,9 +60,9 @@ class Polling(Generic[T]):
         self._background = background
         self._faults: BoundedDict[Instance, tuple[str, str, int | None]] = BoundedDict(MAX_FAULTS)
 
-    def running(self) -> AbstractAsyncContextManager[None]:
+    def run_polling(self) -> AbstractAsyncContextManager[None]:
         """Ask in the background until the context exits."""
-        return self._background.running(self._question.task, self._run)
+        return self._background.run_task(self._question.task, self._run)
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -83,7 +83,7 @@ class Polling(Generic[T]):
             self._question.tell(instance, answer)
 
     def _note(self, instance: Instance, error: Exception) -> None:
-        self._background.failed(self._question.task)
+        self._background.count_exception(self._question.task)
         cause = _cause(error)
         if self._faults.get(instance) == cause:
             return
@@ -107,7 +107,7 @@ TICK_S = 0.25
 """Interval of the check for due probes, in seconds."""
 
 
-def probing(
+def probe_periodically(
     table: InstanceTable, upstream: Upstream, live: Live[ConfigFields], background: Background
 ) -> AbstractAsyncContextManager[None]:
     """Probe instances in the background when they are due, until the context exits.
@@ -126,18 +126,18 @@ def probing(
         except Overloaded:  # the proxy's own limit, not the instance's health
             return None
 
-    def tell(instance: Instance, well: bool | None) -> None:
-        table.probed(instance, well=well)
+    def record_probe(instance: Instance, well: bool | None) -> None:
+        table.record_probe(instance, well=well)
 
-    question = Question("probes", table.probes_due, probe, False, tell, lambda: TICK_S)
-    return Polling(question, background).running()
+    question = Question("probes", table.probes_due, probe, False, record_probe, lambda: TICK_S)
+    return Polling(question, background).run_polling()
 
 
 MAX_PAGE_BYTES = 4 * 1024**2
 """Maximum size of a page of metrics. vLLM's has some 100 KB for each engine and model."""
 
 
-def reporting(
+def poll_load(
     table: InstanceTable, upstream: Upstream, live: Live[ConfigFields], background: Background
 ) -> AbstractAsyncContextManager[None]:
     """Ask for load in the background, every `load_interval_s`, until the context exits.
@@ -149,21 +149,23 @@ def reporting(
         background: runner of the task.
     """
 
-    def due() -> list[Instance]:
+    def due_instances() -> list[Instance]:
         config = live.current
         interval_s = config.load_interval_s
         return table.reports_due(_roles(config) if interval_s else (), interval_s)
 
-    def ask(instance: Instance) -> Awaitable[Report | None]:
+    def ask_load(instance: Instance) -> Awaitable[Report | None]:
         return _ask(instance, upstream, live.current.health_timeout_s)
 
-    def tell(instance: Instance, report: Report | None) -> None:
-        table.reported(instance, report, live.current.load_interval_s or TICK_S)
+    def record_report(instance: Instance, report: Report | None) -> None:
+        table.record_report(instance, report, live.current.load_interval_s or TICK_S)
 
     def tick_s() -> float:
         return min(live.current.load_interval_s / 8 or TICK_S, TICK_S)
 
-    return Polling(Question("reports", due, ask, None, tell, tick_s), background).running()
+    return Polling(
+        Question("reports", due_instances, ask_load, None, record_report, tick_s), background
+    ).run_polling()
 
 
 def asking_namespaces(
@@ -180,16 +182,23 @@ def asking_namespaces(
         background: runner of the task.
     """
 
-    def due() -> list[Instance]:
+    def due_instances() -> list[Instance]:
         config = live.current
-        return namespaces.due() if config.load_interval_s and config.ec_store else []
+        return namespaces.due_instances() if config.load_interval_s and config.ec_store else []
 
-    async def ask(instance: Instance) -> str | None:
+    async def ask_namespace(instance: Instance) -> str | None:
         page = await _page(instance, upstream, live.current.health_timeout_s)
         return None if page is None else read_namespace(page)
 
-    question = Question("namespaces", due, ask, None, namespaces.told, lambda: TICK_S)
-    return Polling(question, background).running()
+    question = Question(
+        "namespaces",
+        due_instances,
+        ask_namespace,
+        None,
+        namespaces.record_namespace,
+        lambda: TICK_S,
+    )
+    return Polling(question, background).run_polling()
 
 
 def _roles(config: RouteSettings) -> list[Role]:

@@ -16,14 +16,14 @@ from epd.errors import (
     slug_of,
 )
 from epd.request.attempts import Sending, Targets
-from epd.request.kv_peers import Peers, Releases
+from epd.request.kv_peers import PeerRegistry, Releases
 from epd.request.kv_readback import Readbacks
 from epd.request.stages import Opened, Prefilled, Stages
 from epd.request.targets import Decoders
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import CONSUMERS, Instance, Role
-from epd.routing.table import InstanceTable, Use
+from epd.routing.table import InFlight, InstanceTable
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import with_params
 from epd.upstream import Reply
@@ -35,13 +35,13 @@ DIES_WITHIN_S = 1.0
 seconds."""
 
 
-class Answer:
+class DecodeAnswer:
     """Decode's answer, as `Stages.decode` opened it. It must be closed, or used as a context."""
 
     __slots__ = ("_ended", "_opened", "_using")
 
     def __init__(
-        self, opened: Opened, using: Use, ended: Callable[[BaseException | None], None]
+        self, opened: Opened, using: InFlight, ended: Callable[[BaseException | None], None]
     ) -> None:
         """Keep the resources of an answer until it has been relayed.
 
@@ -57,9 +57,9 @@ class Answer:
     def close(self, error: BaseException | None) -> None:
         """Close the answer, and judge its instance by the error."""
         if self._opened.span is not None:
-            self._opened.span.end(slug_of(error))
+            self._opened.span.end_span(slug_of(error))
         self._opened.reply.close()
-        self._using.end(error)
+        self._using.end_request(error)
         self._ended(error)
 
     def __enter__(self) -> Reply:
@@ -71,7 +71,7 @@ class Answer:
         self.close(error)
 
 
-class Handovers:
+class PrefillDecodeStages:
     """Runner of prefill and decode of an attempt, after its encode."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
@@ -79,7 +79,7 @@ class Handovers:
         table: InstanceTable,
         stages: Stages,
         transfer: KVTransfer,
-        peers: Peers,
+        peers: PeerRegistry,
         decoders: Decoders,
         releases: Releases,
         readbacks: Readbacks,
@@ -100,25 +100,25 @@ class Handovers:
         attempt, tried = sending.attempt, sending.attempt.prefills
         if sending.prefill is not None:
             tried = (*tried, sending.prefill.instance)
-        return attempt.course.prefill_url is None and self._prefills.others(tried)
+        return attempt.course.prefill_url is None and self._prefills.has_untried(tried)
 
-    async def targets(self, sending: Sending, body: Body) -> Targets:
+    async def choose_targets(self, sending: Sending, body: Body) -> Targets:
         """Choose the consumer of a request, with its data-parallel rank, before the encode.
 
         Raises:
             NoInstance: no instance is available.
         """
-        await self._readbacks.begin(sending.context)
+        await self._readbacks.begin_turn(sending.context)
         if self._goes_to_prefill(sending, body):
-            return Targets(self._table.place(self._prefill_instance(sending)))
+            return Targets(self._table.reserve_place(self._prefill_instance(sending)))
         if not self._table.has(Role.PREFILL_DECODE):
             return Targets()  # a decode instance loads no outputs, and is chosen later
-        decode = await self._decoders.pick(sending.attempt, sending.context)
+        decode = await self._decoders.pick_instance(sending.attempt, sending.context)
         if decode.role in CONSUMERS:
-            return Targets(self._table.place(decode))
+            return Targets(self._table.reserve_place(decode))
         return Targets(decode=decode)  # keep the choice: a picker is called only once
 
-    async def pair(self, sending: Sending) -> Pair | None:
+    async def choose_pair(self, sending: Sending) -> Pair | None:
         """Choose the prefill instance, and collect what it and decode need about each other.
 
         Returns:
@@ -128,26 +128,28 @@ class Handovers:
             ProxyError: no instance is available, or a request to one failed.
         """
         attempt, context = sending.attempt, sending.context
-        await self._readbacks.begin(context)
+        await self._readbacks.begin_turn(context)
         if not self._goes_to_prefill(sending, sending.prompt.body):
             return None
         request_id = context.child_id() if attempt.resent else context.request_id
         consumer = sending.targets.consumer
         prefill = consumer.instance if consumer else self._prefill_instance(sending)
-        sending.prefill = self._table.place(prefill, consumer)
+        sending.prefill = self._table.reserve_place(prefill, consumer)
         try:
-            earlier = await self._readbacks.earlier(sending, prefill)
+            earlier = await self._readbacks.previous_params(sending, prefill)
         except UpstreamDied as error:
             raise self._counted(error, prefill, sending) from error.__cause__
         sending.reads_back = earlier is not None
         pair = Pair(request_id, prefill, sending.prefill.rank, earlier=earlier)
         if attempt.course.decode_choice == "early" or self._transfer.eager:
-            pair = pair._replace(decode=await self._decoders.pick(attempt, context, prefill))
-        return pair._replace(peer=await self._peers.of(pair))
+            pair = pair._replace(
+                decode=await self._decoders.pick_instance(attempt, context, prefill)
+            )
+        return pair._replace(peer=await self._peers.params_for(pair))
 
     def at_once(self, pair: Pair) -> bool:
         """Return whether prefill and decode of this pair run at the same time."""
-        return self._transfer.concurrent(pair)
+        return self._transfer.decode_concurrent(pair)
 
     async def prefill(self, sending: Sending, pair: Pair) -> Prefilled:
         """Send the request to prefill. If decode is chosen already, count it as its load.
@@ -155,10 +157,12 @@ class Handovers:
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        with nullcontext() if pair.decode is None else self._table.place(pair.decode):
+        with nullcontext() if pair.decode is None else self._table.reserve_place(pair.decode):
             return await self._prefilled(sending, pair)
 
-    async def decode_prefilled(self, sending: Sending, pair: Pair, prefilled: Prefilled) -> Answer:
+    async def decode_prefilled(
+        self, sending: Sending, pair: Pair, prefilled: Prefilled
+    ) -> DecodeAnswer:
         """Return the answer of decode, which reads the blocks of a completed prefill.
 
         Raises:
@@ -167,7 +171,7 @@ class Handovers:
         context = sending.context
         body = with_params(sending.prompt.body, prefilled.params)
         if context.turn is not None and context.endpoint.tokenized:
-            body = context.turn.asking(body)
+            body = context.turn.with_tokens(body)
         sending.prefilled = True
         try:
             return await self.decode(sending, body, pair)
@@ -175,7 +179,7 @@ class Handovers:
             self._release(sending, prefilled, error)
             raise
 
-    async def prefill_and_decode(self, sending: Sending, pair: Pair) -> Answer:
+    async def prefill_and_decode(self, sending: Sending, pair: Pair) -> DecodeAnswer:
         """Decode while prefill runs. Decode's head may precede its tokens by a long time.
 
         Raises:
@@ -209,10 +213,10 @@ class Handovers:
             prefers = None if context.turn is None else context.turn.prefers_prefill
             tried = sending.attempt.prefills
             balance = context.config.prefill_balance
-            return self._prefills.best(
+            return self._prefills.best_instance(
                 tried, balance=balance, session=context.session, prefer=prefers
             )
-        if (local := self._table.find(url, Role.PREFILL)) is None:
+        if (local := self._table.find_instance(url, Role.PREFILL)) is None:
             raise NoInstance(
                 "the prefill instance beside the proxy is not in the instance table; register it",
                 slug="no_prefill",
@@ -223,27 +227,27 @@ class Handovers:
     def _goes_to_prefill(self, sending: Sending, body: Body) -> bool:
         attempt = sending.attempt
         wanted = attempt.course.prefill and not attempt.without_prefill
-        return wanted and sending.context.endpoint.prefills(body)
+        return wanted and sending.context.endpoint.can_prefill(body)
 
     async def _prefilled(self, sending: Sending, pair: Pair) -> Prefilled:
         blames = sending.blames_instance("prefill")
         try:
-            with self._table.using(pair.prefill, alone=blames, promised=sending.prefill):
+            with self._table.track_request(pair.prefill, alone=blames, promised=sending.prefill):
                 prefilled = await self._stages.prefill(
                     self._transfer, pair, sending.prompt, sending.context
                 )
         except ProxyError as error:
             if not error.rejects_request:
-                self._peers.forget(pair.prefill)
+                self._peers.forget_instance(pair.prefill)
             if pair.earlier is not None:
-                self._readbacks.ended(pair, pair.earlier, error)
+                self._readbacks.record_result(pair, pair.earlier, error)
             raise self._counted(error, pair.prefill, sending) from error.__cause__
-        self._peers.learn(pair, prefilled.replied)
+        self._peers.learn_facts(pair, prefilled.replied)
         if pair.earlier is not None:
-            self._readbacks.ended(pair, pair.earlier)
+            self._readbacks.record_result(pair, pair.earlier)
         return prefilled
 
-    async def decode(self, sending: Sending, body: Body, pair: Pair | None = None) -> Answer:
+    async def decode(self, sending: Sending, body: Body, pair: Pair | None = None) -> DecodeAnswer:
         """Return decode's answer, opened.
 
         Args:
@@ -261,30 +265,30 @@ class Handovers:
         if pair is not None and pair.decode is not None:
             instance = pair.decode
         if instance is None:
-            instance = await self._decoders.pick(sending.attempt, context, prefill)
+            instance = await self._decoders.pick_instance(sending.attempt, context, prefill)
         sending.decode = instance
         request_id = None if pair is None else pair.request_id
         blames = sending.blames_instance("decode")
-        using = self._table.using(instance, alone=blames, promised=consumer).begin()
+        using = self._table.track_request(instance, alone=blames, promised=consumer).begin_request()
         sent = sending.prompt
         if body is not sent.body:
             sent = sent._replace(body=body)
         try:
             opened = await self._stages.decode(
-                instance, sent, context, using.rank, request_id, on_head=sending.accept
+                instance, sent, context, using.rank, request_id, on_head=sending.record_answer
             )
         except BaseException as error:
-            using.end(error)
+            using.end_request(error)
             if not isinstance(error, ProxyError):
                 raise
             if prefill is not None and not error.rejects_request:
-                self._peers.forget(prefill)
+                self._peers.forget_instance(prefill)
             raise self._counted(error, instance, sending) from error.__cause__
-        using.answered()
+        using.record_answer()
         if context.turn is not None:
             context.turn.decode = instance.url
             context.turn.prefill = None if prefill is None else prefill.url
-        return Answer(opened, using, self._judging(instance, sending))
+        return DecodeAnswer(opened, using, self._judging(instance, sending))
 
     def _counted(self, error: ProxyError, instance: Instance, sending: Sending) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
@@ -299,16 +303,16 @@ class Handovers:
         """Return a callback for the end of an opened answer, without a reference to the request."""
         watched, local_keys = sending.context.watched, sending.encodings.local_keys
 
-        def ended(error: BaseException | None) -> None:
+        def record_result(error: BaseException | None) -> None:
             if isinstance(error, UpstreamDied):
                 self._fatal.after(error, instance, watched, local_keys)
             elif error is None and watched.engine_died:
                 told = UpstreamDied("the engine died in its stream", stage="decode")
                 self._fatal.after(told, instance, watched, local_keys)
             elif error is None:
-                self._fatal.survived(watched, local_keys)
+                self._fatal.record_survival(watched, local_keys)
 
-        return ended
+        return record_result
 
     def _release(self, sending: Sending, prefilled: Prefilled, error: BaseException) -> None:
         """Ask decode to release the KV blocks of a prefill after its decode failed.
@@ -327,10 +331,10 @@ class Handovers:
         # The instance that received the request, or another one if that failed.
         instance = sending.decodes[-1] if sending.decodes else None
         if failure is not None or instance is None:
-            instance = self._decoders.another(sending.decodes, sending.context) or instance
+            instance = self._decoders.untried_instance(sending.decodes, sending.context) or instance
         if instance is not None:
             body = with_params(sending.prompt.body, prefilled.params)
-            self._releases.begin(instance, body, sending.context)
+            self._releases.begin_release(instance, body, sending.context)
 
 
 class Halves:
@@ -358,7 +362,7 @@ class Halves:
             self._ended[half].set()
 
 
-def _close(opening: asyncio.Task[Answer]) -> None:
+def _close(opening: asyncio.Task[DecodeAnswer]) -> None:
     """Close an abandoned answer. Its instance is not blamed."""
     if _is_done(opening):
         opening.result().close(asyncio.CancelledError())

@@ -66,12 +66,14 @@ class RequestMedia:
         """
         uuids: Mapping[MMItem, str | None] = {}
         if items:
-            inlined, context.cuts = await self._fetcher.inlined(
+            inlined, context.cuts = await self._fetcher.inline_media(
                 body, items, context.config, context.cuts, context.held
             )
             if inlined is not body:
                 body, items = inlined, tuple(context.endpoint.items(inlined))
-            uuids = await self._keys.of(body, items, context.tenant, context.config, context.cuts)
+            uuids = await self._keys.keys_for(
+                body, items, context.tenant, context.config, context.cuts
+            )
         self._fatal.check(context.watched, [item_key(*item) for item in uuids.items()])
         return KeyedRequest(body, uuids)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from epd.api.body import reply_field
 from epd.api.chat import CHAT
-from epd.api.endpoint import is_stream, written
+from epd.api.endpoint import encode_json, is_stream
 from epd.api.items import Body, MMItem
 from epd.api.sse import engine_died, may_be_fetch
 from epd.config.sections.limits import LimitSettings
@@ -91,7 +91,7 @@ class Stages:
         Raises:
             ProxyError: the instance failed, or rejected the item.
         """
-        with context.timed("encode", instance.url, item) as span:
+        with context.time_stage("encode", instance.url, item) as span:
             headers = context.headers_for(context.child_id(), span)
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
             try:
@@ -99,17 +99,17 @@ class Stages:
                     instance.url + CHAT.path,
                     stage="encode",
                     headers=headers,
-                    body=written(body, context.cuts),
+                    body=encode_json(body, context.cuts),
                     timeout_s=context.config.encode_timeout_s,
                 )
             except UpstreamTimeout as error:
-                if item.remote:  # the media's host may have caused the delay
+                if item.is_remote:  # the media's host may have caused the delay
                     raise _fetch_failed("encode") from error
                 raise
             if span is not None:
-                span.answered(answer.status)
-            accepted = _accepted(answer, "encode", context, fetches=item.remote)
-            context.named(accepted)
+                span.record_status(answer.status)
+            accepted = _accepted(answer, "encode", context, fetches=item.is_remote)
+            context.learn_model(accepted)
             return read_encoded(accepted, item.modality)
 
     async def prefill(
@@ -132,18 +132,18 @@ class Stages:
         """
         endpoint, instance = context.endpoint, pair.prefill
         asked = endpoint.prefill(sent.body, transfer.prefill_params(pair))
-        with context.timed("prefill", instance.url) as span:
+        with context.time_stage("prefill", instance.url) as span:
             answer = await self._upstream.fetch(
                 instance.url + endpoint.path,
                 stage="prefill",
                 headers=context.headers_for(pair.request_id, span, pair.prefill_rank),
-                body=endpoint.written(asked, context.cuts),
+                body=endpoint.encode_body(asked, context.cuts),
                 timeout_s=context.config.prefill_timeout_s,
             )
             if span is not None:
-                span.answered(answer.status)
+                span.record_status(answer.status)
             accepted = _accepted(answer, "prefill", context, fetches=sent.fetches)
-            context.named(accepted)
+            context.learn_model(accepted)
             replied = reply_field(accepted, "kv_transfer_params", stage="prefill")
             params = transfer.decode_params(pair, replied)
         context.record.prefilled_s = time.monotonic()
@@ -176,18 +176,18 @@ class Stages:
             ProxyError: the instance failed.
         """
         endpoint, body, idle_s = context.endpoint, sent.body, context.config.idle_timeout_s
-        with context.timed("decode", instance.url) as span:
+        with context.time_stage("decode", instance.url) as span:
             reply = await self._upstream.open(
                 instance.url + endpoint.path,
                 stage="decode",
                 headers=context.headers_for(
                     request_id or context.request_id, span, rank, endpoint.content_type(body)
                 ),
-                body=endpoint.written(body, context.cuts),
+                body=endpoint.encode_body(body, context.cuts),
                 head_timeout_s=_head_timeout_s(body, context.config),
             )
             if span is not None:
-                span.answered(reply.status)
+                span.record_status(reply.status)
                 span.event("head")
             if not reply.ok:
                 with reply:
@@ -200,7 +200,7 @@ class Stages:
             # other answer. Until then another instance can serve the request.
             try:
                 if reply.is_stream:
-                    await reply.begun(idle_s)
+                    await reply.wait_body(idle_s)
                 else:
                     await reply.read(idle_s=idle_s, limit=MAX_DECODE_BYTES)
             except BaseException:
@@ -210,7 +210,7 @@ class Stages:
             context.answering = span
             return Opened(reply, span)
 
-    async def tokens(
+    async def prompt_tokens(
         self, instance: Instance, question: Body, context: RequestContext
     ) -> list[int]:
         """Return the tokens of a prompt, as an instance computes them (`POST /tokenize`).
@@ -222,7 +222,7 @@ class Stages:
             instance.url + "/tokenize",
             stage="prefill",
             headers=context.headers_for(context.child_id()),
-            body=written(question, context.cuts),
+            body=encode_json(question, context.cuts),
             timeout_s=QUESTION_TIMEOUT_S,
         )
         match json_or_none(answer.body) if answer.ok else None:
@@ -257,12 +257,12 @@ class Stages:
             ProxyError: the release failed.
         """
         endpoint = context.endpoint
-        with context.timed("release", instance.url) as span:
+        with context.time_stage("release", instance.url) as span:
             opened = await self._upstream.open(
                 instance.url + endpoint.path,
                 stage="release",
                 headers=context.headers_for(context.child_id(), span),
-                body=endpoint.written(endpoint.release(body), context.cuts),
+                body=endpoint.encode_body(endpoint.release(body), context.cuts),
                 head_timeout_s=RELEASE_TIMEOUT_S,
             )
             with opened as reply:

@@ -47,7 +47,7 @@ class StreamRelay:
         self._context = context
         self._aligner = EventAligner(context.endpoint.grammar)
         self._told = context.endpoint.grammar.told
-        self._hear = None if context.turn is None else context.turn.hear
+        self._hear = None if context.turn is None else context.turn.capture_fields
         self._failure: UpstreamFailed | None = None
         self._gaps = context.record.gaps = Histogram(GAPS_S)
         self._last_s: float | None = None
@@ -71,7 +71,7 @@ class StreamRelay:
                 if await self._relay(AFTER_END_S):
                     return
 
-    async def drained(self) -> None:
+    async def drain_reply(self) -> None:
         """Read a complete answer to its end, so that its connection can be reused."""
         with suppress(ProxyError):
             await self._reply.read(idle_s=AFTER_END_S)
@@ -79,7 +79,7 @@ class StreamRelay:
     async def _relay(self, idle_s: float) -> bool:
         """Relay some events. Return whether the stream has ended."""
         if self._client_takes():
-            ended = await self._reply.pour(self._write, idle_s)
+            ended = await self._reply.pour_body(self._write, idle_s)
         elif chunk := await self._reply.chunk(idle_s):
             ended = False
             if events := self._aligned(chunk):
@@ -130,7 +130,7 @@ class StreamRelay:
     def _timed(self, events: bytes) -> None:
         last_s = self._last_s
         if last_s is None:
-            self._context.named(events)
+            self._context.learn_model(events)
         # Comments carry no tokens. After the first tokens, only events that may be comments are
         # searched.
         if (last_s is None or events[0] in b":\r\n") and not self._told.search(events):

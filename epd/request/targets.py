@@ -31,7 +31,7 @@ from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.table import InstanceTable
 from epd.routing.urls import is_allowed, service_url
-from epd.state_log import Complaint
+from epd.state_log import StateLog
 from epd.upstream import Upstream
 
 Coordinate = Callable[[ConfigFields, Facts], tuple[str, Course] | None]
@@ -45,7 +45,9 @@ class Courses:
         self._table = table
         self._coordinate = coordinate
 
-    def decide(self, body: Body, items: int, context: RequestContext) -> tuple[Facts, Course]:
+    def choose_policy(
+        self, body: Body, items: int, context: RequestContext
+    ) -> tuple[Facts, Course]:
         """Return the facts of a request, and the course that the policies decide by them.
 
         Args:
@@ -58,7 +60,7 @@ class Courses:
         """
         facts = Facts(
             context.endpoint.path,
-            context.endpoint.prefills(body),
+            context.endpoint.can_prefill(body),
             items,
             self._table.roles,
             partial(prompt_tokens, body),
@@ -78,7 +80,7 @@ class Picker:
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
 
-    async def ask(
+    async def ask_picker(
         self,
         facts: Facts,
         context: RequestContext,
@@ -158,9 +160,9 @@ class Decoders:
         self._table = table
         self._picker = picker
         self._choice = Choice(table, *ANSWERING)
-        self._complaint = Complaint("the endpoint picker cannot be used", "the proxy chooses")
+        self._complaint = StateLog("the endpoint picker cannot be used", "the proxy chooses")
 
-    def settled(self, course: Course, context: RequestContext) -> Course:
+    def resolve_header(self, course: Course, context: RequestContext) -> Course:
         """Return the course with a resolved choice of decode.
 
         It stays `header` only if the client sent the header. An invalid choice is rejected before
@@ -174,7 +176,7 @@ class Decoders:
             return course._replace(decode_from="table")
         return course
 
-    async def pick(
+    async def pick_instance(
         self, attempt: Attempt, context: RequestContext, prefill: Instance | None = None
     ) -> Instance:
         """Return the decode instance, if possible one that has not been tried.
@@ -186,7 +188,7 @@ class Decoders:
 
         Raises:
             NoInstance: there is no decode instance.
-            ProxyError: see `settled`.
+            ProxyError: see `resolve_header`.
         """
         named: Instance | None = None
         if attempt.course.decode_from == "header":
@@ -194,34 +196,36 @@ class Decoders:
         elif attempt.course.decode_from == "picker":
             named = await self._picked(attempt, context, prefill)
         prefers = None if context.turn is None else context.turn.prefers_decode
-        return named or self._choice.best(
+        return named or self._choice.best_instance(
             attempt.decodes,
             balance=context.config.decode_balance,
             session=context.session,
             prefer=prefers,
         )
 
-    def others(self, course: Course, tried: Collection[Instance]) -> bool:
+    def has_untried(self, course: Course, tried: Collection[Instance]) -> bool:
         """Return whether there is an eligible instance that has not been tried.
 
         A client's choice is not replaced. A picker may name instances outside the table.
         """
         if course.decode_from == "header":
             return False
-        return course.decode_from == "picker" or self._choice.others(tried)
+        return course.decode_from == "picker" or self._choice.has_untried(tried)
 
-    def another(self, tried: Collection[Instance], context: RequestContext) -> Instance | None:
+    def untried_instance(
+        self, tried: Collection[Instance], context: RequestContext
+    ) -> Instance | None:
         """Return an instance of the table that has not been tried; None if there is none."""
-        if not self._choice.others(tried):
+        if not self._choice.has_untried(tried):
             return None
-        return self._choice.best(tried, balance=context.config.decode_balance)
+        return self._choice.best_instance(tried, balance=context.config.decode_balance)
 
     def _asked_for(self, context: RequestContext) -> Instance | None:
         """Return the instance that the client names; None without the header."""
         header = context.config.decode_header
         value = context.client_headers.get(header)
         if value is None:
-            if self._table.of(*ANSWERING):
+            if self._table.of_roles(*ANSWERING):
                 return None
             raise BadRequest(
                 f"the proxy has no decode instance; name one in the header {header}: host:port",
@@ -251,10 +255,10 @@ class Decoders:
         Raises:
             NoInstance: neither the picker nor the table has one.
         """
-        usable = [one.instance for one in self._table.usable(*ANSWERING)]
+        usable = [one.instance for one in self._table.usable_candidates(*ANSWERING)]
         tried = attempt.decodes
         try:
-            named = await self._picker.ask(attempt.facts, context, prefill, usable, tried)
+            named = await self._picker.ask_picker(attempt.facts, context, prefill, usable, tried)
             found = self._at(named, context.config.decode_hosts)
         except ProxyError as error:
             reason = error.message
@@ -262,10 +266,10 @@ class Decoders:
             reason = "its answer has no valid URL of an instance"
         else:
             if found is not None:
-                self._complaint.well()
-                return None if found in tried and self._choice.others(tried) else found
+                self._complaint.record_success()
+                return None if found in tried and self._choice.has_untried(tried) else found
             reason = "it names neither a decode instance of this proxy nor a host of --decode-hosts"
-        self._complaint.failed(reason)
+        self._complaint.record_failure(reason)
         if usable:
             return None
         raise NoInstance(
@@ -284,9 +288,9 @@ class Decoders:
             ValueError: `named` is neither.
         """
         url = service_url(named)
-        found = self._table.find(url, *ANSWERING)
+        found = self._table.find_instance(url, *ANSWERING)
         if found is None and "://" not in named:
-            found = self._table.find(url.replace("http:", "https:", 1), *ANSWERING)
+            found = self._table.find_instance(url.replace("http:", "https:", 1), *ANSWERING)
         if found is None and hosts and NAMED.fullmatch(url) and is_allowed(url, hosts):
             found = Instance(Role.DECODE, url)
         return found

@@ -53,7 +53,7 @@ class Warmup:
             encoded = await self._encode(body, context)
         except ProxyError as error:
             param = error.param and error.param.removeprefix("messages[0].")
-            raise error.at(param) from error.__cause__
+            raise error.at_param(param) from error.__cause__
         found = await self._stored(self._cache, body.get("model"), encoded)
         data = [
             _described(one, metadata_uuid(one, body), found[str(one.encoded.identifier)])
@@ -74,7 +74,7 @@ class Warmup:
                 for one in encoded
                 for key in cache.keys(model, [str(one.encoded.identifier)], one.encoded.namespace)
             }
-            found = await cache.find(list(keys), patient=True)
+            found = await cache.find_entries(list(keys), patient=True)
             if found is not None and len(found) == len(keys) >= len(wanted):
                 return {key.identifier: info for key, info in found.items()}
             await asyncio.sleep(POLL_S)

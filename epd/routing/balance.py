@@ -31,7 +31,7 @@ _value, _share, _pressure = attrgetter("value"), attrgetter("share"), attrgetter
 class Balance(Protocol):
     """Selects one of several instances, by their loads and weights."""
 
-    def pick(self, loads: Sequence[Load], key: str) -> Load:
+    def pick_load(self, loads: Sequence[Load], key: str) -> Load:
         """Return the selected load.
 
         Args:
@@ -50,7 +50,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._owed: dict[Load, float] = {}
 
-    def pick(self, loads: Sequence[Load], key: str = "") -> Load:
+    def pick_load(self, loads: Sequence[Load], key: str = "") -> Load:
         del key
         owed = self._owed
         if len(owed) > MAX_OWED:  # many have been removed
@@ -72,11 +72,11 @@ class LeastLoad:
     def __init__(self) -> None:
         self._turns = RoundRobin()
 
-    def pick(self, loads: Sequence[Load], key: str = "") -> Load:
+    def pick_load(self, loads: Sequence[Load], key: str = "") -> Load:
         del key
         least = min(map(_pressure, loads))
         equals = [load for load in loads if load.pressure == least]
-        return equals[0] if len(equals) == 1 else self._turns.pick(equals)
+        return equals[0] if len(equals) == 1 else self._turns.pick_load(equals)
 
 
 class PowerOfTwo:
@@ -89,7 +89,7 @@ class PowerOfTwo:
     def __init__(self, chance: random.Random | None = None) -> None:
         self._chance = chance or random.Random()  # noqa: S311 - no secret
 
-    def pick(self, loads: Sequence[Load], key: str = "") -> Load:
+    def pick_load(self, loads: Sequence[Load], key: str = "") -> Load:
         del key
         one = self._one(loads)
         other = self._one([load for load in loads if load is not one])
@@ -111,9 +111,9 @@ class Rendezvous:
     def __init__(self) -> None:
         self._keyless = LeastLoad()
 
-    def pick(self, loads: Sequence[Load], key: str) -> Load:
+    def pick_load(self, loads: Sequence[Load], key: str) -> Load:
         if not key:
-            return self._keyless.pick(loads)
+            return self._keyless.pick_load(loads)
         far = _distances(loads, key.encode("utf-8", "surrogatepass"))
         nearest = min(far)
         first = loads[far.index(nearest)]
@@ -166,7 +166,7 @@ class Choice:
         self._roles = roles
         self._balances: dict[ItemBalanceName, Balance] = {}
 
-    def best(  # noqa: PLR0913 - the inputs of a choice
+    def best_instance(  # noqa: PLR0913 - the inputs of a choice
         self,
         tried: Collection[Instance] = (),
         *,
@@ -189,7 +189,7 @@ class Choice:
         Raises:
             NoInstance: there is no such instance.
         """
-        usable = self._table.usable(*self._roles)
+        usable = self._table.usable_candidates(*self._roles)
         if fits is not None:
             usable = [one for one in usable if fits(one.instance)]
         if not usable:
@@ -207,14 +207,14 @@ class Choice:
                 return one.instance
         if balance not in self._balances:
             self._balances[balance] = BALANCES[balance]()
-        picked = self._balances[balance].pick(loads, session if balance == "session" else item)
+        picked = self._balances[balance].pick_load(loads, session if balance == "session" else item)
         return candidates[loads.index(picked)].instance
 
-    def others(
+    def has_untried(
         self, tried: Collection[Instance], fits: Callable[[Instance], bool] | None = None
     ) -> bool:
         """Return whether there is an instance that has not been tried."""
-        fresh = self._fresh(self._table.usable(*self._roles), tried)
+        fresh = self._fresh(self._table.usable_candidates(*self._roles), tried)
         return bool(fresh) if fits is None else any(fits(one.instance) for one in fresh)
 
     def _fresh(

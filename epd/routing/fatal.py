@@ -76,13 +76,13 @@ class Watched:
     deaths: Deaths | None = None
     engine_died: bool = False
 
-    def died(self, instance: Instance, now_s: float) -> None:
+    def record_death(self, instance: Instance, now_s: float) -> None:
         if self.deaths is None:
             self.deaths = Deaths()
         self.deaths.add(instance, now_s)
 
     @property
-    def spent(self) -> bool:
+    def is_spent(self) -> bool:
         """Whether the request must not be sent to another instance."""
         return self.deaths is not None and self.deaths.count >= MAX_DEATHS
 
@@ -164,13 +164,13 @@ class FatalRequests:
         """
         if self._drains(instance):
             return error
-        watched.died(instance, self._clock())
+        watched.record_death(instance, self._clock())
         rejected = [
             left_s
             for subject in _subjects(watched, items)
             if (left_s := self._died(subject, instance)) is not None
         ]
-        if watched.spent and self._reject_s():  # its first death may have expired
+        if watched.is_spent and self._reject_s():  # its first death may have expired
             rejected.append(self._reject_s())
         if not rejected:
             return error
@@ -183,7 +183,9 @@ class FatalRequests:
         )
         return _suspected(max(rejected), error.stage)
 
-    def survived(self, watched: Watched, items: Iterable[str] = (), *, body: bool = True) -> None:
+    def record_survival(
+        self, watched: Watched, items: Iterable[str] = (), *, body: bool = True
+    ) -> None:
         """Forget the deaths of items and bodies that an instance has processed successfully.
 
         Args:

@@ -22,7 +22,7 @@ BUSY_S = 1.0
 seconds."""
 
 
-class State(enum.StrEnum):
+class HealthState(enum.StrEnum):
     """The health state of an instance."""
 
     HEALTHY = "healthy"
@@ -87,7 +87,7 @@ class Health:
         self,
         policy: HealthPolicy,
         now_s: float,
-        on_change: Callable[[State], None],
+        on_change: Callable[[HealthState], None],
         random: Callable[[], float],
     ) -> None:
         """Start as healthy although not yet met, with a probe due at once.
@@ -102,7 +102,7 @@ class Health:
         self.met = False
         self._on_change = on_change
         self._random = random
-        self._state = State.HEALTHY
+        self._state = HealthState.HEALTHY
         self._since_s = now_s
         self._until_s = now_s
         self._busy_until_s = now_s
@@ -114,31 +114,31 @@ class Health:
         self._under_way = 0
         self._changes = 0
 
-    def state(self, now_s: float) -> State:
+    def state(self, now_s: float) -> HealthState:
         """Return the current state."""
-        if self._state is State.EJECTED and now_s >= self._until_s:
-            self._become(State.TRIAL, now_s)
+        if self._state is HealthState.EJECTED and now_s >= self._until_s:
+            self._become(HealthState.TRIAL, now_s)
         return self._state
 
-    def fit(self, now_s: float) -> bool:
+    def is_eligible(self, now_s: float) -> bool:
         """Return whether it should get a request."""
         state = self.state(now_s)
-        return state is State.HEALTHY or (state is State.TRIAL and not self._under_way)
+        return state is HealthState.HEALTHY or (state is HealthState.TRIAL and not self._under_way)
 
-    def well(self, now_s: float) -> bool:
+    def is_healthy(self, now_s: float) -> bool:
         """Return whether it is healthy and not busy: a cheap check that covers nearly all calls."""
-        return self._state is State.HEALTHY and now_s >= self._busy_until_s
+        return self._state is HealthState.HEALTHY and now_s >= self._busy_until_s
 
-    def busy(self, now_s: float) -> bool:
+    def is_busy(self, now_s: float) -> bool:
         """Return whether it has asked for no requests."""
         return now_s < self._busy_until_s
 
-    def begun(self) -> int:
-        """Count the start of a request; return a token for `ended`."""
+    def request_begun(self) -> int:
+        """Count the start of a request; return a token for `request_ended`."""
         self._under_way += 1
         return self._changes
 
-    def answered(self, now_s: float) -> None:
+    def record_answer(self, now_s: float) -> None:
         """Record the start of a good answer, or a good end: a trial is passed.
 
         A good answer also ends an outage for the probes: earlier failed probes no longer count, and
@@ -146,11 +146,11 @@ class Health:
         """
         self.met = True
         state = self.state(now_s)
-        if state is State.TRIAL or state is State.DOWN:
+        if state is HealthState.TRIAL or state is HealthState.DOWN:
             self._failed_probes = 0
-            self._become(State.HEALTHY, now_s)
+            self._become(HealthState.HEALTHY, now_s)
 
-    def ended(
+    def request_ended(
         self, outcome: Outcome, now_s: float, *, begun: int, rest_s: float | None = None
     ) -> None:
         """Record the end of a request.
@@ -170,24 +170,27 @@ class Health:
             case Outcome.GOOD:
                 self._failures = 0
                 self._latest = (self._latest << 1) & self._window
-                self.answered(now_s)
+                self.record_answer(now_s)
             case Outcome.BUSY:
                 rest_s = BUSY_S if rest_s is None else min(rest_s, self.policy.max_eject_s)
                 self._busy_until_s = now_s + rest_s
-                self.answered(now_s)
+                self.record_answer(now_s)
             case Outcome.BAD | Outcome.UNREACHABLE:
                 self._failed(now_s, unreachable=outcome is Outcome.UNREACHABLE)
             case Outcome.NOTHING:
                 pass
 
     def probe_due(self, now_s: float) -> bool:
-        """Return whether a probe is due. After True, the caller must probe and call `probed`."""
+        """Return whether a probe is due.
+
+        After True, the caller must probe and call `record_probe`.
+        """
         if now_s < self._probe_s:
             return False
         self._probe_s = math.inf
         return True
 
-    def probed(self, now_s: float, *, well: bool | None) -> None:
+    def record_probe(self, now_s: float, *, well: bool | None) -> None:
         """Record the result of a probe; None if it could not be made."""
         try:
             if well is not None:
@@ -199,16 +202,16 @@ class Health:
     def _judge_probe(self, now_s: float, *, well: bool) -> None:
         self.met = self.met or well
         self._failed_probes = 0 if well else self._failed_probes + 1
-        if well and self._state is State.DOWN:
-            self._become(State.TRIAL, now_s)
+        if well and self._state is HealthState.DOWN:
+            self._become(HealthState.TRIAL, now_s)
         # An ejected instance that fails a probe too returns only after a successful probe.
         elif not well and (
-            self._state is State.EJECTED or self._failed_probes >= self.policy.down_after
+            self._state is HealthState.EJECTED or self._failed_probes >= self.policy.down_after
         ):
-            self._become(State.DOWN, now_s)
+            self._become(HealthState.DOWN, now_s)
 
     def _next_probe_s(self) -> float:
-        if self._state is not State.DOWN:
+        if self._state is not HealthState.DOWN:
             return self.policy.probe_interval_s
         doublings = min(max(0, self._failed_probes - self.policy.down_after), 32)
         return min(self.policy.min_backoff_s * 2.0**doublings, self.policy.max_backoff_s)
@@ -216,11 +219,11 @@ class Health:
     def _failed(self, now_s: float, *, unreachable: bool) -> None:
         self._failures += 1
         state = self.state(now_s)
-        few = state is State.HEALTHY and not self._fails_often()
-        if few or state in {State.EJECTED, State.DOWN}:
+        few = state is HealthState.HEALTHY and not self._fails_often()
+        if few or state in {HealthState.EJECTED, HealthState.DOWN}:
             return
         if unreachable:
-            self._become(State.DOWN, now_s)
+            self._become(HealthState.DOWN, now_s)
             self._probe_s = min(self._probe_s, now_s + self.policy.min_backoff_s)
         else:
             self._eject(now_s)
@@ -237,15 +240,15 @@ class Health:
         return (1 << WINDOW * self.policy.eject_after) - 1
 
     def _eject(self, now_s: float) -> None:
-        if self._state is State.HEALTHY and now_s - self._since_s >= self.policy.max_eject_s:
+        if self._state is HealthState.HEALTHY and now_s - self._since_s >= self.policy.max_eject_s:
             self._ejections = 0
         self._ejections += 1
         rest_s = min(self.policy.eject_s * self._ejections, self.policy.max_eject_s)
         self._until_s = now_s + rest_s
-        self._become(State.EJECTED, now_s)
+        self._become(HealthState.EJECTED, now_s)
         self._probe_s = min(self._probe_s, now_s)
 
-    def _become(self, state: State, now_s: float) -> None:
+    def _become(self, state: HealthState, now_s: float) -> None:
         if state is self._state:
             return
         self._state = state
@@ -288,7 +291,7 @@ UNANSWERED = frozenset({Condition.FAILING, Condition.DOWN})
 """Conditions of an instance that does not pass its health check."""
 
 
-def condition(state: State, *, answers: bool, routed: bool) -> Condition:
+def condition(state: HealthState, *, answers: bool, routed: bool) -> Condition:
     """Return the condition of an instance.
 
     Args:
@@ -299,11 +302,11 @@ def condition(state: State, *, answers: bool, routed: bool) -> Condition:
     if not answers:
         return Condition.FAILING if routed else Condition.DOWN
     match state:
-        case State.HEALTHY:
+        case HealthState.HEALTHY:
             return Condition.HEALTHY if routed else Condition.PAUSED
-        case State.TRIAL:
+        case HealthState.TRIAL:
             return Condition.TRIAL
-        case State.DOWN:
+        case HealthState.DOWN:
             return Condition.RECOVERING
-        case State.EJECTED:
+        case HealthState.EJECTED:
             return Condition.SUSPECT if routed else Condition.EJECTED

@@ -60,7 +60,7 @@ class Instance:
         return hash(self.url)
 
 
-class Source(enum.StrEnum):
+class InstanceSource(enum.StrEnum):
     """Sources of instances. The first one has precedence for an instance's details."""
 
     CONFIG = "config"
@@ -92,7 +92,7 @@ class Table(Protocol):
     def remove(self, instance: Instance) -> None:
         """Stop sending new requests to an instance."""
 
-    def reweigh(self, old: Instance, new: Instance) -> None:
+    def set_weight(self, old: Instance, new: Instance) -> None:
         """Give a member the weight of `new`, which is equal in all else."""
 
 
@@ -106,7 +106,7 @@ class Member(NamedTuple):
     """
 
     instance: Instance
-    sources: tuple[Source, ...]
+    sources: tuple[InstanceSource, ...]
     since_s: float
 
 
@@ -124,14 +124,14 @@ class Registry:
         configured: Iterable[Instance] = (),
         *,
         fits: Callable[[Instance], bool] = lambda _: True,
-        on_change: Callable[[Instance, Change, Source], None] = lambda *_: None,
+        on_change: Callable[[Instance, Change, InstanceSource], None] = lambda *_: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Add the configured instances, without calls of `on_change`.
 
         Args:
             table: table to update.
-            configured: instances of `Source.CONFIG`.
+            configured: instances of `InstanceSource.CONFIG`.
             fits: predicate of the instances that can be members.
             on_change: callback with an instance, its change and the source.
             clock: wall clock, in seconds.
@@ -139,14 +139,14 @@ class Registry:
         self._table = table
         self._fits = fits
         self._clock = clock
-        self._said: dict[Source, Sequence[Instance]] = {}
+        self._said: dict[InstanceSource, Sequence[Instance]] = {}
         self._since_s: dict[Instance, float] = {}
         self._refused: set[Instance] = set()
-        self._on_change: Callable[[Instance, Change, Source], None] = lambda *_: None
-        self.replace(Source.CONFIG, configured)
+        self._on_change: Callable[[Instance, Change, InstanceSource], None] = lambda *_: None
+        self.replace(InstanceSource.CONFIG, configured)
         self._on_change = on_change
 
-    def replace(self, source: Source, instances: Iterable[Instance]) -> None:
+    def replace(self, source: InstanceSource, instances: Iterable[Instance]) -> None:
         """Replace the instances of a source."""
         self._said[source] = tuple(instances)
         named = self._named()
@@ -160,31 +160,33 @@ class Registry:
             if instance not in self._since_s:
                 self._admit(instance, by)
 
-    def clash(self, instance: Instance) -> Instance | None:
+    def conflicting_member(self, instance: Instance) -> Instance | None:
         """Return a member that conflicts with an instance, if any."""
         return next((one for one in self._since_s if _clash(one, instance)), None)
 
-    def sources(self, url: str) -> tuple[Source, ...]:
+    def sources(self, url: str) -> tuple[InstanceSource, ...]:
         """Return the sources that name an instance with this URL."""
         return tuple(
-            source for source in Source if any(one.url == url for one in self._said.get(source, ()))
+            source
+            for source in InstanceSource
+            if any(one.url == url for one in self._said.get(source, ()))
         )
 
     @property
     def members(self) -> tuple[Member, ...]:
         """The registered instances, with their sources."""
         named = {one.key: one for one in self._since_s}
-        sources: dict[Instance, list[Source]] = {one: [] for one in self._since_s}
-        for source in Source:
+        sources: dict[Instance, list[InstanceSource]] = {one: [] for one in self._since_s}
+        for source in InstanceSource:
             for said in self._said.get(source, ()):
                 if (one := named.get(said.key)) is not None:
                     sources[one].append(source)
         return tuple(Member(one, tuple(by), self._since_s[one]) for one, by in sources.items())
 
-    def _named(self) -> dict[Instance, Source]:
+    def _named(self) -> dict[Instance, InstanceSource]:
         """Return all named instances, each with its first source."""
-        named: dict[tuple[Role, str], tuple[Instance, Source]] = {}
-        for source in Source:
+        named: dict[tuple[Role, str], tuple[Instance, InstanceSource]] = {}
+        for source in InstanceSource:
             for one in self._said.get(source, ()):
                 named.setdefault(one.key, (one, source))
         return dict(named.values())
@@ -196,10 +198,10 @@ class Registry:
             new = said.get(old.key, old)
             if new != old == replace(new, weight=old.weight):
                 self._since_s[new] = self._since_s.pop(old)
-                self._table.reweigh(old, new)
+                self._table.set_weight(old, new)
 
-    def _admit(self, instance: Instance, by: Source) -> None:
-        if self._fits(instance) and self.clash(instance) is None:
+    def _admit(self, instance: Instance, by: InstanceSource) -> None:
+        if self._fits(instance) and self.conflicting_member(instance) is None:
             self._refused.discard(instance)
             self._since_s[instance] = self._clock()
             self._table.add(instance)

@@ -35,27 +35,27 @@ class Ranks:
         self._asked = [0] * count
         self._last = -1
 
-    def next(self) -> int:
+    def next_rank(self) -> int:
         """Return the rank with the lowest load; equal ones in turn."""
         count = len(self._under_way)
         turns = [(self._last + step) % count for step in range(1, count + 1)]
         self._last = min(turns, key=lambda rank: self._under_way[rank] + self._elsewhere[rank])
         return self._last
 
-    def begin(self, rank: int, *, asking: bool = False) -> None:
+    def begin_request(self, rank: int, *, asking: bool = False) -> None:
         """Count the start of a local request, with or without an outstanding report."""
         self._under_way[rank] += 1
         if asking:
             self._asked[rank] = max(self._asked[rank], self._under_way[rank])
 
-    def end(self, rank: int) -> None:
+    def end_request(self, rank: int) -> None:
         self._under_way[rank] -= 1
 
-    def asked(self) -> None:
+    def report_requested(self) -> None:
         """Record that a report has been requested."""
         self._asked = self._under_way.copy()
 
-    def reported(self, engines: Mapping[int, int]) -> None:
+    def record_report(self, engines: Mapping[int, int]) -> None:
         """Record a report. A report that does not cover every rank is ignored."""
         if engines.keys() == set(range(len(self._asked))):
             self._elsewhere = [max(0, engines[rank] - own) for rank, own in enumerate(self._asked)]
@@ -141,20 +141,20 @@ class Load:
         self.share = weight or 1.0
         self._weigh()
 
-    def begin(self, rank: int | None = None) -> None:
+    def begin_request(self, rank: int | None = None) -> None:
         """Count the start of a local request, for one of the ranks if given."""
         self.under_way += 1
         if asking := self._since_s == math.inf:  # the outstanding report may include it
             self._asked = max(self._asked, self.under_way)
         if self.ranks is not None and rank is not None:
-            self.ranks.begin(rank, asking=asking)
+            self.ranks.begin_request(rank, asking=asking)
         self._weigh()
 
-    def end(self, rank: int | None = None) -> None:
+    def end_request(self, rank: int | None = None) -> None:
         """Count the end of a local request."""
         self.under_way -= 1
         if self.ranks is not None and rank is not None:
-            self.ranks.end(rank)
+            self.ranks.end_request(rank)
         self._weigh()
 
     def expire(self, now_s: float) -> None:
@@ -163,7 +163,7 @@ class Load:
             self._forget()
 
     def report_due(self, now_s: float, interval_s: float) -> bool:
-        """Return whether a report is due. After True, the caller must ask and call `reported`.
+        """Return whether a report is due. After True, the caller must ask and call `record_report`.
 
         Args:
             now_s: current time.
@@ -174,10 +174,10 @@ class Load:
         self._since_s = math.inf
         self._asked = self.under_way
         if self.ranks is not None:
-            self.ranks.asked()
+            self.ranks.report_requested()
         return True
 
-    def reported(self, report: Report | None, now_s: float, interval_s: float) -> None:
+    def record_report(self, report: Report | None, now_s: float, interval_s: float) -> None:
         """Record a report.
 
         Args:
@@ -197,10 +197,10 @@ class Load:
         self.report = report
         self._elsewhere = max(0, report.waiting + report.running - self._asked)
         if self.ranks is not None:
-            self.ranks.reported(report.engines)
+            self.ranks.record_report(report.engines)
         self._weigh()
 
-    def leave(self) -> None:
+    def drop_report(self) -> None:
         """Drop the report of a removed instance. It may be added again before its requests end."""
         self._since_s = -math.inf
         self._forget()
@@ -210,7 +210,7 @@ class Load:
         self._until_s = math.inf
         self._elsewhere = 0
         if self.ranks is not None:
-            self.ranks.reported({})
+            self.ranks.record_report({})
         self._weigh()
 
     def _weigh(self) -> None:

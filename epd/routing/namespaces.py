@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable
 
-from epd.routing.health import State
+from epd.routing.health import HealthState
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.table import InstanceTable
 
@@ -28,10 +28,10 @@ class Namespaces:
         self._consumers: frozenset[str] | None = None
         self._counted_at = table.changes
 
-    def due(self) -> list[Instance]:
-        """Return the instances to ask now; each answer goes to `told`."""
-        members = {one.key: one for one in self._table.of(*Role)}
-        up = {key for key, one in members.items() if self._table.state(one) is not State.DOWN}
+    def due_instances(self) -> list[Instance]:
+        """Return the instances to ask now; each answer goes to `record_namespace`."""
+        members = {one.key: one for one in self._table.of_roles(*Role)}
+        up = {key for key, one in members.items() if self._table.state(one) is not HealthState.DOWN}
         self._known = {key: name for key, name in self._known.items() if key in members}
         self._asked_s = {key: asked_s for key, asked_s in self._asked_s.items() if key in up}
         now_s = self._clock()
@@ -43,11 +43,12 @@ class Namespaces:
         self._asked_s.update((key, now_s) for key, _ in due)
         return [one for _, one in due]
 
-    def told(self, instance: Instance, namespace: str | None) -> None:
+    def record_namespace(self, instance: Instance, namespace: str | None) -> None:
         """Record the answer of an instance.
 
         Args:
-            instance: the instance. One that is not in the table is dropped by the next `due`.
+            instance: the instance. One that is not in the table is dropped by the next
+                `due_instances`.
             namespace: the namespace; empty for none or several; None without an answer.
         """
         if namespace is None or namespace == self._known.get(instance.key, ""):
@@ -58,7 +59,7 @@ class Namespaces:
         else:
             del self._known[instance.key]
 
-    def of(self, instance: Instance) -> str | None:
+    def namespace_of(self, instance: Instance) -> str | None:
         """Return the namespace of an instance; None if unknown."""
         return self._known.get(instance.key)
 
@@ -68,11 +69,11 @@ class Namespaces:
         Each request with media needs them. They are recomputed only after a change.
         """
         if self._consumers is None or self._counted_at != self._table.changes:
-            known = (self.of(one) for one in self._table.of(*CONSUMERS))
+            known = (self.namespace_of(one) for one in self._table.of_roles(*CONSUMERS))
             self._consumers = frozenset(one for one in known if one is not None)
             self._counted_at = self._table.changes
         return self._consumers
 
-    def shares(self, instance: Instance, namespace: str | None) -> bool:
+    def shares_namespace(self, instance: Instance, namespace: str | None) -> bool:
         """Return whether the outputs of an instance are usable in a namespace, as far as known."""
-        return namespace is None or self.of(instance) in {None, namespace}
+        return namespace is None or self.namespace_of(instance) in {None, namespace}

@@ -43,12 +43,12 @@ class Retries:
         """Return the tries of one request: a context manager for the whole request."""
         return Tries(self, most)
 
-    def leave(self) -> None:
+    def release_place(self) -> None:
         """Release the place of a retry. Only `Tries` calls it."""
         self._again -= 1
         self._admit()
 
-    async def admitted(self) -> bool:
+    async def wait_admission(self) -> bool:
         """Wait for a place in the budget; return False after `PATIENCE_S`."""
         place = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
@@ -95,7 +95,7 @@ class Tries:
         self._leave()
         self._retries.requests -= 1
 
-    async def another(self, error: ProxyError, delay_s: float = 0.0) -> None:
+    async def next_try(self, error: ProxyError, delay_s: float = 0.0) -> None:
         """End a failed try, and wait until the next one may start.
 
         Args:
@@ -113,7 +113,7 @@ class Tries:
         self._left -= 1
         self._number += 1
         await asyncio.sleep(delay_s + jitter_s)
-        if not await self._retries.admitted():
+        if not await self._retries.wait_admission():
             raise error
         self._timer = asyncio.get_running_loop().call_later(HELD_S, self._leave)
 
@@ -121,4 +121,4 @@ class Tries:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self._retries.leave()
+            self._retries.release_place()

@@ -1,7 +1,7 @@
 """The instance table: the health and the load of each instance, and which ones are usable.
 
-A request at an instance counts as load while it is in progress (`Place`). Its end is a judgement of
-the instance's health (`Use`).
+A request at an instance counts as load while it is in progress (`Reservation`). Its end is a
+judgement of the instance's health (`InFlight`).
 """
 
 import random
@@ -12,12 +12,12 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from epd.errors import Outcome, ProxyError
-from epd.routing.health import DEFAULT_HEALTH, Health, HealthPolicy, State
+from epd.routing.health import DEFAULT_HEALTH, Health, HealthPolicy, HealthState
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.load import Load, Ranks, Report
 
 
-class Place:
+class Reservation:
     """A request's place at an instance, which counts as load until the context exits.
 
     Attributes:
@@ -30,28 +30,31 @@ class Place:
     def __init__(self, instance: Instance, load: Load, rank: int | None = None) -> None:
         self.instance = instance
         self._load = load
-        self.rank = load.ranks.next() if load.ranks is not None and rank is None else rank
+        self.rank = load.ranks.next_rank() if load.ranks is not None and rank is None else rank
 
-    def begin(self) -> Self:
+    def begin_request(self) -> Self:
         """Count the request as load of the instance."""
-        self._load.begin(self.rank)
+        self._load.begin_request(self.rank)
         return self
 
-    def end(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - of `Use`
+    def end_request(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - of `InFlight`
         """Remove the request from the load."""
-        self._load.end(self.rank)
+        self._load.end_request(self.rank)
 
     def __enter__(self) -> Self:
-        return self.begin()
+        return self.begin_request()
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end(error)
+        self.end_request(error)
 
 
-class Use(Place):
-    """Request at an instance. Each `begin` needs one `end`; or use it as a context manager."""
+class InFlight(Reservation):
+    """Request at an instance.
+
+    Each `begin_request` needs one `end_request`; or use it as a context manager.
+    """
 
     __slots__ = ("_alone", "_begun", "_clock", "_health")
 
@@ -70,25 +73,25 @@ class Use(Place):
         self._clock = clock
         self._alone = alone
 
-    def begin(self) -> Self:
+    def begin_request(self) -> Self:
         """Count the request as load of the instance."""
-        self._load.begin(self.rank)
-        self._begun = self._health.begun()
+        self._load.begin_request(self.rank)
+        self._begun = self._health.request_begun()
         return self
 
-    def answered(self) -> None:
+    def record_answer(self) -> None:
         """Record the start of a good answer, which may still take long."""
-        self._health.answered(self._clock())
+        self._health.record_answer(self._clock())
 
-    def end(self, error: BaseException | None = None) -> None:
+    def end_request(self, error: BaseException | None = None) -> None:
         """Judge the instance by the request's end. A cancelled request does not count."""
-        self._load.end(self.rank)
+        self._load.end_request(self.rank)
         outcome, rest_s = Outcome.NOTHING, None
         if error is None:
             outcome = Outcome.GOOD
         elif isinstance(error, ProxyError) and (self._alone or not error.engine_failed):
             outcome, rest_s = error.outcome, error.rest_s
-        self._health.ended(outcome, self._clock(), begun=self._begun, rest_s=rest_s)
+        self._health.request_ended(outcome, self._clock(), begun=self._begun, rest_s=rest_s)
 
 
 class Candidate(NamedTuple):
@@ -114,7 +117,7 @@ class InstanceTable:
         instances: Iterable[Instance] = (),
         policy: HealthPolicy = DEFAULT_HEALTH,
         *,
-        on_change: Callable[[Instance, State], None] = lambda *_: None,
+        on_change: Callable[[Instance, HealthState], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] | None = None,
     ) -> None:
@@ -181,11 +184,11 @@ class InstanceTable:
         if not seats:
             self.roles -= {instance.role}
         self.changes += 1
-        candidate.load.leave()
+        candidate.load.drop_report()
         self._leave(instance, candidate.load)
         self._removed.add(instance.key)
 
-    def reweigh(self, old: Instance, new: Instance) -> None:
+    def set_weight(self, old: Instance, new: Instance) -> None:
         """Give an instance of the table the weight of `new`, which is equal in all else."""
         before = self._members[old.key]
         before.load.weight = new.weight
@@ -199,7 +202,7 @@ class InstanceTable:
         for one in self._members.values():
             one.health.policy = policy
 
-    def of(self, *roles: Role) -> tuple[Instance, ...]:
+    def of_roles(self, *roles: Role) -> tuple[Instance, ...]:
         """Return all instances of these roles."""
         return tuple(one.instance for role in roles for one in self._by_role[role])
 
@@ -209,14 +212,14 @@ class InstanceTable:
             return self._by_role[roles[0]]
         return [one for role in roles for one in self._by_role[role]]
 
-    def find(self, url: str, *roles: Role) -> Instance | None:
+    def find_instance(self, url: str, *roles: Role) -> Instance | None:
         """Return the instance with this URL and one of these roles; None if there is none."""
-        return next((one for one in self.of(*roles) if one.url == url), None)
+        return next((one for one in self.of_roles(*roles) if one.url == url), None)
 
     def has(self, role: Role) -> bool:
         return role in self.roles
 
-    def state(self, instance: Instance) -> State:
+    def state(self, instance: Instance) -> HealthState:
         """Return the health state of an instance.
 
         Raises:
@@ -224,25 +227,27 @@ class InstanceTable:
         """
         return self._members[instance.key].health.state(self._clock())
 
-    def drains(self, instance: Instance) -> bool:
+    def is_draining(self, instance: Instance) -> bool:
         """Return whether an instance was removed or has weight 0, and so may stop at any time."""
         candidate = self._members.get(instance.key)
         return instance.key in self._removed if candidate is None else not candidate.load.weight
 
-    def serves(self, *roles: Role) -> bool:
+    def any_serving(self, *roles: Role) -> bool:
         """Return whether any instance of these roles is not down."""
-        return any(self.state(instance) is not State.DOWN for instance in self.of(*roles))
+        return any(
+            self.state(instance) is not HealthState.DOWN for instance in self.of_roles(*roles)
+        )
 
-    def met(self, *roles: Role) -> bool:
+    def serves_answered(self, *roles: Role) -> bool:
         """Return whether any instance of these roles that has answered once is not down.
 
         A new instance may not listen yet.
         """
         now_s = self._clock()
         healths = (one.health for one in self.all(*roles))
-        return any(one.met and one.state(now_s) is not State.DOWN for one in healths)
+        return any(one.met and one.state(now_s) is not HealthState.DOWN for one in healths)
 
-    def usable(self, *roles: Role) -> Sequence[Candidate]:
+    def usable_candidates(self, *roles: Role) -> Sequence[Candidate]:
         """Return the instances that may get the next request; empty only if there are none.
 
         Exclude instances that are down. Exclude drained ones, if another one is fit. Exclude
@@ -254,17 +259,17 @@ class InstanceTable:
         if len(pool) == 1:
             return pool
         now_s = self._clock()
-        if all(one.load.weight and one.health.well(now_s) for one in pool):
+        if all(one.load.weight and one.health.is_healthy(now_s) for one in pool):
             return pool
-        up = [one for one in pool if one.health.state(now_s) is not State.DOWN] or list(pool)
-        fit = [one for one in up if one.health.fit(now_s)]
+        up = [one for one in pool if one.health.state(now_s) is not HealthState.DOWN] or list(pool)
+        fit = [one for one in up if one.health.is_eligible(now_s)]
         if any(one.load.weight for one in fit):
             up, fit = ([one for one in some if one.load.weight] for some in (up, fit))
         if 2 * len(fit) < len(up):
             fit = up
-        return [one for one in fit if not one.health.busy(now_s)] or fit
+        return [one for one in fit if not one.health.is_busy(now_s)] or fit
 
-    def place(self, instance: Instance, promised: Place | None = None) -> Place:
+    def reserve_place(self, instance: Instance, promised: Reservation | None = None) -> Reservation:
         """Return a place at this instance, for a request that will be sent to it later.
 
         Args:
@@ -272,11 +277,11 @@ class InstanceTable:
             promised: the request's earlier place. Its rank is kept if it is at the same instance.
         """
         load = self._health_and_load(instance)[1]
-        return Place(instance, load, _promised_rank(instance, promised))
+        return Reservation(instance, load, _promised_rank(instance, promised))
 
-    def using(
-        self, instance: Instance, *, alone: bool = True, promised: Place | None = None
-    ) -> Use:
+    def track_request(
+        self, instance: Instance, *, alone: bool = True, promised: Reservation | None = None
+    ) -> InFlight:
         """Return a context manager for a request at this instance.
 
         Its exit judges the instance by the error. A cancelled request does not count.
@@ -289,7 +294,7 @@ class InstanceTable:
         """
         health, load = self._health_and_load(instance)
         rank = _promised_rank(instance, promised)
-        return Use(instance, load, rank, health, self._clock, alone=alone)
+        return InFlight(instance, load, rank, health, self._clock, alone=alone)
 
     def _health_and_load(self, instance: Instance) -> tuple[Health, Load]:
         """Return the health and the load of an instance, in the table or not."""
@@ -303,7 +308,7 @@ class InstanceTable:
             self._leave(instance, load := _load(instance))
         return health, load
 
-    def _new_health(self, on_change: Callable[[State], None]) -> Health:
+    def _new_health(self, on_change: Callable[[HealthState], None]) -> Health:
         return Health(self._policy, self._clock(), on_change, self._jitter)
 
     def _leave(self, instance: Instance, load: Load) -> None:
@@ -313,18 +318,18 @@ class InstanceTable:
         self._leaving[instance] = load
 
     def probes_due(self) -> list[Instance]:
-        """Return the instances to probe now; each result goes to `probed`."""
+        """Return the instances to probe now; each result goes to `record_probe`."""
         now_s = self._clock()
         members = self._members.values()
         return [one.instance for one in members if one.health.probe_due(now_s)]
 
-    def probed(self, instance: Instance, *, well: bool | None) -> None:
+    def record_probe(self, instance: Instance, *, well: bool | None) -> None:
         """Record the result of a probe; None if it could not be made."""
         if instance.key in self._members:
-            self._members[instance.key].health.probed(self._clock(), well=well)
+            self._members[instance.key].health.record_probe(self._clock(), well=well)
 
     def reports_due(self, roles: Collection[Role], interval_s: float) -> list[Instance]:
-        """Return the instances to ask for their load now; each answer goes to `reported`.
+        """Return the instances to ask for their load now; each answer goes to `record_report`.
 
         A single instance of a role is skipped unless it has ranks: its load decides nothing.
 
@@ -340,17 +345,17 @@ class InstanceTable:
             for role in roles
             for one in self._by_role[role]
             if (len(self._by_role[role]) > 1 or one.load.ranks is not None)
-            and one.health.state(now_s) is not State.DOWN
+            and one.health.state(now_s) is not HealthState.DOWN
             and one.load.report_due(now_s, interval_s)
         ]
 
-    def reported(self, instance: Instance, report: Report | None, interval_s: float) -> None:
-        """Record the report of an instance; None after a failure. See `Load.reported`."""
+    def record_report(self, instance: Instance, report: Report | None, interval_s: float) -> None:
+        """Record the report of an instance; None after a failure. See `Load.record_report`."""
         if instance.key in self._members:
-            self._members[instance.key].load.reported(report, self._clock(), interval_s)
+            self._members[instance.key].load.record_report(report, self._clock(), interval_s)
 
 
-def _promised_rank(instance: Instance, promised: Place | None) -> int | None:
+def _promised_rank(instance: Instance, promised: Reservation | None) -> int | None:
     return None if promised is None or promised.instance != instance else promised.rank
 
 

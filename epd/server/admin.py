@@ -49,7 +49,7 @@ Health = tuple[int, dict[str, Any]]
 T = TypeVar("T")
 
 
-class Kept(Generic[T]):
+class CachedResult(Generic[T]):
     """Cache of one answer of all instances, for `KEPT_S`. Concurrent misses share one look-up."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
@@ -94,8 +94,8 @@ class Admin:
         # A separate choice: these requests must not advance the round robin of the decode stage.
         self._models = Choice(table, *ANSWERING)
         self._retries = Retries()
-        self._health = Kept(self._ask_health)
-        self._versions = Kept(self._ask_versions)
+        self._health = CachedResult(self._ask_health)
+        self._versions = CachedResult(self._ask_versions)
 
     async def health(self) -> Health:
         """Return the status and the body of `GET /health`.
@@ -117,10 +117,12 @@ class Admin:
         return {one.url: _version(result) for one, result in results.items()}
 
     async def _ask_health(self) -> Health:
-        groups = {name: self._table.of(*roles) for name, (_, roles) in CLUSTERS.items()}
-        states = {one: self._table.state(one) for one in self._table.of(*Role)}
+        groups = {name: self._table.of_roles(*roles) for name, (_, roles) in CLUSTERS.items()}
+        states = {one: self._table.state(one) for one in self._table.of_roles(*Role)}
         routed = {
-            one.instance for _, roles in CLUSTERS.values() for one in self._table.usable(*roles)
+            one.instance
+            for _, roles in CLUSTERS.values()
+            for one in self._table.usable_candidates(*roles)
         }
         results = await self._ask_all(
             "/health", headers={}, body=None, timeout_s=self._live.current.health_timeout_s
@@ -202,7 +204,7 @@ class Admin:
         with self._retries.tries(MODELS_TRIES) as tries:
             while True:
                 try:
-                    tried.append(self._models.best(tried, balance="round_robin"))
+                    tried.append(self._models.best_instance(tried, balance="round_robin"))
                     answer = await self._upstream.fetch(
                         tried[-1].url + path,
                         stage="decode",
@@ -211,10 +213,10 @@ class Admin:
                     )
                     break
                 except ProxyError as error:
-                    delay_s = retry_delay_s(error, others=self._models.others(tried))
+                    delay_s = retry_delay_s(error, others=self._models.has_untried(tried))
                     if delay_s is None:
                         raise
-                    await tries.another(error, delay_s)
+                    await tries.next_try(error, delay_s)
         if not answer.ok:
             raise UpstreamRejected(
                 answer.status, answer.body, stage="decode", headers=answer.headers
@@ -224,9 +226,9 @@ class Admin:
     async def _ask_all(
         self, path: str, *, headers: Mapping[str, str], body: bytes | None, timeout_s: float
     ) -> dict[Instance, Answer | ProxyError]:
-        instances = self._table.of(*Role)
+        instances = self._table.of_roles(*Role)
 
-        async def ask(instance: Instance) -> Answer | ProxyError:
+        async def ask_instance(instance: Instance) -> Answer | ProxyError:
             try:
                 return await self._upstream.fetch(
                     instance.url + path,
@@ -238,7 +240,7 @@ class Admin:
             except ProxyError as error:
                 return error
 
-        answers = await asyncio.gather(*map(ask, instances))
+        answers = await asyncio.gather(*map(ask_instance, instances))
         return dict(zip(instances, answers, strict=True))
 
 

@@ -27,7 +27,7 @@ GUARDED = ("/v1/", "/v2/")
 """Prefixes of the paths at which an instance started with `--api-key` checks the client's key."""
 
 
-async def answer(request: web.Request) -> web.StreamResponse:
+async def answer_request(request: web.Request) -> web.StreamResponse:
     """Answer `POST` to a generation endpoint, streaming or not."""
     visit = request[VISIT]
     context = visit.context
@@ -42,10 +42,10 @@ async def answer(request: web.Request) -> web.StreamResponse:
         if reply.is_stream:
             return await _streamed(request, visit, reply, headers)
         whole = await reply.read(idle_s=context.config.idle_timeout_s)
-        context.whole(whole)
+        context.record_whole(whole)
         if context.turn is not None:
-            whole = context.turn.hear(whole)
-            await visit.app[CONVERSATIONS].keep(context.turn)
+            whole = context.turn.capture_fields(whole)
+            await visit.app[CONVERSATIONS].store_turn(context.turn)
         return web.Response(status=reply.status, body=whole, headers=headers)
 
 
@@ -64,10 +64,10 @@ async def _streamed(
     relay = StreamRelay(reply, stream, _transport(request), context)
     await relay.run(context.config.idle_timeout_s)
     if context.turn is not None:
-        await app[CONVERSATIONS].keep(context.turn)
+        await app[CONVERSATIONS].store_turn(context.turn)
     await stream.write_eof()
     visit.answered = stream.status
-    await relay.drained()
+    await relay.drain_reply()
     return stream
 
 
@@ -105,7 +105,7 @@ async def forget_media(request: web.Request) -> web.Response:
     context = request[VISIT].context
     await check_key(request)
     uuid, context.model = request.match_info["uuid"], request.query.get("model")
-    await request.app[PIPELINE].forget(uuid, context.model, context)
+    await request.app[PIPELINE].forget_uuid(uuid, context.model, context)
     return as_json({"id": uuid, "object": "media.deleted", "deleted": True}, context)
 
 

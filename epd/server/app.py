@@ -33,18 +33,18 @@ from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.otel import tracing
 from epd.request.context import ModelNames
 from epd.request.encode import Encoder
-from epd.request.kv_peers import Peers, Releases
+from epd.request.kv_peers import PeerRegistry, Releases
 from epd.request.kv_readback import Readbacks
 from epd.request.pipeline import Pipeline
-from epd.request.polling import asking_namespaces, probing, reporting
-from epd.request.prefill_decode import Handovers
+from epd.request.polling import asking_namespaces, poll_load, probe_periodically
+from epd.request.prefill_decode import PrefillDecodeStages
 from epd.request.request_media import RequestMedia
 from epd.request.stages import Stages
 from epd.request.targets import Courses, Decoders, Picker
 from epd.request.warmup import Warmup
 from epd.routing.fatal import FatalRequests
-from epd.routing.health import State
-from epd.routing.instances import ANSWERING, Change, Instance, Registry, Source
+from epd.routing.health import HealthState
+from epd.routing.instances import ANSWERING, Change, Instance, InstanceSource, Registry
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
 from epd.server import api_routes, operator_routes
@@ -76,7 +76,7 @@ from epd.upstream import Upstream
 LOG = web.AppKey("log", LogObserver)
 RECENT = web.AppKey("recent", Recent)
 
-GONE = (State.DOWN, "removed")
+GONE = (HealthState.DOWN, "removed")
 """States of an instance after which its engine and its KV blocks may be lost."""
 
 
@@ -114,7 +114,7 @@ def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -
     routes = (*ROUTES, *allow_origins(app, config, ROUTES, _options))
     app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in routes)
     app.add_routes([route for _, route in routes])
-    app.add_routes([_any("/{anything:.*}", nothing, name=UNKNOWN)])
+    app.add_routes([_any("/{anything:.*}", answer_unknown, name=UNKNOWN)])
     app[MODELS] = ModelNames()
     app[METRICS] = MetricsObserver(app[ADMISSION])
     app[BACKGROUND] = Background(app[METRICS].background_failed)
@@ -122,7 +122,7 @@ def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -
     app[POLICIES] = Policies(live)
     app[RELOAD] = Reload(app[METRICS].reloaded)
     app[DRAIN] = Drain()
-    app[DIRECT] = direct(app, api_routes.answer)
+    app[DIRECT] = direct(app, api_routes.answer_request)
     app[LOG] = LogObserver(config.kv_lease_s, tenants=config.log_tenants)
     own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
     app[OBSERVERS] = (*own, *((app[LOG],) if observers is None else observers))
@@ -134,13 +134,13 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
     """Fill the application's slots with all that outlives a request (`cleanup_ctx`)."""
     live, background = app[CONFIG], app[BACKGROUND]
     config = live.current
-    conversations = Conversations.of(live)
+    conversations = Conversations.from_config(live)
     changed = partial(_changed, app[OBSERVERS], conversations)
     table = InstanceTable(policy=config.health, on_change=changed)
     transfer = KV_TRANSFERS[config.kv_transfer]()
     fatal = _fatal_requests(app, table)
     namespaces = Namespaces(table)
-    registry = Registry(table, config.instances, fits=transfer.fits, on_change=changed)
+    registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
     async with (
         tracing(config) as tracer,  # closed last: it exports the spans of the other closes
         watched(app[METRICS].loop_lag, background),
@@ -149,22 +149,24 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         _cache(config, background) as cache,
         conversations,
         membership(config, registry, upstream, background) as registrations,
-        probing(table, upstream, live, background),
-        reporting(table, upstream, live, background),
+        probe_periodically(table, upstream, live, background),
+        poll_load(table, upstream, live, background),
         asking_namespaces(namespaces, upstream, live, background),
-        Releases.running(stages := Stages(upstream), fatal) as releases,
+        Releases.run_releases(stages := Stages(upstream), fatal) as releases,
     ):
         decoders = Decoders(table, Picker(upstream))
-        peers = Peers(table, transfer, upstream, live)
+        peers = PeerRegistry(table, transfer, upstream, live)
         readbacks = Readbacks(table, stages, transfer, conversations)
-        handovers = Handovers(table, stages, transfer, peers, decoders, releases, readbacks, fatal)
+        handovers = PrefillDecodeStages(
+            table, stages, transfer, peers, decoders, releases, readbacks, fatal
+        )
         encoded = EC_TRANSFERS[config.ec_transfer]()
         keys = Keys(cache)
         claims = None if cache is None or encoded.pushed else Claims(cache)
         app[PIPELINE] = Pipeline(
             table,
             namespaces,
-            Courses(table, app[POLICIES].decide),
+            Courses(table, app[POLICIES].choose_policy),
             RequestMedia(table, media, keys, encoded, fatal),
             keys,
             Encoder(stages, namespaces, table, claims, encoded, fatal),
@@ -187,14 +189,14 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         figures.register(InstancesGlance(table))
         figures.register(StoreGlance(cache))
         figures.register(ConversationsGlance(conversations))
-        live.follow(partial(_adopt, app, registry, table, upstream, cache))
+        live.add_follower(partial(_adopt, app, registry, table, upstream, cache))
         yield
 
 
 def _fatal_requests(app: web.Application, table: InstanceTable) -> FatalRequests:
     return FatalRequests(
         lambda: app[CONFIG].current.suspect_s,
-        lambda instance: app[DRAIN].began or table.drains(instance),
+        lambda instance: app[DRAIN].began or table.is_draining(instance),
         time.monotonic,
     )
 
@@ -210,29 +212,29 @@ def _adopt(  # noqa: PLR0913, PLR0917 - every component with derived state
 ) -> None:
     """Update all state that is derived from the configuration."""
     set_level(config.log_level)
-    app[LOG].adopt(config.kv_lease_s, tenants=config.log_tenants)
-    app[ADMISSION].adopt(limits_of(config))
-    app[POLICIES].follow(config, before)
+    app[LOG].apply_config(config.kv_lease_s, tenants=config.log_tenants)
+    app[ADMISSION].apply_config(limits_of(config))
+    app[POLICIES].apply_reload(config, before)
     conversations.warn_of(config, before)
-    registry.replace(Source.CONFIG, config.instances)
+    registry.replace(InstanceSource.CONFIG, config.instances)
     table.judge_by(config.health)
     upstream.connect_within(config.connect_timeout_s)
     if cache is not None:
-        cache.adopt(budget_s=config.ec_store_budget_s, lease_s=config.ec_store_lease_s)
+        cache.apply_config(budget_s=config.ec_store_budget_s, lease_s=config.ec_store_lease_s)
 
 
 def _changed(
     observers: Sequence[Observer],
     conversations: Conversations,
     instance: Instance,
-    state: State | Change,
-    source: Source | None = None,
+    state: HealthState | Change,
+    source: InstanceSource | None = None,
 ) -> None:
     event = InstanceChanged(instance.url, instance.role, state, source)
     for observer in observers:
         observer.instance_changed(event)
     if state in GONE and instance.role in ANSWERING:
-        conversations.lost(instance.url)
+        conversations.drop_instance(instance.url)
 
 
 def _cache(
@@ -252,7 +254,7 @@ async def _not_yet(_: web.Request) -> None:
     """Send no `100 Continue` before the checks of the request: `read_body` sends it later."""
 
 
-async def nothing(request: web.Request) -> web.StreamResponse:
+async def answer_unknown(request: web.Request) -> web.StreamResponse:
     """Answer a request for an unknown path, or with a method that its path does not have.
 
     aiohttp's own handler would send `100 Continue` first.
@@ -282,12 +284,12 @@ ROUTES = (
     (Access.OPEN, _post("/ping", operator_routes.ready)),
     (Access.OPEN, _get("/openapi.json", operator_routes.openapi)),  # it holds no data of this fleet
     (Access.OPEN, _get("/", operator_routes.root)),
-    (Access.OPEN, _get("/ui", operator_routes.page)),  # nor do these
+    (Access.OPEN, _get("/ui", operator_routes.ui_page)),  # nor do these
     (Access.OPEN, _get("/ui/{file}", operator_routes.asset)),
     (Access.OPEN, _get("/instances", operator_routes.instances)),  # without a key as /health does
     (Access.REGISTRAR, _post("/instances", operator_routes.register)),
     (Access.REGISTRAR, _delete("/instances", operator_routes.unregister)),
-    *((Access.TENANT, _post(path, api_routes.answer)) for path in ENDPOINTS),
+    *((Access.TENANT, _post(path, api_routes.answer_request)) for path in ENDPOINTS),
     (Access.TENANT, _post("/v1/media", api_routes.push_media)),
     (Access.TENANT, _delete("/v1/media/{uuid}", api_routes.forget_media)),
     (Access.TENANT, _get("/v1/responses/{id}", api_routes.kept_response)),

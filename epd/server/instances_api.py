@@ -9,14 +9,14 @@ from epd.discovery.entries import EntriesInvalid, TransferMismatch, registration
 from epd.discovery.membership import Clash, Registrations
 from epd.discovery.stores import StoreFailed
 from epd.errors import BadRequest, Overloaded, RequestRefused
-from epd.routing.health import State
-from epd.routing.instances import Instance, Registry, Role, Source
+from epd.routing.health import HealthState
+from epd.routing.instances import Instance, InstanceSource, Registry, Role
 from epd.routing.table import InstanceTable
 from epd.routing.urls import base_url, is_allowed
 from epd.transfer.kv import KVTransfer
 from epd.transfer.registry import EC_TRANSFERS
 
-LIVE = frozenset({State.HEALTHY, State.TRIAL})
+LIVE = frozenset({HealthState.HEALTHY, HealthState.TRIAL})
 
 
 class Roster:
@@ -38,7 +38,7 @@ class Roster:
         self._hosts = config.registration_hosts
         self._ec_transfer = config.ec_transfer
 
-    def page(self, *, detailed: bool) -> dict[str, Any]:
+    def instances_page(self, *, detailed: bool) -> dict[str, Any]:
         """Return the URLs of the live and of the ejected instances (`evicted`), by role.
 
         Args:
@@ -47,8 +47,8 @@ class Roster:
         """
         page: dict[str, Any] = {
             role.value: {
-                "live": [one.url for one in self._table.of(role) if self._lives(one)],
-                "evicted": [one.url for one in self._table.of(role) if not self._lives(one)],
+                "live": [one.url for one in self._table.of_roles(role) if self._lives(one)],
+                "evicted": [one.url for one in self._table.of_roles(role) if not self._lives(one)],
             }
             for role in Role
         }
@@ -101,7 +101,9 @@ class Roster:
             answer: dict[str, Any] = {"removed": await self._registrations.remove(known)}
         except StoreFailed as error:
             raise _unwritten() from error
-        others = [source for source in self._registry.sources(known) if source is not Source.API]
+        others = [
+            source for source in self._registry.sources(known) if source is not InstanceSource.API
+        ]
         return answer | {"still_named_by": others} if others else answer
 
     def _check_open(self) -> None:
@@ -130,7 +132,7 @@ class Roster:
         return rows + [self._row(one, "draining", (), None) for one in leaving]
 
     def _row(
-        self, one: Instance, state: str, sources: Sequence[Source], since_s: float | None
+        self, one: Instance, state: str, sources: Sequence[InstanceSource], since_s: float | None
     ) -> dict[str, Any]:
         since = None if since_s is None else datetime.fromtimestamp(since_s, UTC)
         report = None if since_s is None else self._table.load(one).report

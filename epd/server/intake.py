@@ -23,8 +23,8 @@ from epd.edge import engine_headers
 from epd.edge.access import Access, Headers, check_admin, check_registrar, client_key
 from epd.edge.admission import Admission
 from epd.edge.drain import DRAIN
-from epd.edge.fair_queue import Ticket
-from epd.encoder_cache.identity import conversation_key, salted
+from epd.edge.fair_queue import Slot
+from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
 from epd.request.context import RequestContext
 from epd.routing.fatal import Watched, fingerprint
@@ -117,7 +117,7 @@ TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 """Form of a client's `x-request-timeout`, in seconds."""
 
 
-async def served(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
+async def serve_request(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
     """Authenticate a request, wait for a place if it needs one, and answer it before its deadline.
 
     Only `POST` requests to the API need a place: health and metrics must answer under overload.
@@ -125,7 +125,7 @@ async def served(request: web.Request, handler: Handler, visit: Visit) -> web.St
     app, context, config = visit.app, visit.context, visit.context.config
     costly = visit.api and request.method == "POST"
     until_s = context.record.started_s + _limit_s(request, config) if costly else math.inf
-    with app[DRAIN].bounded(until_s):
+    with app[DRAIN].bound_request(until_s):
         _authenticate(request, visit)
         admission = app[ADMISSION]
         with admission.request(context.tenant) as admitted:
@@ -136,7 +136,7 @@ async def served(request: web.Request, handler: Handler, visit: Visit) -> web.St
                 size, limit = request.content_length or 0, config.worker_max_body_bytes
                 if size > limit:
                     raise too_large(limit)
-                ticket = admitted.arrive()
+                ticket = admitted.enter_queue()
                 if ticket.where == "queue":
                     await _queued(request, admission, ticket, context)
                 admitted.grow(size)
@@ -144,11 +144,11 @@ async def served(request: web.Request, handler: Handler, visit: Visit) -> web.St
 
 
 async def _queued(
-    request: web.Request, admission: Admission, ticket: Ticket, context: RequestContext
+    request: web.Request, admission: Admission, ticket: Slot, context: RequestContext
 ) -> None:
-    with context.timed("queue", "proxy"):
+    with context.time_stage("queue", "proxy"):
         async with _watched(request):
-            await admission.turn(ticket)
+            await admission.wait_place(ticket)
     context.record.at = "proxy"
 
 
@@ -265,9 +265,9 @@ async def request_body(request: web.Request, visit: Visit) -> Body:
     body = endpoint.at_interval(body, config.stream_interval)
     context.model = body.get("model")
     if context.span is not None:
-        context.span.asks(endpoint.operation, context.model)
+        context.span.record_request(endpoint.operation, context.model)
     if endpoint.salted and context.tenant is not ANONYMOUS:  # without keys, all clients share
-        body = salted(body, config.scope_of(context.tenant))
+        body = with_salt(body, config.scope_of(context.tenant))
     body = _for_engines(request.headers, context, body)
     if CONVERSATION in body:
         body, context.turn = _turn(context, body)
@@ -287,7 +287,7 @@ def _for_engines(client_headers: Headers, context: RequestContext, body: Body) -
     Only a trusted tenant may set a priority and see an instance's load: a priority puts a request
     before those of other tenants, and the load shows their activity.
     """
-    endpoint, trusted = context.endpoint, context.config.trusts(context.tenant)
+    endpoint, trusted = context.endpoint, context.config.trusts_tenant(context.tenant)
     headers = engine_headers.sent_on(client_headers, trusted=trusted)
     priority = engine_headers.priority_of(client_headers)
     if not trusted:

@@ -18,7 +18,7 @@ from epd.api.endpoints import ENDPOINTS, is_api
 from epd.config import ProxyConfig
 from epd.edge.access import Access, CrossOrigin, Headers, Preflight, client_key
 from epd.edge.drain import DRAIN
-from epd.edge.protocol import Connection
+from epd.edge.protocol import ServerConnection
 from epd.errors import (
     BadRequest,
     ProxyError,
@@ -40,8 +40,14 @@ from epd.server.app_keys import (
     VISIT,
     Visit,
 )
-from epd.server.intake import served
-from epd.server.responses import broken, check_key, error_response, own_headers, reason_of
+from epd.server.intake import serve_request
+from epd.server.responses import (
+    check_key,
+    end_broken_stream,
+    error_response,
+    own_headers,
+    reason_of,
+)
 from epd.spans import RequestSpan, Tracer
 
 CLIENTS = frozenset({Access.OPEN, Access.TENANT})
@@ -104,7 +110,7 @@ async def _mark(
 ) -> None:
     """Add the CORS headers that tell the browser whether the page may read the response."""
     if request.match_info.handler in handlers:
-        response.headers.update(rules.answer(request.headers.get("Origin")))
+        response.headers.update(rules.response_headers(request.headers.get("Origin")))
 
 
 async def _preflight(rules: CrossOrigin, request: web.Request) -> web.Response:
@@ -167,13 +173,13 @@ async def respond(
     logged = LOGGED.set(visit.context.record.request_id)
     response, error = None, None
     try:
-        response = await served(request, handler, visit)
+        response = await serve_request(request, handler, visit)
     except ConnectionError:  # the client's; an instance's is a ProxyError
         raise
     except Exception as failure:  # noqa: BLE001 - the last resort: logged with its trace, answered 500
         error = await _error_of(failure, request)
         if visit.stream is not None and visit.stream.prepared:
-            response = await broken(visit, visit.stream, error)
+            response = await end_broken_stream(visit, visit.stream, error)
         else:
             response = error_response(request, error, visit.context)
     finally:
@@ -205,7 +211,7 @@ def _tell(
     record.model_name = context.model_name
     record.ended = True
     if context.span is not None:
-        context.span.done(record)
+        context.span.end_request(record)
     for observer in context.observers:
         observer.request_done(record)
 
@@ -330,5 +336,5 @@ def _route(request: web.Request) -> str:
 
 def _left(request: web.Request) -> str:
     connection = request.protocol
-    stalled = isinstance(connection, Connection) and connection.stalled
+    stalled = isinstance(connection, ServerConnection) and connection.stalled
     return "client_stalled" if stalled else "client_closed"

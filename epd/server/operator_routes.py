@@ -79,7 +79,7 @@ def store_kind(config: ProxyConfig) -> str | None:
     return None if config.ec_store is None else urlsplit(config.ec_store).scheme
 
 
-async def page(request: web.Request) -> web.Response:
+async def ui_page(request: web.Request) -> web.Response:
     """Answer `GET /ui` with the page, which holds no data of the fleet."""
     return _file("index.html", request)
 
@@ -162,7 +162,9 @@ async def ready(request: web.Request) -> web.Response:
     """
     if request.app[DRAIN].began:
         raise Overloaded("the proxy is about to stop", slug="shutting_down")
-    decodes = request.app[TABLE].met(*ANSWERING) or request.app[POLICIES].decodes_elsewhere
+    decodes = (
+        request.app[TABLE].serves_answered(*ANSWERING) or request.app[POLICIES].decodes_elsewhere
+    )
     if not decodes:
         raise NoInstance("no decode instance can be reached", slug="no_decode")
     return as_json({"status": "ready"}, request[VISIT].context)
@@ -178,7 +180,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def instances(request: web.Request) -> web.Response:
     """Answer `GET /instances`. Only a client that may administer the proxy gets the details."""
-    page = request.app[ROSTER].page(detailed=may_administer(request))
+    page = request.app[ROSTER].instances_page(detailed=may_administer(request))
     return as_json(page, request[VISIT].context)
 
 
@@ -196,7 +198,7 @@ async def unregister(request: web.Request) -> web.Response:
 
 async def policies(request: web.Request) -> web.Response:
     """Answer `GET /policies` with the policies in force."""
-    return as_json(request.app[POLICIES].page(), request[VISIT].context)
+    return as_json(request.app[POLICIES].policies_page(), request[VISIT].context)
 
 
 async def set_policies(request: web.Request) -> web.Response:

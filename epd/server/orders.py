@@ -42,7 +42,7 @@ class Orders:
         self.drain.set()
         self.close.set()
 
-    def end(self, delay_s: float = 0) -> None:
+    def drain_or_stop(self, delay_s: float = 0) -> None:
         """Drain, and close after a delay in seconds; at the second call, stop now."""
         if self.drain.is_set():
             self.now.set()
@@ -56,9 +56,11 @@ def orders_by_signal(live: LiveConfig) -> Orders:
     """Return orders that SIGTERM, SIGINT and SIGHUP to this process set."""
     orders = Orders()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, lambda: orders.end(live.current.drain_delay_s))
+    loop.add_signal_handler(
+        signal.SIGTERM, lambda: orders.drain_or_stop(live.current.drain_delay_s)
+    )
     # Ctrl-C: there is no load balancer to notify, and the operator waits at the terminal.
-    loop.add_signal_handler(signal.SIGINT, orders.end)
+    loop.add_signal_handler(signal.SIGINT, orders.drain_or_stop)
     loop.add_signal_handler(signal.SIGHUP, orders.reload.set)
     return orders
 

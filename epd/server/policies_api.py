@@ -14,7 +14,7 @@ from epd.config.model import ConfigFields
 from epd.config.proxy_config import active_policies
 from epd.errors import Overloaded, RequestRefused
 from epd.policies.plan import Course, Facts
-from epd.policies.registry import Active, decide, known
+from epd.policies.registry import Active, choose_policy, known_names
 
 SETTINGS = (
     "policies",
@@ -37,7 +37,7 @@ Written = Sequence[str]
 class Page(Protocol):
     """Memory for the policies that were set, shared by processes (`epd.observe.worker_metrics`)."""
 
-    def number(self) -> int:
+    def write_count(self) -> int:
         """Return the number of the latest write; 0 before the first one."""
 
     def read(self) -> bytes | None:
@@ -46,7 +46,7 @@ class Page(Protocol):
     def write(self, page: bytes) -> None:
         """Replace the content for all processes."""
 
-    def locked(self) -> AbstractContextManager[None]:
+    def hold_lock(self) -> AbstractContextManager[None]:
         """Hold the only right to write while the context lasts.
 
         Raises:
@@ -61,7 +61,7 @@ class OwnPage:
         self._number = 0
         self._content = b""
 
-    def number(self) -> int:
+    def write_count(self) -> int:
         return self._number
 
     def read(self) -> bytes | None:
@@ -72,7 +72,7 @@ class OwnPage:
         self._content = page
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def hold_lock(self) -> Iterator[None]:
         yield
 
 
@@ -87,12 +87,12 @@ class Policies:
         self._set: Written | None = None
         self._active: Sequence[Active] = ()
 
-    def share(self, page: Page) -> None:
+    def share_page(self, page: Page) -> None:
         """Use the policies of this page from now on, which any process may write."""
         self._page, self._own = page, False
         self._active_for = (UNREAD, self._live.current)
 
-    def follow(self, config: ConfigFields, before: ProxyConfig) -> None:
+    def apply_reload(self, config: ConfigFields, before: ProxyConfig) -> None:
         """Discard the policies that were set if a reload changed settings about policies.
 
         A shared page is discarded by the first process (`epd.server.workers`), not here.
@@ -100,7 +100,7 @@ class Policies:
         if self._own and said_otherwise(before, config):
             self._page.write(b"")
 
-    def decide(self, config: ConfigFields, facts: Facts) -> tuple[str, Course] | None:
+    def choose_policy(self, config: ConfigFields, facts: Facts) -> tuple[str, Course] | None:
         """Return the deciding policy and the course of a request; None if no policy decides.
 
         A request is decided once: policies that are set later do not change its course.
@@ -109,21 +109,21 @@ class Policies:
             config: configuration of the request. Policies set through the API replace its own.
             facts: facts about the request.
         """
-        return decide(self._in_force(config), facts)
+        return choose_policy(self._in_force(config), facts)
 
     @property
     def decodes_elsewhere(self) -> bool:
         """Return whether a policy in force may name decode instances outside the table."""
         return any(one.common.decode_from != "table" for one in self._in_force(self._live.current))
 
-    def page(self) -> dict[str, Any]:
+    def policies_page(self) -> dict[str, Any]:
         """Return the policies in force, in order of priority, and the known policies."""
         rows = [
             {"policy": one.written, "name": one.name, "options": one.options}
             for one in self._in_force(self._live.current)
         ]
         source = "configuration" if self._set is None else "api"
-        return {"policies": rows, "from": source, "known": known()}
+        return {"policies": rows, "from": source, "known": known_names()}
 
     def replace(self, body: bytes) -> dict[str, Any]:
         """Replace all policies in force. The body is `{"policies": [...]}`.
@@ -180,7 +180,7 @@ class Policies:
 
     def _write(self, change: "_Change") -> dict[str, Any]:
         try:
-            with self._page.locked():
+            with self._page.hold_lock():
                 config = self._live.current
                 written = change([one.written for one in self._in_force(config)])
                 if written is not None:
@@ -191,14 +191,14 @@ class Policies:
                 "the policies cannot be changed at the moment; nothing was changed: retry",
                 slug="policies_busy",
             ) from error
-        page = self.page()
+        page = self.policies_page()
         structlog.get_logger("epd").info(
             "policies", policies=[row["policy"] for row in page["policies"]], said_by=page["from"]
         )
         return page
 
     def _in_force(self, config: ConfigFields) -> Sequence[Active]:
-        number = self._page.number()
+        number = self._page.write_count()
         active_number, active_config = self._active_for
         if active_number != number or active_config is not config:
             self._activate(config)

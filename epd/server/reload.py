@@ -98,7 +98,7 @@ class LastGood:
     """Copies of the last valid files, in memory only: a private key is among them.
 
     Attributes:
-        reloaded: event that the next `renew` sets and replaces by a new event.
+        reloaded: event that the next `reload_files` sets and replaces by a new event.
         said: message to the workers about the reloaded configuration; empty before a reload.
 
     Raises:
@@ -121,7 +121,7 @@ class LastGood:
         """Return the descriptors of the current copies, by the fields that name the files."""
         return dict(self._copies)
 
-    def renew(self) -> None:
+    def reload_files(self) -> None:
         """Reload the configuration and the files; keep the old version of each that is invalid.
 
         Nothing is logged here: the running workers reload the same files and log it.
@@ -136,7 +136,7 @@ class LastGood:
     def _reconfigured(self) -> bytes:
         try:
             wanted = self._read()
-            self._live.adopt(wanted)
+            self._live.apply_config(wanted)
         except ConfigInvalid as invalid:
             return orjson.dumps({"refused": invalid.reasons})
         set_level(self.config.log_level)
@@ -201,7 +201,7 @@ class Reload:
         """Add the step that reads the configuration and adopts its changes."""
 
         def step() -> list[str]:
-            change = live.adopt(read())
+            change = live.apply_config(read())
             if change.kept:
                 structlog.get_logger("epd").warning("needs a restart", settings=sorted(change.kept))
             return sorted(change.changed)

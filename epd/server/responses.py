@@ -159,7 +159,9 @@ def as_json(body: object, context: RequestContext, status: int = 200) -> web.Res
     )
 
 
-async def broken(visit: Visit, stream: web.StreamResponse, error: ProxyError) -> web.StreamResponse:
+async def end_broken_stream(
+    visit: Visit, stream: web.StreamResponse, error: ProxyError
+) -> web.StreamResponse:
     """End a started stream with an error event, unless the stream has ended already."""
     if visit.answered is None:
         event = visit.context.endpoint.error_event(error)
@@ -181,7 +183,7 @@ def error_response(
     if error.status in DENIED:
         headers = error.headers | _identity(context)
         if isinstance(error, UpstreamRejected):
-            error, headers = error.at(None), headers | SAME_FOR_ALL
+            error, headers = error.at_param(None), headers | SAME_FOR_ALL
     else:
         headers = error.headers | own_headers(context)
     response = web.Response(

@@ -19,7 +19,14 @@ from aiohttp import web
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.edge.drain import DRAIN
-from epd.edge.listening import BACKLOG, Site, binding, listening_at, renew, server_context
+from epd.edge.listening import (
+    BACKLOG,
+    Site,
+    binding_errors,
+    listening_at,
+    reload_certificate,
+    server_context,
+)
 from epd.edge.protocol import Runner
 from epd.server.app import application
 from epd.server.app_keys import BACKGROUND, KEYS, OBSERVERS
@@ -80,10 +87,10 @@ async def serve(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
     config = live.current
     orders, tls = orders_by_signal(live), server_context(config)
     with ExitStack() as stack:
-        with binding(config):
+        with binding_errors(config):
             where = _where(config, stack)
-        async with running(live, orders, tls, read) as runner:
-            with binding(config):
+        async with run_server(live, orders, tls, read) as runner:
+            with binding_errors(config):
                 await Site(runner, tls, runner.app[BACKGROUND], **where).start()
             for address in runner.addresses:
                 log.info(
@@ -103,7 +110,7 @@ def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running(
+async def run_server(
     live: LiveConfig,
     orders: Orders,
     tls: ssl.SSLContext | None,
@@ -129,13 +136,13 @@ async def running(
     if KEYS in app:
         app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], live))
     if tls is not None:
-        app[RELOAD].add("certificate", lambda: renew(tls, live.current))
+        app[RELOAD].add("certificate", lambda: reload_certificate(tls, live.current))
     await runner.setup()
     if named is not None:
         live.current = named
     gc.freeze()  # these objects live on: each full collection would spend 50 ms on them
     obeying = [
-        asyncio.create_task(app[BACKGROUND].keep(order, partial(obey, app, orders)))
+        asyncio.create_task(app[BACKGROUND].keep_running(order, partial(obey, app, orders)))
         for order, obey in (("drain", _drain), ("reload", _reload))
     ]
     try:
@@ -153,7 +160,7 @@ def _renew_keys(keys: ApiKeys, live: LiveConfig) -> None:
 
 async def _drain(app: web.Application, orders: Orders) -> None:
     await orders.drain.wait()
-    app[DRAIN].begin()
+    app[DRAIN].begin_drain()
 
 
 async def _reload(app: web.Application, orders: Orders) -> None:
@@ -169,7 +176,7 @@ async def _end(runner: web.AppRunner, timeout_s: float, now: asyncio.Event) -> N
     await asyncio.sleep(0)  # connections that were just accepted are read first
     await first_of(_finished(runner), asyncio.sleep(timeout_s), now.wait())
     if not now.is_set():
-        runner.app[DRAIN].cut()
+        runner.app[DRAIN].cut_off()
         await first_of(_finished(runner), asyncio.sleep(CUT_S), now.wait())
     if runner.server is not None:
         await runner.server.shutdown(AT_ONCE_S)

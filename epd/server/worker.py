@@ -24,7 +24,7 @@ from epd.server.app_keys import BACKGROUND
 from epd.server.operator_routes import BOARD, METRICS, POLICIES
 from epd.server.orders import Inherited, Pipe
 from epd.server.reload import read_from
-from epd.server.serve import running
+from epd.server.serve import run_server
 from epd.ui.dashboard import Board
 
 
@@ -43,13 +43,13 @@ async def work(config: ProxyConfig, inherited: Inherited) -> None:
     first = read_from(config, inherited.files).model_copy(update=store)
     pipe = Pipe()
     orders, tls = pipe.orders, server_context(first)
-    async with running(LiveConfig(first), orders, tls, pipe.configured, config) as runner:
+    async with run_server(LiveConfig(first), orders, tls, pipe.configured, config) as runner:
         metrics = _shared(runner.app[METRICS], inherited)
         board = _shared_board(runner.app[BOARD], inherited)
-        runner.app[POLICIES].share(SharedPage(inherited.policies))
+        runner.app[POLICIES].share_page(SharedPage(inherited.policies))
         background = runner.app[BACKGROUND]
         writing = [
-            asyncio.create_task(background.keep(page, one.keep_writing))
+            asyncio.create_task(background.keep_running(page, one.keep_writing))
             for page, one in (("metrics_page", metrics), ("ui_page", board))
         ]
         for descriptor in inherited.sockets:
@@ -68,7 +68,7 @@ def _shared(metrics: MetricsObserver, inherited: Inherited) -> WorkerMetrics:
 
 
 def _shared_board(board: Board, inherited: Inherited) -> Board:
-    board.share([SharedPage(one) for one in inherited.recents], inherited.number - 1)
+    board.share_pages([SharedPage(one) for one in inherited.recents], inherited.number - 1)
     return board
 
 

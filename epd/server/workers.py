@@ -28,8 +28,8 @@ from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.discovery.membership import shared_store
-from epd.edge.listening import BACKLOG, binding, listening_at
-from epd.observe.worker_metrics import SharedPage, bury
+from epd.edge.listening import BACKLOG, binding_errors, listening_at
+from epd.observe.worker_metrics import SharedPage, keep_counters
 from epd.server.orders import (
     CLEANUP_S,
     CUT_S,
@@ -44,7 +44,7 @@ from epd.server.orders import (
 )
 from epd.server.policies_api import said_otherwise
 from epd.server.reload import LastGood
-from epd.ui.dashboard import forget
+from epd.ui.dashboard import clear_page
 
 STEADY_S = 30.0
 """Lifetime of a worker, in seconds and from its start, after which its death is not an early one.
@@ -69,7 +69,7 @@ class WorkersFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedState:
     """Memory and stores that all workers share.
 
     Attributes:
@@ -91,12 +91,12 @@ class Seat:
 
     number: int
     sockets: Sockets
-    shared: Shared
+    shared: SharedState
 
-    def bury(self) -> None:
+    def bury_pages(self) -> None:
         """Mark the pages of the dead worker, so that the others do not read it as alive."""
-        bury(self.shared.pages[self.number - 1])
-        forget(self.shared.recents[self.number - 1])
+        keep_counters(self.shared.pages[self.number - 1])
+        clear_page(self.shared.recents[self.number - 1])
 
 
 async def supervise(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
@@ -118,17 +118,19 @@ async def supervise(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
         _pages(1) as (policies,),
         shared_store(config) as registrations,
     ):
-        await _supervise(live, read, Shared(pages, recents, registrations, policies))
+        await _supervise(live, read, SharedState(pages, recents, registrations, policies))
 
 
-async def _supervise(live: LiveConfig, read: Callable[[], ProxyConfig], shares: Shared) -> None:
+async def _supervise(
+    live: LiveConfig, read: Callable[[], ProxyConfig], shares: SharedState
+) -> None:
     log = structlog.get_logger("epd")
     orders, config = orders_by_signal(live), live.current
     with _listening(config) as groups, closing(LastGood(live, read)) as good:
         # This process has no metrics: its failures appear only in its log.
         background = Background(lambda *_: None)
         reload = partial(_reload, orders, good, shares.policies)
-        reloading = asyncio.create_task(background.keep("reload", reload))
+        reloading = asyncio.create_task(background.keep_running("reload", reload))
         for listener in groups[0]:
             log.info(
                 "listening",
@@ -156,7 +158,7 @@ async def _reload(orders: Orders, good: LastGood, policies: SharedPage) -> None:
         await orders.reload.wait()
         orders.reload.clear()
         before = good.config
-        good.renew()
+        good.reload_files()
         if said_otherwise(before, good.config):
             await _forget(policies)
 
@@ -165,7 +167,7 @@ async def _forget(policies: SharedPage) -> None:
     """Clear the policies that were set; wait for a worker that is writing the page."""
     while True:
         try:
-            with policies.locked():
+            with policies.hold_lock():
                 return policies.write(b"")
         except BlockingIOError:
             await asyncio.sleep(LOCKED_S)
@@ -212,7 +214,7 @@ async def _run(seat: Seat, good: LastGood, orders: Orders) -> str:
     with suppress(ProcessLookupError):
         process.kill()
     code = await process.wait()
-    seat.bury()
+    seat.bury_pages()
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
@@ -270,7 +272,7 @@ def _pages(count: int) -> Iterator[list[SharedPage]]:
         OSError: memory or descriptors are exhausted.
     """
     with ExitStack() as stack:
-        yield [stack.enter_context(closing(SharedPage.made())) for _ in range(count)]
+        yield [stack.enter_context(closing(SharedPage.new_page())) for _ in range(count)]
 
 
 @contextmanager
@@ -284,7 +286,7 @@ def _listening(config: ProxyConfig) -> Iterator[list[Sockets]]:
     """
     with ExitStack() as stack:
         groups: list[Sockets]
-        with binding(config):
+        with binding_errors(config):
             if config.uds is None:
                 groups = _bound_to_one_port(config, stack)
             else:

@@ -18,7 +18,7 @@ from rich.live import Live
 from epd.json_or_none import json_or_none
 from epd.parser import Commands
 from epd.tools.top_screen import frame
-from epd.ui.state import State
+from epd.ui.state import UiState
 
 TIMEOUT_S = 5.0
 MAX_BYTES = 16 * 1024**2
@@ -106,7 +106,7 @@ async def _once(console: Console, url: str, key: str | None) -> None:
 
 async def _watch(console: Console, url: str, key: str | None, interval_s: float) -> None:
     ended = asyncio.Event()
-    state: State | None = None
+    state: UiState | None = None
     async with _session(key) as http:
         with _quit_key(ended), Live(console=console, screen=True, auto_refresh=False) as live:
             while not ended.is_set():
@@ -130,7 +130,7 @@ def _session(key: str | None) -> aiohttp.ClientSession:
     )
 
 
-async def _ask(http: aiohttp.ClientSession, url: str) -> State:
+async def _ask(http: aiohttp.ClientSession, url: str) -> UiState:
     """Return the proxy's state.
 
     Raises:
@@ -148,9 +148,9 @@ async def _ask(http: aiohttp.ClientSession, url: str) -> State:
     if answer.status in {401, 403}:
         reason = said["error"]["message"] if isinstance(said, dict) and "error" in said else ""
         raise Refused(f"{url} rejects the request: {reason or answer.status} (set {KEYS[0]})")
-    if not isinstance(said, dict) or not said.keys() >= State.__required_keys__:
+    if not isinstance(said, dict) or not said.keys() >= UiState.__required_keys__:
         raise NoState(f"{url} answered {answer.status}: it is not an EPD proxy of this version")
-    return cast("State", said)
+    return cast("UiState", said)
 
 
 @contextmanager
@@ -163,14 +163,14 @@ def _quit_key(ended: asyncio.Event) -> Iterator[None]:
     before = termios.tcgetattr(keyboard)
     loop = asyncio.get_running_loop()
 
-    def pressed() -> None:
+    def quit_pressed() -> None:
         typed = os.read(keyboard, 64)
         if not typed or b"q" in typed.lower():
             ended.set()
             loop.remove_reader(keyboard)
 
     tty.setcbreak(keyboard)
-    loop.add_reader(keyboard, pressed)
+    loop.add_reader(keyboard, quit_pressed)
     try:
         yield
     finally:

@@ -10,15 +10,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from epd.ui.snapshot import ConversationsShown, Notice, Outcome, Request, Second, Span, Totals
-from epd.ui.state import WORST, InstanceShown, StageShown, State
+from epd.ui.snapshot import ConversationsShown, Notice, Outcome, Request, Second, StageSpan, Totals
+from epd.ui.state import WORST, InstanceShown, StageShown, UiState
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 UNITS = ("B", "kB", "MB", "GB", "TB")
 KILO = 1000
 
 
-def printed(text: str) -> str:
+def strip_control(text: str) -> str:
     """Return external text without control characters of terminals."""
     return "".join(one if one.isprintable() else "·" for one in text)
 
@@ -43,7 +43,7 @@ def rate(value: float) -> str:
     return _short(value) if value else "0"
 
 
-def share(part: int, whole: int) -> str:
+def share_text(part: int, whole: int) -> str:
     """Return a share in percent as text; `-` if the whole is 0."""
     return f"{100 * part / whole:.0f} %" if whole else "-"
 
@@ -103,7 +103,9 @@ class Room(NamedTuple):
     requests: int
 
 
-def frame(state: State | None, width: int, height: int | None, failure: str = "") -> RenderableType:
+def frame(
+    state: UiState | None, width: int, height: int | None, failure: str = ""
+) -> RenderableType:
     """Return a whole frame.
 
     Args:
@@ -113,7 +115,7 @@ def frame(state: State | None, width: int, height: int | None, failure: str = ""
         failure: reason why the proxy did not answer the latest request.
     """
     if state is None:
-        return Text(printed(failure) or "waiting", "red" if failure else "")
+        return Text(strip_control(failure) or "waiting", "red" if failure else "")
     stages = [one for one in state["stages"] if one["count"]]
     head = [_cut(line, width) for line in _head(state, failure)]
     room = _room(state, len(stages), None if height is None else height - len(head))
@@ -125,7 +127,7 @@ def frame(state: State | None, width: int, height: int | None, failure: str = ""
     return Group(*parts)
 
 
-def _room(state: State, stages: int, left: int | None) -> Room:
+def _room(state: UiState, stages: int, left: int | None) -> Room:
     instances, notices = len(state["instances"]) + 1, len(state["notices"]) + 1
     if left is None:
         return Room(instances, stages + 1, min(notices, SHOWN), SHOWN)
@@ -135,14 +137,14 @@ def _room(state: State, stages: int, left: int | None) -> Room:
     return shown._replace(notices=some, requests=left - some)
 
 
-def _head(state: State, failure: str) -> Iterable[Text]:
+def _head(state: UiState, failure: str) -> Iterable[Text]:
     totals, last = state["totals"], state["seconds"][-60:]
     counts = Counter(LETTERS[one["role"]].lower() for one in state["instances"])
     topology = "".join(f"{count}{letter}" for letter, count in counts.items())
     processes = f"{state['workers']} processes" if state["workers"] > 1 else "1 process"
     line = Text.assemble(("EPD proxy ", "bold"), f"{state['version']}  {topology}  {processes}  ")
     line.append(
-        f"no answer: {printed(failure)}" if failure else clock(state["now"]),
+        f"no answer: {strip_control(failure)}" if failure else clock(state["now"]),
         "red" if failure else "dim",
     )
     yield line
@@ -160,11 +162,13 @@ def _saved(totals: Totals) -> Text:
         line.append_text(Text.assemble(", ", (size(saved["bytes"]), "bold green"), " not sent"))
     line.append_text(Text.assemble(", about ", (_gpu(saved["encode_seconds"]), "bold green")))
     line.append_text(
-        Text.assemble("  hit rate ", (share(items["hit"], sum(items.values())), "bold"))
+        Text.assemble("  hit rate ", (share_text(items["hit"], sum(items.values())), "bold"))
     )
     sent = totals.get("media", {})  # an older proxy does not report them
     if sum(sent.values()):
-        line.append_text(Text.assemble("  raw ", (share(sent["raw"], sum(sent.values())), "bold")))
+        line.append_text(
+            Text.assemble("  raw ", (share_text(sent["raw"], sum(sent.values())), "bold"))
+        )
     return line
 
 
@@ -175,7 +179,7 @@ def _conversations(shown: ConversationsShown) -> Iterable[Text]:
             "Conversations",
             f" {kept:,} kept" if kept else "",
             "  hit rate ",
-            (share(hit, turns), "bold"),
+            (share_text(hit, turns), "bold"),
             f" of {turns:,} turns",
         )
 
@@ -184,7 +188,7 @@ def _gpu(value: float) -> str:
     return seconds(value).replace(" ", " GPU ")
 
 
-def _now(state: State, last: Sequence[Second]) -> Text:
+def _now(state: UiState, last: Sequence[Second]) -> Text:
     totals = state["totals"]
     now = sum(one["requests"] for one in last[-5:]) / 5
     failed = sum(one["failed"] for one in last)
@@ -217,8 +221,8 @@ def _instances(
         glyph, color, word = STATES.get(one["state"], ("?", "", one["state"]))
         table.add_row(
             Text(names[one["role"], one["url"]], "bold"),
-            Text(printed(one["url"].partition("://")[2])),
-            Text(f"{glyph} {printed(word)}", color),
+            Text(strip_control(one["url"].partition("://")[2])),
+            Text(f"{glyph} {strip_control(word)}", color),
             Text(f"{one['requests']:>3} {bar(one['requests'] / most, BAR):<{BAR}}"),
             *_latency(one),
             *_endings(one),
@@ -269,7 +273,7 @@ def _notices(notices: Sequence[Notice], room: int) -> Iterable[Text]:
         said, color = one["said"], OUTCOMES[one.get("outcome", "failed")]
         if one["kind"] == "instance":
             _, color, said = STATES.get(said, ("", "", said))
-        said, what, more = map(printed, (said, one["what"], one["more"]))
+        said, what, more = map(strip_control, (said, one["what"], one["more"]))
         line = Text.assemble((clock(one["at_s"]), "dim"), " ", (said, color), f" {what} {more}")
         line.no_wrap, line.overflow = True, "ellipsis"
         yield line
@@ -288,8 +292,8 @@ def _requests(requests: Sequence[Request], room: int, width: int) -> Iterable[Re
         result = str(one["status"]) if one["error"] is None else f"{one['status']} {one['error']}"
         table.add_row(
             Text(clock(one["ended_s"]), "dim"),
-            Text(printed(one["id"])),
-            Text(printed(result), OUTCOMES[_outcome(one)]),
+            Text(strip_control(one["id"])),
+            Text(strip_control(result), OUTCOMES[_outcome(one)]),
             Text(seconds(one["seconds"])),
             _bars(one, longest_s, cells),
         )
@@ -315,7 +319,7 @@ def _bars(request: Request, longest_s: float, cells: int) -> Text:
     return line
 
 
-def _outcome(one: Request | Span) -> Outcome:
+def _outcome(one: Request | StageSpan) -> Outcome:
     """Return the outcome of a request or a span; an older proxy reports only its error."""
     return one.get("outcome") or ("failed" if one["error"] else "ok")
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from epd.errors import EncodeMismatch, NoInstance
-from epd.routing.table import Place
+from epd.routing.table import Reservation
 from epd.transfer.encoded import Encoded
 from epd.transfer.params import Params
 
@@ -45,7 +45,7 @@ class ECTransfer:
     pushed: ClassVar[bool] = False
     handle: ClassVar[tuple[str, ...]] = ()
 
-    def encode_params(self, consumer: Place | None, features: int) -> Params | None:  # noqa: ARG002
+    def encode_params(self, consumer: Reservation | None, features: int) -> Params | None:  # noqa: ARG002
         """Return the `ec_transfer_params` of an item's encode request; None for none.
 
         Args:
@@ -70,9 +70,9 @@ class ECTransfer:
         Raises:
             UpstreamFailed: the instance did not do what the request asked for.
         """
-        return replace(replied, metadata={}) if self.lacking(replied) else replied
+        return replace(replied, metadata={}) if self.missing_field(replied) else replied
 
-    def lacking(self, encoded: Encoded) -> str | None:
+    def missing_field(self, encoded: Encoded) -> str | None:
         """Return the first field of `handle` that an output's report lacks; None if it has all."""
         return next(
             (
@@ -93,7 +93,7 @@ class ECTransfer:
         return {key: entry for one in encoded for key, entry in one.params.items()}
 
 
-class Store(ECTransfer):
+class ECStoreTransfer(ECTransfer):
     """Transfer by this project's ECStoreConnector: the store has the outputs, by key alone."""
 
     name = "store"
@@ -123,7 +123,7 @@ class ECMooncake(ECTransfer):
     name = "mooncake"
     pushed = True
 
-    def encode_params(self, consumer: Place | None, features: int) -> Params:
+    def encode_params(self, consumer: Reservation | None, features: int) -> Params:
         """Return the address to which the item's outputs are pushed, and an id for each output."""
         addresses = () if consumer is None else consumer.instance.ec_zmq_addrs
         if consumer is None or not addresses:

@@ -154,7 +154,7 @@ def consumer_body(
         if one.item not in uuids and not one.item.has_media:
             raise UnknownMedia(
                 "this request needs the media themselves: a uuid is not enough",
-                param=one.item.param,
+                param=one.item.param_path,
             )
     parts = {
         one.item: metadata_part(one.item, one.encoded.metadata, uuids[one.item])
@@ -166,7 +166,7 @@ def consumer_body(
     return Consumed(
         {**body, "ec_transfer_params": params} if params else body,
         depends=bool(uuids),
-        fetches=any(one.item.remote and one.item not in uuids for one in items),
+        fetches=any(one.item.is_remote and one.item not in uuids for one in items),
         bare=len(uuids),
     )
 
@@ -210,7 +210,7 @@ def metadata_uuid(one: EncodedItem, body: Body) -> str | None:
     """
     metadata = one.encoded.metadata
     sufficient = one.item.modality in METADATA_ONLY or TIMESTAMPS in metadata
-    if not (one.item.named and metadata and sufficient):
+    if not (one.item.is_named and metadata and sufficient):
         return None
     if one.uuid is not None:
         return one.uuid

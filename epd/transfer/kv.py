@@ -72,7 +72,7 @@ class KVTransfer(ABC):
         if instance.kv_addr and instance.role not in self.addressed:
             raise ValueError(f"{self.name} does not use a kv_addr of {instance.role} instances")
 
-    def fits(self, instance: Instance) -> bool:
+    def accepts_instance(self, instance: Instance) -> bool:
         """Return whether `check` accepts an instance."""
         try:
             self.check(instance)
@@ -81,10 +81,13 @@ class KVTransfer(ABC):
         return True
 
     def peer_url(self, prefill: Instance) -> str | None:  # noqa: ARG002
-        """Return the URL of the JSON that `peer` reads, of a prefill instance; None without one."""
+        """Return the URL of the JSON that `parse_peer` reads, of a prefill instance.
+
+        None without one.
+        """
         return None
 
-    def peer(self, said: Any) -> Params:  # noqa: ARG002
+    def parse_peer(self, said: Any) -> Params:  # noqa: ARG002
         """Return the facts for `Pair.peer` from the parsed JSON at `peer_url`.
 
         Raises:
@@ -92,11 +95,11 @@ class KVTransfer(ABC):
         """
         return {}
 
-    def learned(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
+    def facts_of_reply(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
         """Return the facts about prefill's rank in its reply, for later requests; None for none."""
         return None
 
-    def concurrent(self, pair: Pair) -> bool:  # noqa: ARG002
+    def decode_concurrent(self, pair: Pair) -> bool:  # noqa: ARG002
         """Return whether decode gets its request together with prefill, and waits for blocks."""
         return False
 

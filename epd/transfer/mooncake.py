@@ -38,7 +38,7 @@ class Mooncake(KVTransfer):
         """Return the URL at which the instance's bootstrap server lists its engines."""
         return f"{_bootstrap(prefill)}/query"
 
-    def peer(self, said: Any) -> Params:
+    def parse_peer(self, said: Any) -> Params:
         """Return the id of each data-parallel rank's engine, by rank."""
         if not isinstance(said, dict) or not 0 < len(said) <= MAX_RANKS:
             raise _unusable()
@@ -50,7 +50,7 @@ class Mooncake(KVTransfer):
             engines[rank] = engine_id
         return engines
 
-    def concurrent(self, pair: Pair) -> bool:  # noqa: ARG002
+    def decode_concurrent(self, pair: Pair) -> bool:  # noqa: ARG002
         """Return True: prefill's reply has nothing that decode needs."""
         return True
 

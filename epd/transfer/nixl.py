@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from epd.errors import UpstreamFailed
 from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.params import Params, reachable
+from epd.transfer.params import Params, with_reachable_host
 from epd.transfer.readback import RANK
 
 KEEP: Params = {
@@ -64,7 +64,7 @@ class NixlPush(KVTransfer):
     SIZES: ClassVar = ("pp_size", "dcp_size")
     """Fields that decode needs too, if the reply has them."""
 
-    def learned(self, pair: Pair, replied: Params) -> Params | None:
+    def facts_of_reply(self, pair: Pair, replied: Params) -> Params | None:
         """Return the coordinates of prefill's data-parallel rank; each rank has its own.
 
         None if the instance chooses the rank, because the next request may get another one. None
@@ -76,7 +76,7 @@ class NixlPush(KVTransfer):
             return None
         return {name: replied[name] for name in (*self.COORDINATES, *self.SIZES) if name in replied}
 
-    def concurrent(self, pair: Pair) -> bool:
+    def decode_concurrent(self, pair: Pair) -> bool:
         """Return whether the coordinates are known."""
         return pair.peer is not None
 
@@ -93,14 +93,14 @@ class NixlPush(KVTransfer):
         """
         if pair.peer is None:
             return _with_host(pair, super().decode_params(pair, replied))
-        if replied and self.learned(pair, replied) != pair.peer:
+        if replied and self.facts_of_reply(pair, replied) != pair.peer:
             raise UpstreamFailed(
                 "the prefill instance has been replaced", slug="prefill_replaced", stage="prefill"
             )
         return {
             "do_remote_decode": False,
             "do_remote_prefill": True,
-            **reachable(pair.peer, pair.prefill.url),
+            **with_reachable_host(pair.peer, pair.prefill.url),
             "remote_request_id": pair.request_id,
         }
 
@@ -117,4 +117,4 @@ class Multi(Nixl):
 
 def _with_host(pair: Pair, said: Params | None) -> Params | None:
     """Return the parameters of a pair's prefill, with a host that decode can reach."""
-    return None if said is None else reachable(said, pair.prefill.url)
+    return None if said is None else with_reachable_host(said, pair.prefill.url)

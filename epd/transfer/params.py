@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 Params = Mapping[str, Any]
 
 
-def reachable(params: Params, url: str) -> Params:
+def with_reachable_host(params: Params, url: str) -> Params:
     """Return parameters with a `remote_host` that other instances can reach.
 
     Args:

@@ -9,7 +9,7 @@ of its prompt.
 import math
 import re
 
-from epd.transfer.params import Params, reachable
+from epd.transfer.params import Params, with_reachable_host
 
 MAX_HOST = 253
 
@@ -44,7 +44,7 @@ def kept_params(said: Params, decode: str) -> Params | None:
             return None
     if not any(groups) or len(host) > MAX_HOST:
         return None
-    return reachable(said, decode)
+    return with_reachable_host(said, decode)
 
 
 def engine_of(params: Params) -> str:
@@ -52,7 +52,7 @@ def engine_of(params: Params) -> str:
     return RANK.sub("", params["remote_engine_id"])
 
 
-def shortened(params: Params, tokens: int, block_tokens: int) -> Params | None:
+def shorten_params(params: Params, tokens: int, block_tokens: int) -> Params | None:
     """Return the parameters for only the first tokens; None if their blocks cannot be identified.
 
     Prefill pairs lists of blocks from their ends, so the blocks of the other tokens must be

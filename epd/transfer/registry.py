@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from epd.transfer import ECTransferName, KVTransferName
-from epd.transfer.ec import ECMooncake, ECNixl, ECTransfer, Example, Store
+from epd.transfer.ec import ECMooncake, ECNixl, ECStoreTransfer, ECTransfer, Example
 from epd.transfer.kv import KVTransfer, LMCache, Untold
 from epd.transfer.mooncake import Mooncake
 from epd.transfer.nixl import Multi, Nixl, NixlPush
@@ -23,5 +23,5 @@ KV_TRANSFERS: Mapping[KVTransferName, type[KVTransfer]] = MappingProxyType(
 )
 
 EC_TRANSFERS: Mapping[ECTransferName, type[ECTransfer]] = MappingProxyType(
-    {"store": Store, "example": Example, "nixl": ECNixl, "mooncake": ECMooncake}
+    {"store": ECStoreTransfer, "example": Example, "nixl": ECNixl, "mooncake": ECMooncake}
 )

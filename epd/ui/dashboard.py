@@ -16,7 +16,7 @@ from epd.observe.worker_metrics import PageUnreadable, SharedPage
 from epd.routing.instances import Role
 from epd.routing.table import InstanceTable
 from epd.ui.recent import Recent
-from epd.ui.snapshot import Seen, Snapshot, totals
+from epd.ui.snapshot import Seen, Snapshot, metric_totals
 from epd.ui.state import Moment, state
 
 WRITE_S = 1.0
@@ -56,7 +56,7 @@ class Board:
         self._made = b""
         self._making = asyncio.Lock()
 
-    def share(self, pages: Sequence[SharedPage], seat: int) -> None:
+    def share_pages(self, pages: Sequence[SharedPage], seat: int) -> None:
         """Include the states of all workers.
 
         Args:
@@ -103,7 +103,7 @@ class Board:
 
     def _document(self) -> bytes:
         snapshots = [self._known(), *self._known_to_others()]
-        figures = totals(self._metrics.shown.collect())
+        figures = metric_totals(self._metrics.shown.collect())
         return orjson.dumps(
             state(snapshots, figures, self._store, Moment(time.monotonic(), time.time()))
         )
@@ -111,11 +111,11 @@ class Board:
     async def _wake_others(self) -> None:
         """Ask the other workers to write, and wait for those that have not written yet."""
         asleep = [
-            (page, page.number()) for page in self._others if not page.wanted_within(LOOKED_S)
+            (page, page.write_count()) for page in self._others if not page.wanted_within(LOOKED_S)
         ]
         try:
             for page in self._others:
-                page.want()
+                page.mark_wanted()
         except OSError as error:
             structlog.get_logger("epd").warning(
                 "other workers cannot be asked for their requests", reason=str(error)
@@ -123,7 +123,7 @@ class Board:
         until_s = time.monotonic() + AWAKE_S
         while asleep and time.monotonic() < until_s:
             await asyncio.sleep(POLL_S / 2)
-            asleep = [(page, number) for page, number in asleep if page.number() == number]
+            asleep = [(page, number) for page, number in asleep if page.write_count() == number]
 
     def _known(self) -> Snapshot:
         return Snapshot(instances=self._instances(), events=self._recent.events())
@@ -137,7 +137,7 @@ class Board:
                 state=self._table.state(one),
                 requests=under_way.get(one, 0),
             )
-            for one in self._table.of(*Role)
+            for one in self._table.of_roles(*Role)
         ]
 
     def _known_to_others(self) -> Iterable[Snapshot]:
@@ -151,7 +151,7 @@ class Board:
                 )
 
 
-def forget(page: SharedPage) -> None:
+def clear_page(page: SharedPage) -> None:
     """Clear the page of a worker that has died."""
     try:
         page.write(b"")

@@ -18,7 +18,7 @@ from epd.ui.snapshot import (
     Notice,
     Request,
     Second,
-    Span,
+    StageSpan,
     is_work,
     outcome_of,
     stage_outcome_of,
@@ -130,8 +130,8 @@ def _request(now_s: float, ended_s: float, event: RequestRecord) -> Request:
     )
 
 
-def _span(began_s: float, event: StageDone) -> Span:
-    return Span(
+def _span(began_s: float, event: StageDone) -> StageSpan:
+    return StageSpan(
         stage=event.stage,
         instance=event.instance,
         after_s=round(max(0.0, event.started_s - began_s), 5),

@@ -57,7 +57,7 @@ class Second(TypedDict):
     encoded: int
 
 
-class Span(TypedDict):
+class StageSpan(TypedDict):
     """Stage of a request. `after_s` is counted from the request's head."""
 
     stage: str
@@ -82,7 +82,7 @@ class Request(TypedDict):
     items: dict[ItemResult, int]
     retries: int
     degraded: list[str]
-    spans: list[Span]
+    spans: list[StageSpan]
     more_spans: int
 
 
@@ -196,7 +196,7 @@ class Totals(TypedDict):
     conversations: ConversationsShown
 
 
-def totals(families: Iterable[Metric]) -> Totals:
+def metric_totals(families: Iterable[Metric]) -> Totals:
     """Return the totals of a metrics page."""
     sums = _sums(families)
 

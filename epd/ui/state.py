@@ -71,7 +71,7 @@ class InstanceShown(Latency):
     requests: int
 
 
-class State(TypedDict):
+class UiState(TypedDict):
     """State that the page shows. Times are Unix seconds; newest first."""
 
     version: str
@@ -93,7 +93,7 @@ class Moment(NamedTuple):
     unix_s: float
 
 
-def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now: Moment) -> State:
+def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now: Moment) -> UiState:
     """Return the document.
 
     Args:
@@ -103,14 +103,14 @@ def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now:
         now: time of the document.
     """
     flows = {stage: _flow(stage, snapshots, now.monotonic_s) for stage in FLOWS}
-    return State(
+    return UiState(
         version=__version__,
         now=round(now.unix_s, 3),
         workers=len(snapshots),
         store=store,
         totals=totals,
         instances=_instances(snapshots, flows),
-        stages=[StageShown(stage=stage, **flow.whole()) for stage, flow in flows.items()],
+        stages=[StageShown(stage=stage, **flow.latency_of_all()) for stage, flow in flows.items()],
         seconds=_seconds(snapshots, now),
         requests=_requests(snapshots),
         notices=_notices(snapshots),
@@ -143,11 +143,11 @@ class Flow(NamedTuple):
     samples: Mapping[str, Sequence[Sample]]
     rates: Mapping[str, float]
 
-    def of(self, instance: str) -> Latency:
+    def latency_of(self, instance: str) -> Latency:
         """Return the latency of one instance."""
         return _latency(self.samples.get(instance, ()), self.rates.get(instance, 0.0))
 
-    def whole(self) -> Latency:
+    def latency_of_all(self) -> Latency:
         """Return the latency over all instances."""
         return _latency(list(chain(*self.samples.values())), sum(self.rates.values()))
 
@@ -182,7 +182,8 @@ def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list
         known["requests"] += one["requests"]
         known["state"] = max(known["state"], one["state"], key=WORST.index)
     return [
-        InstanceShown(**one, **flows[SERVES[one["role"]]].of(one["url"])) for one in seen.values()
+        InstanceShown(**one, **flows[SERVES[one["role"]]].latency_of(one["url"]))
+        for one in seen.values()
     ]
 
 

@@ -90,7 +90,7 @@ async def _relayed(request: web.Request, reply: Reply) -> web.StreamResponse:
             client.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
         return True
 
-    await reply.pour(write, TIMEOUT_S)
+    await reply.pour_body(write, TIMEOUT_S)
     await stream.write_eof()
     return stream
 

@@ -101,7 +101,7 @@ class Examination:
         self._client = client
         self._result = result
         self._report = report
-        self._consumers = [one for one in stack.engines if one.role is not Role.ENCODE]
+        self._consumers = [one for one in stack.all_engines if one.role is not Role.ENCODE]
         # The last instance to answer in either topology: decode, or the only one that is no
         # encoder.
         self._reference = self._consumers[-1]
@@ -181,7 +181,7 @@ class Examination:
         return answer
 
     def _encodes(self) -> float:
-        return sum(total(engine, REQUESTS) for engine in self._stack.of(Role.ENCODE))
+        return sum(total(engine, REQUESTS) for engine in self._stack.of_role(Role.ENCODE))
 
     def _given(self) -> float:
         return sum(total(engine, PREPROCESSED) for engine in self._consumers)

@@ -1,7 +1,7 @@
 import orjson
 import pytest
 
-from epd.tools.bench.load import Done, Load
+from epd.tools.bench.load import BenchLoad, Done
 from epd.tools.bench.scenarios import DIRECT, SCENARIOS, Result, Sample, details, sample, table
 
 
@@ -34,7 +34,7 @@ def test_added_latency_is_what_the_load_alone_does_not_have() -> None:
 
 def test_a_turns_figures_are_those_of_its_requests() -> None:
     done = [Done(0.001 * n, 0.002 * n, 0.0005 * n, 64) for n in range(1, 102)]
-    it = sample(Load(done, ["closed"], 2.0), 0.5, 7)
+    it = sample(BenchLoad(done, ["closed"], 2.0), 0.5, 7)
 
     assert it.cpu_ms == pytest.approx(500 / 101)
     assert it.cpu_chunk_us == pytest.approx(500_000 / 101 / 64)
@@ -45,7 +45,7 @@ def test_a_turns_figures_are_those_of_its_requests() -> None:
 
 
 def test_a_load_of_which_all_failed_has_figures_too() -> None:
-    assert sample(Load([], ["closed"], 1.0), 0.5, 7).done == 0
+    assert sample(BenchLoad([], ["closed"], 1.0), 0.5, 7).done == 0
 
 
 def test_tables_have_as_many_cells_in_each_line() -> None:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from epd.__main__ import main
 from epd.tools.bench import vllm_bench
-from epd.tools.bench.dataset import digests, local
+from epd.tools.bench.dataset import local, media_digests
 from tests.fleet.processes import processes_of
 from tests.support.backed import Backed, caching
 from tests.support.fake_instance import FakeInstance, decodes, refuses
@@ -131,10 +131,10 @@ async def test_what_vllms_benchmark_says_when_it_fails_is_shown(
 @pytest.mark.e2e
 def test_vllm_reads_the_pictures_in_the_order_of_the_trace(tmp_path: Path) -> None:
     made = local(tmp_path, "pool", 20, seed=1)
-    read = list(digests(made.path))
+    read = list(media_digests(made.path))
 
     assert [read.index(one) for one in read] == [made.trace.index(one) for one in made.trace]
-    assert len(set(read)) == made.distinct < 20
+    assert len(set(read)) == made.distinct_count < 20
 
 
 def files_of(folder: Path) -> dict[Path, bytes]:

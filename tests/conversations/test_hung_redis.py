@@ -11,14 +11,14 @@ from epd import redis_urls
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.conversations.conversations import Conversations
-from epd.conversations.entry import Entry
-from epd.conversations.stores import InMemory, InRedis, StoreAway
+from epd.conversations.entry import ConversationEntry
+from epd.conversations.stores import ConversationsInMemory, ConversationsInRedis, StoreAway
 from epd.conversations.turn import Turn
 from epd.discovery import stores as registrations
 from tests.store.redis_server import Certificates, RedisServer
 from tests.support.fleet import until
 
-ANSWERED = Entry(2.5, "http://d:2")
+ANSWERED = ConversationEntry(2.5, "http://d:2")
 Asking = AbstractAsyncContextManager[Callable[[], Awaitable[object]]]
 
 STEPS = 40
@@ -33,14 +33,14 @@ def hung(tmp_path: Path) -> Iterator[RedisServer]:
 
 @asynccontextmanager
 async def taking(url: str) -> AsyncIterator[Callable[[], Awaitable[object]]]:
-    store = InRedis(url)
-    yield lambda: store.take("key")
+    store = ConversationsInRedis(url)
+    yield lambda: store.take_entry("key")
     await store.close()
 
 
 @asynccontextmanager
 async def reading(url: str) -> AsyncIterator[Callable[[], Awaitable[object]]]:
-    async with registrations.InRedis.connected(url) as store:
+    async with registrations.RegistrationsInRedis.connected(url) as store:
         yield store.read
 
 
@@ -52,9 +52,11 @@ async def test_turns_end_while_it_still_hangs_and_leave_nothing(hung: RedisServe
     config = ProxyConfig.model_construct(conversation_store=hung.url(), conversation_budget_s=0.02)
     before, tasks = descriptors(), asyncio.all_tasks()
     for at_once in (1, 2, 20):
-        async with Conversations.of(LiveConfig(config)) as conversations:
+        async with Conversations.from_config(LiveConfig(config)) as conversations:
             turns = [Turn(str(key)) for key in range(at_once)]
-            await asyncio.gather(*(conversations.begin(turn, {ANSWERED.decode}) for turn in turns))
+            await asyncio.gather(
+                *(conversations.begin_turn(turn, {ANSWERED.decode}) for turn in turns)
+            )
             assert [turn.before for turn in turns] == [None] * at_once
             assert conversations.results == {"unknown": at_once}
     await until(lambda: descriptors() <= before)
@@ -81,8 +83,8 @@ async def test_who_is_cancelled_while_it_connects_ends_at_whatever_step(
 
 
 async def test_a_store_that_loses_what_it_is_told_costs_a_turn_its_prefix_alone() -> None:
-    class Deaf(InMemory):
-        async def take(self, key: str) -> Entry | None:
+    class Deaf(ConversationsInMemory):
+        async def take_entry(self, key: str) -> ConversationEntry | None:
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -92,7 +94,7 @@ async def test_a_store_that_loses_what_it_is_told_costs_a_turn_its_prefix_alone(
     config = ProxyConfig.model_construct(conversation_budget_s=0.01)
     conversations = Conversations(Deaf(lambda: 1), LiveConfig(config))
     turn = Turn("key")
-    await conversations.begin(turn, {ANSWERED.decode})
+    await conversations.begin_turn(turn, {ANSWERED.decode})
 
     assert turn.before is None
     assert conversations.results == {"unknown": 1}
@@ -104,7 +106,7 @@ async def test_by_tls_it_is_left_without_a_goodbye(
     monkeypatch.setattr(redis_urls, "CONNECT_S", 0.2)
     with RedisServer(tmp_path / "redis", tls=Certificates.make(tmp_path)) as server:
         assert server.tls is not None
-        store = InRedis(server.url(f"ssl_ca_certs={server.tls.ca}", "rediss"))
+        store = ConversationsInRedis(server.url(f"ssl_ca_certs={server.tls.ca}", "rediss"))
         for _ in range(50):  # on a busy machine a connect may take longer than it may
             with suppress(StoreAway):
                 await store.put("key", ANSWERED, 60)

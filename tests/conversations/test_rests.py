@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.request.kv_readback import HUNG_S, MOST, REST_S, Rest, Rests
+from epd.request.kv_readback import HUNG_S, MOST, REST_S, Cooldown, Cooldowns
 
 
 class Clock:
@@ -15,51 +15,51 @@ class Clock:
 
 def test_a_prefill_that_could_not_read_of_one_engine_reads_of_the_others() -> None:
     clock = Clock()
-    resting = Rests(clock)
+    resting = Cooldowns(clock)
 
-    assert resting.failed("p", "a", hung=False) == Rest(REST_S, "a")
-    assert resting.failed("p", "a", hung=False) is None
-    assert not resting.over("p", "a")
-    assert resting.over("p", "b")
-    assert resting.over("other", "a")
+    assert resting.record_failure("p", "a", hung=False) == Cooldown(REST_S, "a")
+    assert resting.record_failure("p", "a", hung=False) is None
+    assert not resting.may_read("p", "a")
+    assert resting.may_read("p", "b")
+    assert resting.may_read("other", "a")
     clock.now_s += REST_S
-    assert resting.over("p", "a")
+    assert resting.may_read("p", "a")
 
 
 def test_a_prefill_that_has_never_read_and_hangs_is_told_of_none() -> None:
     clock = Clock()
-    resting = Rests(clock)
+    resting = Cooldowns(clock)
 
-    assert resting.failed("p", "a", hung=True) == Rest(HUNG_S, None)
-    assert resting.failed("p", "b", hung=True) is None
-    assert not resting.over("p", "b")
-    assert resting.over("other", "a")
+    assert resting.record_failure("p", "a", hung=True) == Cooldown(HUNG_S, None)
+    assert resting.record_failure("p", "b", hung=True) is None
+    assert not resting.may_read("p", "b")
+    assert resting.may_read("other", "a")
     clock.now_s += HUNG_S
-    assert resting.over("p", "b")
+    assert resting.may_read("p", "b")
 
 
 def test_one_that_has_read_hangs_by_the_engines_fault_until_it_hangs_again() -> None:
-    resting = Rests(Clock())
+    resting = Cooldowns(Clock())
     resting.read("p")
 
-    assert resting.failed("p", "a", hung=True) == Rest(HUNG_S, "a")
-    assert resting.failed("p", "a", hung=True) is None  # they were under way together
-    assert resting.over("p", "b")
+    assert resting.record_failure("p", "a", hung=True) == Cooldown(HUNG_S, "a")
+    assert resting.record_failure("p", "a", hung=True) is None  # they were under way together
+    assert resting.may_read("p", "b")
     resting.read("p")
-    assert resting.failed("p", "b", hung=True) == Rest(HUNG_S, "b")
-    assert resting.failed("p", "c", hung=True) == Rest(HUNG_S, None)
+    assert resting.record_failure("p", "b", hung=True) == Cooldown(HUNG_S, "b")
+    assert resting.record_failure("p", "c", hung=True) == Cooldown(HUNG_S, None)
 
 
 def test_a_short_rest_becomes_a_long_one_and_never_the_other_way() -> None:
     clock = Clock()
-    resting = Rests(clock)
+    resting = Cooldowns(clock)
     resting.read("p")
-    resting.failed("p", "a", hung=False)
+    resting.record_failure("p", "a", hung=False)
 
-    assert resting.failed("p", "a", hung=True) == Rest(HUNG_S, "a")
-    assert resting.failed("p", "a", hung=False) is None
+    assert resting.record_failure("p", "a", hung=True) == Cooldown(HUNG_S, "a")
+    assert resting.record_failure("p", "a", hung=False) is None
     clock.now_s += REST_S
-    assert not resting.over("p", "a")
+    assert not resting.may_read("p", "a")
 
 
 NAMES = st.sampled_from("pqr")
@@ -74,20 +74,20 @@ def test_whoever_fails_rests_for_its_time_and_nobody_else(
     steps: list[tuple[str, str, str]],
 ) -> None:
     clock = Clock()
-    resting, failures = Rests(clock), list[tuple[float, str, str, bool]]()
+    resting, failures = Cooldowns(clock), list[tuple[float, str, str, bool]]()
     for prefill, engine, step in steps:
         if step == "read":
             resting.read(prefill)
         elif step == "wait":
             clock.now_s += REST_S / 2
         else:
-            resting.failed(prefill, engine, hung=step == "hung")
-            assert not resting.over(prefill, engine)
+            resting.record_failure(prefill, engine, hung=step == "hung")
+            assert not resting.may_read(prefill, engine)
             failures.append((clock.now_s, prefill, engine, step == "hung"))
         for one in "pqr":
             of_one = [it for it in failures if it[1] == one]
             for other in "ab":
-                if resting.over(one, other):
+                if resting.may_read(one, other):
                     continue
                 assert any(
                     it[0] + (HUNG_S if it[3] else REST_S) > clock.now_s
@@ -97,11 +97,11 @@ def test_whoever_fails_rests_for_its_time_and_nobody_else(
 
 
 def test_what_comes_and_goes_is_not_remembered_for_ever() -> None:
-    resting = Rests(Clock())
+    resting = Cooldowns(Clock())
     for number in range(3 * MOST):
         resting.read(f"r{number}")
-        resting.failed(f"p{number}", "a", hung=False)
+        resting.record_failure(f"p{number}", "a", hung=False)
 
-    assert not resting.over(f"p{3 * MOST - 1}", "a")
+    assert not resting.may_read(f"p{3 * MOST - 1}", "a")
     assert len(resting._until_s) <= MOST  # noqa: SLF001
     assert len(resting._able) <= MOST  # noqa: SLF001

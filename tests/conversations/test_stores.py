@@ -13,8 +13,13 @@ from structlog.testing import capture_logs
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.conversations.conversations import Conversations
-from epd.conversations.entry import Entry, Fingerprint, Held, read
-from epd.conversations.stores import InMemory, InRedis, Store, StoreAway
+from epd.conversations.entry import ConversationEntry, Fingerprint, HeldBlocks, read
+from epd.conversations.stores import (
+    ConversationsInMemory,
+    ConversationsInRedis,
+    ConversationStore,
+    StoreAway,
+)
 from epd.conversations.turn import Turn
 from epd.redis_urls import MAX_CONNECTIONS
 from tests.store.redis_server import RedisServer
@@ -28,70 +33,72 @@ PARAMS = {
     "remote_port": 1,
     "remote_num_tokens": 70,
 }
-HELD = Held(PARAMS, Fingerprint.of(range(70)), ("picture",), "form", "engine")
-FULL = Entry(1.5, "http://d:1", "http://p:1", HELD)
-BARE = Entry(2.5, "http://d:2")
+HELD = HeldBlocks(PARAMS, Fingerprint.of_tokens(range(70)), ("picture",), "form", "engine")
+FULL = ConversationEntry(1.5, "http://d:1", "http://p:1", HELD)
+BARE = ConversationEntry(2.5, "http://d:2")
 
 
 @pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ConversationStore]:
     if request.param == "memory":
-        yield InMemory(lambda: 100)
+        yield ConversationsInMemory(lambda: 100)
         return
     with RedisServer(tmp_path / "redis") as server:
-        in_redis = InRedis(server.url())
+        in_redis = ConversationsInRedis(server.url())
         yield in_redis
         await in_redis.close()
 
 
-async def test_what_is_put_there_is_taken_once(store: Store) -> None:
+async def test_what_is_put_there_is_taken_once(store: ConversationStore) -> None:
     for entry in (FULL, BARE):
         await store.put("a", entry, 60)
-        assert await store.take("b") is None
-        assert await store.take("a") == entry
-        assert await store.take("a") is None
+        assert await store.take_entry("b") is None
+        assert await store.take_entry("a") == entry
+        assert await store.take_entry("a") is None
 
 
-async def test_what_is_put_last_counts(store: Store) -> None:
+async def test_what_is_put_last_counts(store: ConversationStore) -> None:
     await store.put("a", FULL, 60)
     await store.put("a", BARE, 60)
 
-    assert await store.take("a") == BARE
+    assert await store.take_entry("a") == BARE
 
 
-async def test_of_many_who_take_at_once_one_gets_it(store: Store) -> None:
+async def test_of_many_who_take_at_once_one_gets_it(store: ConversationStore) -> None:
     await store.put("a", FULL, 60)
-    taken = await asyncio.gather(*(store.take("a") for _ in range(20)))
+    taken = await asyncio.gather(*(store.take_entry("a") for _ in range(20)))
 
     assert [one for one in taken if one] == [FULL]
 
 
-async def test_after_its_time_nothing_is_there(store: Store) -> None:
+async def test_after_its_time_nothing_is_there(store: ConversationStore) -> None:
     await store.put("a", FULL, 0.02)
     await asyncio.sleep(0.05)
 
-    assert await store.take("a") is None
+    assert await store.take_entry("a") is None
 
 
 async def test_what_is_no_entry_in_redis_is_none(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
-        store = InRedis(server.url("key=ours"))
+        store = ConversationsInRedis(server.url("key=ours"))
         less = {name: value for name, value in PARAMS.items() if name != "remote_num_tokens"}
-        of_another = replace(FULL, held=replace(HELD, params=less)).written()
+        of_another = replace(FULL, held=replace(HELD, params=less)).to_json()
         for written in (b"", b"{}", b"\xff", b'{"kept_s": 1, "decode": 5}', of_another):
             server.client.set("ours:a", written)
-            assert await store.take("a") is None
+            assert await store.take_entry("a") is None
         server.client.lpush("ours:b", "a list")
         with pytest.raises(StoreAway):
-            await store.take("b")
+            await store.take_entry("b")
         await store.close()
 
 
 async def test_many_turns_at_once_share_a_few_connections(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
-        store = InRedis(server.url())
+        store = ConversationsInRedis(server.url())
         before = server.client.info("stats")["total_connections_received"]
-        assert set(await asyncio.gather(*(store.take(str(one)) for one in range(500)))) == {None}
+        assert set(await asyncio.gather(*(store.take_entry(str(one)) for one in range(500)))) == {
+            None
+        }
         since = server.client.info("stats")["total_connections_received"] - before
         assert since <= MAX_CONNECTIONS + 1  # the one that asks may connect anew
         await store.close()
@@ -101,10 +108,10 @@ async def test_the_log_names_the_store_that_is_left_alone_without_its_password()
     config = ProxyConfig.model_construct(
         conversation_store="redis://me:secret@127.0.0.1:1", conversation_budget_s=30.0
     )
-    async with Conversations.of(LiveConfig(config)) as conversations:
+    async with Conversations.from_config(LiveConfig(config)) as conversations:
         with capture_logs() as lines:
             for _ in range(4):
-                await conversations.begin(Turn("key"), ())
+                await conversations.begin_turn(Turn("key"), ())
 
     assert lines == [
         {
@@ -117,27 +124,27 @@ async def test_the_log_names_the_store_that_is_left_alone_without_its_password()
 
 async def test_a_redis_that_is_away_is_said_to_be(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
-        store = InRedis(server.url())
+        store = ConversationsInRedis(server.url())
         await store.put("a", FULL, 60)
         server.kill()
         with pytest.raises(StoreAway):
-            await store.take("a")
+            await store.take_entry("a")
         with pytest.raises(StoreAway):
             await store.put("a", FULL, 60)
         await store.close()
 
 
 def test_an_entry_is_read_as_it_was_written() -> None:
-    assert read(FULL.written()) == FULL
-    assert read(BARE.written()) == BARE
+    assert read(FULL.to_json()) == FULL
+    assert read(BARE.to_json()) == BARE
 
 
 def test_an_entry_whose_instance_has_no_url_is_none() -> None:
     anywhere = replace(HELD, params=PARAMS | {"remote_host": "0.0.0.0"})  # noqa: S104 - it is said
     entry = replace(FULL, held=anywhere)
 
-    assert read(entry.written()) == entry
-    assert read(replace(entry, decode="http://[").written()) is None
+    assert read(entry.to_json()) == entry
+    assert read(replace(entry, decode="http://[").to_json()) is None
 
 
 @pytest.mark.parametrize(("age_s", "known"), [(449.0, True), (451.0, False)])
@@ -145,11 +152,11 @@ def test_what_is_older_than_it_may_be_is_stale_whatever_the_store_was_told(
     age_s: float, known: bool
 ) -> None:
     async def scenario() -> None:
-        store, config = InMemory(lambda: 100), ProxyConfig.model_construct()
+        store, config = ConversationsInMemory(lambda: 100), ProxyConfig.model_construct()
         conversations = Conversations(store, LiveConfig(config), clock=lambda: FULL.kept_s + age_s)
         await store.put("a", FULL, 10 * config.conversation_ttl)
         turn = Turn("a")
-        await conversations.begin(turn, {FULL.decode})
+        await conversations.begin_turn(turn, {FULL.decode})
         assert turn.before == (FULL if known else None)
         assert list(conversations.results) == ([] if known else ["stale"])
 
@@ -158,25 +165,25 @@ def test_what_is_older_than_it_may_be_is_stale_whatever_the_store_was_told(
 
 def test_what_a_decode_instance_held_is_forgotten_with_it() -> None:
     async def scenario() -> None:
-        store = InMemory(lambda: 100)
+        store = ConversationsInMemory(lambda: 100)
         await store.put("a", FULL, 60)
         await store.put("b", BARE, 60)
-        store.forget(FULL.decode)
-        assert store.kept == 1
-        assert store.evicted == 1
-        assert await store.take("b") == BARE
+        store.forget_decode(FULL.decode)
+        assert store.entry_count == 1
+        assert store.dropped_count == 1
+        assert await store.take_entry("b") == BARE
 
     asyncio.run(scenario())
 
 
 def test_memory_is_bounded_in_bytes_too() -> None:
     async def scenario() -> None:
-        size = len(FULL.written())
-        store = InMemory(lambda: 100, max_bytes=2 * size)
+        size = len(FULL.to_json())
+        store = ConversationsInMemory(lambda: 100, max_bytes=2 * size)
         for name in "abc":
             await store.put(name, FULL, 60)
-        assert (store.kept, store.evicted) == (2, 1)
-        assert await store.take("a") is None
+        assert (store.entry_count, store.dropped_count) == (2, 1)
+        assert await store.take_entry("a") is None
 
     asyncio.run(scenario())
 
@@ -184,18 +191,21 @@ def test_memory_is_bounded_in_bytes_too() -> None:
 def test_what_is_over_is_evicted_where_it_is_met() -> None:
     async def scenario() -> None:
         now = 0.0
-        store = InMemory(lambda: 100, clock=lambda: now)
+        store = ConversationsInMemory(lambda: 100, clock=lambda: now)
         await store.put("first", FULL, 900)
         for name in "abc":
             await store.put(name, FULL, 60)
         now = 60.0
-        assert await store.take("a") is None
-        assert store.evicted == 1
+        assert await store.take_entry("a") is None
+        assert store.dropped_count == 1
         await store.put("b", FULL, 60)
-        assert store.evicted == 2
-        assert (store.kept, store.evicted) == (3, 2)  # one is behind the first, which is not over
+        assert store.dropped_count == 2
+        assert (store.entry_count, store.dropped_count) == (
+            3,
+            2,
+        )  # one is behind the first, which is not over
         now = 900.0
-        assert (store.kept, store.evicted) == (0, 5)
+        assert (store.entry_count, store.dropped_count) == (0, 5)
 
     asyncio.run(scenario())
 
@@ -218,8 +228,8 @@ def test_memory_holds_the_last_of_those_whose_time_is_not_over(
     """Beside a list of all that was put, in order."""
 
     async def scenario() -> None:
-        now, most, expected = 0.0, 3, list[tuple[int, float, Entry]]()
-        store, evicted = InMemory(lambda: most, clock=lambda: now), 0
+        now, most, expected = 0.0, 3, list[tuple[int, float, ConversationEntry]]()
+        store, evicted = ConversationsInMemory(lambda: most, clock=lambda: now), 0
         for number, (step, value) in enumerate(steps):
             evicted += len([one for one in expected if one[1] <= now])
             expected = [one for one in expected if one[1] > now]
@@ -228,7 +238,7 @@ def test_memory_holds_the_last_of_those_whose_time_is_not_over(
             elif step == "most":
                 most = value
             elif step == "put":
-                entry = Entry(number, "http://d:1")
+                entry = ConversationEntry(number, "http://d:1")
                 await store.put(str(value), entry, 50)
                 expected = [one for one in expected if one[0] != value]
                 expected.append((value, now + 50, entry))
@@ -237,9 +247,9 @@ def test_memory_holds_the_last_of_those_whose_time_is_not_over(
             else:
                 found = [one for one in expected if one[0] == value]
                 expected = [one for one in expected if one[0] != value]
-                assert await store.take(str(value)) == (found[0][2] if found else None)
+                assert await store.take_entry(str(value)) == (found[0][2] if found else None)
             over = len([one for one in expected if one[1] <= now])
-            assert store.kept == len(expected) - over
-            assert store.evicted == evicted + over
+            assert store.entry_count == len(expected) - over
+            assert store.dropped_count == evicted + over
 
     asyncio.run(scenario())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from epd.tools.fleet.plan import planned
+from epd.tools.fleet.plan import plan_fleet
 from epd.tools.fleet.settings import FleetSettings
 from tests.deploy.manifests import ENGINES, WORKLOADS, container, settings
 from tests.vllm_parser import parsed
@@ -19,7 +19,7 @@ def test_vllm_takes_them_as_it_takes_those_of_epd_up() -> None:
         for name in ENGINES
     ]
     flags = FleetSettings(model=model, device="cuda", topology="1e1p1d", gpus="e=0,p=1,d=2")
-    engines = planned(flags, {}, "redis://redis:6379").engines
+    engines = plan_fleet(flags, {}, "redis://redis:6379").engines
     found = parsed([*pods, *(list(engine.command()[3:]) for engine in engines)])
     for one in found:
         del one[MEMORY]

@@ -140,7 +140,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, secret: str) -> Settings:
 def test_the_proxy_looks_up_the_service_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     config = environment(monkeypatch, "0123456789abcdef" * 2)
 
-    assert set(config.discovered) == {
+    assert set(config.discovered_instances) == {
         Instance(Role(name), f"http://{name}:{ports(name)['http']}") for name in ENGINES
     }
 

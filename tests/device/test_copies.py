@@ -173,7 +173,7 @@ def test_memory_is_pageable_where_pinning_is_refused(monkeypatch: pytest.MonkeyP
         return empty(*arguments, **more)
 
     monkeypatch.setattr(torch, "empty", refusing)
-    assert tensors.pinned(10).shape == (10,)
+    assert tensors.pinned_memory(10).shape == (10,)
     assert asked == [True, False]
 
 

@@ -30,9 +30,9 @@ assert SIZE % ALIGNMENT == 0
 
 def sent(region: Region, data: memoryview = DATA) -> Place:
     """Put bytes into a step that is sent, and forget them."""
-    view = region.place(data)
+    view = region.copy_in(data)
     assert view is not None
-    place = region.find(view)
+    place = region.find_place(view)
     assert place is not None
     region.send([view])
     return place
@@ -40,7 +40,7 @@ def sent(region: Region, data: memoryview = DATA) -> Place:
 
 def test_every_worker_reads_what_was_put_there() -> None:
     region = Region(4 * SIZE, 2)
-    readers = [RegionReader(region.shared().handle, number) for number in range(2)]
+    readers = [RegionReader(region.shared_region().handle, number) for number in range(2)]
     place = sent(region)
 
     assert [bytes(reader.view(place).numpy()) for reader in readers] == [bytes(DATA)] * 2
@@ -49,8 +49,8 @@ def test_every_worker_reads_what_was_put_there() -> None:
 
 def test_a_place_is_free_when_all_workers_have_read_its_step_and_it_is_forgotten() -> None:
     region = Region(4 * SIZE, 2)
-    first, second = (RegionReader(region.shared().handle, number) for number in range(2))
-    kept = region.place(DATA)
+    first, second = (RegionReader(region.shared_region().handle, number) for number in range(2))
+    kept = region.copy_in(DATA)
     assert kept is not None
     region.send([kept])
     sent(region)
@@ -67,8 +67,8 @@ def test_a_place_is_free_when_all_workers_have_read_its_step_and_it_is_forgotten
 
 def test_an_entry_that_two_steps_load_stays_until_the_second_is_read() -> None:
     region = Region(2 * SIZE, 1)
-    reader = RegionReader(region.shared().handle, 0)
-    view = region.place(DATA)
+    reader = RegionReader(region.shared_region().handle, 0)
+    view = region.copy_in(DATA)
     assert view is not None
     region.send([view])
     region.send([view])
@@ -85,7 +85,7 @@ def test_steps_refer_to_it_once_all_workers_have_mapped_it() -> None:
     region = Region(SIZE, 2)
     mapped = [region.is_mapped()]
     for number in range(2):
-        RegionReader(region.shared().handle, number).has_read(0)
+        RegionReader(region.shared_region().handle, number).has_read(0)
         mapped.append(region.is_mapped())
 
     assert mapped == [False, False, True]
@@ -94,17 +94,17 @@ def test_steps_refer_to_it_once_all_workers_have_mapped_it() -> None:
 
 def test_what_does_not_fit_is_not_placed() -> None:
     region = Region(2 * SIZE, 1)
-    views = [region.place(DATA) for _ in range(3)]
+    views = [region.copy_in(DATA) for _ in range(3)]
 
     assert [view is not None for view in views] == [True, True, False]
-    assert region.place(memoryview(b"")) is None
-    assert region.find(DATA) is None
+    assert region.copy_in(memoryview(b"")) is None
+    assert region.find_place(DATA) is None
     region.close()
 
 
 def test_pages_are_allocated_when_it_is_made() -> None:
     region = Region(2**22, 1)
-    path = region.shared().handle.path
+    path = region.shared_region().handle.path
 
     assert Path(path).stat().st_blocks * 512 >= 2**22 + HEADER_BYTES
     region.close()
@@ -129,19 +129,19 @@ def test_readers_have_bounds(readers: int) -> None:
 
 def test_the_last_reader_has_a_word_of_its_own() -> None:
     region = Region(SIZE, MAX_READERS)
-    RegionReader(region.shared().handle, MAX_READERS - 1).has_read(0)
+    RegionReader(region.shared_region().handle, MAX_READERS - 1).has_read(0)
     place = sent(region)
 
-    assert bytes(RegionReader(region.shared().handle, 0).view(place).numpy()) == bytes(DATA)
+    assert bytes(RegionReader(region.shared_region().handle, 0).view(place).numpy()) == bytes(DATA)
     region.close()
 
 
 def test_memory_of_another_process_is_not_mapped() -> None:
     """In another PID namespace the path may be of any file."""
     region, other = Region(SIZE, 1), Region(SIZE, 1)
-    handle = region.shared().handle
+    handle = region.shared_region().handle
     with pytest.raises(OSError, match="another file"):
-        RegionReader(handle._replace(path=other.shared().handle.path), 0)
+        RegionReader(handle._replace(path=other.shared_region().handle.path), 0)
     with pytest.raises(OSError, match="another file"):
         RegionReader(handle._replace(size_bytes=1), 0)
     region.close()
@@ -154,9 +154,9 @@ KILLED = """
 import os, signal, sys
 from ec_store.device.region import Region
 region = Region(2**20, 1)
-view = region.place(memoryview(b"x" * 100))
-path, size, token = region.shared().handle
-print(path, size, token.hex(), *region.find(view), flush=True)
+view = region.copy_in(memoryview(b"x" * 100))
+path, size, token = region.shared_region().handle
+print(path, size, token.hex(), *region.find_place(view), flush=True)
 sys.stdin.readline()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -189,13 +189,13 @@ def test_it_is_registered_once_and_each_entry_is_loaded_from_it(
     region = Region(8 * SIZE, 1)
     loader = Loader(0)
     for _ in range(3):
-        loader.share(region.shared())
+        loader.map_shared(region.shared_region())
     until(region.is_mapped)
     loaded = []
     for _ in range(3):
         loaded.append(loader.load(sent(region), "F32", (16, SIZE // 64)))
-        loader.finish(region.shared().number)
-    loader.poll()
+        loader.finish(region.shared_region().number)
+    loader.report_copies()
 
     assert len(registered) == 1
     assert registered[0].nbytes == 8 * SIZE + HEADER_BYTES
@@ -222,7 +222,7 @@ def test_memory_is_unregistered_when_nothing_refers_to_it_and_before_it_is_unmap
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     region = Region(SIZE, 1)
-    reader = RegionReader(region.shared().handle, 0)
+    reader = RegionReader(region.shared_region().handle, 0)
     view = reader.view(sent(region))
     del reader
     assert calls == [("register", True)]
@@ -239,7 +239,7 @@ def test_a_worker_that_cannot_map_it_warns_once_and_loads_what_a_step_brings(
     region.close()
     loader = Loader(7)
     for _ in range(3):
-        loader.share(region.shared())
+        loader.map_shared(region.shared_region())
     until(lambda: caplog.records)
     loader.finish(1)
 
@@ -252,18 +252,18 @@ def test_a_worker_that_cannot_map_it_warns_once_and_loads_what_a_step_brings(
 def test_a_place_stays_until_the_device_has_copied_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     region = Region(2 * SIZE, 1)
     loader = Loader(0)
-    loader.share(region.shared())
+    loader.map_shared(region.shared_region())
     until(region.is_mapped)
     fake = FakeAccelerator(monkeypatch)
     device = torch.device("cuda", 1)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
     sent(region)
-    loader.finish(region.shared().number)
-    loader.finish(region.shared().number)
-    loader.poll()
+    loader.finish(region.shared_region().number)
+    loader.finish(region.shared_region().number)
+    loader.report_copies()
     assert region.taken_bytes() == SIZE
 
     fake.current_stream(device).run()
-    loader.poll()
+    loader.report_copies()
     assert region.taken_bytes() == 0
     region.close()

@@ -14,7 +14,7 @@ def test_places_lie_apart_and_within_and_all_comes_back(
     slots = Slots(size)
     taken: dict[int, int] = {}
     for wanted, index in steps:
-        offset = slots.take(wanted)
+        offset = slots.take_slot(wanted)
         if offset is not None:
             assert offset % ALIGNMENT == 0
             assert offset + wanted <= size
@@ -23,29 +23,29 @@ def test_places_lie_apart_and_within_and_all_comes_back(
             taken[offset] = wanted
         elif taken:
             given_back = sorted(taken)[index % len(taken)]
-            slots.give(given_back)
+            slots.free_slot(given_back)
             del taken[given_back]
     for offset in taken:
-        slots.give(offset)
+        slots.free_slot(offset)
 
     assert slots.taken_bytes() == 0
     if size >= ALIGNMENT:
-        assert slots.take(size - size % ALIGNMENT) == 0
+        assert slots.take_slot(size - size % ALIGNMENT) == 0
 
 
 def test_a_full_memory_has_no_place_until_one_is_given_back() -> None:
     slots = Slots(3 * ALIGNMENT)
-    places = [slots.take(ALIGNMENT) for _ in range(4)]
+    places = [slots.take_slot(ALIGNMENT) for _ in range(4)]
     assert places == [0, ALIGNMENT, 2 * ALIGNMENT, None]
 
-    slots.give(0)
-    slots.give(2 * ALIGNMENT)
+    slots.free_slot(0)
+    slots.free_slot(2 * ALIGNMENT)
     assert slots.taken_bytes() == ALIGNMENT
-    assert slots.take(ALIGNMENT + 1) is None
-    slots.give(ALIGNMENT)
-    assert slots.take(3 * ALIGNMENT) == 0
+    assert slots.take_slot(ALIGNMENT + 1) is None
+    slots.free_slot(ALIGNMENT)
+    assert slots.take_slot(3 * ALIGNMENT) == 0
 
 
 @pytest.mark.parametrize("size", [0, ALIGNMENT - 1])
 def test_memory_below_a_page_has_no_place(size: int) -> None:
-    assert Slots(size).take(1) is None
+    assert Slots(size).take_slot(1) is None

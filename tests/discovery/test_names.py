@@ -11,7 +11,7 @@ import dns.resolver
 import pytest
 
 from epd.discovery import watching
-from epd.discovery.dns import LookUpFailed, Names, Sightings
+from epd.discovery.dns import DnsNames, DnsState, LookUpFailed
 from epd.routing.instances import Role
 from tests.certificates import Authority
 from tests.discovery.name_server import NameServer
@@ -32,13 +32,13 @@ async def test_all_addresses_of_one_family_are_found(server: NameServer) -> None
         "six.svc": ["fd00::1"],
         "none.svc": [],
     }
-    names = Names(server.address)
+    names = DnsNames(server.address)
 
-    assert await names.addresses("both.svc") == {"10.0.0.1", "10.0.0.2"}
-    assert await names.addresses("six.svc") == {"fd00::1"}
-    assert await names.addresses("none.svc") == set()
-    assert await names.addresses("missing.svc") == set()
-    assert await names.addresses("10.9.9.9") == {"10.9.9.9"}
+    assert await names.resolve_addresses("both.svc") == {"10.0.0.1", "10.0.0.2"}
+    assert await names.resolve_addresses("six.svc") == {"fd00::1"}
+    assert await names.resolve_addresses("none.svc") == set()
+    assert await names.resolve_addresses("missing.svc") == set()
+    assert await names.resolve_addresses("10.9.9.9") == {"10.9.9.9"}
 
 
 async def test_a_machine_without_name_servers_is_no_answer(
@@ -51,14 +51,14 @@ async def test_a_machine_without_name_servers_is_no_answer(
     )
 
     with pytest.raises(LookUpFailed, match="NoResolverConfiguration"):
-        await Names().addresses("a.test")
+        await DnsNames().resolve_addresses("a.test")
 
 
 async def test_a_server_that_fails_is_not_one_that_says_none(server: NameServer) -> None:
     server.addresses, server.failing = {"e.svc": ["10.0.0.1"]}, True
 
     with pytest.raises(LookUpFailed):
-        await Names(server.address).addresses("e.svc")
+        await DnsNames(server.address).resolve_addresses("e.svc")
 
 
 @asynccontextmanager
@@ -117,7 +117,7 @@ async def test_membership_follows_the_name_and_survives_its_failures(
 async def test_a_name_that_has_had_no_address_for_long_is_believed(
     launch: Launch, server: NameServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "Sightings", lambda: Sightings(empty_s=0.1))
+    monkeypatch.setattr(watching, "DnsState", lambda: DnsState(empty_s=0.1))
     server.addresses = {"e.svc": ["127.0.0.1"]}
     async with discovering(launch, server, 9) as fleet:
         await sees(fleet, Role.ENCODE, {"http://127.0.0.1:9"})

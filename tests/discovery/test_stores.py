@@ -13,11 +13,11 @@ from epd.discovery.membership import Clash, Registrations
 from epd.discovery.stores import (
     REGISTERED,
     Edit,
-    Folder,
     InFolder,
     InProcess,
-    InRedis,
-    Store,
+    LockedFolder,
+    RegistrationsInRedis,
+    RegistrationStore,
     StoreFailed,
 )
 from epd.routing.instances import Instance, Registry, Role
@@ -29,24 +29,26 @@ WIDE = Instance(Role.PREFILL_DECODE, "http://pd:1", dp_size=4)
 
 
 @asynccontextmanager
-async def opened(kind: str, folder: Path) -> AsyncIterator[Store]:
+async def opened(kind: str, folder: Path) -> AsyncIterator[RegistrationStore]:
     if kind == "process":
         yield InProcess()
     elif kind == "folder":
-        yield InFolder(Folder(folder / "registrations"))
+        yield InFolder(LockedFolder(folder / "registrations"))
     else:
         with RedisServer(folder / "redis") as server:
-            async with InRedis.connected(server.url("key=fleet:instances")) as store:
+            async with RegistrationsInRedis.connected(server.url("key=fleet:instances")) as store:
                 yield store
 
 
 @pytest.fixture(params=["process", "folder", "redis"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RegistrationStore]:
     async with opened(request.param, tmp_path) as opened_store:
         yield opened_store
 
 
-async def test_what_is_put_there_is_read_and_what_is_dropped_is_not(store: Store) -> None:
+async def test_what_is_put_there_is_read_and_what_is_dropped_is_not(
+    store: RegistrationStore,
+) -> None:
     assert not await store.read()
     assert await store.write((), Edit(A.url, A)) == (A,)
     await store.write((A,), Edit(WIDE.url, WIDE))
@@ -59,23 +61,23 @@ async def test_what_is_put_there_is_read_and_what_is_dropped_is_not(store: Store
     assert await store.read() == ()
 
 
-async def test_many_who_write_at_once_lose_nothing(store: Store) -> None:
+async def test_many_who_write_at_once_lose_nothing(store: RegistrationStore) -> None:
     many = [Instance(Role.ENCODE, f"http://e{number}:1") for number in range(20)]
     await asyncio.gather(*(store.write((), Edit(one.url, one)) for one in many))
 
     assert set(await store.read() or ()) == set(many)
 
 
-def watched(store: Store) -> tuple[Registrations, InstanceTable]:
+def watched(store: RegistrationStore) -> tuple[Registrations, InstanceTable]:
     table = InstanceTable()
     return Registrations(store, Registry(table)), table
 
 
-async def test_what_one_proxy_registers_the_other_sees(store: Store) -> None:
+async def test_what_one_proxy_registers_the_other_sees(store: RegistrationStore) -> None:
     (one, _), (other, table) = watched(store), watched(store)
     assert await one.add(A)
-    await other.refresh()
-    assert table.of(*Role) == (A,)
+    await other.refresh_store()
+    assert table.of_roles(*Role) == (A,)
     assert not await other.add(A)
     assert await other.remove(A.url)
     assert not await one.remove(A.url)
@@ -91,20 +93,20 @@ async def test_a_file_that_is_lost_or_garbage_takes_nobody_away_and_is_mended(
     tmp_path: Path, content: bytes | None
 ) -> None:
     path = tmp_path / REGISTERED
-    registrations, table = watched(InFolder(Folder(tmp_path)))
+    registrations, table = watched(InFolder(LockedFolder(tmp_path)))
     await registrations.add(A)
     await registrations.add(B)
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    await registrations.refresh()
-    assert set(table.of(*Role)) == {A, B}
+    await registrations.refresh_store()
+    assert set(table.of_roles(*Role)) == {A, B}
     if content is not None:
         with pytest.raises(StoreFailed, match=REGISTERED):
             await registrations.add(C)
         path.unlink()
     assert await registrations.add(C)
-    assert set(table.of(*Role)) == {A, B, C}
+    assert set(table.of_roles(*Role)) == {A, B, C}
 
     rows = json.loads(path.read_bytes())["instances"]
     assert [row["url"] for row in rows] == [A.url, B.url, C.url]
@@ -113,17 +115,17 @@ async def test_a_file_that_is_lost_or_garbage_takes_nobody_away_and_is_mended(
 async def test_a_folder_that_cannot_be_written_refuses_and_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "registrations"
     folder.write_text("no folder")
-    registrations, table = watched(InFolder(Folder(folder)))
+    registrations, table = watched(InFolder(LockedFolder(folder)))
     with pytest.raises(StoreFailed):
         await registrations.add(A)
 
-    assert table.of(*Role) == ()
+    assert table.of_roles(*Role) == ()
 
 
 async def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from epd.discovery.stores import Folder\n"
-        f"with Folder(Path({str(tmp_path)!r})).locked():\n"
+        "import sys; from pathlib import Path; from epd.discovery.stores import LockedFolder\n"
+        f"with LockedFolder(Path({str(tmp_path)!r})).hold_lock():\n"
         "    print('locked', flush=True); sys.stdin.read()"
     )
     holder = await asyncio.create_subprocess_exec(
@@ -133,7 +135,7 @@ async def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path: Path) ->
     )
     assert holder.stdout is not None
     assert await holder.stdout.readline() == b"locked\n"
-    writing = asyncio.create_task(InFolder(Folder(tmp_path)).write((), Edit(A.url, A)))
+    writing = asyncio.create_task(InFolder(LockedFolder(tmp_path)).write((), Edit(A.url, A)))
     await asyncio.sleep(0.1)
     assert not writing.done()
     holder.kill()
@@ -145,25 +147,25 @@ async def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path: Path) ->
 async def test_redis_that_goes_away_and_comes_back_empty_takes_nobody_away(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         async with (
-            InRedis.connected(server.url()) as first,
-            InRedis.connected(server.url()) as second,
+            RegistrationsInRedis.connected(server.url()) as first,
+            RegistrationsInRedis.connected(server.url()) as second,
         ):
             (one, table), (other, others) = watched(first), watched(second)
             await one.add(A)
             await one.add(B)
-            await other.refresh()
+            await other.refresh_store()
             server.kill()
-            await one.refresh()
+            await one.refresh_store()
             with pytest.raises(StoreFailed):
                 await one.add(C)
-            assert set(table.of(*Role)) == {A, B}
+            assert set(table.of_roles(*Role)) == {A, B}
             server.start()
-            await one.refresh()
+            await one.refresh_store()
             assert set(await first.read() or ()) == {A, B}
             await one.remove(A.url)
-            await other.refresh()
+            await other.refresh_store()
 
-            assert set(table.of(*Role)) == set(others.of(*Role)) == {B}
+            assert set(table.of_roles(*Role)) == set(others.of_roles(*Role)) == {B}
 
 
 async def test_who_follows_redis_ends_when_told_at_whatever_step(
@@ -172,8 +174,8 @@ async def test_who_follows_redis_ends_when_told_at_whatever_step(
     monkeypatch.setattr("epd.discovery.membership.POLL_S", 0)
     with RedisServer(tmp_path / "redis") as server:
         for steps in range(40):  # of the event loop: a connect, and some reads
-            async with InRedis.connected(server.url()) as store:
-                following = asyncio.create_task(watched(store)[0].follow())
+            async with RegistrationsInRedis.connected(server.url()) as store:
+                following = asyncio.create_task(watched(store)[0].poll_periodically())
                 for _ in range(steps):
                     await asyncio.sleep(0)
                 following.cancel()
@@ -183,14 +185,14 @@ async def test_who_follows_redis_ends_when_told_at_whatever_step(
 
 async def test_garbage_in_redis_takes_nobody_away(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
-        async with InRedis.connected(server.url()) as store:
+        async with RegistrationsInRedis.connected(server.url()) as store:
             registrations, table = watched(store)
             await registrations.add(A)
             server.command("HSET", "epd:instances", "http://x:1", "garbage")
-            await registrations.refresh()
-            assert table.of(*Role) == (A,)
+            await registrations.refresh_store()
+            assert table.of_roles(*Role) == (A,)
             server.command("DEL", "epd:instances")
             server.command("SET", "epd:instances", "not even a hash")
-            await registrations.refresh()
+            await registrations.refresh_store()
 
-            assert table.of(*Role) == (A,)
+            assert table.of_roles(*Role) == (A,)

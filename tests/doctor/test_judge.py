@@ -13,7 +13,7 @@ from epd.tools.doctor.environment import judge_backlog, judge_host
 from epd.tools.doctor.facts import (
     Finding,
     InstanceFacts,
-    Model,
+    ModelFacts,
     Mount,
     StoreFacts,
     Trial,
@@ -24,7 +24,7 @@ from epd.tools.doctor.facts import (
     mount_of,
     ok,
     warn,
-    worst,
+    worst_verdict,
 )
 from epd.tools.doctor.judge import judge_fleet, judge_instance, judge_store
 
@@ -33,7 +33,7 @@ PD = Instance(Role.PREFILL_DECODE, "http://pd")
 
 
 def facts(instance: Instance = E, **changes: Any) -> InstanceFacts:
-    about: dict[str, Any] = {"version": "0.33.0", "models": (Model("m", "org/m", 4096),)}
+    about: dict[str, Any] = {"version": "0.33.0", "models": (ModelFacts("m", "org/m", 4096),)}
     return InstanceFacts(instance, **about | changes)
 
 
@@ -73,7 +73,7 @@ def test_a_version_that_is_new_enough_or_says_nothing_is_no_finding(version: str
 
 
 def test_an_instance_that_lacks_a_model_is_named() -> None:
-    fleet = [facts(), facts(PD, models=(Model("m"), Model("lora")))]
+    fleet = [facts(), facts(PD, models=(ModelFacts("m"), ModelFacts("lora")))]
 
     [finding] = bad(judge_fleet(fleet))
 
@@ -84,10 +84,10 @@ def test_an_instance_that_lacks_a_model_is_named() -> None:
 
 def test_consumers_with_other_lengths_are_named_and_encode_instances_may_have_any() -> None:
     other = Instance(Role.PREFILL_DECODE, "http://pd2")
-    fleet = [facts(models=(Model("m", None, 1),)), facts(PD), facts(other)]
+    fleet = [facts(models=(ModelFacts("m", None, 1),)), facts(PD), facts(other)]
     assert bad(judge_fleet(fleet)) == []
 
-    fleet[2] = facts(other, models=(Model("m", None, 8192),))
+    fleet[2] = facts(other, models=(ModelFacts("m", None, 8192),))
     [finding] = bad(judge_fleet(fleet))
 
     assert finding.seen == "max_model_len of m differs: 4096: http://pd; 8192: http://pd2"
@@ -313,7 +313,7 @@ def test_the_worst_finding_decides(findings: list[Finding]) -> None:
     verdicts = {one.verdict for one in findings}
     expected = next((it for it in reversed(Verdict) if it in verdicts), Verdict.OK)
 
-    assert worst(findings) is expected
+    assert worst_verdict(findings) is expected
     assert f'"verdict": "{expected}"' in as_json(findings)
 
 

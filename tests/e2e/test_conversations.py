@@ -178,7 +178,7 @@ def test_two_proxies_that_share_a_redis_continue_each_others_conversations(
 
 
 def test_what_a_decode_engine_has_kept_is_gone_when_it_is_started_anew(stack: Served) -> None:
-    talk, [engine] = Talk(stack), stack.stack.of(Role.DECODE)
+    talk, [engine] = Talk(stack), stack.stack.of_role(Role.DECODE)
     with proxy(stack) as client:
         turns = [talk.turn(client, picture("cat.jpg")) for _ in range(2)]
         ready = str(client.base_url).replace("/v1/", "/ready")

@@ -8,7 +8,7 @@ from tests.e2e.served import READ, Served, metric
 
 
 async def examined(stack: Served) -> list[Finding]:
-    urls = {role: tuple(engine.url for engine in stack.stack.of(role)) for role in Role}
+    urls = {role: tuple(engine.url for engine in stack.stack.of_role(role)) for role in Role}
     config = ProxyConfig(
         host="127.0.0.1",
         encode_servers_urls=urls[Role.ENCODE],
@@ -31,15 +31,15 @@ async def test_the_doctor_finds_nothing_to_mend_in_a_real_fleet(stack: Served) -
     seen = {one.seen for one in findings}
     assert "finds encoder outputs by their key alone" in seen
     assert "has the entry that an encode instance just wrote" in seen
-    assert ("hands over its KV cache" in seen) == bool(stack.stack.of(Role.PREFILL))
+    assert ("hands over its KV cache" in seen) == bool(stack.stack.of_role(Role.PREFILL))
 
 
 async def test_the_doctor_has_prefill_read_what_decode_holds(stack: Served) -> None:
-    before = metric(stack.stack.of(Role.PREFILL)[0], READ)
+    before = metric(stack.stack.of_role(Role.PREFILL)[0], READ)
     findings = await examined(stack)
 
     assert [one for one in findings if one.verdict is not Verdict.OK] == []
     assert "reads the blocks that decode keeps of a conversation's previous turn" in {
         one.seen for one in findings
     }
-    assert metric(stack.stack.of(Role.PREFILL)[0], READ) > before
+    assert metric(stack.stack.of_role(Role.PREFILL)[0], READ) > before

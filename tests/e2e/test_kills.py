@@ -47,7 +47,7 @@ def test_an_engine_is_killed_under_load_and_comes_back(
     stack: Served, role: Role, may_end: set[str]
 ) -> None:
     """Nothing is lost or wrong, errors are those that nobody could have helped, and they end."""
-    [engine] = stack.stack.of(role)
+    [engine] = stack.stack.of_role(role)
     due = [ask(stack.baseline, stack.model, *question) for question in QUESTIONS]
     load = Load(stack, due)
     with load.running():

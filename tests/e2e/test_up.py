@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from epd.tools.fleet.plan import planned
+from epd.tools.fleet.plan import plan_fleet
 from epd.tools.fleet.process import free_ports
 from epd.tools.fleet.settings import FleetSettings
 from tests.e2e.stacks import VISION
@@ -28,7 +28,7 @@ def test_vllm_knows_every_flag_that_its_instances_are_given() -> None:
         list(engine.command()[3:])
         for device, gpus in (("cuda", "e=0,{}=1+2"), ("xpu", "e=0,{}=1+2"), ("cpu", None))
         for topology, last in (("1e1p1d", "p=3,d"), ("1e1pd", "pd"))
-        for engine in planned(
+        for engine in plan_fleet(
             FleetSettings(
                 model="a/b",
                 device=device,

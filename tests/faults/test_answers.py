@@ -134,7 +134,7 @@ async def test_a_client_that_leaves_before_the_error_of_its_stream_has_left(
     async def leaves(*_: object) -> web.StreamResponse:
         raise ConnectionResetError("the client has left")
 
-    monkeypatch.setattr(middlewares, "broken", leaves)
+    monkeypatch.setattr(middlewares, "end_broken_stream", leaves)
     event = STREAM_HEAD + chunked(chunk("a"))
     async with (
         Scripted([read_request(), send(event), wait(0.1), reset()]).running() as decode,

@@ -73,9 +73,11 @@ class Asking:
         return self.target.origin
 
     async def ask(self, body: bytes = b"{}", timeout_s: float = LONG_S) -> Connection:
-        connection = self.pool.take(self.origin) or await self.pool.connect(self.origin)
+        connection = self.pool.take_connection(self.origin) or await self.pool.connect(self.origin)
         self.connections.append(connection)
-        await connection.ask(request_head(self.target, {}, len(body)), (body,), in_s(timeout_s))
+        await connection.send_request(
+            request_head(self.target, {}, len(body)), (body,), in_s(timeout_s)
+        )
         return connection
 
     async def read(self) -> bytes:
@@ -148,7 +150,7 @@ async def test_an_idle_connection_is_not_kept_when_it(more: Step) -> None:
         await until(lambda: here.server.exchanges[0].left or here.server.exchanges[0].done)
         await asyncio.sleep(0.05)
 
-        assert here.pool.take(here.origin) is None
+        assert here.pool.take_connection(here.origin) is None
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ async def test_what_is_not_complete_ends_its_connection(begun: bytes) -> None:
     async with asking([read_request(), send(begun), hold()]) as here:
         here.pool.give_back(here.origin, await here.ask())
 
-        assert here.pool.take(here.origin) is None
+        assert here.pool.take_connection(here.origin) is None
         await until(lambda: here.server.aborted)
 
 
@@ -173,10 +175,10 @@ async def test_what_is_not_read_for_now_ends_its_connection() -> None:
     script = [read_request(), send(answer(b"x" * (READ_BUFFER_BYTES + 1))), hold()]
     async with asking(script) as here:
         connection = await here.ask()
-        await until(lambda: not connection.usable)
+        await until(lambda: not connection.is_usable)
         here.pool.give_back(here.origin, connection)
 
-        assert here.pool.take(here.origin) is None
+        assert here.pool.take_connection(here.origin) is None
 
 
 async def test_a_closed_pool_keeps_nothing() -> None:
@@ -186,7 +188,7 @@ async def test_a_closed_pool_keeps_nothing() -> None:
         await here.pool.close()
         here.pool.give_back(here.origin, busy)
 
-        assert here.pool.take(here.origin) is None
+        assert here.pool.take_connection(here.origin) is None
         await until(lambda: here.server.aborted == 2)
 
 
@@ -331,7 +333,7 @@ async def test_a_body_of_pieces_is_sent_whole(size: int) -> None:
     async with asking(script) as here:
         connection = await here.pool.connect(here.origin)
         here.connections.append(connection)
-        await connection.ask(request_head(here.target, {}, size), parts, in_s(LONG_S))
+        await connection.send_request(request_head(here.target, {}, size), parts, in_s(LONG_S))
 
     assert here.server.exchanges[0].body == body
 
@@ -421,7 +423,7 @@ async def test_a_large_body_waits_until_it_is_taken() -> None:
 
         assert here.server.exchanges[0].body == body
         here.pool.give_back(here.origin, connection)
-        assert here.pool.take(here.origin) is connection
+        assert here.pool.take_connection(here.origin) is connection
 
 
 async def test_who_takes_no_body_is_late() -> None:
@@ -435,7 +437,7 @@ async def test_an_answer_may_come_before_the_body_is_taken() -> None:
     async with asking([*script[:2], wait(LONG_S)]) as here:
         connection = await here.ask(b"x" * 64 * PIECE_BYTES)
         assert (connection.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
-        assert not connection.usable
+        assert not connection.is_usable
 
 
 async def test_who_has_refused_is_not_sent_the_rest_of_the_body() -> None:
@@ -451,7 +453,7 @@ async def test_who_has_refused_is_not_sent_the_rest_of_the_body() -> None:
         connection = await here.ask(body)
         assert (connection.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
         await asyncio.sleep(0.5)
-        assert not connection.usable
+        assert not connection.is_usable
         here.pool.give_back(here.origin, connection)
         await until(lambda: here.server.exchanges[0].done or here.server.aborted)
     assert got < len(body)
@@ -468,10 +470,10 @@ async def test_a_body_is_poured_until_its_end() -> None:
     async with asking(script) as here:
         connection = await here.ask()
         got = Pieces()
-        assert await connection.pour(got.take, LONG_S)
+        assert await connection.pour_body(got.take, LONG_S)
 
         assert b"".join(got) == b"123"
-        assert connection.usable
+        assert connection.is_usable
 
 
 async def test_a_sink_that_is_full_is_poured_nothing_more() -> None:
@@ -489,7 +491,7 @@ async def test_a_sink_that_is_full_is_poured_nothing_more() -> None:
         connection = await here.ask()
         got = Pieces()
         got.room = False
-        assert not await connection.pour(got.take, LONG_S)
+        assert not await connection.pour_body(got.take, LONG_S)
         go.set()
         await asyncio.sleep(0.3)
         assert got == [b"1"]
@@ -498,7 +500,7 @@ async def test_a_sink_that_is_full_is_poured_nothing_more() -> None:
         while len(rest) < 2:
             rest += await connection.chunk(in_s(LONG_S))
         assert rest == b"23"
-        assert await connection.pour(got.take, LONG_S)
+        assert await connection.pour_body(got.take, LONG_S)
         assert got == [b"1"]
 
 
@@ -518,7 +520,7 @@ async def test_who_is_poured_is_told_of_its_end(then: list[Step], error: type[Ex
         connection = await here.ask()
         got = Pieces()
         with pytest.raises(error):
-            await connection.pour(got.take, 0.5)
+            await connection.pour_body(got.take, 0.5)
         assert got == [b"1"]
 
 
@@ -528,7 +530,7 @@ async def test_a_trickle_is_poured_for_as_long_as_it_takes() -> None:
         connection = await here.ask()
         got = Pieces()
         with pytest.raises(TimeoutError):
-            await connection.pour(got.take, 0.5)
+            await connection.pour_body(got.take, 0.5)
         assert got == [b"x"] * 8
 
 
@@ -537,7 +539,7 @@ async def test_who_leaves_while_it_is_poured_is_poured_nothing_more() -> None:
     async with asking(script) as here:
         connection = await here.ask()
         got = Pieces()
-        pouring = asyncio.create_task(connection.pour(got.take, LONG_S))
+        pouring = asyncio.create_task(connection.pour_body(got.take, LONG_S))
         await until(lambda: got)
         pouring.cancel()
         await asyncio.wait([pouring])

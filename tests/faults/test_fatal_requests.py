@@ -238,7 +238,7 @@ async def test_one_death_of_an_instance_counts_once_for_all_that_ask_for_the_sam
 async def test_an_instance_that_is_drained_does_not_die_of_a_request(launch: Launch) -> None:
     async with launch(encode=3, decode=1, encode_balance="round_robin") as fleet:
         killed_by(drops, *fleet.encode)
-        fleet.runner.app[DRAIN].begin()
+        fleet.runner.app[DRAIN].begin_drain()
         async with fleet.post(request(image())) as reply:
             assert reply.status == 200
             assert reply.headers["x-epd-degraded"] == "encode-local"
@@ -416,8 +416,8 @@ async def test_an_instance_that_was_drained_and_removed_does_not_die(launch: Lau
         waiting = asyncio.create_task(outcome(fleet, body))
         await until(lambda: sent(fleet.decode) == 1)
         [leaving] = [one for one in fleet.decode if one.calls]
-        [old] = [one for one in table.of(Role.PREFILL_DECODE) if one.url == leaving.url]
-        table.reweigh(old, drained := replace(old, weight=0.0))
+        [old] = [one for one in table.of_roles(Role.PREFILL_DECODE) if one.url == leaving.url]
+        table.set_weight(old, drained := replace(old, weight=0.0))
         table.remove(drained)
         others = [one for one in fleet.decode if one is not leaving]
         killed_by(drops, *others)

@@ -97,7 +97,7 @@ def test_probes_do_not_push_the_last_words_of_a_server_out(tmp_path: Path) -> No
 def test_what_a_server_does_is_told_from_its_log(tmp_path: Path, log: str, doing: str) -> None:
     process = start(tmp_path, "import time; time.sleep(60)")
     process.log.write_text(log)
-    said = process.doing()
+    said = process.last_message()
     stop([process])
 
     assert said == doing
@@ -239,7 +239,7 @@ def test_a_stack_gives_flags_to_the_engines_of_a_role(tmp_path: Path) -> None:
         flags={Role.ENCODE: more},
     )
 
-    assert [engine.flags for engine in stack.engines] == [tuple(more), tuple(more), ()]
+    assert [engine.flags for engine in stack.all_engines] == [tuple(more), tuple(more), ()]
 
 
 def test_stopping_twice_at_once_leaves_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from epd.tools.fleet.process import ENDING, Process, held, leave_contexts_on_signals
+from epd.tools.fleet.process import ENDING, Process, hold_signals, leave_contexts_on_signals
 from epd.tools.fleet.settings import Topology
 from epd.tools.fleet.stack import Stack
 from tests.fleet.processes import left, marked, new_mark
@@ -31,7 +31,7 @@ def test_a_signal_waits_for_what_is_done_as_a_whole(number: signal.Signals) -> N
     done = []
 
     def whole() -> None:
-        with held():
+        with hold_signals():
             signal.raise_signal(number)
             done.append(1)
 
@@ -44,7 +44,7 @@ def test_a_signal_waits_for_what_is_done_as_a_whole(number: signal.Signals) -> N
 
 
 def test_what_is_started_meanwhile_is_open_to_signals() -> None:
-    with held():
+    with hold_signals():
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     child.terminate()
 
@@ -54,7 +54,7 @@ def test_what_is_started_meanwhile_is_open_to_signals() -> None:
 def test_a_signal_that_is_ignored_stays_so() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     leave_contexts_on_signals()
-    with held():
+    with hold_signals():
         signal.raise_signal(signal.SIGHUP)
 
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

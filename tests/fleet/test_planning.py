@@ -18,8 +18,8 @@ from epd.tools.fleet.cache_folder import (
     FolderTaken,
     default_folder,
     default_url,
-    kept,
     make,
+    private_folder,
     remove_abandoned,
 )
 from epd.tools.fleet.engine import (
@@ -28,14 +28,14 @@ from epd.tools.fleet.engine import (
     LETTERS,
     XPU,
     Engine,
-    Server,
+    FleetServer,
     assign,
-    detected,
-    overfull,
+    detect_platform,
+    overfull_device,
     parse,
     parse_instances,
 )
-from epd.tools.fleet.plan import Plan, planned, url_of
+from epd.tools.fleet.plan import FleetPlan, plan_fleet, url_of
 from epd.tools.fleet.settings import FleetSettings, Topology
 
 STORE = "file:///ec"
@@ -117,8 +117,8 @@ def test_as_many_devices_are_named_as_there_are_instances(gpus: str) -> None:
 
 
 def test_a_device_has_its_memory_once() -> None:
-    assert overfull([(("0",), 0.01), (("0", "1"), 0.7), (("2",), 1.0)]) is None
-    assert overfull([(("0",), 0.4), (("0", "1"), 0.7)]) == "0"
+    assert overfull_device([(("0",), 0.01), (("0", "1"), 0.7), (("2",), 1.0)]) is None
+    assert overfull_device([(("0",), 0.4), (("0", "1"), 0.7)]) == "0"
 
 
 def test_devices_are_those_of_the_machine_unless_the_environment_says_which(tmp_path: Path) -> None:
@@ -127,17 +127,17 @@ def test_devices_are_those_of_the_machine_unless_the_environment_says_which(tmp_
     (tmp_path / "dri").mkdir()
     (tmp_path / "dri" / "renderD128").touch()
 
-    assert CUDA.visible({}, tmp_path) == ("0", "1")
-    assert CUDA.visible({"CUDA_VISIBLE_DEVICES": "5, 7"}, tmp_path) == ("5", "7")
-    assert CUDA.visible({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
-    assert XPU.visible({}, tmp_path) == ("0",)
-    assert CPU.visible({}, tmp_path) == ()
-    assert detected({}, tmp_path) is CUDA
-    assert detected({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) is CPU
+    assert CUDA.visible_devices({}, tmp_path) == ("0", "1")
+    assert CUDA.visible_devices({"CUDA_VISIBLE_DEVICES": "5, 7"}, tmp_path) == ("5", "7")
+    assert CUDA.visible_devices({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+    assert XPU.visible_devices({}, tmp_path) == ("0",)
+    assert CPU.visible_devices({}, tmp_path) == ()
+    assert detect_platform({}, tmp_path) is CUDA
+    assert detect_platform({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) is CPU
 
 
-def plan(environ: Mapping[str, str] = TWO, store: str = STORE, **values: Any) -> Plan:
-    return planned(FleetSettings(**{"model": "a/b", "device": "cuda"} | values), environ, store)
+def plan(environ: Mapping[str, str] = TWO, store: str = STORE, **values: Any) -> FleetPlan:
+    return plan_fleet(FleetSettings(**{"model": "a/b", "device": "cuda"} | values), environ, store)
 
 
 def given_flags(engine: Engine) -> Mapping[str, str]:
@@ -274,11 +274,11 @@ def test_requests_are_answered_while_the_proxy_and_one_that_decodes_run() -> Non
     fleet = plan(topology="1e1p2d", device="cpu")
     names = {server.name for server in fleet.servers()}
 
-    assert fleet.lacking(names) is None
-    assert fleet.lacking({"proxy", "decode-8401"}) is None
-    assert fleet.lacking(names - {"proxy"}) == "The proxy has ended"
+    assert fleet.missing_role(names) is None
+    assert fleet.missing_role({"proxy", "decode-8401"}) is None
+    assert fleet.missing_role(names - {"proxy"}) == "The proxy has ended"
     others = {"proxy", "encode-8200", "prefill-8300", "store"}
-    assert fleet.lacking(others) == "No instance that decodes is left"
+    assert fleet.missing_role(others) == "No instance that decodes is left"
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ names = st.from_regex(r"EPD_[A-Z]{1,5}", fullmatch=True)
 def test_a_shell_reads_a_servers_line_as_it_is(args: list[str], environ: dict[str, str]) -> None:
     """`env` prints the environment, `printf` the words that it is called with."""
     printed = ('printf "%s\\0" "$@"; env -0', "bash")
-    server = Server("name", "", ("bash", "-c", *printed, "--flag", *args), environ)
+    server = FleetServer("name", "", ("bash", "-c", *printed, "--flag", *args), environ)
     ran = subprocess.run(["bash", "-c", server.shell()], capture_output=True, check=True)  # noqa: S607
     seen = ran.stdout.decode().split("\0")
 
@@ -337,12 +337,12 @@ def test_the_cache_is_in_no_folder_of_somebody_else(tmp_path: Path) -> None:
 
 def test_a_cache_is_of_one_fleet_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    with kept(folder):
-        with pytest.raises(FolderTaken, match="is in use"), kept(folder):
+    with private_folder(folder):
+        with pytest.raises(FolderTaken, match="is in use"), private_folder(folder):
             pass
         assert folder.exists()
     assert not folder.exists()
-    with kept(folder):
+    with private_folder(folder):
         pass
 
 
@@ -365,7 +365,7 @@ def test_caches_of_fleets_that_are_gone_are_removed(tmp_path: Path) -> None:
         (folder / "entry").touch()
     link.symlink_to(odd)
     file.touch()
-    with kept(used):
+    with private_folder(used):
         removed = remove_abandoned(own, tmp_path)
         left = set(tmp_path.iterdir())
 
@@ -395,7 +395,7 @@ def test_a_cache_that_is_removed_until_it_is_locked_is_made_again(
         flock(handle, operation)
 
     monkeypatch.setattr("fcntl.flock", remove_first)
-    with kept(folder):
+    with private_folder(folder):
         assert folder.is_dir()
     assert removals == []
 

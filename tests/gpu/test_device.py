@@ -15,7 +15,7 @@ from ec_store.device.region import Region  # noqa: E402
 from ec_store.device.tensors import (  # noqa: E402
     HostCopies,
     Loader,
-    pinned,
+    pinned_memory,
     to_device,
 )
 
@@ -111,7 +111,7 @@ def test_copies_are_in_pinned_memory() -> None:
     wait = ring.start(torch.ones(MIB // 4, device="cuda"))
     assert wait
     assert wait().is_pinned()
-    assert pinned(16).is_pinned()
+    assert pinned_memory(16).is_pinned()
     ring.close()
 
 
@@ -139,26 +139,26 @@ def test_the_region_is_registered_once_and_copied_from_directly(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     region, loader = Region(64 * MIB, 1), Loader(0)
     for _ in range(3):
-        loader.share(region.shared())
+        loader.map_shared(region.shared_region())
     until(region.is_mapped)
     reader = loader._reader  # noqa: SLF001
     assert reader is not None
     assert reader.registered
     values = torch.randn(1024, 1024)
     for _ in range(40):  # more than the region holds at once
-        view = region.place(bytes_of(values))
+        view = region.copy_in(bytes_of(values))
         assert view is not None
-        place = region.find(view)
+        place = region.find_place(view)
         assert place is not None
         assert reader.view(place).is_pinned()
         region.send([view])
         del view
         placed = loader.load(place, "F32", (1024, 1024))
-        loader.finish(region.shared().number)
+        loader.finish(region.shared_region().number)
         assert placed.cpu().equal(values)
-        loader.poll()
+        loader.report_copies()
 
-    assert calls == [region.shared().handle.size_bytes]
+    assert calls == [region.shared_region().handle.size_bytes]
     region.close()
 
 
@@ -166,14 +166,14 @@ def test_memory_at_an_address_that_was_registered_before_is_read_itself() -> Non
     """The kernel reuses the address; the driver must have forgotten the pages behind it."""
     for number in range(4):
         region, loader = Region(64 * MIB, 1), Loader(0)
-        loader.share(region.shared())
+        loader.map_shared(region.shared_region())
         until(region.is_mapped)
         reader = loader._reader  # noqa: SLF001
         assert reader is not None
         assert reader.registered
-        view = region.place(bytes_of(torch.full((MIB,), float(number))))
+        view = region.copy_in(bytes_of(torch.full((MIB,), float(number))))
         assert view is not None
-        place = region.find(view)
+        place = region.find_place(view)
         assert place is not None
         assert loader.load(place, "F32", (MIB,)).eq(number).all()
         region.close()
@@ -182,21 +182,21 @@ def test_memory_at_an_address_that_was_registered_before_is_read_itself() -> Non
 
 def test_a_place_stays_until_the_device_has_copied_from_it() -> None:
     region, loader = Region(64 * MIB, 1), Loader(0)
-    loader.share(region.shared())
+    loader.map_shared(region.shared_region())
     until(region.is_mapped)
-    view = region.place(bytes_of(torch.ones(MIB)))
+    view = region.copy_in(bytes_of(torch.ones(MIB)))
     assert view is not None
-    place = region.find(view)
+    place = region.find_place(view)
     assert place is not None
     region.send([view])
     del view
     torch.cuda._sleep(LONG)  # noqa: SLF001
     placed = loader.load(place, "F32", (MIB,))
-    loader.finish(region.shared().number)
-    loader.poll()
+    loader.finish(region.shared_region().number)
+    loader.report_copies()
     taken = region.taken_bytes()
     torch.cuda.synchronize()
-    loader.poll()
+    loader.report_copies()
 
     assert taken == 4 * MIB
     assert region.taken_bytes() == 0
@@ -213,11 +213,11 @@ def test_a_refused_registration_is_no_error_of_later_calls(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=refused))
     assert not region_module.register(np.zeros(4096, np.uint8))
     region, loader = Region(4 * MIB, 1), Loader(0)
-    loader.share(region.shared())
+    loader.map_shared(region.shared_region())
     until(region.is_mapped)
-    view = region.place(bytes_of(torch.ones(1024)))
+    view = region.copy_in(bytes_of(torch.ones(1024)))
     assert view is not None
-    place = region.find(view)
+    place = region.find_place(view)
     assert place is not None
 
     assert loader.load(place, "F32", (1024,)).eq(1).all()

@@ -223,7 +223,7 @@ async def test_instances_may_come_and_go_while_all_are_asked(
         url = str(instance.make_url("")).rstrip("/")
         async with launch(decode_servers_urls=(url,), probe_interval_s=60) as fleet:
             table = fleet.runner.app[TABLE]
-            [gone] = table.of(Role.PREFILL_DECODE)
+            [gone] = table.of_roles(Role.PREFILL_DECODE)
             await until(lambda: asked)  # the proxy's own probe
 
             async def status() -> int:

@@ -11,9 +11,9 @@ import pytest
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
 from ec_store.aio import AsyncStore
 from ec_store.disk.store import SharedDiskStore
-from epd.encoder_cache.claims import Claims, Turn
+from epd.encoder_cache.claims import Claims, ClaimWait
 from epd.encoder_cache.client import EncoderCache
-from epd.encoder_cache.lookup import Look
+from epd.encoder_cache.lookup import Lookup
 from tests.support.backed import NAMESPACE, Backed, opened_cache
 from tests.support.fleet import until
 
@@ -28,17 +28,17 @@ async def claiming(url: str) -> AsyncIterator[Claims]:
 
 
 @asynccontextmanager
-async def looked(claims: Claims, *identifiers: str) -> AsyncIterator[Look | None]:
-    with claims.look("m", identifiers) as looking:
-        yield await looking.answer()
+async def looked(claims: Claims, *identifiers: str) -> AsyncIterator[Lookup | None]:
+    with claims.start_lookup("m", identifiers) as looking:
+        yield await looking.lookup_result()
 
 
 @asynccontextmanager
 async def come(
     claims: Claims, identifier: str, wait_s: float = 0.0
-) -> AsyncIterator[tuple[Turn, EntryInfo | None]]:
-    with claims.turn("m", identifier, wait_s) as turn:
-        yield turn, await turn.come()
+) -> AsyncIterator[tuple[ClaimWait, EntryInfo | None]]:
+    with claims.queue_claim("m", identifier, wait_s) as turn:
+        yield turn, await turn.wait_turn()
 
 
 def free(store: Store, *keys: EntryKey) -> bool:
@@ -160,7 +160,7 @@ async def test_a_cache_that_is_left_as_it_is_told_to_look_again_ends(
         for steps in range(4):
             async with opened_cache(url, lease_s=1) as cache:
                 assert cache.namespace("m") == NAMESPACE
-                cache.learn("m", "another")
+                cache.learn_namespace("m", "another")
                 for _ in range(steps):
                     await asyncio.sleep(0)
 
@@ -171,8 +171,8 @@ async def test_a_visit_that_fails_as_its_client_leaves_is_not_worth_a_word(
     async def leaves(cache: EncoderCache) -> None:
         visiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with monkeypatch.context() as patched:
-            patched.setattr(AsyncStore, "begin", lambda *_: visiting)
-            asking = asyncio.create_task(cache.visit(Look(KEYS)))
+            patched.setattr(AsyncStore, "begin_visit", lambda *_: visiting)
+            asking = asyncio.create_task(cache.run_lookup(Lookup(KEYS)))
             await asyncio.sleep(0)
         visiting.set_exception(StoreUnavailable("away"))
         asking.cancel()
@@ -192,7 +192,7 @@ async def test_what_is_found_again_is_not_leased_again(
     put(backed.store, KEYS[0])
     async with opened_cache(url, lease_s=3600) as cache:
         for _ in range(20):
-            assert await cache.find(cache.keys("m", ["a"]))
+            assert await cache.find_entries(cache.keys("m", ["a"]))
             await asyncio.sleep(0.01)
 
         assert calls.count("lookup") >= 20

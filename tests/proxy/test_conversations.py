@@ -665,7 +665,7 @@ async def test_two_proxies_share_conversations_in_redis(launch: Launch, tmp_path
                 assert entry.held is not None
                 # Not even who guesses what was said can see that it was.
                 guess = [ord(one) for one in rendered({"messages": talk.history})]
-                assert entry.held.tokens.common(guess) == 0
+                assert entry.held.tokens.shared_prefix_len(guess) == 0
                 # What it does not understand, as from another version, is as good as nothing.
                 server.command("SET", key.decode(), '{"kept_s": "soon"}')
                 assert await talk.ask(LONG) != WRONG

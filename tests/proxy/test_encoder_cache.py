@@ -270,22 +270,22 @@ async def test_a_store_that_is_missing_is_logged_once_and_never_made_by_the_prox
     with capture_logs() as lines:
         async with opened_cache(url, lease_s=1) as cache:
             await until(lambda: cache.operations["open", "error"] > 1)
-            assert await cache.find([key]) is None
+            assert await cache.find_entries([key]) is None
             assert (await cache.write("claim", lambda store: store.claim([key], "o", 1))) is None
             assert not folder.exists()
 
             make_store(url, key)
             await until(lambda: len(lines) == 2)
-            assert set(await cache.find([key]) or ()) == {key}
+            assert set(await cache.find_entries([key]) or ()) == {key}
 
             shutil.rmtree(folder)
             await until(lambda: cache.operations["namespaces", "error"] > 1)
             assert not folder.exists()
-            assert await cache.find([key]) == {}
+            assert await cache.find_entries([key]) == {}
 
             make_store(url, key)
             await until(lambda: len(lines) == 4)
-            assert set(await cache.find([key]) or ()) == {key}
+            assert set(await cache.find_entries([key]) or ()) == {key}
 
     seen = [(line["event"], line.get("reason")) for line in lines]
     missing = ("there is no encoder cache", f"there is no store in {folder}")
@@ -677,8 +677,8 @@ async def test_a_claim_in_use_is_not_given_back_with_a_renewal_that_nobody_waits
     monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 0.3)
     monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.release", recorded)
     async with opened_cache(url, lease_s=1) as cache:
-        with Claims(cache).turn("m", "item", 1) as turn:
-            await turn.come()
+        with Claims(cache).queue_claim("m", "item", 1) as turn:
+            await turn.wait_turn()
             monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.claim", slow)
             await asyncio.sleep(0.2)  # a renewal has begun
             turn.made = True

@@ -56,7 +56,7 @@ class Depths:
 
 @pytest.fixture
 def depths(monkeypatch: pytest.MonkeyPatch) -> Depths:
-    depths, ask = Depths(), Connection.ask
+    depths, ask = Depths(), Connection.send_request
 
     async def asked(self: Connection, *args: Any) -> None:
         names = depths.frames()
@@ -65,7 +65,7 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> Depths:
             depths.of[stage.removeprefix("Stages.")] = [*names, "Connection.ask"]
         await ask(self, *args)
 
-    monkeypatch.setattr(Connection, "ask", asked)
+    monkeypatch.setattr(Connection, "send_request", asked)
     return depths
 
 

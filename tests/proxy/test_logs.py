@@ -199,7 +199,9 @@ async def test_what_is_done_for_the_store_later_is_in_no_requests_name() -> None
         seen.set_result(REQUEST_ID.get())
 
     REQUEST_ID.set("r-1")
-    EncoderCache(partial(open_async_store, "file:///nowhere"), budget_s=1, lease_s=1).later(work())
+    EncoderCache(partial(open_async_store, "file:///nowhere"), budget_s=1, lease_s=1).run_later(
+        work()
+    )
 
     assert await seen is None
 

@@ -15,7 +15,7 @@ from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.errors import ProxyError
 from epd.media.fetch import MediaFetcher
-from epd.media.memory import Uncounted
+from epd.media.memory import UncountedBytes
 from tests.requests import data_url
 from tests.support.fake_origin import ALLOWED, FakeNames, FakeOrigin
 from tests.support.fleet import until
@@ -36,7 +36,7 @@ class Fetching:
         self._fetcher = fetcher
 
     async def fetch(self, url: str, modality: str, scope: str = "") -> str:
-        media = await self._fetcher.fetch(url, modality, Uncounted(scope))
+        media = await self._fetcher.fetch(url, modality, UncountedBytes(scope))
         return media.head + media.base64.decode()
 
 

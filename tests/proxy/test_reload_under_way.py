@@ -16,7 +16,7 @@ from tests.support.fleet import Fleet, Launch, until
 
 def reload(fleet: Fleet, **settings: Any) -> None:
     live = fleet.runner.app[CONFIG]
-    live.adopt(live.current.model_copy(update=settings))
+    live.apply_config(live.current.model_copy(update=settings))
 
 
 class Held:

@@ -12,7 +12,7 @@ import pytest
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
 from ec_store.disk.store import SharedDiskStore
 from epd.encoder_cache.client import EncoderCache
-from epd.encoder_cache.lookup import MOST_KEYS, Look
+from epd.encoder_cache.lookup import MOST_KEYS, Lookup
 from tests.support.backed import NAMESPACE, opened_cache
 from tests.support.fleet import until
 
@@ -65,13 +65,13 @@ async def trust(cache: EncoderCache, seen: Seen) -> None:
     """Look until that is done on the event loop."""
     async with asyncio.timeout(20):
         while True not in seen.look_ups:
-            assert await cache.find([STORED])
+            assert await cache.find_entries([STORED])
     seen.look_ups.clear()
 
 
 async def test_look_ups_leave_their_thread_once_they_are_fast(url: str, seen: Seen) -> None:
     async with opened_cache(url, lease_s=60) as cache:
-        assert await cache.find([STORED])
+        assert await cache.find_entries([STORED])
         assert seen.look_ups == [False]
         await trust(cache, seen)
 
@@ -81,8 +81,8 @@ async def test_look_ups_leave_their_thread_once_they_are_fast(url: str, seen: Se
 async def test_claims_on_the_event_loop_do_not_wait(url: str, seen: Seen) -> None:
     async with opened_cache(url, lease_s=60) as cache:
         await trust(cache, seen)
-        look = Look([STORED, MISSING], "owner", 10.0)
-        assert await cache.visit(look)
+        look = Lookup([STORED, MISSING], "owner", 10.0)
+        assert await cache.run_lookup(look)
 
         assert look.claimed == [MISSING]
         assert list(look.found or ()) == [STORED]
@@ -91,8 +91,8 @@ async def test_claims_on_the_event_loop_do_not_wait(url: str, seen: Seen) -> Non
 
 async def test_claims_on_threads_wait(url: str, seen: Seen) -> None:
     async with opened_cache(url, lease_s=60) as cache:
-        look = Look([STORED, MISSING], "owner", 10.0)
-        assert await cache.visit(look)
+        look = Lookup([STORED, MISSING], "owner", 10.0)
+        assert await cache.run_lookup(look)
 
         assert look.claimed == [MISSING]
         # A second look-up follows the claim.
@@ -113,8 +113,8 @@ async def test_a_claim_on_the_event_loop_is_not_taken_while_another_process_chan
         begin_change(url)
         await asyncio.sleep(0.01)
         monkeypatch.setattr(time, "sleep", slept)
-        look = Look([MISSING], "owner", 10.0)
-        assert await cache.visit(look)
+        look = Lookup([MISSING], "owner", 10.0)
+        assert await cache.run_lookup(look)
 
         assert (look.claimed, look.settled, look.problem) == ([], True, None)
         assert seen.claims[1:] == [(True, False)]  # the first one is the test's
@@ -155,8 +155,8 @@ async def test_a_claim_that_fails_on_the_event_loop_leaves_the_answer(
     async with opened_cache(url, lease_s=60) as cache:
         await trust(cache, seen)
         monkeypatch.setattr(SharedDiskStore, "claim", fails)
-        look = Look([STORED, MISSING], "owner", 10.0)
-        assert await cache.visit(look)
+        look = Lookup([STORED, MISSING], "owner", 10.0)
+        assert await cache.run_lookup(look)
 
         assert (list(look.found or ()), look.claimed) == ([STORED], ())
         assert cache.operations["claim", "error"] == 1
@@ -173,7 +173,7 @@ async def test_a_look_up_that_holds_the_loop_up_sends_the_next_ones_to_threads(
         await trust(cache, seen)
         seen.behaves = slow
         for _ in range(3):
-            assert await cache.find([STORED])
+            assert await cache.find_entries([STORED])
 
         assert seen.look_ups == [True, False, False]
 
@@ -184,9 +184,9 @@ async def test_a_look_up_that_hangs_on_its_thread_is_never_made_on_the_loop(
     go = threading.Event()
     seen.behaves = lambda here: None if here else (go.wait(60), None)[1]
     async with opened_cache(url, lease_s=60) as cache:
-        cache.adopt(budget_s=0.02, lease_s=60)
+        cache.apply_config(budget_s=0.02, lease_s=60)
         try:
-            assert [await cache.find([STORED]) for _ in range(5)] == [None] * 5
+            assert [await cache.find_entries([STORED]) for _ in range(5)] == [None] * 5
         finally:
             go.set()
 
@@ -198,16 +198,16 @@ async def test_a_look_up_that_its_client_cancels_does_not_count(url: str, seen: 
     seen.behaves = lambda here: None if here else (go.wait(60), None)[1]
     async with opened_cache(url, lease_s=60) as cache:
         try:
-            looking = asyncio.create_task(cache.find([STORED], patient=True))
+            looking = asyncio.create_task(cache.find_entries([STORED], patient=True))
             await until(lambda: seen.look_ups)
             looking.cancel()
             await asyncio.wait([looking])
         finally:
             go.set()
         seen.behaves = lambda _: None
-        assert await cache.find([STORED])  # on a thread, as the first one that ends
+        assert await cache.find_entries([STORED])  # on a thread, as the first one that ends
         seen.look_ups.clear()
-        assert await cache.find([STORED])
+        assert await cache.find_entries([STORED])
 
         assert looking.cancelled()
         assert seen.look_ups == [True]
@@ -220,7 +220,7 @@ async def test_a_failure_on_the_loop_counts_as_one(url: str, seen: Seen) -> None
     async with opened_cache(url, lease_s=60) as cache:
         await trust(cache, seen)
         seen.behaves = fails
-        assert [await cache.find([STORED]) for _ in range(4)] == [None] * 4
+        assert [await cache.find_entries([STORED]) for _ in range(4)] == [None] * 4
 
         assert seen.look_ups == [True] * 3
         assert cache.operations["lookup", "error"] == 3
@@ -233,7 +233,7 @@ async def test_a_store_on_a_disk_is_asked_on_threads_alone(
     monkeypatch.setattr(SharedDiskStore, "in_memory", False)
     async with opened_cache(url, lease_s=60) as cache:
         for _ in range(10):
-            assert await cache.find([STORED])
+            assert await cache.find_entries([STORED])
 
     assert seen.look_ups == [False] * 10
 

@@ -408,7 +408,9 @@ async def test_a_prefill_given_back_and_a_wait_for_a_turn_are_children_too(
         first = asyncio.create_task(fleet.chat(PICTURE))
         await until(lambda: fleet.d.open == 1)
         second = asyncio.create_task(fleet.chat(request(text())))
-        await until(lambda: b"epd_requests_queued 1.0" in fleet.runner.app[METRICS].page()[0])
+        await until(
+            lambda: b"epd_requests_queued 1.0" in fleet.runner.app[METRICS].metrics_page()[0]
+        )
         first.cancel()
         await second
 

@@ -165,28 +165,28 @@ async def test_a_board_is_written_only_while_it_is_read(
 ) -> None:
     monkeypatch.setattr(dashboard, "WRITE_S", 0.001)
     monkeypatch.setattr(dashboard, "POLL_S", 0.001)
-    with closing(SharedPage.made()) as first, closing(SharedPage.made()) as second:
+    with closing(SharedPage.new_page()) as first, closing(SharedPage.new_page()) as second:
         async with launch() as here, launch() as there:
             boards = [one.runner.app[BOARD] for one in (here, there)]
             for seat, one in enumerate(boards):
-                one.share([first, second], seat)
+                one.share_pages([first, second], seat)
             writing = asyncio.create_task(boards[1].keep_writing())
             try:
                 await there.chat(request(text()))
-                assert second.number() == 0
+                assert second.write_count() == 0
 
                 # The first look is answered with what the other knows now.
                 assert len(json.loads(await boards[0].document())["requests"]) == 1
-                written = second.number()
+                written = second.write_count()
                 await there.chat(request(text()))
-                await until(lambda: second.number() > written)
+                await until(lambda: second.write_count() > written)
 
                 monkeypatch.setattr(dashboard, "LOOKED_S", 0)
                 await asyncio.sleep(0.05)
-                written = second.number()
+                written = second.write_count()
                 await there.chat(request(text()))
                 await asyncio.sleep(0.05)
-                assert second.number() == written
+                assert second.write_count() == written
             finally:
                 writing.cancel()
 
@@ -195,9 +195,9 @@ async def test_a_look_does_not_wait_for_a_worker_that_writes_nothing(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard, "AWAKE_S", 0.05)
-    with closing(SharedPage.made()) as first, closing(SharedPage.made()) as second:
+    with closing(SharedPage.new_page()) as first, closing(SharedPage.new_page()) as second:
         async with launch() as here:
-            here.runner.app[BOARD].share([first, second], 0)
+            here.runner.app[BOARD].share_pages([first, second], 0)
             status, _, body = await asked(here, "/ui/state")
 
     assert (status, json.loads(body)["workers"]) == (200, 1)

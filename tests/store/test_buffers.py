@@ -9,7 +9,7 @@ from ec_store import Entry, EntryKey, open_store
 from ec_store.disk.store import SharedDiskStore
 from ec_store.entry import UNUSED_BYTES, Buffers
 from ec_store.fetch_queue import LARGE_BYTES, OVERHEAD_BYTES, Want, buffer_bytes, entry_bytes
-from ec_store.fetcher import Fetcher, State
+from ec_store.fetcher import Fetcher, FetchState
 from tests.store.entries import entry
 
 MIB = 2**20
@@ -44,7 +44,9 @@ class Watched:
 
     def look(self) -> set[str]:
         """Names that are ready now."""
-        ready = {name for name, state in self.fetcher.advance() if state is State.READY}
+        ready = {
+            name for name, state in self.fetcher.process_results() if state is FetchState.READY
+        }
         gauges = self.fetcher.gauges()
         counted = gauges["held_bytes"] + gauges["queued_bytes"] + gauges["inflight_bytes"]
         self.counted_bytes = max(self.counted_bytes, int(counted))
@@ -59,10 +61,10 @@ class Watched:
         deadline = time.monotonic() + WITHIN_S
         for name in names:
             want = Want(size_bytes)
-            if not self.fetcher.admits({name: want}):
+            if not self.fetcher.has_room({name: want}):
                 break
             admitted.append(name)
-            if self.fetcher.acquire(name, want) is State.PENDING:
+            if self.fetcher.acquire(name, want) is FetchState.PENDING:
                 waiting.add(name)
             waiting -= self.look()
         while waiting:
@@ -106,15 +108,15 @@ def test_reservation_covers_an_entry_about_as_large_as_a_page(tmp_path: Path, be
 def test_a_buffer_has_as_many_pages_as_its_entry() -> None:
     buffers = Buffers()
     for pages in (4, 2, 3, 1, 4, 2):
-        assert memoryview(buffers.take(pages * PAGE - 1).obj).nbytes == pages * PAGE
+        assert memoryview(buffers.take_buffer(pages * PAGE - 1).obj).nbytes == pages * PAGE
     assert mapped_bytes(buffers) <= 10 * PAGE
 
 
 def test_a_larger_buffer_is_cut_and_keeps_its_pages() -> None:
     buffers = Buffers()
-    buffers.take(4 * PAGE)[:4] = b"mark"
-    first = buffers.take(3 * PAGE)
-    second = buffers.take(3 * PAGE)
+    buffers.take_buffer(4 * PAGE)[:4] = b"mark"
+    first = buffers.take_buffer(3 * PAGE)
+    second = buffers.take_buffer(3 * PAGE)
 
     assert (bytes(first[:4]), bytes(second[:4])) == (b"mark", bytes(4))
     assert mapped_bytes(buffers) == 6 * PAGE
@@ -122,12 +124,12 @@ def test_a_larger_buffer_is_cut_and_keeps_its_pages() -> None:
 
 def test_unused_memory_is_little_beside_much_that_is_in_use() -> None:
     buffers = Buffers()
-    held = [buffers.take(UNUSED_BYTES // 2) for _ in range(34)]
+    held = [buffers.take_buffer(UNUSED_BYTES // 2) for _ in range(34)]
     del held[:10]
-    small = [buffers.take(PAGE) for _ in range(4)]
+    small = [buffers.take_buffer(PAGE) for _ in range(4)]
     used = len(held) * UNUSED_BYTES // 2 + len(small) * PAGE
 
     assert mapped_bytes(buffers) <= used * 17 / 16
     del held, small
-    buffers.take(2 * PAGE)
+    buffers.take_buffer(2 * PAGE)
     assert mapped_bytes(buffers) <= UNUSED_BYTES + 2 * PAGE

@@ -17,7 +17,7 @@ import pytest
 from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.concurrency import FAILURES, OPEN_S
 from ec_store.fetch_queue import OVERHEAD_BYTES, Want, buffer_bytes, entry_bytes
-from ec_store.fetcher import CHECK_EVERY_S, Fetcher, State
+from ec_store.fetcher import CHECK_EVERY_S, Fetcher, FetchState
 from tests.store.entries import entry
 
 NAMESPACE = "ns"
@@ -64,7 +64,7 @@ class Asked:
 
     def __init__(self, store: object, **options: Any) -> None:
         self.fetcher = Fetcher(store, NAMESPACE, **options)  # type: ignore[arg-type]
-        self.told: dict[str, State] = {}
+        self.told: dict[str, FetchState] = {}
         self._fetched = 0
 
     def fetched(self) -> int:
@@ -73,16 +73,16 @@ class Asked:
         self._fetched += len(observed.get("fetch_seconds", ()))
         return self._fetched
 
-    def ask(self, identifier: str, size_bytes: int = SIZE, **want: Any) -> State:
+    def ask(self, identifier: str, size_bytes: int = SIZE, **want: Any) -> FetchState:
         state = self.fetcher.acquire(identifier, Want(size_bytes, **want))
         self.told[identifier] = state
         return state
 
     def advance(self) -> None:
-        self.told.update(self.fetcher.advance())
+        self.told.update(self.fetcher.process_results())
 
-    def wait(self, identifier: str) -> State:
-        self.until(lambda: self.told[identifier] is not State.PENDING)
+    def wait(self, identifier: str) -> FetchState:
+        self.until(lambda: self.told[identifier] is not FetchState.PENDING)
         return self.told[identifier]
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -127,21 +127,21 @@ def test_fetched_entry_stays_while_it_is_claimed(store: Store, fetching: Make) -
     store.put(EntryKey(NAMESPACE, "k"), entry())
     asked = fetching(store)
 
-    assert asked.ask("k") is State.PENDING
-    assert asked.wait("k") is State.READY
+    assert asked.ask("k") is FetchState.PENDING
+    assert asked.wait("k") is FetchState.READY
     store.delete([EntryKey(NAMESPACE, "k")])
     assert asked.fetcher.entry("k") == entry()
-    assert asked.ask("k") is State.READY
+    assert asked.ask("k") is FetchState.READY
 
 
 def test_missing_entry_is_looked_for_again(store: Store, fetching: Make) -> None:
     asked = fetching(store)
     asked.ask("k")
-    assert asked.wait("k") is State.MISSING
+    assert asked.wait("k") is FetchState.MISSING
     store.put(EntryKey(NAMESPACE, "k"), entry())
     asked.ask("k")
 
-    assert asked.wait("k") is State.READY
+    assert asked.wait("k") is FetchState.READY
 
 
 @pytest.mark.parametrize("promised", [False, True])
@@ -157,12 +157,12 @@ def test_refused_entry_is_missing_at_once(store: Store, fetching: Make, promised
     asked = fetching(store, clock=Clock())
     asked.ask("k", accept=accept, promised=promised)
 
-    assert asked.wait("k") is State.MISSING
+    assert asked.wait("k") is FetchState.MISSING
     assert asked.fetcher.entry("k") is None
     [(found, thread)] = seen
     assert found == entry()
     assert thread != threading.current_thread().name
-    figures = asked.fetcher.counts.take()
+    figures = asked.fetcher.counts.take_counts()
     assert (figures.get("hits", 0), figures["misses"]) == (0, 1)
 
 
@@ -197,7 +197,7 @@ def test_burst_loses_nothing_however_long_it_queues(fetching: Make, entries: int
         clock.now += 0.5
         asked.advance()
         held.answer()
-        assert asked.wait(name) is State.READY
+        assert asked.wait(name) is FetchState.READY
 
     assert held.asked == names
     assert asked.fetcher.counts["timeouts"] == 0
@@ -226,18 +226,18 @@ def test_hung_store_ends_all_fetches_after_one_deadline(fetching: Make, threads:
     clock, held = Clock(), Held()
     asked = fetching(held, timeout_s=1.0, threads=threads, clock=clock)
     names = [str(number) for number in range(64)]
-    assert {asked.ask(name) for name in names} == {State.PENDING}
+    assert {asked.ask(name) for name in names} == {FetchState.PENDING}
     asked.until(lambda: len(held.asked) == threads)
     clock.now = 0.9
     asked.advance()
-    assert set(asked.told.values()) == {State.PENDING}
+    assert set(asked.told.values()) == {FetchState.PENDING}
     clock.now = 1.0
     asked.advance()
 
-    assert set(asked.told.values()) == {State.MISSING}
-    figures = asked.fetcher.counts.take()
+    assert set(asked.told.values()) == {FetchState.MISSING}
+    figures = asked.fetcher.counts.take_counts()
     assert (figures["timeouts"], figures["bypassed"]) == (threads, 64 - threads)
-    assert asked.ask("next") is State.MISSING
+    assert asked.ask("next") is FetchState.MISSING
     assert asked.fetcher.gauges()["breaker_open"] == 1
 
 
@@ -253,13 +253,13 @@ def test_hung_threads_are_not_waited_for_after_the_breaker(fetching: Make) -> No
     asked.advance()
     clock.now += OPEN_S + 1
 
-    assert asked.ask("next", promised=True) is State.MISSING
-    assert asked.ask("late") is State.MISSING
+    assert asked.ask("next", promised=True) is FetchState.MISSING
+    assert asked.ask("late") is FetchState.MISSING
     held.go()
     asked.until(lambda: asked.fetcher.entry("late") is not None)
     assert asked.fetcher.counts["late"] >= 1
     asked.ask("next")
-    assert asked.wait("next") is State.READY
+    assert asked.wait("next") is FetchState.READY
 
 
 def test_entry_that_comes_late_is_kept(fetching: Make) -> None:
@@ -269,12 +269,12 @@ def test_entry_that_comes_late_is_kept(fetching: Make) -> None:
     asked.until(lambda: held.asked)
     clock.now = 1.0
     asked.advance()
-    assert asked.told["k"] is State.MISSING
+    assert asked.told["k"] is FetchState.MISSING
     assert asked.fetcher.gauges()["inflight_bytes"] == buffer_bytes(SIZE)
     held.go()
     asked.until(lambda: asked.fetcher.entry("k"))
 
-    assert asked.ask("k") is State.READY
+    assert asked.ask("k") is FetchState.READY
     assert asked.fetcher.gauges()["inflight_bytes"] == 0
 
 
@@ -294,7 +294,7 @@ def test_aborted_request_frees_its_place_and_its_room(fetching: Make) -> None:
 
     assert held.asked == ["running", "shared"]
     assert asked.fetcher.entry("running") is not None
-    assert asked.told["running"] is State.PENDING
+    assert asked.told["running"] is FetchState.PENDING
 
 
 def test_promised_entry_is_waited_for(store: Store, fetching: Make) -> None:
@@ -302,10 +302,10 @@ def test_promised_entry_is_waited_for(store: Store, fetching: Make) -> None:
     asked.ask("k", promised=True)
     until_s = time.monotonic() + 0.05
     asked.until(lambda: time.monotonic() > until_s)
-    assert asked.told["k"] is State.PENDING
+    assert asked.told["k"] is FetchState.PENDING
     store.put(EntryKey(NAMESPACE, "k"), entry())
 
-    assert asked.wait("k") is State.READY
+    assert asked.wait("k") is FetchState.READY
     assert asked.fetcher.counts["misses"] == 0
 
 
@@ -316,8 +316,8 @@ def test_broken_promises_hold_no_other_fetch_up(store: Store, fetching: Make) ->
         asked.ask(f"promised-{number}", promised=True)
     asked.ask("k")
 
-    assert asked.wait("k") is State.READY
-    assert Counter(asked.told.values())[State.PENDING] == 16
+    assert asked.wait("k") is FetchState.READY
+    assert Counter(asked.told.values())[FetchState.PENDING] == 16
 
 
 def test_promise_is_waited_for_only_so_long(store: Store, fetching: Make) -> None:
@@ -327,10 +327,10 @@ def test_promise_is_waited_for_only_so_long(store: Store, fetching: Make) -> Non
     for looks, now in ((1, 0.0), (2, 1.0), (3, 4.9)):
         clock.now = now
         asked.until(lambda looks=looks: asked.fetched() == looks)  # type: ignore[misc]
-        assert asked.told["k"] is State.PENDING
+        assert asked.told["k"] is FetchState.PENDING
     clock.now = 5.1
 
-    assert asked.wait("k") is State.MISSING
+    assert asked.wait("k") is FetchState.MISSING
     assert (asked.fetcher.counts["misses"], asked.fetcher.counts["timeouts"]) == (1, 0)
 
 
@@ -351,12 +351,12 @@ def test_look_that_a_thread_begins_after_the_promise_is_the_last(
     assert asked.fetcher.gauges()["queue_depth"] == 1
     clock.now = 6.0
     asked.advance()
-    assert asked.told == {"k": State.PENDING, "other": State.PENDING}
+    assert asked.told == {"k": FetchState.PENDING, "other": FetchState.PENDING}
     if comes:
         held.entries["k"] = entry()
     held.go()
 
-    assert asked.wait("k") is (State.READY if comes else State.MISSING)
+    assert asked.wait("k") is (FetchState.READY if comes else FetchState.MISSING)
     assert held.asked == ["k", "other", "k"]
     assert asked.fetcher.gauges()["queue_depth"] == 0
 
@@ -377,7 +377,7 @@ def test_promise_ends_though_new_fetches_keep_all_threads_busy(fetching: Make) -
     asked.ask("after its end")
     held.go()
 
-    assert asked.wait("k") is State.MISSING
+    assert asked.wait("k") is FetchState.MISSING
     asked.wait("after its end")
     assert held.asked == ["k", "in time", "before its end", "k", "after its end"]
 
@@ -397,8 +397,8 @@ def test_burst_of_promised_entries_loses_none_that_come_in_time(fetching: Make) 
     for name in names:
         asked.ask(name, promised=True)
 
-    asked.until(lambda: State.PENDING not in asked.told.values())
-    assert Counter(asked.told.values()) == {State.READY: 400}
+    asked.until(lambda: FetchState.PENDING not in asked.told.values())
+    assert Counter(asked.told.values()) == {FetchState.READY: 400}
 
 
 def test_promise_counts_for_a_fetch_begun_without(store: Store, fetching: Make) -> None:
@@ -410,7 +410,7 @@ def test_promise_counts_for_a_fetch_begun_without(store: Store, fetching: Make) 
     store.put(EntryKey(NAMESPACE, "k"), entry())
     clock.now = 4.0
 
-    assert asked.wait("k") is State.READY
+    assert asked.wait("k") is FetchState.READY
 
 
 @pytest.mark.fault(16)
@@ -421,13 +421,13 @@ def test_failing_store_is_left_alone_for_a_while(fetching: Make) -> None:
     asked = fetching(held, clock=clock)
     for number in range(FAILURES):
         asked.ask(str(number))
-        assert asked.wait(str(number)) is State.MISSING
+        assert asked.wait(str(number)) is FetchState.MISSING
     calls = len(held.asked)
 
-    assert asked.ask("next") is State.MISSING
+    assert asked.ask("next") is FetchState.MISSING
     assert len(held.asked) == calls
     clock.now += OPEN_S + 1
-    assert asked.ask("next") is State.PENDING
+    assert asked.ask("next") is FetchState.PENDING
 
 
 def test_promised_entries_are_fetched_while_the_breaker_is_open(fetching: Make) -> None:
@@ -439,11 +439,11 @@ def test_promised_entries_are_fetched_while_the_breaker_is_open(fetching: Make) 
     asked.ask("promised", promised=True)
     held.answer(FAILURES)
     asked.wait("waiting")
-    assert asked.told["promised"] is State.PENDING
+    assert asked.told["promised"] is FetchState.PENDING
     held.failing = None
     held.go()
 
-    assert asked.wait("promised") is State.READY
+    assert asked.wait("promised") is FetchState.READY
     assert "waiting" not in held.asked
 
 
@@ -499,7 +499,7 @@ def test_memory_that_is_alive_is_bounded_while_results_are_not_polled(
     asked = fetching(alive, memory_bytes=budget)
     admitted = []
     for number in range(requests):
-        if not asked.fetcher.admits({str(number): Want(alive.size_bytes)}):
+        if not asked.fetcher.has_room({str(number): Want(alive.size_bytes)}):
             break
         admitted.append(str(number))
         asked.ask(str(number), alive.size_bytes)
@@ -568,7 +568,7 @@ def test_a_look_at_fetches_costs_what_has_changed(fetching: Make, waiting: int) 
     asked.until(lambda: len(held.asked) == 4)
     looked = Counter[str]()
     queue = asked.fetcher._queue  # noqa: SLF001
-    late = queue.late
+    late = queue.late_fetches
 
     def counting(is_late: Any) -> Any:
         def counted(one: Any) -> Any:

@@ -19,7 +19,7 @@ LATER_S = IDLE_S + 60
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
-    return Folder.at(str(tmp_path / "usage"), Modes())
+    return Folder.open_path(str(tmp_path / "usage"), Modes())
 
 
 def names(folder: Folder) -> set[str]:

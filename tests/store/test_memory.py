@@ -12,7 +12,7 @@ from ec_store.fetch_queue import (
     LARGE_BYTES,
     OVERHEAD_BYTES,
     PAGE_BYTES,
-    Memory,
+    EntryMemory,
     buffer_bytes,
     entry_bytes,
 )
@@ -47,47 +47,47 @@ def test_entry_counts_with_all_of_its_buffer() -> None:
 
 
 def test_budget_is_reached_and_not_exceeded() -> None:
-    memory = Memory(LIMIT)
+    memory = EntryMemory(LIMIT)
     memory.reserve("a", LIMIT - 100)
     memory.claim("a")
-    assert memory.admits({"b": 100})
-    assert not memory.admits({"b": 101})
-    assert not memory.admits({"b": 50, "c": 51})
-    assert memory.admits({"a": 10**9})
+    assert memory.has_room({"b": 100})
+    assert not memory.has_room({"b": 101})
+    assert not memory.has_room({"b": 50, "c": 51})
+    assert memory.has_room({"a": 10**9})
 
 
 def test_more_than_the_budget_is_admitted_alone() -> None:
-    memory = Memory(LIMIT)
-    assert memory.admits({"a": 10 * LIMIT})
+    memory = EntryMemory(LIMIT)
+    assert memory.has_room({"a": 10 * LIMIT})
     memory.reserve("a", 10 * LIMIT)
     memory.claim("a")
-    assert not memory.admits({"b": 1})
-    memory.arrive("a", sized(LIMIT))
-    assert not memory.admits({"b": 1})
+    assert not memory.has_room({"b": 1})
+    memory.hold_entry("a", sized(LIMIT))
+    assert not memory.has_room({"b": 1})
     memory.release("a")
-    assert memory.admits({"b": 10 * LIMIT})
+    assert memory.has_room({"b": 10 * LIMIT})
     assert memory.held_bytes == 0
 
 
 def test_fetch_that_nothing_claims_does_not_keep_the_next_one_out() -> None:
     """Its thread hangs: whoever waited for it has gone on without."""
-    memory = Memory(LIMIT)
+    memory = EntryMemory(LIMIT)
     memory.reserve("hangs", LIMIT)
-    assert memory.admits({"b": 1})
+    assert memory.has_room({"b": 1})
     memory.reserve("b", 1)
     memory.claim("b")
-    assert not memory.admits({"c": 1})
+    assert not memory.has_room({"c": 1})
 
 
 def test_kept_entry_needs_room_once_it_is_claimed() -> None:
-    memory = Memory(LIMIT)
+    memory = EntryMemory(LIMIT)
     memory.reserve("kept", LIMIT // 2)
-    memory.arrive("kept", sized(LIMIT // 2 - OVERHEAD_BYTES))
+    memory.hold_entry("kept", sized(LIMIT // 2 - OVERHEAD_BYTES))
     memory.reserve("a", LIMIT // 2 + 1)
     memory.claim("a")
 
     assert memory.held_bytes == 0
-    assert not memory.admits({"kept": LIMIT // 2})
+    assert not memory.has_room({"kept": LIMIT // 2})
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Admission(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = Memory(LIMIT)
+        self.memory = EntryMemory(LIMIT)
         self.model = Model()
         self.alone = False
 
@@ -116,7 +116,7 @@ class Admission(RuleBasedStateMachine):
     def ask(self, names: set[str], size: int) -> None:
         wanted = dict.fromkeys(names, OVERHEAD_BYTES + size)
         nothing_claimed = not self.model.claims
-        if not self.memory.admits(wanted):
+        if not self.memory.has_room(wanted):
             assert not nothing_claimed
             return
         self.alone |= nothing_claimed
@@ -135,7 +135,7 @@ class Admission(RuleBasedStateMachine):
         if not comes:
             self.memory.release_all(name)
             self.model.claims.pop(name, None)
-        self.memory.arrive(name, sized(size - size % 2) if comes else None)
+        self.memory.hold_entry(name, sized(size - size % 2) if comes else None)
 
     @precondition(lambda self: self.model.claims)
     @rule(data=st.data())

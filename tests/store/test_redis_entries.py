@@ -22,7 +22,7 @@ from ec_store.entry import encode_header
 from ec_store.redis import entries
 from ec_store.redis.client import RedisClient
 from ec_store.redis.entries import RedisEntries
-from ec_store.redis.link import Link, packed
+from ec_store.redis.link import Link, pack_commands
 from ec_store.redis.store import ATTEMPTS, RedisStore
 from ec_store.service import create_app
 from tests.store.contract import assert_same, key, sized
@@ -341,7 +341,7 @@ def test_a_writer_that_is_killed_leaves_nothing(
     server: RedisServer, store: RedisStore, client: Any
 ) -> None:
     value = encode_header(key(), sized(MIB)) + bytes(sized(MIB).data)
-    sent = b"".join(packed([("SET", name_of(key()), value, "NX", "PX", 60_000)]))
+    sent = b"".join(pack_commands([("SET", name_of(key()), value, "NX", "PX", 60_000)]))
     with socket.create_connection(("127.0.0.1", server.port)) as writer:
         writer.sendall(sent[:-100])
 
@@ -412,14 +412,14 @@ def test_an_entry_that_is_evicted_while_it_is_leased_is_not_there(
 ) -> None:
     store.put(key(), sized(10))
     client.pexpire(name_of(key()), 100_000)
-    infos = RedisEntries.infos
+    infos = RedisEntries.parse_infos
 
     def evicted(self: RedisEntries, *arguments: Any) -> Any:
         found = infos(self, *arguments)
         client.delete(name_of(key()))
         return found
 
-    monkeypatch.setattr(RedisEntries, "infos", evicted)
+    monkeypatch.setattr(RedisEntries, "parse_infos", evicted)
 
     assert store.lease([key()], 5) == [None]
 

@@ -161,10 +161,10 @@ def test_a_connection_that_was_in_use_when_its_server_was_left_is_not_used_again
         pass
     with node.link(until_s) as link:
         assert link is kept
-        node.forget()
+        node.close_connections()
     with node.link(until_s) as link:
         assert link is not kept
-    node.forget()
+    node.close_connections()
 
 
 def test_calls_after_a_close_leave_no_connection_to_any_node(start_cluster: StartCluster) -> None:

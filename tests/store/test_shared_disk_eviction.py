@@ -24,7 +24,7 @@ from ec_store.disk.files import Folder, Modes, StoreClock
 from ec_store.disk.ledger import Ledger
 from ec_store.disk.lock import FileLock
 from ec_store.disk.store import SharedDiskStore
-from ec_store.disk.tree import Kept, taken_bytes
+from ec_store.disk.tree import EvictionCandidate, taken_bytes
 from tests.small_disk import small_disk
 from tests.store.contract import key, sized
 from tests.store.on_disk import age, counted, entries_bytes, files, opened, path_of
@@ -47,7 +47,9 @@ def fill(root: Path, number: int, size: int = 100) -> None:
         (folder / digest).write_bytes(bytes(size))
         used_s = time.time() - 10_000 * secrets.randbelow(1000) / 1000
         os.utime(folder / digest, (used_s, used_s))
-    Ledger().charge(Folder.at(str(root / "usage"), Modes()), number * taken_bytes(size), number)
+    Ledger().charge(
+        Folder.open_path(str(root / "usage"), Modes()), number * taken_bytes(size), number
+    )
 
 
 # What it costs
@@ -101,7 +103,7 @@ def test_eviction_looks_at_few_entries_where_nothing_or_one_has_to_go(
 def test_put_costs_the_same_beside_many_writers(root: Path) -> None:
     totals = []
     with opened(root) as store:
-        usage = Folder.at(str(root / "usage"), Modes())
+        usage = Folder.open_path(str(root / "usage"), Modes())
         for writers in (1, 63, 256):
             for _ in range(writers):
                 Ledger().charge(usage, 10)
@@ -120,7 +122,7 @@ def test_sweep_finds_what_expired_and_corrects_the_ledger(root: Path) -> None:
             store.put(key(str(n)), sized(100))
             if n % 3:
                 age(path_of(root, key(str(n))), 7200)
-        usage = Folder.at(str(root / "usage"), Modes())
+        usage = Folder.open_path(str(root / "usage"), Modes())
         Ledger().charge(usage, 99 * BLOCK, 99)
 
         assert store.sweep() == 40
@@ -169,7 +171,7 @@ def test_sweep_that_lost_its_lock_corrects_nothing(
     """The other sweep does: with both, the ledger would be wrong by as much the other way."""
     with opened(root) as store:
         store.put(key(), sized(100))
-        Ledger().charge(Folder.at(str(root / "usage"), Modes()), 9 * BLOCK, 9)
+        Ledger().charge(Folder.open_path(str(root / "usage"), Modes()), 9 * BLOCK, 9)
         scan = vars(tree)["_scan"]
 
         def scanned(*args: Any) -> Any:
@@ -188,17 +190,19 @@ def test_sweep_that_lost_its_lock_corrects_nothing(
 # What it spares
 
 
-def choosing(monkeypatch: pytest.MonkeyPatch, then: Callable[[Sequence[Kept]], None]) -> None:
+def choosing(
+    monkeypatch: pytest.MonkeyPatch, then: Callable[[Sequence[EvictionCandidate]], None]
+) -> None:
     """Have something done once, when it is chosen what goes and nothing has gone yet."""
-    choose = tree.victims
+    choose = tree.choose_victims
 
-    def chosen(sample: Sequence[Kept], **more: Any) -> list[Kept]:
-        monkeypatch.setattr(evictor, "victims", choose)
+    def chosen(sample: Sequence[EvictionCandidate], **more: Any) -> list[EvictionCandidate]:
+        monkeypatch.setattr(evictor, "choose_victims", choose)
         going = choose(sample, **more)
         then(going)
         return going
 
-    monkeypatch.setattr(evictor, "victims", chosen)
+    monkeypatch.setattr(evictor, "choose_victims", chosen)
 
 
 def test_entry_that_is_read_since_it_was_chosen_is_not_evicted(
@@ -228,7 +232,7 @@ def test_evictor_that_lost_its_lock_ends(root: Path, monkeypatch: pytest.MonkeyP
             age(path_of(root, key(str(n))), 1000)
         store.configure(GivenSettings(max_bytes=100 * BLOCK))
 
-        def taken_by_another(_: Sequence[Kept]) -> None:
+        def taken_by_another(_: Sequence[EvictionCandidate]) -> None:
             (root / "evicting").write_text("elsewhere/1 1 token")
 
         choosing(monkeypatch, taken_by_another)
@@ -274,10 +278,10 @@ def test_no_lease_ends_later_than_the_longest(root: Path, asked_s: float) -> Non
 
 def test_lease_of_a_thousand_years_that_is_found_keeps_nothing_and_is_swept(root: Path) -> None:
     leases, now_s = Leases(), time.time()
-    folder = Folder.at(str(root), Modes())
+    folder = Folder.open_path(str(root), Modes())
     digest = key().digest
     for ending in (now_s + 1.24 * LONGEST_S, now_s + 1.26 * LONGEST_S, now_s + 3e10):
-        ended = folder.ensured(str(int(ending)))
+        ended = folder.open_or_create(str(int(ending)))
         os.close(ended.create(digest if ending > now_s + 1.25 * LONGEST_S else "0" * 64))
 
     assert leases.leased(folder, [digest, "0" * 64], now_s) == {"0" * 64}
@@ -291,7 +295,7 @@ def test_lease_of_a_thousand_years_that_is_found_keeps_nothing_and_is_swept(root
 @contextmanager
 def evicting(root: Path) -> Iterator[Callable[[], None]]:
     """Have another evictor, which is alive."""
-    folder, lock = Folder.at(str(root), Modes()), FileLock("evicting")
+    folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting")
     assert lock.acquire(folder, time.time)
     yield lambda: lock.release(folder)
     lock.release(folder)
@@ -352,7 +356,7 @@ def test_store_is_not_full_where_another_process_removed_what_was_chosen(
     with opened(root, f"max_bytes={10 * BLOCK}") as store, opened(root) as other:
         fill_ten(store, root)
 
-        def replace_oldest(_: Sequence[Kept]) -> None:
+        def replace_oldest(_: Sequence[EvictionCandidate]) -> None:
             other.delete(TEN[:1])
             other.put(key("x"), sized(100))
 
@@ -369,7 +373,7 @@ def test_store_is_not_full_where_what_was_chosen_is_read_meanwhile(
     with opened(root, f"max_bytes={10 * BLOCK}") as store, opened(root) as reader:
         fill_ten(store, root)
 
-        def use_all(going: Sequence[Kept]) -> None:
+        def use_all(going: Sequence[EvictionCandidate]) -> None:
             for kept in going:
                 [used] = [one for one in TEN if one.digest == kept.digest]
                 assert reader.get(used) is not None
@@ -597,7 +601,7 @@ def test_link_whose_answer_was_lost_is_a_link(root: Path, monkeypatch: pytest.Mo
 
 
 def test_clock_makes_no_file_each_time(root: Path) -> None:
-    folder = Folder.at(str(root), Modes())
+    folder = Folder.open_path(str(root), Modes())
     now_s = StoreClock().now(folder)
     inode = folder.stat("clock").st_ino
     with counted() as counts:

@@ -223,14 +223,14 @@ def test_what_was_read_stays_when_its_file_is_cut(root: Path, store: SharedDiskS
 
 def test_memory_is_used_again_once_nothing_refers_to_it() -> None:
     buffers = EntryFiles()._buffers  # noqa: SLF001 - what it holds on to is not to be seen outside
-    first = buffers.take(2**21)
+    first = buffers.take_buffer(2**21)
     first[:4] = b"mark"
     view = first.toreadonly().cast("H")[1:2]
     del first
 
-    assert bytes(buffers.take(2**21)[:4]) == bytes(4)
+    assert bytes(buffers.take_buffer(2**21)[:4]) == bytes(4)
     del view
-    marks = [buffers.take(2**21) for _ in range(2)]
+    marks = [buffers.take_buffer(2**21) for _ in range(2)]
     assert {bytes(one[:4]) for one in marks} == {b"mark", bytes(4)}
 
 
@@ -254,17 +254,17 @@ def test_memory_is_used_again_only_when_nothing_refers_to_it(store: SharedDiskSt
 def test_unused_memory_is_bounded_and_memory_in_use_is_not() -> None:
     buffers = Buffers()
     page = 2 * 2**20
-    held = [buffers.take(UNUSED_BYTES) for _ in range(3)]
+    held = [buffers.take_buffer(UNUSED_BYTES) for _ in range(3)]
     alive = [weakref.ref(one.obj) for one in held]
     del held[1:]
-    buffers.take(page)
+    buffers.take_buffer(page)
     assert [ref() is not None for ref in alive] == [True, False, False]
 
     del held[0]
-    again = buffers.take(UNUSED_BYTES)
+    again = buffers.take_buffer(UNUSED_BYTES)
     assert again.obj is alive[0]()
     del again
-    buffers.take(page // 2)
+    buffers.take_buffer(page // 2)
     assert alive[0]() is not None
 
 
@@ -385,7 +385,9 @@ def test_a_slow_server_is_not_taken_for_one_whose_clock_is_ahead(
 
     monkeypatch.setattr(Folder, "create", slow)
 
-    assert StoreClock().now(Folder.at(str(root), Modes())) == pytest.approx(time.time(), abs=0.25)
+    assert StoreClock().now(Folder.open_path(str(root), Modes())) == pytest.approx(
+        time.time(), abs=0.25
+    )
 
 
 def test_evict_removes_what_expired(root: Path) -> None:

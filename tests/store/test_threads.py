@@ -83,7 +83,7 @@ def test_writer_drops_an_entry_that_must_not_be_stored_and_goes_on(store: Store)
     writer.close()
 
     assert outcomes == {**{f"refused-{n}": False for n in range(FAILURES + 1)}, "k": True}
-    figures = writer.counts.take()
+    figures = writer.counts.take_counts()
     assert (figures["drops"], figures["saves"]) == (FAILURES + 1, 1)
 
 
@@ -231,8 +231,8 @@ def test_counts_of_many_threads_are_not_lost() -> None:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        taken.append(counts.take().get("hits", 0))
-    taken.append(counts.take().get("hits", 0))
+        taken.append(counts.take_counts().get("hits", 0))
+    taken.append(counts.take_counts().get("hits", 0))
 
     assert sum(taken) == 20000
 

@@ -65,7 +65,7 @@ async def becomes(found: Callable[[], object], expected: object) -> None:
 def under_way(fleet: Fleet) -> dict[str, float]:
     """Return the work in progress at the instances, and the work that the proxy counts."""
     calls = {instance.url: float(instance.open) for instance in fleet.instances}
-    page = fleet.runner.app[METRICS].page()[0].decode()
+    page = fleet.runner.app[METRICS].metrics_page()[0].decode()
     gauges = {
         f"{sample.name}{sample.labels}": sample.value
         for family in text_string_to_metric_families(page)

@@ -4,8 +4,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from epd.events import InstanceChanged, RequestRecord, StageDone
 from epd.ui.recent import Recent
-from epd.ui.snapshot import Seen, Snapshot, totals
-from epd.ui.state import WORST, Moment, State, state
+from epd.ui.snapshot import Seen, Snapshot, metric_totals
+from epd.ui.state import WORST, Moment, UiState, state
 
 NOW_S = 5000.0
 UNIX_S = 1e9
@@ -86,7 +86,7 @@ def families() -> list[Metric]:
     ]
 
 
-def large(each: int = 20, hostile: str = "") -> State:
+def large(each: int = 20, hostile: str = "") -> UiState:
     """Return a fleet with this many instances of each role, in every state, with all details.
 
     Args:
@@ -124,4 +124,4 @@ def large(each: int = 20, hostile: str = "") -> State:
             seen.append(Seen(role=role, url=url, state=condition, requests=number % 5))
             recent.instance_changed(InstanceChanged(url, role, condition))
     snapshot = Snapshot(instances=seen, events=recent.events())
-    return state([snapshot], totals(families()), "redis", Moment(NOW_S, UNIX_S))
+    return state([snapshot], metric_totals(families()), "redis", Moment(NOW_S, UNIX_S))

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from epd.config import ProxyConfig
 from epd.edge.admission import Admission, Limits, limits_of
-from epd.edge.fair_queue import Door, Pace, QueueFull, Ticket
+from epd.edge.fair_queue import FairQueue, QueueFull, RateLimiter, Slot
 from epd.errors import Overloaded, TooManyRequests, TryLater
 from epd.tenants import Tenant
 
@@ -41,9 +41,9 @@ def admission(**limits: float) -> Admission:
 
 
 @contextmanager
-def arriving(admitted: Admission, tenant: Tenant) -> Iterator[Ticket]:
+def arriving(admitted: Admission, tenant: Tenant) -> Iterator[Slot]:
     with admitted.request(tenant) as request:
-        yield request.arrive()
+        yield request.enter_queue()
 
 
 def refusal(act: Callable[[], object]) -> TryLater | None:
@@ -57,25 +57,25 @@ def refusal(act: Callable[[], object]) -> TryLater | None:
 class DoorMachine(RuleBasedStateMachine):
     """Requests that come and go in any order, and a list of those that wait beside the door."""
 
-    tickets = Bundle[Ticket]("tickets")
+    tickets = Bundle[Slot]("tickets")
 
     @initialize(places=st.integers(1, 4), queue=st.integers(0, 6))
     def open(self, places: int, queue: int) -> None:
-        self.door, self.places, self.queue = Door(places, queue), places, queue
-        self.here: list[Ticket] = []
-        self.waited: list[Ticket] = []
+        self.door, self.places, self.queue = FairQueue(places, queue), places, queue
+        self.here: list[Slot] = []
+        self.waited: list[Slot] = []
         self.passed_by = dict.fromkeys(TENANTS, 0)
 
     @rule(target=tickets, tenant=st.sampled_from(TENANTS))
-    def arrive(self, tenant: Tenant) -> Ticket:
+    def arrive(self, tenant: Tenant) -> Slot:
         mine = sum(ticket.tenant == tenant for ticket in self.waited)
         lines = [sum(t.tenant == other for t in self.waited) for other in TENANTS]
         try:
-            ticket = self.door.arrive(tenant)
+            ticket = self.door.enter_queue(tenant)
         except QueueFull:
             assert len(self.waited) == self.queue
             assert max(lines) <= mine + 1
-            return Ticket(tenant, "sent_away")
+            return Slot(tenant, "sent_away")
         self.here.append(ticket)
         for other in [other for other in self.waited if other.where == "sent_away"]:
             assert len(self.waited) == self.queue
@@ -88,12 +88,12 @@ class DoorMachine(RuleBasedStateMachine):
         return ticket
 
     @rule(ticket=consumes(tickets))
-    def leave(self, ticket: Ticket) -> None:
+    def leave(self, ticket: Slot) -> None:
         if ticket not in self.here:  # it had not come in at all
             return
         self.here.remove(ticket)
         was_inside = ticket.where == "inside"
-        self.door.leave(ticket)
+        self.door.leave_queue(ticket)
         if ticket in self.waited:
             self.waited.remove(ticket)
         entered = [other for other in self.waited if other.where == "inside"]
@@ -124,7 +124,7 @@ class DoorMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "door"):
             for ticket in self.here:
-                self.door.leave(ticket)
+                self.door.leave_queue(ticket)
             assert (self.door.inside, self.door.waiting) == (0, 0)
 
 
@@ -159,7 +159,7 @@ class Visits:
         outcome = "cancelled"
         try:
             with self.admission.request(tenant) as held:
-                await self.admission.turn(held.arrive())
+                await self.admission.wait_place(held.enter_queue())
                 held.grow(40)
                 await end.wait()
                 outcome = "served"
@@ -231,22 +231,22 @@ async def test_one_who_waits_too_long_is_told_to_try_later() -> None:
             arriving(admitted, BOB) as ticket,
             pytest.raises(Overloaded, match="too long in the queue"),
         ):
-            await admitted.turn(ticket)
+            await admitted.wait_place(ticket)
 
         assert (admitted.door.inside, admitted.door.waiting) == (1, 0)
     assert admitted.refused == {"queue_timeout": 1}
 
 
 def test_tenants_take_turns_and_each_comes_in_its_own_order() -> None:
-    door = Door(1, 9)
-    first = door.arrive(ALICE)
-    alice = [door.arrive(ALICE) for _ in range(3)]
-    bob = [door.arrive(BOB) for _ in range(2)]
-    carol = door.arrive(CAROL)
+    door = FairQueue(1, 9)
+    first = door.enter_queue(ALICE)
+    alice = [door.enter_queue(ALICE) for _ in range(3)]
+    bob = [door.enter_queue(BOB) for _ in range(2)]
+    carol = door.enter_queue(CAROL)
     order = []
     inside = first
     while door.waiting:
-        door.leave(inside)
+        door.leave_queue(inside)
         inside = next(t for t in (*alice, *bob, carol) if t.where == "inside" and t not in order)
         order.append(inside)
 
@@ -266,7 +266,7 @@ async def test_in_a_full_queue_the_longest_line_makes_room() -> None:
                 stack.enter_context(arriving(admitted, tenant))
             assert refused.value.slug == "queue_full"
         with pytest.raises(TooManyRequests, match="queue of waiting requests"):
-            await admitted.turn(alice[4])
+            await admitted.wait_place(alice[4])
 
 
 def test_a_tenant_has_so_many_at_once_those_that_wait_included() -> None:
@@ -317,10 +317,10 @@ def test_a_tenants_bodies_leave_room_for_anothers() -> None:
 
 @given(st.integers(1, 200), st.lists(st.floats(0, 40), max_size=120))
 def test_in_no_minute_a_tenant_has_more_than_twice_its_limit(limit: int, gaps: list[float]) -> None:
-    pace, now_s, admitted = Pace(limit), 1e6, list[float]()
+    pace, now_s, admitted = RateLimiter(limit), 1e6, list[float]()
     for gap_s in gaps:
         now_s += gap_s
-        if not pace.take(ALICE, now_s):
+        if not pace.take_token(ALICE, now_s):
             admitted.append(now_s)
     for start_s in admitted:
         assert sum(start_s <= at < start_s + 60 for at in admitted) <= 2 * limit
@@ -330,21 +330,21 @@ def test_in_no_minute_a_tenant_has_more_than_twice_its_limit(limit: int, gaps: l
 def test_who_keeps_to_its_limit_in_every_minute_is_never_refused(gaps: list[int]) -> None:
     times = [1e6 + sum(gaps[: n + 1]) for n in range(len(gaps))]
     busiest = max(sum(start <= at <= start + 60 for at in times) for start in times)
-    pace = Pace(busiest)
+    pace = RateLimiter(busiest)
 
-    assert [pace.take(ALICE, at) for at in times] == [0.0] * len(times)
+    assert [pace.take_token(ALICE, at) for at in times] == [0.0] * len(times)
 
 
 @given(st.floats(0.1, 500), st.integers(1, 40))
 def test_the_wait_that_is_told_is_enough_and_not_too_long(per_minute: float, count: int) -> None:
-    pace, now_s, waits = Pace(per_minute), 0.0, list[float]()
+    pace, now_s, waits = RateLimiter(per_minute), 0.0, list[float]()
     for _ in range(count):
-        while (wait_s := pace.take(ALICE, now_s)) > 0:
+        while (wait_s := pace.take_token(ALICE, now_s)) > 0:
             waits.append(wait_s)
             now_s += wait_s + 1e-9
     assert all(wait_s <= 60 / per_minute * (1 + 1e-6) for wait_s in waits)
     assert len(waits) <= count
-    assert pace.take(BOB, now_s) == 0.0
+    assert pace.take_token(BOB, now_s) == 0.0
 
 
 @pytest.mark.fault(66)

@@ -15,54 +15,54 @@ def trusted(now_s: float = 0.0) -> AtOnce:
 
 
 def test_the_first_look_up_is_made_on_a_thread() -> None:
-    assert not AtOnce().allows(1, 0.0)
+    assert not AtOnce().allows_inline(1, 0.0)
 
 
 def test_a_fast_look_up_on_a_thread_brings_the_next_to_the_loop() -> None:
-    assert trusted().allows(1, 0.0)
+    assert trusted().allows_inline(1, 0.0)
 
 
 def test_a_slow_look_up_on_a_thread_keeps_the_next_there() -> None:
     judge = AtOnce()
     judge.took_on_thread(2 * SLOW_S, 0.0)
 
-    assert not judge.allows(1, 0.0)
+    assert not judge.allows_inline(1, 0.0)
 
 
 def test_a_look_up_of_many_entries_is_made_on_a_thread() -> None:
-    assert trusted().allows(MOST_KEYS, 0.0)
-    assert not trusted().allows(MOST_KEYS + 1, 0.0)
+    assert trusted().allows_inline(MOST_KEYS, 0.0)
+    assert not trusted().allows_inline(MOST_KEYS + 1, 0.0)
 
 
 def test_one_look_up_that_holds_the_loop_up_ends_that_for_a_while() -> None:
     judge = trusted()
     judge.took_on_loop(STALLED_S, 100.0)
 
-    assert not judge.allows(1, 100.0)
+    assert not judge.allows_inline(1, 100.0)
     judge.took_on_thread(FAST_S, 100.0)
-    assert not judge.allows(1, 100.0 + THREADS_S - 0.1)
-    assert judge.allows(1, 100.0 + THREADS_S)
+    assert not judge.allows_inline(1, 100.0 + THREADS_S - 0.1)
+    assert judge.allows_inline(1, 100.0 + THREADS_S)
 
 
 def test_a_process_that_loses_the_core_during_a_look_up_stays_on_the_loop() -> None:
     judge = trusted()
     judge.took_on_loop(STALLED_S - SLOW_S, 100.0)
-    assert judge.allows(1, 100.0)
+    assert judge.allows_inline(1, 100.0)
 
     for _ in range(10):
         judge.took_on_loop(FAST_S, 100.0)
     judge.took_on_loop(STALLED_S - SLOW_S, 100.0)
-    assert judge.allows(1, 100.0)
+    assert judge.allows_inline(1, 100.0)
 
 
 def test_four_slow_look_ups_in_a_row_leave_the_loop() -> None:
     judge = trusted()
     for _ in range(3):
         judge.took_on_loop(2 * SLOW_S, 100.0)
-    assert judge.allows(1, 100.0)
+    assert judge.allows_inline(1, 100.0)
 
     judge.took_on_loop(2 * SLOW_S, 100.0)
-    assert not judge.allows(1, 100.0)
+    assert not judge.allows_inline(1, 100.0)
 
 
 def test_a_store_that_is_slow_again_on_threads_is_not_asked_on_the_loop() -> None:
@@ -71,25 +71,25 @@ def test_a_store_that_is_slow_again_on_threads_is_not_asked_on_the_loop() -> Non
     judge.took_on_thread(FAST_S, 100.1)
     judge.took_on_thread(2 * SLOW_S, 100.2)
 
-    assert not judge.allows(1, 100.0 + THREADS_S)
+    assert not judge.allows_inline(1, 100.0 + THREADS_S)
     judge.took_on_thread(FAST_S, 100.0 + THREADS_S)
-    assert judge.allows(1, 100.0 + THREADS_S)
+    assert judge.allows_inline(1, 100.0 + THREADS_S)
 
 
 def test_a_slow_look_up_of_many_entries_leaves_the_others_on_the_loop() -> None:
     judge = trusted()
     judge.took_on_thread(2 * SLOW_S, 0.0)
 
-    assert judge.allows(1, 0.0)
+    assert judge.allows_inline(1, 0.0)
 
 
 def test_a_store_that_never_answers_on_a_thread_is_not_asked_on_the_loop_again() -> None:
     judge = trusted()
     judge.took_on_thread(None, 0.0)
 
-    assert not judge.allows(1, 10 * THREADS_S)
+    assert not judge.allows_inline(1, 10 * THREADS_S)
     judge.took_on_thread(FAST_S, 10 * THREADS_S)
-    assert judge.allows(1, 10 * THREADS_S)
+    assert judge.allows_inline(1, 10 * THREADS_S)
 
 
 def test_look_ups_that_are_all_a_little_slow_leave_the_loop() -> None:
@@ -97,7 +97,7 @@ def test_look_ups_that_are_all_a_little_slow_leave_the_loop() -> None:
     for _ in range(20):
         judge.took_on_loop(1.5 * SLOW_S, 0.0)
 
-    assert not judge.allows(1, 0.0)
+    assert not judge.allows_inline(1, 0.0)
 
 
 @given(st.lists(st.floats(0, SLOW_S)))
@@ -106,4 +106,4 @@ def test_fast_look_ups_stay_on_the_loop(durations: list[float]) -> None:
     for seconds in durations:
         judge.took_on_loop(seconds, 0.0)
 
-    assert judge.allows(1, 0.0)
+    assert judge.allows_inline(1, 0.0)

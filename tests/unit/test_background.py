@@ -17,10 +17,10 @@ from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.discovery.membership import membership
 from epd.edge.listening import Handshakes
-from epd.edge.protocol import Server
+from epd.edge.protocol import EdgeServer
 from epd.errors import UpstreamUnreachable
-from epd.request.polling import Polling, Question, probing, reporting
-from epd.routing.health import State
+from epd.request.polling import Polling, Question, poll_load, probe_periodically
+from epd.routing.health import HealthState
 from epd.routing.instances import Instance, Registry, Role
 from epd.routing.table import InstanceTable
 from epd.upstream import Upstream
@@ -74,7 +74,7 @@ async def test_work_that_raises_once_is_logged_and_counted_and_goes_on(counted: 
         await asyncio.Event().wait()
 
     with capture_logs() as lines:
-        async with counted.running("work", raises_once):
+        async with counted.run_task("work", raises_once):
             await until(lambda: len(starts) == 2)
             assert counted.failures == {"work": 1}
 
@@ -90,7 +90,7 @@ async def test_work_that_raises_again_and_again_is_restarted_ever_later(counted:
         raise LookupError
 
     with capture_logs() as lines:
-        async with counted.running("work", raises):
+        async with counted.run_task("work", raises):
             await until(lambda: counted.failures["work"] >= 11)
 
     delays = [line["restart_in_s"] for line in lines]
@@ -108,7 +108,7 @@ async def test_work_that_has_run_for_long_begins_again_with_the_first_delay(
         raise LookupError
 
     with capture_logs() as lines:
-        async with counted.running("work", raises):
+        async with counted.run_task("work", raises):
             await until(lambda: counted.failures["work"] >= 3)
 
     assert [line["restart_in_s"] for line in lines][:3] == [0.001, 0.002, 0.001]
@@ -120,7 +120,7 @@ async def test_work_that_returns_is_not_started_again(counted: Counted) -> None:
     async def returns() -> None:
         starts.append(1)
 
-    await counted.keep("work", returns)
+    await counted.keep_running("work", returns)
     assert (len(starts), counted.failures) == (1, {"work": 0})
 
 
@@ -149,16 +149,16 @@ async def test_an_instance_whose_questions_raise_costs_no_other_its_probes(
         table = InstanceTable([first, second, third], config.health)
         with capture_logs() as lines:
             async with (
-                probing(table, upstream, LiveConfig(config), counted),
-                reporting(table, upstream, LiveConfig(config), counted),
+                probe_periodically(table, upstream, LiveConfig(config), counted),
+                poll_load(table, upstream, LiveConfig(config), counted),
             ):
-                await until(lambda: table.state(second) is State.DOWN)
+                await until(lambda: table.state(second) is HealthState.DOWN)
                 one.healthy = False
-                await until(lambda: table.state(first) is State.DOWN)
+                await until(lambda: table.state(first) is HealthState.DOWN)
                 one.healthy = True
-                await until(lambda: table.state(first) is not State.DOWN)
+                await until(lambda: table.state(first) is not HealthState.DOWN)
 
-        assert table.state(third) is State.HEALTHY
+        assert table.state(third) is HealthState.HEALTHY
         raised = [line for line in lines if "exc_info" in line]
         if bad == UNPARSABLE:  # an error like a host that is not there
             assert counted.failures == {"probes": 0, "reports": 0}
@@ -190,7 +190,7 @@ async def test_each_cause_of_an_instance_is_logged_once_until_it_answers(counted
         lambda: 0.001,
     )
     with capture_logs() as lines:
-        async with Polling(question, counted).running():
+        async with Polling(question, counted).run_polling():
             await until(lambda: len(told) >= 16)
 
     kinds = [type(line["exc_info"]).__name__ for line in lines]
@@ -227,7 +227,7 @@ async def test_where_telling_raises_the_instances_under_way_are_asked_again(
 
     question = Question("questions", give_out, ask, "raised", tell, lambda: 0.001)
     with capture_logs():
-        async with Polling(question, counted).running():
+        async with Polling(question, counted).run_polling():
             await until(lambda: ("http://a", "well") in told)
 
     assert told[:2] == [("http://b", "well"), ("http://a", None)]
@@ -256,7 +256,7 @@ async def test_a_source_of_instances_that_raises_once_is_followed_again(
         ):
             await until(lambda: table.has(Role.ENCODE))
             file.write_text("instances: [{role: encode, url: 'http://e:2'}]")
-            await until(lambda: [one.url for one in table.of(Role.ENCODE)] == ["http://e:2"])
+            await until(lambda: [one.url for one in table.of_roles(Role.ENCODE)] == ["http://e:2"])
 
     assert counted.failures["membership"] >= 1
     assert {line["task"] for line in lines if "exc_info" in line} == {"membership"}
@@ -279,7 +279,9 @@ async def test_tls_connections_are_accepted_after_one_that_raised(counted: Count
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server, config = RoomOnceUnknown(), ProxyConfig(**FAST, decode_servers_urls=("http://d:1",))
     with capture_logs() as lines:
-        accepting = Handshakes(cast("Server", server), [listener], tls, LiveConfig(config), counted)
+        accepting = Handshakes(
+            cast("EdgeServer", server), [listener], tls, LiveConfig(config), counted
+        )
         async with connected(f"http://127.0.0.1:{listener.getsockname()[1]}"):
             await until(lambda: counted.failures["tls_accept"] == 1)
             async with connected(f"http://127.0.0.1:{listener.getsockname()[1]}") as (reader, _):

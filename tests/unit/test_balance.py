@@ -35,7 +35,7 @@ def loads_of(*had: tuple[int, float]) -> list[Load]:
     loads = [Load(f"http://e{number}:1", weight) for number, (_, weight) in enumerate(had)]
     for load, (requests, _) in zip(loads, had, strict=True):
         for _ in range(requests):
-            load.begin()
+            load.begin_request()
     return loads
 
 
@@ -54,20 +54,20 @@ def test_one_of_the_candidates_is_picked(
 ) -> None:
     loads = loads_of(*had)
 
-    assert BALANCES[name]().pick(loads, key) in loads
+    assert BALANCES[name]().pick_load(loads, key) in loads
 
 
 @pytest.mark.parametrize("balance", [RoundRobin(), LeastLoad()])
 def test_turns_go_on_from_request_to_request(balance: RoundRobin | LeastLoad) -> None:
     loads = idle(1, 1, 1)
 
-    assert [loads.index(balance.pick(loads)) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [loads.index(balance.pick_load(loads)) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_turns_by_weight_come_without_bursts() -> None:
     loads, balance = idle(5, 1, 1), RoundRobin()
 
-    assert [loads.index(balance.pick(loads)) for _ in range(7)] == [0, 0, 1, 0, 2, 0, 0]
+    assert [loads.index(balance.pick_load(loads)) for _ in range(7)] == [0, 0, 1, 0, 2, 0, 0]
 
 
 @given(
@@ -78,7 +78,7 @@ def test_after_as_many_turns_as_weights_each_has_had_its_own(
     weights: list[float], rounds: int
 ) -> None:
     loads, balance = idle(*weights), RoundRobin()
-    had = Counter(loads.index(balance.pick(loads)) for _ in range(rounds * int(sum(weights))))
+    had = Counter(loads.index(balance.pick_load(loads)) for _ in range(rounds * int(sum(weights))))
 
     assert [had[place] for place in range(len(loads))] == [rounds * weight for weight in weights]
 
@@ -86,7 +86,7 @@ def test_after_as_many_turns_as_weights_each_has_had_its_own(
 def test_turns_stay_fair_where_instances_come_and_go() -> None:
     balance, loads, had = RoundRobin(), idle(1, 1, 1, 1), Counter[Load]()
     for turn in range(4000):
-        had[balance.pick(loads[: 2 + turn % 3])] += 1
+        had[balance.pick_load(loads[: 2 + turn % 3])] += 1
 
     assert max(had.values()) < 1600
 
@@ -96,7 +96,7 @@ def test_turns_do_not_remember_all_that_ever_were(monkeypatch: pytest.MonkeyPatc
     balance = RoundRobin()
     for _ in range(50):
         loads = idle(1, 1, 1)
-        assert {balance.pick(loads) for _ in range(3)} == set(loads)
+        assert {balance.pick_load(loads) for _ in range(3)} == set(loads)
 
     assert len(balance._owed) <= 8 + 3  # noqa: SLF001
 
@@ -106,7 +106,7 @@ def test_nobody_has_less_to_do_for_its_weight_than_who_is_picked(
     had: list[tuple[int, float]],
 ) -> None:
     loads = loads_of(*had)
-    picked = LeastLoad().pick(loads)
+    picked = LeastLoad().pick_load(loads)
 
     assert all(picked.value / picked.share <= load.value / load.share for load in loads)
 
@@ -114,16 +114,16 @@ def test_nobody_has_less_to_do_for_its_weight_than_who_is_picked(
 def test_of_those_with_as_little_to_do_each_is_picked_in_turn() -> None:
     balance, loads = LeastLoad(), loads_of((2, 1), (1, 1), (1, 1))
 
-    assert {loads.index(balance.pick(loads)) for _ in range(4)} == {1, 2}
+    assert {loads.index(balance.pick_load(loads)) for _ in range(4)} == {1, 2}
 
 
 @pytest.mark.parametrize("balance", [LeastLoad(), drawing(1), RoundRobin()])
 def test_requests_are_spread_by_weight(balance: LeastLoad | PowerOfTwo | RoundRobin) -> None:
     busy, resting, had = idle(*WEIGHTS), idle(*WEIGHTS), Counter[int]()
     for _ in range(800):  # all under way at once
-        balance.pick(busy).begin()
+        balance.pick_load(busy).begin_request()
     for _ in range(8000):  # one after the other
-        had[resting.index(balance.pick(resting))] += 1
+        had[resting.index(balance.pick_load(resting))] += 1
 
     for load, weight in zip(busy, WEIGHTS, strict=True):
         assert load.value == pytest.approx(100 * weight, rel=0.06)
@@ -134,7 +134,7 @@ def test_requests_are_spread_by_weight(balance: LeastLoad | PowerOfTwo | RoundRo
 
 def test_of_two_at_random_the_one_with_less_to_do_is_picked() -> None:
     balance, loads = drawing(2), loads_of((9, 1), (5, 1), (0, 1))
-    had = Counter(loads.index(balance.pick(loads)) for _ in range(3000))
+    had = Counter(loads.index(balance.pick_load(loads)) for _ in range(3000))
 
     assert had[0] == 0  # there is always one with less
     assert had[1] == pytest.approx(1000, rel=0.1)
@@ -144,31 +144,31 @@ def test_of_two_at_random_the_one_with_less_to_do_is_picked() -> None:
 def test_proxies_that_draw_do_not_all_pick_the_same() -> None:
     loads = idle(*[1] * 10)
 
-    assert len({drawing(seed).pick(loads) for seed in range(20)}) > 5
+    assert len({drawing(seed).pick_load(loads) for seed in range(20)}) > 5
 
 
 def test_keys_are_spread_and_stay_when_an_instance_goes() -> None:
     balance, loads = Rendezvous(), idle(*[1] * 5)
-    before = {key: balance.pick(loads, key) for key in KEYS}
-    after = {key: balance.pick(loads[:-1], key) for key in KEYS}
+    before = {key: balance.pick_load(loads, key) for key in KEYS}
+    after = {key: balance.pick_load(loads[:-1], key) for key in KEYS}
 
     assert min(Counter(before.values()).values()) > 700
     moved = {key for key in KEYS if before[key] is not after[key]}
     assert moved == {key for key in KEYS if before[key] is loads[-1]}
-    assert before == {key: Rendezvous().pick(loads[::-1], key) for key in KEYS}
+    assert before == {key: Rendezvous().pick_load(loads[::-1], key) for key in KEYS}
 
 
 def test_keys_are_spread_by_weight_and_only_those_move_that_have_to() -> None:
     balance, loads = Rendezvous(), idle(*WEIGHTS)
     loads = [*loads, *idle(1, 1, 1, 1)[3:]]
     loads[3].weight = 2.0
-    before = {key: balance.pick(loads, key) for key in KEYS}
+    before = {key: balance.pick_load(loads, key) for key in KEYS}
     had = Counter(before.values())
     for load in loads:
         assert had[load] == pytest.approx(len(KEYS) * load.share / 10, rel=0.15)
 
     loads[3].weight = 4.0
-    after = {key: balance.pick(loads, key) for key in KEYS}
+    after = {key: balance.pick_load(loads, key) for key in KEYS}
 
     assert all(after[key] in {before[key], loads[3]} for key in KEYS)
 
@@ -178,7 +178,7 @@ def test_an_instance_with_much_more_to_do_than_its_share_gets_no_keys(
     had: list[tuple[int, float]], key: str
 ) -> None:
     loads = loads_of(*had)
-    picked = Rendezvous().pick(loads, key)
+    picked = Rendezvous().pick_load(loads, key)
     requests, weights = sum(load.value for load in loads), sum(load.share for load in loads)
 
     assert picked.value < LOAD_FACTOR * (requests + 1) * picked.share / weights + 1
@@ -186,7 +186,7 @@ def test_an_instance_with_much_more_to_do_than_its_share_gets_no_keys(
 
 def report(load: Load, requests: int) -> None:
     load.report_due(0, 1)
-    load.reported(Report(0, load.under_way + requests, {}), 0, 1)
+    load.record_report(Report(0, load.under_way + requests, {}), 0, 1)
 
 
 @given(had=some_loads, elsewhere=st.lists(st.integers(0, 10**9)), key=st.text(min_size=1))
@@ -197,7 +197,7 @@ def test_whatever_is_reported_there_is_room_for_a_key(
     for load, requests in zip(loads, elsewhere, strict=False):
         report(load, requests)
 
-    assert Rendezvous().pick(loads, key) in loads
+    assert Rendezvous().pick_load(loads, key) in loads
 
 
 @given(had=some_loads, huge=st.integers(0, 10**9), key=st.text(min_size=1))
@@ -207,7 +207,7 @@ def test_what_one_reports_does_not_lift_the_bound_of_the_others(
     loads = loads_of(*had)
     *others, odd = loads
     report(odd, huge)
-    picked = Rendezvous().pick(loads, key)
+    picked = Rendezvous().pick_load(loads, key)
     weights = sum(load.share for load in loads)
     most = OUTLIER * (max(load.pressure for load in others) + len(loads) / weights) * odd.share
     requests = sum(load.value for load in others) + max(odd.under_way, most)
@@ -217,39 +217,39 @@ def test_what_one_reports_does_not_lift_the_bound_of_the_others(
 
 def test_beside_one_that_reports_too_much_keys_still_leave_who_is_loaded() -> None:
     loads = loads_of((5, 1), (5, 1), (5, 1), (5, 1))
-    home = Rendezvous().pick(loads, "key")
+    home = Rendezvous().pick_load(loads, "key")
     report(next(load for load in loads if load is not home), 100_000)
     for _ in range(20):
-        home.begin()
+        home.begin_request()
 
-    assert Rendezvous().pick(loads, "key") is not home
+    assert Rendezvous().pick_load(loads, "key") is not home
 
 
 def test_what_all_report_alike_counts_whole() -> None:
     loads = loads_of((1, 1), (1, 1), (1, 1))
     for load in loads:
         report(load, 39)
-    home = Rendezvous().pick(loads, "key")
+    home = Rendezvous().pick_load(loads, "key")
     for _ in range(10):
-        assert Rendezvous().pick(loads, "key") is home
-        home.begin()
+        assert Rendezvous().pick_load(loads, "key") is home
+        home.begin_request()
 
 
 def test_a_key_that_has_to_go_elsewhere_always_goes_to_the_same_one() -> None:
     balance, loads = Rendezvous(), idle(*[1] * 5)
-    home = balance.pick(loads, "key")
+    home = balance.pick_load(loads, "key")
     for _ in range(50):
-        home.begin()
-    second = balance.pick(loads, "key")
+        home.begin_request()
+    second = balance.pick_load(loads, "key")
 
     assert second is not home
-    assert second is balance.pick([load for load in loads if load is not home], "key")
+    assert second is balance.pick_load([load for load in loads if load is not home], "key")
 
 
 def test_what_has_no_key_goes_to_who_has_least_to_do() -> None:
     loads = loads_of((2, 1), (0, 1), (2, 1))
 
-    assert Rendezvous().pick(loads, "") is loads[1]
+    assert Rendezvous().pick_load(loads, "") is loads[1]
 
 
 ONES = [Instance(Role.DECODE, f"http://d{number}:1") for number in range(4)]
@@ -259,7 +259,7 @@ OUT = Instance(Role.DECODE, "http://out:1", weight=0.0)
 def test_requests_of_a_session_go_to_one_instance_and_others_to_any() -> None:
     choice = Choice(InstanceTable(ONES), Role.DECODE)
 
-    best = partial(choice.best, balance="session")
+    best = partial(choice.best_instance, balance="session")
     assert {best(session="s") for _ in range(9)} == {best(item="x", session="s")}
     assert len({best(session=f"{number}") for number in range(50)}) == len(ONES)
     assert {best(item="x") for _ in range(9)} == set(ONES)
@@ -269,12 +269,12 @@ def test_requests_of_a_session_go_to_one_instance_and_others_to_any() -> None:
 def test_one_that_nothing_is_for_gets_nothing_unless_nobody_else_can(name: ItemBalanceName) -> None:
     table = InstanceTable([OUT, *ONES[:2]])
     choice = Choice(table, Role.DECODE)
-    best = partial(choice.best, balance=name)
+    best = partial(choice.best_instance, balance=name)
     assert {best(item=key, session=key) for key in KEYS[:40]} == set(ONES[:2])
 
     for one in ONES[:2]:
         for _ in range(5):
-            with pytest.raises(UpstreamUnreachable), table.using(one):
+            with pytest.raises(UpstreamUnreachable), table.track_request(one):
                 raise UpstreamUnreachable("x")
 
     assert {best(item=key, session=key) for key in KEYS[:40]} == {OUT}
@@ -283,15 +283,15 @@ def test_one_that_nothing_is_for_gets_nothing_unless_nobody_else_can(name: ItemB
 def test_one_that_nothing_is_for_is_tried_when_the_others_have_been() -> None:
     choice = Choice(InstanceTable([OUT, ONES[0]]), Role.DECODE)
 
-    assert choice.others([ONES[0]])
-    assert choice.best([ONES[0]]) == OUT
+    assert choice.has_untried([ONES[0]])
+    assert choice.best_instance([ONES[0]]) == OUT
 
 
 def test_where_nothing_is_for_any_all_share() -> None:
     outs = [OUT, Instance(Role.DECODE, "http://out2:1", weight=0.0)]
     choice = Choice(InstanceTable(outs), Role.DECODE)
 
-    assert {choice.best() for _ in range(4)} == set(outs)
+    assert {choice.best_instance() for _ in range(4)} == set(outs)
 
 
 def test_the_preferred_one_is_best_unless_it_has_too_much_to_do_or_was_tried() -> None:
@@ -299,10 +299,10 @@ def test_the_preferred_one_is_best_unless_it_has_too_much_to_do_or_was_tried() -
     choice = Choice(table, Role.DECODE)
     home = ONES[1]
 
-    assert {choice.best(prefer=home.url) for _ in range(9)} == {home}
-    assert choice.best([home], prefer=home.url) != home
-    assert choice.best(prefer=OUT.url) != OUT
-    with table.using(home):
-        assert choice.best(prefer=home.url) == home
-        with table.using(home):
-            assert choice.best(prefer=home.url) != home
+    assert {choice.best_instance(prefer=home.url) for _ in range(9)} == {home}
+    assert choice.best_instance([home], prefer=home.url) != home
+    assert choice.best_instance(prefer=OUT.url) != OUT
+    with table.track_request(home):
+        assert choice.best_instance(prefer=home.url) == home
+        with table.track_request(home):
+            assert choice.best_instance(prefer=home.url) != home

@@ -17,10 +17,10 @@ from epd.events import ItemResult, RequestRecord, StageDone
 from epd.observe.metrics import MetricsObserver
 from epd.tools.bench import results, vllm_bench
 from epd.tools.bench.dataset import Dataset
-from epd.tools.bench.targets import Items, Model, NoFigures, Target, parse_items
-from epd.tools.bench.vllm_bench import Load
+from epd.tools.bench.targets import BenchModel, BenchTarget, Items, NoFigures, parse_items
+from epd.tools.bench.vllm_bench import VllmBenchLoad
 
-TARGET = Target("epd", "http://h:1")
+TARGET = BenchTarget("epd", "http://h:1")
 DATASET = Dataset("local", "/data", ("a", "b", "a", "a"))
 NOTHING = Items(0, 0, 0, 0)
 COUNTED = Items(hits=2, encoded=2, local=0, encodes=2)
@@ -53,14 +53,14 @@ ALL_ANSWERED = vllm_bench.read(
 @pytest.mark.parametrize(
     ("text", "target"),
     [
-        ("http://h:1", Target("h:1", "http://h:1")),
-        ("https://h/", Target("h", "https://h")),
-        ("http://h:1/v1", Target("h:1", "http://h:1")),
-        ("plain=http://h:1", Target("plain", "http://h:1")),
+        ("http://h:1", BenchTarget("h:1", "http://h:1")),
+        ("https://h/", BenchTarget("h", "https://h")),
+        ("http://h:1/v1", BenchTarget("h:1", "http://h:1")),
+        ("plain=http://h:1", BenchTarget("plain", "http://h:1")),
     ],
 )
-def test_a_target_is_a_url_that_may_have_a_name(text: str, target: Target) -> None:
-    assert Target.parse(text) == target
+def test_a_target_is_a_url_that_may_have_a_name(text: str, target: BenchTarget) -> None:
+    assert BenchTarget.parse(text) == target
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_target_is_a_url_that_may_have_a_name(text: str, target: Target) -> No
 )
 def test_what_is_no_url_is_no_target(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not \[NAME=\]http"):
-        Target.parse(text)
+        BenchTarget.parse(text)
 
 
 def metrics_of_nothing() -> MetricsObserver:
@@ -88,13 +88,15 @@ def test_items_are_read_from_what_the_proxy_counts() -> None:
         metrics.stage_done(StageDone("encode", "http://e", 0.0, 0.1, error))
     metrics.stage_done(StageDone("decode", "http://d", 0.0, 0.1, None))
 
-    assert parse_items(metrics.page()[0].decode()) == Items(hits=3, encoded=2, local=1, encodes=2)
+    assert parse_items(metrics.metrics_page()[0].decode()) == Items(
+        hits=3, encoded=2, local=1, encodes=2
+    )
 
 
 def test_a_proxy_that_has_answered_nothing_has_counted_nothing() -> None:
     metrics = metrics_of_nothing()
 
-    assert parse_items(metrics.page()[0].decode()) == NOTHING
+    assert parse_items(metrics.metrics_page()[0].decode()) == NOTHING
 
 
 def test_another_servers_figures_are_no_proxys() -> None:
@@ -205,7 +207,7 @@ def test_the_file_has_all_that_is_known() -> None:
 
 
 def test_a_table_has_a_column_for_each_target_and_its_share_of_the_first() -> None:
-    plain = replace(run("it is not an EPD proxy"), target=Target("plain", "http://h:2"))
+    plain = replace(run("it is not an EPD proxy"), target=BenchTarget("plain", "http://h:2"))
     slower = replace(plain.figures, request_throughput_rps=2.0)
     lines = list(results.tables([run(), replace(plain, figures=slower)]))
 
@@ -218,7 +220,11 @@ def test_a_table_has_a_column_for_each_target_and_its_share_of_the_first() -> No
 
 def test_the_command_line_leaves_nothing_to_chance() -> None:
     words = vllm_bench.command(
-        TARGET, Model("m", "/tokenizer"), DATASET, Load(2.0, 3, 8), Path("/results/one.json")
+        TARGET,
+        BenchModel("m", "/tokenizer"),
+        DATASET,
+        VllmBenchLoad(2.0, 3, 8),
+        Path("/results/one.json"),
     )
     pairs = dict(pairwise(words))
 
@@ -230,5 +236,5 @@ def test_the_command_line_leaves_nothing_to_chance() -> None:
     assert pairs["--ready-check-timeout-sec"] == "0"
     assert "--disable-shuffle" in words
     assert "--max-concurrency" not in vllm_bench.command(
-        TARGET, Model("m", "t"), DATASET, Load(2.0, None, 8), Path("one.json")
+        TARGET, BenchModel("m", "t"), DATASET, VllmBenchLoad(2.0, None, 8), Path("one.json")
     )

@@ -48,7 +48,7 @@ def test_items_say_where_they_stand() -> None:
     body = {"messages": [{"content": "a"}, {"content": [text(), image(), input_audio()]}]}
     found = CHAT.items(body)
 
-    assert [(item.modality, item.param) for item in found] == [
+    assert [(item.modality, item.param_path) for item in found] == [
         ("image", "messages[1].content[1]"),
         ("audio", "messages[1].content[2]"),
     ]

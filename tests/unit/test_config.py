@@ -374,7 +374,7 @@ def test_weights_are_of_instances_that_are_named() -> None:
     config = load({**urls, "instance_weights": "http://E:1/=2, d:2=0"}).config
 
     assert [one.weight for one in config.instances] == [2.0, 1.0]
-    assert [one.weight for one in config.discovered] == [0.0]
+    assert [one.weight for one in config.discovered_instances] == [0.0]
 
 
 @pytest.mark.parametrize(

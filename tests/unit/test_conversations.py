@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from epd.api.prompts import ALIKE, NEUTRAL, prompt_of
 from epd.conversations.entry import CHUNK, Fingerprint
-from epd.conversations.turn import Heard
+from epd.conversations.turn import ReplyCapture
 from epd.encoder_cache.identity import conversation_key
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
 from epd.tenants import ANONYMOUS, Scope, Tenant
-from epd.transfer.readback import kept_params, shortened
+from epd.transfer.readback import kept_params, shorten_params
 
 TOKENS = st.lists(st.integers(0, 3), max_size=5 * CHUNK)
 
@@ -31,23 +31,25 @@ def test_as_many_tokens_are_shared_as_are_the_same(
     )
     whole = same == len(held)
 
-    assert Fingerprint.of(held).common(prompt) == (same if whole else same // CHUNK * CHUNK)
+    assert Fingerprint.of_tokens(held).shared_prefix_len(prompt) == (
+        same if whole else same // CHUNK * CHUNK
+    )
 
 
 def test_who_has_not_the_key_cannot_try_out_what_the_tokens_are() -> None:
     tokens = list(range(3 * CHUNK))
-    kept = Fingerprint.of(tokens, b"key")
+    kept = Fingerprint.of_tokens(tokens, b"key")
 
-    assert kept.common(tokens, b"key") == len(tokens)
-    assert kept.common(tokens, b"another") == kept.common(tokens) == 0
+    assert kept.shared_prefix_len(tokens, b"key") == len(tokens)
+    assert kept.shared_prefix_len(tokens, b"another") == kept.shared_prefix_len(tokens) == 0
 
 
 @pytest.mark.parametrize("wrong", [[-1], [2**32], ["a"], [1.5], [None], [[1]]])
 def test_what_are_no_tokens_are_refused(wrong: list[Any]) -> None:
     with pytest.raises(ValueError, match="tokens"):
-        Fingerprint.of(wrong)
+        Fingerprint.of_tokens(wrong)
     with pytest.raises(ValueError, match="tokens"):
-        Fingerprint.of([1]).common(wrong)
+        Fingerprint.of_tokens([1]).shared_prefix_len(wrong)
 
 
 PARAMS = {"remote_block_ids": [[1, 2]], "remote_host": "h}", "remote_engine_id": 'a"]}'}
@@ -75,7 +77,7 @@ WORDS = st.one_of(
 def test_a_stream_is_heard_whatever_the_model_says(
     pieces: list[tuple[str, list[int]]], prompt: list[int], spaced: bool, wanted: bool
 ) -> None:
-    heard = Heard(cut_tokens=not wanted)
+    heard = ReplyCapture(cut_tokens=not wanted)
     for number, (words, tokens) in enumerate(pieces):
         choice: dict[str, Any] = {"index": 0, "delta": {"content": words}}
         event: dict[str, Any] = {"id": words, "choices": [choice]}
@@ -90,7 +92,7 @@ def test_a_stream_is_heard_whatever_the_model_says(
             plain = {**plain, "kv_transfer_params": None}
         separators = (", ", ": ") if spaced else (",", ":")
         written = json.dumps(said, separators=separators).encode()
-        rest = heard.hear(b"data: " + written + b"\n\n")
+        rest = heard.capture_fields(b"data: " + written + b"\n\n")
         assert json.loads(rest.removeprefix(b"data: ")) == {**event, **plain}
     assert heard.prompt == prompt
     assert heard.answer == [token for _, tokens in pieces for token in tokens]
@@ -112,9 +114,9 @@ def test_a_stream_is_heard_whatever_the_model_says(
     ],
 )
 def test_what_says_nothing_goes_on_as_it_came(said: bytes) -> None:
-    heard = Heard(cut_tokens=True)
+    heard = ReplyCapture(cut_tokens=True)
 
-    assert heard.hear(said) == said
+    assert heard.capture_fields(said) == said
     assert heard.params is None
     assert not heard.answer
 
@@ -164,7 +166,7 @@ def test_what_cannot_be_read_is_not_kept(wrong: dict[str, Any]) -> None:
 
 @given(st.integers(1, 264))
 def test_the_first_tokens_are_in_the_first_blocks(tokens: int) -> None:
-    short = shortened(SAID, tokens, 128)
+    short = shorten_params(SAID, tokens, 128)
 
     assert short is not None
     assert short["remote_num_tokens"] == tokens
@@ -172,9 +174,9 @@ def test_the_first_tokens_are_in_the_first_blocks(tokens: int) -> None:
 
 
 def test_blocks_of_another_size_or_of_several_kinds_are_not_told_apart() -> None:
-    assert shortened(SAID, 100, 16) is None
-    assert shortened({**SAID, "remote_block_ids": [[1, 2, 3], [4, 5, 6]]}, 100, 128) is None
-    assert shortened({**SAID, "remote_block_ids": [1, 2, 3]}, 100, 128) is None
+    assert shorten_params(SAID, 100, 16) is None
+    assert shorten_params({**SAID, "remote_block_ids": [[1, 2, 3], [4, 5, 6]]}, 100, 128) is None
+    assert shorten_params({**SAID, "remote_block_ids": [1, 2, 3]}, 100, 128) is None
 
 
 CHAT = ("messages", "tools")
@@ -274,10 +276,10 @@ def test_the_preferred_instance_is_chosen_until_it_has_too_much_to_do() -> None:
     choice = Choice(table, Role.DECODE)
     chosen = []
     for _ in range(4):
-        chosen.append(choice.best(prefer=instances[1].url))
-        table.using(chosen[-1]).__enter__()
+        chosen.append(choice.best_instance(prefer=instances[1].url))
+        table.track_request(chosen[-1]).__enter__()
 
     assert chosen[:3] == [instances[1]] * 3
     assert chosen[3] != instances[1]
-    assert choice.best(prefer="http://gone:1") in instances
-    assert choice.best(tried=[instances[1]], prefer=instances[1].url) != instances[1]
+    assert choice.best_instance(prefer="http://gone:1") in instances
+    assert choice.best_instance(tried=[instances[1]], prefer=instances[1].url) != instances[1]

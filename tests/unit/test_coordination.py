@@ -15,7 +15,14 @@ from epd.api.prompts import prompt_tokens
 from epd.config.live import LiveConfig
 from epd.config.proxy_config import active_policies
 from epd.policies.plan import Course, Facts
-from epd.policies.registry import OWN, PolicyInvalid, activate, decide, find, known
+from epd.policies.registry import (
+    OWN,
+    PolicyInvalid,
+    activate,
+    choose_policy,
+    find_policy,
+    known_names,
+)
 from epd.routing.instances import Role
 
 EPD = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
@@ -45,7 +52,7 @@ def facts(
 
 
 def course(policy: str, about: Facts, **settings: Any) -> Course | None:
-    decided = decide(activate([policy], SETTINGS | settings), about)
+    decided = choose_policy(activate([policy], SETTINGS | settings), about)
     return None if decided is None else decided[1]
 
 
@@ -137,7 +144,7 @@ def test_an_option_goes_before_the_setting_of_its_name() -> None:
 def test_the_first_that_has_something_to_say_decides(names: list[str], about: Facts) -> None:
     policies = activate(names, SETTINGS)
     said = [one.name for one in policies if one.policy.course(about) is not None]
-    decided = decide(policies, about)
+    decided = choose_policy(policies, about)
 
     assert (None if decided is None else decided[0]) == (said[0] if said else None)
 
@@ -161,10 +168,10 @@ def test_prompts_are_measured_for_policies_that_ask_alone_and_once() -> None:
         return 5
 
     about = Facts("/v1/chat/completions", True, 0, EPD, measure)
-    assert decide(activate(["encode_prefill_decode"], {}), about) is not None
+    assert choose_policy(activate(["encode_prefill_decode"], {}), about) is not None
     assert measured == 0
     policies = ["pd_only?skip_prefill_below_tokens=3", "encode_prefill_decode"]
-    assert decide(activate(policies, {}), about) is not None
+    assert choose_policy(activate(policies, {}), about) is not None
     assert about.prompt_tokens == 5
     assert measured == 1
 
@@ -296,7 +303,7 @@ def test_no_decode_instance_is_needed_where_others_name_it() -> None:
 
 def test_policies_change_at_a_reload() -> None:
     live = LiveConfig(epd.ProxyConfig(**URLS))
-    change = live.adopt(epd.ProxyConfig(**URLS, skip_prefill_below_tokens=8))
+    change = live.apply_config(epd.ProxyConfig(**URLS, skip_prefill_below_tokens=8))
 
     assert change.changed == {"policies", "skip_prefill_below_tokens"}
     assert (
@@ -348,9 +355,9 @@ def test_a_policy_of_another_distribution_is_found_by_name(plugins: Path) -> Non
     config = epd.ProxyConfig(**URLS, policies=("night_shift?most_items=1", "encode_pd"))
     policies = active_policies(config, config.policies)
 
-    assert "night_shift" in known()
-    assert decide(policies, facts(E_PD, items=1)) == ("night_shift", COURSE)
-    assert decide(policies, facts(E_PD, items=2)) == ("encode_pd", COURSE)
+    assert "night_shift" in known_names()
+    assert choose_policy(policies, facts(E_PD, items=1)) == ("night_shift", COURSE)
+    assert choose_policy(policies, facts(E_PD, items=2)) == ("encode_pd", COURSE)
 
 
 def test_whatever_an_option_is_can_be_shown(plugins: Path) -> None:
@@ -384,7 +391,7 @@ def test_a_broken_one_is_an_error_of_the_configuration(
 
 
 def test_nobody_else_takes_the_name_of_one_of_ours(plugins: Path) -> None:
-    assert find("encode_pd") is OWN["encode_pd"]
+    assert find_policy("encode_pd") is OWN["encode_pd"]
 
 
 def test_two_distributions_with_one_name_are_refused(plugins: Path) -> None:
@@ -394,7 +401,7 @@ def test_two_distributions_with_one_name_are_refused(plugins: Path) -> None:
     (info / "entry_points.txt").write_text("[epd.policies]\nnight_shift = day_shift:DayShift\n")
 
     with pytest.raises(PolicyInvalid, match="more than one distribution: "):
-        find("night_shift")
+        find_policy("night_shift")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.api.body import MARK_LENGTH, NO_CUTS, WINDOW, cut, pieces
+from epd.api.body import MARK_LENGTH, NO_CUTS, WINDOW, cut_media, pieces
 from epd.api.endpoints import ENDPOINTS
 from epd.api.items import MMItem
 from epd.errors import BadRequest
@@ -39,7 +39,7 @@ BROKEN = st.sampled_from([b"", b'"', b"\\", b"{", b",", b" " * 3 * WINDOW, b"1" 
 
 
 def written(raw: bytes) -> bytes:
-    rest, cuts = cut(raw)
+    rest, cuts = cut_media(raw)
     return b"".join(pieces(bytes(rest), cuts))
 
 
@@ -65,7 +65,7 @@ def test_what_remains_is_json_exactly_where_the_body_is(
 ) -> None:
     at = int(where * len(raw))
     raw = raw[:at] + broken + raw[at:]
-    rest, cuts = cut(raw)
+    rest, cuts = cut_media(raw)
     value = loaded(rest)
 
     assert (value is None) == (loaded(raw) is None)
@@ -78,7 +78,7 @@ def test_of_several_media_each_is_found_in_its_place(sizes: list[int]) -> None:
     texts = [bytes([65 + n]) * size for n, size in enumerate(sizes)]
     audio = {"input_audio": {"data": "x" * 3 * WINDOW, "format": "wav"}}
     body = {"first": [{"image_url": {"url": url(text)}} for text in texts], "last": audio}
-    rest, cuts = cut(orjson.dumps(body))
+    rest, cuts = cut_media(orjson.dumps(body))
     value = orjson.loads(rest)
 
     found = [source(MMItem((), "image_url", part), cuts=cuts) for part in value["first"]]
@@ -90,7 +90,7 @@ def test_of_several_media_each_is_found_in_its_place(sizes: list[int]) -> None:
 
 
 def test_a_part_that_is_used_twice_or_elsewhere_has_its_text_everywhere() -> None:
-    rest, cuts = cut(orjson.dumps({"messages": [url(BASE64)]}))
+    rest, cuts = cut_media(orjson.dumps({"messages": [url(BASE64)]}))
     value = orjson.loads(rest)
     body = {"again": value["messages"], "not": 1, "messages": value["messages"]}
 
@@ -106,7 +106,7 @@ def test_the_key_of_an_object_stays(space: str) -> None:
     """Two spellings of a key would no longer be the same, and an engine might take the other."""
     raw = f'{{"data": {{"{url(BASE64)}"{space}: 1}}}}'.encode()
 
-    assert cut(raw) == (raw, NO_CUTS)
+    assert cut_media(raw) == (raw, NO_CUTS)
 
 
 AUDIO = {"type": "input_audio", "input_audio": {"data": "DATA", "format": "wav"}}
@@ -142,28 +142,28 @@ def test_what_is_no_base64_gets_no_key(
 def test_what_has_an_escape_stays() -> None:
     raw = b'{"url": "data:image/png;base64,%b\\/%b"}' % (BASE64, BASE64)
 
-    assert cut(raw) == (raw, NO_CUTS)
+    assert cut_media(raw) == (raw, NO_CUTS)
 
 
 def test_words_stay() -> None:
     raw = orjson.dumps({"content": "word " * WINDOW, "numbers": [1] * WINDOW})
 
-    assert cut(raw) == (raw, NO_CUTS)
+    assert cut_media(raw) == (raw, NO_CUTS)
 
 
 @pytest.mark.security("S11")
 def test_a_mark_is_another_each_time_and_no_clients() -> None:
     """Who knew one could have another's media in the place of its own."""
     raw = orjson.dumps({"url": url(BASE64)})
-    [mark], [other] = cut(raw)[1], cut(raw)[1]
+    [mark], [other] = cut_media(raw)[1], cut_media(raw)[1]
 
     assert mark != other
     assert len(mark) == len(other) == MARK_LENGTH
     claimed = MMItem((), "image_url", {"image_url": {"url": url(mark.encode())}})
-    assert source(claimed, cuts=cut(raw)[1]) == Inline("image/png", mark.encode())
+    assert source(claimed, cuts=cut_media(raw)[1]) == Inline("image/png", mark.encode())
 
 
 def test_a_picture_that_is_cut_is_looked_into() -> None:
     item = MMItem((), "image_url", {"image_url": {"url": 7}})
     with pytest.raises(BadRequest):
-        source(item, cuts=cut(orjson.dumps({"url": url(BASE64)}))[1])
+        source(item, cuts=cut_media(orjson.dumps({"url": url(BASE64)}))[1])

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from epd.aio import within
+from epd.aio import cancel_after
 
 
 async def lose_one() -> None:
@@ -21,7 +21,7 @@ def cancelling() -> int:
 
 
 async def test_what_ends_in_time_is_left_alone() -> None:
-    with within(30):
+    with cancel_after(30):
         await asyncio.sleep(0)
 
     assert cancelling() == 0
@@ -29,7 +29,7 @@ async def test_what_ends_in_time_is_left_alone() -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 async def test_what_does_not_end_is_told_to_until_it_does(lost: bool) -> None:
-    with pytest.raises(TimeoutError), within(0.01):
+    with pytest.raises(TimeoutError), cancel_after(0.01):
         await (lose_one() if lost else asyncio.Event().wait())
 
     assert cancelling() == 0
@@ -37,7 +37,7 @@ async def test_what_does_not_end_is_told_to_until_it_does(lost: bool) -> None:
 
 async def test_what_fails_when_it_is_told_to_end_fails_by_its_own_error() -> None:
     async def work() -> None:
-        with within(0.01):
+        with cancel_after(0.01):
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -50,7 +50,7 @@ async def test_what_fails_when_it_is_told_to_end_fails_by_its_own_error() -> Non
 
 
 async def test_what_has_its_result_all_the_same_keeps_it() -> None:
-    with within(0.01):
+    with cancel_after(0.01):
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -66,13 +66,13 @@ async def test_a_shorter_limit_around_it_is_the_one_that_is_over(lost: bool) -> 
 
     async def work() -> None:
         try:
-            with within(30):
+            with cancel_after(30):
                 await (lose_one() if lost else asyncio.Event().wait())
         except BaseException as end:
             inner.append(type(end))
             raise
 
-    with pytest.raises(TimeoutError), within(0.01):
+    with pytest.raises(TimeoutError), cancel_after(0.01):
         await work()
 
     assert inner == [asyncio.CancelledError]
@@ -81,7 +81,7 @@ async def test_a_shorter_limit_around_it_is_the_one_that_is_over(lost: bool) -> 
 @pytest.mark.parametrize("limit_s", [0.0, 30.0])
 async def test_who_cancels_it_from_elsewhere_is_obeyed(limit_s: float) -> None:
     async def work() -> None:
-        with within(limit_s):
+        with cancel_after(limit_s):
             cancel.set()
             await lose_one() if limit_s == 0 else await asyncio.Event().wait()
 

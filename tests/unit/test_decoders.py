@@ -19,7 +19,7 @@ class Picker:
     def __init__(self, named: str) -> None:
         self.named = named
 
-    async def ask(self, *_: Any) -> str:
+    async def ask_picker(self, *_: Any) -> str:
         return self.named
 
 
@@ -40,4 +40,4 @@ async def test_host_and_port_are_enough_for_instances_with_and_without_tls(
     facts = Facts("/v1/completions", prefills=True, items=0, roles=frozenset({Role.DECODE}))
     context = RequestContext("r", {}, config, client_headers={config.decode_header: named})
 
-    assert await decoders.pick(Attempt(course, facts), context) == instance
+    assert await decoders.pick_instance(Attempt(course, facts), context) == instance

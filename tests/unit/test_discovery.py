@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.discovery.dns import Sightings
+from epd.discovery.dns import DnsState
 from epd.discovery.entries import (
     EntriesInvalid,
     read_json,
@@ -131,25 +131,25 @@ def test_what_is_no_host_is_refused(pattern: str) -> None:
 
 
 def test_addresses_stay_while_answers_fail_and_a_while_when_there_are_none() -> None:
-    sightings = Sightings(empty_s=60)
-    sightings.saw({"a", "b"}, 0)
-    sightings.failed()
-    sightings.saw((), 10)
-    sightings.saw((), 69)
+    sightings = DnsState(empty_s=60)
+    sightings.record_addresses({"a", "b"}, 0)
+    sightings.record_failure()
+    sightings.record_addresses((), 10)
+    sightings.record_addresses((), 69)
     assert sightings.current == {"a", "b"}
-    sightings.saw((), 70)
+    sightings.record_addresses((), 70)
     assert sightings.current == set()
 
 
 def test_a_failure_or_an_answer_begins_that_while_anew() -> None:
-    sightings = Sightings(empty_s=60)
-    sightings.saw({"a"}, 0)
-    sightings.saw((), 10)
-    sightings.failed()
-    sightings.saw((), 80)
+    sightings = DnsState(empty_s=60)
+    sightings.record_addresses({"a"}, 0)
+    sightings.record_addresses((), 10)
+    sightings.record_failure()
+    sightings.record_addresses((), 80)
     assert sightings.current == {"a"}
-    sightings.saw({"b"}, 90)
-    sightings.saw((), 141)
+    sightings.record_addresses({"b"}, 90)
+    sightings.record_addresses((), 141)
 
     assert sightings.current == {"b"}
 

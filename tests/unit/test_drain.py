@@ -10,7 +10,7 @@ from epd.errors import Overloaded, UpstreamTimeout
 
 
 async def runs(drain: Drain, seconds: float = 60) -> str:
-    with drain.bounded():
+    with drain.bound_request():
         await asyncio.sleep(seconds)
     return "ended"
 
@@ -29,7 +29,7 @@ async def test_what_runs_is_cut_and_so_is_what_comes_later() -> None:
     drain = Drain()
     early = asyncio.create_task(runs(drain))
     await asyncio.sleep(0)
-    drain.cut()
+    drain.cut_off()
     late = asyncio.create_task(runs(drain))
 
     for task in (early, late):
@@ -53,7 +53,7 @@ async def test_who_is_told_in_time_may_say_last_words() -> None:
 
     task = asyncio.create_task(streams())
     await asyncio.sleep(0)
-    drain.cut()
+    drain.cut_off()
     await task
 
     assert said == ["sorry"]
@@ -62,11 +62,11 @@ async def test_who_is_told_in_time_may_say_last_words() -> None:
 async def test_a_request_ends_when_its_own_time_has_passed() -> None:
     drain = Drain()
     now_s = time.monotonic()
-    with pytest.raises(UpstreamTimeout) as raised, drain.bounded(now_s + 0.01):
+    with pytest.raises(UpstreamTimeout) as raised, drain.bound_request(now_s + 0.01):
         await asyncio.sleep(60)
 
     assert (raised.value.status, raised.value.slug) == (504, "request_timeout")
-    with drain.bounded(now_s + 60):
+    with drain.bound_request(now_s + 60):
         await asyncio.sleep(0)
     assert not drain.running
 
@@ -75,12 +75,12 @@ async def test_the_end_of_the_application_comes_before_a_request_s_own() -> None
     drain = Drain()
 
     async def long() -> None:
-        with drain.bounded(time.monotonic() + 60):
+        with drain.bound_request(time.monotonic() + 60):
             await asyncio.sleep(60)
 
     task = asyncio.create_task(long())
     await asyncio.sleep(0)
-    drain.cut()
+    drain.cut_off()
 
     with pytest.raises(Overloaded):
         await task
@@ -94,7 +94,7 @@ async def test_other_ends_are_left_as_they_are() -> None:
     with pytest.raises(asyncio.CancelledError):
         await cancelled
 
-    with pytest.raises(TimeoutError), drain.bounded():
+    with pytest.raises(TimeoutError), drain.bound_request():
         async with asyncio.timeout(0):
             await asyncio.sleep(60)
     async with asyncio.timeout(60):
@@ -108,7 +108,7 @@ async def test_who_has_less_time_ends_before_who_came_earlier() -> None:
 
     async def takes(name: str, until_s: float) -> None:
         try:
-            with drain.bounded(until_s):
+            with drain.bound_request(until_s):
                 await asyncio.sleep(60)
         except UpstreamTimeout:
             ended.append(name)
@@ -125,7 +125,7 @@ async def test_who_says_last_words_at_the_end_of_its_time_is_not_told_twice() ->
     cut = asyncio.Event()
 
     async def streams() -> str:
-        with drain.bounded(time.monotonic() + 0.01):
+        with drain.bound_request(time.monotonic() + 0.01):
             try:
                 await asyncio.sleep(60)
             finally:
@@ -134,7 +134,7 @@ async def test_who_says_last_words_at_the_end_of_its_time_is_not_told_twice() ->
 
     task = asyncio.create_task(streams())
     await asyncio.sleep(0.05)
-    drain.cut()
+    drain.cut_off()
     cut.set()
 
     with pytest.raises(Overloaded):

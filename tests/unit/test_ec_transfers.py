@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.api.chat import CHAT, encode_body, features
+from epd.api.chat import CHAT, encode_body, feature_count
 from epd.errors import NoInstance, UpstreamFailed
 from epd.routing.instances import Instance, Role
-from epd.routing.table import InstanceTable, Place
-from epd.transfer.ec import ECMooncake, ECNixl, ECTransfer, Example, Store
+from epd.routing.table import InstanceTable, Reservation
+from epd.transfer.ec import ECMooncake, ECNixl, ECStoreTransfer, ECTransfer, Example
 from epd.transfer.encoded import Encoded, read_encoded
 from epd.transfer.registry import EC_TRANSFERS
 from tests.requests import image, request, video
@@ -25,9 +25,9 @@ def said(*entries: tuple[str, dict[str, Any]]) -> Encoded:
     return read_encoded(reply, "video" if len(entries) > 1 else "image")
 
 
-def place(*addresses: str) -> Place:
+def place(*addresses: str) -> Reservation:
     consumer = Instance(Role.PREFILL_DECODE, "http://pd:1", len(addresses), 1.0, "", addresses)
-    return InstanceTable([consumer]).place(consumer)
+    return InstanceTable([consumer]).reserve_place(consumer)
 
 
 def entry(index: int = 0, **more: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def test_each_is_found_by_its_name() -> None:
     }
 
 
-@pytest.mark.parametrize("transfer", [Store(), Example(), ECNixl()])
+@pytest.mark.parametrize("transfer", [ECStoreTransfer(), Example(), ECNixl()])
 def test_most_carry_what_encode_replied(transfer: ECTransfer) -> None:
     one, other = said(("a", entry(**MEMORY))), said(("b", entry(**MEMORY)))
 
@@ -55,7 +55,7 @@ def test_an_output_without_its_whole_address_needs_its_media(missing: str) -> No
     known = {name: value for name, value in MEMORY.items() if name != missing}
     replied = said(("a", entry(**known)))
 
-    assert ECNixl().lacking(replied) == missing
+    assert ECNixl().missing_field(replied) == missing
     assert ECNixl().encoded(replied, None) == Encoded(replied.params, "a", {})
 
 
@@ -71,7 +71,7 @@ def test_pushes_go_to_the_address_of_the_rank() -> None:
 
 
 @pytest.mark.parametrize("consumer", [None, place()])
-def test_nobody_pushes_without_an_address(consumer: Place | None) -> None:
+def test_nobody_pushes_without_an_address(consumer: Reservation | None) -> None:
     with pytest.raises(NoInstance, match="--ec-consumer-zmq-addrs"):
         ECMooncake().encode_params(consumer, 1)
 
@@ -166,6 +166,6 @@ def test_a_videos_sound_is_an_output_of_its_own(
     body = request(part, **kwargs)
     [item] = CHAT.items(body)
 
-    assert features(body, item) == expected
+    assert feature_count(body, item) == expected
     assert "ec_transfer_params" not in encode_body(body, item, None)
     assert encode_body(body, item, None, {"a": 1})["ec_transfer_params"] == {"a": 1}

@@ -106,7 +106,7 @@ def test_pictures_of_a_response_are_in_messages_and_in_what_tools_answered() -> 
     )
     items = list(RESPONSES.items(body))
 
-    assert [(item.param, item.uuid) for item in items] == [
+    assert [(item.param_path, item.uuid) for item in items] == [
         ("input[0].content[1]", None),
         ("input[2].output[0]", "cat"),
     ]
@@ -204,11 +204,11 @@ def test_pictures_of_a_message_are_in_its_content_and_in_what_tools_answered() -
     nested["source"] = {"type": "url", "url": "https://a/b.png"}
     items = list(MESSAGES.items(body))
 
-    assert [(item.param, item.part["image_url"]["url"]) for item in items] == [
+    assert [(item.param_path, item.part["image_url"]["url"]) for item in items] == [
         ("messages[0].content[0]", URL),
         ("messages[2].content[0].content[1]", "https://a/b.png"),
     ]
-    assert not any(item.named for item in items)
+    assert not any(item.is_named for item in items)
     changed = with_parts(body, {items[1]: raw_part(items[0], None)})
     there = changed["messages"][2]["content"][0]["content"][1]
     assert there == {"type": "image", "source": {"type": "url", "url": URL}}
@@ -283,7 +283,7 @@ def test_a_conversation_among_texts_is_refused() -> None:
     ],
 )
 def test_prefill_takes_completions_of_one_prompt(prompt: Any, one: bool) -> None:
-    assert COMPLETIONS.prefills({"prompt": prompt}) is one
+    assert COMPLETIONS.can_prefill({"prompt": prompt}) is one
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
@@ -302,11 +302,11 @@ def test_prefill_takes_completions_of_one_prompt(prompt: Any, one: bool) -> None
 def test_what_one_engine_alone_can_answer_is_not_prefilled_elsewhere(
     endpoint: Endpoint, fields: dict[str, Any], prefills: bool
 ) -> None:
-    assert endpoint.prefills({"prompt": "a", "messages": [], **fields}) is prefills
+    assert endpoint.can_prefill({"prompt": "a", "messages": [], **fields}) is prefills
 
 
 def test_prompts_that_are_no_tokens_are_not_prefilled_elsewhere() -> None:
-    assert not COMPLETIONS.prefills({"prompt": "a", "prompt_embeds": "b"})
+    assert not COMPLETIONS.can_prefill({"prompt": "a", "prompt_embeds": "b"})
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_both_sides_of_scores_have_items_by_each_of_vllms_names(field: str) -> N
     alone = list(SCORE.items({field: {"content": [IMAGE]}}))
     among = list(SCORE.items({field: ["a", {"content": ["b", {"type": "text"}, IMAGE]}]}))
 
-    assert [item.param for item in (*alone, *among)] == [
+    assert [item.param_path for item in (*alone, *among)] == [
         f"{field}.content[0]",
         f"{field}[1].content[2]",
     ]
@@ -461,8 +461,8 @@ def test_images_of_coheres_embeddings_are_strings_and_among_inputs() -> None:
         "images[0]",
         "inputs[0].content[1].image_url.url",
     )
-    assert not string.named
-    assert not part.named
+    assert not string.is_named
+    assert not part.is_named
     other = {"type": "image_url", "image_url": {"url": "data:,2"}}
     changed: Any = with_parts(body, dict.fromkeys((string, part), other))
     assert changed == {"images": ["data:,2"], "inputs": [{"content": [text, other]}]}

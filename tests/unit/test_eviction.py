@@ -12,17 +12,22 @@ from ec_store.disk.tree import (
     BATCH,
     BLOCK_BYTES,
     SAMPLED,
+    EvictionCandidate,
     FileSystem,
-    Kept,
+    choose_victims,
     excess_bytes,
     sample_size,
     taken_bytes,
-    victims,
 )
 
 GIB = 2**30
 KEPT = st.lists(
-    st.builds(Kept, st.uuids().map(lambda one: one.hex), st.integers(0, 10**6), st.floats(0, 1000)),
+    st.builds(
+        EvictionCandidate,
+        st.uuids().map(lambda one: one.hex),
+        st.integers(0, 10**6),
+        st.floats(0, 1000),
+    ),
     max_size=60,
     unique_by=lambda one: one.digest,
 )
@@ -78,9 +83,9 @@ def test_sample_grows_with_what_has_to_go() -> None:
 
 @given(sample=KEPT, all_seen=st.booleans(), ttl_s=st.floats(1, 2000), excess=st.integers(0, 10**7))
 def test_victims_are_the_expired_and_then_the_least_recently_used(
-    sample: list[Kept], all_seen: bool, ttl_s: float, excess: int
+    sample: list[EvictionCandidate], all_seen: bool, ttl_s: float, excess: int
 ) -> None:
-    going = victims(sample, all_seen=all_seen, now_s=1000, ttl_s=ttl_s, excess=excess)
+    going = choose_victims(sample, all_seen=all_seen, now_s=1000, ttl_s=ttl_s, excess=excess)
     expired = {one.digest for one in sample if 1000 - one.used_s > ttl_s}
     stay = [one for one in sample if one not in going]
 
@@ -96,8 +101,8 @@ def test_victims_are_the_expired_and_then_the_least_recently_used(
 
 
 def test_entry_expires_after_its_time_to_live() -> None:
-    sample = [Kept("kept", 10, 900), Kept("expired", 10, 899)]
-    going = victims(sample, all_seen=True, now_s=1000, ttl_s=100, excess=0)
+    sample = [EvictionCandidate("kept", 10, 900), EvictionCandidate("expired", 10, 899)]
+    going = choose_victims(sample, all_seen=True, now_s=1000, ttl_s=100, excess=0)
 
     assert [one.digest for one in going] == ["expired"]
 
@@ -105,13 +110,13 @@ def test_entry_expires_after_its_time_to_live() -> None:
 def test_victims_of_samples_are_old() -> None:
     """The mean rank of those that go is in the oldest eighth, where exact LRU would have 0."""
     chance = random.Random(7)  # noqa: S311
-    store = [Kept(str(n), 9 * 2**20, float(n)) for n in range(10_000)]
+    store = [EvictionCandidate(str(n), 9 * 2**20, float(n)) for n in range(10_000)]
     ranks = []
     for _ in range(200):
         sample = chance.sample(store, sample_size(2**20, 9 * 2**20))
         ranks += [
             one.used_s
-            for one in victims(sample, all_seen=False, now_s=10_000, ttl_s=1e9, excess=2**20)
+            for one in choose_victims(sample, all_seen=False, now_s=10_000, ttl_s=1e9, excess=2**20)
         ]
 
     assert len(ranks) == 200

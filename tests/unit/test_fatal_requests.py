@@ -98,7 +98,7 @@ def test_deaths_that_lie_far_apart_do_not_add_up() -> None:
 def test_what_was_processed_without_harm_is_forgotten() -> None:
     deaths = Deaths()
     deaths.die(ONE, "cat")
-    deaths.ledger.survived(Watched("t", "b"), ["cat"], body=False)
+    deaths.ledger.record_survival(Watched("t", "b"), ["cat"], body=False)
 
     assert not deaths.die(OTHER, "cat", body="another")  # the item has one death
     assert deaths.die(THIRD)  # the body has two
@@ -128,10 +128,10 @@ def test_the_deaths_of_a_request_are_counted_over_its_stages() -> None:
     error = UpstreamDied("it broke", slug="encode_failed", stage="encode")
     deaths.ledger.after(error, ONE, watched, ["cat"])
     deaths.ledger.after(error, ONE, watched, ["dog"])  # the same death
-    assert not watched.spent
+    assert not watched.is_spent
     deaths.ledger.after(error, OTHER, watched, ["dog"])
 
-    assert watched.spent
+    assert watched.is_spent
     assert not deaths.rejected("cat", body="other")
     assert deaths.rejected("dog", body="other")
 

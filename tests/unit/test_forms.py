@@ -33,7 +33,7 @@ def form(*parts: bytes) -> bytes:
 def sent(raw: bytes | bytearray, content_type: str = KIND) -> dict[str, str | bytes]:
     """What an instance finds in the form it is sent; bytes are a file's."""
     body, cuts = AUDIO.read(raw, content_type, 0)
-    written = b"".join(AUDIO.written(body, cuts))
+    written = b"".join(AUDIO.encode_body(body, cuts))
     parts = list(read_form(written, AUDIO.content_type(body)))
     assert len({part.name for part in parts}) == len(parts)
     return {part.name: part.text() if part.filename is None else bytes(part.data) for part in parts}
@@ -49,7 +49,7 @@ def test_a_form_is_read_and_written_anew() -> None:
     sound = b"\0\xff--b\n--b\r\n--" * 1000
     raw = bytearray(form(part(FILE + b"\r\nContent-Type: audio/wav", sound), field("model", "m")))
     body, cuts = AUDIO.read(raw, KIND, 0)
-    written = AUDIO.written(body, cuts)
+    written = AUDIO.encode_body(body, cuts)
 
     assert sent(raw) == {"file": sound, "model": "m"}
     assert body["model"] == "m"

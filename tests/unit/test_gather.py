@@ -42,14 +42,14 @@ async def test_after_a_failure_the_time_of_a_request_still_ends_in_its_own_error
     drain = Drain()
 
     async def request() -> None:
-        with drain.bounded(time.monotonic() + (60 if cut else 0.05)):
+        with drain.bound_request(time.monotonic() + (60 if cut else 0.05)):
             await fails_together()
             await lasts()
 
     task = asyncio.create_task(request())
     await asyncio.sleep(0.01)
     if cut:
-        drain.cut()
+        drain.cut_off()
 
     with pytest.raises(Overloaded if cut else UpstreamTimeout):
         await task

@@ -19,7 +19,7 @@ from epd.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from epd.routing.health import Health, HealthPolicy, State
+from epd.routing.health import Health, HealthPolicy, HealthState
 
 POLICY = HealthPolicy()
 
@@ -29,21 +29,21 @@ class Watched:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.became: list[State] = []
+        self.became: list[HealthState] = []
         self.random = 0.5
         """Decides the jitter of probes: 0.5 is none."""
         self.health = Health(POLICY, 0.0, self.became.append, lambda: self.random)
 
-    def state(self) -> State:
+    def state(self) -> HealthState:
         return self.health.state(self.now_s)
 
     def ends(self, *outcomes: Outcome) -> None:
         for outcome in outcomes:
-            self.health.ended(outcome, self.now_s, begun=self.health.begun())
+            self.health.request_ended(outcome, self.now_s, begun=self.health.request_begun())
 
     def probe(self, *, well: bool) -> None:
         assert self.health.probe_due(self.now_s)
-        self.health.probed(self.now_s, well=well)
+        self.health.record_probe(self.now_s, well=well)
 
     def wait_for_probe(self) -> float:
         """Seconds until a probe is due."""
@@ -60,28 +60,28 @@ def one() -> Watched:
 
 def test_five_failures_in_a_row_eject(one: Watched) -> None:
     one.ends(*[Outcome.BAD] * 4, Outcome.GOOD, *[Outcome.BAD] * 4)
-    assert one.state() is State.HEALTHY
+    assert one.state() is HealthState.HEALTHY
 
     one.ends(Outcome.BAD)
-    assert one.state() is State.EJECTED
-    assert not one.health.fit(one.now_s)
+    assert one.state() is HealthState.EJECTED
+    assert not one.health.is_eligible(one.now_s)
 
 
 def test_failures_that_never_come_in_a_row_eject_too(one: Watched) -> None:
     """Answers to requests that clients got wrong are good ones."""
     for _ in range(4):
-        assert one.state() is State.HEALTHY
+        assert one.state() is HealthState.HEALTHY
         one.ends(*[Outcome.BAD] * 4, Outcome.GOOD)
     one.ends(Outcome.BAD)
 
-    assert one.state() is State.EJECTED
+    assert one.state() is HealthState.EJECTED
 
 
 def test_half_of_all_requests_may_fail(one: Watched) -> None:
     for _ in range(100):
         one.ends(Outcome.BAD, Outcome.BAD, Outcome.GOOD, Outcome.GOOD)
 
-    assert one.state() is State.HEALTHY
+    assert one.state() is HealthState.HEALTHY
 
 
 def test_failures_before_an_ejection_do_not_count_after_it(one: Watched) -> None:
@@ -89,22 +89,22 @@ def test_failures_before_an_ejection_do_not_count_after_it(one: Watched) -> None
     one.now_s += 60
     one.ends(Outcome.GOOD, *[Outcome.BAD] * 4, Outcome.GOOD, *[Outcome.BAD] * 4, Outcome.GOOD)
 
-    assert one.state() is State.HEALTHY
+    assert one.state() is HealthState.HEALTHY
 
 
 def test_who_was_ejected_comes_back_on_trial_by_one_request_at_a_time(one: Watched) -> None:
     one.ends(*[Outcome.BAD] * 5)
     one.now_s = 29.9
-    assert one.state() is State.EJECTED
+    assert one.state() is HealthState.EJECTED
 
     one.now_s = 30.0
-    assert one.state() is State.TRIAL
-    assert one.health.fit(one.now_s)
-    one.health.begun()
-    assert not one.health.fit(one.now_s)
-    one.health.answered(one.now_s)
-    assert one.state() is State.HEALTHY
-    assert one.became == [State.EJECTED, State.TRIAL, State.HEALTHY]
+    assert one.state() is HealthState.TRIAL
+    assert one.health.is_eligible(one.now_s)
+    one.health.request_begun()
+    assert not one.health.is_eligible(one.now_s)
+    one.health.record_answer(one.now_s)
+    assert one.state() is HealthState.HEALTHY
+    assert one.became == [HealthState.EJECTED, HealthState.TRIAL, HealthState.HEALTHY]
 
 
 def test_a_trial_that_was_cancelled_is_followed_by_another(one: Watched) -> None:
@@ -112,31 +112,31 @@ def test_a_trial_that_was_cancelled_is_followed_by_another(one: Watched) -> None
     one.now_s = 30.0
     one.ends(Outcome.NOTHING)
 
-    assert one.state() is State.TRIAL
-    assert one.health.fit(one.now_s)
+    assert one.state() is HealthState.TRIAL
+    assert one.health.is_eligible(one.now_s)
 
 
 @pytest.mark.fault(14)
 def test_what_an_outage_has_left_behind_says_nothing_of_now(one: Watched) -> None:
-    old = [one.health.begun() for _ in range(9)]
+    old = [one.health.request_begun() for _ in range(9)]
     one.ends(*[Outcome.UNREACHABLE] * 5)
     one.probe(well=True)
-    assert one.state() is State.TRIAL
+    assert one.state() is HealthState.TRIAL
 
-    trial = one.health.begun()
+    trial = one.health.request_begun()
     for begun in old:
-        one.health.ended(Outcome.BAD, one.now_s, begun=begun)
-    assert one.state() is State.TRIAL
-    assert not one.health.fit(one.now_s)  # the trial is still under way, and the only one
-    one.health.ended(Outcome.GOOD, one.now_s, begun=trial)
-    assert one.state() is State.HEALTHY
+        one.health.request_ended(Outcome.BAD, one.now_s, begun=begun)
+    assert one.state() is HealthState.TRIAL
+    assert not one.health.is_eligible(one.now_s)  # the trial is still under way, and the only one
+    one.health.request_ended(Outcome.GOOD, one.now_s, begun=trial)
+    assert one.state() is HealthState.HEALTHY
 
 
 def test_nobody_is_left_alone_for_as_long_as_he_likes(one: Watched) -> None:
-    one.health.ended(Outcome.BUSY, 0.0, begun=one.health.begun(), rest_s=999_999)
+    one.health.request_ended(Outcome.BUSY, 0.0, begun=one.health.request_begun(), rest_s=999_999)
 
-    assert one.health.busy(299.0)
-    assert not one.health.busy(300.0)
+    assert one.health.is_busy(299.0)
+    assert not one.health.is_busy(300.0)
 
 
 def test_each_ejection_is_longer_up_to_a_limit(one: Watched) -> None:
@@ -144,7 +144,7 @@ def test_each_ejection_is_longer_up_to_a_limit(one: Watched) -> None:
     one.ends(*[Outcome.BAD] * 5)
     for _ in range(12):
         began = one.now_s
-        while one.state() is State.EJECTED:
+        while one.state() is HealthState.EJECTED:
             one.now_s += 1
         lengths.append(one.now_s - began)
         one.ends(Outcome.BAD)  # one failure on trial is enough
@@ -157,43 +157,43 @@ def test_ejections_are_forgotten_after_a_long_time_of_health(one: Watched) -> No
         one.ends(*[Outcome.BAD] * 5)
         one.now_s += 100
         one.ends(Outcome.GOOD)
-        assert one.state() is State.HEALTHY
+        assert one.state() is HealthState.HEALTHY
     one.now_s += 300
     one.ends(*[Outcome.BAD] * 5)
     one.now_s += 30
 
-    assert one.state() is State.TRIAL
+    assert one.state() is HealthState.TRIAL
 
 
 @pytest.mark.fault(14)
 def test_who_cannot_be_reached_is_down_until_a_probe_finds_it(one: Watched) -> None:
     one.probe(well=True)
     one.ends(*[Outcome.UNREACHABLE] * 5)
-    assert one.state() is State.DOWN
+    assert one.state() is HealthState.DOWN
     one.now_s = 1000.0
-    assert one.state() is State.DOWN
+    assert one.state() is HealthState.DOWN
 
     one.probe(well=True)
-    assert one.state() is State.TRIAL
+    assert one.state() is HealthState.TRIAL
     one.ends(Outcome.GOOD)
-    assert one.state() is State.HEALTHY
+    assert one.state() is HealthState.HEALTHY
 
 
 def test_failed_probes_alone_are_enough(one: Watched) -> None:
     for _ in range(2):
         one.probe(well=False)
         one.now_s += 5.0
-    assert one.state() is State.HEALTHY
+    assert one.state() is HealthState.HEALTHY
 
     one.probe(well=False)
-    assert one.state() is State.DOWN
+    assert one.state() is HealthState.DOWN
 
 
 def test_probes_of_who_is_down_grow_rare(one: Watched) -> None:
     waits = []
     for _ in range(10):
         waits.append(one.wait_for_probe())
-        one.health.probed(one.now_s, well=False)
+        one.health.record_probe(one.now_s, well=False)
 
     assert waits == [0, 5, 5, 1, 2, 4, 8, 16, 30, 30]
 
@@ -204,16 +204,16 @@ def test_probes_that_failed_before_an_answer_do_not_count_after_it(outage: int, 
     one = Watched()
     for _ in range(outage):
         one.wait_for_probe()
-        one.health.probed(one.now_s, well=False)
-    assert one.state() is State.DOWN
+        one.health.record_probe(one.now_s, well=False)
+    assert one.state() is HealthState.DOWN
 
     one.ends(Outcome.GOOD)
-    assert one.state() is State.HEALTHY
+    assert one.state() is HealthState.HEALTHY
     for _ in range(later):
         one.wait_for_probe()
-        one.health.probed(one.now_s, well=False)
+        one.health.record_probe(one.now_s, well=False)
 
-    assert one.state() is (State.DOWN if later >= POLICY.down_after else State.HEALTHY)
+    assert one.state() is (HealthState.DOWN if later >= POLICY.down_after else HealthState.HEALTHY)
     if later == POLICY.down_after:
         assert one.wait_for_probe() == POLICY.min_backoff_s
 
@@ -222,13 +222,13 @@ def test_probes_that_failed_before_an_answer_do_not_count_after_it(outage: int, 
 def test_an_answer_that_begins_ends_an_outage_like_one_that_has_ended(one: Watched) -> None:
     for _ in range(3):
         one.wait_for_probe()
-        one.health.probed(one.now_s, well=False)
-    one.health.answered(one.now_s)
+        one.health.record_probe(one.now_s, well=False)
+    one.health.record_answer(one.now_s)
     one.wait_for_probe()
-    one.health.probed(one.now_s, well=False)
+    one.health.record_probe(one.now_s, well=False)
 
-    assert one.state() is State.HEALTHY
-    assert one.became == [State.DOWN, State.HEALTHY]
+    assert one.state() is HealthState.HEALTHY
+    assert one.became == [HealthState.DOWN, HealthState.HEALTHY]
 
 
 @pytest.mark.parametrize(("random", "factor"), [(0.0, 0.9), (0.5, 1.0), (1.0, 1.1)])
@@ -242,13 +242,13 @@ def test_delays_between_probes_have_jitter(one: Watched, random: float, factor: 
 
 
 def test_an_observer_that_raises_does_not_end_the_probes() -> None:
-    def raises(_: State) -> None:
+    def raises(_: HealthState) -> None:
         raise LookupError
 
     health = Health(replace(POLICY, down_after=1), 0.0, raises, lambda: 0.5)
     assert health.probe_due(0.0)
     with pytest.raises(LookupError):
-        health.probed(0.0, well=False)
+        health.record_probe(0.0, well=False)
 
     assert health.probe_due(POLICY.min_backoff_s)
 
@@ -256,10 +256,10 @@ def test_an_observer_that_raises_does_not_end_the_probes() -> None:
 def test_who_is_ejected_and_does_not_answer_probes_is_down(one: Watched) -> None:
     one.probe(well=True)
     one.ends(*[Outcome.BAD] * 5)
-    assert one.state() is State.EJECTED
+    assert one.state() is HealthState.EJECTED
 
     one.probe(well=False)  # at once, not in five seconds
-    assert one.state() is State.DOWN
+    assert one.state() is HealthState.DOWN
 
 
 def test_a_probe_is_asked_for_once(one: Watched) -> None:
@@ -269,11 +269,13 @@ def test_a_probe_is_asked_for_once(one: Watched) -> None:
 
 def test_who_has_too_much_to_do_is_left_alone_and_not_ejected(one: Watched) -> None:
     for _ in range(10):
-        one.health.ended(Outcome.BUSY, one.now_s, begun=one.health.begun(), rest_s=7.0)
+        one.health.request_ended(
+            Outcome.BUSY, one.now_s, begun=one.health.request_begun(), rest_s=7.0
+        )
 
-    assert one.state() is State.HEALTHY
-    assert one.health.busy(6.9)
-    assert not one.health.busy(7.0)
+    assert one.state() is HealthState.HEALTHY
+    assert one.health.is_busy(6.9)
+    assert not one.health.is_busy(7.0)
 
 
 @pytest.mark.parametrize(
@@ -324,17 +326,17 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule()
     def begin(self) -> None:
-        self.under_way.append(self.one.health.begun())
+        self.under_way.append(self.one.health.request_begun())
 
     @rule(outcome=st.sampled_from(Outcome))
     def end(self, outcome: Outcome) -> None:
         if self.under_way:
-            self.one.health.ended(outcome, self.one.now_s, begun=self.under_way.pop(0))
+            self.one.health.request_ended(outcome, self.one.now_s, begun=self.under_way.pop(0))
 
     @rule()
     def answer(self) -> None:
         if self.under_way:
-            self.one.health.answered(self.one.now_s)
+            self.one.health.record_answer(self.one.now_s)
 
     @rule(seconds=st.floats(0, 400))
     def wait(self, seconds: float) -> None:
@@ -343,12 +345,12 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(well=st.booleans())
     def probe(self, well: bool) -> None:
         if self.one.health.probe_due(self.one.now_s):
-            self.one.health.probed(self.one.now_s, well=well)
+            self.one.health.record_probe(self.one.now_s, well=well)
 
     @invariant()
     def only_who_should_is_given_requests(self) -> None:
-        if self.one.health.fit(self.one.now_s):
-            assert self.one.state() in {State.HEALTHY, State.TRIAL}
+        if self.one.health.is_eligible(self.one.now_s):
+            assert self.one.state() in {HealthState.HEALTHY, HealthState.TRIAL}
 
     @invariant()
     def no_change_is_told_twice(self) -> None:
@@ -359,9 +361,9 @@ class AnyHistory(RuleBasedStateMachine):
             self.end(Outcome.NOTHING)
         self.one.now_s += 1000
         if self.one.health.probe_due(self.one.now_s):
-            self.one.health.probed(self.one.now_s, well=True)
+            self.one.health.record_probe(self.one.now_s, well=True)
         self.one.ends(Outcome.GOOD)
-        assert self.one.state() is State.HEALTHY
+        assert self.one.state() is HealthState.HEALTHY
 
 
 TestAnyHistory = AnyHistory.TestCase

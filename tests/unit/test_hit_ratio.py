@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from epd.events import ItemResult
 from epd.observe.metric_defs import ITEMS, ITEMS_HIT_RATIO
 from epd.observe.metrics import WithHitRatio
-from epd.observe.worker_metrics import added, dump, load
+from epd.observe.worker_metrics import dump, load, merge_pages
 
 Counts = dict[tuple[str, ItemResult], int]
 
@@ -33,7 +33,7 @@ class Page(Collector):
 
 
 def items(counts: Counts) -> Metric:
-    return ITEMS.family(counts.items())
+    return ITEMS.metric_family(counts.items())
 
 
 def ratios(page: Collector) -> dict[str, float]:
@@ -61,7 +61,7 @@ def test_without_items_there_is_none() -> None:
 def test_one_worker_with_few_items_weighs_little() -> None:
     few, many = items({("m", "hit"): 1}), items({("m", "hit"): 1, ("m", "encoded"): 9})
 
-    assert ratios(Page(added([[few], [many]]))) == {"m": pytest.approx(2 / 11)}
+    assert ratios(Page(merge_pages([[few], [many]]))) == {"m": pytest.approx(2 / 11)}
 
 
 @given(st.lists(COUNTS, min_size=1, max_size=4))
@@ -73,6 +73,6 @@ def test_of_several_workers_it_is_of_all_their_items(works: list[Counts]) -> Non
             every[model] += count
             hits[model] += count * (result == "hit")
 
-    assert ratios(Page(added(pages))) == {
+    assert ratios(Page(merge_pages(pages))) == {
         model: hits[model] / count for model, count in every.items() if count
     }

@@ -50,11 +50,11 @@ def test_an_answer_is_the_same_wherever_it_is_cut(
         assert not reader.complete
         reader.feed(piece)
         if number >= taken:
-            body += reader.take()
+            body += reader.take_body()
             assert reader.held == 0
 
     assert (reader.status, reader.complete, reader.reusable) == (200, True, True)
-    assert body + reader.take() == BODY
+    assert body + reader.take_body() == BODY
     assert {name.lower() for name in reader.headers} <= {
         *("content-type", "content-length", "transfer-encoding")
     }
@@ -65,10 +65,10 @@ def test_an_answer_is_the_same_wherever_it_is_cut(
 def test_answers_follow_each_other(answer: bytes) -> None:
     reader = read(answer)
     for _ in range(2):
-        reader.expect()
-        assert (reader.begun, reader.status, reader.take()) == (False, 0, b"")
+        reader.start_answer()
+        assert (reader.begun, reader.status, reader.take_body()) == (False, 0, b"")
         reader.feed(answer)
-        assert (reader.complete, reader.take()) == (True, BODY)
+        assert (reader.complete, reader.take_body()) == (True, BODY)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_an_end_completes_only_what_says_no_length(answer: bytes, complete: bool
     reader = read(answer)
 
     assert not reader.complete
-    assert reader.ended() is complete
+    assert reader.connection_ended() is complete
     assert not reader.reusable
 
 
@@ -153,7 +153,7 @@ def test_a_body_may_be_larger_than_a_head() -> None:
     for _ in range(100):
         reader.feed(b"x" * 10_000)
 
-    assert reader.held == len(reader.take()) == 1_000_000
+    assert reader.held == len(reader.take_body()) == 1_000_000
 
 
 def test_a_header_comes_as_it_was_sent() -> None:

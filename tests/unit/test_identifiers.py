@@ -12,41 +12,41 @@ def of(uuid: str, model: str | None = "adapter", **more: Any) -> OutputKey:
 
 
 def test_a_named_item_is_found_under_its_own_key() -> None:
-    assert Identifiers().of(of("a")) == "a"
+    assert Identifiers().identifier_of(of("a")) == "a"
 
 
 @pytest.mark.parametrize("more", [{"named": False}, {"kwargs": b"{}"}])
 def test_only_an_engine_can_tell_the_key_of_any_other(more: dict[str, Any]) -> None:
     identifiers = Identifiers()
-    assert identifiers.of(of("a", **more)) is None
+    assert identifiers.identifier_of(of("a", **more)) is None
 
-    identifiers.learn(of("a", **more), "hash")
-    identifiers.learn(of("b"), "adapter:b")
-    assert identifiers.of(of("a", **more)) == "hash"
-    assert identifiers.of(of("c", **more)) is None
+    identifiers.learn_identifier(of("a", **more), "hash")
+    identifiers.learn_identifier(of("b"), "adapter:b")
+    assert identifiers.identifier_of(of("a", **more)) == "hash"
+    assert identifiers.identifier_of(of("c", **more)) is None
 
 
 def test_one_answer_tells_the_prefix_of_an_adapter() -> None:
     """The engine prefixes the key with the adapter's name where the adapter changes the encoder."""
     identifiers = Identifiers()
-    identifiers.learn(of("a"), "adapter:a")
+    identifiers.learn_identifier(of("a"), "adapter:a")
 
-    assert identifiers.of(of("b")) == "adapter:b"
-    assert identifiers.of(of("b", model="base")) == "b"
+    assert identifiers.identifier_of(of("b")) == "adapter:b"
+    assert identifiers.identifier_of(of("b", model="base")) == "b"
 
 
 def test_a_key_that_has_nothing_of_the_items_is_remembered_for_it_alone() -> None:
     identifiers = Identifiers()
-    identifiers.learn(of("a"), "hash")
+    identifiers.learn_identifier(of("a"), "hash")
 
-    assert [identifiers.of(of(uuid)) for uuid in "ab"] == ["hash", "b"]
-    identifiers.learn(of("a"), "adapter:a")
-    assert [identifiers.of(of(uuid)) for uuid in "ab"] == ["adapter:a", "adapter:b"]
+    assert [identifiers.identifier_of(of(uuid)) for uuid in "ab"] == ["hash", "b"]
+    identifiers.learn_identifier(of("a"), "adapter:a")
+    assert [identifiers.identifier_of(of(uuid)) for uuid in "ab"] == ["adapter:a", "adapter:b"]
 
 
 def test_an_adapter_that_has_no_prefix_any_more_is_learned_too() -> None:
     identifiers = Identifiers()
-    identifiers.learn(of("a"), "adapter:a")
-    identifiers.learn(of("b"), "b")
+    identifiers.learn_identifier(of("a"), "adapter:a")
+    identifiers.learn_identifier(of("b"), "b")
 
-    assert [identifiers.of(of(uuid)) for uuid in "abc"] == ["a", "b", "c"]
+    assert [identifiers.identifier_of(of(uuid)) for uuid in "abc"] == ["a", "b", "c"]

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.encoder_cache.identity import content_key, name_key, salted
+from epd.encoder_cache.identity import content_key, name_key, with_salt
 from epd.errors import BadRequest
 from epd.media.parts import Inline
 from epd.tenants import Scope, Tenant
@@ -53,7 +53,7 @@ def test_no_alias_is_the_key_of_content_or_a_salt(
     names = {
         name_key(scope, modality, name),
         content_key(scope, modality, Inline(media_type, name.encode())),
-        salted({"cache_salt": name or None}, scope)["cache_salt"],
+        with_salt({"cache_salt": name or None}, scope)["cache_salt"],
     }
 
     assert len(names) == 3
@@ -72,11 +72,11 @@ def test_without_the_secret_a_tenants_key_cannot_be_computed() -> None:
     known = Scope(Tenant("alice"), b"secret")
 
     assert content_key(known, "image", CAT) != content_key(ALICE, "image", CAT)
-    assert salted({}, known) != salted({}, ALICE)
+    assert with_salt({}, known) != with_salt({}, ALICE)
 
 
 def test_names_are_what_vllm_and_any_store_accept() -> None:
-    salt = salted({"cache_salt": "@/\\\0"}, ALICE)["cache_salt"]
+    salt = with_salt({"cache_salt": "@/\\\0"}, ALICE)["cache_salt"]
     for name in (content_key(ALICE, "image", CAT), name_key(ALICE, "image", "cat"), salt):
         assert len(name) == 64
         assert set(name) <= set("0123456789abcdef")
@@ -92,35 +92,35 @@ def test_keys_stay_what_they_were() -> None:
 def test_a_tenants_salt_is_its_own_and_steady() -> None:
     body = {"messages": [], "seed": 1}
 
-    assert salted(body, ALICE) == salted(body, ALICE)
-    assert salted(body, ALICE)["cache_salt"] != salted(body, BOB)["cache_salt"]
-    assert salted(body, ALICE) == {**body, "cache_salt": salted(body, ALICE)["cache_salt"]}
+    assert with_salt(body, ALICE) == with_salt(body, ALICE)
+    assert with_salt(body, ALICE)["cache_salt"] != with_salt(body, BOB)["cache_salt"]
+    assert with_salt(body, ALICE) == {**body, "cache_salt": with_salt(body, ALICE)["cache_salt"]}
 
 
 @given(words.filter(bool), words.filter(bool))
 def test_a_clients_salt_is_mixed_in_and_never_sent(one: str, other: str) -> None:
-    mixed = salted({"cache_salt": one}, ALICE)["cache_salt"]
+    mixed = with_salt({"cache_salt": one}, ALICE)["cache_salt"]
 
-    assert mixed not in {one, salted({}, ALICE)["cache_salt"]}
-    assert mixed != salted({"cache_salt": one}, BOB)["cache_salt"]
-    assert (mixed == salted({"cache_salt": other}, ALICE)["cache_salt"]) == (one == other)
+    assert mixed not in {one, with_salt({}, ALICE)["cache_salt"]}
+    assert mixed != with_salt({"cache_salt": one}, BOB)["cache_salt"]
+    assert (mixed == with_salt({"cache_salt": other}, ALICE)["cache_salt"]) == (one == other)
 
 
 @pytest.mark.security("S12")
 def test_a_client_cannot_take_anothers_salt() -> None:
-    theirs = salted({}, BOB)["cache_salt"]
+    theirs = with_salt({}, BOB)["cache_salt"]
 
-    assert salted({"cache_salt": theirs}, ALICE)["cache_salt"] != theirs
+    assert with_salt({"cache_salt": theirs}, ALICE)["cache_salt"] != theirs
 
 
 @pytest.mark.parametrize("wrong", ["", 1, ["a"], {}, False])
 def test_a_salt_that_vllm_would_not_take_is_refused(wrong: object) -> None:
     with pytest.raises(BadRequest) as refused:
-        salted({"cache_salt": wrong}, ALICE)
+        with_salt({"cache_salt": wrong}, ALICE)
 
     assert refused.value.param == "cache_salt"
 
 
 @pytest.mark.parametrize("body", [{}, {"cache_salt": "mine"}, {"cache_salt": 1}])
 def test_where_tenants_share_the_body_is_left_alone(body: dict[str, object]) -> None:
-    assert salted(body, Scope(None, b"secret")) == body
+    assert with_salt(body, Scope(None, b"secret")) == body

@@ -4,7 +4,7 @@ import pytest
 
 from epd.errors import NoInstance, UpstreamBusy, UpstreamFailed, UpstreamUnreachable
 from epd.routing.balance import Choice
-from epd.routing.health import State
+from epd.routing.health import HealthState
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
 
@@ -24,33 +24,33 @@ def table_of(*instances: Instance) -> tuple[InstanceTable, Clock]:
 
 
 def usable(table: InstanceTable) -> list[Instance]:
-    return [one.instance for one in table.usable(Role.DECODE)]
+    return [one.instance for one in table.usable_candidates(Role.DECODE)]
 
 
 def fails(table: InstanceTable, instance: Instance, error: Exception, times: int = 5) -> None:
     for _ in range(times):
-        with pytest.raises(type(error)), table.using(instance):
+        with pytest.raises(type(error)), table.track_request(instance):
             raise error
 
 
 def test_turns_go_on_across_choices() -> None:
     choice = Choice(InstanceTable([A, B, C]), Role.DECODE)
 
-    assert [choice.best() for _ in range(7)] == [A, B, C, A, B, C, A]
+    assert [choice.best_instance() for _ in range(7)] == [A, B, C, A, B, C, A]
 
 
 def test_of_no_instance_none_is_chosen() -> None:
     with pytest.raises(NoInstance):
-        Choice(InstanceTable(), Role.DECODE).best()
+        Choice(InstanceTable(), Role.DECODE).best_instance()
 
 
 def test_one_that_was_tried_is_chosen_again_only_where_there_is_no_other() -> None:
     choice = Choice(InstanceTable([A, B]), Role.DECODE)
 
-    assert {choice.best(tried=[A]) for _ in range(4)} == {B}
-    assert choice.others([A])
-    assert not choice.others([A, B])
-    assert choice.best(tried=[A, B]) in {A, B}
+    assert {choice.best_instance(tried=[A]) for _ in range(4)} == {B}
+    assert choice.has_untried([A])
+    assert not choice.has_untried([A, B])
+    assert choice.best_instance(tried=[A, B]) in {A, B}
 
 
 @pytest.mark.fault(5, 34)
@@ -59,10 +59,10 @@ def test_one_that_is_left_alone_is_asked_before_a_request_fails() -> None:
     fails(table, A, UpstreamUnreachable("x"))
     choice = Choice(table, Role.DECODE)
 
-    assert [choice.best() for _ in range(3)] == [B] * 3
-    assert choice.others([B])
-    assert choice.best(tried=[B]) == A
-    assert not choice.others([A, B])
+    assert [choice.best_instance() for _ in range(3)] == [B] * 3
+    assert choice.has_untried([B])
+    assert choice.best_instance(tried=[B]) == A
+    assert not choice.has_untried([A, B])
 
 
 def test_one_that_fails_is_left_out() -> None:
@@ -87,7 +87,7 @@ def test_one_that_cannot_be_reached_is_left_out_however_many_there_are() -> None
         fails(table, instance, UpstreamUnreachable("x"))
 
     assert usable(table) == [D]
-    assert table.serves(Role.DECODE)
+    assert table.any_serving(Role.DECODE)
 
 
 @pytest.mark.fault(13)
@@ -97,7 +97,7 @@ def test_where_none_can_be_reached_all_are_tried() -> None:
         fails(table, instance, UpstreamUnreachable("x"))
 
     assert usable(table) == [A, B]
-    assert not table.serves(Role.DECODE)
+    assert not table.any_serving(Role.DECODE)
 
 
 def test_one_that_asks_for_a_rest_gets_it_unless_all_do() -> None:
@@ -115,14 +115,14 @@ def test_a_bug_of_ours_says_nothing_of_an_instance() -> None:
     table, _ = table_of(A, B)
     fails(table, A, ValueError("ours"), times=10)
 
-    assert table.state(A) is State.HEALTHY
+    assert table.state(A) is HealthState.HEALTHY
     assert table.under_way == {}
 
 
 @pytest.mark.fault(64)
 def test_one_that_is_removed_ends_what_it_has_and_gets_no_more() -> None:
     table, _ = table_of(A, B)
-    with table.using(A):
+    with table.track_request(A):
         table.remove(A)
         assert usable(table) == [B]
         assert table.under_way == {A: 1}
@@ -137,4 +137,4 @@ def test_one_that_is_there_is_not_added_twice() -> None:
     table, _ = table_of(A)
     table.add(A)
 
-    assert table.of(Role.DECODE) == (A,)
+    assert table.of_roles(Role.DECODE) == (A,)

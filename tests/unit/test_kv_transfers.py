@@ -56,7 +56,7 @@ def test_decode_is_told_a_host_that_it_can_reach(
     replied, pair = COORDINATES | {"remote_host": host}, Pair("r", prefill())
 
     assert transfer.decode_params(pair, replied) == replied | {"remote_host": told}
-    if (peer := transfer.learned(pair, replied)) is not None:
+    if (peer := transfer.facts_of_reply(pair, replied)) is not None:
         said = transfer.decode_params(pair._replace(peer=peer), replied)
         assert said is not None
         assert said["remote_host"] == told
@@ -75,25 +75,25 @@ COORDINATES = {
 def test_a_push_learns_coordinates_and_nothing_of_the_request() -> None:
     replied = COORDINATES | {"remote_block_ids": [[1]], "remote_request_id": "x", "more": 1}
 
-    assert NixlPush().learned(Pair("r", prefill()), replied) == COORDINATES
+    assert NixlPush().facts_of_reply(Pair("r", prefill()), replied) == COORDINATES
 
 
 @pytest.mark.parametrize("missing", ["remote_engine_id", "remote_host", "remote_port", "tp_size"])
 def test_a_push_learns_nothing_from_half_of_them(missing: str) -> None:
-    assert NixlPush().learned(Pair("r", prefill()), COORDINATES | {missing: None}) is None
+    assert NixlPush().facts_of_reply(Pair("r", prefill()), COORDINATES | {missing: None}) is None
 
 
 def test_of_a_rank_that_the_instance_has_chosen_a_push_learns_nothing() -> None:
     replied = COORDINATES | {"remote_engine_id": "e_dp1"}
 
-    assert NixlPush().learned(Pair("r", prefill()), replied) is None
-    assert NixlPush().learned(Pair("r", prefill(), 1), replied) == replied
+    assert NixlPush().facts_of_reply(Pair("r", prefill()), replied) is None
+    assert NixlPush().facts_of_reply(Pair("r", prefill(), 1), replied) == replied
 
 
 def test_a_push_in_turn_carries_what_prefill_replied() -> None:
     transfer, pair, replied = NixlPush(), Pair("r", prefill()), COORDINATES | {"more": 1}
 
-    assert not transfer.concurrent(pair)
+    assert not transfer.decode_concurrent(pair)
     assert transfer.prefill_params(pair) == KEEP
     assert transfer.decode_params(pair, replied) == replied
     with pytest.raises(UpstreamFailed):
@@ -144,7 +144,7 @@ def test_the_engine_of_a_rank(
 @given(json_values)
 def test_whatever_a_bootstrap_server_says_is_read_or_refused(said: Any) -> None:
     try:
-        engines = Mooncake().peer(said)
+        engines = Mooncake().parse_peer(said)
     except UpstreamFailed as error:
         assert error.stage == "prefill"
     else:
@@ -184,8 +184,8 @@ def test_who_hands_nothing_over_has_no_address(transfer: KVTransfer, role: Role)
 def test_the_addresses_that_prefill_instances_may_have(
     transfer: KVTransfer, taken: list[str], refused: list[str]
 ) -> None:
-    assert [one for one in taken if not transfer.fits(prefill(one))] == []
-    assert [one for one in refused if transfer.fits(prefill(one))] == []
+    assert [one for one in taken if not transfer.accepts_instance(prefill(one))] == []
+    assert [one for one in refused if transfer.accepts_instance(prefill(one))] == []
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,13 @@ def test_the_addresses_that_prefill_instances_may_have(
 def test_the_addresses_that_decode_instances_may_have(
     transfer: KVTransfer, taken: list[str], refused: list[str]
 ) -> None:
-    assert [one for one in taken if not transfer.fits(decode(one))] == []
-    assert [one for one in refused if transfer.fits(decode(one))] == []
+    assert [one for one in taken if not transfer.accepts_instance(decode(one))] == []
+    assert [one for one in refused if transfer.accepts_instance(decode(one))] == []
 
 
 @pytest.mark.parametrize("transfer", EVERY, ids=NAMES)
 @given(address=st.text(max_size=40))
 def test_what_is_taken_for_an_address_can_be_sent(transfer: KVTransfer, address: str) -> None:
     for instance in (prefill(address), decode(address)):
-        if transfer.fits(instance) and address:
+        if transfer.accepts_instance(instance) and address:
             assert not set(address) & set("\r\n\0")

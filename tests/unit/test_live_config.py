@@ -10,11 +10,11 @@ from pydantic import ValidationError
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.live import FIXED, LiveConfig
 from epd.edge.admission import Admission, Limits
-from epd.edge.fair_queue import Door
+from epd.edge.fair_queue import FairQueue
 from epd.errors import TooManyRequests, UpstreamUnreachable
 from epd.routing.balance import Choice
-from epd.routing.health import HealthPolicy, State
-from epd.routing.instances import Instance, Registry, Role, Source
+from epd.routing.health import HealthPolicy, HealthState
+from epd.routing.instances import Instance, InstanceSource, Registry, Role
 from epd.routing.table import InstanceTable
 from epd.tenants import Tenant
 
@@ -32,7 +32,7 @@ def test_a_reload_replaces_the_configuration_and_leaves_the_one_before_as_it_was
     live = LiveConfig(config(max_items=1))
     before = live.current
 
-    change = live.adopt(config(max_items=2, eject_after=9))
+    change = live.apply_config(config(max_items=2, eject_after=9))
 
     assert (live.current.max_items, live.current.health.eject_after) == (2, 9)
     assert (before.max_items, before.health.eject_after) == (1, config().eject_after)
@@ -52,11 +52,11 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 def test_followers_are_told_of_changes_alone() -> None:
     live, told = LiveConfig(config()), list[tuple[int, int]]()
-    live.follow(lambda new, before: told.append((new.max_items, before.max_items)))
+    live.add_follower(lambda new, before: told.append((new.max_items, before.max_items)))
 
-    live.adopt(config(port=1))
-    live.adopt(config(max_items=2))
-    live.adopt(config(max_items=2))
+    live.apply_config(config(port=1))
+    live.apply_config(config(max_items=2))
+    live.apply_config(config(max_items=2))
 
     assert told == [(2, config().max_items)]
 
@@ -64,7 +64,7 @@ def test_followers_are_told_of_changes_alone() -> None:
 def test_what_needs_a_restart_stays() -> None:
     live = LiveConfig(config())
 
-    change = live.adopt(config(port=1, workers=3, max_items=2))
+    change = live.apply_config(config(port=1, workers=3, max_items=2))
 
     assert (live.current.port, live.current.workers, live.current.max_items) == (8000, 1, 2)
     assert (set(change.changed), set(change.kept)) == ({"max_items"}, {"port", "workers"})
@@ -74,12 +74,12 @@ def test_prefill_may_become_a_stage_of_its_own_and_cease_to_be_one() -> None:
     live = LiveConfig(config())
     split = {"prefill_servers_urls": "http://p:1", "decode_servers_urls": "http://d:1"}
 
-    change = live.adopt(config(**split))
+    change = live.apply_config(config(**split))
 
     assert change.kept == frozenset()
     assert [one.role for one in live.current.instances] == [Role.ENCODE, Role.PREFILL, Role.DECODE]
 
-    live.adopt(config())
+    live.apply_config(config())
 
     assert [one.role for one in live.current.instances] == [Role.ENCODE, Role.PREFILL_DECODE]
 
@@ -88,7 +88,7 @@ def test_what_does_not_go_with_what_stays_changes_nothing() -> None:
     live = LiveConfig(config())
 
     with pytest.raises(ConfigInvalid, match="api_keys_file cannot change without a restart"):
-        live.adopt(config(api_keys_file="/keys", tenant_max_requests=3, max_items=2))
+        live.apply_config(config(api_keys_file="/keys", tenant_max_requests=3, max_items=2))
 
     assert live.current == config()
 
@@ -101,14 +101,14 @@ def test_an_instance_that_stays_keeps_its_health_and_one_that_goes_its_requests(
     a, b, c = ONES[:3]
     table = InstanceTable(policy=HealthPolicy(eject_after=1))
     registry = Registry(table, [a, b])
-    with pytest.raises(UpstreamUnreachable), table.using(a):
+    with pytest.raises(UpstreamUnreachable), table.track_request(a):
         raise UpstreamUnreachable("x")
 
-    with table.using(b):
-        registry.replace(Source.CONFIG, [c, a])
-        assert table.of(Role.ENCODE) == (a, c)
+    with table.track_request(b):
+        registry.replace(InstanceSource.CONFIG, [c, a])
+        assert table.of_roles(Role.ENCODE) == (a, c)
 
-    assert table.state(a) is not State.HEALTHY
+    assert table.state(a) is not HealthState.HEALTHY
     assert not table.under_way
 
 
@@ -119,30 +119,30 @@ def test_health_is_judged_by_the_policy_of_now() -> None:
     table.add(ONES[2])
 
     for one in ONES[:3]:
-        with pytest.raises(UpstreamUnreachable), table.using(one):
+        with pytest.raises(UpstreamUnreachable), table.track_request(one):
             raise UpstreamUnreachable("x")
-        assert table.state(one) is State.HEALTHY
+        assert table.state(one) is HealthState.HEALTHY
 
 
 def test_a_choice_goes_by_another_balance_from_one_request_to_the_next() -> None:
     choice = Choice(InstanceTable(ONES), Role.ENCODE)
-    assert len({choice.best(balance="affinity", item="key") for _ in range(4)}) == 1
+    assert len({choice.best_instance(balance="affinity", item="key") for _ in range(4)}) == 1
 
-    assert [choice.best(balance="round_robin", item="key") for _ in range(4)] == ONES[:4]
+    assert [choice.best_instance(balance="round_robin", item="key") for _ in range(4)] == ONES[:4]
 
 
 def test_who_waits_comes_in_when_there_are_more_places() -> None:
-    door = Door(1, 9)
-    tickets = [door.arrive(ALICE) for _ in range(4)]
+    door = FairQueue(1, 9)
+    tickets = [door.enter_queue(ALICE) for _ in range(4)]
 
     door.resize(3, 9)
     assert [ticket.where for ticket in tickets] == ["inside"] * 3 + ["queue"]
 
     door.resize(1, 0)
     for ticket in tickets[:2]:
-        door.leave(ticket)
+        door.leave_queue(ticket)
         assert tickets[3].where == "queue"
-    door.leave(tickets[2])
+    door.leave_queue(tickets[2])
     assert (tickets[3].where, door.inside) == ("inside", 1)
 
 
@@ -154,17 +154,17 @@ async def test_limits_change_under_requests_that_are_here() -> None:
     )
 
     with admission.request(ALICE) as first, admission.request(ALICE) as second:
-        first.arrive()
-        admission.adopt(one)
+        first.enter_queue()
+        admission.apply_config(one)
         with pytest.raises(TooManyRequests):
-            second.arrive()
+            second.enter_queue()
     with admission.request(ALICE) as third:
-        third.arrive()
+        third.enter_queue()
         admission.keep_pace(ALICE)
         with pytest.raises(TooManyRequests):
             admission.keep_pace(ALICE)
-        admission.adopt(one)  # who has had his share of this minute has no other
+        admission.apply_config(one)  # who has had his share of this minute has no other
         with pytest.raises(TooManyRequests):
             admission.keep_pace(ALICE)
-        admission.adopt(limits)
+        admission.apply_config(limits)
         admission.keep_pace(ALICE)

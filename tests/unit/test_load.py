@@ -34,7 +34,7 @@ class Accounts(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 1))
     def begin(self, rank: int) -> None:
-        self.load.begin(rank)
+        self.load.begin_request(rank)
         self.here[rank] += 1
         self.most = max(self.most, sum(self.here))
         self.most_ranks = [*map(max, self.most_ranks, self.here)]
@@ -43,7 +43,7 @@ class Accounts(RuleBasedStateMachine):
     @rule()
     def end(self) -> None:
         rank = 0 if self.here[0] else 1
-        self.load.end(rank)
+        self.load.end_request(rank)
         self.here[rank] -= 1
 
     @rule(rank=st.integers(0, 1), requests=st.integers(0, 9))
@@ -69,7 +69,7 @@ class Accounts(RuleBasedStateMachine):
     @rule()
     def answer(self) -> None:
         assert self.page is not None
-        self.load.reported(
+        self.load.record_report(
             report(sum(self.page), dict(enumerate(self.page))), self.now_s, INTERVAL_S
         )
         self.known = max(0, sum(self.page) - self.most)
@@ -83,7 +83,7 @@ class Accounts(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule()
     def fail(self) -> None:
-        self.load.reported(None, self.now_s, INTERVAL_S)
+        self.load.record_report(None, self.now_s, INTERVAL_S)
         self.asked, self.page = False, None
 
     @rule()
@@ -106,7 +106,7 @@ class Accounts(RuleBasedStateMachine):
     def the_next_rank_is_one_with_least_to_do(self) -> None:
         assert self.load.ranks is not None
         totals = [self.here[rank] + self.known_ranks[rank] for rank in range(2)]
-        assert totals[self.load.ranks.next()] == min(totals)
+        assert totals[self.load.ranks.next_rank()] == min(totals)
 
 
 TestAccounts = Accounts.TestCase
@@ -123,14 +123,14 @@ def test_no_request_from_here_is_counted_twice_and_none_is_left_out(
 ) -> None:
     load = Load(URL, weight=0.5 if few else 1.0)
     for _ in range(asked):
-        load.begin()
+        load.begin_request()
     assert load.report_due(0.0, INTERVAL_S)
     for _ in range(abs(since)):
         if since > 0:
-            load.begin()
+            load.begin_request()
         elif load.under_way:
-            load.end()
-    load.reported(report(said), 0.0, INTERVAL_S)
+            load.end_request()
+    load.record_report(report(said), 0.0, INTERVAL_S)
 
     assert load.value == load.under_way + max(0, said - max(asked, asked + since))
     assert load.pressure == load.value / load.share
@@ -138,11 +138,11 @@ def test_no_request_from_here_is_counted_twice_and_none_is_left_out(
 
 def test_a_rank_that_begins_more_while_it_is_asked_is_not_counted_twice() -> None:
     ranks = Ranks(2)
-    ranks.asked()
-    ranks.begin(1, asking=True)
-    ranks.reported({0: 1, 1: 1})
+    ranks.report_requested()
+    ranks.begin_request(1, asking=True)
+    ranks.record_report({0: 1, 1: 1})
 
-    assert [ranks.next() for _ in range(4)] == [0, 1, 0, 1]  # one each: 0's is from elsewhere
+    assert [ranks.next_rank() for _ in range(4)] == [0, 1, 0, 1]  # one each: 0's is from elsewhere
 
 
 def test_one_that_gives_no_report_is_asked_ever_less_often() -> None:
@@ -150,12 +150,12 @@ def test_one_that_gives_no_report_is_asked_ever_less_often() -> None:
     for now_s in range(600):
         if load.report_due(float(now_s), INTERVAL_S):
             asked.append(now_s)
-            load.reported(None, float(now_s), INTERVAL_S)
+            load.record_report(None, float(now_s), INTERVAL_S)
 
     assert asked[:6] == [0, 2, 6, 14, 30, 62]
     assert asked[-1] - asked[-2] == 32
     load.report_due(1000.0, INTERVAL_S)
-    load.reported(report(3), 1000.0, INTERVAL_S)
+    load.record_report(report(3), 1000.0, INTERVAL_S)
     assert load.report_due(1000.0 + 1.2 * INTERVAL_S, INTERVAL_S)
 
 
@@ -163,7 +163,7 @@ def test_one_that_gives_no_report_is_asked_ever_less_often() -> None:
 def test_another_interval_counts_from_the_last_answer(said: Report | None) -> None:
     load = Load(URL)
     load.report_due(0.0, 600.0)
-    load.reported(said, 0.0, 600.0)
+    load.record_report(said, 0.0, 600.0)
 
     assert not load.report_due(2.5, 600.0)
     assert load.report_due(2.5, 1.0)
@@ -174,7 +174,7 @@ def test_instances_are_not_all_asked_at_the_same_time_for_long() -> None:
     loads = [Load(f"http://x{number}:1") for number in range(40)]
     for load in loads:
         load.report_due(0.0, INTERVAL_S)
-        load.reported(report(0), 0.0, INTERVAL_S)
+        load.record_report(report(0), 0.0, INTERVAL_S)
     due = [sum(load.report_due(now_s, INTERVAL_S) for load in loads) for now_s in (0.89, 1.0, 1.11)]
 
     assert due[0] == 0
@@ -184,10 +184,10 @@ def test_instances_are_not_all_asked_at_the_same_time_for_long() -> None:
 
 def test_ranks_go_by_what_is_under_way_from_here_where_not_all_are_reported() -> None:
     ranks = Ranks(2)
-    ranks.asked()
-    ranks.reported({0: 50, 2: 0})
+    ranks.report_requested()
+    ranks.record_report({0: 50, 2: 0})
 
-    assert [ranks.next() for _ in range(4)] == [0, 1, 0, 1]
+    assert [ranks.next_rank() for _ in range(4)] == [0, 1, 0, 1]
 
 
 class Clock:
@@ -217,9 +217,9 @@ def test_who_is_alone_is_not_asked_but_for_its_ranks() -> None:
 def test_who_is_down_is_not_asked_and_what_it_said_is_forgotten() -> None:
     table, clock = table_of(A, B)
     for one in table.reports_due([Role.DECODE], INTERVAL_S):
-        table.reported(one, report(7), INTERVAL_S)
+        table.record_report(one, report(7), INTERVAL_S)
     for _ in range(3):
-        table.probed(A, well=False)
+        table.record_probe(A, well=False)
     clock.now_s = KEPT_INTERVALS * INTERVAL_S
 
     assert table.reports_due([Role.DECODE], INTERVAL_S) == [B]
@@ -231,7 +231,7 @@ def test_a_report_of_one_that_has_gone_is_nothing() -> None:
     table, _ = table_of(A, B)
     table.reports_due([Role.DECODE], INTERVAL_S)
     table.remove(A)
-    table.reported(A, report(7), INTERVAL_S)
+    table.record_report(A, report(7), INTERVAL_S)
     table.add(A)
 
     assert table.load(A).value == 0
@@ -240,7 +240,7 @@ def test_a_report_of_one_that_has_gone_is_nothing() -> None:
 
 def test_requests_of_one_that_comes_back_are_still_counted() -> None:
     table, _ = table_of(A, B)
-    with table.using(A):
+    with table.track_request(A):
         table.remove(A)
         table.add(A)
         assert table.load(A).value == 1
@@ -250,7 +250,7 @@ def test_requests_of_one_that_comes_back_are_still_counted() -> None:
 def test_one_that_takes_no_part_is_known_for_as_long_as_it_has_requests() -> None:
     table, _ = table_of(A)
     for number in range(100):
-        with table.using(Instance(Role.DECODE, f"http://picked{number}:1")):
+        with table.track_request(Instance(Role.DECODE, f"http://picked{number}:1")):
             assert len(table.under_way) == 1
 
     assert table.under_way == {}

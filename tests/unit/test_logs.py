@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.events import RequestRecord, StageDone
-from epd.observe.logs import LogObserver, plain
+from epd.observe.logs import LogObserver, plain_line
 from epd.routing.instances import Role
 
 LIBRARY = "import logging; logging.getLogger('library').{call}"
@@ -77,7 +77,7 @@ def test_a_line_for_people_is_what_structlog_makes_of_it(
     }
     event["event"] = text
 
-    assert plain(FULL, None, level, dict(event)) == FULL(None, level, dict(event))
+    assert plain_line(FULL, None, level, dict(event)) == FULL(None, level, dict(event))
 
 
 def test_each_line_says_which_worker_wrote_it() -> None:

@@ -9,14 +9,14 @@ from epd.media.cache import (
     ENTRY_OVERHEAD_BYTES,
     HEADERS,
     MAX_SECONDS,
+    CachedMedia,
     CacheKey,
-    Entry,
     Media,
     MediaCache,
-    conditional,
     fresh_s,
     may_keep,
-    revalidated,
+    revalidated_headers,
+    revalidation_headers,
 )
 
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
@@ -89,18 +89,18 @@ def test_what_may_be_kept_for_one_tenant_and_for_all(
     ],
 )
 def test_what_a_version_is_told_by(headers: dict[str, str], asked: dict[str, str]) -> None:
-    assert asked == conditional(headers)
+    assert asked == revalidation_headers(headers)
 
 
 def test_a_304_renews_what_it_names() -> None:
     old = {"ETag": '"1"', "Cache-Control": "max-age=60", "Age": "50", "Date": at(0)}
 
-    assert revalidated(old, {"Date": at(70)}) == {
+    assert revalidated_headers(old, {"Date": at(70)}) == {
         "ETag": '"1"',
         "Cache-Control": "max-age=60",
         "Date": at(70),
     }
-    assert fresh_s(revalidated(old, {"Cache-Control": "no-cache"})) == 0
+    assert fresh_s(revalidated_headers(old, {"Cache-Control": "no-cache"})) == 0
 
 
 @given(
@@ -112,13 +112,13 @@ def test_a_304_renews_what_it_names() -> None:
 def test_any_headers_are_read(headers: dict[str, str]) -> None:
     assert 0 <= fresh_s(headers) < float("inf")
     assert may_keep(headers, "tenant") or not may_keep(headers, "")
-    for value in conditional(headers).values():
+    for value in revalidation_headers(headers).values():
         assert value in headers.values()
         assert value.isprintable()
 
 
-def entry(size: int) -> Entry:
-    return Entry(Media("", bytearray(size)), "https://a.test/", {}, 0.0)
+def entry(size: int) -> CachedMedia:
+    return CachedMedia(Media("", bytearray(size)), "https://a.test/", {}, 0.0)
 
 
 @given(
@@ -129,7 +129,7 @@ def test_the_cache_stays_within_its_bytes_and_knows_them(
     steps: list[tuple[int, int | None]], budget: int
 ) -> None:
     cache = MediaCache(budget)
-    last: dict[CacheKey, Entry] = {}
+    last: dict[CacheKey, CachedMedia] = {}
     for name, size in steps:
         key = CacheKey("", "image", str(name))
         if size is None:

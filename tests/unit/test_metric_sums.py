@@ -21,7 +21,7 @@ from epd.encoder_cache.client import EncoderCache
 from epd.observe.collectors import ConversationsGlance, InstancesGlance, StoreGlance
 from epd.observe.metric_defs import FIGURES
 from epd.observe.metrics import MetricsObserver, WithHitRatio
-from epd.observe.worker_metrics import added, counted, dump, load
+from epd.observe.worker_metrics import counted, dump, load, merge_pages
 from epd.routing.table import InstanceTable
 
 GAUGES = {name: one.of_workers for name, one in FIGURES.items() if one.kind == "gauge"}
@@ -66,7 +66,7 @@ def test_the_sum_is_what_one_process_would_have_counted(
 ) -> None:
     alone = Process(one for work in works for one in work)
 
-    assert samples(added([Process(work).page() for work in works])) == samples(alone.page())
+    assert samples(merge_pages([Process(work).page() for work in works])) == samples(alone.page())
 
 
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=8), st.randoms(use_true_random=False))
@@ -76,10 +76,10 @@ def test_the_order_of_workers_changes_no_digit(values: list[float], random: Rand
         process = Process()
         process.histogram.labels("a").observe(value)
         pages.append(process.page())
-    once = samples(added(pages))
+    once = samples(merge_pages(pages))
     random.shuffle(pages)
 
-    assert samples(added(pages)) == once
+    assert samples(merge_pages(pages)) == once
 
 
 @given(st.dictionaries(st.sampled_from(list(GAUGES)), st.lists(st.integers(0, 9), min_size=1)))
@@ -91,7 +91,7 @@ def test_a_gauge_is_of_all_what_its_name_says(values: dict[str, list[int]]) -> N
     said = {
         name: value
         for (name, _), value in samples(
-            added(map(CollectorRegistry.collect, registries.values()))
+            merge_pages(map(CollectorRegistry.collect, registries.values()))
         ).items()
     }
 
@@ -108,7 +108,7 @@ def test_of_all_workers_the_slowest_and_the_one_that_failed_are_shown() -> None:
 
     shown = {
         family.name: family.samples[0].value
-        for family in added([gauges(0.5, 1, 3), gauges(0.2, 0, 4)])
+        for family in merge_pages([gauges(0.5, 1, 3), gauges(0.2, 0, 4)])
     }
 
     assert shown == {
@@ -124,7 +124,7 @@ def families() -> list[Metric]:
     cache = EncoderCache(partial(open_async_store, "file:///nowhere"), budget_s=1, lease_s=1)
     observer.registry.register(InstancesGlance(InstanceTable(config.instances)))
     observer.registry.register(StoreGlance(cache))
-    observer.registry.register(ConversationsGlance(Conversations.of(LiveConfig(config))))
+    observer.registry.register(ConversationsGlance(Conversations.from_config(LiveConfig(config))))
     return list(WithHitRatio(observer.shown).collect())
 
 
@@ -146,7 +146,7 @@ def test_what_has_ended_leaves_its_counts() -> None:
 
 
 def test_a_family_keeps_its_name_kind_and_words() -> None:
-    before, after = families(), added([load(dump(families()))])
+    before, after = families(), merge_pages([load(dump(families()))])
 
     assert [(one.name, one.type, one.documentation) for one in after] == [
         (one.name, one.type, one.documentation) for one in before

@@ -21,26 +21,26 @@ def test_a_label_is_a_name_that_an_instance_has_said(
     names = ModelNames()
     for model, answer in answered:
         if answer is not None:
-            names.learn(model, said(answer))
+            names.learn_name(model, said(answer))
 
-    assert names.of(asked) in {"", OTHER, *(answer for _, answer in answered if answer)}
-    assert names.of("") == names.of(None) == ""
+    assert names.name_of(asked) in {"", OTHER, *(answer for _, answer in answered if answer)}
+    assert names.name_of("") == names.name_of(None) == ""
 
 
 def test_an_alias_is_called_what_the_instance_answers_as() -> None:
     names = ModelNames()
-    before = names.of("alias")
-    names.learn("alias", b'data: {"id": "c", "model": "Qwen/Qwen2.5-VL-3B"}\n\n')
+    before = names.name_of("alias")
+    names.learn_name("alias", b'data: {"id": "c", "model": "Qwen/Qwen2.5-VL-3B"}\n\n')
 
-    assert (before, names.of("alias")) == (OTHER, "Qwen/Qwen2.5-VL-3B")
+    assert (before, names.name_of("alias")) == (OTHER, "Qwen/Qwen2.5-VL-3B")
 
 
 @given(st.text())
 def test_what_a_model_says_is_no_name(content: str) -> None:
     names = ModelNames()
-    names.learn("m", orjson.dumps({"choices": [{"content": '"model": "x" ' + content}]}))
+    names.learn_name("m", orjson.dumps({"choices": [{"content": '"model": "x" ' + content}]}))
 
-    assert names.of("m") == OTHER
+    assert names.name_of("m") == OTHER
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_what_a_model_says_is_no_name(content: str) -> None:
 )
 def test_what_a_client_or_a_tools_call_says_within_an_answer_is_no_name(answer: bytes) -> None:
     names = ModelNames()
-    names.learn("alias", answer)
+    names.learn_name("alias", answer)
 
-    assert names.of("alias") == "m"
+    assert names.name_of("alias") == "m"
 
 
 @pytest.mark.parametrize(
@@ -68,16 +68,16 @@ def test_what_a_client_or_a_tools_call_says_within_an_answer_is_no_name(answer: 
 )
 def test_what_is_no_answer_names_nothing(answer: bytes) -> None:
     names = ModelNames()
-    names.learn("m", answer)
+    names.learn_name("m", answer)
 
-    assert names.of("m") == OTHER
+    assert names.name_of("m") == OTHER
 
 
 def test_so_many_names_and_no_more() -> None:
     names = ModelNames()
     for number in range(10 * MAX_NAMES):
-        names.learn(f"asked {number}", said(f"served {number}"))
-    labels = {names.of(f"asked {number}") for number in range(10 * MAX_NAMES)}
+        names.learn_name(f"asked {number}", said(f"served {number}"))
+    labels = {names.name_of(f"asked {number}") for number in range(10 * MAX_NAMES)}
 
     assert len(labels) <= MAX_NAMES + 1
     assert labels <= {OTHER, *(f"served {number}" for number in range(MAX_NAMES))}
@@ -86,15 +86,15 @@ def test_so_many_names_and_no_more() -> None:
 def test_who_asks_for_many_names_has_the_old_ones_forgotten_and_learnt_again() -> None:
     names = ModelNames()
     for number in range(2 * MAX_ASKED):
-        names.learn(f"asked {number}", said("m"))
-    forgotten = names.of("asked 0")
-    names.learn("asked 0", said("m"))
+        names.learn_name(f"asked {number}", said("m"))
+    forgotten = names.name_of("asked 0")
+    names.learn_name("asked 0", said("m"))
 
-    assert (forgotten, names.of("asked 0")) == (OTHER, "m")
+    assert (forgotten, names.name_of("asked 0")) == (OTHER, "m")
 
 
 def test_an_answer_of_megabytes_is_not_read_for_a_name() -> None:
     names = ModelNames()
-    names.learn("m", said("m", " " * LOOKED_AT_BYTES))
+    names.learn_name("m", said("m", " " * LOOKED_AT_BYTES))
 
-    assert names.of("m") == OTHER
+    assert names.name_of("m") == OTHER

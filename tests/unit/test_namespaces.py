@@ -40,33 +40,33 @@ def namespaces(table: InstanceTable, clock: Clock) -> Namespaces:
 def test_instances_are_asked_at_once_and_then_at_intervals(
     namespaces: Namespaces, clock: Clock
 ) -> None:
-    assert namespaces.due() == [E1, D1, D2]
-    assert namespaces.due() == []
+    assert namespaces.due_instances() == [E1, D1, D2]
+    assert namespaces.due_instances() == []
     clock.now_s += INTERVAL_S - 0.1
-    assert namespaces.due() == []
+    assert namespaces.due_instances() == []
     clock.now_s += 0.1
-    assert namespaces.due() == [E1, D1, D2]
+    assert namespaces.due_instances() == [E1, D1, D2]
 
 
 def test_an_instance_that_was_down_is_asked_as_soon_as_it_is_back(
     namespaces: Namespaces, table: InstanceTable, clock: Clock
 ) -> None:
-    namespaces.due()
+    namespaces.due_instances()
     for _ in range(10):
-        table.probed(D1, well=False)
+        table.record_probe(D1, well=False)
     clock.now_s += 1
-    assert namespaces.due() == []
+    assert namespaces.due_instances() == []
     for _ in range(10):
-        table.probed(D1, well=True)
-    assert namespaces.due() == [D1]
+        table.record_probe(D1, well=True)
+    assert namespaces.due_instances() == [D1]
 
 
 def test_an_answer_that_does_not_come_changes_nothing(namespaces: Namespaces) -> None:
-    namespaces.told(D1, "a")
-    namespaces.told(D1, None)
-    assert namespaces.of(D1) == "a"
-    namespaces.told(D1, "")
-    assert namespaces.of(D1) is None
+    namespaces.record_namespace(D1, "a")
+    namespaces.record_namespace(D1, None)
+    assert namespaces.namespace_of(D1) == "a"
+    namespaces.record_namespace(D1, "")
+    assert namespaces.namespace_of(D1) is None
 
 
 def test_what_is_remembered_is_bounded_by_the_instances(
@@ -75,46 +75,46 @@ def test_what_is_remembered_is_bounded_by_the_instances(
     for number in range(100):
         come = Instance(Role.ENCODE, f"http://come{number}")
         table.add(come)
-        namespaces.due()
-        namespaces.told(come, "a")
+        namespaces.due_instances()
+        namespaces.record_namespace(come, "a")
         table.remove(come)
-        namespaces.told(come, "a")
-        namespaces.due()
-        assert namespaces.of(come) is None
+        namespaces.record_namespace(come, "a")
+        namespaces.due_instances()
+        assert namespaces.namespace_of(come) is None
 
 
 def test_an_instance_that_is_reweighed_keeps_its_namespace(namespaces: Namespaces) -> None:
-    namespaces.told(D1, "a")
-    assert namespaces.of(Instance(D1.role, D1.url, weight=0.5)) == "a"
+    namespaces.record_namespace(D1, "a")
+    assert namespaces.namespace_of(Instance(D1.role, D1.url, weight=0.5)) == "a"
 
 
 def test_consumers_alone_have_namespaces_to_be_looked_up(namespaces: Namespaces) -> None:
-    namespaces.told(E1, "encode's")
+    namespaces.record_namespace(E1, "encode's")
     assert namespaces.of_consumers() == frozenset()
-    namespaces.told(D1, "a")
+    namespaces.record_namespace(D1, "a")
     assert namespaces.of_consumers() == {"a"}
-    namespaces.told(D2, "b")
+    namespaces.record_namespace(D2, "b")
     assert namespaces.of_consumers() == {"a", "b"}
 
 
 def test_an_instance_shares_unless_it_is_known_not_to(namespaces: Namespaces) -> None:
-    assert namespaces.shares(E1, "a")
-    namespaces.told(E1, "b")
-    assert not namespaces.shares(E1, "a")
-    assert namespaces.shares(E1, "b")
-    assert namespaces.shares(E1, None)
+    assert namespaces.shares_namespace(E1, "a")
+    namespaces.record_namespace(E1, "b")
+    assert not namespaces.shares_namespace(E1, "a")
+    assert namespaces.shares_namespace(E1, "b")
+    assert namespaces.shares_namespace(E1, None)
 
 
 def test_no_instance_that_does_not_fit_is_chosen() -> None:
     choice = Choice(InstanceTable([E1, E2]), Role.ENCODE)
 
-    assert {choice.best(balance="round_robin", fits=lambda one: one == E2) for _ in range(5)} == {
-        E2
-    }
-    assert choice.others([E1], lambda one: one == E2)
-    assert not choice.others([E2], lambda one: one == E2)
+    assert {
+        choice.best_instance(balance="round_robin", fits=lambda one: one == E2) for _ in range(5)
+    } == {E2}
+    assert choice.has_untried([E1], lambda one: one == E2)
+    assert not choice.has_untried([E2], lambda one: one == E2)
     with pytest.raises(NoInstance, match="namespace"):
-        choice.best(fits=lambda _: False)
+        choice.best_instance(fits=lambda _: False)
 
 
 def test_a_namespace_that_an_engine_no_longer_names_does_not_count() -> None:
@@ -165,13 +165,13 @@ def test_a_request_does_not_look_at_each_consumer(
     consumers = [Instance(Role.PREFILL_DECODE, f"http://d{n}") for n in range(instances)]
     table = InstanceTable(consumers)
     namespaces, looks = Namespaces(table), list[str]()
-    namespaces.told(consumers[0], "a")
+    namespaces.record_namespace(consumers[0], "a")
 
     def of(*_: Role) -> tuple[Instance, ...]:
         looks.append("look")
         return ()
 
-    monkeypatch.setattr(table, "of", of)
+    monkeypatch.setattr(table, "of_roles", of)
     for _ in range(10):
         namespaces.of_consumers()
 
@@ -181,13 +181,13 @@ def test_a_request_does_not_look_at_each_consumer(
 def test_an_instance_that_leaves_takes_its_namespace_along(
     namespaces: Namespaces, table: InstanceTable
 ) -> None:
-    namespaces.told(D1, "a")
-    namespaces.told(D2, "b")
+    namespaces.record_namespace(D1, "a")
+    namespaces.record_namespace(D2, "b")
     assert namespaces.of_consumers() == {"a", "b"}
 
     table.remove(D2)
     assert namespaces.of_consumers() == {"a"}
     table.add(D2)
     assert namespaces.of_consumers() == {"a", "b"}
-    namespaces.told(D2, "")
+    namespaces.record_namespace(D2, "")
     assert namespaces.of_consumers() == {"a"}

@@ -110,4 +110,4 @@ def test_integers_of_any_size_are_exact(number: int) -> None:
 
     assert value == {"tools": [{"maximum": number, "text": str(number), "most": 1.5}]}
     assert type(value["tools"][0]["maximum"]) is int
-    assert body.dumped(value) == raw.replace(b" ", b"")
+    assert body.dump_json(value) == raw.replace(b" ", b"")

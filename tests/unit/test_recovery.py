@@ -63,7 +63,7 @@ def failure(error: ProxyError, **more: Any) -> Failure:
         RequestContext("r", {}, ProxyConfig.model_construct()),
         encodings=Encodings((EncodedItem(item(), "u", Encoded(), "encoded"),)),
         prompt=Consumed({}, depends=more.pop("depends", True)),
-        prefill=TABLE.place(P1),
+        prefill=TABLE.reserve_place(P1),
         decode=more.pop("decode", D1 if error.stage == "decode" else None),
         reads_back=more.pop("reads_back", False),
         prefilled=more.pop("prefilled", False),

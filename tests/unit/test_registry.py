@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from epd.routing.health import State
-from epd.routing.instances import CLASHES, Change, Instance, Registry, Role, Source
+from epd.routing.health import HealthState
+from epd.routing.instances import CLASHES, Change, Instance, InstanceSource, Registry, Role
 from epd.routing.load import Ranks
 from epd.routing.table import InstanceTable
 
@@ -23,7 +23,7 @@ class Told:
     """A table, its registry, and what that said."""
 
     def __init__(self, *configured: Instance) -> None:
-        self.changes: list[tuple[Instance, Change, Source]] = []
+        self.changes: list[tuple[Instance, Change, InstanceSource]] = []
         self.table = InstanceTable()
         self.registry = Registry(
             self.table, configured, on_change=lambda *change: self.changes.append(change)
@@ -31,11 +31,11 @@ class Told:
 
     @property
     def members(self) -> set[Instance]:
-        return set(self.table.of(*Role))
+        return set(self.table.of_roles(*Role))
 
     @property
     def usable(self) -> list[Instance]:
-        return [one.instance for one in self.table.usable(Role.ENCODE)]
+        return [one.instance for one in self.table.usable_candidates(Role.ENCODE)]
 
 
 def test_who_is_configured_takes_part_and_nobody_is_told() -> None:
@@ -47,24 +47,24 @@ def test_who_is_configured_takes_part_and_nobody_is_told() -> None:
 
 def test_an_instance_that_two_name_stays_until_both_let_it_go() -> None:
     told = Told()
-    told.registry.replace(Source.API, [E1])
-    told.registry.replace(Source.DNS, [E1])
-    told.registry.replace(Source.API, [])
+    told.registry.replace(InstanceSource.API, [E1])
+    told.registry.replace(InstanceSource.DNS, [E1])
+    told.registry.replace(InstanceSource.API, [])
     assert told.members == {E1}
-    told.registry.replace(Source.DNS, [])
+    told.registry.replace(InstanceSource.DNS, [])
 
     assert told.members == set()
-    assert told.changes == [(E1, "added", Source.API), (E1, "removed", Source.DNS)]
+    assert told.changes == [(E1, "added", InstanceSource.API), (E1, "removed", InstanceSource.DNS)]
 
 
 def test_who_takes_part_is_not_displaced_and_who_was_refused_comes_in_after_it() -> None:
     told = Told()
-    told.registry.replace(Source.API, [PD])
-    told.registry.replace(Source.FILE, [D, P])
-    told.registry.replace(Source.FILE, [D, P])
+    told.registry.replace(InstanceSource.API, [PD])
+    told.registry.replace(InstanceSource.FILE, [D, P])
+    told.registry.replace(InstanceSource.FILE, [D, P])
     assert told.members == {PD}
-    assert told.registry.clash(D) == PD
-    told.registry.replace(Source.API, [])
+    assert told.registry.conflicting_member(D) == PD
+    told.registry.replace(InstanceSource.API, [])
 
     assert told.members == {D, P}
     assert [change for one, change, _ in told.changes if one == D] == ["refused", "added"]
@@ -74,34 +74,34 @@ def test_one_url_cannot_prefill_and_decode_apart_but_may_encode_beside() -> None
     told = Told(Instance(Role.ENCODE, "http://x:1"), Instance(Role.PREFILL, "http://x:1"))
 
     assert len(told.members) == 2
-    assert told.registry.clash(Instance(Role.DECODE, "http://x:1")) is not None
+    assert told.registry.conflicting_member(Instance(Role.DECODE, "http://x:1")) is not None
 
 
 def test_other_details_are_another_instance_and_the_first_source_counts() -> None:
     wide = Instance(Role.PREFILL_DECODE, PD.url, dp_size=4)
     told = Told()
-    told.registry.replace(Source.DNS, [PD])
-    told.registry.replace(Source.API, [wide])
+    told.registry.replace(InstanceSource.DNS, [PD])
+    told.registry.replace(InstanceSource.API, [wide])
 
     assert told.members == {wide}
     [member] = told.registry.members
-    assert member.sources == (Source.API, Source.DNS)
+    assert member.sources == (InstanceSource.API, InstanceSource.DNS)
 
 
 def test_another_weight_changes_nothing_but_the_weight() -> None:
     told = Told(E1, E2)
     told.table.probes_due()
     for _ in range(3):
-        told.table.probed(E1, well=False)
-    with told.table.using(E1):
-        told.registry.replace(Source.CONFIG, [replace(E1, weight=3.0), E2])
+        told.table.record_probe(E1, well=False)
+    with told.table.track_request(E1):
+        told.registry.replace(InstanceSource.CONFIG, [replace(E1, weight=3.0), E2])
 
         assert told.table.load(E1).weight == 3.0
         assert told.table.under_way == {replace(E1, weight=3.0): 1}
         assert told.usable == [E2]
-        told.table.probed(E1, well=True)  # asked before, answered now
-        assert told.table.state(E1) is State.TRIAL
-    assert told.table.of(Role.ENCODE) == (replace(E1, weight=3.0), E2)
+        told.table.record_probe(E1, well=True)  # asked before, answered now
+        assert told.table.state(E1) is HealthState.TRIAL
+    assert told.table.of_roles(Role.ENCODE) == (replace(E1, weight=3.0), E2)
     assert {one.instance.weight for one in told.registry.members} == {1.0, 3.0}
     assert told.changes == []
 
@@ -109,10 +109,10 @@ def test_another_weight_changes_nothing_but_the_weight() -> None:
 def test_an_instance_that_comes_back_is_not_judged_by_what_it_was() -> None:
     told = Told(E1, E2)
     for _ in range(3):
-        told.table.probed(E1, well=False)
+        told.table.record_probe(E1, well=False)
     assert told.usable == [E2]
-    told.registry.replace(Source.CONFIG, [E2])
-    told.registry.replace(Source.CONFIG, [E1, E2])
+    told.registry.replace(InstanceSource.CONFIG, [E2])
+    told.registry.replace(InstanceSource.CONFIG, [E1, E2])
 
     assert set(told.usable) == {E1, E2}
 
@@ -131,11 +131,11 @@ class RegistryMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.told = Told()
-        self.said: dict[Source, Sequence[Instance]] = {}
+        self.said: dict[InstanceSource, Sequence[Instance]] = {}
         self.before: set[Instance] = set()
 
-    @rule(source=st.sampled_from(Source), instances=st.lists(INSTANCES, max_size=4))
-    def says(self, source: Source, instances: list[Instance]) -> None:
+    @rule(source=st.sampled_from(InstanceSource), instances=st.lists(INSTANCES, max_size=4))
+    def says(self, source: InstanceSource, instances: list[Instance]) -> None:
         self.before = self.told.members
         self.said[source] = instances
         self.told.registry.replace(source, instances)
@@ -143,7 +143,7 @@ class RegistryMachine(RuleBasedStateMachine):
     @property
     def named(self) -> dict[tuple[Role, str], Instance]:
         named: dict[tuple[Role, str], Instance] = {}
-        for source in Source:
+        for source in InstanceSource:
             for one in self.said.get(source, ()):
                 named.setdefault((one.role, one.url), one)
         return named
@@ -164,7 +164,7 @@ class RegistryMachine(RuleBasedStateMachine):
     @invariant()
     def whoever_is_named_and_out_clashes_with_who_is_in(self) -> None:
         for one in set(self.named.values()) - self.told.members:
-            assert self.told.registry.clash(one) is not None
+            assert self.told.registry.conflicting_member(one) is not None
 
     @invariant()
     def what_was_told_adds_up(self) -> None:
@@ -190,18 +190,18 @@ def test_ranks_are_loaded_evenly(count: int, steps: list[bool]) -> None:
     ranks, running = Ranks(count), list[int]()
     for begins in steps:
         if begins:
-            rank = ranks.next()
+            rank = ranks.next_rank()
             assert running.count(rank) == min(running.count(one) for one in range(count))
-            ranks.begin(rank)
+            ranks.begin_request(rank)
             running.append(rank)
         elif running:
-            ranks.end(running.pop(0))
+            ranks.end_request(running.pop(0))
 
 
 def test_ranks_without_load_take_turns() -> None:
     ranks = Ranks(2)
 
-    assert [ranks.next() for _ in range(3)] == [0, 1, 0]
+    assert [ranks.next_rank() for _ in range(3)] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -209,28 +209,31 @@ def test_ranks_without_load_take_turns() -> None:
 )
 def test_a_consumers_requests_name_a_rank(role: Role, rank: int | None) -> None:
     instance = Instance(role, "http://x:1", dp_size=2)
-    with InstanceTable([instance]).using(instance) as use:
+    with InstanceTable([instance]).track_request(instance) as use:
         assert use.rank == rank
 
 
 def test_a_place_keeps_its_rank_where_the_request_goes_to_it() -> None:
     first, other = (Instance(Role.PREFILL, f"http://{name}:1", dp_size=4) for name in "xy")
     table = InstanceTable([first, other])
-    taken = [table.place(first) for _ in range(3)]
+    taken = [table.reserve_place(first) for _ in range(3)]
     with taken[2]:
         assert table.under_way == {first: 1}
     assert table.under_way == {}
 
-    with table.using(first, promised=taken[2]) as use, table.using(first) as next_one:
+    with (
+        table.track_request(first, promised=taken[2]) as use,
+        table.track_request(first) as next_one,
+    ):
         assert (use.rank, next_one.rank) == (2, 3)
-    with table.using(other, promised=taken[2]) as use:
+    with table.track_request(other, promised=taken[2]) as use:
         assert use.rank == 0
 
 
 def test_the_load_of_ranks_counts_places() -> None:
     instance = Instance(Role.PREFILL, "http://x:1", dp_size=2)
     table = InstanceTable([instance])
-    with table.place(instance) as one, table.place(instance) as other:
+    with table.reserve_place(instance) as one, table.reserve_place(instance) as other:
         assert {one.rank, other.rank} == {0, 1}
-        with table.place(instance) as third, table.place(instance) as fourth:
+        with table.reserve_place(instance) as third, table.reserve_place(instance) as fourth:
             assert {third.rank, fourth.rank} == {0, 1}

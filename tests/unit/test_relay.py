@@ -46,7 +46,7 @@ class Leaving:
     def __init__(self, client: Transport) -> None:
         self._client = client
 
-    async def pour(self, sink: Sink, _: float) -> bool:
+    async def pour_body(self, sink: Sink, _: float) -> bool:
         assert sink(EVENT)
         self._client.closed = True
         assert not sink(EVENT)
@@ -70,7 +70,7 @@ class Chunked:
         self._chunks = iter(chunks)
         self._seen = seen
 
-    async def pour(self, sink: Sink, _: float) -> bool:
+    async def pour_body(self, sink: Sink, _: float) -> bool:
         for chunk in self._chunks:
             more = sink(chunk)
             self._seen()

@@ -10,12 +10,12 @@ from epd.tools.bench.dataset import (
     NEW_IN_ARENA,
     POOL,
     REPLAYS,
-    arena,
+    arena_trace,
     ideal_hit_rate,
     pool,
     rng,
     seen_before,
-    window,
+    window_trace,
 )
 
 LONG = 20_000
@@ -37,14 +37,14 @@ def test_another_seed_makes_another_trace(name: str) -> None:
 
 
 def test_pictures_of_the_arena_are_new_as_often_as_in_vision_arena() -> None:
-    trace = arena(rng("rate"), LONG)
+    trace = arena_trace(rng("rate"), LONG)
 
     assert len(set(trace)) / LONG == pytest.approx(NEW_IN_ARENA, rel=0.05)
     assert ideal_hit_rate(trace) == pytest.approx(1 - NEW_IN_ARENA, rel=0.02)
 
 
 def test_few_pictures_of_the_arena_are_asked_about_often_and_most_once_or_twice() -> None:
-    counts = Counter(arena(rng("popularity"), LONG)).most_common()
+    counts = Counter(arena_trace(rng("popularity"), LONG)).most_common()
     top = sum(count for _, count in counts[: len(counts) // 100])
 
     assert top > LONG / 4
@@ -62,7 +62,7 @@ def test_four_of_five_requests_of_the_pool_are_about_its_pictures() -> None:
 
 
 def test_four_of_five_pictures_of_the_window_were_among_the_last_50() -> None:
-    trace = window(rng("window"), LONG)
+    trace = window_trace(rng("window"), LONG)
     repeats = [at for at in range(LONG) if trace[at] in trace[max(0, at - 50) : at]]
 
     assert len(repeats) == LONG * 4 // 5

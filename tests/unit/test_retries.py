@@ -36,7 +36,7 @@ async def run(
             except ProxyError as error:
                 if (delay_s := again(error)) is None:
                     raise
-                await more.another(error, delay_s)
+                await more.next_try(error, delay_s)
 
 
 def fails(times: int, calls: list[int]) -> Callable[[], Awaitable[str]]:

@@ -30,7 +30,7 @@ while True:
 
 @pytest.fixture
 def page() -> Iterator[SharedPage]:
-    with closing(SharedPage.made()) as made:
+    with closing(SharedPage.new_page()) as made:
         yield made
 
 
@@ -62,7 +62,7 @@ def test_a_page_that_nobody_wrote_is_none(page: SharedPage) -> None:
 
 @given(st.lists(st.binary(max_size=300), min_size=1))
 def test_what_was_written_last_is_read(contents: list[bytes]) -> None:
-    with closing(SharedPage.made()) as page:
+    with closing(SharedPage.new_page()) as page:
         for content in contents:
             page.write(content)
 
@@ -96,7 +96,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_page(page: SharedPage) -> None:
 
 @given(st.binary(min_size=1, max_size=200), st.integers(0, 200))
 def test_half_a_page_is_not_seen(torn: bytes, at: int) -> None:
-    with closing(SharedPage.made()) as page:
+    with closing(SharedPage.new_page()) as page:
         for content in (b"first", b"second"):
             page.write(content)
         os.pwrite(page.descriptor, torn, HEAD.size + HALF_BYTES + at)  # where the third one comes
@@ -139,7 +139,7 @@ def test_no_other_user_may_read_it(page: SharedPage) -> None:
 
 async def test_what_was_set_of_policies_is_forgotten_once_nobody_else_writes() -> None:
     # A lock is a process's: somebody else has to hold it.
-    page = SharedPage.made()
+    page = SharedPage.new_page()
     page.write(b"set")
     holding = (
         "import fcntl, sys; fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX);"
@@ -176,10 +176,10 @@ def test_a_page_is_wanted_for_a_while(page: SharedPage, monkeypatch: pytest.Monk
     assert not page.wanted_within(math.inf)
     page.write(b"1")
     assert not page.wanted_within(math.inf)
-    SharedPage(page.descriptor).want()
+    SharedPage(page.descriptor).mark_wanted()
     now_s += 5
 
     assert page.wanted_within(5.1)
     assert not page.wanted_within(5)
     assert page.read() == b"1"
-    assert page.number() == 1
+    assert page.write_count() == 1

@@ -14,9 +14,9 @@ from epd.tools.fleet.model_config import (
     flag_value,
     model_config,
     needs_bfloat16,
-    reconfigures,
+    overrides_config,
     text_architectures,
-    unservable,
+    why_unservable,
 )
 
 TEXT = frozenset({"LlamaForCausalLM", "T5ForConditionalGeneration"})
@@ -35,7 +35,7 @@ WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_dec
     ],
 )
 def test_what_has_no_encoder_that_runs_apart(config: Mapping[str, Any], reason: str) -> None:
-    assert reason in str(unservable(config, TEXT))
+    assert reason in str(why_unservable(config, TEXT))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_has_no_encoder_that_runs_apart(config: Mapping[str, Any], reason: 
     ],
 )
 def test_a_doubt_is_left_to_vllm(config: Mapping[str, Any]) -> None:
-    assert unservable(config, TEXT) is None
+    assert why_unservable(config, TEXT) is None
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ values = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(["architectures", "text_config", "layer_types"]), values))
 def test_no_configuration_is_an_error(config: dict[str, Any]) -> None:
-    assert unservable(config, TEXT) is None
+    assert why_unservable(config, TEXT) is None
     assert needs_bfloat16(config) in {True, False}
 
 
@@ -102,8 +102,8 @@ def test_no_configuration_is_an_error(config: dict[str, Any]) -> None:
     ["--hf-overrides", "--hf_overrides={}", "--hf-overrides.text_config.a", "--config=f.yaml"],
 )
 def test_flags_after_which_the_file_does_not_describe_the_model(flag: str) -> None:
-    assert reconfigures(["--enforce-eager", flag])
-    assert not reconfigures(["--enforce-eager", "--dtype", "bfloat16"])
+    assert overrides_config(["--enforce-eager", flag])
+    assert not overrides_config(["--enforce-eager", "--dtype", "bfloat16"])
 
 
 @pytest.mark.parametrize(

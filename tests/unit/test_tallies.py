@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from epd import events
 from epd.observe.metric_defs import Figure
-from epd.observe.metrics import Counted, Spread
+from epd.observe.metrics import CounterValues, HistogramValues
 
 BOUNDS = (0.1, 0.5, 1, 2.5)
 LABELS = st.tuples(st.sampled_from(["m", 'q"\\\n']), st.sampled_from([200, 499]), st.booleans())
@@ -44,10 +44,10 @@ def texts(labels: tuple[str, int, bool]) -> tuple[str, str, str]:
 def test_a_spread_is_a_histogram(values: list[tuple[tuple[str, int, bool], float]]) -> None:
     registry = CollectorRegistry()
     theirs = Histogram("h", "Times.", NAMES, buckets=BOUNDS, registry=registry)
-    ours = Spread(Figure("h", "histogram", "Times.", NAMES), BOUNDS)
+    ours = HistogramValues(Figure("h", "histogram", "Times.", NAMES), BOUNDS)
     for labels, value in values:
         theirs.labels(*texts(labels)).observe(value)
-        ours.of(labels).add(value)
+        ours.histogram_for(labels).add(value)
 
     assert shown(Page(ours.collect())) == shown(registry)
 
@@ -56,7 +56,7 @@ def test_a_spread_is_a_histogram(values: list[tuple[tuple[str, int, bool], float
 def test_what_is_counted_is_a_counter(values: list[tuple[tuple[str, int, bool], int]]) -> None:
     registry = CollectorRegistry()
     theirs = Counter("c", "Counts.", NAMES, registry=registry)
-    ours = Counted(Figure("c", "counter", "Counts.", NAMES))
+    ours = CounterValues(Figure("c", "counter", "Counts.", NAMES))
     for labels, value in values:
         theirs.labels(*texts(labels)).inc(value)
         ours.add(labels, value)
@@ -80,8 +80,8 @@ def test_merged_is_as_if_all_were_added_to_one(these: list[float], those: list[f
 
 
 def test_without_labels_there_is_something_to_see_from_the_start() -> None:
-    counted = Counted(Figure("c", "counter", "Counts."))
-    spread = Spread(Figure("h", "histogram", "Times."), BOUNDS)
+    counted = CounterValues(Figure("c", "counter", "Counts."))
+    spread = HistogramValues(Figure("h", "histogram", "Times."), BOUNDS)
 
     assert shown(Page(counted.collect())) == {"c_total[]": 0}
     assert shown(Page(spread.collect()))["h_count[]"] == 0

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from epd.tools.top_screen import bar, frame, printed, seconds, share, size, spark
-from epd.ui.snapshot import totals
-from epd.ui.state import State
+from epd.tools.top_screen import bar, frame, seconds, share_text, size, spark, strip_control
+from epd.ui.snapshot import metric_totals
+from epd.ui.state import UiState
 from tests.ui.states import large
 
 
-def drawn(state: State | None, width: int, height: int | None, failure: str = "") -> list[str]:
+def drawn(state: UiState | None, width: int, height: int | None, failure: str = "") -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=width, height=height or 500, force_terminal=False)
     console.print(frame(state, width, height, failure))
@@ -54,7 +54,7 @@ def test_a_fleet_without_encode_instances_has_saved_no_encodes() -> None:
 
 def test_an_encode_instance_that_has_saved_nothing_yet_is_said_to() -> None:
     shown = large(1)
-    shown["totals"] = totals([])
+    shown["totals"] = metric_totals([])
     text = "\n".join(drawn(shown, 80, 24))
 
     assert "Saved 0 encodes" in text
@@ -72,7 +72,7 @@ def test_of_an_older_proxy_that_tells_nothing_of_conversations_the_rest_is_shown
     shown = cast("dict[str, Any]", large(1))
     del shown["totals"]["conversations"]
     del shown["totals"]["media"]
-    text = "\n".join(drawn(cast("State", shown), 80, 24))
+    text = "\n".join(drawn(cast("UiState", shown), 80, 24))
 
     assert "Saved 830 encodes" in text
     assert "Conversations" not in text
@@ -109,7 +109,7 @@ def test_of_an_older_proxy_that_tells_no_rejections_the_rest_is_shown() -> None:
     for one in (one for name in told for one in shown[name]):
         one.pop("rejected", None)
         one.pop("outcome", None)
-    text = "\n".join(drawn(cast("State", shown), 100, None))
+    text = "\n".join(drawn(cast("UiState", shown), 100, None))
 
     assert "502 decode_" in text
 
@@ -142,14 +142,14 @@ def test_a_state_that_is_not_known_is_shown_as_it_is() -> None:
     state["instances"] = state["instances"][:1]
     state["stages"] = [one for one in state["stages"] if not one["count"]]
     state["requests"] = state["notices"] = []
-    text = "\n".join(drawn(cast("State", state), 80, 24))
+    text = "\n".join(drawn(cast("UiState", state), 80, 24))
 
     assert "E1" in text
 
 
 @given(st.text())
 def test_nothing_that_is_printed_is_a_control(text: str) -> None:
-    assert printed(text).isprintable()
+    assert strip_control(text).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_durations(value: float | None, expected: str) -> None:
 
 def test_figures() -> None:
     assert size(312_400_000) == "312 MB"
-    assert share(83, 100) == "83 %"
-    assert share(0, 0) == "-"
+    assert share_text(83, 100) == "83 %"
+    assert share_text(0, 0) == "-"
     assert spark([0, 1, 2]) == " ▄█"
     assert spark([]) == ""
     assert bar(0.5, 6) == "███"

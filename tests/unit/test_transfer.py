@@ -8,7 +8,7 @@ from epd.api.chat import CHAT
 from epd.api.items import Body
 from epd.errors import UnknownMedia, UpstreamFailed
 from epd.routing.instances import Instance, Role
-from epd.transfer.ec import Store
+from epd.transfer.ec import ECStoreTransfer
 from epd.transfer.encoded import Encoded, EncodedItem, consumer_body, read_encoded
 from epd.transfer.kv import Pair
 from epd.transfer.nixl import Nixl
@@ -97,7 +97,7 @@ def consumed(body: Body, *replies: tuple[str | None, Encoded], raw: bool = False
         EncodedItem(item, uuid, reply, "encoded")
         for item, (uuid, reply) in zip(CHAT.items(body), replies, strict=True)
     ]
-    params = Store().consumer_params(one.encoded for one in items)
+    params = ECStoreTransfer().consumer_params(one.encoded for one in items)
     return consumer_body(body, items, params, raw=raw).body
 
 

@@ -12,8 +12,8 @@ from epd.errors import Stage
 from epd.events import InstanceChanged
 from epd.ui import snapshot as kept
 from epd.ui.recent import SHOWN_SPANS, SHOWN_TEXT, Recent
-from epd.ui.snapshot import Seen, Snapshot, totals
-from epd.ui.state import FLOWS, SPARK_S, Moment, State, quantile, state
+from epd.ui.snapshot import Seen, Snapshot, metric_totals
+from epd.ui.state import FLOWS, SPARK_S, Moment, UiState, quantile, state
 from tests.ui.states import NOW_S, UNIX_S, Clock, done, families, large, stage
 
 NOW = Moment(NOW_S, UNIX_S)
@@ -37,8 +37,8 @@ def known(recent: Recent, *instances: Seen) -> Snapshot:
     return read
 
 
-def shown(*snapshots: Snapshot) -> State:
-    return state(snapshots, totals(families()), "redis", NOW)
+def shown(*snapshots: Snapshot) -> UiState:
+    return state(snapshots, metric_totals(families()), "redis", NOW)
 
 
 def seen(condition: str, requests: int = 0, role: str = "encode") -> Seen:
@@ -81,7 +81,7 @@ def test_a_time_once_said_is_said_again_though_the_clocks_drift_apart(
     recent.request_done(done("one", error="encode_failed"))
     recent.instance_changed(InstanceChanged(E, "encode", "down"))
     looks = [
-        state([known(recent)], totals(families()), None, Moment(NOW_S, UNIX_S + drift_s))
+        state([known(recent)], metric_totals(families()), None, Moment(NOW_S, UNIX_S + drift_s))
         for drift_s in (-0.002, 0.002)
     ]
 
@@ -248,7 +248,7 @@ def test_seconds_are_a_whole_minute_with_nothing_left_out(clock: Clock) -> None:
 
 
 def test_totals_are_those_of_the_page_of_metrics() -> None:
-    found = totals(families())
+    found = metric_totals(families())
 
     assert (found["requests"], found["failed"], found["left"]) == (916, 4, 2)
     assert found["rejected"] == 7
@@ -260,7 +260,7 @@ def test_totals_are_those_of_the_page_of_metrics() -> None:
 
 
 def test_nothing_at_all_is_a_state_too() -> None:
-    document = state([], totals([]), None, NOW)
+    document = state([], metric_totals([]), None, NOW)
 
     assert (document["instances"], document["store"]) == ([], None)
     assert document["totals"]["saved"]["encode_seconds"] == 0

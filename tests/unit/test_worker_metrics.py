@@ -17,7 +17,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from epd.edge.admission import Admission, Limits
 from epd.observe import worker_metrics
 from epd.observe.metrics import MetricsObserver
-from epd.observe.worker_metrics import HALF_BYTES, HEAD, NUMBER, SharedPage, WorkerMetrics, bury
+from epd.observe.worker_metrics import (
+    HALF_BYTES,
+    HEAD,
+    NUMBER,
+    SharedPage,
+    WorkerMetrics,
+    keep_counters,
+)
 
 SEATS = st.integers(0, 2)
 
@@ -54,7 +61,7 @@ class Workers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pages = [SharedPage.made() for _ in range(3)]
+        self.pages = [SharedPage.new_page() for _ in range(3)]
         self.workers = [Worker(self.pages, seat) for seat in range(3)]
         self.least = self.most = 0.0
 
@@ -80,7 +87,7 @@ class Workers(RuleBasedStateMachine):
 
     @rule(seat=SEATS)
     def die(self, seat: int) -> None:
-        bury(self.pages[seat])
+        keep_counters(self.pages[seat])
         others = [worker for number, worker in enumerate(self.workers) if number != seat]
         self._agree(others)
         self.workers[seat] = Worker(self.pages, seat)
@@ -131,7 +138,7 @@ async def test_a_scrape_of_several_workers_is_made_on_a_thread(pages: list[Share
     content, _ = await metrics.page_of_all()
 
     assert all(page.readers and threading.get_ident() not in page.readers for page in watched)
-    assert content == metrics.page()[0]
+    assert content == metrics.metrics_page()[0]
     assert watched[0].writers == {threading.get_ident()}  # what it counts is this thread's
 
 
@@ -141,7 +148,7 @@ TestWorkers.settings = settings(max_examples=50)
 
 @pytest.fixture
 def pages() -> Iterator[list[SharedPage]]:
-    with closing(SharedPage.made()) as one, closing(SharedPage.made()) as other:
+    with closing(SharedPage.new_page()) as one, closing(SharedPage.new_page()) as other:
         yield [one, other]
 
 
@@ -151,7 +158,7 @@ def test_a_worker_goes_on_counting_where_the_one_before_it_ended(pages: list[Sha
         worker.counter.inc(2)
         worker.do(5)
         worker.metrics.write()
-        bury(pages[0])
+        keep_counters(pages[0])
     other = Worker(pages, 1)
     other.counter.inc()
 
@@ -162,7 +169,7 @@ def test_what_was_shown_is_known_to_the_others(pages: list[SharedPage]) -> None:
     one, other = Worker(pages, 0), Worker(pages, 1)
     one.counter.inc(3)
     one.figures()
-    bury(pages[0])  # it had no time for anything else
+    keep_counters(pages[0])  # it had no time for anything else
 
     assert other.figures()["c_total"] == 3
 
@@ -195,7 +202,7 @@ def test_a_page_that_cannot_be_read_is_left_out_and_warned_of_once(
         monkeypatch.setattr(pages[0], "descriptor", -1)
     with structlog.testing.capture_logs() as lines:
         seen = [other.figures()["c_total"] for _ in range(3)]
-        bury(pages[0])
+        keep_counters(pages[0])
 
     assert seen == [1, 1, 1]
     assert [line["event"] for line in lines] == [
@@ -232,11 +239,11 @@ async def writing(worker: Worker) -> AsyncIterator[None]:
 
 async def changes(page: SharedPage, worker: Worker, turns: int) -> int:
     """How often the page is written while the worker counts and takes some turns."""
-    before = page.number()
+    before = page.write_count()
     for _ in range(turns):
         worker.counter.inc()
         await asyncio.sleep(0)
-    return page.number() - before
+    return page.write_count() - before
 
 
 async def test_a_worker_writes_rarely_without_a_scrape(
@@ -250,7 +257,7 @@ async def test_a_worker_writes_rarely_without_a_scrape(
         other.figures()
         assert await changes(pages[0], one, 10) >= 9
 
-    assert pages[1].number() == 1
+    assert pages[1].write_count() == 1
 
 
 async def test_a_worker_writes_without_a_scrape_all_the_same(

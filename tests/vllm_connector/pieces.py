@@ -45,7 +45,7 @@ from ec_store.vllm_connector.accept import Widths
 from ec_store.vllm_connector.consumer import Consumer
 from ec_store.vllm_connector.namespace import layout_of, namespace_of
 from ec_store.vllm_connector.step import StepMetadata
-from ec_store.vllm_connector.worker import Learner, Saver, load, reader, writes
+from ec_store.vllm_connector.worker import Learner, Saver, is_writer, load, reader
 
 TOKENS, WIDTH = 4, 256
 
@@ -102,7 +102,7 @@ class Pieces:
 
     @staticmethod
     def writes() -> bool:
-        return writes()
+        return is_writer()
 
     def transferring(self, connector: str, role: str, **options: Any) -> Any:
         """Return the configuration of a new engine with one of vLLM's own connectors."""
@@ -215,7 +215,7 @@ class Pieces:
         """Return a worker's encoder cache after the loads of a step."""
         cache: dict[str, torch.Tensor] = {}
         load(loader, step, cache)
-        loader.poll()
+        loader.report_copies()
         return cache
 
     @staticmethod

@@ -61,7 +61,9 @@ class Scheduler:
 
     def step(self, *requests: Any) -> list[str]:
         """The names of those that may be scheduled."""
-        ready = [r.request_id for r in requests if self.consumer.ensure(r, r.num_computed_tokens)]
+        ready = [
+            r.request_id for r in requests if self.consumer.ensure_items(r, r.num_computed_tokens)
+        ]
         self.consumer.end_step()
         gauges = self.fetcher.gauges()
         taken = gauges["held_bytes"] + gauges["queued_bytes"] + gauges["inflight_bytes"]
@@ -281,7 +283,7 @@ def test_all_requests_get_through_whatever_happens(schedule: Any, seed: int) -> 
 
     assert scheduler.pinned_entries() == 0
     assert scheduler.consumer.take_unavailable() == set()
-    assert scheduler.counts.take() == {}
+    assert scheduler.counts.take_counts() == {}
 
 
 def lines_of(call: Callable[[], object]) -> int:
@@ -373,7 +375,7 @@ def test_exception_while_an_entry_is_taken_over_fails_no_other_request(
     acceptance = import_module("ec_store.vllm_connector.accept").Acceptance
 
     with monkeypatch.context() as patched:
-        patched.setattr(acceptance, "fits", lambda *_: 1 / 0)
+        patched.setattr(acceptance, "accepts_entry", lambda *_: 1 / 0)
         assert settle(connector, first) == set()
     assert settle(connector, second) == set()
 

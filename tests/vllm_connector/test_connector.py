@@ -168,11 +168,11 @@ def test_counts_are_told_later_if_the_scheduler_does_not_listen(
         worker._counts.add(exceptions=2)  # noqa: SLF001
     connector.shutdown()
     for worker in (learner, saver):
-        worker.tell()
+        worker.send_reports()
         worker._counts.add(exceptions=1)  # noqa: SLF001
     receiver = vllm.receiver()
     for worker in (learner, saver):
-        worker.tell()
+        worker.send_reports()
     told = [message["counts"] for message in receiver.drain()]
     for part in (learner, saver, receiver):
         part.close()
@@ -191,12 +191,12 @@ def test_observations_of_a_worker_reach_the_scheduler_in_as_many_messages_as_the
     connector.shutdown()
     store.counts.observe("eviction_seconds", 0.1)
     saver._counts.observe("save_seconds", *range(MAX_TOLD))  # noqa: SLF001
-    saver.tell()  # to nobody
+    saver.send_reports()  # to nobody
     store.counts.observe("eviction_seconds", 0.2)
     saver._counts.observe("save_seconds", MAX_TOLD)  # noqa: SLF001
     receiver = vllm.receiver()
     for _ in range(3):
-        saver.tell()
+        saver.send_reports()
     told = [message["observations"] for message in receiver.drain()]
     for part in (saver, receiver):
         part.close()
@@ -343,7 +343,7 @@ def test_a_producer_names_what_is_stored_or_on_its_way(
     step = connector.build_connector_meta(Step(request))
     with open_store(url) as store:
         saver = vllm.saver(connector, store)
-        saver.expect(step.items, {"a": vllm.tensor(1.0)})
+        saver.expect_items(step.items, {"a": vllm.tensor(1.0)})
         saver.save("b", vllm.tensor(2.0))
         _, reported = connector.request_finished(request)
         saver.close()
@@ -370,7 +370,7 @@ def test_a_producer_does_not_name_what_was_dropped_until_it_is_stored(
     request = vllm.request(vllm.feature("a"), vllm.feature("b", offset=10))
     step = connector.build_connector_meta(Step(request))
     saver = vllm.saver(connector, Failing())
-    saver.expect(step.items, {})
+    saver.expect_items(step.items, {})
     saver.save("a", vllm.tensor())
     saver.close()
 
@@ -379,7 +379,7 @@ def test_a_producer_does_not_name_what_was_dropped_until_it_is_stored(
 
     with open_store(url) as store:
         saver = vllm.saver(connector, store)
-        saver.expect(step.items, {"a": vllm.tensor()})
+        saver.expect_items(step.items, {"a": vllm.tensor()})
         saver.close()
     assert named(connector, request) == {"a", "b"}
 
@@ -393,10 +393,10 @@ def test_what_the_queue_has_no_room_for_is_not_named_in_the_reply_of_its_own_ste
     store = Failing()
     store.go.clear()
     saver = vllm.saver(connector, store, queue_bytes=1)
-    saver.expect(step.items, {})
+    saver.expect_items(step.items, {})
     saver.save("a", vllm.tensor())
     saver.save("b", vllm.tensor())
-    saver.tell()
+    saver.send_reports()
     names = named(connector, request)
     store.go.set()
     saver.close()
@@ -413,7 +413,7 @@ def test_outcomes_wait_for_a_scheduler_that_does_not_listen(vllm: Any, connect: 
     store = Failing()
     store.go.clear()
     saver = vllm.saver(connector, store, queue_bytes=1)
-    saver.expect(step.items, {})
+    saver.expect_items(step.items, {})
     for item in items:
         saver.save(item.identifier, vllm.tensor())
     sender = Sender(vllm.engine)
@@ -421,10 +421,10 @@ def test_outcomes_wait_for_a_scheduler_that_does_not_listen(vllm: Any, connect: 
         pass
     sender.close()
     # The first waits to be written, the others were dropped.
-    saver.tell()
+    saver.send_reports()
     unheard = named(connector, request)
     for _ in range(3):
-        saver.tell()
+        saver.send_reports()
         connector.get_ec_connector_stats()
     heard = named(connector, request)
     store.go.set()
@@ -569,7 +569,7 @@ def test_a_key_that_no_store_holds_is_a_miss_and_is_not_named(
     assert named(connector, request) == {"a"}
     with open_store(url) as store:
         saver = vllm.saver(connector, store)
-        saver.expect(step.items, {long[0]: vllm.tensor()})
+        saver.expect_items(step.items, {long[0]: vllm.tensor()})
         saver.close()
     figures = counted(connector)
     assert "errors" not in figures
@@ -629,7 +629,7 @@ def test_what_is_written_during_a_step_leaves_room_for_what_the_step_tells(
     step = connector.build_connector_meta(Step(request))
     with open_store(url) as store:
         saver = vllm.saver(connector, store)
-        saver.expect(step.items, {})
+        saver.expect_items(step.items, {})
         for item in items[1:]:
             saver.save(item.identifier, vllm.tensor())
             until(lambda: not saver._writer._waiting)  # noqa: SLF001
@@ -643,6 +643,6 @@ def test_what_is_written_during_a_step_leaves_room_for_what_the_step_tells(
         saver.save("0", vllm.tensor())
         assert failed.wait(60)
         time.sleep(0.05)
-        saver.tell()
+        saver.send_reports()
         assert "0" not in named(connector, request)
         saver.close()

@@ -104,7 +104,7 @@ def test_an_entry_fits_exactly_where_dtype_rows_and_columns_are_those_expected(
 ) -> None:
     size = math.prod(shape) * (4 if dtype == "F32" else 2)
     entry = Entry(memoryview(bytes(size)), dtype, shape, "image")
-    found = fit.misfit(entry, fit.Expected("F32", rows, columns))
+    found = fit.find_misfit(entry, fit.Expected("F32", rows, columns))
     assert (found is None) == (dtype == "F32" and shape == (rows, columns))
 
 
@@ -122,8 +122,8 @@ def qwen3_omni() -> Any:
 
 def test_widths_follow_from_the_configuration(vllm: Any) -> None:
     plain = vllm.widths()
-    assert [plain.columns(one) for one in ("image", "video", "audio")] == [COLUMNS] * 3
-    assert plain.columns("another") is None
+    assert [plain.known_columns(one) for one in ("image", "video", "audio")] == [COLUMNS] * 3
+    assert plain.known_columns("another") is None
 
 
 @pytest.mark.parametrize("make", [qwen3_vl, qwen3_omni], ids=lambda make: make.__name__)
@@ -134,7 +134,7 @@ def test_deepstack_levels_widen_pictures_and_videos(vllm: Any, make: Any) -> Non
     assert levels == 3
     with vllm.model(hf_config=config):
         widths = vllm.widths()
-    assert [widths.columns(one) for one in ("image", "video", "audio")] == [
+    assert [widths.known_columns(one) for one in ("image", "video", "audio")] == [
         (1 + levels) * COLUMNS,
         (1 + levels) * COLUMNS,
         COLUMNS,
@@ -144,29 +144,29 @@ def test_deepstack_levels_widen_pictures_and_videos(vllm: Any, make: Any) -> Non
 def test_video_pruning_appends_columns_of_positions(vllm: Any) -> None:
     with vllm.encoder(video_pruning_rate=0.5):
         widths = vllm.widths()
-        assert [widths.columns(one) for one in ("image", "video")] == [COLUMNS + 4] * 2
-        assert widths.columns("audio") == COLUMNS
+        assert [widths.known_columns(one) for one in ("image", "video")] == [COLUMNS + 4] * 2
+        assert widths.known_columns("audio") == COLUMNS
         with vllm.model(hf_config=qwen3_vl()):
-            assert vllm.widths().columns("video") == 4 * COLUMNS + 5
+            assert vllm.widths().known_columns("video") == 4 * COLUMNS + 5
         with vllm.model(hf_config=qwen3_omni()):  # of no known number of columns
-            assert vllm.widths().columns("video") is None
+            assert vllm.widths().known_columns("video") is None
 
 
 def test_a_width_that_the_configuration_does_not_say_is_not_known(vllm: Any) -> None:
     config = qwen3_vl()
     config.deepstack_layer_map = [[-1, 0], [-2, 1]]
     with vllm.model(hf_config=config):
-        assert vllm.widths().columns("image") is None
+        assert vllm.widths().known_columns("image") is None
 
 
 def test_widths_are_stated_before_measured_before_learned_before_derived(vllm: Any) -> None:
     widths = vllm.widths({"image": 1}, {"image": 2, "video": 3})
-    assert [widths.columns(one) for one in ("image", "video", "audio")] == [1, 3, COLUMNS]
+    assert [widths.known_columns(one) for one in ("image", "video", "audio")] == [1, 3, COLUMNS]
     assert [widths.is_derived(one) for one in ("image", "video", "audio")] == [False, False, True]
     for modality in ("image", "video", "audio"):
-        widths.learn(modality, 4)
-        widths.learn(modality, 5)
-    assert [widths.columns(one) for one in ("image", "video", "audio")] == [1, 3, 4]
+        widths.learn_columns(modality, 4)
+        widths.learn_columns(modality, 5)
+    assert [widths.known_columns(one) for one in ("image", "video", "audio")] == [1, 3, 4]
     assert not widths.is_derived("audio")
 
 
@@ -196,10 +196,10 @@ def test_width_is_learned_from_what_this_engine_encodes(
 
     learner = vllm.learner()
     cache: dict[str, Any] = {}
-    learner.expect(step.learn, cache)
-    learner.tell()
+    learner.expect_items(step.learn, cache)
+    learner.send_reports()
     cache["a"] = wide
-    learner.tell()
+    learner.send_reports()
     learner.close()
     counted(connector)
     connector.request_finished(local)
@@ -216,7 +216,7 @@ def test_width_is_learned_from_what_this_engine_encodes(
 
 def test_widths_of_a_model_without_media_are_no_error(vllm: Any) -> None:
     with vllm.model(multimodal_config=None):
-        assert vllm.widths().columns("image") == COLUMNS
+        assert vllm.widths().known_columns("image") == COLUMNS
 
 
 def test_learner_tells_one_width_for_each_modality(vllm: Any, connect: Connect) -> None:
@@ -224,11 +224,11 @@ def test_learner_tells_one_width_for_each_modality(vllm: Any, connect: Connect) 
     learner = vllm.learner()
     pictures = {f"picture-{number}": "image" for number in range(9)}
     cache = {"picture-3": torch.ones(2, 7), "sound": torch.ones(2, 5)}
-    learner.expect({**pictures, "sound": "audio"}, cache)
-    learner.tell()
-    learner.tell()
+    learner.expect_items({**pictures, "sound": "audio"}, cache)
+    learner.send_reports()
+    learner.send_reports()
     cache["picture-4"] = torch.ones(2, 9)
-    learner.tell()
+    learner.send_reports()
     learner.close()
 
     told = [message["widths"] for message in connector._receiver.drain()]  # noqa: SLF001
@@ -242,10 +242,10 @@ def test_learner_tells_later_what_the_scheduler_does_not_hear_yet(
     connector = connect()
     learner = vllm.learner()
     connector.shutdown()
-    learner.expect({"a": "image"}, {"a": torch.ones(2, 7)})
-    learner.tell()
+    learner.expect_items({"a": "image"}, {"a": torch.ones(2, 7)})
+    learner.send_reports()
     receiver = vllm.receiver()
-    learner.tell()
+    learner.send_reports()
     learner.close()
 
     assert [message["widths"] for message in receiver.drain()] == [{"image": 7}]
@@ -332,7 +332,7 @@ def test_an_encoder_output_that_is_not_finite_is_not_stored_and_not_named(
     spoiled[0, 0] = math.nan
     with open_store(url) as store:
         saver = vllm.saver(connector, store)
-        saver.expect(step.items, {})
+        saver.expect_items(step.items, {})
         saver.save("a", spoiled)
         saver.save("b", vllm.tensor())
         saver.close()

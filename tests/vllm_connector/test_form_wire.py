@@ -88,7 +88,7 @@ def test_vllm_reads_what_the_proxy_writes(engine: TestClient) -> None:
         head = f'\r\n--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n'
         raw += (head + value).encode()
     read, cuts = AUDIO.read(raw + b"\r\n--b--\r\n", KIND, 0)
-    reply = ask(engine, b"".join(AUDIO.written(read, cuts)), AUDIO.content_type(read))
+    reply = ask(engine, b"".join(AUDIO.encode_body(read, cuts)), AUDIO.content_type(read))
 
     assert reply.json() == {"prompt": "\u00e9", "unknown": [], "extra_args": {"a": 1}}
 
@@ -188,7 +188,7 @@ def test_no_form_that_is_accepted_has_a_reserved_field_for_vllm(
     except ProxyError as refused:
         assert refused.status in {400, 415}
         return
-    written = b"".join(AUDIO.written(read, cuts))
+    written = b"".join(AUDIO.encode_body(read, cuts))
     reply = ask(engine, written, AUDIO.content_type(read))
 
     if reply.status_code == 200:  # else vLLM refuses the form, and no engine gets anything

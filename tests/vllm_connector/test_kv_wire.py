@@ -66,7 +66,7 @@ def test_mooncake_bootstrap_servers_answer_is_read() -> None:
         own = worker | {"engine_id": f"engine-{rank}", "dp_rank": rank}
         assert client.post("/register", json=own).status_code == 200
 
-    assert Mooncake().peer(client.get("/query").json()) == {"0": "engine-0", "1": "engine-1"}
+    assert Mooncake().parse_peer(client.get("/query").json()) == {"0": "engine-0", "1": "engine-1"}
 
 
 def test_mooncake_decode_pulls_what_prefill_sends() -> None:
@@ -144,7 +144,7 @@ def test_a_push_prefill_keeps_its_blocks_and_says_who_it_is() -> None:
     kept, replied = prefill.request_finished(request, ([1, 2],))
 
     assert kept
-    assert NixlPush().learned(PAIR, replied) == {
+    assert NixlPush().facts_of_reply(PAIR, replied) == {
         "remote_engine_id": "decode",
         "remote_host": "10.0.0.2",
         "remote_port": 5601,

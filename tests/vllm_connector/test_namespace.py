@@ -540,12 +540,12 @@ def test_two_namespaces_in_one_engine_are_an_error_and_nothing_is_named(
     request = vllm.request(vllm.feature("a"))
     with open_store(url) as store:
         agreeing = vllm.saver(connector, store)
-        agreeing.tell()
+        agreeing.send_reports()
         assert set(connector.request_finished(request)[1]) == {"a"}
         assert not [one for one in caplog.records if one.levelname != "INFO"]
         for _ in range(2):
             saver = vllm.saver(connector, store, namespace="tiny@main:another")
-            saver.tell()
+            saver.send_reports()
             connector.get_ec_connector_stats()
             saver.close()
         agreeing.close()

@@ -38,7 +38,7 @@ def test_mooncakes_consumer_waits_for_what_its_producer_pushes(
     vllm: Any, transfers: Any, keys: str
 ) -> None:
     consumer = Instance(Role.PREFILL_DECODE, "http://pd:1", ec_zmq_addrs=(ADDRESS,))
-    place = InstanceTable([consumer]).place(consumer)
+    place = InstanceTable([consumer]).reserve_place(consumer)
     mooncake, producer = ECMooncake(), transfers.MooncakeProducer()
     items, pushes = list[Encoded](), list[tuple[str, str, str]]()
     for key in keys:  # a request each
@@ -58,7 +58,7 @@ def test_mooncakes_consumer_waits_for_what_its_producer_pushes(
 def test_mooncakes_producer_pushes_both_features_of_a_video(vllm: Any, transfers: Any) -> None:
     consumer = Instance(Role.PREFILL_DECODE, "http://pd:1", ec_zmq_addrs=(ADDRESS,))
     mooncake, producer = ECMooncake(), transfers.MooncakeProducer()
-    asked = mooncake.encode_params(InstanceTable([consumer]).place(consumer), 2)
+    asked = mooncake.encode_params(InstanceTable([consumer]).reserve_place(consumer), 2)
     request = transfers.asked(vllm, ["sound", "film"], asked)
     request.mm_features[0].modality, request.mm_features[1].modality = "audio", "video"
     pushes = producer.pushes(request)
@@ -110,7 +110,7 @@ def test_any_number_of_consumers_reads_what_the_encode_instance_has_in_memory(
         output = torch.rand(4, 256)
         transfers.write(producer, made, output)
         _, reply = producer.request_finished(made)
-        assert nixl.lacking(encoded(nixl, reply, None)) is None
+        assert nixl.missing_field(encoded(nixl, reply, None)) is None
         assert reply["key"]["peer_port"] == side_channel
 
         params = orjson.loads(orjson.dumps(nixl.consumer_params([encoded(nixl, reply, None)])))
@@ -129,4 +129,4 @@ def test_what_is_not_in_memory_has_no_address_and_no_metadata(
         _, reply = producer.request_finished(transfers.asked(vllm, ["key"], None))
 
         assert encoded(ECNixl(), reply, None).metadata == {}
-        assert ECNixl().lacking(encoded(ECNixl(), reply, None)) == "peer_host"
+        assert ECNixl().missing_field(encoded(ECNixl(), reply, None)) == "peer_host"

@@ -133,7 +133,7 @@ class InstanceSettings(BaseModel):
             raise ValueError(
                 "--registration-store needs --dynamic-registration, --instances-file, --discover-…"
             )
-        roles = {one.role for one in (*self.instances, *self.discovered)}
+        roles = {one.role for one in (*self.instances, *self.discovered_instances)}
         if Role.PREFILL_DECODE in roles and roles & {Role.PREFILL, Role.DECODE}:
             raise ValueError(
                 "instances that prefill and decode cannot be combined with instances that do only "
@@ -149,7 +149,7 @@ class InstanceSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:
-        urls = {one.url for one in (*self.instances, *self.discovered)}
+        urls = {one.url for one in (*self.instances, *self.discovered_instances)}
         for url, _ in map(weight_of, self.instance_weights):
             if url not in urls:
                 raise ValueError(
@@ -189,7 +189,7 @@ class InstanceSettings(BaseModel):
         return self.ec_consumer_zmq_addrs[position * size : (position + 1) * size]
 
     @property
-    def discovered(self) -> tuple[Instance, ...]:
+    def discovered_instances(self) -> tuple[Instance, ...]:
         """Return one instance per DNS name to look up; the host of its URL is the name."""
         size = self.ec_consumer_dp_size
         found = (
@@ -212,4 +212,4 @@ class InstanceSettings(BaseModel):
     @property
     def dynamic(self) -> bool:
         """Return whether instances may join and leave while the proxy runs."""
-        return bool(self.dynamic_registration or self.instances_file or self.discovered)
+        return bool(self.dynamic_registration or self.instances_file or self.discovered_instances)

@@ -191,7 +191,7 @@ class TenancySettings(BaseModel):
             raise ValueError("--trusted-tenants needs --api-keys-file")
         return self
 
-    def trusts(self, tenant: Tenant) -> bool:
+    def trusts_tenant(self, tenant: Tenant) -> bool:
         """Return whether a tenant's requests may have a priority and ask for an engine's load."""
         return tenant is ANONYMOUS or tenant.name in self.trusted_tenants
 

@@ -101,7 +101,7 @@ def rng(*names: object) -> random.Random:
     return random.Random("/".join(map(str, names)))  # noqa: S311 - it must be repeatable
 
 
-def arena(draw: random.Random, length: int) -> Trace:
+def arena_trace(draw: random.Random, length: int) -> Trace:
     """Return a trace with as many new pictures as VisionArena-Chat; the others are repeated ones.
 
     A frequent picture is repeated more often (Simon's model): the picture of rank n has a share of
@@ -123,7 +123,7 @@ def pool(draw: random.Random, length: int) -> Trace:
     ]
 
 
-def window(draw: random.Random, length: int) -> Trace:
+def window_trace(draw: random.Random, length: int) -> Trace:
     """Return a trace with a sliding window: 4 of 5 pictures were among the last 50."""
     trace: Trace = []
     for number in range(length):
@@ -132,7 +132,7 @@ def window(draw: random.Random, length: int) -> Trace:
 
 
 REPLAYS: Mapping[str, Callable[[random.Random, int], Trace]] = MappingProxyType(
-    {LOCAL: arena, "pool": pool, "window": window}
+    {LOCAL: arena_trace, "pool": pool, "window": window_trace}
 )
 """Function that makes the trace, by the name of the data set."""
 
@@ -186,7 +186,7 @@ class Dataset:
     trace: tuple[str, ...]
 
     @property
-    def distinct(self) -> int:
+    def distinct_count(self) -> int:
         """Return the number of distinct pictures."""
         return len(set(self.trace))
 
@@ -221,7 +221,7 @@ def vision_arena(prompts: int) -> Dataset:
     """
     try:
         _check_access()
-        trace = tuple(islice(digests(HUB_NAME), prompts))
+        trace = tuple(islice(media_digests(HUB_NAME), prompts))
     except Exception as error:  # the type depends on the version of the HTTP library
         lines = str(error).strip().splitlines()
         reason = lines[-1] if lines else type(error).__name__
@@ -236,7 +236,7 @@ def _check_access() -> None:
     HfApi().auth_check(HUB_NAME, repo_type="dataset")
 
 
-def digests(path: str) -> Iterator[str]:
+def media_digests(path: str) -> Iterator[str]:
     """Yield the SHA-256 of each picture that vLLM sends from a data set."""
     # Installed only in environments that run vLLM's benchmark.
     from datasets import load_dataset  # noqa: PLC0415

@@ -66,10 +66,10 @@ OK = "HTTP/1.1 200 OK"
 ONE_CHUNK = load.chunk(b"data: " + orjson.dumps(EVENT) + b"\n\n")
 LAST_CHUNKS = load.chunk(b"data: [DONE]\n\n") + load.LAST_CHUNK
 
-Answer = Callable[["Connection", bytearray], None]
+Answer = Callable[["EngineConnection", bytearray], None]
 
 
-class Connection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
     """Connection of a proxy to a fake engine."""
 
     def __init__(self, answer: Answer) -> None:
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._next, chunks - 1, gap_s, due_s)
 
 
-def encode(store: Store | None, to: Connection, body: bytearray) -> None:
+def encode(store: Store | None, to: EngineConnection, body: bytearray) -> None:
     """Write a store entry for each item, and answer with `ec_transfer_params`."""
     uuids = [found.decode() for found in UUID.findall(body)]
     for uuid in uuids:
@@ -135,12 +135,12 @@ def encode(store: Store | None, to: Connection, body: bytearray) -> None:
     to.json({**ANSWER, "ec_transfer_params": said})
 
 
-def prefill(to: Connection, _: bytearray) -> None:
+def prefill(to: EngineConnection, _: bytearray) -> None:
     """Answer with the `kv_transfer_params` of a finished prefill."""
     to.json({**ANSWER, "kv_transfer_params": KV})
 
 
-def decode(to: Connection, body: bytearray) -> None:
+def decode(to: EngineConnection, body: bytearray) -> None:
     """Answer with a document or a stream; the request sets the number and the gap of the events."""
     fields = body if len(body) < 2 * TAIL else body[:TAIL] + body[-TAIL:]
     if not STREAM.search(fields):
@@ -160,7 +160,7 @@ async def serve(roles: list[tuple[str, int]], store: Store | None) -> None:
     loop = asyncio.get_running_loop()
     for role, port in roles:
         await loop.create_server(
-            partial(Connection, answers[role]), "127.0.0.1", port, backlog=2048
+            partial(EngineConnection, answers[role]), "127.0.0.1", port, backlog=2048
         )
     await asyncio.Event().wait()
 

@@ -111,7 +111,7 @@ class Done:
 
 
 @dataclass(slots=True)
-class Load:
+class BenchLoad:
     """Result of a load.
 
     Attributes:
@@ -171,7 +171,7 @@ class Client(asyncio.Protocol):
         if not self._ended.done():
             self._ended.set_result(how)
 
-    async def ask(self, body: bytes, began_s: float | None = None) -> str | Done:
+    async def send_request(self, body: bytes, began_s: float | None = None) -> str | Done:
         """Send a request and wait for its whole response; return a text if it failed.
 
         Args:
@@ -198,7 +198,7 @@ async def run(  # noqa: PLR0913 - parameters of a load
     events: int,
     seconds: float | None,
     connect: bool = False,
-) -> Load:
+) -> BenchLoad:
     """Put a load on a server.
 
     Args:
@@ -215,7 +215,7 @@ async def run(  # noqa: PLR0913 - parameters of a load
     """
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 80
-    load = Load()
+    load = BenchLoad()
     loop = asyncio.get_running_loop()
     connections: list[Client] = []
 
@@ -227,11 +227,11 @@ async def run(  # noqa: PLR0913 - parameters of a load
     ready = [None if connect else await connected() for _ in range(clients)]
     began = time.perf_counter()
 
-    async def one(client: Client | None) -> None:
+    async def run_client(client: Client | None) -> None:
         began_s = time.perf_counter() if client is None else None
         client = client or await connected()
         while True:
-            how = await client.ask(next(bodies), began_s)
+            how = await client.send_request(next(bodies), began_s)
             began_s = None
             if isinstance(how, Done):
                 load.done.append(how)
@@ -242,7 +242,7 @@ async def run(  # noqa: PLR0913 - parameters of a load
 
     try:
         async with asyncio.timeout((seconds or 0.0) + TIMEOUT_S):
-            await asyncio.gather(*(one(client) for client in ready))
+            await asyncio.gather(*(run_client(client) for client in ready))
     except TimeoutError:
         raise TimeoutError(f"did not answer within {TIMEOUT_S:.0f} s") from None
     finally:

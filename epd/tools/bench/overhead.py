@@ -25,7 +25,7 @@ from epd.tools.bench.scenarios import (
 )
 from epd.tools.fleet.process import (
     ProcessDied,
-    held,
+    hold_signals,
     leave_contexts_on_signals,
 )
 from epd.version import __version__
@@ -171,7 +171,7 @@ def _folder() -> Iterator[Path]:
     try:
         yield Path(made.name)
     finally:
-        with held():
+        with hold_signals():
             made.cleanup()
 
 
@@ -191,12 +191,12 @@ def _results(
     for prefill in (False, True):
         some = [one for one in scenarios if one.prefill is prefill and not one.fresh]
         if some:
-            with rig.running(prefill=prefill) as running:
+            with rig.run_contenders(prefill=prefill) as running:
                 for scenario in some:
                     yield _result(rig, scenario, running, rounds, seconds)
     for scenario in scenarios:
         if scenario.fresh:
-            with rig.running(prefill=scenario.prefill) as running:
+            with rig.run_contenders(prefill=scenario.prefill) as running:
                 yield _result(rig, scenario, running, 1, seconds)
 
 
@@ -206,7 +206,7 @@ def _result(rig: Rig, scenario: Scenario, running: Running, rounds: int, seconds
     turns |= {one.name: [] for one in running.contenders}
     if not scenario.fresh:
         for one in running.contenders:
-            rig.warm(scenario, one)
+            rig.warm_up(scenario, one)
     for number in range(rounds):
         turns[DIRECT].append(rig.measure_direct(scenario, running.url, seconds))
         for one in _rotated(running.contenders, number):

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from epd.tools.bench.dataset import Dataset, ideal_hit_rate
-from epd.tools.bench.targets import Items, Target
+from epd.tools.bench.targets import BenchTarget, Items
 from epd.tools.bench.vllm_bench import Figures
 from epd.version import __version__
 
@@ -31,7 +31,7 @@ class Run:
         notes: remarks that a reader of the results needs.
     """
 
-    target: Target
+    target: BenchTarget
     dataset: Dataset
     figures: Figures
     items: Items | None
@@ -60,7 +60,7 @@ class Run:
         """Return the average number of encodes per distinct picture, in all stages."""
         if self.items is None:
             return None
-        return (self.items.encodes + self.items.local) / self.dataset.distinct
+        return (self.items.encodes + self.items.local) / self.dataset.distinct_count
 
     def as_json(self) -> dict[str, Any]:
         """Return the run as an item of `runs` in a result file."""
@@ -69,7 +69,7 @@ class Run:
             "url": self.target.url,
             "dataset": self.dataset.name,
             "prompts": len(self.dataset.trace),
-            "distinct_pictures": self.dataset.distinct,
+            "distinct_pictures": self.dataset.distinct_count,
             **asdict(self.figures),
             "hit_rate": self.hit_rate,
             "ideal_hit_rate": self.ideal_hit_rate,
@@ -80,7 +80,7 @@ class Run:
 
 
 def run_of(
-    target: Target,
+    target: BenchTarget,
     dataset: Dataset,
     figures: Figures,
     counted: tuple[Items | str, Items | str],
@@ -108,7 +108,7 @@ def _counted(
     """Return the proxy's counts for a run, and a note about them."""
     if isinstance(before, str) or isinstance(after, str):
         return None, f"without hit rate and encodes: {after if isinstance(after, str) else before}"
-    items = after.since(before)
+    items = after.counts_since(before)
     sent = figures.completed + figures.failed
     if not figures.completed <= items.total <= sent:
         return None, (
@@ -179,7 +179,7 @@ def tables(runs: Sequence[Run]) -> Iterator[str]:
         columns = list(group)
         dataset = columns[0].dataset
         yield ""
-        yield f"{dataset.name}: {len(dataset.trace)} prompts, {dataset.distinct} pictures"
+        yield f"{dataset.name}: {len(dataset.trace)} prompts, {dataset.distinct_count} pictures"
         yield ""
         yield "| | " + " | ".join(run.target.name for run in columns) + " |"
         yield "| --- |" + " --- |" * len(columns)

@@ -19,7 +19,7 @@ import psutil
 import uvloop
 
 from epd.tools.bench import load
-from epd.tools.bench.load import Load
+from epd.tools.bench.load import BenchLoad
 from epd.tools.bench.scenarios import (
     Bodies,
     Sample,
@@ -30,7 +30,7 @@ from epd.tools.fleet.process import (
     Guard,
     Process,
     free_ports,
-    held,
+    hold_signals,
     stop,
     wait_until_ready,
 )
@@ -157,7 +157,7 @@ class _Started:
         self._guard = Guard()
         self._guard.delete(folder)
 
-    def take(self, process: Process) -> None:
+    def add_process(self, process: Process) -> None:
         """Add a process to stop with the others."""
         self.processes.append(process)
         self._guard.watch(process.pid)
@@ -193,7 +193,7 @@ class Rig:
         self._seed = 0
 
     @contextmanager
-    def running(self, *, prefill: bool) -> Iterator[Running]:
+    def run_contenders(self, *, prefill: bool) -> Iterator[Running]:
         """Start new engines and contenders, and stop them at the end of the context.
 
         Raises:
@@ -207,14 +207,14 @@ class Rig:
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, self._ours)
             started = stack.enter_context(_Started(self._folder))
-            with held():
-                started.take(self._engines(ports))
+            with hold_signals():
+                started.add_process(self._engines(ports))
             wait_until_ready(started.processes, READY_S, _silently)
             measured: list[Measured] = []
             for contender in self._contenders:
-                with held():
+                with hold_signals():
                     measured.append(self._start(contender, urls, prefill=prefill))
-                    started.take(measured[-1].process)
+                    started.add_process(measured[-1].process)
             wait_until_ready(started.processes, READY_S, _silently)
             yield Running(urls["decode"], measured)
 
@@ -245,7 +245,7 @@ class Rig:
         }
         return Measured(contender, places, self._folder / f"{contender.name}.log", self._theirs)
 
-    def warm(self, scenario: Scenario, one: Measured) -> None:
+    def warm_up(self, scenario: Scenario, one: Measured) -> None:
         """Put a short load on a contender, so that it opens its connections and fills its caches.
 
         Raises:
@@ -269,7 +269,7 @@ class Rig:
             )
         return sample(outcome, one.cpu_s() - before_s, one.resident_bytes())
 
-    def _turn(self, one: Measured, scenario: Scenario, seconds: float) -> Load:
+    def _turn(self, one: Measured, scenario: Scenario, seconds: float) -> BenchLoad:
         try:
             return self._put(one.url, scenario, seconds)
         except TimeoutError as error:
@@ -281,7 +281,7 @@ class Rig:
         """Measure the same load without a proxy."""
         return sample(self._put(url, scenario, seconds), 0.0, 0)
 
-    def _put(self, url: str, scenario: Scenario, seconds: float) -> Load:
+    def _put(self, url: str, scenario: Scenario, seconds: float) -> BenchLoad:
         self._seed += 1  # the pictures of all turns differ
         bodies = iter(Bodies(scenario, self._seed))
         limit_s = None if scenario.once else seconds

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from epd.tools.bench.load import Load
+from epd.tools.bench.load import BenchLoad
 
 KB = 1000
 MB = 1000 * KB
@@ -195,7 +195,7 @@ class Sample:
     failed: float
 
 
-def sample(load: Load, cpu_s: float, resident_bytes: int) -> Sample:
+def sample(load: BenchLoad, cpu_s: float, resident_bytes: int) -> Sample:
     """Return the measurements of one turn."""
     first = sorted(one.first_s for one in load.done) or [0.0]
     events = sum(one.events for one in load.done)

@@ -25,8 +25,8 @@ from epd.tools.bench.dataset import (
     vision_arena,
 )
 from epd.tools.bench.results import Run
-from epd.tools.bench.targets import Items, Model, NoFigures, Target, TargetFailed
-from epd.tools.bench.vllm_bench import BenchFailed, Load
+from epd.tools.bench.targets import BenchModel, BenchTarget, Items, NoFigures, TargetFailed
+from epd.tools.bench.vllm_bench import BenchFailed, VllmBenchLoad
 from epd.tools.fleet.process import ProcessDied, leave_contexts_on_signals
 from epd.tools.fleet.settings import Topology
 from epd.tools.fleet.stack import Stack
@@ -37,10 +37,10 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class BenchPlan:
     """Plan of a benchmark; its fields are the command's flags."""
 
-    url: Sequence[Target]
+    url: Sequence[BenchTarget]
     topology: Sequence[str]
     model: str | None
     tokenizer: str | None
@@ -57,9 +57,9 @@ class Plan:
     out: Path | None
 
     @property
-    def load(self) -> Load:
+    def load(self) -> VllmBenchLoad:
         """Return the load on each target."""
-        return Load(self.request_rate, self.max_concurrency, self.output_len)
+        return VllmBenchLoad(self.request_rate, self.max_concurrency, self.output_len)
 
 
 def add_parser(benchmarks: Commands) -> None:
@@ -85,7 +85,7 @@ def _add_target_flags(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
     add(
         "--url",
-        type=_checked(Target.parse),
+        type=_checked(BenchTarget.parse),
         action="append",
         default=[],
         metavar="[NAME=]URL",
@@ -165,12 +165,12 @@ def _add_load_flags(group: "argparse._ArgumentGroup") -> None:
 
 
 def _run(parser: Parser, **flags: Any) -> None:
-    plan = Plan(**flags)
+    plan = BenchPlan(**flags)
     if not plan.url and not plan.topology:
         parser.error("--url or --topology is required")
     if plan.topology and not (plan.model and Path(plan.model, "config.json").is_file()):
         parser.error("--topology needs --model FOLDER with a model that vLLM can load")
-    if missing := vllm_bench.missing():
+    if missing := vllm_bench.missing_packages():
         sys.exit(f"epd bench serve: needs {', '.join(missing)}: pip install '.[vllm,bench]'")
     leave_contexts_on_signals()
     try:
@@ -182,11 +182,11 @@ def _run(parser: Parser, **flags: Any) -> None:
     print("\n".join(results.tables(runs)))
 
 
-def _measure(plan: Plan) -> list[Run]:
+def _measure(plan: BenchPlan) -> list[Run]:
     """Return all runs, one target after the other; each run is written before the next begins."""
     started_at = datetime.now(UTC)
     datasets = list(_datasets(plan))
-    places: list[AbstractContextManager[Target]] = [
+    places: list[AbstractContextManager[BenchTarget]] = [
         *(nullcontext(target) for target in plan.url),
         *(_started(plan, name) for name in plan.topology),
     ]
@@ -198,19 +198,19 @@ def _measure(plan: Plan) -> list[Run]:
             if plan.tokenizer:
                 model = replace(model, tokenizer=plan.tokenizer)
             for number in range(plan.warmups):
-                targets.ask(target, model, dataset.jpeg(rng(plan.seed, "warm-up", number)))
+                targets.warm_target(target, model, dataset.jpeg(rng(plan.seed, "warm-up", number)))
             for chosen in datasets:
                 runs.append(_one(plan, target, model, chosen))
                 _write(plan, runs, started_at)
     return runs
 
 
-def _write(plan: Plan, runs: Sequence[Run], started_at: datetime) -> None:
+def _write(plan: BenchPlan, runs: Sequence[Run], started_at: datetime) -> None:
     if plan.out is not None:
         plan.out.write_bytes(results.document(runs, started_at, sys.argv[1:]))
 
 
-def _one(plan: Plan, target: Target, model: Model, dataset: Dataset) -> Run:
+def _one(plan: BenchPlan, target: BenchTarget, model: BenchModel, dataset: Dataset) -> Run:
     """Send one data set to one target, and return the run."""
     _report(f"{target.name}: {len(dataset.trace)} requests of {dataset.name}")
     before = _items(target)
@@ -222,7 +222,7 @@ def _one(plan: Plan, target: Target, model: Model, dataset: Dataset) -> Run:
     return results.run_of(target, dataset, figures, (before, _items(target)), plan.store_entries)
 
 
-def _items(target: Target) -> Items | str:
+def _items(target: BenchTarget) -> Items | str:
     """Return the proxy's counts, or the reason why they are unknown."""
     try:
         return targets.read_items(target)
@@ -230,7 +230,7 @@ def _items(target: Target) -> Items | str:
         return str(reason)
 
 
-def _datasets(plan: Plan) -> Iterator[Dataset]:
+def _datasets(plan: BenchPlan) -> Iterator[Dataset]:
     """Yield the data sets of the plan; generate missing ones."""
     names = [AUTO, *(one for one in REPLAYS if one != LOCAL)]
     for name in names if plan.dataset == ALL else [plan.dataset]:
@@ -248,7 +248,7 @@ def _datasets(plan: Plan) -> Iterator[Dataset]:
 
 
 @contextmanager
-def _started(plan: Plan, topology: str) -> Iterator[Target]:
+def _started(plan: BenchPlan, topology: str) -> Iterator[BenchTarget]:
     """Start a stack on this machine, and stop it at the end of the context."""
     with TemporaryDirectory(prefix="epd-bench-") as folder:
         stack = Stack(
@@ -260,7 +260,7 @@ def _started(plan: Plan, topology: str) -> Iterator[Target]:
             report=_report,
         )
         with stack:
-            yield Target(topology, stack.url)
+            yield BenchTarget(topology, stack.url)
 
 
 def _report(line: str) -> None:

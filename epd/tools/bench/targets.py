@@ -32,7 +32,7 @@ class NoFigures(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """Server with OpenAI's API.
 
     Attributes:
@@ -58,7 +58,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class BenchModel:
     """Model of a server.
 
     Attributes:
@@ -86,7 +86,7 @@ class Items:
     local: int
     encodes: int
 
-    def since(self, before: Self) -> "Items":
+    def counts_since(self, before: Self) -> "Items":
         """Return the counts since `before`."""
         return Items(
             self.hits - before.hits,
@@ -101,7 +101,7 @@ class Items:
         return self.hits + self.encoded + self.local
 
 
-def find_model(target: Target, wanted: str | None) -> Model:
+def find_model(target: BenchTarget, wanted: str | None) -> BenchModel:
     """Return the model of this name or folder name; without a name, the server's only model.
 
     Raises:
@@ -110,7 +110,9 @@ def find_model(target: Target, wanted: str | None) -> Model:
     status, body = asyncio.run(_request("GET", f"{target.url}/v1/models", _client_key()))
     if status != HTTPStatus.OK:
         raise TargetFailed(f"{target.url}/v1/models: {_said(status, body)}")
-    models = [Model(one["id"], one.get("root") or one["id"]) for one in _json(body).get("data", [])]
+    models = [
+        BenchModel(one["id"], one.get("root") or one["id"]) for one in _json(body).get("data", [])
+    ]
     names = wanted and {wanted, Path(wanted).name}
     found = [one for one in models if names is None or one.id in names]
     if len(found) != 1:
@@ -120,7 +122,7 @@ def find_model(target: Target, wanted: str | None) -> Model:
     return found[0]
 
 
-def ask(target: Target, model: Model, jpeg: bytes) -> None:
+def warm_target(target: BenchTarget, model: BenchModel, jpeg: bytes) -> None:
     """Send a request with a picture, to warm up the engines.
 
     Raises:
@@ -144,7 +146,7 @@ def ask(target: Target, model: Model, jpeg: bytes) -> None:
         raise TargetFailed(f"{target.url} failed a request with a picture: {_said(status, said)}")
 
 
-def read_items(target: Target) -> Items:
+def read_items(target: BenchTarget) -> Items:
     """Return the counts of the proxy at `target`.
 
     Raises:

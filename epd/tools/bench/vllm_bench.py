@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from epd.tools.bench.dataset import HUB_NAME, Dataset, seen_before
-from epd.tools.bench.targets import Model, Target
+from epd.tools.bench.targets import BenchModel, BenchTarget
 
 TAIL_LINES = 25
 NEEDED = ("vllm", "datasets", "pandas")
@@ -24,7 +24,7 @@ class BenchFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class VllmBenchLoad:
     """Load of a run.
 
     Attributes:
@@ -39,7 +39,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
+class BenchLatency:
     """Distribution of a latency, in milliseconds."""
 
     mean: float
@@ -65,8 +65,8 @@ class Figures:
         errors: distinct errors of the failed requests.
     """
 
-    ttft_ms: Latency
-    tpot_ms: Latency
+    ttft_ms: BenchLatency
+    tpot_ms: BenchLatency
     ttft_new_ms: float | None
     ttft_seen_ms: float | None
     request_throughput_rps: float
@@ -77,12 +77,14 @@ class Figures:
     errors: tuple[str, ...]
 
 
-def missing() -> list[str]:
+def missing_packages() -> list[str]:
     """Return the required packages that are not installed."""
     return [name for name in NEEDED if find_spec(name) is None]
 
 
-def command(target: Target, model: Model, dataset: Dataset, load: Load, result: Path) -> list[str]:
+def command(
+    target: BenchTarget, model: BenchModel, dataset: Dataset, load: VllmBenchLoad, result: Path
+) -> list[str]:
     """Return the command line; requests are sent in the data set's order."""
     limit = load.max_concurrency
     flags = {
@@ -161,8 +163,8 @@ def _errors(result: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(ends))
 
 
-def _latency(result: Mapping[str, Any], name: str) -> Latency:
-    return Latency(*(result[f"{figure}_{name}_ms"] for figure in ("mean", "median", "p99")))
+def _latency(result: Mapping[str, Any], name: str) -> BenchLatency:
+    return BenchLatency(*(result[f"{figure}_{name}_ms"] for figure in ("mean", "median", "p99")))
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -11,7 +11,7 @@ from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.http.pool import Pool
 from epd.http.tls import upstream_context
-from epd.request.kv_peers import Peers
+from epd.request.kv_peers import PeerRegistry
 from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
@@ -25,7 +25,7 @@ from epd.tools.doctor.facts import (
     Verdict,
     as_json,
     as_text,
-    worst,
+    worst_verdict,
 )
 from epd.tools.doctor.instances import IDLE_S, Visitor, call_the_roll
 from epd.tools.doctor.trials import Trials, Tried, Turns, text
@@ -43,20 +43,20 @@ class Patient:
         self.tried: Tried | None = None
 
     @property
-    def facts(self) -> Sequence[InstanceFacts]:
+    def instance_facts(self) -> Sequence[InstanceFacts]:
         """Facts about its instances."""
         return tuple(self._facts.values())
 
     @property
     def model(self) -> str | None:
         """Name of a model that requests can ask for; None: no instance serves one."""
-        return next((model.name for one in self.facts for model in one.models), None)
+        return next((model.name for one in self.instance_facts for model in one.models), None)
 
-    def there(self, *roles: Role) -> list[Instance]:
+    def answering_instances(self, *roles: Role) -> list[Instance]:
         """Return the instances of these roles that answer."""
         return [it for it, one in self._facts.items() if it.role in roles and one.problem is None]
 
-    def note(self, instance: Instance, trials: Mapping[str, Trial]) -> None:
+    def note_trials(self, instance: Instance, trials: Mapping[str, Trial]) -> None:
         """Record the results of requests; the first failure of each stage stays."""
         facts = self._facts[instance]
         failed = {stage: trial for stage, trial in facts.trials.items() if trial.problem}
@@ -86,11 +86,11 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
         upstream.verify_as(called.names)
         pool.verify_as(called.names)
         visitor = Visitor(upstream, pool, headers, config.health_timeout_s)
-        patient = Patient(await asyncio.gather(*map(visitor.look, called.instances)))
+        patient = Patient(await asyncio.gather(*map(visitor.visit_instance, called.instances)))
         if requests and patient.model is not None:
             encoded = EC_TRANSFERS[config.ec_transfer]()
             transfer = KV_TRANSFERS[config.kv_transfer]()
-            peers = Peers(InstanceTable(), transfer, upstream, LiveConfig(config))
+            peers = PeerRegistry(InstanceTable(), transfer, upstream, LiveConfig(config))
             stages = Stages(upstream)
             trials = Trials(stages, encoded, transfer, peers, headers, config)
             encode = _try_pushes if encoded.pushed else _try_encode
@@ -102,8 +102,8 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
     return [
         *judge_host(config),
         *called.findings,
-        *(finding for one in patient.facts for finding in judge.judge_instance(one)),
-        *judge.judge_fleet(patient.facts),
+        *(finding for one in patient.instance_facts for finding in judge.judge_instance(one)),
+        *judge.judge_fleet(patient.instance_facts),
         *(judge.judge_store(config, store) if EC_TRANSFERS[config.ec_transfer].stored else ()),
     ]
 
@@ -113,52 +113,57 @@ async def _look_at_store(config: ProxyConfig, made: Encoded | None) -> StoreFact
 
 
 async def _try_encode(patient: Patient, trials: Trials, model: str) -> None:
-    for instance in patient.there(Role.ENCODE):
+    for instance in patient.answering_instances(Role.ENCODE):
         trial, tried = await trials.encode(instance, model)
-        patient.note(instance, {judge.ENCODE: trial})
+        patient.note_trials(instance, {judge.ENCODE: trial})
         if tried is not None:
             patient.encoded(instance, tried)
             if not tried.encoded.metadata:
-                patient.note(instance, {judge.RAW: Trial()})
+                patient.note_trials(instance, {judge.RAW: Trial()})
     if patient.tried is not None and patient.tried.encoded.metadata:
         # An engine that sends blocks to an address crashes on a request without one.
         alone = (Role.PREFILL,) if trials.prefills_alone else ()
-        for instance in patient.there(*alone, Role.PREFILL_DECODE):
-            patient.note(instance, {judge.CONSUME: await trials.consume(instance, patient.tried)})
+        for instance in patient.answering_instances(*alone, Role.PREFILL_DECODE):
+            patient.note_trials(
+                instance, {judge.CONSUME: await trials.consume(instance, patient.tried)}
+            )
 
 
 async def _try_pushes(patient: Patient, trials: Trials, model: str) -> None:
     """Try pushes so that each encode instance and each rank of a consumer takes part."""
-    encoders = patient.there(Role.ENCODE)
-    consumers = patient.there(Role.PREFILL, Role.PREFILL_DECODE)
+    encoders = patient.answering_instances(Role.ENCODE)
+    consumers = patient.answering_instances(Role.PREFILL, Role.PREFILL_DECODE)
     table = InstanceTable(consumers)
-    ranks = [table.place(one) for one in consumers for _ in range(one.dp_size)]
+    ranks = [table.reserve_place(one) for one in consumers for _ in range(one.dp_size)]
     if not encoders or not ranks:
         return
     pairs = max(len(encoders), len(ranks))
     for encoder, consumer in islice(zip(cycle(encoders), cycle(ranks), strict=False), pairs):
         trial, tried = await trials.encode(encoder, model, consumer)
-        patient.note(encoder, {judge.ENCODE: trial})
+        patient.note_trials(encoder, {judge.ENCODE: trial})
         if tried is not None and tried.encoded.metadata:
             seen = await trials.consume(consumer.instance, tried)
-            patient.note(consumer.instance, {judge.CONSUME: seen})
+            patient.note_trials(consumer.instance, {judge.CONSUME: seen})
 
 
 async def _try_handovers(patient: Patient, trials: Trials, turns: Turns | None, model: str) -> None:
-    prefills, decodes = patient.there(Role.PREFILL), patient.there(Role.DECODE)
+    prefills, decodes = (
+        patient.answering_instances(Role.PREFILL),
+        patient.answering_instances(Role.DECODE),
+    )
     if not prefills or not decodes:
         return
     pairs = max(len(prefills), len(decodes))
     for prefill, decode in islice(zip(cycle(prefills), cycle(decodes), strict=False), pairs):
         became = dict(await trials.transfer(prefill, decode, text(model)))
-        patient.note(prefill, {judge.PREFILL: became.pop(judge.PREFILL)})
-        patient.note(decode, became)
+        patient.note_trials(prefill, {judge.PREFILL: became.pop(judge.PREFILL)})
+        patient.note_trials(decode, became)
         if turns is None or judge.DECODE not in became or became[judge.DECODE].problem:
             continue
         if became[judge.DECODE].keeps:
-            patient.note(prefill, {judge.READ: await turns.read(prefill, decode, model)})
+            patient.note_trials(prefill, {judge.READ: await turns.read(prefill, decode, model)})
         else:
-            patient.note(decode, {judge.FORGET: Trial()})
+            patient.note_trials(decode, {judge.FORGET: Trial()})
 
 
 @asynccontextmanager
@@ -181,5 +186,5 @@ def run(config: ProxyConfig, *, requests: bool, as_document: bool) -> None:
     """Print the findings. Exit with code 1 if one of them is `fail`."""
     findings = asyncio.run(examine(config, requests=requests))
     print(as_json(findings) if as_document else as_text(findings))
-    if worst(findings) is Verdict.FAIL:
+    if worst_verdict(findings) is Verdict.FAIL:
         sys.exit(1)

@@ -63,7 +63,7 @@ def _unescaped(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelFacts:
     """Model as `GET /v1/models` lists it.
 
     Attributes:
@@ -112,7 +112,7 @@ class InstanceFacts:
     instance: Instance
     problem: str | None = None
     version: str | None = None
-    models: tuple[Model, ...] = ()
+    models: tuple[ModelFacts, ...] = ()
     skew_s: float | None = None
     keeps_alive: bool | None = None
     trials: Mapping[str, Trial] = field(default_factory=dict)
@@ -189,7 +189,7 @@ def fail(subject: str, seen: str, advice: str) -> Finding:
     return Finding(Verdict.FAIL, subject, seen, advice)
 
 
-def worst(findings: Iterable[Finding]) -> Verdict:
+def worst_verdict(findings: Iterable[Finding]) -> Verdict:
     """Return the worst verdict of the findings; `ok` if there are none."""
     order = list(Verdict)
     return max((one.verdict for one in findings), key=order.index, default=Verdict.OK)
@@ -210,5 +210,5 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 def as_json(findings: Sequence[Finding]) -> str:
     """Return a JSON object with the worst verdict and all findings."""
-    document = {"verdict": worst(findings), "findings": [one._asdict() for one in findings]}
+    document = {"verdict": worst_verdict(findings), "findings": [one._asdict() for one in findings]}
     return orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()

@@ -16,18 +16,18 @@ from urllib.parse import urlsplit
 from epd.config import ProxyConfig
 from epd.discovery.dns import LookUpFailed
 from epd.discovery.entries import EntriesInvalid, read_yaml
-from epd.discovery.membership import opened
+from epd.discovery.membership import open_store
 from epd.discovery.stores import StoreFailed, read_file
 from epd.errors import ProxyError
 from epd.http.connection import Broken, Unreachable
 from epd.http.http1 import request_head, target_of
 from epd.http.pool import Pool
 from epd.json_or_none import json_or_none
-from epd.routing.instances import ANSWERING, Change, Instance, Registry, Role, Source
+from epd.routing.instances import ANSWERING, Change, Instance, InstanceSource, Registry, Role
 from epd.routing.load import read_namespaces
 from epd.routing.table import InstanceTable
 from epd.routing.urls import at_address
-from epd.tools.doctor.facts import Finding, InstanceFacts, Model, fail, warn
+from epd.tools.doctor.facts import Finding, InstanceFacts, ModelFacts, fail, warn
 from epd.transfer.registry import KV_TRANSFERS
 from epd.upstream import KEEP_ALIVE_S, Answer, Upstream
 
@@ -53,7 +53,7 @@ class Visitor:
         self._headers = headers
         self._timeout_s = timeout_s
 
-    async def look(self, instance: Instance) -> InstanceFacts:
+    async def visit_instance(self, instance: Instance) -> InstanceFacts:
         """Return the facts about an instance. This takes a little longer than `IDLE_S`."""
         try:
             health = await self._get(instance, "/health")
@@ -90,11 +90,13 @@ class Visitor:
         try:
             connection = await self._pool.connect(target.origin)
             try:
-                await connection.ask(request_head(target, self._headers, None), (), until_s)
+                await connection.send_request(
+                    request_head(target, self._headers, None), (), until_s
+                )
                 while await connection.chunk(until_s):
                     pass
                 await asyncio.sleep(IDLE_S)
-                return connection.usable
+                return connection.is_usable
             finally:
                 connection.abort()
         except (Unreachable, Broken, TimeoutError):
@@ -114,10 +116,10 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _models(said: Mapping[str, Any]) -> tuple[Model, ...]:
+def _models(said: Mapping[str, Any]) -> tuple[ModelFacts, ...]:
     rows = said.get("data")
     return tuple(
-        Model(row["id"], _text(row.get("root")), _length(row.get("max_model_len")))
+        ModelFacts(row["id"], _text(row.get("root")), _length(row.get("max_model_len")))
         for row in (rows if isinstance(rows, list) else [])
         if isinstance(row, dict) and isinstance(row.get("id"), str)
     )
@@ -156,8 +158,8 @@ async def call_the_roll(config: ProxyConfig) -> RollCall:
     names: dict[str, str] = {}
     transfer = KV_TRANSFERS[config.kv_transfer]()
 
-    def changed(one: Instance, change: Change, _: Source) -> None:
-        if change == "refused" and not transfer.fits(one):
+    def report_change(one: Instance, change: Change, _: InstanceSource) -> None:
+        if change == "refused" and not transfer.accepts_instance(one):
             advice = "correct its kv_addr, or remove it from the configuration"
             findings.append(fail(f"{one.role} {one.url}", "--kv-transfer cannot use it", advice))
         elif change == "refused":
@@ -165,10 +167,12 @@ async def call_the_roll(config: ProxyConfig) -> RollCall:
             seen = "is not used: its role conflicts with that of another instance"
             findings.append(warn(f"{one.role} {one.url}", seen, advice))
 
-    registry = Registry(InstanceTable(), config.instances, fits=transfer.fits, on_change=changed)
-    registry.replace(Source.FILE, _in_file(config, findings))
-    registry.replace(Source.API, await _registered(config, findings))
-    registry.replace(Source.DNS, [one async for one in _by_name(config, names, findings)])
+    registry = Registry(
+        InstanceTable(), config.instances, fits=transfer.accepts_instance, on_change=report_change
+    )
+    registry.replace(InstanceSource.FILE, _in_file(config, findings))
+    registry.replace(InstanceSource.API, await _registered(config, findings))
+    registry.replace(InstanceSource.DNS, [one async for one in _by_name(config, names, findings)])
     instances = [one for one, *_ in registry.members]
     findings += _judge_roles(config, {one.role for one in instances})
     return RollCall(instances, names, findings)
@@ -203,7 +207,7 @@ async def _registered(config: ProxyConfig, findings: list[Finding]) -> Sequence[
         )
         return ()
     try:
-        async with opened(config.registration_store) as store:
+        async with open_store(config.registration_store) as store:
             return await store.read() or ()
     except StoreFailed as error:
         advice = "repair --registration-store: until then no instance can register"
@@ -214,12 +218,12 @@ async def _registered(config: ProxyConfig, findings: list[Finding]) -> Sequence[
 async def _by_name(
     config: ProxyConfig, names: dict[str, str], findings: list[Finding]
 ) -> AsyncIterator[Instance]:
-    if not config.discovered:
+    if not config.discovered_instances:
         return
-    from epd.discovery.dns import Names  # noqa: PLC0415 - slow to import
+    from epd.discovery.dns import DnsNames  # noqa: PLC0415 - slow to import
 
-    look_up = Names(config.discovery_dns_server).addresses
-    for one in config.discovered:
+    look_up = DnsNames(config.discovery_dns_server).resolve_addresses
+    for one in config.discovered_instances:
         host = urlsplit(one.url).hostname or ""
         try:
             addresses = await look_up(host)

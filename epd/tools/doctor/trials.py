@@ -19,13 +19,13 @@ from epd.api.body import reply_field
 from epd.api.chat import CHAT, Completions, encode_body
 from epd.api.items import Body
 from epd.config import ProxyConfig
-from epd.conversations.turn import Heard
+from epd.conversations.turn import ReplyCapture
 from epd.errors import ProxyError, UpstreamRejected
 from epd.request.context import RequestContext
-from epd.request.kv_peers import Peers
+from epd.request.kv_peers import PeerRegistry
 from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
-from epd.routing.table import Place
+from epd.routing.table import Reservation
 from epd.tools.doctor.facts import Trial
 from epd.tools.doctor.judge import DECODE, PREFILL
 from epd.transfer.ec import ECTransfer
@@ -51,7 +51,7 @@ def picture() -> Mapping[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def sound() -> Mapping[str, Any]:
+def new_sound() -> Mapping[str, Any]:
     """Return a content part with a new random sound, which no cache can have."""
     file = io.BytesIO()
     with wave.open(file, "wb") as written:
@@ -72,7 +72,7 @@ class Tried:
     """
 
     def __init__(
-        self, body: Body, encoded: Encoded, params: Params, consumer: Place | None
+        self, body: Body, encoded: Encoded, params: Params, consumer: Reservation | None
     ) -> None:
         self.body = body
         self.encoded = encoded
@@ -103,7 +103,7 @@ class Trials:
         stages: Stages,
         encoded: ECTransfer,
         transfer: KVTransfer,
-        peers: Peers,
+        peers: PeerRegistry,
         headers: Mapping[str, str],
         config: ProxyConfig,
     ) -> None:
@@ -123,7 +123,7 @@ class Trials:
         return Role.DECODE not in self._transfer.addressed
 
     async def encode(
-        self, instance: Instance, model: str, consumer: Place | None = None
+        self, instance: Instance, model: str, consumer: Reservation | None = None
     ) -> tuple[Trial, Tried | None]:
         """Send a picture to an encode instance; if the model rejects pictures, a sound.
 
@@ -136,7 +136,7 @@ class Trials:
             The result, and the encoder output; None: the trial failed.
         """
         refused = None
-        for part in (picture(), sound()):
+        for part in (picture(), new_sound()):
             body = _asking(model, part)
             item = next(CHAT.items(body))
             try:
@@ -151,7 +151,7 @@ class Trials:
                 return _failed(error), None
             if not encoded.params:
                 return Trial("encodes, but reports no ec_transfer_params"), None
-            if (lacking := self._encoded.lacking(replied)) is not None:
+            if (lacking := self._encoded.missing_field(replied)) is not None:
                 return Trial(f"encodes, but its ec_transfer_params have no {lacking}"), None
             params = self._encoded.consumer_params([encoded])
             return Trial(), Tried(body, encoded, params, consumer)
@@ -169,8 +169,8 @@ class Trials:
         context = self._context()
         pair = Pair(context.request_id, prefill, 0 if prefill.dp_size > 1 else None, decode)
         try:
-            pair = pair._replace(peer=await self._peers.of(pair))
-            if self._transfer.concurrent(pair):
+            pair = pair._replace(peer=await self._peers.params_for(pair))
+            if self._transfer.decode_concurrent(pair):
                 return await self._at_once(pair, decode, body, context)
             prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
         except ProxyError as error:
@@ -277,7 +277,7 @@ class Turns:
         rank = 0 if prefill.dp_size > 1 else None
         try:
             asked = {"model": model, "prompt": WORDS}
-            tokens = (await self._stages.tokens(prefill, asked, self._context()))[:TOKENS]
+            tokens = (await self._stages.prompt_tokens(prefill, asked, self._context()))[:TOKENS]
             pair = Pair("", prefill, rank, decode)
             first = await self._answered(pair, decode, _asking_tokens(model, tokens), None)
             pair = pair._replace(earlier=kept_params(first.params or {}, decode.url))
@@ -293,7 +293,7 @@ class Turns:
 
     async def _answered(
         self, pair: Pair, decode: Instance, body: Body, prefill_s: float | None
-    ) -> Heard:
+    ) -> ReplyCapture:
         """Return what decode reports about its blocks and their tokens at the end of a turn.
 
         Raises:
@@ -308,8 +308,8 @@ class Turns:
         opened = await self._stages.decode(decode, Consumed(sent), context)
         with opened.reply as reply:
             said = await reply.read(idle_s=ANSWER_S)
-        heard = Heard(cut_tokens=False)
-        heard.hear(said)
+        heard = ReplyCapture(cut_tokens=False)
+        heard.capture_fields(said)
         return heard
 
     def _context(self) -> RequestContext:

@@ -44,7 +44,7 @@ def _quota_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def kept(folder: Path) -> Iterator[None]:
+def private_folder(folder: Path) -> Iterator[None]:
     """Create and lock a folder for this process, and delete it at the end of the context.
 
     Raises:

@@ -19,8 +19,13 @@ from ec_store.errors import StoreError
 from epd.parser import Commands, Parser
 from epd.routing.instances import Role
 from epd.tools.fleet import cache_folder
-from epd.tools.fleet.model_config import model_config, reconfigures, text_architectures, unservable
-from epd.tools.fleet.plan import Plan, planned, platform_of
+from epd.tools.fleet.model_config import (
+    model_config,
+    overrides_config,
+    text_architectures,
+    why_unservable,
+)
+from epd.tools.fleet.plan import FleetPlan, plan_fleet, platform_of
 from epd.tools.fleet.process import (
     FRONT_STOP_TIMEOUT_S,
     STOP_TIMEOUT_S,
@@ -132,7 +137,7 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
     if config is not None:
         _check_model(parser, settings, config)
     try:
-        plan = planned(settings, os.environ, store, config)
+        plan = plan_fleet(settings, os.environ, store, config)
     except ValueError as error:
         parser.error(str(error))
     if dry_run:
@@ -145,7 +150,7 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
     try:
         _check(plan)
         own = bool(plan.store) and settings.ec_store is None
-        with cache_folder.kept(folder) if own else nullcontext():
+        with cache_folder.private_folder(folder) if own else nullcontext():
             _serve(Fleet(plan, logs, timeout_s=settings.timeout_s), _example(settings, plan))
     except (ProcessDied, TimeoutError, StoreError, OSError, cache_folder.FolderTaken) as error:
         sys.exit(f"epd up: {error}")
@@ -157,9 +162,9 @@ def _check_model(parser: Parser, settings: FleetSettings, config: Mapping[str, A
     """Exit with an error if the topology has an encode stage that the model cannot use."""
     if Role.ENCODE not in settings.topology.roles:
         return
-    if reconfigures(settings.vllm_flags + settings.encode_flags):
+    if overrides_config(settings.vllm_flags + settings.encode_flags):
         return
-    reason = unservable(config, text_architectures())
+    reason = why_unservable(config, text_architectures())
     if reason is not None:
         parser.error(
             f"--model {settings.model!r} {reason}: serve it without an encode stage, with "
@@ -188,7 +193,7 @@ def _said(location: tuple[int | str, ...]) -> str:
     return " ".join(map(str, location[:1]))
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: FleetPlan) -> None:
     """Raise if the store cannot be reached or a port is in use."""
     for port, (host, owner) in plan.ports().items():
         try:
@@ -211,13 +216,13 @@ def _serve(fleet: Fleet, example: str) -> None:
     print("All servers are stopped.")
 
 
-def _example(settings: FleetSettings, plan: Plan) -> str:
+def _example(settings: FleetSettings, plan: FleetPlan) -> str:
     """Return a `curl` command for the fleet, with a picture if it has an encode stage."""
     parts = [
         {"type": "image_url", "image_url": {"url": DISC}},
         {"type": "text", "text": "What is in this picture?"},
     ]
-    content = parts if plan.of(Role.ENCODE) else "What is a proxy?"
+    content = parts if plan.of_roles(Role.ENCODE) else "What is a proxy?"
     body = {
         "model": settings.served_model_name or settings.model,
         "messages": [{"role": "user", "content": content}],

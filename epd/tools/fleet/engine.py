@@ -1,7 +1,7 @@
 """Command lines and environments of vLLM instances, by stage and kind of device.
 
 `Platform` has what differs between CUDA, XPU and CPU, `assign` gives devices to instances, and
-`Engine` makes a `Server`, a command line with its environment, of all of it.
+`Engine` makes a `FleetServer`, a command line with its environment, of all of it.
 """
 
 import json
@@ -18,7 +18,7 @@ from epd.routing.instances import Role
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class FleetServer:
     """Server to start.
 
     Attributes:
@@ -82,7 +82,9 @@ class Platform:
         words = (BFLOAT16 if word == FLOAT32 else word for word in self.flags)
         return replace(self, flags=tuple(words))
 
-    def visible(self, environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
+    def visible_devices(
+        self, environ: Mapping[str, str], dev: Path = Path("/dev")
+    ) -> tuple[str, ...]:
         """Return the devices of this machine, or those that the caller's environment allows."""
         if self.affinity is None:
             return ()
@@ -127,9 +129,9 @@ CPU = Platform(
 PLATFORMS: Mapping[str, Platform] = {platform.name: platform for platform in (CUDA, XPU, CPU)}
 
 
-def detected(environ: Mapping[str, str], dev: Path = Path("/dev")) -> Platform:
+def detect_platform(environ: Mapping[str, str], dev: Path = Path("/dev")) -> Platform:
     """Return CUDA if an NVIDIA device is visible, otherwise the CPU."""
-    return CUDA if CUDA.visible(environ, dev) else CPU
+    return CUDA if CUDA.visible_devices(environ, dev) else CPU
 
 
 Devices = tuple[str, ...]
@@ -205,7 +207,7 @@ def assign(
     return tuple(next(given[role]) if role in given else (next(turns),) for role in roles)
 
 
-def overfull(shares: Iterable[tuple[Devices, float]]) -> str | None:
+def overfull_device(shares: Iterable[tuple[Devices, float]]) -> str | None:
     """Return a device with less memory than its instances need; None: there is none.
 
     Args:
@@ -288,9 +290,9 @@ class Engine:
         """Whether it sends or receives KV blocks through NIXL."""
         return self.role in TRANSFERS_KV
 
-    def server(self) -> Server:
+    def server(self) -> FleetServer:
         """Return the server to start."""
-        return Server(self.name, self.url, self.command(), self.environment())
+        return FleetServer(self.name, self.url, self.command(), self.environment())
 
     def command(self) -> tuple[str, ...]:
         """Return the command line of the server."""

@@ -41,7 +41,7 @@ RECONFIGURING = frozenset(
 """Flags of vLLM that make `config.json` an incomplete description of the model."""
 
 
-def unservable(config: Config, text_only: Collection[str]) -> str | None:
+def why_unservable(config: Config, text_only: Collection[str]) -> str | None:
     """Return why an encode instance cannot serve the model; None: it can, or this is not known.
 
     Args:
@@ -74,7 +74,7 @@ def needs_bfloat16(config: Config) -> bool:
     return False
 
 
-def reconfigures(flags: Iterable[str]) -> bool:
+def overrides_config(flags: Iterable[str]) -> bool:
     """Return whether flags of vLLM make `config.json` an incomplete description of the model."""
     return any(_name(flag) in RECONFIGURING for flag in flags)
 

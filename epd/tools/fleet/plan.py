@@ -12,11 +12,11 @@ from epd.tools.fleet.engine import (
     PLATFORMS,
     TRANSFERS_KV,
     Engine,
+    FleetServer,
     Platform,
-    Server,
     assign,
-    detected,
-    overfull,
+    detect_platform,
+    overfull_device,
 )
 from epd.tools.fleet.model_config import needs_bfloat16
 from epd.tools.fleet.settings import FleetSettings
@@ -42,7 +42,7 @@ def url_of(host: str, port: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class FleetPlan:
     """Servers of a fleet.
 
     Attributes:
@@ -68,16 +68,16 @@ class Plan:
         """Base URL of the proxy, as seen from its machine."""
         return url_of(self.host, self.port)
 
-    def of(self, *roles: Role) -> list[Engine]:
+    def of_roles(self, *roles: Role) -> list[Engine]:
         """Return the engines of these roles."""
         return [engine for engine in self.engines if engine.role in roles]
 
-    def servers(self) -> list[Server]:
+    def servers(self) -> list[FleetServer]:
         """Return the servers in the order of their start."""
         keeper = [] if self.keeper_port is None else [self._keeper(self.keeper_port)]
         return [*keeper, *(engine.server() for engine in self.engines), self._proxy()]
 
-    def lacking(self, running: Collection[str]) -> str | None:
+    def missing_role(self, running: Collection[str]) -> str | None:
         """Return the reason why the fleet cannot answer requests any more; None: it can.
 
         Args:
@@ -85,7 +85,7 @@ class Plan:
         """
         if PROXY not in running:
             return "The proxy has ended"
-        if not any(engine.name in running for engine in self.of(*ANSWERS)):
+        if not any(engine.name in running for engine in self.of_roles(*ANSWERS)):
             return "No instance that decodes is left"
         return None
 
@@ -111,11 +111,11 @@ class Plan:
             owners[port] = (host, owner)
         return owners
 
-    def _keeper(self, port: int) -> Server:
+    def _keeper(self, port: int) -> FleetServer:
         command = (sys.executable, "-m", "ec_store", "serve", self.store, "--port", str(port))
-        return Server("store", url_of(LOOPBACK, port), command, {})
+        return FleetServer("store", url_of(LOOPBACK, port), command, {})
 
-    def _proxy(self) -> Server:
+    def _proxy(self) -> FleetServer:
         roles: dict[str, Sequence[Role]] = {
             "encode": [Role.ENCODE],
             "prefill": [Role.PREFILL],
@@ -128,12 +128,12 @@ class Plan:
             *(("--ec-store", self.store) if self.store else ()),
             *(() if media is None else ("--allowed-local-media-path", media)),
             *(
-                f"--{stage}-servers-urls={','.join(engine.url for engine in self.of(*some))}"
+                f"--{stage}-servers-urls={','.join(engine.url for engine in self.of_roles(*some))}"
                 for stage, some in roles.items()
             ),
             *self.proxy_flags,
         )
-        return Server(PROXY, self.url, command, {})
+        return FleetServer(PROXY, self.url, command, {})
 
 
 NIXL_STEP = 10
@@ -142,18 +142,18 @@ NIXL_STEP = 10
 
 def platform_of(settings: FleetSettings, environ: Mapping[str, str]) -> Platform:
     """Return the platform of the instances."""
-    platform = PLATFORMS[settings.device] if settings.device else detected(environ)
+    platform = PLATFORMS[settings.device] if settings.device else detect_platform(environ)
     if platform.affinity is not None and settings.device_affinity_env is not None:
         platform = replace(platform, affinity=settings.device_affinity_env)
     return platform.offline() if Path(settings.model).is_dir() else platform
 
 
-def planned(
+def plan_fleet(
     settings: FleetSettings,
     environ: Mapping[str, str],
     store: str,
     config: Mapping[str, Any] | None = None,
-) -> Plan:
+) -> FleetPlan:
     """Return the plan for the settings.
 
     Args:
@@ -168,12 +168,12 @@ def planned(
     store = store if Role.ENCODE in settings.topology.roles else ""
     engines = _engines(settings, environ, store, config or {})
     shares = [(engine.devices, engine.memory or 0.0) for engine in engines]
-    if (device := overfull(shares)) is not None:
+    if (device := overfull_device(shares)) is not None:
         raise ValueError(
             f"instances need more than the whole memory of device {device}: "
             "see --gpus and --gpu-memory-utilization-…"
         )
-    plan = Plan(
+    plan = FleetPlan(
         engines=engines,
         store=store,
         host=settings.host,
@@ -195,7 +195,7 @@ def _engines(
     roles = settings.topology.roles
     devices: tuple[tuple[str, ...], ...] = ((),) * len(roles)
     if platform.affinity is not None:
-        devices = assign(roles, settings.named_devices(), platform.visible(environ))
+        devices = assign(roles, settings.named_devices(), platform.visible_devices(environ))
     ports = {role: count(first) for role, first in _first_ports(settings).items()}
     nixl_ports = count(settings.nixl_port, NIXL_STEP)
     return tuple(

@@ -1,8 +1,8 @@
 """Server processes of a fleet: their ports, logs, start and end.
 
 Two parts protect against leftover processes. Signals raise `KeyboardInterrupt`, so that contexts
-stop their servers, but not between a start and the record of it (`held`). The guard, a separate
-process, ends all servers if this process is killed.
+stop their servers, but not between a start and the record of it (`hold_signals`). The guard, a
+separate process, ends all servers if this process is killed.
 """
 
 import os
@@ -83,7 +83,7 @@ def _as_ctrl_c(_number: int, _frame: FrameType | None) -> None:
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def hold_signals() -> Iterator[None]:
     """Delay the signals of `ENDING` until the end of the context.
 
     Otherwise a signal between the start of a process and the record of it would leave the process
@@ -95,13 +95,13 @@ def held() -> Iterator[None]:
         return
     came: list[int] = []
 
-    def keep(number: int, _: FrameType | None) -> None:
+    def keep_signal(number: int, _: FrameType | None) -> None:
         came.append(number)
 
     handlers = {number: signal.getsignal(number) for number in ENDING}
     kept = {it: how for it, how in handlers.items() if how not in {signal.SIG_IGN, None}}
     for number in kept:
-        signal.signal(number, keep)
+        signal.signal(number, keep_signal)
     try:
         yield
     finally:
@@ -143,7 +143,7 @@ class Guard:
         """Add a process group that the guard ends."""
         self._say(f"+{group}\n")
 
-    def forget(self, group: int) -> None:
+    def forget_group(self, group: int) -> None:
         """Remove a process group that has ended."""
         self._say(f"-{group}\n")
 
@@ -250,7 +250,7 @@ class Process:
         told = [line for line in self._last_lines() if not _PROBE.search(line)]
         return "\n".join(told[-TAIL_LINES:])
 
-    def doing(self) -> str:
+    def last_message(self) -> str:
         """Return the last progress message of the log, without its time and place in the source."""
         lines = self._last_lines()
         records = (line for line in reversed(lines) if _RECORD.match(line))
@@ -303,7 +303,7 @@ def wait_until_ready(
             names = ", ".join(process.name for process in waiting)
             ends = (f"The end of {process.log}:\n{process.tail()}" for process in waiting)
             raise TimeoutError("\n".join([f"not ready after {timeout_s:.0f} s: {names}.", *ends]))
-        progress.tell(waiting)
+        progress.report_progress(waiting)
         time.sleep(POLL_S)
 
 
@@ -320,12 +320,12 @@ class _Progress:
         """Time since the start in seconds."""
         return time.monotonic() - self._started
 
-    def tell(self, waiting: Sequence[Process]) -> None:
+    def report_progress(self, waiting: Sequence[Process]) -> None:
         """Report the progress of these servers, if a report is due."""
         if time.monotonic() - self._told < PROGRESS_S:
             return
         self._told = time.monotonic()
-        doing = {process.name: process.doing() for process in waiting}
+        doing = {process.name: process.last_message() for process in waiting}
         news = {name: said for name, said in doing.items() if self._said.get(name) != said}
         for name, said in news.items():
             self._report(f"{name} after {self.seconds:.0f} s: {said}")

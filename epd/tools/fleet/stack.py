@@ -9,15 +9,15 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from epd.routing.instances import Role
-from epd.tools.fleet.engine import CPU, Engine, Server
-from epd.tools.fleet.plan import PROXY, Plan
+from epd.tools.fleet.engine import CPU, Engine, FleetServer
+from epd.tools.fleet.plan import PROXY, FleetPlan
 from epd.tools.fleet.process import (
     POLL_S,
     Guard,
     Process,
     ProcessDied,
     free_ports,
-    held,
+    hold_signals,
     stop,
     wait_until_ready,
 )
@@ -35,7 +35,7 @@ class Fleet:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: FleetPlan,
         logs: Path,
         *,
         timeout_s: float = READY_TIMEOUT_S,
@@ -57,7 +57,7 @@ class Fleet:
         self._guard: Guard | None = None
 
     @property
-    def engines(self) -> tuple[Engine, ...]:
+    def all_engines(self) -> tuple[Engine, ...]:
         """Engines of the plan."""
         return self.plan.engines
 
@@ -71,9 +71,9 @@ class Fleet:
         """Base URL of the proxy."""
         return self.plan.url
 
-    def of(self, role: Role) -> list[Engine]:
+    def of_role(self, role: Role) -> list[Engine]:
         """Return the engines of a role."""
-        return self.plan.of(role)
+        return self.plan.of_roles(role)
 
     def __enter__(self) -> Self:
         """Start all servers and wait until they are ready.
@@ -140,7 +140,7 @@ class Fleet:
                     process.check_alive()
                 except ProcessDied as death:
                     self._end(process)
-                    lacking = self.plan.lacking([one.name for one in self._processes])
+                    lacking = self.plan.missing_role([one.name for one in self._processes])
                     if lacking is not None:
                         raise ProcessDied(f"{death}\n{lacking}: stopping all servers.") from None
                     self._report(f"{death}\nThe other servers continue without {process.name}.")
@@ -159,16 +159,16 @@ class Fleet:
             self._guard.close()
             self._guard = None
 
-    def launch(self, server: Server, log: Path) -> Process:
+    def launch(self, server: FleetServer, log: Path) -> Process:
         """Start the process of a server, with its output in `log`."""
         return Process(
             server.name, server.url, server.command, server.environment, log, self._guard
         )
 
-    def _start(self, server: Server) -> None:
+    def _start(self, server: FleetServer) -> None:
         log = self._logs / f"{server.name}.log"
         self._report(f"starting {server.name}: {server.url}, log in {log}")
-        with held():
+        with hold_signals():
             process = self.launch(server, log)
             self._processes.append(process)
 
@@ -176,7 +176,7 @@ class Fleet:
         process.kill()
         self._processes.remove(process)
         if self._guard is not None:
-            self._guard.forget(process.pid)
+            self._guard.forget_group(process.pid)
 
 
 class Stack(Fleet):
@@ -226,7 +226,7 @@ class Stack(Fleet):
             )
             for role, api, side_channel in zip(topology.roles, ports[::2], ports[1::2], strict=True)
         )
-        plan = Plan(
+        plan = FleetPlan(
             engines=tuple(engines),
             store=store,
             port=port,
