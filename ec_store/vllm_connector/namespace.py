@@ -104,7 +104,7 @@ upgrade then costs encodes, and never causes wrong answers.
 """
 
 
-class _Named(NamedTuple):
+class _NamedWeights(NamedTuple):
     """Identity of weights that cannot be read here: their configured name and revision."""
 
     source: str
@@ -214,11 +214,11 @@ def _processor_files(model: Any) -> dict[str, Any]:
     return {name: get_hf_file_to_dict(name, source, commit) for name in PROCESSOR_FILES}
 
 
-def _weights(model: Any, load: Any) -> Weights | _Named:
+def _weights(model: Any, load: Any) -> Weights | _NamedWeights:
     """Return the fingerprint of the weights, or their name if they cannot be read here."""
     source = model.model_weights or model.model
     if load.load_format == "dummy":  # equal for all engines of one configuration
-        return _Named("")
+        return _NamedWeights("")
     try:
         files = weight_files(model, load)
         weights = fingerprint(files) if files else None
@@ -234,7 +234,7 @@ def _weights(model: Any, load: Any) -> Weights | _Named:
             source,
             reason,
         )
-        return _Named(source, model.revision)
+        return _NamedWeights(source, model.revision)
     return weights
 
 
@@ -245,7 +245,7 @@ def _other_loader(load: Any) -> list[Any] | None:
     return [load.load_format, load.model_loader_extra_config]
 
 
-def _quantization(model: Any, files: dict[str, Any], weights: Weights | _Named) -> Any:
+def _quantization(model: Any, files: dict[str, Any], weights: Weights | _NamedWeights) -> Any:
     """Return the quantisation of the encoder; None if it is not quantised.
 
     In a quantised checkpoint, the encoder's own tensors show whether it is quantised. A checkpoint

@@ -202,7 +202,7 @@ class ListFlag(NamedTuple):
     values: Sequence[Any]
 
 
-class _Named(argparse.Action):
+class _NamedFlag(argparse.Action):
     """Action that stores the name under which a flag was given."""
 
     def __call__(
@@ -243,7 +243,7 @@ def add_example_flags(parser: argparse.ArgumentParser) -> None:
         hosts, ports = (
             [f"--{server}-{plural}", f"--{server}-{plural[:-1]}"] for plural in ("hosts", "ports")
         )
-        several: dict[str, Any] = {"action": _Named, "nargs": "+", **hidden}
+        several: dict[str, Any] = {"action": _NamedFlag, "nargs": "+", **hidden}
         parser.add_argument(*hosts, dest=f"{server}_hosts", **several)
         parser.add_argument(*ports, dest=f"{server}_ports", type=int, **several)
 

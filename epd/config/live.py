@@ -1,11 +1,10 @@
 """Configuration in force: an immutable value, which a reload replaces as a whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from epd.config.invalid import ConfigInvalid
 from epd.config.proxy_config import ProxyConfig
 
 FIXED = frozenset(
@@ -47,6 +46,19 @@ FIXED = frozenset(
     }
 )
 """Fields that are read only at the start: a change needs a restart."""
+
+
+class ConfigInvalid(ValueError):
+    """Error for invalid settings.
+
+    Attributes:
+        reasons: all errors, one line each, with the place of the setting and without secrets.
+    """
+
+    def __init__(self, reasons: Iterable[str]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__("; ".join(self.reasons))
+
 
 Follower = Callable[[ProxyConfig, ProxyConfig], None]
 """Function called with the new configuration and the previous one."""

@@ -10,8 +10,9 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 import yaml
@@ -29,7 +30,7 @@ from epd.config.flags import (
     variables_of,
     with_urls,
 )
-from epd.config.invalid import ConfigInvalid, Given, unknown_message
+from epd.config.live import ConfigInvalid
 from epd.config.proxy_config import ProxyConfig
 
 OTHERS = ("EPD_UP_", "EPD_BENCH_", "EPD_PYTHON")
@@ -41,6 +42,25 @@ SERVICE_LINK = re.compile(
 """
 LINK = re.compile(r"(tcp|udp|sctp)://")
 """Prefix of the value of `EPD_PORT` if Kubernetes has set it for a Service named `epd`."""
+
+Source = Literal["flag", "environment", "file"]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Value that an operator has set.
+
+    Attributes:
+        value: value as it was written.
+        source: kind of the source.
+        where: place in the source: `--port`, `EPD_PORT`, `epd.yaml:3`.
+        label: prefix of messages about the value.
+    """
+
+    value: Any
+    source: Source
+    where: str
+    label: str
 
 
 def from_environment() -> dict[str, Given]:
@@ -65,6 +85,12 @@ def unknown_variables() -> Iterator[str]:
             continue
         if not _is_service_link(variable, value):
             yield unknown_message(variable, known)
+
+
+def unknown_message(name: str, known: Iterable[str]) -> str:
+    """Return the message for an unknown name, with the nearest known name."""
+    nearest = get_close_matches(name, known, n=1)
+    return f"{name} is unknown" + (f"; is {nearest[0]} meant?" if nearest else "")
 
 
 def _is_service_link(variable: str, value: str) -> bool:

@@ -9,12 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-
 from epd.conversations.entry import ConversationEntry, read
-from epd.redis_urls import close, redis_client
+from epd.redis_urls import close, redis_client, redis_errors
 
 
 class StoreAway(Exception):
@@ -157,8 +153,8 @@ class ConversationsInRedis:
     """Implements `ConversationStore`. Needs GETDEL, as in Redis 6.2 or newer.
 
     Attributes:
-        kept: None, because the proxy does not count them.
-        evicted: 0, because Redis expires them itself and has its own metrics.
+        entry_count: None, because the proxy does not count them.
+        dropped_count: 0, because Redis expires them itself and has its own metrics.
     """
 
     entry_count = None
@@ -169,22 +165,17 @@ class ConversationsInRedis:
 
         No command is retried: an entry that is put, taken and put again would be used twice.
         """
-        once = Retry(NoBackoff(), 0)
-        self._client, self._key = redis_client(url, KEY, once)
+        self._client, self._key = redis_client(url, KEY, retry=False)
 
     async def take_entry(self, key: str) -> ConversationEntry | None:
-        try:
+        with redis_errors(StoreAway):
             written = await self._client.getdel(f"{self._key}:{key}")
-        except (RedisError, OSError) as error:
-            raise StoreAway(type(error).__name__) from error
         return None if written is None else read(written)
 
     async def put(self, key: str, entry: ConversationEntry, ttl_s: float) -> None:
         ttl_ms = max(1, round(1000 * ttl_s))
-        try:
+        with redis_errors(StoreAway):
             await self._client.set(f"{self._key}:{key}", entry.to_json(), px=ttl_ms)
-        except (RedisError, OSError) as error:
-            raise StoreAway(type(error).__name__) from error
 
     def forget_decode(self, decode: str) -> None:
         """See `ConversationStore`.

@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
-from redis.exceptions import RedisError
-
 from epd.aio import cancel_after
 from epd.discovery.entries import VERSION, EntriesInvalid, read_json, write_json
-from epd.redis_urls import close, redis_client
+from epd.redis_urls import close, redis_client, redis_errors
 from epd.routing.instances import Instance
 
 LOCK_S = 5.0
@@ -244,11 +242,8 @@ class RegistrationsInRedis:
             await close(client)
 
     async def read(self) -> Instances | None:
-        try:
-            with cancel_after(TIMEOUT_S):
-                found = await self._client.hgetall(self._key)
-        except (RedisError, OSError) as error:
-            raise StoreFailed(type(error).__name__) from error
+        with redis_errors(StoreFailed), cancel_after(TIMEOUT_S):
+            found = await self._client.hgetall(self._key)
         return _instances(found)
 
     async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
@@ -264,11 +259,8 @@ class RegistrationsInRedis:
                 pipe.hdel(self._key, edit.url)
             pipe.hgetall(self._key)
 
-        try:
-            with cancel_after(TIMEOUT_S):
-                replies = await self._client.transaction(change, self._key)
-        except (RedisError, OSError) as error:
-            raise StoreFailed(type(error).__name__) from error
+        with redis_errors(StoreFailed), cancel_after(TIMEOUT_S):
+            replies = await self._client.transaction(change, self._key)
         return _instances(replies[-1]) or ()
 
 

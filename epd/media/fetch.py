@@ -32,9 +32,8 @@ from epd.media.cache import (
     revalidated_headers,
     revalidation_headers,
 )
-from epd.media.memory import HeldBytes
 from epd.media.parts import Remote, source
-from epd.media.policy import NO_ADDRESS, MediaPolicy, refused_url
+from epd.media.policy import NO_ADDRESS, HeldBytes, MediaPolicy, refused_url
 from epd.version import __version__
 
 MAX_REDIRECTS = 3

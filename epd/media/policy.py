@@ -1,12 +1,14 @@
-"""The policy for remote media that the proxy fetches: URLs, hosts and addresses.
+"""The policy for remote media that the proxy fetches: URLs, hosts, addresses and memory.
 
 There is only one parser: the checked `yarl.URL` is the object that aiohttp requests. A second
 parser between check and use could bypass the policy (CVE-2026-24779).
 """
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from typing import Protocol
 
 from yarl import URL
 
@@ -120,3 +122,34 @@ def _parsed(text: str, base: URL | None) -> URL:
 
 def _is_number(host: str) -> bool:
     return ":" in host or NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]) is not None
+
+
+class HeldBytes(Protocol):
+    """The memory counter of one request, or of one download."""
+
+    @property
+    def scope(self) -> str:
+        """Name of the tenant."""
+
+    def add(self, size: int) -> None:
+        """Count additional bytes.
+
+        Raises:
+            TryLater: the memory limit is reached.
+        """
+
+    def separate_count(self) -> AbstractContextManager["HeldBytes"]:
+        """Return a separate counter for the same tenant, valid until its context exits."""
+
+
+class UncountedBytes:
+    """A counter without a limit."""
+
+    def __init__(self, scope: str = "") -> None:
+        self.scope = scope
+
+    def add(self, size: int) -> None:
+        """Ignore the bytes: there is no limit."""
+
+    def separate_count(self) -> AbstractContextManager[HeldBytes]:
+        return nullcontext(self)

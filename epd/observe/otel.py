@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from types import TracebackType
 from typing import Self
@@ -39,7 +39,6 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ec_store.concurrency import DaemonPool
-from epd.config.sections.serving import ServingSettings
 from epd.errors import slug_of
 from epd.events import RequestRecord
 from epd.spans import Span, SpanItem, Tracer
@@ -307,40 +306,3 @@ class _LastLine(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.line = record.getMessage()
-
-
-class TracesUnavailable(Exception):
-    """Error: traces are configured and cannot be exported. The text has the reason."""
-
-
-def check_tracing(config: ServingSettings) -> None:
-    """Check at startup that traces can be exported.
-
-    Raises:
-        TracesUnavailable: OpenTelemetry is missing, or its settings are invalid.
-    """
-    if config.otlp_traces_endpoint is None:
-        return
-    try:
-        pass
-    except ImportError as error:
-        raise TracesUnavailable(
-            f"--otlp-traces-endpoint needs pip install 'epd-proxy[otel]': {error}"
-        ) from error
-    try:
-        protocol()
-    except ValueError as error:
-        raise TracesUnavailable(str(error)) from error
-
-
-def tracing(config: ServingSettings) -> AbstractAsyncContextManager[Tracer | None]:
-    """Return a context that exports spans until it is left; its value is None without an endpoint.
-
-    Raises:
-        TracesUnavailable: OpenTelemetry is missing, or its settings are invalid.
-    """
-    if config.otlp_traces_endpoint is None:
-        return nullcontext()
-    check_tracing(config)
-
-    return exporting(config.otlp_traces_endpoint)

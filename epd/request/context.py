@@ -26,7 +26,7 @@ from epd.conversations.turn import Turn
 from epd.errors import ProxyError, Stage, slug_of
 from epd.events import Observer, RequestRecord, StageDone
 from epd.json_or_none import json_or_none
-from epd.media.memory import HeldBytes, UncountedBytes
+from epd.media.policy import HeldBytes, UncountedBytes
 from epd.routing.fatal import Watched
 from epd.spans import RequestSpan, Span
 from epd.tenants import ANONYMOUS, Tenant

@@ -110,7 +110,7 @@ def _member(pair: Pair) -> Member:
 
 
 class Releases:
-    """Releases in progress."""
+    """Releases of KV blocks in progress."""
 
     def __init__(self, stages: Stages, fatal: FatalRequests) -> None:
         self._stages = stages

@@ -30,7 +30,7 @@ from epd.media.fetch import MediaFetcher
 from epd.observe.collectors import ConversationsGlance, InstancesGlance, StoreGlance
 from epd.observe.logs import LogObserver, hide_locals, set_level
 from epd.observe.metrics import MetricsObserver, watched
-from epd.observe.otel import tracing
+from epd.observe.tracing import tracing
 from epd.request.context import ModelNames
 from epd.request.encode import Encoder
 from epd.request.kv_peers import PeerRegistry, Releases
@@ -185,12 +185,21 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         )
         if tracer is not None:
             app[TRACER] = tracer
-        figures = app[METRICS].registry
-        figures.register(InstancesGlance(table))
-        figures.register(StoreGlance(cache))
-        figures.register(ConversationsGlance(conversations))
+        _register_glances(app[METRICS], table, cache, conversations)
         live.add_follower(partial(_adopt, app, registry, table, upstream, cache))
         yield
+
+
+def _register_glances(
+    metrics: MetricsObserver,
+    table: InstanceTable,
+    cache: EncoderCache | None,
+    conversations: Conversations,
+) -> None:
+    """Register the metrics that are read when they are scraped."""
+    metrics.registry.register(InstancesGlance(table))
+    metrics.registry.register(StoreGlance(cache))
+    metrics.registry.register(ConversationsGlance(conversations))
 
 
 def _fatal_requests(app: web.Application, table: InstanceTable) -> FatalRequests:

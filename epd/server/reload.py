@@ -27,7 +27,7 @@ from epd.discovery.watching import check_file
 from epd.edge.listening import server_context
 from epd.http.tls import TlsInvalid, upstream_context
 from epd.observe.logs import set_level
-from epd.observe.otel import TracesUnavailable, check_tracing
+from epd.observe.tracing import TracesUnavailable, check_tracing
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
 from epd.transfer.registry import KV_TRANSFERS
 

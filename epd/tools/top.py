@@ -30,7 +30,7 @@ class NoState(Exception):
     """Error of a proxy with unreadable state. The message is for the operator."""
 
 
-class Refused(NoState):
+class KeyRejected(NoState):
     """Error of a rejected key. A retry would fail too."""
 
 
@@ -113,7 +113,7 @@ async def _watch(console: Console, url: str, key: str | None, interval_s: float)
                 failure = ""
                 try:
                     state = await _ask(http, url)
-                except Refused:
+                except KeyRejected:
                     raise
                 except NoState as error:
                     failure = str(error)
@@ -134,7 +134,7 @@ async def _ask(http: aiohttp.ClientSession, url: str) -> UiState:
     """Return the proxy's state.
 
     Raises:
-        Refused: the proxy rejects the key.
+        KeyRejected: the proxy rejects the key.
         NoState: the proxy does not answer, or has another version.
     """
     try:
@@ -147,7 +147,7 @@ async def _ask(http: aiohttp.ClientSession, url: str) -> UiState:
     said = json_or_none(body)
     if answer.status in {401, 403}:
         reason = said["error"]["message"] if isinstance(said, dict) and "error" in said else ""
-        raise Refused(f"{url} rejects the request: {reason or answer.status} (set {KEYS[0]})")
+        raise KeyRejected(f"{url} rejects the request: {reason or answer.status} (set {KEYS[0]})")
     if not isinstance(said, dict) or not said.keys() >= UiState.__required_keys__:
         raise NoState(f"{url} answered {answer.status}: it is not an EPD proxy of this version")
     return cast("UiState", said)

@@ -69,7 +69,7 @@ class StageSpan(TypedDict):
 
 
 class Request(TypedDict):
-    """Completed client request."""
+    """Completed request of a client."""
 
     id: str
     engine_id: str

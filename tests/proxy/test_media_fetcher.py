@@ -15,7 +15,7 @@ from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.errors import ProxyError
 from epd.media.fetch import MediaFetcher
-from epd.media.memory import UncountedBytes
+from epd.media.policy import UncountedBytes
 from tests.requests import data_url
 from tests.support.fake_origin import ALLOWED, FakeNames, FakeOrigin
 from tests.support.fleet import until

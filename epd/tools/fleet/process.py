@@ -119,7 +119,7 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        """Start the guard."""
+        """Start the guard's process."""
         self._popen = subprocess.Popen(
             [sys.executable, "-I", guard.__file__],
             stdin=subprocess.PIPE,
