@@ -160,7 +160,7 @@ def test_a_contender_that_refuses_requests_is_no_success(tmp_path: Path) -> None
         (("--out", "/nonexistent/x"), "No such file"),
         (("--against", "epd=x"), "distinct names"),
         (("--check", "x.json"), "--check needs --against relay=COMMAND"),
-        (("--check", "/nonexistent"), "No such file"),
+        (("--against", "relay=x", "--check", "/nonexistent"), "No such file"),
     ],
 )
 def test_wrong_flags_are_said_in_a_line(

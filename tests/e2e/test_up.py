@@ -106,7 +106,7 @@ def test_it_serves_rejects_dead_urls_names_a_killed_engine_and_leaves_nothing(
             os.kill(encode, signal.SIGKILL)
             for line in up.stdout:
                 said.append(line)
-                if line.startswith("The others go on without encode-"):
+                if line.startswith("The other servers continue without encode-"):
                     break
             assert answer(client) == first
         up.send_signal(signal.SIGINT)

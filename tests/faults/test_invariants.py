@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from tests.requests import request, text
 from tests.support import invariants
@@ -58,14 +57,14 @@ async def test_an_error_in_another_shape_is_noticed(
 
 
 async def test_a_bug_is_noticed(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def bug(_: web.Request) -> bytes:
+    async def bug(*_: object) -> bytes:
         raise AttributeError("'str' object has no attribute 'get'")
 
     async def chat(fleet: Fleet) -> Any:
         with pytest.raises(AssertionError, match="the proxy failed"):
             await fleet.chat(request(text()))
 
-    monkeypatch.setattr("epd.server.api_routes.read", bug)
+    monkeypatch.setattr("epd.server.api_routes.request_body", bug)
     with pytest.raises(AssertionError, match="internal_error"):
         async with launch() as fleet:
             await chat(fleet)

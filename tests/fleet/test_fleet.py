@@ -275,8 +275,7 @@ stop([process])
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from epd.tools.fleet import Process
-from epd.tools.fleet.process import Guard
+from epd.tools.fleet.process import Guard, Process
 
 log, *command = sys.argv[1:]
 process = Process("server", "http://127.0.0.1:1", command, {}, Path(log), Guard())

@@ -382,7 +382,7 @@ def _model(tmp_path: Path, **config: object) -> Path:
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        ("LlamaForCausalLM", "takes text alone (LlamaForCausalLM), so it has no encoder"),
+        ("LlamaForCausalLM", "accepts only text (LlamaForCausalLM), so it has no encoder"),
         ("WhisperForConditionalGeneration", "is an encoder-decoder model (Whisper"),
     ],
 )
@@ -447,7 +447,7 @@ def test_a_variable_that_is_wrong_is_named(tmp_path: Path) -> None:
     ran = Up(tmp_path).run({"GPU_E": "0,1"})
 
     assert ran.returncode == 2
-    assert "GPU_E '0,1' names no devices" in ran.stderr
+    assert "GPU_E '0,1' is not of the form 0, 0:1 (two instances) or 2+3" in ran.stderr
 
 
 def test_the_lines_of_a_dry_run_start_what_would_be_started(tmp_path: Path) -> None:

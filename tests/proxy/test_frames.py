@@ -18,7 +18,7 @@ from tests.requests import image, request, text
 from tests.support.fleet import Launch
 
 OURS = str(Path(epd.__file__).parent)
-HANDLER = "answer"
+HANDLER = "answer_request"
 MOST = {"encode": 14, "prefill": 9, "decode": 9}
 """Frames from the handler to the call that writes to the instance's socket, both counted."""
 

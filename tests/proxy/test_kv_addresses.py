@@ -66,7 +66,10 @@ def test_several_instances_may_have_none() -> None:
         ),
         ({"kv_transfer": "nixl", "prefill_kv_addrs": "p1:9,p2:9"}, "nixl does not use a kv_addr"),
         ({"kv_transfer": "mooncake", "prefill_kv_addrs": "p1:9,p2 9"}, "http://p2:1"),
-        ({"kv_transfer": "lmcache", "decode_kv_addrs": "d:1"}, "no address such as host:port:port"),
+        (
+            {"kv_transfer": "lmcache", "decode_kv_addrs": "d:1"},
+            "is not an address such as host:port:port",
+        ),
         (
             {"kv_transfer": "lmcache", "decode_kv_addrs": "nonsense"},
             "http://d:1: --decode-kv-addrs: 'nonsense' is not an address such as host:port:port",

@@ -11,6 +11,7 @@ import pytest
 
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
 from ec_store.disk.store import SharedDiskStore
+from epd.encoder_cache import lookup as lookups
 from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.lookup import MOST_KEYS, Lookup
 from tests.support.backed import NAMESPACE, opened_cache
@@ -51,7 +52,7 @@ def seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> Seen:
     monkeypatch.setattr(SharedDiskStore, "lookup", lookup)
     monkeypatch.setattr(SharedDiskStore, "claim", claiming)
     monkeypatch.setattr(SharedDiskStore, "in_memory", True)
-    monkeypatch.setattr(lookup, "SLOW_S", 0.05)  # other processes may have the core meanwhile
+    monkeypatch.setattr(lookups, "SLOW_S", 0.05)  # other processes may have the core meanwhile
     return calls
 
 

@@ -586,10 +586,10 @@ def test_a_look_at_fetches_costs_what_has_changed(fetching: Make, waiting: int) 
 
 
 class _Spy:
-    """An object with another method `late`."""
+    """Wrapper of an object with another method `late_fetches`."""
 
     def __init__(self, spied: Any, late: Any) -> None:
-        self.__dict__.update(_spied=spied, late=late)
+        self.__dict__.update(_spied=spied, late_fetches=late)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_spied"], name)

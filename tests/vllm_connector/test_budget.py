@@ -61,9 +61,8 @@ class Scheduler:
 
     def step(self, *requests: Any) -> list[str]:
         """The names of those that may be scheduled."""
-        ready = [
-            r.request_id for r in requests if self.consumer.ensure_items(r, r.num_computed_tokens)
-        ]
+        ready_for = self.consumer.ensure_items
+        ready = [one.request_id for one in requests if ready_for(one, one.num_computed_tokens)]
         self.consumer.end_step()
         gauges = self.fetcher.gauges()
         taken = gauges["held_bytes"] + gauges["queued_bytes"] + gauges["inflight_bytes"]

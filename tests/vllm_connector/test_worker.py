@@ -168,7 +168,7 @@ def test_an_entry_that_shared_memory_has_no_room_for_comes_with_the_step(
     assert vllm.load(worker, step)["a"].equal(vllm.tensor(3.0, 64))
 
 
-@pytest.mark.parametrize("method", ["find", "is_mapped", "send", "shared"])
+@pytest.mark.parametrize("method", ["find_place", "is_mapped", "send", "shared_region"])
 def test_shared_memory_that_fails_keeps_no_entry_from_a_step(
     vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
