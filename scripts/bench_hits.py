@@ -230,7 +230,7 @@ def table(costs: Sequence[Cost]) -> str:
 
 
 def main() -> None:
-    """Run the command."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="requests of each kind (5)")
     parser.add_argument("--out", type=Path, help="file for the results, as JSON")

@@ -37,7 +37,7 @@ ROLE_KINDS: Mapping[Role, Sequence[str]] = {
 
 
 class Breakable(Protocol):
-    """Target of faults."""
+    """Target that faults can break."""
 
     @property
     def name(self) -> str:

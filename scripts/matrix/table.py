@@ -1,4 +1,4 @@
-"""Tables of docs/models.md."""
+"""The tables of results in docs/models.md."""
 
 import re
 from collections.abc import Iterator, Sequence
