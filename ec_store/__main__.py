@@ -243,14 +243,11 @@ def _as_json(row: Listed) -> str:
 def _as_text(row: Listed) -> str:
     info = row.info
     used = "-" if row.used_s is None else _time(row.used_s)
-    what = "" if info is None else f"{info.modality:5} {info.dtype:4} {_shape(info.shape):>12}  "
+    shape = "" if info is None else "x".join(map(str, info.shape))
+    what = "" if info is None else f"{info.modality:5} {info.dtype:4} {shape:>12}  "
     name = "" if info is None else f"{info.key.namespace}  {info.key.identifier!r}"
     problem = f"  CORRUPT: {row.problem}" if row.problem else ""
     return f"{row.digest[:16]}  {what}{size_text(row.size_bytes):>10}  {used}  {name}{problem}"
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
 
 
 def _time(seconds: float) -> str:

@@ -65,7 +65,6 @@ class EntryMemory:
         self._claims: Counter[str] = Counter()
 
     def entry(self, identifier: str) -> Entry | None:
-        """Return a held entry, or None."""
         return self._pinned.get(identifier) or self._kept.get(identifier)
 
     def is_claimed(self, identifier: str) -> bool:
@@ -115,13 +114,11 @@ class EntryMemory:
             self._pin(identifier, self._kept.pop(identifier))
 
     def release(self, identifier: str) -> None:
-        """Release one claim of an entry."""
         self._claims[identifier] -= 1
         if self._claims[identifier] <= 0:
             self.release_all(identifier)
 
     def release_all(self, identifier: str) -> None:
-        """Release all claims of an entry."""
         self._claims.pop(identifier, None)
         entry = self._pinned.pop(identifier, None)
         if entry is not None:

@@ -168,7 +168,6 @@ class Fetcher:
         return settled
 
     def entry(self, identifier: str) -> Entry | None:
-        """Return a held entry, or None."""
         return self._memory.entry(identifier)
 
     def discard(self, identifier: str) -> None:
@@ -264,7 +263,9 @@ class Fetcher:
         starts after the end of the promise.
         """
         claimed = self._memory.is_claimed(fetch.identifier)
-        if fetch.refused or not fetch.promised or not claimed or self._is_last(fetch):
+        if fetch.refused or not fetch.promised or not claimed:
+            return False
+        if fetch.taken_s >= self._promise_s(fetch):  # the lookup began after the promise's end
             return False
         # Resting occupies no thread, so that other fetches can run.
         fetch.phase = Phase.RESTING
@@ -303,10 +304,6 @@ class Fetcher:
     def _forget(self, fetch: Fetch, entry: Entry | None = None) -> None:
         del self._fetches[fetch.identifier]
         self._memory.hold_entry(fetch.identifier, entry)
-
-    def _is_last(self, fetch: Fetch) -> bool:
-        """Return whether a lookup started after the end of the promise."""
-        return fetch.taken_s >= self._promise_s(fetch)
 
     def _promise_s(self, fetch: Fetch) -> float:
         return fetch.first_s + self._promise_timeout_s

@@ -58,7 +58,7 @@ def _read_by_somebody() -> Iterator[None]:
 
 def make_parser() -> Parser:
     """Return the parser of all commands."""
-    parser = Parser(prog="epd", description="Multimodal EPD proxy for vLLM.", allow_abbrev=False)
+    parser = Parser(prog="epd", description="Multimodal EPD proxy for vLLM.")
     parser.add_version()
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_serve(commands)
@@ -70,7 +70,6 @@ def make_parser() -> Parser:
         description="Print a line for --api-keys-file. The file holds only hashes: a new key is "
         "shown once, on stderr.",
         epilog="example: epd hash-key alice >> keys",
-        allow_abbrev=False,
     )
     key_parser.add_argument("tenant", metavar="TENANT", help="tenant of the key")
     key_parser.add_argument(
@@ -94,7 +93,6 @@ def _add_serve(commands: Commands) -> None:
         epilog="example: epd serve --encode-servers-urls http://e1:8001,http://e2:8001 "
         "--decode-servers-urls http://pd:8002",
         usage="epd serve --encode-servers-urls URLS --decode-servers-urls URLS [FLAG ...]",
-        allow_abbrev=False,
     )
     _runs(parser, _serve)
 
@@ -108,7 +106,6 @@ def _add_check(commands: Commands) -> None:
         "Nothing is started.",
         epilog="example: epd check --config epd.yaml",
         usage="epd check [--format yaml|json] [FLAG of epd serve ...]",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--format",
@@ -129,7 +126,6 @@ def _add_doctor(commands: Commands) -> None:
         "fail or be slow.",
         epilog="example: epd doctor --config epd.yaml",
         usage="epd doctor [--no-requests] [--format text|json] [FLAG of epd serve ...]",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--format",

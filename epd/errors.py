@@ -58,20 +58,23 @@ def plain_message(status: int, reply: bytes) -> str:
 Stage = Literal["proxy", "queue", "store", "encode", "prefill", "decode", "release"]
 
 TYPES = {
+    401: "AuthenticationError",
     403: "PermissionDeniedError",
     404: "NotFoundError",
     408: "RequestTimeoutError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    502: "BadGatewayError",
     503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
 }
+"""`error.type` by status; `BadRequestError` for every other one."""
 
 BUSY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 """Statuses of an overloaded instance. They do not count as failures of the instance."""
 
-ELSEWHERE = BUSY | {
-    HTTPStatus.REQUEST_TIMEOUT,
-    HTTPStatus.BAD_GATEWAY,
-    HTTPStatus.GATEWAY_TIMEOUT,
-}
+ELSEWHERE = BUSY | {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT}
 """Statuses of a decode instance after which another instance may succeed."""
 
 UNJUDGED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_TIMEOUT})
@@ -103,7 +106,6 @@ class ProxyError(Exception):
 
     Attributes:
         status: HTTP status of the answer.
-        type: `error.type` of the answer.
         slug: machine-readable cause, sent as `x-epd-error`.
         stage: the stage that failed, sent as `x-epd-stage`.
         param: the invalid part of the request, such as `messages[0].content[2]`.
@@ -119,7 +121,6 @@ class ProxyError(Exception):
     """
 
     status: int = 500
-    type: str = "InternalServerError"
     default_slug: ClassVar[str] = "internal_error"
     outcome: Outcome = Outcome.NOTHING
     retryable: bool = False
@@ -157,12 +158,8 @@ class ProxyError(Exception):
     @property
     def detail(self) -> dict[str, Any]:
         """The `error` object of the answer."""
-        return {
-            "message": self.message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.status,
-        }
+        kind = TYPES.get(self.status, "BadRequestError")
+        return {"message": self.message, "type": kind, "param": self.param, "code": self.status}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -207,7 +204,6 @@ class BadRequest(ProxyError):
     """The client's request is invalid."""
 
     status = 400
-    type = "BadRequestError"
     default_slug = "invalid_request"
 
 
@@ -219,7 +215,6 @@ class RequestRefused(ProxyError):
     def __init__(self, status: int, message: str, *, slug: str) -> None:
         super().__init__(message, slug=slug)
         self.status = status
-        self.type = TYPES.get(status, "BadRequestError")
 
 
 class WrongMethod(RequestRefused):
@@ -239,7 +234,6 @@ class Unauthorized(ProxyError):
     """The request has no API key, or an invalid one."""
 
     status = 401
-    type = "AuthenticationError"
     default_slug = "invalid_api_key"
 
     @property
@@ -252,7 +246,6 @@ class UnknownMedia(ProxyError):
     """The request names media that the client has not uploaded, or that the store has evicted."""
 
     status = 404
-    type = "NotFoundError"
     default_slug = "unknown_media"
 
 
@@ -260,7 +253,6 @@ class MediaFetchFailed(ProxyError):
     """The proxy could not fetch the media at a URL of the request. No instance is at fault."""
 
     status = 422
-    type = "UnprocessableEntityError"
     default_slug = "media_fetch_failed"
 
 
@@ -292,7 +284,6 @@ class Overloaded(TryLater):
     """The proxy or a service behind it is overloaded, or the proxy is about to stop."""
 
     status = 503
-    type = "ServiceUnavailableError"
     default_slug = "overloaded"
 
 
@@ -310,7 +301,6 @@ class SuspectedFatal(TryLater):
     """
 
     status = 503
-    type = "ServiceUnavailableError"
     default_slug = "suspected_fatal"
     retry_pointless = True
     died = True
@@ -320,7 +310,6 @@ class TooManyRequests(TryLater):
     """The concurrent requests of a client, or of all clients together, exceed a limit."""
 
     status = 429
-    type = "RateLimitError"
     default_slug = "queue_full"
 
 
@@ -328,7 +317,6 @@ class UpstreamFailed(ProxyError):
     """An instance was unreachable, closed the connection early, or sent an invalid answer."""
 
     status = 502
-    type = "BadGatewayError"
     outcome = Outcome.BAD
     retryable = True
     repeatable = True
@@ -375,7 +363,6 @@ class UpstreamDenied(ProxyError):
     """An instance rejects the proxy's own API key. The client cannot correct that."""
 
     status = 502
-    type = "BadGatewayError"
 
 
 class UpstreamBusy(Overloaded):
@@ -394,7 +381,6 @@ class UpstreamTimeout(ProxyError):
     """An instance did not answer within the deadline of its stage."""
 
     status = 504
-    type = "GatewayTimeoutError"
     retryable = True
     worked = True
 

@@ -13,6 +13,9 @@ USAGE_ERROR = 2
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports errors in one line each, without the usage text."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
     def add_version(self) -> None:
         """Add `--version`, which prints the version of this package."""
         self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")

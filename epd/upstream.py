@@ -38,12 +38,7 @@ FAILURES = (Unreachable, Broken, TimeoutError)
 
 
 def stage_error(
-    error: Exception,
-    stage: Stage,
-    *,
-    broken: str,
-    late: str | None = None,
-    computed: bool = False,
+    error: Exception, stage: Stage, *, broken: str, late: str | None = None, computed: bool = False
 ) -> ProxyError:
     """Return the error of a stage. Addresses remain in the cause, which clients do not see.
 
@@ -57,9 +52,7 @@ def stage_error(
     instance = "the instance" if stage == "proxy" else f"the {stage} instance"
     if isinstance(error, TimeoutError):
         return UpstreamTimeout(
-            f"{instance} did not answer in time",
-            slug=late or f"{stage}_timeout",
-            stage=stage,
+            f"{instance} did not answer in time", slug=late or f"{stage}_timeout", stage=stage
         )
     reason = underlying_error(error)
     if isinstance(reason, OSError) and reason.errno in OUT_OF_DESCRIPTORS:

@@ -170,10 +170,7 @@ class _Writable:
     def __init__(self, data: memoryview) -> None:
         self._data = data
         array = np.frombuffer(data, np.uint8)
-        self.__array_interface__ = {
-            **array.__array_interface__,
-            "data": (array.ctypes.data, False),
-        }
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
 def as_tensor(data: memoryview) -> torch.Tensor:

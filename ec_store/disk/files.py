@@ -161,7 +161,6 @@ class Folder:
             os.close(fd)
 
     def names(self) -> list[str]:
-        """Return the names in this folder."""
         with self.scan() as listing:
             return [item.name for item in listing]
 

@@ -40,12 +40,10 @@ class Usage:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes in use."""
         return self.charged_bytes - self.released_bytes
 
     @property
     def entries(self) -> int:
-        """Return the number of entries."""
         return self.charged - self.released
 
 
@@ -66,7 +64,6 @@ class Count:
     removed: int = 0
 
     def add(self, size_bytes: int) -> None:
-        """Count a file of this size."""
         self.bytes += size_bytes
         self.entries += 1
 

@@ -109,12 +109,7 @@ def sample_size(excess_bytes: int, mean_bytes: float) -> int:
 
 
 def choose_victims(
-    sample: Sequence[EvictionCandidate],
-    *,
-    all_seen: bool,
-    now_s: float,
-    ttl_s: float,
-    excess: int,
+    sample: Sequence[EvictionCandidate], *, all_seen: bool, now_s: float, ttl_s: float, excess: int
 ) -> list[EvictionCandidate]:
     """Return the entries of a sample to evict: the expired, then the least recently used.
 
@@ -298,7 +293,6 @@ class Tree:
         self._kept = {"": self.entries}
 
     def has_entry(self, digest: str) -> bool:
-        """Return whether an entry exists."""
         try:
             self.folder(digest).stat(digest)
         except OSError:

@@ -111,7 +111,6 @@ class RedisClient:
         return [(node, self.ask_node(node, command)) for node in nodes]
 
     def ask_node(self, node: Node, command: Command) -> Reply:
-        """Return the reply of one node."""
         deadline_s = self._deadline_s()
         for attempt in (1, 2):
             try:

@@ -50,7 +50,6 @@ class RedisNames:
         return f"{self.prefix}:{{*}}:e2".encode()
 
     def entry(self, digest: str) -> bytes:
-        """Return the name of an entry."""
         return f"{self.prefix}:{{{digest}}}:e2".encode()
 
     def claim(self, digest: str) -> bytes:

@@ -75,9 +75,7 @@ class Link:
         self._sock = sock
         self._deadline_s = deadline_s
         self._reader = hiredis.Reader(
-            replyError=reply_error,
-            protocolError=redis.InvalidResponse,
-            notEnoughData=_NOTHING,
+            replyError=reply_error, protocolError=redis.InvalidResponse, notEnoughData=_NOTHING
         )
         self._ahead = bytearray()
         self.owed = 0

@@ -336,10 +336,8 @@ def _tensors(file: _File, path: Path) -> list[Tensor]:
 
 def _tensor(name: str, entry: dict[str, Any], payload: int, size: int) -> Tensor:
     match entry:
-        case {
-            "dtype": str(dtype),
-            "shape": [*shape],
-            "data_offsets": [int(begin), int(end)],
-        } if 0 <= begin <= end <= size - payload:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
+            0 <= begin <= end <= size - payload
+        ):
             return Tensor(name, dtype, tuple(shape), payload + begin, payload + end)
     raise ValueError(f"{name} has no valid dtype, shape and data_offsets")

@@ -126,9 +126,7 @@ class NamespaceRegistration:
             except StoreError as error:
                 if not failed:
                     logger.warning(
-                        "the encoder cache cannot be used; retrying every %g s: %s",
-                        RETRY_S,
-                        error,
+                        "the encoder cache cannot be used; retrying every %g s: %s", RETRY_S, error
                     )
                 failed = True
                 self._closed.wait(RETRY_S)

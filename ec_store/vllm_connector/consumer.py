@@ -279,7 +279,7 @@ class Consumer:
     def _start(self, needs: Needs, wants: Mapping[Part, Want]) -> None:
         """Claim all entries, held ones first: fetching the others may drop unclaimed entries."""
         needs.admitted = True
-        for part in sorted(wants, key=self._is_absent):
+        for part in sorted(wants, key=lambda one: self._fetcher.entry(one.identifier) is None):
             state = self._fetcher.acquire(part.identifier, wants[part])
             part.claimed = state is not FetchState.MISSING
             if state is FetchState.PENDING:
@@ -288,9 +288,6 @@ class Consumer:
                 self._waiters[part.identifier][part] = needs
             else:
                 needs.arrived.append((part, state))
-
-    def _is_absent(self, part: Part) -> bool:
-        return self._fetcher.entry(part.identifier) is None
 
     def _wants(self, request: Any, needs: Needs) -> dict[Part, Want]:
         # Any JSON value: a client sets it if no proxy removes it.

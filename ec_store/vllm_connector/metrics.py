@@ -100,7 +100,6 @@ class StorePromMetrics(ECConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register the metrics for each engine."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         kinds: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
             (self._counter_cls, COUNTERS, {}),

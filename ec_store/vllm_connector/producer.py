@@ -31,11 +31,7 @@ MAX_LOST = 4096
 class Producer:
     """Source of the items that workers save, and of the entries that replies name."""
 
-    def __init__(
-        self,
-        namespace: str,
-        resolver: PlaceholderMetadataResolver,
-    ) -> None:
+    def __init__(self, namespace: str, resolver: PlaceholderMetadataResolver) -> None:
         """Create the producer of one namespace.
 
         Args:

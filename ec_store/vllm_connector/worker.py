@@ -217,9 +217,6 @@ def is_writer() -> bool:
 
     All ranks of a tensor-parallel group and of a prefill-context-parallel group encode every item.
     """
-    from vllm.distributed.parallel_state import (  # noqa: PLC0415 - known once workers are up
-        get_pcp_group,
-        get_tensor_model_parallel_rank,
-    )
+    from vllm.distributed.parallel_state import get_pcp_group, get_tensor_model_parallel_rank  # noqa: PLC0415 - known once workers are up
 
     return bool(get_tensor_model_parallel_rank() == 0 and get_pcp_group().rank_in_group == 0)

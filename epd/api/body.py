@@ -210,7 +210,9 @@ def parse_json(raw: bytes | bytearray) -> Any:
     Raises:
         BadRequest: the body is not JSON, or exceeds a limit.
     """
-    if _has_too_many(raw):
+    # Before memory is allocated for the values. Text may contain commas and brackets too: if there
+    # are many, those in strings do not count.
+    if _count_too_many(raw) and _count_too_many(_without_strings(raw)):
         raise BadRequest(
             f"the body has more than {MAX_CONTAINERS} lists and objects or {MAX_VALUES} values",
             slug="invalid_json",
@@ -248,14 +250,6 @@ def _loads(raw: bytes | bytearray) -> Any:
         raise BadRequest(
             f"the body is not valid JSON: {error.msg} at character {error.pos}", slug="invalid_json"
         ) from None
-
-
-def _has_too_many(raw: bytes | bytearray) -> bool:
-    """Return whether a body has too many values, before memory is allocated for them.
-
-    Text may contain commas and brackets too: if there are many, those in strings do not count.
-    """
-    return _count_too_many(raw) and _count_too_many(_without_strings(raw))
 
 
 def _count_too_many(json: bytes | bytearray) -> bool:

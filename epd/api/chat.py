@@ -57,10 +57,7 @@ def feature_count(body: Body, item: MMItem) -> int:
 
 
 def encode_body(
-    body: Body,
-    item: MMItem,
-    uuid: str | None,
-    ec_transfer_params: Mapping[str, Any] | None = None,
+    body: Body, item: MMItem, uuid: str | None, ec_transfer_params: Mapping[str, Any] | None = None
 ) -> Body:
     """Return the encode request of one item, without text."""
     own = {} if ec_transfer_params is None else {"ec_transfer_params": ec_transfer_params}

@@ -143,8 +143,7 @@ def conversation_id(body: Body) -> str | None:
             return name
         case _:
             raise BadRequest(
-                f"{CONVERSATION} must be a string of 1 to {MAX_NAME} characters",
-                param=CONVERSATION,
+                f"{CONVERSATION} must be a string of 1 to {MAX_NAME} characters", param=CONVERSATION
             )
 
 

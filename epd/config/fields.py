@@ -141,14 +141,10 @@ def _check_token(name: str) -> str:
 
 
 Origins = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_origin)], ...],
-    NoDecode,
-    BeforeValidator(_json_list),
+    tuple[Annotated[str, AfterValidator(_check_origin)], ...], NoDecode, BeforeValidator(_json_list)
 ]
 Methods = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_token)], ...],
-    NoDecode,
-    BeforeValidator(_json_list),
+    tuple[Annotated[str, AfterValidator(_check_token)], ...], NoDecode, BeforeValidator(_json_list)
 ]
 HeaderNames = Methods
 
@@ -179,11 +175,7 @@ Domains = Annotated[
     NoDecode,
     BeforeValidator(lambda value: _split_domains(value) if value else ()),
 ]
-PolicyNames = Annotated[
-    tuple[str, ...],
-    NoDecode,
-    BeforeValidator(_split_urls),
-]
+PolicyNames = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_urls)]
 HeaderName = Annotated[str, AfterValidator(_check_header_name)]
 HostPatterns = Annotated[
     tuple[Annotated[str, AfterValidator(check_pattern)], ...],
@@ -197,9 +189,7 @@ Services = Annotated[
     AfterValidator(_check_urls),
 ]
 ZmqAddresses = Annotated[
-    tuple[Annotated[str, AfterValidator(zmq_address)], ...],
-    NoDecode,
-    BeforeValidator(_split_urls),
+    tuple[Annotated[str, AfterValidator(zmq_address)], ...], NoDecode, BeforeValidator(_split_urls)
 ]
 
 

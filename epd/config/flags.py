@@ -84,58 +84,27 @@ def name_of(name: str) -> str:
     return variables_of(name)[0] if name in SECRETS else flag_of(name)
 
 
-GROUPS: Mapping[str, str] = MappingProxyType(
-    {
-        "policies": "coordination",
-        "skip_prefill_*": "coordination",
-        "local_prefill_url": "coordination",
-        "decode_choice": "coordination",
-        "decode_from": "coordination",
-        "decode_header": "coordination",
-        "decode_hosts": "coordination",
-        "decode_picker_*": "coordination",
-        "*_urls": "instances",
-        "ec_consumer_*": "instances",
-        "kv_transfer": "instances",
-        "*conversation*": "conversations",
-        "*_kv_addrs": "instances",
-        "ec_transfer": "instances",
-        "ec_store": "instances",
-        "*registration*": "instances",
-        "instances_file": "instances",
-        "discover*": "instances",
-        "*_balance": "balance",
-        "instance_weights": "balance",
-        "load_interval_s": "balance",
-        "session_header": "balance",
-        "log_*": "logging",
-        "otlp_*": "traces",
-        "tenant_*": "tenants",
-        "trusted_tenants": "tenants",
-        "eject_*": "health of instances",
-        "probe_*": "health of instances",
-        "*_s": "deadlines",
-        "max_*": "limits",
-        "stream_interval": "limits",
-        "*_rate_bytes": "limits",
-        "min_*": "limits",
-        "*media*": "media",
-        "trust_request_mm_kwargs": "media",
-        "api_keys_file": "tenants",
-        "isolation": "tenants",
-        "*_key_file": "secrets",
-        "*_key": "secrets",
-        "key_secret*": "secrets",
-        "ssl_*": "TLS",
-        "upstream_ca_file": "TLS",
-        "allowed_origins": "CORS",
-        "allowed_methods": "CORS",
-        "allowed_headers": "CORS",
-        "allow_credentials": "CORS",
-        "*": "server",
-    }
+GROUPS = (
+    ("coordination", "policies skip_prefill_* local_prefill_url decode_choice decode_from"),
+    ("coordination", "decode_header decode_hosts decode_picker_*"),
+    ("instances", "*_urls ec_consumer_* kv_transfer"),
+    ("conversations", "*conversation*"),
+    ("instances", "*_kv_addrs ec_transfer ec_store *registration* instances_file discover*"),
+    ("balance", "*_balance instance_weights load_interval_s session_header"),
+    ("logging", "log_*"),
+    ("traces", "otlp_*"),
+    ("tenants", "tenant_* trusted_tenants"),
+    ("health of instances", "eject_* probe_*"),
+    ("deadlines", "*_s"),
+    ("limits", "max_* stream_interval *_rate_bytes min_*"),
+    ("media", "*media* trust_request_mm_kwargs"),
+    ("tenants", "api_keys_file isolation"),
+    ("secrets", "*_key_file *_key key_secret*"),
+    ("TLS", "ssl_* upstream_ca_file"),
+    ("CORS", "allowed_origins allowed_methods allowed_headers allow_credentials"),
+    ("server", "*"),
 )
-"""Group of a setting by pattern: the first pattern that matches its name applies."""
+"""Groups of settings with patterns of names: the first pattern that matches applies."""
 
 TITLES = (
     "instances",
@@ -159,7 +128,9 @@ TITLES = (
 
 def group_of(name: str) -> str:
     """Return the title of a setting's group."""
-    return next(title for pattern, title in GROUPS.items() if fnmatch(name, pattern))
+    return next(
+        title for title, names in GROUPS if any(fnmatch(name, one) for one in names.split())
+    )
 
 
 HOST = re.compile(r"[A-Za-z0-9._-]+")

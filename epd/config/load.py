@@ -344,7 +344,8 @@ def as_yaml(loaded: Loaded) -> str:
     lines, groups = list[str](), dict[str, list[str]]()
     for name, shown in _settings(loaded):
         hidden = "# " if shown["hidden"] else ""
-        line = f"{hidden}{name}: {orjson.dumps(shown['value']).decode()}  # {_origin(shown)}"
+        where = f" {shown['where']}" if shown["where"] else ""
+        line = f"{hidden}{name}: {orjson.dumps(shown['value']).decode()}  # {shown['from']}{where}"
         groups.setdefault(group_of(name), []).append(line)
     for title, settings in groups.items():
         lines += [f"# {title}", *settings, ""]
@@ -388,7 +389,3 @@ def _shown(value: Any) -> Any:
             return value
         case _:
             return str(value)
-
-
-def _origin(shown: dict[str, Any]) -> str:
-    return "default" if shown["from"] == "default" else f"{shown['from']} {shown['where']}"

@@ -125,7 +125,6 @@ class ConversationEntry:
     held: HeldBlocks | None = None
 
     def to_json(self) -> bytes:
-        """Return the entry as JSON."""
         return _ENTRY.dump_json(self)
 
 

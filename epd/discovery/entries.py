@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 import orjson
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.urls import base_url, check_weight, zmq_address
@@ -35,10 +35,8 @@ class TransferMismatch(ValueError):
     """An instance and the proxy use different encoder-cache transfers."""
 
 
-class InstanceEntry(BaseModel):
+class InstanceEntry(BaseModel, frozen=True, extra="forbid"):
     """Instance as written in a file, a store or a request."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     role: Role
     url: Annotated[str, AfterValidator(base_url), Field(max_length=2048)]
@@ -66,10 +64,8 @@ class InstanceEntry(BaseModel):
         )
 
 
-class Registration(InstanceEntry):
+class Registration(InstanceEntry, frozen=True, extra="ignore"):
     """The body of `POST /instances`, in the format of vLLM's `disagg_epd_proxy.py`."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     def check_transfer(self, transfer: ECTransferName, *, pushed: bool) -> None:
         """Reject an instance that would wait for outputs without a sender, or receive none.
@@ -90,9 +86,7 @@ class Registration(InstanceEntry):
             raise TransferMismatch(f"with --ec-transfer {transfer} a consumer needs ec_zmq_addrs")
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Document(BaseModel, extra="forbid"):
     version: int = Field(default=VERSION, ge=VERSION, le=VERSION)
     instances: Annotated[tuple[InstanceEntry, ...], Field(max_length=MAX_INSTANCES)]
 

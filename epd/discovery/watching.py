@@ -37,7 +37,6 @@ class StoredAnswers:
         self._folder = folder
 
     async def store_content(self, name: str, content: bytes) -> None:
-        """Replace the stored content."""
         if self._folder is not None:
             with suppress(OSError):
                 await asyncio.to_thread(self._folder.write, name, content)

@@ -206,7 +206,6 @@ class Admission:
             raise self._refusal("tenant_rate", wait_s)
 
     def request(self, tenant: Tenant) -> AdmittedRequest:
-        """Return the context of a request of this tenant."""
         return AdmittedRequest(self, tenant)
 
     def use_of(self, tenant: Tenant) -> TenantUse:

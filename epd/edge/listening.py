@@ -252,15 +252,12 @@ class Site(aiohttp_private.BaseSite):
     def name(self) -> str:
         return f"epd {self._where}"
 
-    @property
-    def _is_unix(self) -> bool:
-        listener = self._where.get("sock")
-        return listener is not None and listener.family == socket.AF_UNIX
-
     async def listen(self) -> asyncio.AbstractServer:
         """Listen on the address; with TLS by `Handshakes`."""
         loop = asyncio.get_running_loop()
-        create: Any = loop.create_unix_server if self._is_unix else loop.create_server
+        listener = self._where.get("sock")
+        is_unix = listener is not None and listener.family == socket.AF_UNIX
+        create: Any = loop.create_unix_server if is_unix else loop.create_server
         bound: asyncio.Server = await create(
             self._factory, **self._where, backlog=BACKLOG, start_serving=self._tls is None
         )

@@ -124,9 +124,7 @@ class ServerConnection(aiohttp_private.RequestHandler):
             self.force_close()
             return
         error = RequestRefused(
-            408,
-            "the request's head did not arrive in time",
-            slug="header_timeout",
+            408, "the request's head did not arrive in time", slug="header_timeout"
         )
         self.queue_error(error.status, error, error.message)
 
@@ -177,10 +175,7 @@ class ServerConnection(aiohttp_private.RequestHandler):
         self._refused = True
         headers = self._server.refuse_connection(error)
         response = web.Response(
-            status=error.status,
-            body=error.body(),
-            content_type="application/json",
-            headers=headers,
+            status=error.status, body=error.body(), content_type="application/json", headers=headers
         )
         response.force_close()
         return response
@@ -268,7 +263,6 @@ class EdgeServer(web.Server):
         return True
 
     def release_place(self, connection: ServerConnection) -> None:
-        """Release the place of a closed connection."""
         self._open.discard(connection)
         self._turned_away.discard(connection)
 

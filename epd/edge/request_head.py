@@ -10,7 +10,6 @@ import resource
 
 from aiohttp import HttpVersion10, HttpVersion11, hdrs, web
 from aiohttp.http_parser import RawRequestMessage
-from yarl import URL
 
 from epd.errors import BadRequest, ProxyError, RequestRefused
 
@@ -74,11 +73,9 @@ def without_prefix(message: RawRequestMessage, prefix: str) -> RawRequestMessage
     path = message.url.raw_path
     if path != prefix and not path.startswith(f"{prefix}/"):
         return message
-    return message._replace(url=_with_path(message.url, path[len(prefix) :] or "/"))
-
-
-def _with_path(url: URL, path: str) -> URL:
-    return url.with_path(path, encoded=True, keep_query=True, keep_fragment=True)
+    rest = path[len(prefix) :] or "/"
+    url = message.url.with_path(rest, encoded=True, keep_query=True, keep_fragment=True)
+    return message._replace(url=url)
 
 
 RESERVED = 64

@@ -97,7 +97,7 @@ class ClientNames:
         return {
             key.identifier: Name(str(metadata.get("key")), bool(metadata.get("own")))
             for key, metadata in known.items()
-            if self._believes(key, metadata)
+            if key not in self._stale or self._stale[key] not in (None, metadata)
         }
 
     async def delete_names(
@@ -128,9 +128,6 @@ class ClientNames:
     def _key(self, model: str | None, name: str) -> EntryKey | None:
         namespace = self._cache.namespace(model)
         return None if namespace is None else EntryKey(f"{namespace}#names", name)
-
-    def _believes(self, key: EntryKey, metadata: Mapping[str, Any]) -> bool:
-        return key not in self._stale or self._stale[key] not in (None, metadata)
 
     def _disbelieve(self, key: EntryKey, metadata: Mapping[str, Any] | None) -> None:
         self._stale[key] = metadata

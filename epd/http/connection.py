@@ -109,7 +109,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def headers(self) -> CIMultiDict[str]:
-        """The headers of the answer."""
         return self._answer.headers
 
     @property
@@ -268,7 +267,8 @@ class Connection(asyncio.Protocol):
     async def _wait(self, until_s: float) -> None:
         """Wait for the next event of the connection."""
         if self._failure is not None:
-            raise self._broken() from self._failure
+            died = self._sent_s is not None and not isinstance(self._failure, Malformed)
+            raise (Died() if died else Broken()) from self._failure
         self._until_s = until_s
         if self._timer is None or self._timer.when() > until_s:
             self._set_timer()
@@ -277,10 +277,6 @@ class Connection(asyncio.Protocol):
             await self._waiter
         finally:
             self._waiter = None
-
-    def _broken(self) -> Broken:
-        died = self._sent_s is not None and not isinstance(self._failure, Malformed)
-        return Died() if died else Broken()
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -127,7 +127,6 @@ class AnswerReader:
         self.start_answer()
 
     def start_answer(self) -> None:
-        """Start the next answer."""
         self.begun = self.complete = self.reusable = False
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()

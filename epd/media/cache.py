@@ -136,7 +136,8 @@ def fresh_s(headers: Headers) -> float:
             lifetime: float = _seconds(said[name])
             break
     else:
-        lifetime = _until_expiry(headers)
+        expires, date = (_date(headers.get(name)) for name in ("Expires", "Date"))
+        lifetime = (expires - date).total_seconds() if expires and date else 0
     age = _seconds(headers["Age"]) if "Age" in headers else 0
     return max(0, lifetime - age)
 
@@ -180,11 +181,6 @@ def _seconds(text: str) -> int:
     return (
         MAX_SECONDS if len(digits) > len(str(MAX_SECONDS)) else min(int(digits or 0), MAX_SECONDS)
     )
-
-
-def _until_expiry(headers: Headers) -> float:
-    expires, date = (_date(headers.get(name)) for name in ("Expires", "Date"))
-    return (expires - date).total_seconds() if expires and date else 0
 
 
 def _date(text: str | None) -> datetime | None:

@@ -264,7 +264,6 @@ class CheckedResolver(AbstractResolver):
         return allowed
 
     async def close(self) -> None:
-        """Close the underlying resolver."""
         await self._resolver.close()
 
 
@@ -313,11 +312,6 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _cache_headers(response: aiohttp.ClientResponse) -> Headers:
-    headers = response.headers
-    return {name: ",".join(headers.getall(name)) for name in HEADERS if name in headers}
-
-
 def _check_head(response: aiohttp.ClientResponse) -> None:
     status = response.status
     if status // 100 == 4 and status not in TRANSIENT:  # noqa: PLR2004
@@ -326,6 +320,11 @@ def _check_head(response: aiohttp.ClientResponse) -> None:
         raise MediaFetchFailed(f"the origin answered {status}")
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise MediaFetchFailed("the origin's answer has an unsupported encoding")
+
+
+def _cache_headers(response: aiohttp.ClientResponse) -> Headers:
+    headers = response.headers
+    return {name: ",".join(headers.getall(name)) for name in HEADERS if name in headers}
 
 
 def _data_url_head(response: aiohttp.ClientResponse, modality: str) -> str:

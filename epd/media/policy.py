@@ -84,7 +84,8 @@ class MediaPolicy:
             raise refused_url("the URL must have a host")
         if self.allowed_domains and host.rstrip(".") not in self.allowed_domains:
             raise refused_url("the host is not in --allowed-media-domains")
-        if _is_number(host) and not self.allows_address(host):
+        number = ":" in host or NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]) is not None
+        if number and not self.allows_address(host):
             raise refused_url(NO_ADDRESS)
         return url
 
@@ -118,10 +119,6 @@ def _parsed(text: str, base: URL | None) -> URL:
         return (url if base is None else base.join(url)).with_fragment(None)
     except ValueError:
         raise refused_url("not a valid URL") from None
-
-
-def _is_number(host: str) -> bool:
-    return ":" in host or NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]) is not None
 
 
 class HeldBytes(Protocol):

@@ -129,10 +129,7 @@ ENCODE_WAITS = Figure(
     (MODEL,),
 )
 SAVED_ENCODES = Figure(
-    "epd_saved_encodes",
-    "counter",
-    "Encodes saved by the cache: one for each hit.",
-    (MODEL,),
+    "epd_saved_encodes", "counter", "Encodes saved by the cache: one for each hit.", (MODEL,)
 )
 SAVED_BYTES = Figure(
     "epd_saved_bytes",

@@ -121,7 +121,6 @@ class CounterValues:
         self._values: dict[tuple[Value, ...], float] = {} if figure.labels else {(): 0.0}
 
     def add(self, labels: tuple[Value, ...], amount: float = 1) -> None:
-        """Add `amount` to the value of the labels."""
         self._values[labels] = self._values.get(labels, 0) + amount
 
     def collect(self) -> Metric:

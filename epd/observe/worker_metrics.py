@@ -133,7 +133,6 @@ class SharedPage:
             fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Close the file's descriptor."""
         os.close(self.descriptor)
 
     def _at(self, number: int) -> bytes | None:

@@ -114,10 +114,6 @@ WITHIN = frozenset[Stage]({"queue", "store"})
 """Stages that involve no instance."""
 
 
-def _unnamed() -> RequestRecord:
-    return RequestRecord("", "POST", "")
-
-
 @dataclass(slots=True)
 class RequestContext:
     """Client of a request, its settings and instance headers, and the record of its progress.
@@ -150,7 +146,7 @@ class RequestContext:
     tenant: Tenant = ANONYMOUS
     clients_key: bool = True
     observers: Sequence[Observer] = ()
-    record: RequestRecord = field(default_factory=_unnamed)
+    record: RequestRecord = field(default_factory=lambda: RequestRecord("", "POST", ""))
     cuts: Cuts = field(default_factory=dict)
     held: HeldBytes = field(default_factory=UncountedBytes)
     models: ModelNames = field(default_factory=ModelNames)
@@ -185,7 +181,6 @@ class RequestContext:
 
     @property
     def model_name(self) -> str:
-        """The instances' name of the model."""
         return self.models.name_of(self.model)
 
     def learn_model(self, answer: bytes) -> None:

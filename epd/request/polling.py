@@ -84,7 +84,8 @@ class Polling(Generic[T]):
 
     def _note(self, instance: Instance, error: Exception) -> None:
         self._background.count_exception(self._question.task)
-        cause = _cause(error)
+        raised = extract_tb(error.__traceback__)[-1]
+        cause = type(error).__name__, raised.filename, raised.lineno  # its message may vary
         if self._faults.get(instance) == cause:
             return
         self._faults[instance] = cause
@@ -95,12 +96,6 @@ class Polling(Generic[T]):
             role=instance.role,
             exc_info=error,
         )
-
-
-def _cause(error: Exception) -> tuple[str, str, int | None]:
-    """Return the type of the error and where it was raised. Its message may vary."""
-    raised = extract_tb(error.__traceback__)[-1]
-    return type(error).__name__, raised.filename, raised.lineno
 
 
 TICK_S = 0.25

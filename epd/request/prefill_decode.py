@@ -8,13 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from epd.aio import StrictTaskGroup
 from epd.api.items import Body
-from epd.errors import (
-    NoInstance,
-    ProxyError,
-    SuspectedFatal,
-    UpstreamDied,
-    slug_of,
-)
+from epd.errors import NoInstance, ProxyError, SuspectedFatal, UpstreamDied, slug_of
 from epd.request.attempts import Sending, Targets
 from epd.request.kv_peers import PeerRegistry, Releases
 from epd.request.kv_readback import Readbacks

@@ -275,11 +275,6 @@ def _fetched_again(failure: EncodeFailure) -> float | None:
     return 0.0 if soon else None
 
 
-def _repeated(failure: EncodeFailure) -> float | None:
-    # Prefill or decode encode the item next. If they may not, the failure may have been a reset.
-    return 0.0 if failure.tries == 1 and not failure.may_be_local else None
-
-
 ENCODE_RULES = (
     EncodeRule(
         "the instance could not fetch the item's URL",
@@ -291,7 +286,8 @@ ENCODE_RULES = (
         "the only instance died while it had the item",
         "the same instance once more with `--on-encode-failure fail`, else prefill or decode",
         lambda failure: failure.error.died and failure.error.retryable and not failure.others,
-        _repeated,
+        # Prefill or decode encode the item next. If they may not, it may have been a reset.
+        lambda failure: 0.0 if failure.tries == 1 and not failure.may_be_local else None,
     ),
     EncodeRule(
         "any other failure after which an instance may succeed",

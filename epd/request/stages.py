@@ -113,11 +113,7 @@ class Stages:
             return read_encoded(accepted, item.modality)
 
     async def prefill(
-        self,
-        transfer: KVTransfer,
-        pair: Pair,
-        sent: Consumed,
-        context: RequestContext,
+        self, transfer: KVTransfer, pair: Pair, sent: Consumed, context: RequestContext
     ) -> Prefilled:
         """Prefill the request for one decode.
 

@@ -273,8 +273,7 @@ class Decoders:
         if usable:
             return None
         raise NoInstance(
-            "the endpoint picker names no decode instance, and the proxy has none",
-            slug="no_decode",
+            "the endpoint picker names no decode instance, and the proxy has none", slug="no_decode"
         )
 
     def _at(self, named: str, hosts: Sequence[str]) -> Instance | None:

@@ -115,7 +115,6 @@ class Health:
         self._changes = 0
 
     def state(self, now_s: float) -> HealthState:
-        """Return the current state."""
         if self._state is HealthState.EJECTED and now_s >= self._until_s:
             self._become(HealthState.TRIAL, now_s)
         return self._state

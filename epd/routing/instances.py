@@ -147,7 +147,6 @@ class Registry:
         self._on_change = on_change
 
     def replace(self, source: InstanceSource, instances: Iterable[Instance]) -> None:
-        """Replace the instances of a source."""
         self._said[source] = tuple(instances)
         named = self._named()
         self._reweigh(named)

@@ -297,7 +297,6 @@ class InstanceTable:
         return InFlight(instance, load, rank, health, self._clock, alone=alone)
 
     def _health_and_load(self, instance: Instance) -> tuple[Health, Load]:
-        """Return the health and the load of an instance, in the table or not."""
         candidate = self._members.get(instance.key)
         if candidate is not None:
             return candidate.health, candidate.load

@@ -73,11 +73,7 @@ class Admin:
     """Client that sends a request to every instance of a table."""
 
     def __init__(
-        self,
-        table: InstanceTable,
-        upstream: Upstream,
-        live: LiveConfig,
-        metrics: MetricsObserver,
+        self, table: InstanceTable, upstream: Upstream, live: LiveConfig, metrics: MetricsObserver
     ) -> None:
         """Send requests to the instances of a table.
 
@@ -128,7 +124,9 @@ class Admin:
             "/health", headers={}, body=None, timeout_s=self._live.current.health_timeout_s
         )
         conditions = {
-            one: condition(states[one], answers=_is_healthy(result), routed=one in routed)
+            one: condition(
+                states[one], answers=isinstance(result, Answer) and result.ok, routed=one in routed
+            )
             for one, result in results.items()
         }
         clusters = {
@@ -245,10 +243,6 @@ class Admin:
 
 
 ADMIN = web.AppKey("admin", Admin)
-
-
-def _is_healthy(result: Answer | ProxyError) -> bool:
-    return isinstance(result, Answer) and result.ok
 
 
 def _version(result: Answer | ProxyError) -> str | None:

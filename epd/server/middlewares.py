@@ -19,13 +19,7 @@ from epd.config import ProxyConfig
 from epd.edge.access import Access, CrossOrigin, Headers, Preflight, client_key
 from epd.edge.drain import DRAIN
 from epd.edge.protocol import ServerConnection
-from epd.errors import (
-    BadRequest,
-    ProxyError,
-    RequestRefused,
-    UnknownMedia,
-    WrongMethod,
-)
+from epd.errors import BadRequest, ProxyError, RequestRefused, UnknownMedia, WrongMethod
 from epd.events import RequestRecord
 from epd.observe.logs import REQUEST_ID as LOGGED
 from epd.request.context import RequestContext, request_id

@@ -32,12 +32,7 @@ from epd.version import __version__
 
 BOARD = web.AppKey("board", Board)
 
-TYPES = {
-    "html": "text/html",
-    "css": "text/css",
-    "js": "text/javascript",
-    "svg": "image/svg+xml",
-}
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 """Media types of the page's files, by file extension."""
 
 POLICY = (

@@ -25,7 +25,6 @@ from epd.server.operator_routes import BOARD, METRICS, POLICIES
 from epd.server.orders import Inherited, Pipe
 from epd.server.reload import read_from
 from epd.server.serve import run_server
-from epd.ui.dashboard import Board
 
 
 async def work(config: ProxyConfig, inherited: Inherited) -> None:
@@ -45,7 +44,8 @@ async def work(config: ProxyConfig, inherited: Inherited) -> None:
     orders, tls = pipe.orders, server_context(first)
     async with run_server(LiveConfig(first), orders, tls, pipe.configured, config) as runner:
         metrics = _shared(runner.app[METRICS], inherited)
-        board = _shared_board(runner.app[BOARD], inherited)
+        board = runner.app[BOARD]
+        board.share_pages([SharedPage(one) for one in inherited.recents], inherited.number - 1)
         runner.app[POLICIES].share_page(SharedPage(inherited.policies))
         background = runner.app[BACKGROUND]
         writing = [
@@ -65,11 +65,6 @@ def _shared(metrics: MetricsObserver, inherited: Inherited) -> WorkerMetrics:
     pages = [SharedPage(descriptor) for descriptor in inherited.pages]
     metrics.shown = shared = WorkerMetrics(metrics.shown, pages, inherited.number - 1)
     return shared
-
-
-def _shared_board(board: Board, inherited: Inherited) -> Board:
-    board.share_pages([SharedPage(one) for one in inherited.recents], inherited.number - 1)
-    return board
 
 
 def main() -> None:

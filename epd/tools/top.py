@@ -43,7 +43,6 @@ def add_parser(commands: Commands) -> None:
         "EPD_ADMIN_API_KEY or ADMIN_API_KEY is the proxy's admin key; a proxy without one answers "
         "only its own machine.",
         epilog="example: epd top --url http://localhost:8000",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--url",

@@ -160,7 +160,8 @@ def _saved(totals: Totals) -> Text:
     line = Text.assemble("Saved ", (f"{saved['encodes']:,} encodes", "bold green"))
     if saved["bytes"]:
         line.append_text(Text.assemble(", ", (size(saved["bytes"]), "bold green"), " not sent"))
-    line.append_text(Text.assemble(", about ", (_gpu(saved["encode_seconds"]), "bold green")))
+    gpu = seconds(saved["encode_seconds"]).replace(" ", " GPU ")
+    line.append_text(Text.assemble(", about ", (gpu, "bold green")))
     line.append_text(
         Text.assemble("  hit rate ", (share_text(items["hit"], sum(items.values())), "bold"))
     )
@@ -182,10 +183,6 @@ def _conversations(shown: ConversationsShown) -> Iterable[Text]:
             (share_text(hit, turns), "bold"),
             f" of {turns:,} turns",
         )
-
-
-def _gpu(value: float) -> str:
-    return seconds(value).replace(" ", " GPU ")
 
 
 def _now(state: UiState, last: Sequence[Second]) -> Text:
@@ -328,10 +325,7 @@ def _table(*titles: str, right: Iterable[int]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     for index, title in enumerate(titles):
         table.add_column(
-            title,
-            justify="right" if index in right else "left",
-            no_wrap=True,
-            overflow="ellipsis",
+            title, justify="right" if index in right else "left", no_wrap=True, overflow="ellipsis"
         )
     return table
 

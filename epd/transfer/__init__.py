@@ -3,14 +3,7 @@
 from typing import Literal
 
 KVTransferName = Literal[
-    "nixl",
-    "nixl-push",
-    "mooncake",
-    "lmcache",
-    "multi",
-    "example",
-    "offloading",
-    "none",
+    "nixl", "nixl-push", "mooncake", "lmcache", "multi", "example", "offloading", "none"
 ]
 
 ECTransferName = Literal["store", "example", "nixl", "mooncake"]

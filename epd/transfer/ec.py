@@ -145,9 +145,9 @@ class ECMooncake(ECTransfer):
         if not replied.params:
             raise EncodeMismatch("they are missing; start the instance with ECMooncakeConnector")
         told = [str(item["transfer_id"]) for item in (asked or {}).get("ec_items", ())]
+        features = sorted(replied.params.items(), key=lambda it: it[1].get("modality") != "video")
         params = {
-            key: {**entry, "transfer_id": _transfer_id(entry, told)}
-            for key, entry in sorted(replied.params.items(), key=_video_first)
+            key: {**entry, "transfer_id": _transfer_id(entry, told)} for key, entry in features
         }
         ids = [entry["transfer_id"] for entry in params.values() if entry["transfer_id"]]
         if len(set(ids)) < len(ids):
@@ -172,7 +172,3 @@ def _transfer_id(entry: Mapping[str, Any], told: list[str]) -> str | None:
             return told[index]
     reported = entry.get("transfer_id")
     return reported if isinstance(reported, str) else None
-
-
-def _video_first(feature: tuple[str, Mapping[str, Any]]) -> bool:
-    return feature[1].get("modality") != "video"

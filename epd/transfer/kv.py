@@ -17,6 +17,7 @@ from epd.errors import UpstreamFailed
 from epd.routing.instances import Instance, Role
 from epd.transfer.params import Params
 
+PORT = re.compile(r"[0-9]{1,5}")
 HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 """Pattern of the hosts that may be sent to instances, also in headers."""
 
@@ -142,15 +143,11 @@ def host_and_ports(address: str, ports: int) -> list[str]:
     if (
         not HOST.fullmatch(host)
         or len(found) < ports
-        or not all(_is_port(number) for number in numbers)
+        or not all(PORT.fullmatch(one) and 0 < int(one) < 2**16 for one in numbers)
     ):
         wanted = "host" + ":port" * ports
         raise ValueError(f"{address!r} is not an address such as {wanted}")
     return [host, *found]
-
-
-def _is_port(number: str) -> bool:
-    return number.isascii() and number.isdigit() and 0 < int(number) < 2**16
 
 
 class Untold(KVTransfer):

@@ -30,12 +30,7 @@ SPARK_S = 60
 
 WORST = ("healthy", "trial", "ejected", "down")
 """States of an instance, the worst last. If workers differ, the worst state is shown."""
-SERVES = {
-    "encode": "encode",
-    "prefill": "prefill",
-    "decode": "decode",
-    "prefill_decode": "decode",
-}
+SERVES = {"encode": "encode", "prefill": "prefill", "decode": "decode", "prefill_decode": "decode"}
 """Stage of each role."""
 FLOWS = ("queue", "store", "encode", "prefill", "decode", "release")
 """Stages in their order."""
@@ -144,7 +139,6 @@ class Flow(NamedTuple):
     rates: Mapping[str, float]
 
     def latency_of(self, instance: str) -> Latency:
-        """Return the latency of one instance."""
         return _latency(self.samples.get(instance, ()), self.rates.get(instance, 0.0))
 
     def latency_of_all(self) -> Latency:

@@ -338,7 +338,7 @@ def test_the_example_is_a_configuration() -> None:
 
 
 def test_an_unknown_flag_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = Parser(prog="epd serve", allow_abbrev=False)
+    parser = Parser(prog="epd serve")
     parser.add_argument(flag_of("max_items"))
 
     with pytest.raises(SystemExit):
@@ -348,7 +348,7 @@ def test_an_unknown_flag_names_the_nearest_one(capsys: pytest.CaptureFixture[str
 
 
 def parsed(*words: str) -> dict[str, str]:
-    parser = Parser(prog="epd serve", allow_abbrev=False)
+    parser = Parser(prog="epd serve")
     add_flags(parser)
     return vars(parser.parse_args(words))
 

@@ -5,7 +5,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from epd.config.fields import (
     Addresses,
@@ -30,10 +30,8 @@ ENCODE_SOURCES = (
 """Fields that name encode instances, or allow them to join later."""
 
 
-class InstanceSettings(BaseModel):
+class InstanceSettings(BaseModel, frozen=True, extra="forbid"):
     """Fields for the instances, with their validation and the instances that they name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     encode_servers_urls: Urls = Field(
         default=(),
@@ -94,8 +92,7 @@ class InstanceSettings(BaseModel):
         "default: all",
     )
     instances_file: Path | None = Field(
-        default=None,
-        description="YAML file with instances; changes of the file need no restart",
+        default=None, description="YAML file with instances; changes of the file need no restart"
     )
     discover_encode: Services = Field(
         default=(),
@@ -174,7 +171,11 @@ class InstanceSettings(BaseModel):
             ),
             *(
                 Instance(
-                    role, url, ranks, kv_addr=address, ec_zmq_addrs=self._addresses_of(position)
+                    role,
+                    url,
+                    ranks,
+                    kv_addr=address,
+                    ec_zmq_addrs=self.ec_consumer_zmq_addrs[position * size :][:size],
                 )
                 for position, (url, address) in enumerate(
                     zip_longest(self.decode_servers_urls, self.decode_kv_addrs, fillvalue="")
@@ -182,11 +183,6 @@ class InstanceSettings(BaseModel):
             ),
         )
         return tuple(map(self._weighed, found))
-
-    def _addresses_of(self, position: int) -> tuple[str, ...]:
-        """Return the encoder-output addresses of the decode instance at this position, by rank."""
-        size = self.ec_consumer_dp_size
-        return self.ec_consumer_zmq_addrs[position * size : (position + 1) * size]
 
     @property
     def discovered_instances(self) -> tuple[Instance, ...]:

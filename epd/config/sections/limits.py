@@ -3,21 +3,14 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from epd.config.fields import (
-    Domains,
-    Seconds,
-    SecondsOrNone,
-    flag_of,
-)
+from epd.config.fields import Domains, Seconds, SecondsOrNone, flag_of
 from epd.routing.health import HealthPolicy
 
 
-class LimitSettings(BaseModel):
+class LimitSettings(BaseModel, frozen=True, extra="forbid"):
     """Fields for limits, deadlines and the health of instances."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_requests: int = Field(
         default=1024,
@@ -69,8 +62,7 @@ class LimitSettings(BaseModel):
         default=10.0, description="maximum time for a request's head to arrive, in seconds"
     )
     keep_alive_s: Seconds = Field(
-        default=75.0,
-        description="seconds until a client connection without a request is closed",
+        default=75.0, description="seconds until a client connection without a request is closed"
     )
     write_timeout_s: Seconds = Field(
         default=60.0,
@@ -88,8 +80,7 @@ class LimitSettings(BaseModel):
         default=2.0, description="maximum time to connect to an instance, in seconds"
     )
     media_timeout_s: Seconds = Field(
-        default=30.0,
-        description="maximum time for the proxy to fetch one media item, in seconds",
+        default=30.0, description="maximum time for the proxy to fetch one media item, in seconds"
     )
     encode_timeout_s: Seconds = Field(
         default=30.0, description="maximum time to encode one media item, in seconds"
@@ -152,8 +143,7 @@ class LimitSettings(BaseModel):
         "more connections",
     )
     drain_timeout_s: SecondsOrNone = Field(
-        default=300.0,
-        description="seconds from then until requests that still run are cancelled",
+        default=300.0, description="seconds from then until requests that still run are cancelled"
     )
     profile_timeout_s: Seconds = Field(
         default=300.0,
@@ -174,10 +164,8 @@ class LimitSettings(BaseModel):
         )
 
 
-class MediaSettings(BaseModel):
+class MediaSettings(BaseModel, frozen=True, extra="forbid"):
     """Fields for the media in requests, with their validation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     allowed_local_media_path: Path | None = Field(
         default=None,

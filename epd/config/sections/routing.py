@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from epd.config.fields import (
     EndpointUrl,
@@ -19,10 +19,8 @@ MIN_LOAD_INTERVAL_S = 0.05
 """Minimum of `load_interval_s`, in seconds: more frequent load reports would slow the instance."""
 
 
-class RouteSettings(BaseModel):
+class RouteSettings(BaseModel, frozen=True, extra="forbid"):
     """Fields for coordination policies and load balancing, with their validation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     skip_prefill_below_tokens: int = Field(
         default=0,
@@ -93,8 +91,7 @@ class RouteSettings(BaseModel):
         "/metrics); 0: neither its load nor its namespace is read",
     )
     session_header: HeaderName = Field(
-        default="x-session-id",
-        description="request header with the name of the request's session",
+        default="x-session-id", description="request header with the name of the request's session"
     )
 
     @model_validator(mode="after")

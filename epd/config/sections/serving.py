@@ -8,7 +8,7 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from epd.config.fields import (
     AdminKey,
@@ -25,10 +25,8 @@ from epd.config.fields import (
 from epd.tenants import ANONYMOUS, Scope, Tenant
 
 
-class ServingSettings(BaseModel):
+class ServingSettings(BaseModel, frozen=True, extra="forbid"):
     """Fields for the listening address, TLS, processes, logs and traces."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str = Field(default="0.0.0.0", description="address to listen on")  # noqa: S104
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on")
@@ -50,17 +48,13 @@ class ServingSettings(BaseModel):
         description="file with the TLS certificate for clients, and its chain; default: no TLS",
     )
     ssl_keyfile: Path | None = Field(
-        default=None,
-        description="file with the private key of the certificate, without passphrase",
+        default=None, description="file with the private key of the certificate, without passphrase"
     )
     ssl_ca_certs: Path | None = Field(
         default=None, description="file with the CAs that verify clients' certificates"
     )
     ssl_cert_reqs: int = Field(
-        default=0,
-        ge=0,
-        le=2,
-        description="clients' certificates: 0 none, 1 optional, 2 required",
+        default=0, ge=0, le=2, description="clients' certificates: 0 none, 1 optional, 2 required"
     )
     upstream_ca_file: Path | None = Field(
         default=None,
@@ -98,10 +92,8 @@ class ServingSettings(BaseModel):
         return self
 
 
-class CrossOriginSettings(BaseModel):
+class CrossOriginSettings(BaseModel, frozen=True, extra="forbid"):
     """Fields for cross-origin requests (CORS), with their validation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     allowed_origins: Origins = Field(
         default=(),
@@ -134,10 +126,8 @@ class CrossOriginSettings(BaseModel):
         return self
 
 
-class TenancySettings(BaseModel):
+class TenancySettings(BaseModel, frozen=True, extra="forbid"):
     """Fields for tenants, their API keys, limits and isolation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     api_keys_file: Path | None = Field(
         default=None,

@@ -2,14 +2,9 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from epd.config.fields import (
-    NO_INSTANCES,
-    ConversationStore,
-    Seconds,
-    StoreUrl,
-)
+from epd.config.fields import NO_INSTANCES, ConversationStore, Seconds, StoreUrl
 from epd.transfer import ECTransferName, KVTransferName
 
 MAX_TTL_S = 30 * 24 * 3600.0
@@ -17,10 +12,8 @@ MAX_TTL_S = 30 * 24 * 3600.0
 within the range of Redis."""
 
 
-class TransferSettings(BaseModel):
+class TransferSettings(BaseModel, frozen=True, extra="forbid"):
     """Fields for transfers, the encoder-cache store and conversations, with their validation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ec_transfer: ECTransferName = Field(
         default="store",

@@ -13,21 +13,9 @@ from typing import Any
 import orjson
 
 from epd.parser import Commands, Parser
-from epd.tools.bench.rig import EPD, Contender, Measured, Rig, Running
-from epd.tools.bench.scenarios import (
-    DIRECT,
-    SCENARIOS,
-    Result,
-    Sample,
-    Scenario,
-    details,
-    table,
-)
-from epd.tools.fleet.process import (
-    ProcessDied,
-    hold_signals,
-    leave_contexts_on_signals,
-)
+from epd.tools.bench.rig import EPD, Contender, Rig, Running
+from epd.tools.bench.scenarios import DIRECT, SCENARIOS, Result, Sample, Scenario, details, table
+from epd.tools.fleet.process import ProcessDied, hold_signals, leave_contexts_on_signals
 from epd.version import __version__
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -68,7 +56,6 @@ def add_parser(benchmarks: Commands) -> None:
         help="measure the cost of the proxy itself",
         description=DESCRIPTION,
         epilog=EXAMPLE,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--scenario",
@@ -209,15 +196,11 @@ def _result(rig: Rig, scenario: Scenario, running: Running, rounds: int, seconds
             rig.warm_up(scenario, one)
     for number in range(rounds):
         turns[DIRECT].append(rig.measure_direct(scenario, running.url, seconds))
-        for one in _rotated(running.contenders, number):
+        # Rotated, so that each round starts with another contender.
+        start = number % len(running.contenders)
+        for one in (*running.contenders[start:], *running.contenders[:start]):
             turns[one.name].append(rig.measure(scenario, one, seconds))
     return Result(scenario, turns)
-
-
-def _rotated(contenders: Sequence[Measured], by: int) -> Sequence[Measured]:
-    """Return the contenders rotated, so that each round starts with another one."""
-    start = by % len(contenders)
-    return [*contenders[start:], *contenders[:start]]
 
 
 def _document(results: Sequence[Result]) -> bytes:

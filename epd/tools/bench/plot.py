@@ -65,7 +65,6 @@ def add_parser(benchmarks: Commands) -> None:
         help="draw results",
         description="Draw results of `epd bench overhead` and `epd bench serve`, as SVG files for "
         "light pages and for dark ones.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "results", nargs="+", type=Path, metavar="FILE", help="result files of --out"

@@ -20,20 +20,8 @@ import uvloop
 
 from epd.tools.bench import load
 from epd.tools.bench.load import BenchLoad
-from epd.tools.bench.scenarios import (
-    Bodies,
-    Sample,
-    Scenario,
-    sample,
-)
-from epd.tools.fleet.process import (
-    Guard,
-    Process,
-    free_ports,
-    hold_signals,
-    stop,
-    wait_until_ready,
-)
+from epd.tools.bench.scenarios import Bodies, Sample, Scenario, sample
+from epd.tools.fleet.process import Guard, Process, free_ports, hold_signals, stop, wait_until_ready
 
 PYTHON = shlex.quote(sys.executable)
 EPD = (

@@ -73,12 +73,7 @@ SCENARIOS = (
     Scenario("pictures-4x500kb", "4 pictures 500 KB", 4, pictures=4, picture_bytes=500 * KB),
     Scenario("picture-1mb-reuse", "1 picture 1 MB, 90% reuse", 4, 1, picture_bytes=MB, reuse=0.9),
     Scenario(
-        "epd-sse",
-        "E+P+D, 100 KB, SSE",
-        pictures=1,
-        picture_bytes=100 * KB,
-        chunks=64,
-        prefill=True,
+        "epd-sse", "E+P+D, 100 KB, SSE", pictures=1, picture_bytes=100 * KB, chunks=64, prefill=True
     ),
     Scenario("streams-64", "64 streams, 10 ms a token", 64, chunks=64, gap_s=0.01),
     Scenario("streams-512", "512 streams, 20 ms a token", 512, chunks=64, gap_s=0.02, once=True),

@@ -58,7 +58,6 @@ class BenchPlan:
 
     @property
     def load(self) -> VllmBenchLoad:
-        """Return the load on each target."""
         return VllmBenchLoad(self.request_rate, self.max_concurrency, self.output_len)
 
 
@@ -73,7 +72,6 @@ def add_parser(benchmarks: Commands) -> None:
         epilog="example: epd bench serve --url epd=http://localhost:8000 "
         "--url plain=http://localhost:9000 --dataset all --out results.json",
         usage="epd bench serve (--url [NAME=]URL | --topology NAME --model FOLDER) [FLAG ...]",
-        allow_abbrev=False,
     )
     _add_target_flags(parser.add_argument_group("targets"))
     _add_load_flags(parser.add_argument_group("load"))
@@ -103,10 +101,7 @@ def _add_target_flags(group: "argparse._ArgumentGroup") -> None:
         "--model",
         help="served name of the model (default: the only one); with --topology, its folder",
     )
-    add(
-        "--tokenizer",
-        help="folder or hub name of the tokenizer (default: the server's model)",
-    )
+    add("--tokenizer", help="folder or hub name of the tokenizer (default: the server's model)")
     add(
         "--ec-store",
         metavar="URL",

@@ -87,7 +87,6 @@ class Items:
     encodes: int
 
     def counts_since(self, before: Self) -> "Items":
-        """Return the counts since `before`."""
         return Items(
             self.hits - before.hits,
             self.encoded - before.encoded,
@@ -97,7 +96,6 @@ class Items:
 
     @property
     def total(self) -> int:
-        """Return the number of all items."""
         return self.hits + self.encoded + self.local
 
 

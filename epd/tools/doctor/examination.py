@@ -20,7 +20,6 @@ from epd.tools.doctor.environment import judge_host, look_at_store
 from epd.tools.doctor.facts import (
     Finding,
     InstanceFacts,
-    StoreFacts,
     Trial,
     Verdict,
     as_json,
@@ -29,7 +28,6 @@ from epd.tools.doctor.facts import (
 )
 from epd.tools.doctor.instances import IDLE_S, Visitor, call_the_roll
 from epd.tools.doctor.trials import Trials, Tried, Turns, text
-from epd.transfer.encoded import Encoded
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.upstream import Upstream
 
@@ -98,7 +96,7 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
             turns = Turns(stages, transfer, headers, config) if transfer.bidirectional else None
             await _try_handovers(patient, trials, turns, patient.model)
     made = None if patient.tried is None else patient.tried.encoded
-    store = await _look_at_store(config, made)
+    store = None if config.ec_store is None else await look_at_store(config.ec_store, made)
     return [
         *judge_host(config),
         *called.findings,
@@ -106,10 +104,6 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
         *judge.judge_fleet(patient.instance_facts),
         *(judge.judge_store(config, store) if EC_TRANSFERS[config.ec_transfer].stored else ()),
     ]
-
-
-async def _look_at_store(config: ProxyConfig, made: Encoded | None) -> StoreFacts | None:
-    return None if config.ec_store is None else await look_at_store(config.ec_store, made)
 
 
 async def _try_encode(patient: Patient, trials: Trials, model: str) -> None:

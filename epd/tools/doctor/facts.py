@@ -44,7 +44,8 @@ def mount_of(path: PurePosixPath, table: Iterable[str]) -> Mount | None:
     for line in table:
         match line.split(" "):
             case [_, place, kind, options, *_]:
-                mount = Mount(PurePosixPath(_unescaped(place)), kind, _options(options))
+                unescaped = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), place)
+                mount = Mount(PurePosixPath(unescaped), kind, _options(options))
                 nearer = found is None or len(mount.path.parts) >= len(found.path.parts)
                 if path.is_relative_to(mount.path) and nearer:
                     found = mount
@@ -56,10 +57,6 @@ def mount_of(path: PurePosixPath, table: Iterable[str]) -> Mount | None:
 def _options(text: str) -> dict[str, str]:
     pairs = (option.partition("=") for option in text.split(","))
     return {name: value for name, _, value in pairs}
-
-
-def _unescaped(text: str) -> str:
-    return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,11 +196,7 @@ class Trials:
         return await self._answered(decode, with_params(body, params), pair.request_id)
 
     async def _answered(
-        self,
-        instance: Instance,
-        body: Body,
-        request_id: str | None = None,
-        rank: int | None = None,
+        self, instance: Instance, body: Body, request_id: str | None = None, rank: int | None = None
     ) -> Trial:
         context = self._context()
         sent = Consumed(body)
@@ -256,11 +252,7 @@ class Turns:
     """
 
     def __init__(
-        self,
-        stages: Stages,
-        transfer: KVTransfer,
-        headers: Mapping[str, str],
-        config: ProxyConfig,
+        self, stages: Stages, transfer: KVTransfer, headers: Mapping[str, str], config: ProxyConfig
     ) -> None:
         self._stages = stages
         self._transfer = transfer

@@ -73,7 +73,6 @@ def add_parser(commands: Commands) -> None:
         epilog=EXAMPLES,
         usage="epd up --model MODEL [FLAG ...]",
         formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     for name, field in FleetSettings.model_fields.items():
         if field.annotation is bool:

@@ -291,7 +291,6 @@ class Engine:
         return self.role in TRANSFERS_KV
 
     def server(self) -> FleetServer:
-        """Return the server to start."""
         return FleetServer(self.name, self.url, self.command(), self.environment())
 
     def command(self) -> tuple[str, ...]:

@@ -53,7 +53,8 @@ def why_unservable(config: Config, text_only: Collection[str]) -> str | None:
     seq2seq = any(one.get("is_encoder_decoder") is True for one in _with_text_config(config))
     if architectures & ENCODER_DECODERS or (seq2seq and architectures.isdisjoint(text_only)):
         return f"is an encoder-decoder model ({named}), and vLLM cannot run its encoder apart"
-    if architectures and architectures <= set(text_only) and not _names_media(config):
+    names_media = any(word in key for key in config for word in MEDIA_WORDS)
+    if architectures and architectures <= set(text_only) and not names_media:
         return f"accepts only text ({named}), so it has no encoder to run apart"
     return None
 
@@ -104,10 +105,6 @@ def _with_text_config(config: Config) -> Iterator[Config]:
     for key in ("text_config", "llm_config", "thinker_config"):
         if isinstance(part := config.get(key), Mapping):
             yield from _with_text_config(part)
-
-
-def _names_media(config: Config) -> bool:
-    return any(word in key for key in config for word in MEDIA_WORDS)
 
 
 FETCH_TIMEOUT_S = 1.5

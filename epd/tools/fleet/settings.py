@@ -219,8 +219,7 @@ class FleetSettings(BaseSettings):
         description="port of the first instance that prefills and decodes",
     )
     nixl_port: Port = Field(
-        5600,
-        description="port of the first NIXL handshake; each further one is 10 higher",
+        5600, description="port of the first NIXL handshake; each further one is 10 higher"
     )
     bidirectional_kv: bool = Field(
         False,

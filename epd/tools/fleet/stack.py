@@ -58,7 +58,6 @@ class Fleet:
 
     @property
     def all_engines(self) -> tuple[Engine, ...]:
-        """Engines of the plan."""
         return self.plan.engines
 
     @property
@@ -72,7 +71,6 @@ class Fleet:
         return self.plan.url
 
     def of_role(self, role: Role) -> list[Engine]:
-        """Return the engines of a role."""
         return self.plan.of_roles(role)
 
     def __enter__(self) -> Self:
@@ -119,7 +117,6 @@ class Fleet:
         wait_until_ready(self._processes[-1:], self._timeout_s, self._report)
 
     def process_of(self, engine: Engine) -> Process:
-        """Return the process of a running engine."""
         [process] = [one for one in self._processes if one.name == engine.name]
         return process
 
