@@ -1,4 +1,4 @@
-"""Certificates, as `openssl` makes them."""
+"""Certificates that `openssl` makes."""
 
 import subprocess
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256")
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate and its key, each in a file."""
+    """Paths of a certificate and of its key."""
 
     chain: Path
     key: Path
@@ -21,7 +21,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Authority:
-    """A private CA: its own certificate is in the file `ca`."""
+    """Private certificate authority; the file `ca` has its own certificate."""
 
     own: Certificate
 
@@ -55,7 +55,7 @@ class Authority:
 
 
 def encrypted(key: Path) -> Path:
-    """Return the same key, with a passphrase."""
+    """Return the same key, encrypted with a passphrase."""
     path = key.with_suffix(".encrypted")
     _openssl("pkey", "-in", key, "-aes256", "-passout", "pass:secret", "-out", path)
     return path
@@ -67,7 +67,7 @@ def _openssl(*arguments: str | Path) -> None:
 
 
 def localhost_certificate(folder: Path) -> Path:
-    """A key and a certificate for `localhost` that it signs itself, in one file."""
+    """Return one file with a self-signed certificate for `localhost` and its key."""
     path = folder / "localhost.pem"
     subprocess.run(
         [

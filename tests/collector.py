@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that keeps what it is sent, over HTTP or gRPC on a real socket."""
+"""OpenTelemetry collector on a real socket that keeps what it receives, over HTTP or gRPC."""
 
 import gzip
 import threading
@@ -23,7 +23,7 @@ EXPORT = "opentelemetry.proto.collector.trace.v1.TraceService"
 
 @dataclass(frozen=True)
 class Span:
-    """A span, ids in hexadecimal."""
+    """Exported span, with ids in hexadecimal."""
 
     name: str
     trace_id: str
@@ -45,19 +45,19 @@ class Span:
 
     @property
     def id(self) -> str:
-        """What a `traceparent` has of it."""
+        """Return the trace id and span id in the format of `traceparent`."""
         return f"{self.trace_id}-{self.span_id}"
 
 
 @dataclass
 class Collector:
-    """What has been collected.
+    """Exports that the collector has received.
 
     Attributes:
-        url: `--otlp-traces-endpoint`.
-        bodies: as they came over the wire.
-        spans: what was in them.
-        headers: of the last export.
+        url: value for `--otlp-traces-endpoint`.
+        bodies: request bodies as received.
+        spans: spans in those bodies.
+        headers: headers of the latest export.
     """
 
     url: str = ""
@@ -74,12 +74,12 @@ class Collector:
 
     @property
     def roots(self) -> list[Span]:
-        """Requests of clients, in the order in which they came."""
+        """Return the root spans, one for each client request, in order of arrival."""
         roots = [span for span in self.spans if span.kind == "SERVER"]
         return sorted(roots, key=lambda span: span.start_ns)
 
     def children(self, parent: Span) -> list[Span]:
-        """In the order in which they began."""
+        """Return the child spans of a span, ordered by start time."""
         of = [
             span
             for span in self.spans
@@ -134,7 +134,7 @@ def over_http() -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Suppress the access log."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         collector.url = f"http://127.0.0.1:{server.server_port}/v1/traces"

@@ -1,4 +1,4 @@
-"""What several kinds of tests share."""
+"""Options and fixtures for all tests."""
 
 import signal
 from pathlib import Path
@@ -17,12 +17,12 @@ NOT_QUICK = frozenset({"stack", "browser", "models", "redis_cluster", "start_clu
 
 
 def pytest_configure() -> None:
-    """Ignore no signal that tests send: `nohup` passes on that SIGHUP is."""
+    """Restore the default handling of SIGHUP, which `nohup` sets to ignore."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests the tier of their fixtures."""
+    """Mark each test with the tier that its fixtures need."""
     for item in items:
         if NOT_QUICK.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("full")
@@ -30,5 +30,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models() -> Path:
-    """Return a directory with the tiny models of most tests."""
+    """Return the directory with the tiny models that most tests use."""
     return written()

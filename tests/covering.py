@@ -1,4 +1,4 @@
-"""Cases in which each value of each factor meets each value of every other: all of them in pairs.
+"""Pairwise test cases: each value of a factor occurs with each value of every other factor.
 
 Most faults of a system with many settings show when two of them meet (Kuhn, Wallace, Gallo,
 Software Fault Interactions and Implications for Software Testing, 2004).
@@ -15,15 +15,15 @@ Pair = frozenset[tuple[str, Any]]
 
 
 def in_pairs(factors: Values, possible: Possible = lambda _: True) -> list[Case]:
-    """Few cases, and all pairs in them that can be.
+    """Return a small set of cases that covers all allowed pairs of values.
 
     Args:
-        factors: the values of each.
-        possible: whether a part of a case is as it may be. Of what a part does not have, it says
-            nothing: whatever it refuses, it refuses however much is added.
+        factors: the values of each factor.
+        possible: whether a partial case is allowed. A partial case that is rejected must stay
+            rejected whatever values are added to it.
     """
     wanted = {
-        frozenset({(one, a), (other, b)}): None  # a set that keeps its order
+        frozenset({(one, a), (other, b)}): None  # dict instead of set: keeps the order
         for one, other in combinations(factors, 2)
         for a in factors[one]
         for b in factors[other]
@@ -42,17 +42,17 @@ def in_pairs(factors: Values, possible: Possible = lambda _: True) -> list[Case]
 
 
 def pairs_of(case: Case) -> Iterable[Pair]:
-    """All pairs of values that meet in a case."""
+    """Return all pairs of values in a case."""
     return map(frozenset, combinations(case.items(), 2))
 
 
 def _completed(
     case: Case, factors: Values, possible: Possible, wanted: Mapping[Pair, None]
 ) -> Case | None:
-    """Return a whole case with this part and with many wanted pairs; None if there is none."""
+    """Return a complete case with this part and many wanted pairs, or None if there is none."""
     if not possible(case):
         return None
-    for name in factors.keys() - case.keys():  # what leads nowhere is better seen at once
+    for name in factors.keys() - case.keys():  # detect dead ends early
         if not any(possible({**case, name: value}) for value in factors[name]):
             return None
     missing = next((name for name in factors if name not in case), None)
@@ -60,7 +60,7 @@ def _completed(
         return {name: case[name] for name in factors}
 
     def gain(value: Any) -> tuple[int, int]:
-        """How many pairs are wanted no more with this value, and how many there are yet."""
+        """Return how many wanted pairs the value covers now, and how many have the value."""
         own = (missing, value)
         now = sum(frozenset({own, there}) in wanted for there in case.items())
         return now, sum(own in pair for pair in wanted)

@@ -1,7 +1,7 @@
-"""Fake `torch.accelerator` with several devices. Their streams only work when they are waited for.
+"""Fake `torch.accelerator` with several devices. A stream runs only when something waits for it.
 
-So work runs as late as the code under test allows. A copy that waits for no event reads memory that
-has not been written yet. Memory that is read too early does not have the copied data yet.
+So work runs as late as the code under test allows. A copy that does not wait for an event reads
+memory that has not been written yet. A read that comes too early does not see the copied data.
 """
 
 import threading
@@ -17,7 +17,7 @@ Work = Callable[[], object]
 
 
 class FakeStream:
-    """A queue of work; `with` makes it the current one of this thread."""
+    """Queue of work; `with` makes it the current stream of this thread."""
 
     def __init__(self, fake: "FakeAccelerator", device: torch.device) -> None:
         self.fake = fake
@@ -49,11 +49,11 @@ class FakeStream:
     def __exit__(self, *_: object) -> None:
         stream, index = self._before.pop()
         self.fake.thread.stream = stream
-        self.fake.set_device_index(index)  # as PyTorch does, whatever the device was before
+        self.fake.set_device_index(index)  # as PyTorch does, whichever device was current before
 
 
 class FakeEvent:
-    """Fires when its stream has come to where it was recorded."""
+    """Event that fires when its stream reaches the point where it was recorded."""
 
     def __init__(self, fake: "FakeAccelerator", device: torch.device) -> None:
         self.fake = fake
@@ -82,7 +82,7 @@ class FakeEvent:
 
 
 class FakeTensor:
-    """A tensor on a fake device: what torch's own `copy_` meets is put into the current stream."""
+    """Tensor on a fake device; `Tensor.copy_` from it is queued on the current stream."""
 
     def __init__(self, fake: "FakeAccelerator", data: torch.Tensor, device: torch.device) -> None:
         self.fake = fake
@@ -111,10 +111,10 @@ class FakeTensor:
 
 
 class FakeAccelerator:
-    """Puts itself in the place of torch's.
+    """Replacement for PyTorch's accelerator.
 
     Attributes:
-        contexts: devices that were made current, which takes some of their memory.
+        contexts: devices that were made current; each would occupy device memory.
         log: waits, in order.
     """
 
@@ -130,7 +130,7 @@ class FakeAccelerator:
         monkeypatch.setattr(torch.accelerator, "set_device_index", self.set_device_index)
 
     def index(self) -> int:
-        """Device of this thread: 0 until another one is set."""
+        """Return the current device of this thread, 0 by default."""
         return int(getattr(self.thread, "index", 0))
 
     def current(self) -> FakeStream | None:
@@ -147,7 +147,7 @@ class FakeAccelerator:
         return self._default.setdefault(device.index, FakeStream(self, device))
 
     def tensor(self, values: torch.Tensor, index: int = 1) -> FakeTensor:
-        """Return a tensor that pending work in its device's stream will make."""
+        """Return a tensor that queued work of its device's stream will fill."""
         device = torch.device("cuda", index)
         tensor = FakeTensor(self, torch.full_like(values, -1), device)
         data = tensor.data

@@ -1,4 +1,4 @@
-"""The tiny models that tests are served by."""
+"""Tiny models that the tests serve."""
 
 import fcntl
 import subprocess
@@ -9,9 +9,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def written(*names: str) -> Path:
-    """Return the directory of tiny models, once these are in it; without names, the default ones.
+    """Return the directory of tiny models after writing the named ones, or the default ones.
 
-    Of several test processes, one writes them.
+    Among parallel test processes, only one writes them.
     """
     directory = ROOT / ".run" / "models"
     directory.mkdir(parents=True, exist_ok=True)

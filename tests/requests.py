@@ -1,4 +1,4 @@
-"""Chat requests, as tests write them."""
+"""Builders of chat requests."""
 
 import base64
 from typing import Any

@@ -1,4 +1,4 @@
-"""A disk of a test's own, which the test fills or makes read-only."""
+"""Small separate disk that a test can fill or make read-only."""
 
 import errno
 import shutil
@@ -15,12 +15,12 @@ AS_ROOT: tuple[list[str], ...] = ([], ["sudo", "--non-interactive"])
 
 @dataclass(frozen=True, slots=True)
 class SmallDisk:
-    """A mounted tmpfs.
+    """Mounted tmpfs.
 
     Attributes:
-        path: where every process of this user reaches it.
-        mounted: where it is mounted, as `mount` names it.
-        prefix: what a command begins with that may mount there.
+        path: path that every process of this user can reach.
+        mounted: mount point, as `mount` names it.
+        prefix: command prefix that has permission to mount there.
     """
 
     path: Path
@@ -28,14 +28,15 @@ class SmallDisk:
     prefix: tuple[str, ...]
 
     def remount(self, how: str) -> None:
-        """Make it read-only, `ro`, or writable again, `rw`. Modes alone do not keep root out."""
-        # Of this mount alone: a namespace's owner may not change what a file system was made with.
+        """Remount the disk read-only (`ro`) or writable (`rw`). File modes do not stop root."""
+        # Only this mount (`bind`): the owner of a namespace may not change the file system's
+        # options.
         command = ["mount", "-o", f"remount,bind,{how}", str(self.mounted)]
         subprocess.run([*self.prefix, *command], check=True)
 
     @contextmanager
     def filled(self) -> Iterator[None]:
-        """Not a byte can be written meanwhile."""
+        """Fill the disk for the duration of the context."""
         filler = self.path / "filler"
         try:
             with filler.open("wb", buffering=0) as file, _until_full():
@@ -59,8 +60,8 @@ def _until_full() -> Iterator[None]:
 def small_disk(folder: Path, size: str) -> Iterator[SmallDisk]:
     """Mount a tmpfs; skip the test if there is no way to mount one.
 
-    It is mounted by root, by sudo without a password, or in a new user namespace. Mounts of a
-    namespace are reached through a process in it.
+    The mount is made as root, with sudo without a password, or in a new user namespace. A mount in
+    a namespace is reached through a process in that namespace.
     """
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
@@ -88,7 +89,7 @@ def _ran(command: list[str]) -> bool:
 
 @contextmanager
 def _namespace() -> Iterator[int]:
-    """Yield the id of a process in a separate user and mount namespace, where this is possible."""
+    """Yield the id of a process in a new user and mount namespace, if that is possible."""
     command = ["unshare", "--user", "--map-root-user", "--mount", "cat"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdin is not None
@@ -96,5 +97,5 @@ def _namespace() -> Iterator[int]:
         with suppress(BrokenPipeError):
             holder.stdin.write(b"\n")
             holder.stdin.flush()
-        holder.stdout.readline()  # it is in there, or it has ended
+        holder.stdout.readline()  # `cat` runs now, or `unshare` failed
         yield holder.pid

@@ -1,4 +1,4 @@
-"""vLLM's own parser of command lines."""
+"""vLLM's own command-line parser."""
 
 import json
 import os
@@ -21,7 +21,7 @@ for argv in json.load(sys.stdin):
 
 
 def parsed(argvs: list[list[str]]) -> list[list[object]]:
-    """What vLLM's own parser makes of command lines."""
+    """Return what vLLM's own parser makes of each command line."""
     ran = subprocess.run(
         [sys.executable, "-c", PARSER],
         input=json.dumps(argvs),
