@@ -17,7 +17,7 @@ subprocess.run([sys.executable, "-c", burn])
 print("burnt", flush=True)
 time.sleep(600)
 """
-"""A program whose child does all the work, and has ended."""
+"""Program with a child that does all the work and then ends."""
 
 FILLED = dict.fromkeys(PLACES, "7")
 WORDS = st.lists(st.from_regex(r"[a-z./:-]+", fullmatch=True), min_size=1)

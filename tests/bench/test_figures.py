@@ -20,7 +20,7 @@ RESULT = Result(
 
 
 def test_a_ratio_is_the_median_over_rounds_and_not_of_medians() -> None:
-    assert RESULT.ratio("epd", "relay") == 1.0  # of 0.5, 1 and 3
+    assert RESULT.ratio("epd", "relay") == 1.0  # median of 0.5, 1 and 3
     assert RESULT.median("epd").cpu_ms == 2.0
 
 

@@ -1,4 +1,4 @@
-"""The least that a proxy does is all of what it is measured for."""
+"""The minimal proxy that the overhead benchmark compares with does all work that is measured."""
 
 import aiohttp
 from aiohttp.test_utils import TestServer

@@ -33,7 +33,7 @@ app = web.Application()
 app.router.add_get("/health", health)
 web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None)
 """
-"""A server that is well, and does nothing."""
+"""Server that is healthy and does nothing else."""
 
 DIES = """
     import asyncio, os
@@ -58,7 +58,7 @@ def bench(
 
 
 def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What is said of flags, which end the command before it starts anything."""
+    """Return the error for invalid flags; the command must exit before it starts anything."""
     with pytest.raises(SystemExit) as ended:
         main(["bench", "overhead", *flags])
     assert ended.value.code == 2
@@ -86,7 +86,7 @@ OURS = machine()["cpu"]
 
 
 def record(path: Path, ratio: float | str, cpu: object = OURS, scenario: str = "text-json") -> str:
-    """Write results of one scenario, as a file for `--check`."""
+    """Write the results of one scenario to a file for `--check`."""
     relay = {"relay": {"epd_ratio": ratio}}
     results = [{"scenario": {"name": scenario}, "contenders": relay}]
     path.write_bytes(orjson.dumps({"machine": {"cpu": cpu}, "results": results}))
@@ -244,7 +244,7 @@ def test_impatience_leaves_nothing_either() -> None:
 
 
 def folders_of(mark: str) -> set[str]:
-    """What the processes with this mark have their store in."""
+    """Return the store folders of the processes with this mark."""
     found = (re.search(r"/\S+/epd-bench-\w+", it) for it in processes_of(mark).values())
     return {it[0].removeprefix("//") for it in found if it}
 

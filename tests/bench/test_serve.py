@@ -1,4 +1,4 @@
-"""`epd bench serve`: the real `vllm bench serve` on the real proxy, and what it says of errors."""
+"""`epd bench serve`: the real `vllm bench serve` on the real proxy, and the error messages."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ needs_vllm = pytest.mark.skipif(
 async def bench(
     *args: str | Path, env: dict[str, str] | None = None
 ) -> tuple[int | None, str, str]:
-    """Exit code, stdout and stderr of `epd bench serve`."""
+    """Return exit code, stdout and stderr of `epd bench serve`."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "epd", "bench", "serve", *map(str, args)),
         stdout=asyncio.subprocess.PIPE,
@@ -44,7 +44,7 @@ async def bench(
 
 
 def first_pictures(instance: FakeInstance) -> list[str]:
-    """The `uuid` of each request's picture, in order, without those of the warm-up."""
+    """Return the `uuid` of each request's picture, in order, without the warm-up requests."""
     return [
         part["uuid"]
         for call in instance.calls
@@ -192,7 +192,7 @@ def test_wrong_flags_end_in_one_line_and_code_2(
 @needs_vllm
 @pytest.mark.e2e
 class TestBeforeItBegins:
-    """What it asks first, of the target and of the hub."""
+    """Checks of the target and the hub before the benchmark starts."""
 
     @pytest.fixture
     def flags(self, tmp_path: Path) -> list[str | Path]:
@@ -287,7 +287,7 @@ def test_a_signal_ends_the_stack_that_it_started(tmp_path: Path, models: Path) -
             pass
         started = processes_of(mark)
         process.terminate()
-        process.stderr.read()  # to its end: who cannot write any more ends otherwise
+        process.stderr.read()  # read to the end, else SIGPIPE ends the process instead
 
     assert len(started) > 2
     assert process.returncode == 1
