@@ -1,4 +1,4 @@
-"""A Redis that takes connections and never answers: nobody waits for it longer than told."""
+"""Conversation and registration stores on a Redis that accepts connections and never answers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -22,7 +22,7 @@ ANSWERED = ConversationEntry(2.5, "http://d:2")
 Asking = AbstractAsyncContextManager[Callable[[], Awaitable[object]]]
 
 STEPS = 40
-"""Of the event loop: more than a connect and all that is sent take."""
+"""Steps of the event loop; more than connecting and sending take."""
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ async def test_who_is_cancelled_while_it_connects_ends_at_whatever_step(
     asking: Callable[[str], Asking],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(redis_urls, "CONNECT_S", 60.0)  # it is to end by its cancellation alone
+    monkeypatch.setattr(redis_urls, "CONNECT_S", 60.0)  # only the cancellation may end the call
     monkeypatch.setattr(registrations, "TIMEOUT_S", 60.0)
     for steps in range(STEPS):
         async with asking(hung.url()) as ask:
@@ -107,7 +107,7 @@ async def test_by_tls_it_is_left_without_a_goodbye(
     with RedisServer(tmp_path / "redis", tls=Certificates.make(tmp_path)) as server:
         assert server.tls is not None
         store = ConversationsInRedis(server.url(f"ssl_ca_certs={server.tls.ca}", "rediss"))
-        for _ in range(50):  # on a busy machine a connect may take longer than it may
+        for _ in range(50):  # on a busy machine a connect may exceed CONNECT_S
             with suppress(StoreAway):
                 await store.put("key", ANSWERED, 60)
                 break

@@ -1,4 +1,4 @@
-"""Who reads nothing of whose blocks for a while."""
+"""Cooldowns of KV read-back: which prefill instance may not read from which engine, how long."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +43,7 @@ def test_one_that_has_read_hangs_by_the_engines_fault_until_it_hangs_again() -> 
     resting.read("p")
 
     assert resting.record_failure("p", "a", hung=True) == Cooldown(HUNG_S, "a")
-    assert resting.record_failure("p", "a", hung=True) is None  # they were under way together
+    assert resting.record_failure("p", "a", hung=True) is None  # both were in progress together
     assert resting.may_read("p", "b")
     resting.read("p")
     assert resting.record_failure("p", "b", hung=True) == Cooldown(HUNG_S, "b")

@@ -1,4 +1,4 @@
-"""Where conversations are kept: one contract for both stores, and how memory is bounded."""
+"""Stores of conversations: one contract for both backends, and the memory limit."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -100,7 +100,7 @@ async def test_many_turns_at_once_share_a_few_connections(tmp_path: Path) -> Non
             None
         }
         since = server.client.info("stats")["total_connections_received"] - before
-        assert since <= MAX_CONNECTIONS + 1  # the one that asks may connect anew
+        assert since <= MAX_CONNECTIONS + 1  # the INFO client may reconnect
         await store.close()
 
 
@@ -140,7 +140,7 @@ def test_an_entry_is_read_as_it_was_written() -> None:
 
 
 def test_an_entry_whose_instance_has_no_url_is_none() -> None:
-    anywhere = replace(HELD, params=PARAMS | {"remote_host": "0.0.0.0"})  # noqa: S104 - it is said
+    anywhere = replace(HELD, params=PARAMS | {"remote_host": "0.0.0.0"})  # noqa: S104 - the value is data, not an address to bind
     entry = replace(FULL, held=anywhere)
 
     assert read(entry.to_json()) == entry
@@ -203,7 +203,7 @@ def test_what_is_over_is_evicted_where_it_is_met() -> None:
         assert (store.entry_count, store.dropped_count) == (
             3,
             2,
-        )  # one is behind the first, which is not over
+        )  # one expired entry is behind the first, which has not expired
         now = 900.0
         assert (store.entry_count, store.dropped_count) == (0, 5)
 
@@ -225,7 +225,7 @@ STEPS = st.lists(
 def test_memory_holds_the_last_of_those_whose_time_is_not_over(
     steps: list[tuple[str, int]],
 ) -> None:
-    """Beside a list of all that was put, in order."""
+    """ConversationsInMemory behaves like a list of all entries in order of insertion."""
 
     async def scenario() -> None:
         now, most, expected = 0.0, 3, list[tuple[int, float, ConversationEntry]]()
