@@ -1,4 +1,4 @@
-"""Fixtures of the tests of `deploy/`."""
+"""Fixtures for the tests of `deploy/`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a PromQL expression asks for: the names of metrics, and labels of each."""
+"""Metric names and labels that a PromQL expression uses."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,24 +9,24 @@ from promql_parser import AggModifierType, AggregateExpr, Expr, MatrixSelector, 
 from tests.deploy.tools import Document
 
 GRAFANA = {"$__rate_interval": "5m", "$__range": "1h", "$model": ".*", "$proxy": ".*"}
-"""What Grafana puts in the place of its variables."""
+"""Values for Grafana's variables."""
 
 Asked = tuple[str, frozenset[str]]
-"""A metric, and labels that it must have."""
+"""Metric name, and labels that the metric must have."""
 
 
 def plain(expr: str) -> str:
-    """As Prometheus is sent it."""
+    """Return the expression with Grafana's variables replaced."""
     for variable, value in GRAFANA.items():
         expr = expr.replace(variable, value)
     return expr
 
 
 def asked(expr: str) -> set[Asked]:
-    """Metrics, with the labels they are chosen by and added up by.
+    """Return the metrics of an expression, with the labels that select or aggregate them.
 
     Raises:
-        ValueError: it is no PromQL.
+        ValueError: the expression is not valid PromQL.
     """
     return set(_asked(promql_parser.parse(plain(expr)), frozenset()))
 
@@ -58,7 +58,7 @@ def _parts(expr: Any) -> Iterable[Expr]:
 
 
 def panels(dashboard: Document) -> list[Document]:
-    """Every panel that shows something: not the rows."""
+    """Return all panels that show data, without the row headers."""
     return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
 
 

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests, as kustomize would put them together."""
+"""Kubernetes manifests, combined as kustomize combines them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ Labels = Mapping[str, str]
 
 
 def of_kind(*kinds: str) -> dict[str, Document]:
-    """Resources by name."""
+    """Return the resources of these kinds by name."""
     return {one["metadata"]["name"]: one for one in RESOURCES if one["kind"] in kinds}
 
 
@@ -24,19 +24,19 @@ POLICIES = of_kind("NetworkPolicy")
 
 
 def labels(workload: str) -> dict[str, str]:
-    """Of its pods."""
+    """Return the labels of the workload's pods."""
     found: dict[str, str] = WORKLOADS[workload]["spec"]["template"]["metadata"]["labels"]
     return found
 
 
 def container(workload: str) -> Document:
-    """Its only one."""
+    """Return the only container of the workload."""
     [found] = WORKLOADS[workload]["spec"]["template"]["spec"]["containers"]
     return dict(found)
 
 
 def ports(workload: str) -> dict[str, int]:
-    """Of its container, by name."""
+    """Return the ports of the workload's container by name."""
     return {port["name"]: port["containerPort"] for port in container(workload)["ports"]}
 
 
@@ -50,7 +50,7 @@ def settings(generated: str) -> dict[str, str]:
 
 
 def selects(selector: Mapping[str, Any], found: Labels) -> bool:
-    """Whether a label selector takes what has these labels."""
+    """Return whether a label selector matches these labels."""
     expressions = selector.get("matchExpressions", ())
     assert all(one["operator"] == "In" for one in expressions)
     return all(
@@ -59,14 +59,14 @@ def selects(selector: Mapping[str, Any], found: Labels) -> bool:
 
 
 def connects(source: str, target: str, port: int) -> bool:
-    """Whether the policies let one workload's pods reach a port of another's."""
+    """Return whether the network policies let pods of `source` reach a port of `target`."""
     return _passes("egress", "to", source, target, port) and _passes(
         "ingress", "from", target, source, port
     )
 
 
 def _passes(direction: str, side: str, workload: str, other: str, port: int) -> bool:
-    """Whether a policy of a workload's has a rule for it; where none is its, all passes."""
+    """Return whether the workload's policies allow it; without a policy everything is allowed."""
     mine = [
         policy["spec"]
         for policy in POLICIES.values()

@@ -1,4 +1,4 @@
-"""A real Prometheus with the configuration of `deploy/`, in front of a proxy on this machine."""
+"""Real Prometheus with the configuration of `deploy/`, in front of a proxy on this machine."""
 
 import asyncio
 import shutil
@@ -18,7 +18,7 @@ START_S = 60.0
 
 @dataclass
 class Prometheus:
-    """One that runs."""
+    """Running Prometheus server."""
 
     url: str
     http: aiohttp.ClientSession
@@ -38,7 +38,7 @@ class Prometheus:
 
 @asynccontextmanager
 async def prometheus(folder: Path, target: str, admin_key: str) -> AsyncIterator[Prometheus]:
-    """Start it on a copy of the configuration in which addresses, paths and intervals are ours."""
+    """Start Prometheus on a copy of the configuration with test addresses and intervals."""
     configuration = folder / "prometheus"
     shutil.copytree(PROMETHEUS, configuration)
     (folder / "key").write_text(admin_key + "\n")

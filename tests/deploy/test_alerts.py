@@ -1,4 +1,4 @@
-"""Each alert fires when it should, and does not when it should not: by promtool."""
+"""Each alert fires in its own case, and does not fire in a similar harmless case. Uses promtool."""
 
 import re
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ import yaml
 from tests.deploy.tools import PROMETHEUS, promtool, rules
 
 Series = dict[str, str]
-"""Values by series, in promtool's notation: `1+2x3` is 1, 3, 5, 7, a minute apart."""
+"""Values by series in promtool's notation: `1+2x3` is 1, 3, 5, 7, one minute apart."""
 
 ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
 P = 'job="epd", instance="p1:8000"'
@@ -26,10 +26,10 @@ BEFORE = 8 * 60
 
 @dataclass(frozen=True)
 class Case:
-    """What makes an alert fire within `minutes`, and what is near to that and does not.
+    """Series that make an alert fire within `minutes`, and similar series that do not.
 
     Attributes:
-        labels: of the alert that fires, beside its name and severity.
+        labels: further labels of the alert that fires, in addition to its name and severity.
     """
 
     fires: Series
@@ -39,7 +39,7 @@ class Case:
 
 
 def requests(failed: int, ok: int, status: str = "500") -> Series:
-    """So many in a minute."""
+    """Return series with so many failed and successful requests per minute."""
     return {
         f'epd_requests_total{{{P}, {CHAT}, status="{status}"}}': f"0+{failed}x60",
         f'epd_requests_total{{{P}, {CHAT}, status="200"}}': f"0+{ok}x60",
@@ -47,7 +47,10 @@ def requests(failed: int, ok: int, status: str = "500") -> Series:
 
 
 def histogram(name: str, labels: str, slow: int, fast: int, limit: str) -> Series:
-    """So many in a minute above a limit, which is an upper bound of a bucket, and below."""
+    """Return a histogram with `slow` values above and `fast` values below `limit` per minute.
+
+    The limit must be the upper bound of a bucket.
+    """
     rates = {limit: fast, "300": fast + slow, "+Inf": fast + slow}
     return {
         f'{name}_bucket{{{P}, {labels}le="{le}"}}': f"0+{rate}x60" for le, rate in rates.items()
@@ -71,7 +74,7 @@ def operations(timeouts: int, ok: int) -> Series:
 
 
 def items(before: int, now: int) -> Series:
-    """Of 10 items a minute so many hits: for eight hours, then for two."""
+    """Return 10 items per minute: `before` hits per minute for 8 h, then `now` for 2 h."""
     hits = f"0+{before}x{BEFORE} {before * BEFORE}+{now}x120"
     return {
         f'epd_items_total{{{P}, model_name="m", result="hit"}}': hits,
@@ -86,7 +89,7 @@ def gauge(name: str, labels: str, value: str) -> Series:
 
 
 def bypassing(open_: str, bypassed: str, errors: str = "0x100") -> Series:
-    """An engine whose breaker is open or not, and what it did not fetch."""
+    """Return an engine's circuit-breaker state, bypassed fetches and errors."""
     return {
         f"vllm:ec_store_breaker_open{{{V}}}": open_,
         f"vllm:ec_store_bypassed_total{{{V}}}": bypassed,
@@ -96,7 +99,7 @@ def bypassing(open_: str, bypassed: str, errors: str = "0x100") -> Series:
 
 
 def maintained(succeeded: str, up: str = "1x100") -> Series:
-    """A service that says when it succeeded last: promtool begins at 0."""
+    """Return a store service that reports its latest successful sweep; time starts at 0."""
     return {
         f"up{{{S}}}": up,
         f"ec_store_maintenance_last_success_timestamp_seconds{{{S}}}": succeeded,
@@ -248,17 +251,17 @@ def test_an_alert_says_what_is_seen_and_what_to_do(name: str) -> None:
         (
             "EpdEngineStoreUnused",
             bypassing("1x4 0 1x4 0 1x100", "0x100", errors="0+1x100"),  # one trial in 5 s fails
-            bypassing("1x100", "0 9 18x100"),  # the last step of an engine that is idle since
+            bypassing("1x100", "0 9 18x100"),  # the last step before the engine became idle
         ),
         (
             "EpdStoreMaintenanceLate",
-            maintained("0x100"),  # it has never succeeded
-            maintained("0x8 540+60x100"),  # its first sweep is long
+            maintained("0x100"),  # no sweep has succeeded
+            maintained("0x8 540+60x100"),  # the first sweep takes long
         ),
         (
             "EpdStoreMaintenanceLate",
-            maintained("0+60x5 _x100", up="1x5 0x100"),  # it is gone
-            maintained("0+60x5 _ _ _ 540+60x100", up="1x5 0 0 0 1x100"),  # a restart
+            maintained("0+60x5 _x100", up="1x5 0x100"),  # the service is down
+            maintained("0+60x5 _ _ _ 540+60x100", up="1x5 0 0 0 1x100"),  # the service restarts
         ),
     ],
 )
@@ -294,7 +297,7 @@ def alert(name: str) -> str:
 
 
 def asked(series: Series, expr: str, minutes: Iterable[int], samples: list[Any]) -> dict[str, Any]:
-    """What promtool is to find at each of these minutes."""
+    """Return a promtool test of the samples at each of these minutes."""
     return {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],

@@ -1,4 +1,4 @@
-"""compose.yaml and the images fit the proxy, and each other."""
+"""compose.yaml and the images match the proxy and each other."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ def test_the_example_has_every_variable_and_no_other() -> None:
 
 
 def filled(value: object) -> str:
-    """With what compose puts in the place of a variable: a default, or what it insists on."""
+    """Return the value with compose's variables replaced by the default or a required value."""
     urls = {"ENCODE_URLS": "http://e:1", "DECODE_URLS": "http://d:1"}
 
     def one(found: re.Match[str]) -> str:
@@ -125,7 +125,7 @@ def test_an_image_is_made_of_files_that_are_sent_to_the_builder(name: str) -> No
 
 
 async def health_check(url: str) -> int | None:
-    """The exit code of the image's, for a proxy of ours."""
+    """Run the image's health check against this proxy; return its exit code."""
     [command] = re.findall(r"^HEALTHCHECK .*\\\n\s+CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
     port = url.rpartition(":")[2]
     python, *words = json.loads(command.replace(":8000/", f":{port}/"))
@@ -143,7 +143,7 @@ async def test_the_health_check_succeeds_while_requests_can_be_sent(launch: Laun
 
         fleet.d.healthy = False
         async with asyncio.timeout(30):
-            while await status(fleet) != 503:  # noqa: ASYNC110 - nobody there would set an event
+            while await status(fleet) != 503:  # noqa: ASYNC110 - the proxy sets no event
                 await asyncio.sleep(0.05)
         assert await health_check(fleet.url) == 1
 

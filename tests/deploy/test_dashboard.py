@@ -1,4 +1,4 @@
-"""The dashboard is one that Grafana can show: panels, places, queries, variables."""
+"""The dashboard is valid for Grafana: panels, positions, queries, variables."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The engines of the manifests are started as `epd up` starts them: by vLLM's own parser."""
+"""The manifests start engines as `epd up` does, according to vLLM's own parser."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.deploy.manifests import ENGINES, WORKLOADS, container, settings
 from tests.vllm_parser import parsed
 
 MEMORY = 6
-"""Where `parsed` has the part of the devices' memory, which a pod need not share."""
+"""Index in `parsed` of the fraction of device memory, which pods do not share."""
 
 
 @pytest.mark.e2e

@@ -1,4 +1,4 @@
-"""What dashboard and rules ask for is there: a real Prometheus reads a real proxy."""
+"""Dashboard and rules use only metrics that exist: a real Prometheus scrapes a real proxy."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ OURS = ("epd_", "up")
 
 
 async def traffic(fleet: Fleet, backed: Backed) -> None:
-    """Some of everything that is counted."""
+    """Cause at least one count of every metric."""
     for content in (b"cat", b"cat", b"dog"):
         async with fleet.post(request(image(content), stream=True)) as reply:
             assert reply.status == 200
@@ -43,14 +43,14 @@ async def traffic(fleet: Fleet, backed: Backed) -> None:
 
 
 async def one_waits_for_the_other(fleet: Fleet, backed: Backed) -> None:
-    """Two want the same picture at the same time."""
+    """Send two concurrent requests with the same picture."""
     backed.encode_s = 0.2
     await asyncio.gather(*(fleet.chat(request(image(b"bird"))) for _ in range(2)))
     backed.encode_s = 0
 
 
 async def a_client_leaves(fleet: Fleet) -> None:
-    """While decode has its request, which prefill has served."""
+    """Disconnect a client after prefill, while decode has the request."""
     fleet.d.chat, decodes = hangs, fleet.d.chat
     before = len(fleet.d.calls)
     task = asyncio.create_task(fleet.chat(request(image(b"cat"))))
@@ -62,7 +62,7 @@ async def a_client_leaves(fleet: Fleet) -> None:
 
 @pytest.fixture
 async def scraped(launch: Launch, url: str, tmp_path: Path) -> AsyncIterator[Prometheus]:
-    """Prometheus, once it has read a busy proxy."""
+    """Return Prometheus after it has scraped a busy proxy."""
     with open_store(url) as store:
         store.register_namespace("m", NAMESPACE)
         backed = Backed(store, tmp_path / "store")
@@ -77,20 +77,20 @@ async def scraped(launch: Launch, url: str, tmp_path: Path) -> AsyncIterator[Pro
 
 
 async def recorded(server: Prometheus) -> None:
-    """Wait until it has scraped twice, and recorded what comes of it."""
+    """Wait until Prometheus has scraped twice and evaluated the recording rules."""
     async with asyncio.timeout(WITHIN_S):
-        while await server.value("count(stage:epd_stage_failed:ratio_rate5m)") is None:  # noqa: ASYNC110 - it tells nobody
+        while await server.value("count(stage:epd_stage_failed:ratio_rate5m)") is None:  # noqa: ASYNC110 - Prometheus sets no event
             await asyncio.sleep(0.2)
 
 
 async def labels_of(server: Prometheus, name: str) -> set[str]:
-    """Of all its series."""
+    """Return the labels of a metric over all its series."""
     series = await server.get("series", **{"match[]": name})
     return {label for one in series for label in one}
 
 
 async def missing(server: Prometheus, wanted: set[Asked]) -> list[str]:
-    """What is asked for and is not there."""
+    """Return the metrics and labels that expressions use but the proxy does not have."""
     found = []
     for name, labels in sorted(wanted, key=str):
         has = await labels_of(server, name)
@@ -106,7 +106,7 @@ async def test_what_dashboard_and_rules_ask_for_is_there(scraped: Prometheus) ->
     assert len(await missing(scraped, nonsense)) == 2
     assert await missing(scraped, wanted) == []
     for expr in queries(BOARD):
-        await scraped.get("query", query=plain(expr))  # each can be drawn
+        await scraped.get("query", query=plain(expr))  # every expression can be evaluated
     groups = (await scraped.get("rules"))["groups"]
     assert {rule["name"] for group in groups for rule in group["rules"]} == {
         rule.get("alert") or rule["record"] for rule in rules()
@@ -115,14 +115,14 @@ async def test_what_dashboard_and_rules_ask_for_is_there(scraped: Prometheus) ->
 
 
 def documented() -> list[str]:
-    """The queries of docs/metrics.md."""
+    """Return the queries in docs/metrics.md."""
     _, _, questions = METRICS.read_text().partition("## Questions")
     return [line.strip() for line in questions.splitlines() if line.startswith("    ")]
 
 
 @pytest.mark.parametrize("expr", [*EXPRESSIONS, *documented()])
 def test_probes_and_polling_are_no_traffic(expr: str) -> None:
-    """`GET /health` that answers 503 every second is not a request that failed."""
+    """A `GET /health` that answers 503 every second does not count as a failed request."""
     for name, labels in asked(expr):
         if name.startswith(("epd_requests_total", "epd_request_seconds")):
             assert "path" in labels

@@ -1,4 +1,4 @@
-"""The manifests are what Kubernetes takes, and fit each other and the proxy."""
+"""The manifests are valid for Kubernetes, and match each other and the proxy."""
 
 import json
 import re
@@ -34,12 +34,12 @@ from tests.deploy.tools import load_all
 from tests.store.redis_server import RedisServer
 
 OLDEST, NEWEST = "1.29", "1.34"
-"""Versions of Kubernetes whose schemas they must fit."""
+"""Versions of Kubernetes with schemas that the manifests must match."""
 UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 READ_TO_THE_END_S = 5
-"""How long a client that is cut off at the end of draining has to read why."""
+"""Seconds for a client to read the final error when draining cuts it off."""
 MEMORY_OF_A_BODY = 7
-"""Times its size, as docs/configuration.md has it."""
+"""Memory of a request body, in multiples of its size; see docs/configuration.md."""
 REACHES = {
     ("epd-proxy", "encode", "http"),
     ("epd-proxy", "prefill", "http"),
@@ -52,7 +52,7 @@ REACHES = {
     ("prefill", "decode", "http"),  # UCX may take any port
     ("decode", "prefill", "http"),
 }
-"""Who may talk to whom. Nobody else."""
+"""All connections that the network policies allow."""
 
 
 def size(quantity: str) -> int:
@@ -122,13 +122,13 @@ def test_the_pods_of_engines_have_addresses_of_their_own(name: str) -> None:
 
     assert service["clusterIP"] == "None"
     assert WORKLOADS[name]["spec"]["serviceName"] == name
-    # The URL's port is the pod's: a headless service translates none.
+    # The URL has the pod's port: a headless service does not translate ports.
     [port] = service["ports"]
     assert port["port"] == ports(name)["http"]
 
 
 def environment(monkeypatch: pytest.MonkeyPatch, secret: str) -> Settings:
-    """What the proxy makes of its environment."""
+    """Return the settings that the proxy reads from its environment."""
     for name, value in settings("epd-proxy").items():
         monkeypatch.setenv(name, value)
     for one in container("epd-proxy")["env"]:
@@ -200,7 +200,7 @@ def test_probes_ask_for_what_the_proxy_has() -> None:
     described = json.loads(OPENAPI)["paths"]
 
     assert paths["readinessProbe"] == "/ready"
-    # These answer 503 where the engines are away, which a restart of the proxy does not mend.
+    # These answer 503 when engines are down; restarting the proxy would not help.
     assert paths["livenessProbe"] not in {"/health", "/ready"}
     for path in paths.values():
         assert described[path]["get"]["security"] == []
@@ -277,7 +277,7 @@ def test_the_operator_of_prometheus_finds_the_services() -> None:
 def test_redis_takes_its_configuration_and_keeps_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real one."""
+    """A real Redis accepts the configuration."""
     password = "0123456789abcdef"
     monkeypatch.setenv("EC_STORE_REDIS_PASSWORD", password)
     key = EntryKey("m@main:0", "cat")

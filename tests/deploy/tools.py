@@ -1,4 +1,4 @@
-"""What the tests of `deploy/` are run with: Prometheus' own programs, and the files."""
+"""Programs and files for the tests of `deploy/`."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ Document = dict[str, Any]
 
 
 def program(name: str) -> str:
-    """`prometheus` or `promtool`: the one that `scripts/setup.sh` has put into .venv, or any."""
+    """Return the path of `prometheus` or `promtool`, from .venv (`scripts/setup.sh`) or PATH."""
     found = shutil.which(name, path=str(Path(sys.prefix) / "bin")) or shutil.which(name)
     if found is None:
         raise FileNotFoundError(f"no {name}: scripts/setup.sh takes it from Debian's `prometheus`")
@@ -26,7 +26,7 @@ def program(name: str) -> str:
 
 
 def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run it to its end."""
+    """Run promtool and wait for its end."""
     command = [program("promtool"), *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False, cwd=PROMETHEUS
@@ -45,6 +45,6 @@ def load_all(path: Path) -> list[Document]:
 
 
 def rules() -> list[Document]:
-    """Every recording rule and every alert."""
+    """Return every recording rule and every alert."""
     files = (PROMETHEUS / name for name in load(PROMETHEUS / "prometheus.yml")["rule_files"])
     return [rule for file in files for group in load(file)["groups"] for rule in group["rules"]]
