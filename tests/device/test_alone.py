@@ -1,4 +1,4 @@
-"""What a machine with PyTorch and nothing else of the project's dependencies can run."""
+"""Modules that run with PyTorch and without the project's other dependencies."""
 
 import subprocess
 import sys

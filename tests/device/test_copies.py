@@ -1,4 +1,4 @@
-"""Order and lifetime of copies, on devices that work as late as they may."""
+"""Order and lifetime of copies, on a fake device that works as late as allowed."""
 
 import threading
 import weakref
@@ -24,7 +24,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
 
 
 def copy_of(wait: Any) -> Future[Any]:
-    """The copy that it waits for, without a deadline."""
+    """Return the future that `wait` waits for."""
     copied: Future[Any] = wait.__self__
     return copied
 
@@ -41,7 +41,7 @@ def test_copies_have_what_the_work_queued_before_them_makes(fake: FakeAccelerato
 
 
 def test_copies_make_no_context_on_another_device(fake: FakeAccelerator) -> None:
-    """The thread begins on device 0, which leaving a stream's context would restore."""
+    """The thread starts on device 0; leaving a stream's context would make device 0 current."""
     ring = HostCopies(SIZE)
     wait = ring.start(fake.tensor(VALUES, index=3))
     assert wait

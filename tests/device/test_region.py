@@ -1,4 +1,4 @@
-"""Memory that a scheduler's process shares with its workers."""
+"""Memory that a scheduler process shares with its workers."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ assert SIZE % ALIGNMENT == 0
 
 
 def sent(region: Region, data: memoryview = DATA) -> Place:
-    """Put bytes into a step that is sent, and forget them."""
+    """Put bytes into a step, send it and drop the reference."""
     view = region.copy_in(data)
     assert view is not None
     place = region.find_place(view)
@@ -115,7 +115,7 @@ def test_without_memory_it_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - descriptors, of which one is its own
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - lists descriptors; its own is one of them
     with pytest.raises(OSError, match="No space left"):
         Region(SIZE, 1)
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
@@ -137,7 +137,7 @@ def test_the_last_reader_has_a_word_of_its_own() -> None:
 
 
 def test_memory_of_another_process_is_not_mapped() -> None:
-    """In another PID namespace the path may be of any file."""
+    """In another PID namespace, the path may belong to any file."""
     region, other = Region(SIZE, 1), Region(SIZE, 1)
     handle = region.shared_region().handle
     with pytest.raises(OSError, match="another file"):
@@ -176,7 +176,7 @@ def test_it_outlives_a_scheduler_that_is_killed_and_leaves_nothing_behind() -> N
     assert process.returncode == -9
 
     assert bytes(reader.view(Place(int(offset), int(length))).numpy()) == b"x" * 100
-    # Memory without a name in any directory: it ends with its last user.
+    # Memory without a directory entry: the kernel frees it with its last user.
     assert "/memfd:ec-store (deleted)" in maps
     assert "/dev/shm/" not in maps  # noqa: S108
 
@@ -207,7 +207,7 @@ def test_it_is_registered_once_and_each_entry_is_loaded_from_it(
 def test_memory_is_unregistered_when_nothing_refers_to_it_and_before_it_is_unmapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A driver that still knows the address copies from the old pages, whatever is there now."""
+    """A driver that still has the address registered copies from the old pages."""
     calls: list[tuple[str, bool]] = []
 
     def called(name: str, address: int) -> int:
