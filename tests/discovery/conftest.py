@@ -1,4 +1,4 @@
-"""Fixtures of the discovery tests: those of the proxy's."""
+"""Fixtures for the discovery tests: those of the proxy tests."""
 
 from tests.support.fixtures import backed, keys, launch, store, url
 

@@ -15,13 +15,13 @@ import dns.rrset
 
 @dataclass
 class NameServer(asyncio.DatagramProtocol):
-    """Answers over UDP.
+    """DNS server over UDP.
 
     Attributes:
-        addresses: of each name; a name that is not here is NXDOMAIN.
+        addresses: addresses by name; the answer for any other name is NXDOMAIN.
         failing: whether it answers SERVFAIL.
         silent: whether it does not answer.
-        asked: how often it was.
+        asked: number of queries received.
     """
 
     addresses: dict[str, list[str]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""`--instances-file`: watched, and in force for as long as it is good."""
+"""`--instances-file`: the proxy watches the file and keeps the latest valid content."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ async def encoders(fleet: Fleet) -> list[str]:
 
 async def sees(fleet: Fleet, urls: list[str]) -> None:
     async with asyncio.timeout(20):
-        while await encoders(fleet) != urls:  # noqa: ASYNC110 - another server's
+        while await encoders(fleet) != urls:  # noqa: ASYNC110 - the proxy sets no event
             await asyncio.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""Instances by name: a real DNS server, and what its answers make of the membership."""
+"""Instances by DNS name, with a real DNS server: how its answers change the membership."""
 
 import asyncio
 import ssl
@@ -81,12 +81,12 @@ async def sees(fleet: Fleet, role: Role, urls: set[str]) -> None:
             return {*page[role]["live"], *page[role]["evicted"]}
 
     async with asyncio.timeout(20):
-        while await live() != urls:  # noqa: ASYNC110 - another server's
+        while await live() != urls:  # noqa: ASYNC110 - the proxy sets no event
             await asyncio.sleep(0.02)
 
 
 async def asked_again(server: NameServer) -> None:
-    """Wait until an answer that began after this call has been taken in."""
+    """Wait until the proxy has applied a DNS answer to a query sent after this call."""
     asked = server.asked
     await until(lambda: server.asked > asked + 4, 20)
 
@@ -98,7 +98,7 @@ async def test_membership_follows_the_name_and_survives_its_failures(
         port = int(encode.url.rpartition(":")[2])
         server.addresses = {"e.svc": ["127.0.0.1"]}
         async with discovering(launch, server, port) as fleet:
-            await sees(fleet, Role.ENCODE, {encode.url})  # at once: no request goes without
+            await sees(fleet, Role.ENCODE, {encode.url})  # at once: no request finds the role empty
             assert (await fleet.chat(request(image(), text())))[0] == 200
             assert len(encode.calls) == 1
             server.addresses = {"e.svc": ["127.0.0.1", "127.0.0.2"]}

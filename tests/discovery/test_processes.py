@@ -1,4 +1,4 @@
-"""What is registered at one process is known to all: workers, their successors, other proxies."""
+"""Registrations at one process reach all workers, their replacements and other proxies."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ def admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def call(method: str, url: str, **more: Any) -> tuple[int, dict[str, Any]]:
-    """A call on a connection of its own, which may come to any worker."""
+    """Send a request on a new connection, which any worker may accept."""
     async with (
         aiohttp.ClientSession(headers=ADMIN) as http,
         http.request(method, f"{url}/instances", **more) as reply,
@@ -49,13 +49,13 @@ async def live(url: str) -> list[str]:
 
 
 async def all_see(url: str, urls: list[str], answers: int = 16) -> None:
-    """Until so many answers in a row say so, from whichever worker."""
+    """Wait until so many consecutive answers, from any worker, agree."""
 
     async def seen() -> bool:
         return await asyncio.gather(*(live(url) for _ in range(answers))) == [urls] * answers
 
     async with asyncio.timeout(START_S):
-        while not await seen():  # noqa: ASYNC110 - nobody there would set an event for us
+        while not await seen():  # noqa: ASYNC110 - the proxy sets no event
             await asyncio.sleep(0.05)
 
 
@@ -66,7 +66,7 @@ async def two(*flags: str) -> AsyncIterator[Workers]:
 
 
 async def replaced(workers: Workers, number: int) -> None:
-    """Kill a worker, and wait for the next one."""
+    """Kill a worker, and wait for its replacement."""
     before = len(workers.pids(worker=number))
     os.kill(workers.pids(worker=number)[-1], signal.SIGKILL)
     await until(lambda: len(workers.pids(worker=number)) > before, START_S)

@@ -1,4 +1,4 @@
-"""Where registrations are kept: one contract for all stores, and what their faults change."""
+"""Stores of registrations: one contract for all backends, and the effect of their faults."""
 
 import asyncio
 import json
@@ -173,7 +173,7 @@ async def test_who_follows_redis_ends_when_told_at_whatever_step(
 ) -> None:
     monkeypatch.setattr("epd.discovery.membership.POLL_S", 0)
     with RedisServer(tmp_path / "redis") as server:
-        for steps in range(40):  # of the event loop: a connect, and some reads
+        for steps in range(40):  # steps of the event loop: a connect and some reads
             async with RegistrationsInRedis.connected(server.url()) as store:
                 following = asyncio.create_task(watched(store)[0].poll_periodically())
                 for _ in range(steps):
