@@ -1,4 +1,4 @@
-"""What documents tell people to type is taken by the commands; what they refer to is there."""
+"""Commands in the documents parse, and references in the documents resolve."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CODE = re.compile(r"^```(?:bash|sh)?\n(.*?)^```$|^((?:    .*\n)+)", re.MULTILINE | re.DOTALL)
 SYNOPSIS = re.compile(r"[|…─]| \.\.\.|=command | [A-Z]\b")
-"""What stands for something else, and is not to be typed as it is."""
+"""Placeholders in a command; such a command is not meant to be typed literally."""
 
 
 LINK = re.compile(r"\]\(([^)#:\s]*)#([^)\s]+)\)")
@@ -25,14 +25,14 @@ REFERENCE = re.compile(r"\b(docs/[\w/.-]+\.md)#([\w-]+)")
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of a page has after `#`, as MkDocs makes it of the heading."""
+    """Return the anchors of a page's headings, as MkDocs builds them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     texts = [re.sub(r"[^\w\s-]", "", text.lower()) for text in headings]
     return {re.sub(r"[-\s]+", "-", text.strip()) for text in texts}
 
 
 def commands(page: Path) -> Iterator[str]:
-    """The lines of a page that begin with `epd` or `ec-store`, variables in front left out."""
+    """Yield the lines of a page that start with `epd` or `ec-store`, without leading variables."""
     for block in CODE.finditer(page.read_text()):
         code = "".join(group or "" for group in block.groups())
         for line in re.sub(r"\\\n\s*", "", code).splitlines():
