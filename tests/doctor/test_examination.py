@@ -1,4 +1,4 @@
-"""The doctor in front of fake instances, on a real store."""
+"""`epd doctor` with fake instances and a real store."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ from tests.support.strict_instance import WIRES
 
 @dataclass
 class Clinic:
-    """Fake instances and what the doctor says of them."""
+    """Fake instances, and the doctor's findings about them."""
 
     encode: FakeInstance
     prefill: FakeInstance
@@ -61,14 +61,14 @@ class Clinic:
         return await examine(ProxyConfig(**urls | config), requests=requests)
 
     async def complaints(self, **config: Any) -> list[tuple[str, str]]:
-        """Subject and what was seen of all that is not well."""
+        """Return subject and observation of each finding that is not OK."""
         found = await self.findings(**config)
         return [(one.subject, one.seen) for one in found if one.verdict is not Verdict.OK]
 
 
 @pytest.fixture
 async def clinic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Clinic]:
-    monkeypatch.setattr(instances, "IDLE_S", 0.3)  # what closes early does so at once here
+    monkeypatch.setattr(instances, "IDLE_S", 0.3)  # shortens the wait for early closes
     url = f"file://{tmp_path}/store?max_bytes=1MiB"
     async with AsyncExitStack() as stack:
         backed = Backed(stack.enter_context(open_store(url)), tmp_path)
@@ -123,7 +123,7 @@ async def test_the_transfer_in_use_is_tried(clinic: Clinic, transfer: str) -> No
 
 @pytest.fixture
 def talking(clinic: Clinic) -> Turns:
-    """Its prefill and decode instances hold KV blocks, and read each other's."""
+    """Return prefill and decode instances that hold KV blocks and read each other's."""
     held = Turns()
     held.start(clinic.prefill, decode=False)
     held.start(clinic.decode, decode=True)
@@ -146,10 +146,11 @@ async def test_a_conversation_is_tried_and_its_second_turn_read(
     }
     assert len(talking.read) == 1
     assert talking.read[0] >= trials.TOKENS
-    # Else prefill would have them in its own cache.
+    # Otherwise prefill would find the tokens in its own prefix cache.
     asked = [call.body for call in clinic.prefill.calls if call.path == "/v1/completions"]
     assert len({one["cache_salt"] for one in asked}) == len(asked) == 2
-    # What is read is of the tokens that decode has: what prefill makes of others is wrong for good.
+    # The second prompt must contain decode's tokens: prefill would keep wrong blocks for any
+    # others.
     first, second = (one["prompt"] for one in asked)
     answer = [ord(one) for one in says({"prompt": first})]
     assert second == [*first, *answer, first[-1]]
@@ -163,7 +164,7 @@ async def test_a_prefill_that_waits_in_vain_for_decodes_blocks_is_found(
     computes = clinic.prefill.chat
 
     async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        """As without `bidirectional_kv_xfer`."""
+        """Hang on read requests, as an engine without `bidirectional_kv_xfer` does."""
         reads = (body.get("kv_transfer_params") or {}).get("remote_block_ids")
         return await (hangs if reads else computes)(request, body)
 
@@ -180,7 +181,7 @@ async def test_a_prefill_that_waits_in_vain_for_decodes_blocks_is_found(
 async def test_a_prefill_that_cannot_read_decodes_blocks_is_found(
     clinic: Clinic, talking: Turns
 ) -> None:
-    talking.host = ""  # it listens everywhere: it is reached where it answers
+    talking.host = ""  # listens on all addresses: the doctor uses the address that answered
     computes = clinic.prefill.chat
 
     async def fails(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -238,7 +239,7 @@ async def test_an_encode_instance_without_connector_is_found(clinic: Clinic) -> 
 
 
 async def test_engines_that_write_to_another_store_are_found(clinic: Clinic) -> None:
-    clinic.encode.chat = encodes  # which writes nowhere
+    clinic.encode.chat = encodes  # does not write to the store
     clinic.prefill.chat = prefills
 
     assert ("store", "does not have the entry that an encode instance just wrote") in (
@@ -419,7 +420,7 @@ async def test_a_store_whose_entries_cannot_be_read_is_found(
 
     async def spoiled(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         answer = await encode(request, body)
-        await until(written)  # with nobody waiting for it
+        await until(written)  # the answer does not wait for the write
         for path in written():
             data = bytearray(path.read_bytes())
             data[-1] ^= 1

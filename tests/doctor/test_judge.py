@@ -1,4 +1,4 @@
-"""Findings derived from facts."""
+"""Findings that the doctor derives from facts."""
 
 from pathlib import PurePosixPath
 from typing import Any
@@ -263,7 +263,7 @@ def test_settings_that_will_cause_trouble_are_found_without_an_instance(
         "allowed_media_domains": ("example.com",),
         "max_requests": 64,
     }
-    ours = {"umask", "backlog"}  # of the machine, not of the settings
+    ours = {"umask", "backlog"}  # depend on the machine, not on the settings
     before = {one.subject for one in bad(judge_host(config(**sound)))} - ours
     after = {one.subject for one in bad(judge_host(config(**sound | changes)))} - ours
 
