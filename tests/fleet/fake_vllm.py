@@ -1,4 +1,4 @@
-"""Stands for the `vllm` command: serves until it is told to end, or fails as `--fake` says."""
+"""Fake `vllm` command: serves until it is told to stop, or fails as `--fake` says."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ ANSWER = {"choices": [{"message": {"role": "assistant", "content": "a fake answe
 
 EVENT = {"choices": [{"index": 0, "delta": {"content": "a"}}]}
 streams = threading.Semaphore(0)
-"""Released for each stream that has ended."""
+"""Semaphore that is released once for each stream that has ended."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -55,12 +55,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing: what is shown of a log is its end."""
+        """Suppress the access log: tests look at the end of the log."""
 
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, *_: object) -> None:
-        """Log nothing about a client that sends a request and disconnects."""
+        """Suppress errors of clients that send a request and disconnect."""
 
 
 def main() -> None:
@@ -76,11 +76,11 @@ def main() -> None:
     print("INFO 11-21 17:53:40 [fake.py:71] Loading what is not there", flush=True)
     if args.fake == "fail":
         sys.exit("this model is too strange")
-    # As vLLM's EngineCore: a process of its own, which does not end with its parent.
+    # Like vLLM's EngineCore: a separate process that does not end with its parent.
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     if args.fake == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if args.fake == "patient":  # as vLLM: a stream that runs is waited for
+    if args.fake == "patient":  # like vLLM, wait for running streams
         signal.signal(signal.SIGTERM, lambda *_: streams.acquire() and sys.exit())
     if args.fake == "slow":
         time.sleep(600)

@@ -1,4 +1,4 @@
-"""Processes by a mark in their environment, which their children inherit."""
+"""Find processes by a variable in their environment, which child processes inherit."""
 
 import os
 import time
@@ -8,20 +8,20 @@ from pathlib import Path
 
 
 def new_mark() -> str:
-    """Return a name for an environment variable that no other program sets."""
+    """Return a new name for an environment variable."""
     return f"TEST_MARK_{uuid.uuid4().hex}"
 
 
 def marked(mark: str) -> dict[str, str]:
-    """Return this environment with a mark, and without `PYTHONUNBUFFERED`.
+    """Return this environment with the mark and without `PYTHONUNBUFFERED`.
 
-    The variable would hide that a program holds back its output.
+    That variable would hide output that a program has not flushed.
     """
     return {mark: "1"} | {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
 
 
 def processes_of(mark: str) -> Mapping[int, str]:
-    """Command lines of the living processes that were started with this mark, by their ids."""
+    """Return the command lines, by process id, of the living processes with this mark."""
     found = {}
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -34,7 +34,7 @@ def processes_of(mark: str) -> Mapping[int, str]:
 
 
 def left(mark: str, within_s: float = 120, most: int = 0) -> Mapping[int, str]:
-    """Those that are left when they are no more than `most`, or after some seconds."""
+    """Wait until at most `most` processes are left, or time out; return those left."""
     deadline_s = time.monotonic() + within_s
     while len(found := processes_of(mark)) > most and time.monotonic() < deadline_s:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The example scripts, with small servers in place of vLLM and of the benchmark."""
+"""The example scripts, with small servers instead of vLLM and the benchmark."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ exec {sys.executable} -m epd "$@"
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """The example's variables, and an `epd` whose benchmark does nothing."""
+    """Return the example's variables, and an `epd` with a benchmark that does nothing."""
     epd = tmp_path / "bin" / "epd"
     epd.parent.mkdir()
     epd.write_text(EPD)
@@ -63,7 +63,7 @@ def test_an_example_measures_asks_and_leaves_nothing(
     assert ran.returncode == 0, ran.stderr
     assert f"called: epd bench serve --url {url} --model a/model --num-prompts 7\n" in ran.stdout
     assert '"content": "a fake answer"' in ran.stdout
-    # The second where the script, which measures nothing here, is done before `epd up` has looked.
+    # The second message appears if the script ends before `epd up` has polled.
     assert "All servers are stopped." in ran.stdout or "epd up: stopped" in ran.stderr
     assert left(mark, 0) == {}
     assert (tmp_path / "ec").is_dir()

@@ -1,4 +1,4 @@
-"""Starting and stopping servers, with small ones in place of engines."""
+"""Starting and stopping of servers, with small servers instead of engines."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def start(tmp_path: Path, code: str = SERVER, how: str = "plain") -> Process:
 
 
 def group_is_gone(pid: int) -> bool:
-    """Whether no process is left in a group, but for dead ones that init has not reaped yet."""
+    """Return whether a process group has no process left, except zombies not yet reaped."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
@@ -193,7 +193,7 @@ def test_each_role_has_its_connectors(role: Role, ec_role: str | None, kv_role: 
 
 
 def test_more_flags_are_given_after_all_others() -> None:
-    """So vLLM takes them in place of those that every engine has."""
+    """Later flags override those that all engines get."""
     more = ("--dtype", "bfloat16")
 
     assert engine(Role.ENCODE, *more).command()[-2:] == more
@@ -243,7 +243,7 @@ def test_a_stack_gives_flags_to_the_engines_of_a_role(tmp_path: Path) -> None:
 
 
 def test_stopping_twice_at_once_leaves_nothing(tmp_path: Path) -> None:
-    """A second Ctrl-C while servers are being stopped."""
+    """The test sends a second Ctrl-C while servers are being stopped."""
     pid_file = tmp_path / "pid"
     script = f"""
 import signal

@@ -1,4 +1,4 @@
-"""Signals that end this process: they leave its contexts, and what it starts."""
+"""Signals during `epd up`: contexts are closed and started processes are stopped."""
 
 import asyncio
 import os
@@ -74,7 +74,7 @@ def test_a_signal_in_a_callback_of_a_loop_is_not_lost(number: signal.Signals) ->
 
 
 class Interrupted(Process):
-    """A process at whose start Ctrl-C is pressed, before anybody could take note of it."""
+    """Process that receives Ctrl-C while it starts, before the caller has a reference to it."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]

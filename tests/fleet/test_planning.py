@@ -1,4 +1,4 @@
-"""What `epd up` starts, as values."""
+"""The plan of `epd up`: which servers it starts, as values."""
 
 import fcntl
 import json
@@ -304,7 +304,7 @@ names = st.from_regex(r"EPD_[A-Z]{1,5}", fullmatch=True)
 @settings(max_examples=60)
 @given(words, st.dictionaries(names, words.map("-".join), max_size=2))
 def test_a_shell_reads_a_servers_line_as_it_is(args: list[str], environ: dict[str, str]) -> None:
-    """`env` prints the environment, `printf` the words that it is called with."""
+    """`env` prints the environment, `printf` prints its arguments."""
     printed = ('printf "%s\\0" "$@"; env -0', "bash")
     server = FleetServer("name", "", ("bash", "-c", *printed, "--flag", *args), environ)
     ran = subprocess.run(["bash", "-c", server.shell()], capture_output=True, check=True)  # noqa: S607

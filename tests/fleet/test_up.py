@@ -1,4 +1,4 @@
-"""`epd up` as a process, with small servers in place of vLLM."""
+"""`epd up` as a process, with small servers instead of vLLM."""
 
 import base64
 import io
@@ -31,11 +31,11 @@ SERVERS = ("encode", "prefill", "decode", "prefill-decode", "nixl", "ec-store")
 PORTS = ("port", *(f"{server}-port" for server in SERVERS))
 WITHIN_S = 300
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
-"""No test asks the hub for a model."""
+"""Environment in which no test asks the hub for a model."""
 
 
 class Up:
-    """A run of `epd up`."""
+    """Running `epd up`."""
 
     def __init__(self, tmp_path: Path, *flags: str, topology: str = "1e1pd") -> None:
         self.ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
@@ -47,7 +47,7 @@ class Up:
         self.said: list[str] = []
 
     def run(self, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run it to its end."""
+        """Run `epd up` until it ends."""
         given = marked(self.mark) | OFFLINE | dict(environ or {})
         return subprocess.run(
             self.command, env=given, capture_output=True, text=True, timeout=WITHIN_S, check=False
@@ -55,9 +55,9 @@ class Up:
 
     @contextmanager
     def started(self) -> Iterator[subprocess.Popen[str]]:
-        """Run it, and kill what is left in the end."""
+        """Run `epd up`, and kill the remaining processes at the end."""
         with subprocess.Popen(
-            # The tests may have been started by nohup, which what they start would respect.
+            # If the tests run under nohup, the started processes would inherit the ignored SIGHUP.
             ("/usr/bin/env", "--default-signal=HUP", *self.command),
             env=marked(self.mark) | OFFLINE,
             stdout=subprocess.PIPE,
@@ -74,7 +74,7 @@ class Up:
                     os.kill(pid, signal.SIGKILL)
 
     def wait_for(self, process: subprocess.Popen[str], words: str) -> str:
-        """Read until a line has these words in it."""
+        """Read until a line contains these words."""
         assert process.stdout is not None
         for line in process.stdout:
             self.said.append(line)
@@ -83,14 +83,14 @@ class Up:
         raise AssertionError("".join(self.said))
 
     def end_of(self, process: subprocess.Popen[str]) -> str:
-        """Read the rest."""
+        """Read the remaining output."""
         assert process.stdout is not None
         rest = process.stdout.read()
         process.wait(WITHIN_S)
         return rest
 
     def pid(self, port: str) -> int:
-        """The server that listens on a port, by its flag."""
+        """Return the process id of the server with this port in its flags."""
         words = f"--port {self.ports[port]} "
         [pid] = [pid for pid, line in processes_of(self.mark).items() if words in f"{line} "]
         return pid
@@ -110,7 +110,7 @@ def test_it_serves_until_it_is_stopped_and_leaves_nothing(
     with up.started() as process:
         ready = up.wait_for(process, "ready: ")
         assert up.ask().json()["choices"][0]["message"]["content"] == "a fake answer"
-        # A store, three engines with a child each, a proxy, a guard, and `epd up`.
+        # A store, three engines with one child each, a proxy, a guard, and `epd up`.
         assert len(processes_of(up.mark)) == 10
         process.send_signal(number)
         said = up.end_of(process)
@@ -153,7 +153,7 @@ def test_what_is_printed_to_be_pasted_answers(tmp_path: Path) -> None:
         opened.load()
         assert opened.size == (64, 64)
     assert body["model"] == "it's"
-    assert body["max_tokens"] == 64  # a model of random weights never ends by itself
+    assert body["max_tokens"] == 64  # a model with random weights never emits the end token
 
 
 def test_the_cache_of_a_run_that_was_killed_is_removed_by_the_next(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_the_cache_of_a_run_that_was_killed_is_removed_by_the_next(tmp_path: Pat
         assert left(killed.mark) == {}
     with up.started() as process:
         up.wait_for(process, "starting ")
-        assert not cache.exists()  # a run of another test may have removed it
+        assert not cache.exists()  # a run of another test may have removed the folder
         process.send_signal(signal.SIGINT)
         up.end_of(process)
 
@@ -248,7 +248,7 @@ def test_a_stream_that_runs_ends_in_an_error_event(tmp_path: Path, flags: tuple[
 
 
 def test_the_others_go_on_without_an_engine_that_ended(tmp_path: Path) -> None:
-    """Its children end with it; without the last one that decodes, all end."""
+    """The children of the engine end too. Without the last decode engine everything ends."""
     up = Up(tmp_path, topology="1e2pd")
     second = up.ports["prefill-decode-port"] + 1
     with up.started() as process:
@@ -418,7 +418,7 @@ def test_a_model_that_needs_bfloat16_on_a_cpu_gets_it(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_cannot_be_reached_does_not_keep_a_fleet_from_starting(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # which accepts and never answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts and never answers
         hub = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "HF_HUB_OFFLINE": "0"}
         ran = Up(tmp_path, "--dry-run").run(hub | {"HF_HOME": str(tmp_path)})
 
@@ -451,7 +451,7 @@ def test_a_variable_that_is_wrong_is_named(tmp_path: Path) -> None:
 
 
 def test_the_lines_of_a_dry_run_start_what_would_be_started(tmp_path: Path) -> None:
-    """Pasted into a shell, each engine gets the arguments and the environment it would have had."""
+    """Each engine gets the same arguments and environment when its line is pasted into a shell."""
     record = tmp_path / "it's $HOME"
     record.mkdir()
     up = Up(tmp_path, "--vllm-flags", shlex.join(["--fake-record", str(record)]), topology="1e1p1d")
