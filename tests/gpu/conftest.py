@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device, and neither vLLM, a network nor the project's other packages."""
+"""Tests that need a CUDA device, but not vLLM, a network or the project's other packages."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 def _missing() -> str | None:
     if find_spec("torch") is None:
         return "torch is not installed"
-    import torch  # noqa: PLC0415 - there may be none
+    import torch  # noqa: PLC0415 - torch may be missing
 
     return None if torch.cuda.is_available() else "PyTorch finds no CUDA device"
 

@@ -1,4 +1,4 @@
-"""Copies between a real device and host memory; their order is tested on a fake one as well."""
+"""Copies between a real device and host memory. tests/device checks their order on a fake one."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from ec_store.device.tensors import (  # noqa: E402
 
 MIB = 2**20
 LONG = 200_000_000
-"""Cycles of a device that computes: some 0.1 s."""
+"""Cycles that keep a device busy for about 0.1 s."""
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -32,7 +32,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def bytes_of(values: Any) -> memoryview:
-    """The bytes of a tensor in host memory."""
+    """Return the bytes of a tensor in host memory."""
     return memoryview(values.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -43,7 +43,7 @@ def test_copies_are_right_while_streams_compute(dtype: str) -> None:
     waiting, expected = [], []
     for number in range(8):
         with torch.cuda.stream(other):
-            torch.cuda._sleep(LONG // 4)  # noqa: SLF001 - what PyTorch's own tests use
+            torch.cuda._sleep(LONG // 4)  # noqa: SLF001 - PyTorch's own tests use it
         tensor = torch.zeros(1024, 1024, device="cuda", dtype=getattr(torch, dtype))
         torch.cuda._sleep(LONG)  # noqa: SLF001
         tensor += number + 1
@@ -163,7 +163,7 @@ def test_the_region_is_registered_once_and_copied_from_directly(
 
 
 def test_memory_at_an_address_that_was_registered_before_is_read_itself() -> None:
-    """The kernel reuses the address; the driver must have forgotten the pages behind it."""
+    """The kernel reuses the address; the driver must not use the old pages."""
     for number in range(4):
         region, loader = Region(64 * MIB, 1), Loader(0)
         loader.map_shared(region.shared_region())
