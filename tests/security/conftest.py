@@ -1,4 +1,4 @@
-"""Fixtures of the security tests."""
+"""Fixtures for the security tests."""
 
 from tests.support.fixtures import backed, keys, launch, store, url
 

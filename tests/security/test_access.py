@@ -1,4 +1,4 @@
-"""Who may do what: the admin key, and no route but those that are listed."""
+"""Access control: the admin key, and no routes except the documented ones."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ ENGINE_ROUTES = [
     *("/cohere/v2/chat", "/v1/systemone", "/inference/v1/generate", "/v1/chat/completions/batch"),
     "/v1/responses/a/input_items",
 ]
-"""Routes of vLLM that the proxy does not have."""
+"""Routes that vLLM has and the proxy must not have."""
 
 SPELLINGS = [
     "{path}",
@@ -102,7 +102,7 @@ WRONG: list[dict[str, str]] = [
 async def test_nothing_else_does_where_there_is_an_admin_key(
     launch: Launch, keys: Path, headers: dict[str, str]
 ) -> None:
-    """These clients are on loopback: that is no key."""
+    """Clients on loopback need the admin key too."""
     async with launch(admin_api_key=ADMIN, api_keys_file=keys) as fleet:
         for method, path in ADMIN_ROUTES:
             assert await status_of(fleet, method, path, headers) == 401
@@ -169,7 +169,7 @@ async def test_without_an_admin_key_this_machine_may(launch: Launch, keys: Path)
 async def test_who_is_here_on_behalf_of_another_may_not(
     launch: Launch, keys: Path, headers: dict[str, str]
 ) -> None:
-    """A reverse proxy on this machine, and a web page in a browser on it."""
+    """The proxy rejects requests through a reverse proxy or a web page on this machine."""
     async with launch(api_keys_file=keys) as fleet:
         for method, path in ADMIN_ROUTES:
             answer = await ask(fleet.url, f"{method} {path} HTTP/1.1", headers.items())
@@ -180,10 +180,10 @@ async def test_who_is_here_on_behalf_of_another_may_not(
 
 
 def own_address() -> str:
-    """The address of this machine that is not loopback."""
+    """Return the address of this machine that is not loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing
+            probe.connect(("192.0.2.1", 9))  # sends no packet
         except OSError:
             pytest.skip("this machine has no address but loopback")
         return str(probe.getsockname()[0])
@@ -211,7 +211,7 @@ def test_without_an_admin_key_no_other_machine_may(headers: dict[str, str]) -> N
 
 @pytest.mark.security("S3")
 async def test_a_peer_without_an_address_is_no_client_of_this_machine(tmp_path: Path) -> None:
-    """An application that mounts the proxy may listen where there are no addresses."""
+    """An application that embeds the proxy may listen on sockets without addresses."""
     config = epd.ProxyConfig(
         encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",)
     )
@@ -269,7 +269,7 @@ async def test_no_other_route_of_an_engine_is_reached(launch: Launch, path: str)
             for method in ("GET", "POST"):
                 answer = await ask(fleet.url, f"{method} {target} HTTP/1.1", body=b"{}")
                 assert answer.status in {400, 404, 405}, target
-                if answer.status != 400:  # the parser's own, which is not ours to answer
+                if answer.status != 400:  # aiohttp's parser answers 400 itself
                     assert answer.error["message"]
                     assert answer.headers["x-epd-error"] == "unknown_route"
                 assert instance.lines == [], target
@@ -314,19 +314,19 @@ async def test_no_other_method_and_no_other_target_is_served(launch: Launch, lin
 
 @pytest.mark.security("S4")
 async def test_an_absolute_target_is_this_proxys_own(launch: Launch) -> None:
-    """RFC 9112, 3.2.2: it must be accepted. It chooses no host."""
+    """RFC 9112, 3.2.2: the server must accept an absolute target. It does not select a host."""
     async with silent() as other, launch() as fleet:
         there = await ask(fleet.url, f"GET {other.url}/v1/models HTTP/1.1")
         here = await ask(fleet.url, f"GET {fleet.url}/v1/models HTTP/1.1")
 
-        assert (there.status, here.status) == (400, 200)  # Host names this proxy in both
+        assert (there.status, here.status) == (400, 200)  # Host names this proxy in both requests
         assert fleet.d.other_calls == ["GET /v1/models"]
         assert other.lines == []
 
 
 @pytest.mark.security("S3")
 async def test_a_target_on_this_machine_does_not_hide_a_host_elsewhere(launch: Launch) -> None:
-    """And the other way round: a web page's requests name the page's own host."""
+    """The reverse holds too: a web page's requests have the page's own host."""
     async with launch() as fleet:
         for named, host in (("evil.example", "127.0.0.1"), ("127.0.0.1", "evil.example")):
             said = await ask(fleet.url, f"GET http://{named}/metrics HTTP/1.1", [("Host", host)])

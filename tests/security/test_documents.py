@@ -1,4 +1,4 @@
-"""SECURITY.md says what there is: its tests are there, and marked with what they show."""
+"""The tests that SECURITY.md names exist and have the matching marker."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`/metrics` says how much, and of nobody."""
+"""`/metrics` contains totals and no data about individual clients."""
 
 import re
 import tomllib
@@ -38,7 +38,7 @@ LABELS = {
     "version": re.compile(re.escape(__version__)),
     "le": re.compile(r"[\d.]+|\+Inf"),
 }
-"""All labels there are, and what they may say."""
+"""All labels, and the values that each may have."""
 
 
 async def labels(fleet: Fleet) -> set[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""`GET /openapi.json` describes all there is, and every answer is as it describes."""
+"""`GET /openapi.json` describes every route, and every answer matches it."""
 
 import asyncio
 import json
@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import schemathesis
-import schemathesis.specs.openapi.schemas  # a thread would: two that parse confuse Python 3.11
+
+# Imported here, since importing it in two threads at once fails on Python 3.11.
+import schemathesis.specs.openapi.schemas
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode, Response
@@ -37,7 +39,7 @@ from tests.support.fleet import Launch
 DOCUMENT = json.loads(OPENAPI)
 METHODS = {"get", "post", "put", "patch", "delete"}
 EXAMPLES = 12
-"""Of each kind, good and bad, for each operation."""
+"""Number of valid and of invalid requests for each operation."""
 ADMIN = "admin-key-0123456789"
 
 CONFORMS = [
@@ -46,11 +48,11 @@ CONFORMS = [
     response_headers_conformance,
     response_schema_conformance,
 ]
-"""Not among them: that all is accepted that fits the schema, and nothing else. The proxy checks
-what it needs, and leaves the rest to the engines."""
+"""Checks of schemathesis that apply. Not among them: that all input that matches the schema is
+accepted, and no other. The proxy checks what it needs, and leaves the rest to the engines."""
 
 THEIRS = {502, 503, 504}
-"""What the fleet behind it may answer for; a 500 is the proxy's own fault."""
+"""Statuses that the instances may cause; a 500 is always the proxy's own error."""
 
 
 def described() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -66,7 +68,7 @@ def test_it_has_every_route_and_no_other() -> None:
     served = {
         (route.method, route.resource.canonical)
         for route in app.router.routes()
-        # HEAD comes with each GET, and "*" is what answers that there is no such route.
+        # aiohttp adds HEAD to each GET; "*" is the handler of unknown routes.
         if route.resource is not None and route.method not in {"HEAD", "*"}
     }
 
@@ -109,7 +111,7 @@ async def test_it_wants_no_key(launch: Launch, keys: Path, key: str | None) -> N
 
 
 def check(response: Response, case: Case[Any]) -> None:
-    """As described; and where it is no answer, an error that says whose."""
+    """Check that the answer matches its description, and that an error names its origin."""
     case.validate_response(response, checks=CONFORMS)
     if response.status_code >= 400 and case.operation.path != "/health":
         assert response.status_code < 500 or response.status_code in THEIRS
@@ -122,12 +124,12 @@ def check(response: Response, case: Case[Any]) -> None:
 
 @dataclass
 class Target:
-    """A proxy that is asked.
+    """Proxy under test.
 
     Attributes:
-        url: where it is.
-        headers: what every request brings.
-        statuses: what it has answered.
+        url: its address.
+        headers: headers of every request.
+        statuses: statuses that it has answered.
     """
 
     url: str
@@ -141,9 +143,9 @@ class Target:
 
 
 def ask_everything(*targets: Target) -> None:
-    """Send each of them whatever schemathesis makes of the document, good and bad.
+    """Send all requests, valid and invalid, that schemathesis derives from the document.
 
-    To make it takes ten times as long as to have it answered.
+    Generating them takes ten times as long as having them answered.
     """
 
     def ask_one(operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode) -> None:
@@ -167,7 +169,7 @@ def ask_everything(*targets: Target) -> None:
         ask_one(operation, GenerationMode.POSITIVE)
         try:
             ask_one(operation, GenerationMode.NEGATIVE)
-        except Unsatisfiable:  # a request in which nothing is described cannot be wrong
+        except Unsatisfiable:  # a request without described parameters cannot be invalid
             assert operation.path not in {*ENDPOINTS, "/v1/media"}
 
 

@@ -1,6 +1,7 @@
-"""What is logged of what clients and instances say: nothing.
+"""Logs contain nothing of what clients and instances send.
 
-Whatever is secret has the word in it, and is in every place that a request has for it.
+Each secret contains the same marker word. The tests put one into every place of a request that can
+hold one.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ HEADERS = {
 
 
 def broken(raw: bytes) -> Handler:
-    """Answer these bytes, whatever they are, and close."""
+    """Return a handler that writes these bytes and closes the connection."""
 
     async def chat(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
         assert request.transport is not None
@@ -76,7 +77,7 @@ def streams(*events: bytes) -> Handler:
 
 
 SERVING = re.compile(r"url[\"=:]+(http://[0-9.:]+)")
-"""Where a proxy listens, in the line that says so."""
+"""Address in the log line that the proxy writes when it listens."""
 
 ERROR = b'{"error": {"message": "SECRETprompt at /srv/SECRET", "type": "x", "param": "SECRET"}}'
 
@@ -104,7 +105,7 @@ MISDEEDS: dict[str, Handler] = {
 
 @dataclass
 class Running:
-    """A proxy at level debug, and all that it has written."""
+    """Running proxy at level debug, with all of its output."""
 
     url: str
     process: subprocess.Popen[str]
@@ -138,7 +139,7 @@ async def proxy(folder: Path, log_format: str, *flags: str) -> AsyncIterator[Run
             *("--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url),
             *("--log-format", log_format, "--max-items", "3", "--max-body-bytes", "100000"),
             *("--encode-timeout-s", "2", "--first-byte-timeout-s", "2", "--drain-delay-s", "0"),
-            # An answer without a stream has no other deadline.
+            # An answer that is not streamed has no other deadline.
             *("--request-timeout-s", "6"),
             *("--ec-store", f"file://{folder}/store", "--api-keys-file", str(keys), *flags),
         ]
@@ -147,7 +148,7 @@ async def proxy(folder: Path, log_format: str, *flags: str) -> AsyncIterator[Run
             "OPENAI_API_KEY": OWN,
             "ADMIN_API_KEY": ADMIN,
         }
-        process = subprocess.Popen(  # noqa: ASYNC220 - its output is read in a thread
+        process = subprocess.Popen(  # noqa: ASYNC220 - a thread reads its output
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -155,7 +156,7 @@ async def proxy(folder: Path, log_format: str, *flags: str) -> AsyncIterator[Run
             env=os.environ | env,
         )
         with process, ExitStack() as failing:
-            failing.callback(process.kill)  # a test that fails before the end does not wait for it
+            failing.callback(process.kill)  # a test that fails does not wait for the process
             assert process.stdout is not None
             written = list[str]()
             while (serving := SERVING.search("".join(written))) is None:
@@ -163,7 +164,8 @@ async def proxy(folder: Path, log_format: str, *flags: str) -> AsyncIterator[Run
                 assert written[-1], written
             url = serving[1]
             reading = asyncio.create_task(asyncio.to_thread(process.stdout.read))
-            # One for each request: the proxy closes some, just when another is sent on it.
+            # A new connection for each request: the proxy closes some just when the client reuses
+            # them.
             connector = aiohttp.TCPConnector(force_close=True)
             async with aiohttp.ClientSession(connector=connector) as http:
                 running = Running(url, process, encode, decode, origin, http, written)
@@ -177,7 +179,7 @@ async def proxy(folder: Path, log_format: str, *flags: str) -> AsyncIterator[Run
 
 
 def requests() -> Iterator[tuple[str, object]]:
-    """Chat requests with something wrong, each quoting a secret."""
+    """Return invalid chat requests that contain secrets."""
     url = "http://127.0.0.1:9/SECRETpath?q=SECRETquery"
     for wrong in (
         b'{"messages": SECRET}',
@@ -273,7 +275,7 @@ async def test_no_log_line_says_what_was_said(tmp_path: Path, log_format: str, f
 
 
 async def served(running: Running) -> None:
-    """What is in order."""
+    """Send valid requests that contain secrets."""
     part = image(DATA_URL, uuid="SECRETname")
     assert await running.chat(part, text("SECRETwords"), user="SECRETuser") == 200
     assert await running.chat(part, text("SECRETwords"), stream=True) == 200
@@ -283,7 +285,7 @@ async def served(running: Running) -> None:
 
 
 async def refused(running: Running) -> None:
-    """What the proxy itself refuses, or does without the engines."""
+    """Send requests that the proxy rejects or answers without the instances."""
     for path, body in requests():
         assert await running.post(path, body) in {200, 400, 404, 413, 422, 502, 503, 504}
     chat = "/v1/chat/completions"
@@ -296,7 +298,7 @@ async def refused(running: Running) -> None:
 
 
 async def misdeeds(running: Running) -> None:
-    """What instances and origins do wrong, quoting what they were sent."""
+    """Make instances and origins fail in ways that quote their input."""
     number = 0
     for handler in MISDEEDS.values():
         for instance, good, stream in (
@@ -304,7 +306,7 @@ async def misdeeds(running: Running) -> None:
             (running.decode, decodes, False),
             (running.decode, decodes, True),
         ):
-            if handler is hangs and stream:  # each takes a deadline
+            if handler is hangs and stream:  # each combination waits for a deadline
                 continue
             number += 1
             instance.chat = handler
@@ -319,7 +321,7 @@ async def misdeeds(running: Running) -> None:
 
 
 async def ill_wire(running: Running) -> None:
-    """What is no HTTP, or nearly none."""
+    """Send bytes that are not HTTP, or only nearly."""
     for line in LINES:
         await ask(running.url, line, HEADERS.items(), b"SECRETbody")
     for name, value in (("SECRET name", "x"), ("X", "SECRET\x01"), ("X", "SECRET" * 20_000)):
@@ -328,7 +330,7 @@ async def ill_wire(running: Running) -> None:
 
 
 async def ended_early(running: Running) -> None:
-    """A client that leaves."""
+    """Send a request and disconnect."""
     running.decode.chat = hangs
     calls = len(running.decode.calls)
     leaving = asyncio.create_task(running.chat(image(DATA_URL), text("SECRETwords")))

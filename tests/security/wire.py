@@ -1,4 +1,4 @@
-"""HTTP as bytes: requests that no client library would send, and a server that only listens."""
+"""HTTP as bytes: requests that no client library sends, and a server that only listens."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The `error` object, which has OpenAI's shape."""
+        """Return the `error` object of an answer, which must have OpenAI's shape."""
         error: dict[str, Any] = json.loads(self.body)["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["code"] == self.status
@@ -30,7 +30,7 @@ class Answer:
 async def ask(
     url: str, line: str, headers: Iterable[tuple[str, str]] = (), body: bytes = b""
 ) -> Answer:
-    """Send one request on a connection of its own, such as `GET //x HTTP/1.1`."""
+    """Send one request, such as `GET //x HTTP/1.1`, on a new connection."""
     host, port = url.removeprefix("http://").split(":")
     given = [("Host", f"{host}:{port}"), *headers, ("Content-Length", str(len(body)))]
     last = {name.lower(): f"{name}: {value}" for name, value in given}
@@ -55,7 +55,7 @@ def _answer(raw: bytes) -> Answer:
 
 @dataclass
 class Silent:
-    """A server that answers nothing and keeps the first line of whatever comes but probes."""
+    """Server that never answers and records the first line of each request except probes."""
 
     url: str
     lines: list[bytes] = field(default_factory=list)
