@@ -1,4 +1,4 @@
-"""Tabs of a browser, and a proxy for it to look at."""
+"""Browser tabs, and a proxy for them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,16 +15,17 @@ from tests.support.programs import serving
 QUICK = ("--probe-interval-s", "0.2", "--probe-backoff-s", "0.2", "--connect-timeout-s", "1")
 
 PATIENT_MS = 30_000
-"""Waits end when what they wait for is there; a busy machine may take its time."""
+"""Timeout of waits in the browser; generous for busy machines."""
 
 
 @dataclass
 class Looked:
-    """A page, and what its browser complained about.
+    """Open page, and the problems that its browser reported.
 
     Attributes:
-        wrong: errors on its console, violations of its policy among them, and uncaught ones.
-        asked: the URLs that it asked for.
+        wrong: console errors, including violations of the content security policy, and uncaught
+            errors.
+        asked: URLs that the page requested.
     """
 
     page: Page
@@ -34,7 +35,7 @@ class Looked:
 
 @dataclass
 class Stack:
-    """A proxy process and the instances behind it."""
+    """Proxy process and the instances behind it."""
 
     url: str
     encode: FakeInstance
@@ -55,7 +56,7 @@ class Stack:
 
 @asynccontextmanager
 async def stack_of(*flags: str, env: dict[str, str] | None = None) -> AsyncIterator[Stack]:
-    """E+P+D."""
+    """Run a proxy with encode, prefill and decode instances."""
     e, p, d = (FakeInstance(chat) for chat in (encodes, prefills, decodes))
     async with AsyncExitStack() as opened:
         for one in (e, p, d):
@@ -77,13 +78,13 @@ class Tabs:
     async def __call__(
         self, url: str, *, width: int = 1280, state: object = None, **context: object
     ) -> AsyncIterator[Looked]:
-        """A tab of its own.
+        """Open a page in a new tab.
 
         Args:
-            url: the proxy's.
-            width: of the window, in pixels.
-            state: what the proxy is to say, in place of its own state.
-            context: of the browser, such as `color_scheme`.
+            url: URL of the proxy.
+            width: width of the window in pixels.
+            state: state that replaces the proxy's own.
+            context: options of the browser context, such as `color_scheme`.
         """
         opened = await self._browser.new_context(
             viewport={"width": width, "height": 800},

@@ -1,4 +1,4 @@
-"""A real browser, and real proxies for it to look at."""
+"""Real browser, and real proxies for it."""
 
 import shutil
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from tests.ui.browsing import Stack, Tabs, stack_of
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
     async with async_playwright() as playwright:
-        # As root, as in a container, Chromium's own sandbox cannot be.
+        # Chromium's own sandbox does not work as root, such as in a container.
         launched = await playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )

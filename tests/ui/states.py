@@ -1,4 +1,4 @@
-"""States of a fleet, as the page is sent them."""
+"""States of a fleet, in the form that the page receives."""
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -12,7 +12,7 @@ UNIX_S = 1e9
 
 
 class Clock:
-    """A monotonic clock that is set by hand."""
+    """Monotonic clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = NOW_S
@@ -87,10 +87,10 @@ def families() -> list[Metric]:
 
 
 def large(each: int = 20, hostile: str = "") -> UiState:
-    """Return a fleet with this many instances of each role, in every state, with all details.
+    """Return a fleet with so many instances of each role, in every state, with all details.
 
     Args:
-        each: instances of a role.
+        each: number of instances per role.
         hostile: text in all fields that come from outside.
     """
     clock = Clock()

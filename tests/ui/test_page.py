@@ -1,4 +1,4 @@
-"""The page `/ui` in a real browser, of a real proxy process."""
+"""The page `/ui` in a real browser, served by a real proxy process."""
 
 import asyncio
 import re
@@ -79,7 +79,8 @@ async def test_an_instance_that_goes_is_shown_as_down_and_comes_back(tab: Tabs) 
             await expect(looked.page.get_by_role("log")).to_contain_text("E1 is down")
             await expect(looked.page).to_have_title(re.compile("1 instance not healthy"))
             gone.healthy = True
-            assert await stack.chat() == 200  # it comes back on trial, and a request passes it
+            # The instance is on trial, and a request passes the trial.
+            assert await stack.chat() == 200
             await expect(card).to_have_attribute("data-state", "healthy")
             await expect(looked.page.get_by_role("log")).to_contain_text("E1 is healthy")
             await expect(looked.page).to_have_title("EPD proxy")
@@ -92,7 +93,7 @@ async def test_an_instance_that_goes_is_shown_as_down_and_comes_back(tab: Tabs) 
 async def test_a_fleet_that_lacks_stages_is_shown(
     tab: Tabs, stack: Stack, roles: tuple[str, ...], width: int
 ) -> None:
-    """Who begins without instances, or has taken the last one away."""
+    """The fleet starts without instances, or loses the last one."""
     state = cast("dict[str, Any]", large(1))
     [one, *_] = state["instances"]
     left = {"kind": "instance", "at_s": state["now"], "what": "http://gone:1", "said": "removed"}
@@ -190,7 +191,7 @@ async def test_it_asks_for_the_key_and_keeps_it_out_of_urls(tab: Tabs) -> None:
 
 
 async def test_a_proxy_without_a_key_says_why_it_refuses(stack: Stack, tab: Tabs) -> None:
-    forwarded = {"X-Forwarded-For": "192.0.2.1"}  # as a reverse proxy on this machine adds
+    forwarded = {"X-Forwarded-For": "192.0.2.1"}  # added by a reverse proxy on this machine
     async with tab(stack.url, extra_http_headers=forwarded) as looked:
         await expect(looked.page.get_by_role("alert")).to_contain_text("EPD_ADMIN_API_KEY")
         await expect(looked.page.get_by_role("dialog")).to_be_hidden()
@@ -275,7 +276,7 @@ async def test_pause_stops_it(stack: Stack, tab: Tabs) -> None:
         before = len(looked.asked)
         await asyncio.sleep(1.5)
 
-        assert len(looked.asked) - before <= 1  # what was under way
+        assert len(looked.asked) - before <= 1  # a request that was already in progress
         await pause.click()
         await expect(looked.page.locator("#link")).to_have_text("live")
 
@@ -301,7 +302,7 @@ async def test_what_comes_from_outside_is_text(stack: Stack, tab: Tabs) -> None:
         )
 
         assert await looked.page.evaluate("window.hacked") is None
-        assert await looked.page.locator("img").count() == 1  # the page's own
+        assert await looked.page.locator("img").count() == 1  # the page's own image
         assert await looked.page.locator("script").count() == 1
         assert looked.wrong == []
         assert not any("/x" in url for url in looked.asked)
