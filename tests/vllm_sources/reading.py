@@ -11,19 +11,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 UNPACKED = ROOT / ".run" / "vllm-sources"
-"""Where `scripts/check_vllm.sh VERSION` unpacks a release: `VERSION/vllm`."""
+"""Folder in which `scripts/check_vllm.sh VERSION` unpacks a release: `VERSION/vllm`."""
 VARIABLE = "EPD_VLLM_SOURCES"
-"""More folders that hold a package `vllm`, separated as in PATH."""
+"""Variable with further folders that contain a package `vllm`, separated as in PATH."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class Source:
-    """The package of a vLLM release.
+    """Source of one vLLM release.
 
     Attributes:
-        name: what tests call it.
+        name: name in test ids.
         package: its folder `vllm`.
     """
 
@@ -31,21 +31,21 @@ class Source:
     package: Path
 
     def text(self, path: str) -> str:
-        """Return a file's text, by its path in the package."""
+        """Return the text of a file, given its path in the package."""
         return (self.package / path).read_text(encoding="utf-8")
 
     def files(self, folder: str) -> Iterator[Path]:
-        """All modules of a folder, and of those in it."""
+        """Return all modules of a folder, recursively."""
         yield from sorted((self.package / folder).rglob("*.py"))
 
     def classes(self, folder: str, name: str) -> list[ast.ClassDef]:
-        """Return the classes of a name in a module or a folder of modules."""
+        """Return the classes with this name in a module or a folder of modules."""
         paths = [self.package / folder] if folder.endswith(".py") else self.files(folder)
         found = (one for path in paths for one in parsed(path).body)
         return [one for one in found if isinstance(one, ast.ClassDef) and one.name == name]
 
     def a_class(self, folder: str, name: str) -> ast.ClassDef:
-        """Return the only class of a name."""
+        """Return the only class with this name."""
         [one] = self.classes(folder, name)
         return one
 
@@ -61,7 +61,7 @@ class Source:
         return frozenset(map(str, found))
 
     def words(self, *folders: str) -> frozenset[str]:
-        """All string constants of the modules."""
+        """Return all string constants of the modules."""
         return frozenset(
             node.value
             for folder in folders
@@ -102,7 +102,7 @@ def fields(of: ast.ClassDef) -> frozenset[str]:
 
 
 def is_abstract(method: Function) -> bool:
-    """Whether a subclass has to have it."""
+    """Return whether a method is abstract."""
     return any("abstractmethod" in ast.unparse(one) for one in method.decorator_list)
 
 

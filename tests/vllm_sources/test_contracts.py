@@ -1,8 +1,8 @@
-"""What this project takes from vLLM without importing it, looked up in each release's sources.
+"""Names and constants of vLLM that this project uses without importing them, for each release.
 
-They are read, not run: the installed release's, those that `scripts/check_vllm.sh` has unpacked,
-and those that `EPD_VLLM_SOURCES` names. What the installed release does with the same things is in
-`tests/vllm_connector`.
+The tests read sources instead of running them: those of the installed release, those that
+`scripts/check_vllm.sh` has unpacked, and those that `EPD_VLLM_SOURCES` names.
+`tests/vllm_connector` runs the same things with the installed release.
 """
 
 import ast
@@ -64,8 +64,8 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "prompt_embeds": ({"data": "AAAA"}, "refused"),
     "image_pil": ({"image_pil": "AAAA"}, "refused"),
 }
-"""What the proxy takes each of vLLM's content parts for. SECURITY.md (S26) says why some are
-refused."""
+"""How the proxy classifies each of vLLM's content parts. SECURITY.md (S26) says why it refuses
+some."""
 
 
 def test_every_content_part_of_vllms_is_known(vllm: Source) -> None:
@@ -110,7 +110,7 @@ def test_the_ec_connector_overrides_what_vllm_calls(vllm: Source) -> None:
         takes_more = own[name].args.vararg is not None
         assert required <= len(theirs), name
         assert takes_more or len(ours) >= len(theirs), name
-        # A parameter that vLLM passes by its name has that name here, or goes into **kwargs.
+        # vLLM passes some parameters by name: they need the same name here, or **kwargs.
         assert own[name].args.kwarg is not None or ours[: len(theirs)] == theirs, name
 
 
@@ -144,7 +144,7 @@ def test_nixl_reads_what_the_proxy_sends(vllm: Source) -> None:
 
 
 def test_raw_and_bare_items_of_one_modality_are_not_mixed(vllm: Source) -> None:
-    """`metadata_uuids` in `epd/transfer/encoded.py` goes by this."""
+    """`metadata_uuids` in `epd/transfer/encoded.py` relies on this."""
     words = vllm.words("renderers")
 
     for modality in ("image", "audio", "video"):
@@ -152,7 +152,7 @@ def test_raw_and_bare_items_of_one_modality_are_not_mixed(vllm: Source) -> None:
 
 
 def test_processors_write_dummy_text_for_all_items(vllm: Source) -> None:
-    """So some models refuse raw items of one modality beside bare ones of another."""
+    """Therefore some models refuse raw items mixed with bare items of the same modality."""
     processor = vllm.text("multimodal/processing/processor.py")
 
     assert "self._get_hf_mm_text(mm_items.get_all_counts())" in processor
@@ -285,14 +285,14 @@ def test_models_with_placeholder_metadata_are_those_that_the_documents_name(vllm
     rows = re.findall(r"^\| (`.+?`) \|", page.partition("## Which models")[2], re.MULTILINE)
 
     named = set(re.findall(r"`(\w+)`", " ".join(rows)))
-    inherits = {"qwen3_omni_moe_thinker"} - declared  # Qwen2.5-Omni's, from 0.33 on
+    inherits = {"qwen3_omni_moe_thinker"} - declared  # Qwen2.5-Omni, from 0.33 on
     assert declared | inherits == named
 
 
 def test_the_times_of_a_video_are_reported_by_models_that_write_them_into_the_prompt(
     vllm: Source,
 ) -> None:
-    """By these the proxy sends a video as metadata (`TIMESTAMPS` in `epd/transfer/encoded.py`)."""
+    """For these models the proxy sends a video as metadata (`TIMESTAMPS` in `encoded.py`)."""
     declaring = [
         path.stem
         for folder in ("model_executor/models", "models")
