@@ -1,4 +1,4 @@
-"""Fake instances that do what the connector does, on a real store, behind a proxy that asks it."""
+"""Fake instances that do what the connector does with a real store, and a proxy that uses it."""
 
 import asyncio
 import json
@@ -20,11 +20,11 @@ from tests.support.fleet import Fleet, Launch
 
 NAMESPACE = "m@main:0123"
 BUDGET_S = 5.0
-"""What is found does not depend on how fast a busy machine looks."""
+"""Time budget of look-ups; large, so that results do not depend on the speed of the machine."""
 
 
 def opened_cache(url: str, lease_s: float) -> AbstractAsyncContextManager[EncoderCache]:
-    """Return the proxy's side of a store, without a proxy."""
+    """Return the proxy's client of a store, without a proxy."""
     background = Background(lambda *_: None)
     return EncoderCache.connect(
         partial(open_async_store, url, create=False, lazy=True),
@@ -35,7 +35,7 @@ def opened_cache(url: str, lease_s: float) -> AbstractAsyncContextManager[Encode
 
 
 class Backed:
-    """Fake instances that do what the connector does, on a real store."""
+    """Fake instances that do what the connector does with a real store."""
 
     def __init__(self, store: Store, folder: Path, namespace: str = NAMESPACE) -> None:
         self.store = store
@@ -46,7 +46,7 @@ class Backed:
         self.writes: list[asyncio.Task[None]] = []
 
     async def encodes(self, request: web.Request, body: dict[str, Any]) -> web.Response:
-        """Answer, and write a little later."""
+        """Answer, and write the entry a little later."""
         await asyncio.sleep(self.encode_s)
         reply = await encodes(request, body)
         said = json.loads(reply.text or "")
@@ -63,7 +63,7 @@ class Backed:
         await asyncio.to_thread(self.store.put, EntryKey(self.namespace, identifier), entry)
 
     async def decodes(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        """Answer; fail as vLLM does where an item without media is not in the store."""
+        """Answer; fail as vLLM does if an item without media is not in the store."""
         promised = body.get("ec_transfer_params") or {}
         for part in parts_of(body):
             if any(key.endswith("_embeds") for key in part):
@@ -116,7 +116,7 @@ async def caching(launch: Launch, backed: Backed, url: str, **config: Any) -> As
 
 
 async def items_of(fleet: Fleet, body: dict[str, Any]) -> dict[str, int]:
-    """Return the header `x-epd-items` of an answered request."""
+    """Return the header `x-epd-items` of the answer to this request."""
     async with fleet.post(body) as reply:
         assert reply.status == 200, await reply.text()
         assert await reply.json() == REPLY

@@ -1,4 +1,4 @@
-"""Clients with keys."""
+"""Clients with API keys."""
 
 ALICE, ALICE_2, BOB = "alice-key-0123456789", "alice-key-9876543210", "bob-key-0123456789"
 

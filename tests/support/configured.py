@@ -1,4 +1,4 @@
-"""A proxy whose settings are in a file, which is read again at SIGHUP."""
+"""Proxy with a configuration file, which it reloads at SIGHUP."""
 
 import asyncio
 import json
@@ -21,21 +21,21 @@ from tests.support.workers import START_S, Workers
 
 @dataclass
 class Proxy(Workers):
-    """`epd serve --config`.
+    """Running `epd serve --config`.
 
     Attributes:
-        file: its settings.
-        workers: how many processes serve.
+        file: its configuration file.
+        workers: number of worker processes.
     """
 
     file: Path = field(default=Path())
     workers: int = 1
 
     def write(self, **settings: object) -> None:
-        self.file.write_text(json.dumps(settings))  # which is YAML
+        self.file.write_text(json.dumps(settings))  # JSON is valid YAML
 
     async def reload(self, event: str = "reloaded", /, **settings: object) -> list[dict[str, Any]]:
-        """Read these at SIGHUP: what each worker has logged."""
+        """Write these settings, send SIGHUP, and return what each worker logged."""
         self.write(**settings)
         return await self.hangs_up(event)
 
@@ -54,7 +54,7 @@ class Proxy(Workers):
             return reply.status
 
     async def statuses(self, *parts: dict[str, Any]) -> set[object]:
-        """On many connections: each worker has some of them."""
+        """Return the statuses of requests on many connections, which reach all workers."""
 
         async def ask() -> int:
             async with aiohttp.ClientSession() as http:

@@ -1,4 +1,4 @@
-"""Small servers that speak vLLM's wire format, for what real engines cannot be made to do."""
+"""Fake instances with vLLM's wire format, for behaviour that real engines do not show on demand."""
 
 import asyncio
 import hashlib
@@ -35,7 +35,7 @@ class Call:
 
     @property
     def parts(self) -> list[dict[str, Any]]:
-        """The content parts of all messages."""
+        """Return the content parts of all messages."""
         contents = [message["content"] for message in self.body["messages"]]
         return [part for content in contents if isinstance(content, list) for part in content]
 
@@ -45,11 +45,11 @@ class FakeInstance:
     """Fake vLLM server.
 
     Attributes:
-        chat: answers every endpoint; replace it to make the instance misbehave.
+        chat: handler of all endpoints; a test replaces it to make the instance misbehave.
         calls: requests to endpoints that it received.
         aborted: number of its answers that were cancelled because the client disconnected.
         open: number of unfinished chat requests.
-        metrics: answers `GET /metrics`.
+        metrics: handler of `GET /metrics`.
         connections: connections of the requests in progress.
     """
 
@@ -64,13 +64,13 @@ class FakeInstance:
     version: str = "0.33.0"
     models: tuple[str, ...] = ("m",)
     api_key: str | None = None
-    metrics: Callable[[], Awaitable[web.Response]] = field(default=lambda: has_none())  # noqa: PLW0108 - it comes later
+    metrics: Callable[[], Awaitable[web.Response]] = field(default=lambda: has_none())  # noqa: PLW0108 - defined below
 
     connections: list[asyncio.Transport] = field(default_factory=list)
     _sites: list[web.TCPSite] = field(default_factory=list)
 
     async def stop_listening(self) -> None:
-        """Accept no further connection; those that are open stay."""
+        """Stop accepting connections; open connections stay."""
         for site in self._sites:
             await site.stop()
         self._sites.clear()
@@ -95,15 +95,15 @@ class FakeInstance:
             self.connections.remove(connection)
 
     def _denies(self, request: web.Request) -> bool:
-        """Whether vLLM's `--api-key` refuses it: of paths under /v1 and /v2."""
+        """Return whether vLLM's `--api-key` rejects the request; it guards only /v1 and /v2."""
         key, presented = self.api_key, request.headers.get("Authorization")
         guarded = request.path[:3] in {"/v1", "/v2"}
         return key is not None and guarded and presented != f"Bearer {key}"
 
     async def _other(self, request: web.Request) -> web.Response:
-        if request.path == "/metrics":  # as it is asked what it has to do: no call
+        if request.path == "/metrics":  # a load report: not a call
             return await self.metrics()
-        if request.path == "/health":  # it is probed: not a call
+        if request.path == "/health":  # a probe: not a call
             return web.Response(status=200 if self.healthy else 503)
         self.other_calls.append(f"{request.method} {request.path}")
         if self._denies(request):
@@ -142,7 +142,7 @@ class FakeInstance:
 
 
 async def encodes(_: web.Request, body: dict[str, Any]) -> web.Response:
-    """Reply as an encode instance of vLLM 0.32: the key and the placeholder metadata."""
+    """Reply like an encode instance of vLLM 0.32: with the key and the placeholder metadata."""
     [part] = body["messages"][0]["content"]
     media = json.dumps({key: value for key, value in part.items() if key != "uuid"})
     key = part.get("uuid") or hashlib.sha256(media.encode()).hexdigest()
@@ -160,7 +160,7 @@ async def encodes(_: web.Request, body: dict[str, Any]) -> web.Response:
 
 
 async def encodes_without_params(_: web.Request, __: dict[str, Any]) -> web.Response:
-    """Reply as an encode instance before vLLM 0.32."""
+    """Reply like an encode instance before vLLM 0.32."""
     return web.json_response({"choices": []})
 
 
@@ -258,7 +258,7 @@ OTHER_REPLIES: dict[str, dict[str, Any]] = {
     "/v1/audio/transcriptions": {"text": "aé"},
     "/v1/audio/translations": {"text": "aé"},
 }
-"""What decode answers at the endpoints beside chat."""
+"""Answers of decode at the endpoints other than chat."""
 
 
 def block_delta(words: str) -> dict[str, Any]:
@@ -312,7 +312,7 @@ OTHER_STREAMS: dict[str, list[bytes]] = {
         b"data: [DONE]\n\n",
     ],
 }
-"""What it answers there in a stream."""
+"""Streamed answers of decode at the endpoints other than chat."""
 
 
 async def decodes(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -322,7 +322,7 @@ async def decodes(request: web.Request, body: dict[str, Any]) -> web.StreamRespo
 
 
 def streams(events: Sequence[bytes]) -> Handler:
-    """Answer with these events, and end."""
+    """Return a handler that streams these events and ends."""
 
     async def chat(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
@@ -339,7 +339,7 @@ async def has_none() -> web.Response:
 
 
 def reports(*engines: tuple[float, float]) -> Callable[[], Awaitable[web.Response]]:
-    """Say how many requests are waiting and running at each engine, as vLLM does."""
+    """Return a metrics page with vLLM's numbers of waiting and running requests per engine."""
 
     async def metrics() -> web.Response:
         lines = [
@@ -353,7 +353,7 @@ def reports(*engines: tuple[float, float]) -> Callable[[], Awaitable[web.Respons
 
 
 def page(metrics: str) -> Callable[[], Awaitable[web.Response]]:
-    """Have these lines on `/metrics`."""
+    """Return a handler of `GET /metrics` that answers with this text."""
 
     async def answer() -> web.Response:
         return web.Response(text=metrics)
@@ -367,14 +367,14 @@ async def hangs(_: web.Request, __: dict[str, Any]) -> web.Response:
 
 
 async def drops(request: web.Request, _: dict[str, Any]) -> web.Response:
-    """End the connection without an answer."""
+    """Close the connection without an answer."""
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
 
 
 def fails_first(times: int, fault: Handler, then: Handler) -> Handler:
-    """Fail some times, and never again."""
+    """Return a handler that fails some times, and then works."""
     calls = 0
 
     async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -386,7 +386,7 @@ def fails_first(times: int, fault: Handler, then: Handler) -> Handler:
 
 
 def refuses(status: int, message: str = "no") -> Handler:
-    """Answer with vLLM's error body."""
+    """Return a handler that answers with vLLM's error body."""
 
     async def chat(_: web.Request, __: dict[str, Any]) -> web.Response:
         error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
@@ -396,7 +396,7 @@ def refuses(status: int, message: str = "no") -> Handler:
 
 
 def streams_then(*events: bytes, then: Handler | None = None) -> Handler:
-    """Send some events, then end cleanly, or do something else."""
+    """Return a handler that streams some events, then ends cleanly or does something else."""
 
     async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -1,4 +1,4 @@
-"""A web server that media come from, and names that resolve to it."""
+"""Web server for remote media, and host names that resolve to it."""
 
 import asyncio
 import socket
@@ -14,7 +14,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 HOST = "127.0.0.1"
-"""Origins are fetched over http from here, as an operator's own media server would be."""
+"""Host name of origins; they are fetched over http, like an operator's own media server."""
 
 ALLOWED: dict[str, Any] = {
     "media_fetch": "proxy",
@@ -26,14 +26,14 @@ ALLOWED: dict[str, Any] = {
 
 @dataclass
 class FakeOrigin:
-    """One origin with one picture, at every path.
+    """Origin that serves one picture at every path.
 
     Attributes:
-        content: the picture now.
-        headers: what it is sent with.
-        answer: replaces the picture.
+        content: current picture.
+        headers: headers of the response.
+        answer: handler that replaces the picture.
         requests: path and headers of each request.
-        sent: how often the picture went out whole, 304 not being that.
+        sent: number of full responses; a 304 does not count.
     """
 
     content: bytes = b"picture"
@@ -80,7 +80,7 @@ class FakeOrigin:
 
 
 class FakeNames(AbstractResolver):
-    """A name server that answers as it is told, one answer after the other."""
+    """Fake resolver that returns the given answers one after another."""
 
     def __init__(self, *answers: str | OSError) -> None:
         self._answers = list(answers)

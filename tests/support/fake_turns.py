@@ -1,8 +1,8 @@
 """Fake prefill and decode instances that hold KV blocks, and read each other's as NIXL does.
 
-A prompt's tokens are the characters that a small template makes of it. A block contains the tokens
-that it was computed from. An instance that reads the wrong blocks gives a wrong answer, as vLLM
-does.
+The tokens of a prompt are the characters that a small chat template makes of it. A block contains
+the tokens that it was computed from. An instance that reads the wrong blocks gives a wrong answer,
+as vLLM does.
 """
 
 import itertools
@@ -30,7 +30,7 @@ def rendered(body: Body, keep: Callable[[str], str] = str) -> str:
 
     Args:
         body: body of the request.
-        keep: returns the part of an earlier answer that the prompt keeps.
+        keep: returns the part of an earlier answer that the template keeps in the prompt.
     """
     if "messages" not in body:
         prompt = body["prompt"]
@@ -57,11 +57,11 @@ def says(body: Body) -> str:
 
 @dataclass
 class Engine:
-    """What the instances of one fake fleet hold.
+    """KV blocks of one instance.
 
     Attributes:
-        name: the engine's id, another after each start.
-        blocks: tokens by block.
+        name: engine id; each start gets a new one.
+        blocks: tokens by block number.
         expired: whether its blocks are gone.
     """
 
@@ -71,14 +71,14 @@ class Engine:
 
 
 class Turns:
-    """The handlers of a fleet's prefill and decode instances.
+    """Handlers for the prefill and decode instances of a fleet.
 
     Attributes:
-        engines: by id.
-        read: for each prefill that read blocks, how many tokens it read.
-        streams_params: whether a stream's last chunk has `kv_transfer_params`, as since 0.33.
-        answers: what decode says.
-        keep: what the template makes of an earlier answer.
+        engines: engines by id.
+        read: number of tokens read, for each prefill that read blocks.
+        streams_params: whether the last chunk of a stream has `kv_transfer_params`, as since 0.33.
+        answers: returns decode's answer.
+        keep: returns the part of an earlier answer that the template keeps in the prompt.
     """
 
     def __init__(self, answers: Answers = says) -> None:
@@ -92,7 +92,7 @@ class Turns:
         self._names = itertools.count(1)
 
     def start(self, instance: FakeInstance, *, decode: bool) -> None:
-        """Let an instance be a new engine of the fleet."""
+        """Make an instance a new engine of the fleet."""
         engine = Engine(f"engine-{next(self._names)}")
         self.engines[engine.name] = engine
         instance.metrics = page(f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0"}} 1.0\n')
@@ -148,7 +148,7 @@ class Turns:
         return response
 
     def _hold(self, engine: Engine, tokens: str, *, decode: bool) -> Body:
-        """Keep blocks of these tokens; of decode's, the last was sampled and not computed."""
+        """Keep blocks of these tokens. Decode has sampled its last token, but not computed it."""
         held = tokens[:-1] if decode else tokens
         numbers = [next(self._ids) for _ in range(0, len(held), BLOCK)]
         for place, number in enumerate(numbers):
@@ -168,12 +168,12 @@ class Turns:
         }
 
     def _pulled(self, params: Body, most: int) -> str | None:
-        """Return the content of the blocks that are read; None if they cannot be read."""
+        """Return the content of the blocks to read, or None if they cannot be read."""
         engine = self.engines.get(params["remote_engine_id"])
         if engine is None or engine.expired:
             return None
         count = min(params["remote_num_tokens"], most)
-        # vLLM pairs the lists from their ends: one that is longer is read at the wrong place.
+        # vLLM pairs the lists from the end: a list that is too long is read at the wrong place.
         numbers = params["remote_block_ids"][0][-math.ceil(count / BLOCK) :]
         return "".join(engine.blocks.pop(number) for number in numbers)[:count]
 
@@ -195,7 +195,7 @@ def _reply(prompt: str, answer: str, said: Body | None, *, asked: bool, chat: bo
 
 
 def _events(prompt: str, answer: str, said: Body | None, *, asked: bool, chat: bool) -> list[Body]:
-    """As vLLM 0.33: the prompt's tokens in the first, the parameters in the one that finishes."""
+    """Return events as of vLLM 0.33: the first has the prompt's tokens, the last the parameters."""
     pieces: list[str] = [answer[at : at + 7] for at in range(0, len(answer), 7)]
     events: list[Body] = []
     for number, piece in enumerate(pieces):

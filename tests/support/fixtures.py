@@ -1,4 +1,4 @@
-"""Fixtures of the proxy's tests."""
+"""Fixtures for the proxy's tests."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,14 +22,14 @@ def launch() -> Launch:
 
 @pytest.fixture
 async def fleet(launch: Launch) -> AsyncIterator[Fleet]:
-    """A proxy with one instance of each role."""
+    """Yield a proxy with one instance of each role."""
     async with launch(prefill=1) as running:
         yield running
 
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The keys of runs that requests have in common, once for each request that waits for one."""
+    """Return the keys of shared runs; each request that waits for a run adds its key."""
     keys: list[object] = []
 
     def counted(name: str) -> None:

@@ -22,7 +22,7 @@ from tests.support.fake_instance import FakeInstance, decodes, encodes, prefills
 
 @dataclass
 class Recorder:
-    """An observer that remembers."""
+    """Observer that records all events."""
 
     stages: list[StageDone] = field(default_factory=list)
     requests: list[RequestRecord] = field(default_factory=list)
@@ -40,11 +40,11 @@ class Recorder:
 
 @dataclass
 class Fleet:
-    """A running proxy and what is behind it.
+    """Running proxy and the instances behind it.
 
     Attributes:
-        runner: what serves the proxy.
-        unparsed: how many requests a test has sent that are no HTTP, and so are no requests.
+        runner: server of the proxy.
+        unparsed: number of messages from the test that are not HTTP and do not count as requests.
     """
 
     runner: web.AppRunner
@@ -79,7 +79,7 @@ class Fleet:
             return reply.status, await reply.json(content_type="application/json")
 
     async def ready(self) -> None:
-        """Wait until decode has been met."""
+        """Wait until the proxy is ready."""
         while True:
             async with self.http.get(f"{self.url}/ready") as reply:
                 if reply.status == 200:
@@ -97,8 +97,8 @@ class Fleet:
 UNASKED: dict[str, Any] = {"load_interval_s": 0}
 """Configuration without load reports.
 
-A load report leaves a connection open. A request that an instance drops on a connection that was
-open before is retried once on a new one, which counts as no failure.
+A load report leaves a connection open. The proxy retries a request once on a new connection if an
+instance drops it on a reused one, and does not count that as a failure.
 """
 
 
@@ -135,10 +135,10 @@ class Launch:
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
-    """Wait for something that happens in another server.
+    """Wait for a condition that another server makes true.
 
-    That takes no time; but a busy machine may, and the proxy's own deadlines are longer still.
+    The timeout is generous: a machine may be busy, and the proxy's own deadlines are long too.
     """
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - no code there would set an event
+        while not condition():  # noqa: ASYNC110 - other servers set no event
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What must hold after every fault, whatever the fault was."""
+"""Invariants that hold after every fault."""
 
 import asyncio
 import re
@@ -16,20 +16,20 @@ from epd.server.operator_routes import METRICS
 from tests.support.fleet import Fleet, Launch, until
 
 GRACE_S = 20.0
-"""How long what was left behind may take to be gone: longer than decode may take to be told that
-a prefill is not wanted any more."""
+"""Time in seconds for resources to be released; longer than the release of a prefill at decode may
+take."""
 
 UNDER_WAY = re.compile(r"in_flight|queued|waiting|instance_requests")
-"""Gauges that are 0 when nothing is being done."""
+"""Gauges that are 0 when the proxy is idle."""
 
 OF_STATE = {"/health", "/ready"}
-"""Answer 503 with what they have to tell, and not with an error."""
+"""Routes that answer 503 with a status document instead of an error."""
 
 PYTHONS_WORDS = re.compile(r"Traceback|Error\(|object at 0x|has no attribute|NoneType|\.py\b")
 
 
 class WatchedLaunch(Launch):
-    """Starts fleets, and sees to it that each leaves nothing behind."""
+    """Starts fleets, and checks that each leaves nothing behind."""
 
     def __init__(self) -> None:
         self._running = 0
@@ -49,13 +49,13 @@ class WatchedLaunch(Launch):
             errors = [event.error for event in fleet.events.requests]
             assert "internal_error" not in errors, errors
         self._running -= 1
-        if self._running == 0:  # requests of a fleet that goes on are no leak
+        if self._running == 0:  # other fleets are still running, with requests of their own
             await becomes(lambda: asyncio.all_tasks() - {*tasks, asyncio.current_task()}, set())
             await becomes(lambda: max(0, len(open_files()) - len(files)), 0)
 
 
 async def becomes(found: Callable[[], object], expected: object) -> None:
-    """Wait for what may take a moment; show what it is where it does not come."""
+    """Wait until the value is as expected; on timeout, fail with the value in the message."""
     with suppress(TimeoutError):
         await until(lambda: found() == expected, GRACE_S)
     left = found()
@@ -76,19 +76,19 @@ def under_way(fleet: Fleet) -> dict[str, float]:
 
 
 def lost(fleet: Fleet) -> int:
-    """How many requests have not come to exactly one end."""
+    """Return the number of requests without exactly one outcome."""
     assert fleet.runner.server is not None
     received = fleet.runner.server.requests_count - fleet.unparsed
     return received - len(fleet.events.requests)
 
 
 def open_files() -> list[Path]:
-    """Descriptors, but for folders: a store on disk keeps some of its own open."""
+    """Return the open descriptors without those of folders, which a disk store keeps open."""
     return [path for path in Path("/proc/self/fd").iterdir() if not path.is_dir()]
 
 
 def checks_answers_of(fleet: Fleet) -> aiohttp.TraceConfig:
-    """Have every answer of a fleet's proxy checked, as it comes."""
+    """Return a trace that checks every answer of the fleet's proxy."""
 
     async def check(
         _: aiohttp.ClientSession, __: SimpleNamespace, end: aiohttp.TraceRequestEndParams
@@ -104,7 +104,7 @@ def checks_answers_of(fleet: Fleet) -> aiohttp.TraceConfig:
 
 
 def check_error(reply: aiohttp.ClientResponse, content: bytes) -> None:
-    """Check an error's shape and its stage; the proxy's own must contain no Python text."""
+    """Check the shape and the stage of an error; the proxy's own must contain no Python text."""
     said = orjson.loads(content)
     if reply.url.path.startswith("/v1/messages"):
         assert (set(said), said["type"]) == ({"type", "error"}, "error"), said
@@ -117,6 +117,6 @@ def check_error(reply: aiohttp.ClientResponse, content: bytes) -> None:
         assert name in reply.headers, (name, reply.headers)
     assert reply.headers["x-epd-error"] != "internal_error", said
     if reply.headers["x-epd-stage"] == "proxy":
-        # A 404 names the requested path, which contains the client's words.
+        # A 404 names the requested path, and so contains text from the client.
         own = said["error"]["message"].replace(f" {reply.url.raw_path}:", "")
         assert not PYTHONS_WORDS.search(own), said

@@ -1,4 +1,4 @@
-"""A fake endpoint picker."""
+"""Fake endpoint picker."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ STRANGERS = {"decode_hosts": "127.0.0.0/8"}
 
 
 def asked(fleet: Fleet) -> tuple[int, int, int]:
-    """How many requests encode, prefill and decode instances were sent."""
+    """Return how many requests the encode, prefill and decode instances have received."""
     groups = (fleet.encode, fleet.prefill, fleet.decode)
     encode, prefill, decode = (sum(len(one.calls) for one in group) for group in groups)
     return encode, prefill, decode
@@ -22,12 +22,12 @@ def asked(fleet: Fleet) -> tuple[int, int, int]:
 
 @dataclass
 class Picker:
-    """An endpoint picker.
+    """Endpoint picker with a fixed answer.
 
     Attributes:
-        answer: what it answers, with this status.
-        questions: what it was asked.
-        order: what happened, in which order, where a test adds to it.
+        answer: its answer, sent with this status.
+        questions: requests that it received.
+        order: order of events, where a test adds to it.
     """
 
     answer: Any = None
@@ -65,5 +65,5 @@ def picked_by(picker: Picker) -> dict[str, Any]:
     return {
         "decode_from": "picker",
         "decode_picker_url": picker.url,
-        "decode_picker_timeout_s": 30,  # where a test does not wait for it
+        "decode_picker_timeout_s": 30,  # far longer than any test waits
     }

@@ -1,4 +1,4 @@
-"""`epd` as a program: its flags, its address, its end."""
+"""`epd` as a program: flags, address, exit."""
 
 import json
 import os
@@ -26,12 +26,12 @@ def serving(
     env: dict[str, str] | None = None,
     lines: list[dict[str, Any]] | None = None,
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`epd serve` on a free port, with JSON logs: its URL and its process.
+    """Run `epd serve` on a free port with JSON logs; yield its URL and its process.
 
     Args:
         args: flags.
-        env: variables beside those of this process.
-        lines: gets the log until the proxy listens.
+        env: variables in addition to those of this process.
+        lines: receives the log lines up to the one that says the proxy listens.
     """
     lines = [] if lines is None else lines
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Bytes as they go over the wire, for what no HTTP client can be made to send."""
+"""Raw bytes over a connection, for requests that no HTTP client sends."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The answer's error, which must be in OpenAI's shape and have all of our headers."""
+        """Return the error of the answer; it must have OpenAI's shape and all of our headers."""
         error = json.loads(self.body)["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["code"] == self.status
@@ -48,16 +48,16 @@ async def answer(reader: asyncio.StreamReader, timeout_s: float = 20) -> Answer:
 
 
 async def ended(reader: asyncio.StreamReader, timeout_s: float = 9) -> bool:
-    """Whether the other side has ended the connection, and sent nothing more.
+    """Return whether the peer has ended the connection without sending anything more.
 
-    It is not waited for as long as the proxy would leave an idle one open.
+    The timeout is shorter than the time for which the proxy keeps an idle connection open.
     """
     async with asyncio.timeout(timeout_s):
         return await reader.read() == b""
 
 
 def post(body: bytes | int, path: str = "/v1/chat/completions", **headers: str) -> bytes:
-    """Return a request; for a number, the head of a request with a body of this many bytes."""
+    """Return a request, or, if `body` is a number, the head of a request with a body that long."""
     size = body if isinstance(body, int) else len(body)
     lines = {"Host": "epd", "Content-Length": str(size), "Content-Type": "application/json"} | {
         name.replace("_", "-"): value for name, value in headers.items()

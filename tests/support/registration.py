@@ -22,7 +22,7 @@ HANDLERS = {
 
 @asynccontextmanager
 async def empty(launch: Launch, **config: Any) -> AsyncIterator[Fleet]:
-    """A proxy that waits for its instances."""
+    """Run a proxy without instances that accepts registrations."""
     settings: dict[str, Any] = {"dynamic_registration": True, "admin_api_key": KEY} | config
     async with launch(encode=0, decode=0, **settings) as fleet:
         yield fleet
@@ -52,7 +52,7 @@ async def listing(fleet: Fleet, headers: Mapping[str, str] = ADMIN) -> dict[str,
 
 @asynccontextmanager
 async def taking_part(fleet: Fleet, role: Role, **more: Any) -> AsyncIterator[FakeInstance]:
-    """An instance that registers, as a launcher would have it."""
+    """Run an instance that is registered as a launcher would register it."""
     async with FakeInstance(HANDLERS[role]).running() as instance:
         status, said = await register(fleet, {"role": role, "url": instance.url, **more})
         assert (status, said) == (200, {"registered": True})

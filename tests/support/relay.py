@@ -1,6 +1,6 @@
-"""A TCP relay that does to bytes what networks do: late, slowly, in part, or not at all.
+"""TCP relay that delays, slows down, truncates or drops bytes, as networks do.
 
-It knows no protocol, and stands in front of an HTTP server or of Redis alike.
+It knows no protocol, and works in front of an HTTP server or of Redis.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from typing import Literal, Protocol, Self
 from tests.faults.listener import Listener, end_of_writing, reset, streams
 
 SLICE_S = 0.05
-"""How often bytes come where their rate is limited."""
+"""Seconds between pieces when the rate is limited."""
 
 End = Literal["close", "reset", "half_close", "silence"]
 
 
 class Target(Protocol):
-    """Where connections lead: whatever has a port on 127.0.0.1."""
+    """Target of connections: anything with a port on 127.0.0.1."""
 
     @property
     def port(self) -> int: ...
@@ -34,14 +34,14 @@ class Port:
 
 @dataclass
 class Way:
-    """Treatment of the bytes of one direction; it is read again for each piece.
+    """Treatment of the bytes of one direction; the relay reads it again for each piece.
 
     Attributes:
         latency_s: delay of each piece, in seconds.
-        bytes_per_s: rate; None: as they are sent.
-        cut_after: bytes of each connection that pass before its end; None: all.
+        bytes_per_s: rate limit; None: no limit.
+        cut_after: number of bytes after which each connection ends; None: no limit.
         end: `close` and `half_close` send FIN, for both directions or for this one; `reset` sends
-            RST; `silence` swallows the rest and leaves the connection open: a black hole.
+            RST; `silence` discards the rest and leaves the connection open: a black hole.
     """
 
     latency_s: float = 0.0
@@ -52,9 +52,9 @@ class Way:
 
 @dataclass
 class Relay:
-    """Relay from its clients to `target`. A connection keeps the target that it began with.
+    """Relay from its clients to `target`. A connection keeps the target that it started with.
 
-    Both directions may be changed at any moment, from another thread too.
+    Both directions may be changed at any time and from any thread.
 
     Attributes:
         target: target of new connections.
@@ -74,18 +74,18 @@ class Relay:
         return self.listener.port
 
     def url(self, query: str = "", scheme: str = "redis") -> str:
-        """Its address, as that of what it leads to."""
+        """Return the relay's address in the form of the target's URL."""
         return f"{scheme}://127.0.0.1:{self.port}" + (f"/?{query}" if scheme != "http" else "")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Relay on this event loop."""
+        """Run the relay on this event loop."""
         async with self.listener.running():
             yield self
 
     @contextmanager
     def in_thread(self) -> Iterator[Self]:
-        """Relay on a thread's event loop, for tests that have none."""
+        """Run the relay on an event loop in a thread, for tests that are not async."""
         loop, stop, ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
         async def run() -> None:
@@ -109,7 +109,7 @@ class Relay:
                 onward = socket.create_connection(("127.0.0.1", self.target.port))
             except OSError:
                 return
-            # A peer that goes away takes the other one with it, as without a relay.
+            # When one peer disconnects, the relay disconnects the other, as without a relay.
             async with streams(onward) as (there, back), asyncio.TaskGroup() as group:
                 group.create_task(_pump(reader, back, self.requests, back_to=writer))
                 group.create_task(_pump(there, writer, self.answers, back_to=back))

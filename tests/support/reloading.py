@@ -1,4 +1,4 @@
-"""A proxy of some workers that reads its files anew at SIGHUP."""
+"""Proxy with several workers that reloads its files at SIGHUP."""
 
 import asyncio
 import signal
@@ -35,7 +35,7 @@ async def proxy(workers: int, *flags: str) -> AsyncIterator[Workers]:
 
 
 async def everywhere(ask: Callable[[], Awaitable[object]]) -> set[object]:
-    """The answers of many connections: each worker has some of them."""
+    """Return the results of many connections, which reach all workers."""
     return set(await asyncio.gather(*(ask() for _ in range(12))))
 
 
@@ -46,7 +46,7 @@ async def reload(running: Workers, workers: int, event: str) -> None:
 
 
 async def models(url: str, key: str) -> int:
-    """401 where the key is none; else 502, there being no instance."""
+    """Return 401 for an invalid key, or else 502, since there is no instance."""
     async with (
         aiohttp.ClientSession(headers=bearer(key)) as http,
         http.get(f"{url}/v1/models") as reply,
@@ -64,7 +64,7 @@ async def gauge(url: str, key: str) -> float:
 
 
 async def certificate(port: int, authority: Authority) -> bytes | None:
-    """What a new connection is shown."""
+    """Return the certificate that a new connection receives."""
     trust = ssl.create_default_context(cafile=authority.ca)
     _, writer = await asyncio.open_connection("localhost", port, ssl=trust)
     shown: ssl.SSLObject = writer.get_extra_info("ssl_object")

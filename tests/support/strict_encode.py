@@ -1,4 +1,4 @@
-"""Encode instances and consumers that check every parameter of an encoder-cache transfer."""
+"""Fake encode instances and consumers that check every parameter of an encoder-cache transfer."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from tests.support.fake_instance import Handler, decodes, refuses
 
 METADATA = {
     "image": {"image_grid_thw": [1, 36, 54]},
-    "video": {},  # a consumer needs its media
+    "video": {},  # sent as media, not as metadata
     "audio": {"audio_num_tokens": [50]},
 }
 
@@ -22,7 +22,7 @@ Feature = tuple[str, str]
 
 
 def features_of(body: Mapping[str, Any], part: Part) -> list[Feature]:
-    """Return the features that vLLM makes of a content part, in their order; none for text."""
+    """Return the features that vLLM makes of a content part, in order; none for text."""
     kind = part["type"]
     if kind.endswith("_embeds"):
         return [(kind.removesuffix("_embeds"), part["uuid"])]
@@ -40,7 +40,7 @@ def features_of(body: Mapping[str, Any], part: Part) -> list[Feature]:
 
 
 def all_features(body: Mapping[str, Any]) -> list[Feature]:
-    """Those of all parts of a request."""
+    """Return the features of all parts of a request."""
     return [feature for part in all_parts(body) for feature in features_of(body, part)]
 
 
@@ -51,7 +51,7 @@ def all_parts(body: Mapping[str, Any]) -> list[Part]:
 
 
 def has_media(body: Mapping[str, Any], key: str) -> bool:
-    """Whether a request has what is encoded to this key."""
+    """Return whether a request contains the media with this key."""
     raw = [part for part in all_parts(body) if not part["type"].endswith("_embeds")]
     return any(key == found for part in raw for _, found in features_of(body, part))
 
@@ -65,7 +65,7 @@ def _replied(params: Mapping[str, Any]) -> web.Response:
 
 
 class Strict:
-    """What is wrong ends in an answer that the proxy does not try again, and is remembered."""
+    """Records each error and answers it with a status that the proxy does not retry."""
 
     def __init__(self) -> None:
         self.wrong: list[str] = []
@@ -78,11 +78,11 @@ class Strict:
 
 @dataclass
 class Pushes(Strict):
-    """vLLM's ECMooncakeConnector: what was pushed where, and is waiting there for one request.
+    """vLLM's ECMooncakeConnector: outputs are pushed to an address and wait there for one request.
 
     Attributes:
-        waiting: the key of each push, by address and transfer id.
-        pushed: how many there were.
+        waiting: key of each push, by address and transfer id.
+        pushed: number of pushes.
         own_ids: whether encode instances report transfer ids of their own.
     """
 
@@ -92,7 +92,7 @@ class Pushes(Strict):
     wrong: list[str] = field(default_factory=list)
 
     async def encodes(self, _: web.Request, body: dict[str, Any]) -> web.Response:
-        """`_prepare_push_spec`, and `request_finished` of a producer."""
+        """Do what `_prepare_push_spec` and a producer's `request_finished` do."""
         features = all_features(body)
         asked = body.get("ec_transfer_params")
         self.check(isinstance(asked, dict), f"nothing said where to push: {asked}")
@@ -113,7 +113,7 @@ class Pushes(Strict):
         return _replied(report)
 
     def consumes(self, *addresses: str, then: Handler = decodes) -> Handler:
-        """Return a consumer that takes outputs at these addresses, one for each rank."""
+        """Return a consumer that receives outputs at these addresses, one for each rank."""
 
         async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             features = all_features(body)
@@ -128,7 +128,7 @@ class Pushes(Strict):
             for index, (_, key) in enumerate(features):
                 push = (address, _transfer_id(items, index, key))
                 if self.waiting.pop(push, None) != key:
-                    # It waits for `push_wait_timeout_s`, media or not.
+                    # vLLM waits for `push_wait_timeout_s`, whether or not the request has media.
                     return await refuses(500, "never pushed")(request, body)
             return await then(request, body)
 
@@ -136,7 +136,7 @@ class Pushes(Strict):
 
 
 def _transfer_id(items: Sequence[Mapping[str, str]], index: int, key: str) -> str:
-    """`_request_transfer_id`, for a consumer that is told keys."""
+    """Return what `_request_transfer_id` returns for a consumer that gets keys."""
     if index < len(items) and items[index]["mm_hash"] == key:
         return items[index]["transfer_id"]
     return next((item["transfer_id"] for item in items if item["mm_hash"] == key), "")
@@ -144,7 +144,7 @@ def _transfer_id(items: Sequence[Mapping[str, str]], index: int, key: str) -> st
 
 @dataclass
 class Folder(Strict):
-    """Shared folder or store. A consumer that is told of an output that it lacks, dies of it.
+    """Shared folder or store. A consumer dies if it is told of an output that is not there.
 
     Attributes:
         held: keys of the stored outputs.
@@ -154,7 +154,7 @@ class Folder(Strict):
     wrong: list[str] = field(default_factory=list)
 
     async def encodes(self, _: web.Request, body: dict[str, Any]) -> web.Response:
-        """Put an output there, and say under what key."""
+        """Store an output and report its key."""
         self.check("ec_transfer_params" not in body, "an encode request needs none")
         [(modality, key)] = all_features(body)
         self.held.add(key)
@@ -162,7 +162,7 @@ class Folder(Strict):
         return _replied({key: entry})
 
     def consumes(self, then: Handler = decodes) -> Handler:
-        """Return a consumer that is told exactly the keys that it has to look up."""
+        """Return a consumer that must be told exactly the keys that it has to look up."""
 
         async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             keys = {key for _, key in all_features(body)}
@@ -177,13 +177,13 @@ class Folder(Strict):
 
 @dataclass
 class Memory(Strict):
-    """vLLM's ECCPUConnector with NIXL: what each encode instance has, for all to read.
+    """vLLM's ECCPUConnector with NIXL: outputs in each encode instance, readable by all consumers.
 
     Attributes:
-        held: what was announced, by its address and key.
+        held: outputs that were announced, by address and key.
         read: keys that consumers have read.
         full: whether nothing is kept, and so nothing is announced.
-        silent: what it does not say of an output, as no vLLM does.
+        silent: fields that it does not report of an output; vLLM always reports them.
     """
 
     held: dict[tuple[str, int, str], Mapping[str, Any]] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class Memory(Strict):
     wrong: list[str] = field(default_factory=list)
 
     def encodes(self, port: int) -> Handler:
-        """`request_finished` of a producer with this side channel."""
+        """Do what `request_finished` of a producer with this side channel does."""
 
         async def chat(_: web.Request, body: dict[str, Any]) -> web.Response:
             self.check("ec_transfer_params" not in body, "an encode request needs none")
@@ -217,7 +217,7 @@ class Memory(Strict):
         return chat
 
     def consumes(self, then: Handler = decodes) -> Handler:
-        """`_admit_item` of a consumer."""
+        """Do what `_admit_item` of a consumer does."""
 
         async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             params = body.get("ec_transfer_params") or {}

@@ -1,4 +1,4 @@
-"""Fleet with fake instances that check each parameter, and that they answer the right request.
+"""Fleet of fake instances that check each parameter, and that answers belong to their requests.
 
 The tests themselves state which instance prefills, what is encoded and which instance has ranks,
 independently of `epd.policies`.
@@ -20,7 +20,7 @@ from tests.support.strict_encode import Folder, Memory, Pushes, Strict, all_part
 from tests.support.strict_instance import WIRES
 
 ADDED = {"kv_transfer_params", "ec_transfer_params", "return_token_ids"}
-"""What decode may be sent that its client has not."""
+"""Fields that decode may receive in addition to the client's."""
 
 ENCODED = {"model", "messages", "stream", "max_tokens", "ec_transfer_params"}
 """Fields of an encode request."""
@@ -37,16 +37,17 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Expected:
-    """What the proxy is to do with all requests of a fleet.
+    """Expected behaviour of the proxy for all requests of a fleet.
 
     Attributes:
-        kv_transfer: the connector between prefill and decode.
-        ec_transfer: the one between encode and its consumers.
-        encodes: whether media are encoded; else they go on as they came.
-        prefills: whether prefill instances prefill; else decode instances do.
-        reads_back: whether prefill may read what decode holds of a conversation.
-        ranks: of each instance that prefills.
-        addresses: where consumers take what is pushed to them, all ranks of one before the next.
+        kv_transfer: connector between prefill and decode.
+        ec_transfer: connector between encode and its consumers.
+        encodes: whether media are encoded; otherwise they are forwarded unchanged.
+        prefills: whether prefill instances prefill; otherwise decode instances do.
+        reads_back: whether prefill may read decode's blocks of a conversation.
+        ranks: ranks of each instance that prefills.
+        addresses: addresses at which consumers receive pushes; all ranks of one consumer come
+            before the next consumer.
     """
 
     kv_transfer: str
@@ -63,7 +64,7 @@ class StrictFleet:
 
     Attributes:
         wire: connector of prefill and decode.
-        turns: prefill and decode instances that hold blocks, if those are read again.
+        turns: prefill and decode instances that hold blocks, if blocks are read back.
         encoder: connector of encode.
         decoded: instance that decoded a request, by the request's `seed`.
     """
@@ -85,7 +86,7 @@ class StrictFleet:
 
     @property
     def wrong(self) -> list[str]:
-        """What instances were sent, and should not have been."""
+        """Return the errors in the requests that instances received."""
         return [*self._wrong, *self.wire.wrong, *self.encoder.wrong]
 
     @property
@@ -95,12 +96,12 @@ class StrictFleet:
         return [*self.wire.left(), *pushed]
 
     def sends(self, body: Body) -> str:
-        """Expect this request; its answer."""
+        """Expect this request; return the right answer to it."""
         self._sent[body["seed"]] = body
         return self._answer(body)
 
     def settle(self, fleet: Fleet) -> None:
-        """Have these instances be strict."""
+        """Install the strict handlers on these instances."""
         expected = self._expected
         self.wire.settle(fleet.prefill, fleet.decode)
         for ranks in getattr(self.wire, "engines", ()):
@@ -134,7 +135,7 @@ class StrictFleet:
         return chat
 
     def _consumes(self, then: Handler, addresses: Sequence[str]) -> Handler:
-        """Return the handler of a prefill instance: it takes encoder outputs, and has the ranks."""
+        """Return the handler of a prefill instance: it receives encoder outputs and has ranks."""
         expected = self._expected
         takes = _consumer(self.encoder, addresses, then)
 
@@ -182,7 +183,7 @@ class StrictFleet:
         return response
 
     def _answer(self, body: Body) -> str:
-        """Return an answer that only this request can get: all of its prompt."""
+        """Return an answer that contains the whole prompt, and so fits only this request."""
         if "messages" not in body:
             return f"to {body['prompt']}"
         words = [self._words(message["content"]) for message in body["messages"]]
@@ -221,7 +222,7 @@ class StrictFleet:
 
 
 def heard(raw: bytes, *, stream: bool) -> str:
-    """Return the words of an answer, of either endpoint."""
+    """Return the text of an answer of either endpoint."""
     if not stream:
         [choice] = json.loads(raw)["choices"]
         return str(choice["message"]["content"] if "message" in choice else choice["text"])
@@ -260,5 +261,5 @@ def _media(part: Part) -> str:
 
 
 def _prompt(body: Body) -> Body:
-    """Return a body without the fields that may differ on the way: media become metadata."""
+    """Return the body without fields that may change on the way: media become metadata."""
     return {name: body[name] for name in ("messages",) if name in body}

@@ -33,21 +33,21 @@ KEEP = {
 
 
 Answers = Callable[[str, dict[str, Any]], tuple[dict[str, Any], Sequence[bytes]]]
-"""What decode says to a request at a path: whole, and as the events of a stream."""
+"""Decode's answer to a request at a path: the whole body, and the events of a stream."""
 
 
 def canned(path: str, _: dict[str, Any]) -> tuple[dict[str, Any], Sequence[bytes]]:
-    """Say the same to all."""
+    """Return the same answer for all requests."""
     return OTHER_REPLIES.get(path, REPLY), OTHER_STREAMS.get(path, STREAM)
 
 
 class Wrong(Exception):
-    """An instance was sent what its connector does not take."""
+    """An instance received something that its connector does not accept."""
 
 
 @dataclass
 class Blocks:
-    """What one prefill has made, or will: of which prompt, and where."""
+    """KV blocks of one prefill, present or future: their prompt and their place."""
 
     prefill: FakeInstance | None = None
     rank: str | None = None
@@ -57,7 +57,7 @@ class Blocks:
 
 @dataclass
 class Asked:
-    """A request, as an instance sees it."""
+    """Request as an instance receives it."""
 
     instance: FakeInstance
     request_id: str
@@ -72,14 +72,15 @@ class Asked:
 
 
 class Wire:
-    """Connector between instances. This one is vLLM's ExampleConnector, without parameters.
+    """Connector between instances. The base class is vLLM's ExampleConnector, without parameters.
 
     Attributes:
         wrong: errors that were found.
-        made: blocks that decode has not fetched, by the keys that it finds them with.
+        made: blocks that decode has not fetched, by the key that decode looks them up with.
         fetched: number of fetches of blocks by the decode that they were made for.
-        own_ranks: data-parallel rank that an instance uses if it is told none; None: it has one.
-        answers: answers to those requests.
+        own_ranks: data-parallel rank that an instance uses if the request names none; None: it has
+            one rank.
+        answers: returns the answers to requests.
     """
 
     concurrent = False
@@ -99,7 +100,7 @@ class Wire:
         return {}
 
     def settle(self, prefills: list[FakeInstance], decodes: list[FakeInstance]) -> None:
-        """Have these instances speak it, and no other."""
+        """Make these instances use only this connector."""
         self.prefills, self.decodes = prefills, decodes
         for one in prefills:
             one.chat = self._prefilling(one)
@@ -112,7 +113,7 @@ class Wire:
         return str(asked.prompt)
 
     def wanted(self, asked: Asked) -> Any:
-        """Return the same key, of a decode request."""
+        """Return the key of the blocks that a decode request needs."""
         self.is_equal("a decode's kv_transfer_params", asked.params, None)
         return str(asked.prompt)
 
@@ -121,7 +122,7 @@ class Wire:
         return None
 
     def left(self) -> Iterable[Any]:
-        """Return the blocks that an instance keeps at the end, and should not."""
+        """Return the blocks that instances keep at the end, but must not."""
         return self.made
 
     def is_equal(self, what: str, found: object, expected: object) -> None:
@@ -159,7 +160,7 @@ class Wire:
                 if not body.get("stream"):
                     await self._fetch(key, blocks, asked)
                     return web.json_response(whole)
-                # vLLM begins to answer at once, and waits for the blocks then.
+                # vLLM sends the head at once, and then waits for the blocks.
                 response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                 await response.prepare(request)
                 await self._fetch(key, blocks, asked)
@@ -190,7 +191,7 @@ class Wire:
 
 
 class _Noted:
-    """Notes what is wrong; the request fails by it."""
+    """Context that records an error; the request then fails with it."""
 
     def __init__(self, wrong: list[str]) -> None:
         self._wrong = wrong
@@ -204,10 +205,10 @@ class _Noted:
 
 
 class NixlWire(Wire):
-    """`nixl/pull_scheduler.py`: prefill says where its blocks are, decode says it back.
+    """`nixl/pull_scheduler.py`: prefill reports where its blocks are, decode receives the same.
 
     Attributes:
-        generation: the end of the engines' ids, another one when they were replaced.
+        generation: suffix of the engine ids; changes when the engines are replaced.
     """
 
     generation = ""
@@ -228,7 +229,7 @@ class NixlWire(Wire):
         }
 
     def engine(self, instance: FakeInstance, rank: str | None) -> dict[str, Any]:
-        """Each data-parallel rank is an engine of its own, with a side channel of its own."""
+        """Return the engine of a data-parallel rank, which has its own id and side channel."""
         end = "" if rank is None else f"_dp{rank}"
         engine_id = f"engine-{instance.url}{self.generation}{end}"
         return {"remote_engine_id": engine_id, "remote_port": 5600 + int(rank or 0)}
@@ -245,12 +246,12 @@ class NixlWire(Wire):
 
 
 class PushWire(NixlWire):
-    """`nixl/push_scheduler.py`, `push_worker.py`: both know the request by the same id."""
+    """`nixl/push_scheduler.py`, `push_worker.py`: both sides use the same request id."""
 
     concurrent = True
 
     def reply(self, asked: Asked) -> Any:
-        # vLLM's own id: the API's prefix, and a random end.
+        # vLLM's internal id has the API's prefix and a random suffix.
         own = f"chatcmpl-{asked.request_id}-0a1b2c3d"
         pushed = {"remote_request_id": own, "pp_size": 1, "transfer_mode": "push"}
         return super().reply(asked) | pushed
@@ -262,7 +263,7 @@ class PushWire(NixlWire):
         if engine not in known:
             raise Wrong(f"no prefill instance is {engine}")
         coordinates = {**engine, "remote_host": "127.0.0.1", "tp_size": 1, "pp_size": 1}
-        if "remote_block_ids" in params:  # in turn
+        if "remote_block_ids" in params:  # decode is asked after prefill has answered
             made = self.made[asked.request_id]
             has = made.prefill and self.engine(made.prefill, made.rank)
             self.is_equal("the prefill engine", engine, has)
@@ -347,7 +348,7 @@ class MooncakeWire(Wire):
 
 
 class LMCacheWire(Wire):
-    """`lmcache_integration/vllm_v1_adapter.py`: prefill is told where decode's LMCache is."""
+    """`lmcache_integration/vllm_v1_adapter.py`: prefill is told the address of decode's LMCache."""
 
     def __init__(self, prefill: int, decode: int) -> None:
         super().__init__(prefill, decode)
@@ -400,7 +401,7 @@ WIRES: dict[str, type[Wire]] = {
     "example": Wire,
     "offloading": Wire,
 }
-"""By what a transfer is called."""
+"""Connectors by the name of the transfer."""
 
 
 @asynccontextmanager

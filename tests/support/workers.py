@@ -1,4 +1,4 @@
-"""`epd serve --workers`, and what its processes say of themselves."""
+"""`epd serve --workers`, and the log of its processes."""
 
 import asyncio
 import json
@@ -18,12 +18,12 @@ from tests.support.fleet import until
 from tests.support.programs import INSTANCES, serving
 
 START_S = 120
-"""Starting Python may take its time where tests run side by side."""
+"""Timeout of a start; starting Python takes long while tests run in parallel."""
 
 
 @dataclass
 class Workers:
-    """A running `epd serve --workers`, and what it logged so far."""
+    """Running `epd serve --workers`, and its log so far."""
 
     url: str
     process: subprocess.Popen[str]
@@ -80,13 +80,13 @@ async def some_workers(count: int, *flags: str) -> AsyncIterator[Workers]:
 
 
 async def status(url: str, path: str = "/nothing") -> int:
-    """The status of a request on a connection of its own."""
+    """Return the status of a request on a new connection."""
     async with aiohttp.ClientSession() as http, http.get(f"{url}{path}") as reply:
         return reply.status
 
 
 async def ask(url: str) -> tuple[int, str]:
-    """Ask about a picture, on a connection of its own: the status, and where the picture was."""
+    """Ask about a picture on a new connection; return the status and `x-epd-items`."""
     async with (
         aiohttp.ClientSession() as http,
         http.post(f"{url}/v1/chat/completions", json=request(image(), text())) as reply,
