@@ -1,4 +1,4 @@
-"""What claims must do in every store; the fixtures are those of `StoreContract`."""
+"""Contract of claims in every store; the fixtures are those of `StoreContract`."""
 
 import multiprocessing
 import threading
@@ -29,7 +29,7 @@ class Barrier(Protocol):
 
 
 def claimed_in_turn(store: Store, owner: str, barrier: Barrier) -> list[bool]:
-    """Whether an owner got one key in each round; who gets it gives it back."""
+    """Claim and release one key in each round; return whether the owner got it, for each round."""
     won = []
     for _ in range(ROUNDS):
         barrier.wait(120)
@@ -42,7 +42,7 @@ def claimed_in_turn(store: Store, owner: str, barrier: Barrier) -> list[bool]:
 
 
 def taken_over(store: Store, owner: str, barrier: Barrier) -> list[bool]:
-    """Whether an owner got each of the keys whose claims have ended."""
+    """Claim keys with expired claims; return for each whether the owner got it."""
     won = []
     for n in range(ROUNDS):
         barrier.wait(120)
@@ -64,7 +64,7 @@ def leave_ended_claims(store: Store) -> None:
 
 @contextmanager
 def running(processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """Processes that are killed in the end, wherever they are."""
+    """Start the processes for the duration of the context, and kill them at the end."""
     for process in processes:
         process.start()
     try:
@@ -80,9 +80,9 @@ def winners(won: Sequence[Sequence[bool]]) -> list[int]:
 
 
 def claim_while_another_asks(store: Store) -> None:
-    """Claim a key for a short time in which a claim by another is refused.
+    """Claim a key for a short time; the store must reject another claim in that time.
 
-    A machine that stalls may let the time pass in between: then it is tried again.
+    A slow machine may let the time pass in between; the function then tries again.
     """
     while True:
         began = time.monotonic()

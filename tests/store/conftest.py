@@ -1,4 +1,4 @@
-"""A Redis server of a module's own, empty for each test that asks for its client; and clusters."""
+"""Redis server for each module, emptied for each test that uses its client; and clusters."""
 
 from collections.abc import Iterator
 from functools import partial

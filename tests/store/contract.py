@@ -1,10 +1,10 @@
-"""Contract of every store. A backend's tests subclass `StoreContract` and give it two fixtures.
+"""Contract of every store. A backend's tests subclass `StoreContract` and define two fixtures.
 
-    opened  -> Callable[[], Store]: a new handle on the test's one store each time, which is empty
-               when the test begins; the fixture closes them
-    spoil   -> Callable[[EntryKey], None]: changes a byte of the payload that is kept for a key
+    opened  -> Callable[[], Store]: returns a new handle on the test's only store at each call. The
+        store is empty when the test begins; the fixture closes the handles.
+    spoil   -> Callable[[EntryKey], None]: changes a byte of the payload stored under a key
 
-A backend with namespaces, counts or bytes that are visible only after a moment waits in `opened`.
+If namespaces, counts or bytes of a backend become visible late, `opened` must wait for them.
 """
 
 import threading
@@ -47,7 +47,7 @@ JSON = st.dictionaries(
     st.lists(st.integers(-(2**31), 2**31), max_size=4) | st.text(st.characters(codec="utf-8")),
     max_size=3,
 )
-# A store on a disk or behind a socket is slow now and then, and keeps what earlier examples put.
+# A store on a disk or behind a socket is sometimes slow, and keeps entries of earlier examples.
 relaxed = settings(
     max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
@@ -64,7 +64,7 @@ def entry(payload: bytes = b"0123456789abcdef", dtype: str = "BF16", **more: Any
 
 
 def sized(length: int, seed: int = 0) -> Entry:
-    """Return an entry with `length` bytes of payload, an even number, that depend on the seed."""
+    """Return an entry with `length` bytes of payload that depend on the seed; `length` is even."""
     return entry((seed.to_bytes(2, "little") * (length // 2 + 1))[:length])
 
 
@@ -89,7 +89,7 @@ def assert_same(expected: Entry, actual: Entry | None) -> None:
 
 class StoreContract:
     entries_of_two: int | None = 2
-    """What `stats` says of two entries; None of a backend that does not count them."""
+    """Expected count in `stats` for two entries; None if a backend does not count them."""
 
     @pytest.fixture
     def store(self, opened: Opened) -> Store:

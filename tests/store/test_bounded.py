@@ -1,4 +1,4 @@
-"""The bounded dictionary."""
+"""Bounded dictionary."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Buffers and the budget: what is mapped stays close to what is in use, whatever the sizes."""
+"""Buffers and the memory budget: mapped memory stays close to used memory for all entry sizes."""
 
 import time
 from pathlib import Path
@@ -18,11 +18,11 @@ WITHIN_S = 30.0
 
 
 def mapped_bytes(buffers: Buffers) -> int:
-    return sum(map(len, buffers._lent))  # noqa: SLF001 - not to be seen outside
+    return sum(map(len, buffers._lent))  # noqa: SLF001 - not visible from outside
 
 
 class Same:
-    """A store of two entries that are read under any name, each into memory of its own."""
+    """Store of two entries that can be read under any name, each time into a new buffer."""
 
     def __init__(self, store: SharedDiskStore, sizes: tuple[int, int]) -> None:
         self._store = store
@@ -30,12 +30,12 @@ class Same:
             store.put(EntryKey("ns", str(kind)), entry(shape=(size // 2,)))
 
     def get(self, key: EntryKey) -> Entry | None:
-        """The entry that a name begins with."""
+        """Return the entry that the first letter of the name selects."""
         return self._store.get(EntryKey("ns", key.identifier[0]))
 
 
 class Watched:
-    """A fetcher over a directory, and the most bytes that it has counted and mapped."""
+    """Fetcher of a disk store, with the peaks of counted and mapped bytes."""
 
     def __init__(self, store: SharedDiskStore, budget_bytes: int, sizes: tuple[int, int]) -> None:
         self.fetcher = Fetcher(Same(store, sizes), "ns", memory_bytes=budget_bytes)
@@ -43,7 +43,7 @@ class Watched:
         self._buffers = store._files._buffers  # noqa: SLF001
 
     def look(self) -> set[str]:
-        """Names that are ready now."""
+        """Return the names that have become ready."""
         ready = {
             name for name, state in self.fetcher.process_results() if state is FetchState.READY
         }
@@ -55,7 +55,7 @@ class Watched:
         return ready
 
     def fetch(self, names: list[str], size_bytes: int) -> list[str]:
-        """Fetch as many as are admitted and wait for them; their names."""
+        """Fetch the names that are admitted, wait for them and return them."""
         waiting = set()
         admitted = []
         deadline = time.monotonic() + WITHIN_S
@@ -76,7 +76,7 @@ class Watched:
 
 @pytest.mark.parametrize(("first", "then"), [(8 * MIB, 4 * MIB), (4 * MIB, 6 * MIB)])
 def test_budget_holds_for_entries_of_two_sizes(tmp_path: Path, first: int, then: int) -> None:
-    """Kept entries go for those of another size, which do not lie in larger buffers."""
+    """Kept entries are evicted for entries of another size; their larger buffers are not reused."""
     budget = 128 * MIB
     with open_store(f"file://{tmp_path}/store") as store:
         assert isinstance(store, SharedDiskStore)
@@ -95,7 +95,7 @@ def test_budget_holds_for_entries_of_two_sizes(tmp_path: Path, first: int, then:
 
 @pytest.mark.parametrize("below", [OVERHEAD_BYTES + 2, 256, 2, 0])
 def test_reservation_covers_an_entry_about_as_large_as_a_page(tmp_path: Path, below: int) -> None:
-    """The header alone may make it a large one."""
+    """The header alone may make the entry a large one."""
     size = LARGE_BYTES - below
     with open_store(f"file://{tmp_path}/store") as store:
         store.put(EntryKey("ns", "a"), entry(shape=(size // 2,)))

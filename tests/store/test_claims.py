@@ -1,4 +1,4 @@
-"""Claims where something goes wrong: on disk, then in Redis."""
+"""Faults of claims, on disk and in Redis."""
 
 import errno
 import multiprocessing
@@ -141,7 +141,7 @@ def test_changes_that_crashes_left_hold_all_keys_of_a_call_up_for_one_wait(
 ) -> None:
     waits: list[float] = []
     start_s = time.monotonic()
-    # Time passes only in pauses.
+    # Time passes only in `sleep`.
     monkeypatch.setattr(time, "sleep", waits.append)
     monkeypatch.setattr(time, "monotonic", lambda: start_s + sum(waits))
     keys = [key(str(n)) for n in range(16)]
@@ -196,7 +196,7 @@ def test_a_claim_that_was_renewed_meanwhile_is_not_taken_over(
 def test_what_was_given_back_within_a_change_is_not_replaced_but_taken(
     root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A third may take it in any moment, and its claim must not be renamed over."""
+    """Another process may take the released claim at any moment; a rename would overwrite it."""
     has, renamed = Folder.has, list[object]()
 
     def gone_by_now(folder: Folder, name: str) -> bool:
@@ -213,7 +213,7 @@ def test_what_was_given_back_within_a_change_is_not_replaced_but_taken(
 
 
 def test_a_claim_that_is_about_to_end_is_left_to_end(root: Path, disk: SharedDiskStore) -> None:
-    disk.claim([key()], "a", disk_claims.SURE_S / 2)  # its clock is not known exactly
+    disk.claim([key()], "a", disk_claims.SURE_S / 2)  # the file server's clock is not known exactly
     disk.release([key()], "a")
     assert names(root) == {key().digest}
 
@@ -301,7 +301,7 @@ def reads(client: Any) -> int:
 
 
 def round_trips(client: Any, call: Callable[[], object]) -> int:
-    """What the server read for a call; the first INFO is no part of it."""
+    """Return how many reads the server needed for a call, without the reads of INFO."""
     between = -reads(client) + reads(client)
     before = reads(client)
     call()
@@ -336,7 +336,7 @@ def test_every_claim_in_redis_ends(in_redis: RedisStore, client: Any, seconds: f
 def between(
     monkeypatch: pytest.MonkeyPatch, first: str, happens: Callable[[], object]
 ) -> list[str]:
-    """Let something happen just before the commands that begin with `first` are sent."""
+    """Run `happens` once, just before the first commands that begin with `first` are sent."""
     run = RedisClient.run
     done: list[str] = []
 

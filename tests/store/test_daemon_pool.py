@@ -1,4 +1,4 @@
-"""Calls on threads that nobody has to wait for."""
+"""Calls on daemon threads, which do not delay the end of the process."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""Settings that a shared directory keeps, and what may be a store at all."""
+"""Settings that a shared directory keeps, and which directories a store accepts."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ def looks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def foreign(root: Path) -> Path:
-    """A store that another user made."""
+    """Return a store that another user created."""
     if os.geteuid():
         pytest.skip("only root may give a folder to another user")
     opened(root).close()
@@ -258,7 +258,7 @@ def test_what_is_left_to_others_is_logged_unless_the_store_has_the_file_system(
         [logged] = [one.message for one in caplog.records if "takes at most" in one.message]
 
         caplog.clear()
-        disk.path.chmod(0o750)  # any user may write to a tmpfs that is mounted without a mode
+        disk.path.chmod(0o750)  # a tmpfs mounted without a mode is writable for all users
         with opened(disk.path) as store:
             store.put(key(), sized(1000))
 

@@ -1,4 +1,4 @@
-"""The entry format and the keys."""
+"""Entry format and keys."""
 
 import json
 from urllib.parse import quote
@@ -103,7 +103,7 @@ def test_another_keys_entry_is_corrupt() -> None:
 
 
 def test_a_header_that_says_the_same_in_other_words_is_corrupt() -> None:
-    """No two blobs are the same entry."""
+    """Each entry has exactly one encoding."""
     whole = blob()
     size = 8 + int.from_bytes(whole[:8], "little")
     text = json.dumps(json.loads(whole[8:size])).encode()
@@ -117,7 +117,7 @@ def test_the_payload_is_aligned() -> None:
 
 
 def test_a_safetensors_reader_opens_it() -> None:
-    """By the format's own words: length, JSON with offsets and string metadata, data."""
+    """The blob is a safetensors file: length, JSON with offsets and string metadata, data."""
     whole = blob()
     size = 8 + int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8:size])
@@ -165,7 +165,7 @@ def test_a_part_of_a_key_has_as_many_bytes_as_it_may(character: str) -> None:
 
 
 def test_what_is_plain_is_kept_as_what_is_not_is_quoted() -> None:
-    """Or an entry's header would be another than the one that was written before."""
+    """Both paths must write the same header."""
     for number in [*range(0x250), 0x2028, 0xD800, 0x1F600]:
         header = encode_header(EntryKey(chr(number), "k"), entry())
         quoted = quote(chr(number), safe=" /:;,=@+()[]", errors="surrogatepass")

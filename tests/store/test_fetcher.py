@@ -1,4 +1,4 @@
-"""Fetcher: the caller never waits, memory is bounded, and only a slow store is left alone."""
+"""Fetcher: the caller never waits, memory is bounded, and only a slow store is bypassed."""
 
 import gc
 import subprocess
@@ -27,7 +27,7 @@ MIB = 2**20
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """Clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,7 +37,7 @@ class Clock:
 
 
 class Held:
-    """A store whose answers wait until they are let go, one by one or all."""
+    """Store that answers only when the test releases it, one call at a time or all."""
 
     def __init__(self, entries: Mapping[str, Entry] | None = None) -> None:
         self.entries = dict(entries or {})
@@ -60,7 +60,7 @@ class Held:
 
 
 class Asked:
-    """A fetcher, and what it has told."""
+    """Fetcher with the results that it has reported."""
 
     def __init__(self, store: object, **options: Any) -> None:
         self.fetcher = Fetcher(store, NAMESPACE, **options)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ class Asked:
         self._fetched = 0
 
     def fetched(self) -> int:
-        """How many times a thread was done with a fetch."""
+        """Return how many fetches the threads have finished."""
         observed = self.fetcher.counts.take_observations()
         self._fetched += len(observed.get("fetch_seconds", ()))
         return self._fetched
@@ -104,7 +104,7 @@ Make = Callable[..., Asked]
 
 @pytest.fixture
 def fetching() -> Iterator[Make]:
-    """Makes fetchers, and closes them."""
+    """Yield a function that makes fetchers; close them at the end."""
     made: list[tuple[object, Asked]] = []
 
     def make(store: object, **options: Any) -> Asked:
@@ -119,7 +119,7 @@ def fetching() -> Iterator[Make]:
 
 
 def large(mebibytes: int) -> Entry:
-    """An entry that is read into a buffer of its own."""
+    """Return an entry that is read into a buffer of its own."""
     return entry(shape=(mebibytes * MIB // 4, 2))
 
 
@@ -146,7 +146,7 @@ def test_missing_entry_is_looked_for_again(store: Store, fetching: Make) -> None
 
 @pytest.mark.parametrize("promised", [False, True])
 def test_refused_entry_is_missing_at_once(store: Store, fetching: Make, promised: bool) -> None:
-    """A promised entry is not waited for: it is there, and the next look would find the same."""
+    """The fetcher does not look up a refused entry again, even if promised: it is the same."""
     store.put(EntryKey(NAMESPACE, "k"), entry())
     seen: list[tuple[Entry, str]] = []
 
@@ -185,7 +185,7 @@ def test_discarded_entry_is_fetched_again_unless_it_is_claimed(
 
 @pytest.mark.parametrize("entries", [10, 40])
 def test_burst_loses_nothing_however_long_it_queues(fetching: Make, entries: int) -> None:
-    """The store answers each one in half of the deadline; the last one waits for many times it."""
+    """Each answer takes half of the deadline, so the last fetch is queued for many deadlines."""
     clock = Clock()
     names = [str(number) for number in range(entries)]
     held = Held({name: entry() for name in names})
@@ -222,7 +222,7 @@ def test_queue_is_ordered_by_rank_then_by_age(fetching: Make) -> None:
 @pytest.mark.fault(25)
 @pytest.mark.parametrize("threads", [1, 2, 4, 16])
 def test_hung_store_ends_all_fetches_after_one_deadline(fetching: Make, threads: int) -> None:
-    """Those that threads have time out; what waits is missing then, and not a deadline later."""
+    """Running fetches time out; queued fetches miss at the same time, not one deadline later."""
     clock, held = Clock(), Held()
     asked = fetching(held, timeout_s=1.0, threads=threads, clock=clock)
     names = [str(number) for number in range(64)]
@@ -243,7 +243,7 @@ def test_hung_store_ends_all_fetches_after_one_deadline(fetching: Make, threads:
 
 @pytest.mark.fault(25)
 def test_hung_threads_are_not_waited_for_after_the_breaker(fetching: Make) -> None:
-    """No thread is left to fetch promised entries either, until one comes back."""
+    """Promised entries miss too until a thread returns."""
     clock, held = Clock(), Held({"late": entry(), "next": entry()})
     asked = fetching(held, timeout_s=1.0, threads=2, clock=clock)
     asked.ask("late")
@@ -338,7 +338,7 @@ def test_promise_is_waited_for_only_so_long(store: Store, fetching: Make) -> Non
 def test_look_that_a_thread_begins_after_the_promise_is_the_last(
     fetching: Make, comes: bool
 ) -> None:
-    """The time in the queue does not count: the second look waits while another fetch is made."""
+    """Time in the queue does not count: the second look-up waits while another fetch runs."""
     clock, held = Clock(), Held()
     asked = fetching(held, threads=1, timeout_s=60.0, promise_timeout_s=5.0, clock=clock)
     asked.ask("k", promised=True)
@@ -362,7 +362,7 @@ def test_look_that_a_thread_begins_after_the_promise_is_the_last(
 
 
 def test_promise_ends_though_new_fetches_keep_all_threads_busy(fetching: Make) -> None:
-    """Another look comes behind the first looks of others, but not behind all that ever come."""
+    """A second look-up runs after the first look-ups queued before its deadline, not after all."""
     clock, held = Clock(), Held()
     asked = fetching(held, threads=1, timeout_s=60.0, promise_timeout_s=5.0, clock=clock)
     asked.ask("k", promised=True)
@@ -371,7 +371,7 @@ def test_promise_ends_though_new_fetches_keep_all_threads_busy(fetching: Make) -
     held.answer()
     asked.until(lambda: held.asked == ["k", "in time"] and asked.fetched())
     clock.now = 1.0
-    asked.advance()  # "k" is to be looked for again
+    asked.advance()  # queues the second look-up of "k"
     asked.ask("before its end")
     clock.now = 5.1
     asked.ask("after its end")
@@ -383,7 +383,7 @@ def test_promise_ends_though_new_fetches_keep_all_threads_busy(fetching: Make) -
 
 
 def test_burst_of_promised_entries_loses_none_that_come_in_time(fetching: Make) -> None:
-    """The first looks at all of them take longer than a promise lasts."""
+    """The first look-ups of all entries together take longer than a promise lasts."""
     first_s: dict[str, float] = {}
 
     class Late:
@@ -467,7 +467,7 @@ def test_pinned_entries_stay_and_others_go_by_last_use(store: Store, fetching: M
 
 
 class Alive:
-    """A store of large entries that knows how many of its buffers are alive."""
+    """Store of large entries that tracks how many bytes of its buffers are alive."""
 
     def __init__(self, mebibytes: int) -> None:
         self.size_bytes = mebibytes * MIB
@@ -476,7 +476,7 @@ class Alive:
         self._lock = threading.Lock()
 
     class Buffer(bytearray):
-        """Can be referred to weakly."""
+        """bytearray that supports weak references."""
 
     def get(self, _: EntryKey) -> Entry:
         buffer = self.Buffer(self.size_bytes)
@@ -493,7 +493,7 @@ class Alive:
 def test_memory_that_is_alive_is_bounded_while_results_are_not_polled(
     fetching: Make, requests: int
 ) -> None:
-    """Admission stops at the budget; what is admitted comes, and waits for the scheduler."""
+    """The fetcher admits entries up to the budget and keeps their results for the scheduler."""
     alive = Alive(2)
     budget = 10 * buffer_bytes(alive.size_bytes)
     asked = fetching(alive, memory_bytes=budget)
@@ -548,7 +548,7 @@ def test_buffers_count_with_their_real_size_which_is_reserved(
 
 
 def test_refused_entries_leave_memory_on_their_thread(fetching: Make) -> None:
-    """An entry of another size than the one reserved must not wait for the scheduler."""
+    """The thread releases a refused entry of another size at once, before the scheduler polls."""
     alive = Alive(8)
     asked = fetching(alive, threads=2)
     for number in range(20):
@@ -560,7 +560,7 @@ def test_refused_entries_leave_memory_on_their_thread(fetching: Make) -> None:
 
 @pytest.mark.parametrize("waiting", [100, 1000])
 def test_a_look_at_fetches_costs_what_has_changed(fetching: Make, waiting: int) -> None:
-    """Nothing is looked at but running fetches, and these not at each call."""
+    """A call checks only running fetches, and not at every call."""
     clock, held = Clock(), Held()
     asked = fetching(held, threads=4, clock=clock)
     for number in range(waiting):
@@ -586,7 +586,7 @@ def test_a_look_at_fetches_costs_what_has_changed(fetching: Make, waiting: int) 
 
 
 class _Spy:
-    """Wrapper of an object with another method `late_fetches`."""
+    """Wrapper that replaces the method `late_fetches` of an object."""
 
     def __init__(self, spied: Any, late: Any) -> None:
         self.__dict__.update(_spied=spied, late_fetches=late)

@@ -1,4 +1,4 @@
-"""What is renewed in a child of `fork`, and that nothing is kept of what is gone."""
+"""Methods that run in a child of `fork`, and that objects registered for it can be collected."""
 
 import gc
 import os
@@ -15,8 +15,8 @@ class Renewed:
 
 
 def test_methods_are_called_in_a_child_while_their_object_lives() -> None:
-    """What is registered with the system stays for ever: a proxy that waits for its store grew."""
-    gc.collect()  # what other tests have left
+    """Registered objects must not stay alive: a proxy waiting for its store grew."""
+    gc.collect()  # garbage of other tests
     kept, before = Renewed(), len(counts._renewed)  # noqa: SLF001
     counts.after_fork(kept.renew)
     for _ in range(100):

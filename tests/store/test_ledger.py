@@ -1,4 +1,4 @@
-"""Lines of the ledger: their sum, those of processes that ended, and those that are none."""
+"""Lines of the ledger: their sum, lines of ended processes, and invalid lines."""
 
 import errno
 import os
@@ -133,7 +133,7 @@ def test_store_whose_lines_are_all_bad_is_counted_when_it_is_opened(tmp_path: Pa
 
 @given(st.lists(st.integers(0, 2**40), min_size=4, max_size=4), st.integers(0, 60))
 def test_flipped_digit_makes_a_line_invalid(figures: list[int], place: int) -> None:
-    from ec_store.disk import ledger  # noqa: PLC0415 - what is private is not offered by name
+    from ec_store.disk import ledger  # noqa: PLC0415 - private: not imported by name
 
     line = ledger._line("0123456789abcdef", Usage(*figures))  # noqa: SLF001
     place %= len(line)

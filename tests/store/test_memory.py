@@ -1,4 +1,4 @@
-"""Memory: the budget holds whatever happens, and the sums are those of what is held."""
+"""Memory of the fetcher: the budget always holds, and the sums match the entries."""
 
 from dataclasses import dataclass, field
 
@@ -70,7 +70,7 @@ def test_more_than_the_budget_is_admitted_alone() -> None:
 
 
 def test_fetch_that_nothing_claims_does_not_keep_the_next_one_out() -> None:
-    """Its thread hangs: whoever waited for it has gone on without."""
+    """The fetch hangs, and its requests have continued without it."""
     memory = EntryMemory(LIMIT)
     memory.reserve("hangs", LIMIT)
     assert memory.has_room({"b": 1})
@@ -92,11 +92,11 @@ def test_kept_entry_needs_room_once_it_is_claimed() -> None:
 
 @dataclass
 class Model:
-    """What a memory is to hold.
+    """Expected content of a memory.
 
     Attributes:
-        claims: of each identifier.
-        reserved: bytes, by identifier.
+        claims: number of claims by identifier.
+        reserved: bytes by identifier.
     """
 
     claims: dict[str, int] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Model:
 
 
 class Admission(RuleBasedStateMachine):
-    """Requests come, are admitted, get what they wait for or not, and go, in any order."""
+    """Random sequences of requests: they are admitted, receive their entries or not, and end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Admission(RuleBasedStateMachine):
 
     @invariant()
     def budget_holds(self) -> None:
-        """But for what was admitted while nothing was claimed, beside fetches that hang."""
+        """Check the budget; only an admission while nothing was claimed may exceed it."""
         taken = self.memory.held_bytes + self.memory.reserved_bytes
         assert taken <= LIMIT or self.alone
         if taken <= LIMIT:

@@ -1,4 +1,4 @@
-"""What file systems this machine's files are on."""
+"""File systems on which this machine's files are."""
 
 import os
 from pathlib import Path

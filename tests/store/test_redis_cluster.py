@@ -1,4 +1,4 @@
-"""What a store makes of a cluster whose slots move: nodes that say so and count what they get."""
+"""Client of a Redis cluster with moving slots, tested with fake nodes that count their commands."""
 
 import socketserver
 import threading
@@ -22,15 +22,15 @@ SLOTS = 16384
 
 
 class FakeCluster:
-    """Nodes that own slots and keep nothing.
+    """Fake cluster nodes that own slots and store nothing.
 
     Attributes:
         owner: number of the node that serves each slot.
-        known: what `CLUSTER SLOTS` says of each slot, -1 for one that has no node.
-        hints: the node that a node names for a slot, where it is not the owner.
-        connections: accepted by each node.
-        served: commands that each node answered, without `CLUSTER SLOTS`.
-        maps: how often `CLUSTER SLOTS` was answered.
+        known: owner of each slot according to `CLUSTER SLOTS`; -1: no owner.
+        hints: node that a node's redirection names for a slot, if it is not the owner.
+        connections: number of connections accepted by each node.
+        served: number of commands answered by each node, without `CLUSTER SLOTS`.
+        maps: number of answers to `CLUSTER SLOTS`.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ def slot_of(one: EntryKey) -> int:
 
 
 def move(cluster: FakeCluster, one: EntryKey, node: int) -> None:
-    """Only the nodes know: what `CLUSTER SLOTS` says is older."""
+    """Move a slot without updating the answer to `CLUSTER SLOTS`."""
     cluster.owner[slot_of(one)] = node
 
 
@@ -151,7 +151,7 @@ def test_the_map_is_loaded_once_a_second_at_most_while_slots_move(
     store.lookup([key()])
     assert cluster.maps == 3
     store.lookup([key(str(n)) for n in range(40)])
-    assert cluster.maps == 3  # nothing has moved since
+    assert cluster.maps == 3  # no slot has moved since
 
 
 def test_a_map_that_cannot_be_loaded_fails_no_call(

@@ -1,4 +1,4 @@
-"""The contract, by Redis: plain, with TLS and a narrow user, in tiny windows, and as a cluster."""
+"""Contract of stores on Redis: plain, with TLS and a restricted user, tiny windows, cluster."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -20,11 +20,11 @@ ACL = (
 )
 CLUSTER_ACL = ACL + " +cluster|slots +asking"
 PATIENCE = "timeout=60s&connect_timeout=30s"
-"""No call here is to fail because the machine is busy."""
+"""Long timeouts, so that no call fails because the machine is busy."""
 
 
 def spoiler(client_of: Callable[[bytes], "redis.Redis"]) -> Spoil:
-    """Changes the last byte of an entry."""
+    """Return a function that changes the last byte of an entry."""
 
     def spoil(key: EntryKey) -> None:
         name = f"epd:ec:{{{key.digest}}}:e2".encode()
@@ -60,7 +60,7 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer
 
 @pytest.fixture(scope="module")
 def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[RedisServer]]:
-    """With TLS where there is any; test_redis_faults uses one without."""
+    """Yield a cluster, with TLS if available; test_redis_faults uses one without."""
     folder = tmp_path_factory.mktemp("cluster")
     with cluster(folder, tls=Certificates.make(folder) if has_tls() else None) as servers:
         for server in servers:
@@ -70,7 +70,7 @@ def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence
 
 @pytest.fixture
 def tiny_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small entries are read in many pieces."""
+    """Make reads so small that small entries need many."""
     monkeypatch.setattr(entries, "FIRST_BYTES", 1024)
     monkeypatch.setattr(entries, "WINDOW_BYTES", 1024)
 

@@ -1,4 +1,4 @@
-"""Entries in Redis: what is kept, what is read of it, and how many round trips that takes."""
+"""Entries in Redis: their format, how they are read, and the number of round trips."""
 
 import asyncio
 import random
@@ -30,7 +30,7 @@ from tests.store.redis_server import RedisServer
 
 MIB = 2**20
 PICTURE_BYTES = 9_000_000
-"""An output of a picture of a megapixel, as in docs/guides/redis.md."""
+"""Size of the encoder output of a one-megapixel picture, as in docs/guides/redis.md."""
 
 WEEK_MS = 7 * 86_400_000
 
@@ -43,7 +43,7 @@ def store(server: RedisServer, client: Any) -> Iterator[RedisStore]:
 
 @pytest.fixture
 def tiny_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small entries are read in many pieces."""
+    """Make reads so small that small entries need many."""
     monkeypatch.setattr(entries, "FIRST_BYTES", 64)
     monkeypatch.setattr(entries, "WINDOW_BYTES", 64)
 
@@ -53,9 +53,9 @@ def name_of(one: EntryKey) -> bytes:
 
 
 def round_trips(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> int:
-    """How often a call waits for replies; all that is sent before it does is one round trip."""
+    """Return the round trips of a call; commands that are sent together count as one."""
     rounds = []
-    run = RedisClient._round  # noqa: SLF001 - each is one
+    run = RedisClient._round  # noqa: SLF001 - each call is one round trip
 
     def counted(self: RedisClient, commands: Any, *rest: Any) -> Any:
         rounds.extend([1] if commands else [])
@@ -69,7 +69,7 @@ def round_trips(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> 
 
 @pytest.mark.parametrize("length", [10, 5 * MIB])
 def test_an_entry_is_one_value_that_expires(store: RedisStore, client: Any, length: int) -> None:
-    """A write id and the blob of docs/store-format.md: Redis can evict no part of it."""
+    """The value is a write id and the blob of docs/store-format.md, evicted only as a whole."""
     kept = sized(length)
     store.put(key(), kept)
 
@@ -257,7 +257,7 @@ def test_verify_removes_no_entry_that_is_replaced_while_it_is_read(
 def test_an_equal_entry_that_is_put_again_while_one_is_read_is_not_corrupt(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evicted, found missing, encoded again: the bytes are the same, and the write is not."""
+    """The entry was evicted, missed and encoded again: same bytes, different write id."""
     store.put(key(), sized(1000))
     run = RedisEntries._fill  # noqa: SLF001 - the second round trip
     gone = iter([True])
@@ -301,7 +301,7 @@ def test_a_put_whose_reply_was_lost_knows_its_own_entry(
 def test_writers_of_one_key_never_mix(
     server: RedisServer, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They delete and write again all the time, so that a reader meets many of them."""
+    """The writers delete and write again all the time, so that readers meet many changes."""
     monkeypatch.setattr(entries, "WINDOW_BYTES", 512)
     rounds, length = 100, 2000
     allowed = {bytes(sized(length, seed).data) for seed in range(6)}
@@ -425,7 +425,7 @@ def test_an_entry_that_is_evicted_while_it_is_leased_is_not_there(
 
 
 def test_a_lease_marks_an_entry_as_used(store: RedisStore, client: Any) -> None:
-    """So that eviction by last use takes it late, the only thing that Redis has for a lease."""
+    """Redis has no leases; a touched entry is evicted later under LRU eviction."""
     store.put(key(), sized(1000))
     while client.object("idletime", name_of(key())) < 2:
         time.sleep(0.1)
@@ -479,7 +479,7 @@ def test_a_lookup_of_64_keys_is_read_in_one_go(store: RedisStore, client: Any) -
 
 
 def test_a_large_entry_is_read_into_memory_that_is_used_again(store: RedisStore) -> None:
-    """`bytearray(size)` would clear 20 MiB with the GIL held."""
+    """`bytearray(size)` would clear 20 MiB while it holds the GIL."""
     store.put(key(), sized(20 * MIB))
     tracemalloc.start()
     try:
@@ -530,7 +530,7 @@ def test_a_value_that_the_server_does_not_take_is_a_drop(
 def test_under_eviction_every_entry_that_is_there_is_whole(
     server: RedisServer, client: Any, policy: str
 ) -> None:
-    """The memory is turned over three times; what Redis then holds can be read."""
+    """The memory is turned over three times; every entry left in Redis must be readable."""
     room, size, names = 24 * MIB, 700_000, random.Random(1)  # noqa: S311
     try:
         with RedisStore.from_url(server.url()) as store:
@@ -543,7 +543,7 @@ def test_under_eviction_every_entry_that_is_there_is_whole(
                 seed = names.randint(max(0, n - 20), n)
                 found = store.get(keys[seed])
                 assert found is None or found.data == sized(size, seed).data
-            client.config_set("maxmemory", 0)  # what a read takes evicts, too
+            client.config_set("maxmemory", 0)  # otherwise reads would cause evictions
             there = [info is not None for info in store.lookup(keys)]
             readable = [store.get(each) is not None for each in keys]
 

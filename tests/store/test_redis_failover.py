@@ -1,4 +1,4 @@
-"""What a store makes of a Redis whose master changes, and of one that answers ever so slowly."""
+"""Store on a Redis with a failover of the master, and on one that answers very slowly."""
 
 import threading
 import time
@@ -28,7 +28,7 @@ MIB = 2**20
 
 @contextmanager
 def used(store: RedisStore) -> Iterator[None]:
-    """Threads use the store, and may see hits, misses and `StoreUnavailable` only."""
+    """Use the store from threads, which may see only hits, misses and `StoreUnavailable`."""
     stop = threading.Event()
 
     def turn(n: int) -> None:
@@ -52,7 +52,7 @@ def used(store: RedisStore) -> Iterator[None]:
         workers = [pool.submit(work, n) for n in range(THREADS)]
 
         def go_on() -> None:
-            """Each has some more turns, or has failed."""
+            """Wait until each thread has made some more turns, or one has failed."""
             due = [done + TURNS for done in turns]
             wait_until(
                 lambda: (
@@ -79,7 +79,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def answers(store: RedisStore) -> bool:
-    """Whether it does in time, as on a busy machine it may not."""
+    """Return whether the store answers in time; on a busy machine it may not."""
     with suppress(StoreUnavailable):
         store.stats()
         return True
@@ -138,7 +138,7 @@ def test_the_replica_that_is_promoted_serves_on(
 def test_a_demoted_master_is_left_by_the_call_that_finds_out(
     master: RedisServer, replica: RedisServer
 ) -> None:
-    """Every connection there is leads to the old one; none of them may be used again."""
+    """All connections lead to the old master; none of them may be used again."""
     with (
         Relay(master).in_thread() as address,
         RedisStore.from_url(address.url("timeout=2s")) as store,
@@ -182,7 +182,7 @@ def test_calls_after_a_close_leave_no_connection_to_any_node(start_cluster: Star
 
 @pytest.mark.fault(19)
 def test_a_cluster_whose_masters_change_serves_on(start_cluster: StartCluster) -> None:
-    """First the replica is asked to take over, then its master, a replica now, finds it killed."""
+    """First the replica takes over; then the old master, a replica now, takes over after a kill."""
     keys = [key(str(n)) for n in range(KEYS)]
     with start_cluster(replica=True, node_timeout_ms=700) as servers:
         first, replica = servers[0], servers[3]
@@ -207,7 +207,7 @@ def is_up(servers: Sequence[RedisServer]) -> bool:
 
 
 def check(store: RedisStore, keys: Sequence[EntryKey]) -> None:
-    """Every key of every node can be looked up, deleted and put at once."""
+    """Check that every key on every node can be looked up, deleted and written at once."""
     assert len(store.lookup(keys)) == KEYS
     for each in keys:
         store.delete([each])
@@ -248,10 +248,10 @@ def test_an_answer_that_comes_byte_by_byte_is_no_longer_waited_for_than_one_that
             address.answers.bytes_per_s = None
             url = address.url(f"timeout=500ms&{ca}", scheme)
             with RedisStore.from_url(url) as store:
-                if name != "stats":  # its connection is the slow one
+                if name != "stats":  # the connection of `stats` must be the slow one
                     wait_until(partial(answers, store))
                 address.answers.bytes_per_s = 3
-                # A timeout of each read alone would never end it: bytes come in each.
+                # A timeout per read would never expire, since each read returns some bytes.
                 with pytest.raises(StoreUnavailable):
                     call(store)
 
@@ -259,7 +259,7 @@ def test_an_answer_that_comes_byte_by_byte_is_no_longer_waited_for_than_one_that
 def test_a_call_of_many_steps_takes_one_timeout_at_most(
     master: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of its answers comes in time, but not all of them."""
+    """Each answer comes in time, but all of them together do not."""
     with (
         Relay(master).in_thread() as address,
         RedisStore.from_url(address.url("timeout=600ms")) as store,

@@ -1,4 +1,4 @@
-"""What goes wrong with a Redis, and what a store makes of it."""
+"""Faults of a Redis server, and what the store does."""
 
 import gc
 import os
@@ -87,7 +87,7 @@ def test_while_it_loads_its_data_a_get_is_a_miss(tmp_path: Path) -> None:
     ):
         store.put(key(), sized(1000))
         client: Any = server.client
-        for n in range(400):  # it looks up from loading every 2 MB
+        for n in range(400):  # Redis handles connections once per 2 MB while loading
             client.set(f"other:{n}", os.urandom(200_000))
         client.save()
         server.restart()
@@ -193,19 +193,19 @@ def test_a_paused_server_costs_one_timeout_and_its_late_answers_reach_nobody(
             assert_same(sized(1000, ord("b")), store.get(key("b")))
             assert [info and info.key for info in store.lookup([key("b")])] == [key("b")]
 
-    # A busy machine may hold up one turn: a second timeout would be in each of them.
+    # A busy machine may delay one turn; a second timeout would delay all of them.
     assert max(min(times) for times in took_s.values()) < 0.6
 
 
 class Interrupted(BaseException):
-    """What a signal handler raises, anywhere."""
+    """Exception from a signal handler, raised at any instruction."""
 
 
 closed_by_the_collector = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-"""An exception that comes between any two instructions can leave a socket to the collector, which
-closes it and warns."""
+"""An exception between any two instructions may leave a socket to the garbage collector, which
+closes it with a warning."""
 
 
 @pytest.mark.fault(28)
@@ -243,7 +243,7 @@ def test_an_interrupted_call_leaves_no_answer_for_the_next(
 
 @closed_by_the_collector
 def test_what_an_interrupted_call_left_to_be_collected_is_not_used(server: RedisServer) -> None:
-    """Collected in a cycle, a connection is closed, and its call's end keeps it all the same."""
+    """The collector closes a connection in a cycle, but the end of its call still puts it back."""
     options = redis_options(server.url())
     node = Node(options.addresses[0], options)
     call = node.link(time.monotonic() + 5)
@@ -288,7 +288,7 @@ def test_a_fork_while_a_thread_takes_memory_for_an_entry_does_not_hang_in_the_ch
     store: RedisStore,
 ) -> None:
     store.put(key(), sized(4 * MIB))
-    with store._entries._buffers._lock:  # noqa: SLF001 - as a thread of the parent has
+    with store._entries._buffers._lock:  # noqa: SLF001 - held as if by a thread of the parent
         child = os.fork()
         if child == 0:
             try:
@@ -381,7 +381,7 @@ def test_interrupted_connections_are_not_leaked(server: RedisServer, store: Redi
 
 
 def test_a_redis_error_is_never_seen(own_server: RedisServer) -> None:
-    """A user who may do nothing gets what the protocol says from every call."""
+    """The user may run no command; every call gets an error of the protocol."""
     client: Any = own_server.client
     client.acl_setuser("nobody", enabled=True, passwords=["+pw"], keys=["*"], reset=True)
     url = f"redis://nobody:pw@127.0.0.1:{own_server.port}"

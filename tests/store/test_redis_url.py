@@ -1,4 +1,4 @@
-"""What a Redis URL says, and that nobody sees the password."""
+"""Redis URLs: their options, and that messages never show the password."""
 
 import logging
 import traceback

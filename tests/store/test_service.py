@@ -1,4 +1,4 @@
-"""The service, the asyncio calls and the command line, over a real store."""
+"""Service, asyncio calls and command line, with a real store."""
 
 import asyncio
 import json
@@ -229,7 +229,7 @@ async def test_the_service_keeps_the_quota(url: str, tmp_path: Path) -> None:
 
 
 async def count_of(client: TestClient[Any, Any], histogram: str) -> float:
-    """How many values were observed."""
+    """Return the number of observations."""
     async with client.get("/metrics") as reply:
         metrics = await reply.text()
     [count] = re.findall(rf"^{histogram}_count (\S+)", metrics, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The contract on directories."""
+"""Contract of stores on directories."""
 
 import shutil
 import tempfile

@@ -1,4 +1,4 @@
-"""A file system whose calls fail: with ESTALE, as on NFS, or EIO, or EDQUOT."""
+"""Store on a file system with failing calls: ESTALE, as on NFS, EIO or EDQUOT."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ CALLS: dict[str, Callable[[SharedDiskStore], Any]] = {
 
 @contextmanager
 def failing(name: str, first: int, last: int, code: int) -> Iterator[list[int]]:
-    """Calls `first` to `last` of a function of `os` fail; how many calls there were."""
+    """Let calls `first` to `last` of a function of `os` fail; yield the number of calls."""
     real, calls = getattr(os, name), [0]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def entries_bytes(root: Path) -> int:
 
 
 def check(root: Path, store: SharedDiskStore, name: str) -> None:
-    """The store serves on, without being opened again, and has lost and left nothing."""
+    """Check that the store works without being reopened, and has not lost or leaked anything."""
     assert_same(sized(LENGTH, 1), store.get(key("kept")))
     found = store.get(key("new"))
     assert found is None or found.data in {
@@ -124,7 +124,7 @@ def test_an_entry_whose_handle_is_stale_is_gone_and_not_corrupt(tmp_path: Path) 
 def test_after_a_stale_handle_every_call_begins_with_the_directory_anew(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as store:
         for call in (store.stats, lambda: list(store.ls()), store.namespaces, store.evict):
-            before = store._opening.tree()  # noqa: SLF001 - which nothing shows from outside
+            before = store._opening.tree()  # noqa: SLF001 - not visible from outside
             with failing("scandir", 1, 1, errno.ESTALE), pytest.raises(StoreUnavailable):
                 call()
             assert store._opening.tree() is not before  # noqa: SLF001
@@ -133,7 +133,7 @@ def test_after_a_stale_handle_every_call_begins_with_the_directory_anew(tmp_path
 
 @pytest.fixture
 def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
-    """A disk of 16 MiB and a function that cuts it; what is behind the cut cannot be read."""
+    """Yield a disk of 16 MiB and a function that cuts it; reads beyond the cut fail."""
     image, mount = tmp_path / "image", tmp_path / "disk"
     mount.mkdir()
     with image.open("wb") as file:

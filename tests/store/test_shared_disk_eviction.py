@@ -1,4 +1,4 @@
-"""What eviction costs, what it spares, and what a store leaves to others."""
+"""Eviction of a shared directory: its cost, the entries it keeps, and concurrent evictors."""
 
 import errno
 import mmap
@@ -39,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def fill(root: Path, number: int, size: int = 100) -> None:
-    """Make entries without writing each through a store: files that eviction looks at."""
+    """Create entry files that eviction sees, without writing each through a store."""
     for _ in range(number):
         digest = secrets.token_hex(32)
         folder = root / "entries" / digest[:2] / digest[2:4]
@@ -52,7 +52,7 @@ def fill(root: Path, number: int, size: int = 100) -> None:
     )
 
 
-# What it costs
+# Cost
 
 
 @pytest.fixture(scope="module", params=[3_000, 30_000])
@@ -81,7 +81,7 @@ def test_put_into_a_full_store_costs_the_same_however_many_entries_there_are(
     assert 16 <= stats.evictions <= 64
     assert stats.bytes is not None
     assert stats.bytes <= number * BLOCK
-    # Two evictions, of two samples of 64 each at most; a leaf has half an entry to a dozen.
+    # At most two evictions with two samples of 64 each; a leaf has half an entry to a dozen.
     assert counts["seen"] <= 16 * 40
     assert counts.total() <= 16 * 180
 
@@ -112,7 +112,7 @@ def test_put_costs_the_same_beside_many_writers(root: Path) -> None:
                 store.put(key(str(writers)), sized(100))
             totals.append(counts.total())
 
-    assert max(totals) - min(totals) <= 4  # a folder may have to be made
+    assert max(totals) - min(totals) <= 4  # a folder may have to be created
     assert max(totals) < 40
 
 
@@ -135,7 +135,7 @@ def test_sweep_finds_what_expired_and_corrects_the_ledger(root: Path) -> None:
         assert store.stats().entries == 20
 
 
-# How long it takes
+# Duration
 
 
 def test_put_observes_the_time_of_each_eviction_that_it_has_to_do(root: Path) -> None:
@@ -168,7 +168,7 @@ def test_look_that_has_nothing_to_free_is_not_observed(root: Path) -> None:
 def test_sweep_that_lost_its_lock_corrects_nothing(
     root: Path, monkeypatch: pytest.MonkeyPatch, taken: bool
 ) -> None:
-    """The other sweep does: with both, the ledger would be wrong by as much the other way."""
+    """The other sweep corrects the ledger; if both did, the error would be as large in reverse."""
     with opened(root) as store:
         store.put(key(), sized(100))
         Ledger().charge(Folder.open_path(str(root / "usage"), Modes()), 9 * BLOCK, 9)
@@ -180,20 +180,20 @@ def test_sweep_that_lost_its_lock_corrects_nothing(
             return scan(*args)
 
         monkeypatch.setitem(vars(tree), "_scan", scanned)
-        # Not `store.sweep`, which evicts as well: that sees all of so few entries, and corrects.
+        # Not `store.sweep`, which also evicts: with so few entries it would see all, and correct.
         store._keeper.sweep(store._opening.tree(), 0.0)  # noqa: SLF001
 
         assert store.stats().entries == (10 if taken else 1)
         assert (root / "sweeping").exists() == taken
 
 
-# What it spares
+# Entries that are kept
 
 
 def choosing(
     monkeypatch: pytest.MonkeyPatch, then: Callable[[Sequence[EvictionCandidate]], None]
 ) -> None:
-    """Have something done once, when it is chosen what goes and nothing has gone yet."""
+    """Call `then` once, after victims are chosen and before any is removed."""
     choose = tree.choose_victims
 
     def chosen(sample: Sequence[EvictionCandidate], **more: Any) -> list[EvictionCandidate]:
@@ -238,7 +238,7 @@ def test_evictor_that_lost_its_lock_ends(root: Path, monkeypatch: pytest.MonkeyP
         choosing(monkeypatch, taken_by_another)
         store.evict()
 
-        # One batch and no other, and the lock of the one that took it stays.
+        # Only one batch, and the lock of the other evictor stays.
         assert 0 < store.stats().evictions <= 16
         assert (root / "evicting").read_text() == "elsewhere/1 1 token"
 
@@ -289,12 +289,12 @@ def test_lease_of_a_thousand_years_that_is_found_keeps_nothing_and_is_swept(root
     assert folder.names() == [str(int(now_s + 1.24 * LONGEST_S))]
 
 
-# Others who evict
+# Concurrent evictors
 
 
 @contextmanager
 def evicting(root: Path) -> Iterator[Callable[[], None]]:
-    """Have another evictor, which is alive."""
+    """Hold the lock of a living evictor."""
     folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting")
     assert lock.acquire(folder, time.time)
     yield lambda: lock.release(folder)
@@ -316,12 +316,13 @@ def test_writer_frees_what_its_entry_takes_beside_an_eviction_that_hangs(root: P
         fill_ten(store, root)
         for n in range(3):
             assert store.put(key(f"next {n}"), sized(100)) is True
-            # No entry ahead: writers that do so side by side would empty the store.
+            # Evict only what is needed: parallel writers that evict ahead would empty the store.
             assert store.stats().evictions == n + 1
 
         assert store.stats().drops == 0
         assert store.stats().bytes == entries_bytes(root) == 10 * BLOCK
-        # Of eight of ten the oldest goes: at worst the third one of all, three times.
+        # The oldest of eight of the ten is evicted: in the worst case the third-oldest, three
+        # times.
         assert None not in store.lookup(TEN[5:])
 
 
@@ -339,7 +340,7 @@ def test_writers_beside_each_other_keep_the_quota_and_what_is_young(root: Path) 
         assert store.stats().bytes == entries_bytes(root) <= 64 * BLOCK
         assert store.stats().entries == len(list(store.ls())) > 48
         young = [row for row in store.ls() if row.info and "of" in row.info.key.identifier]
-        # Half of all are old to the end: one in 256 samples of eight has none of them.
+        # Half of all entries stay old: one in 256 samples of eight contains none of them.
         assert len(young) >= 32 - 3
 
 
@@ -352,7 +353,7 @@ def put_many(root: Path, writer: int, number: int) -> None:
 def test_store_is_not_full_where_another_process_removed_what_was_chosen(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was taken to be full of what cannot be evicted, for a second."""
+    """Otherwise the store would be taken for full of unevictable entries for a second."""
     with opened(root, f"max_bytes={10 * BLOCK}") as store, opened(root) as other:
         fill_ten(store, root)
 
@@ -387,7 +388,7 @@ def test_store_is_not_full_where_what_was_chosen_is_read_meanwhile(
 def test_writer_that_waits_looks_at_the_ledger_and_makes_no_files(root: Path) -> None:
     with opened(root, f"max_bytes={10 * BLOCK}") as store:
         fill_ten(store, root)
-        store.lease(TEN, 60)  # nothing that the writer itself could evict
+        store.lease(TEN, 60)  # the writer itself can evict nothing
 
         def other_frees() -> None:
             time.sleep(0.3)
@@ -401,7 +402,7 @@ def test_writer_that_waits_looks_at_the_ledger_and_makes_no_files(root: Path) ->
                 assert store.put(key("next"), sized(100)) is True
             other.join()
         assert counts["link"] <= 1 + 8  # its own entry; the other store probes and opens
-        # Pauses double: some ten looks in 0.3 s, where there were fifty.
+        # Pauses double: about ten polls in 0.3 s, instead of fifty.
         assert counts["fstatvfs"] <= 20
 
 
@@ -425,7 +426,7 @@ def test_writer_drops_its_entry_where_it_can_evict_nothing_beside_another(
 def test_store_is_full_of_entries_that_this_process_may_not_remove(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in folders of another user: nobody was faster, so nothing is waited for."""
+    """The entries are in folders of another user; the writer does not wait for other evictors."""
     rename = Folder.rename
 
     def denied(folder: Folder, name: str, *more: Any) -> None:
@@ -448,7 +449,7 @@ def test_store_is_full_of_entries_that_this_process_may_not_remove(
 def test_writer_does_not_evict_a_whole_store_beside_another_for_longer_than_it_waits(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The quota was lowered, and the one that evicts hangs: each round frees a little."""
+    """The quota was lowered, and the other evictor hangs: each round frees a little."""
     now_s = [time.monotonic()]
 
     def passed() -> float:
@@ -494,7 +495,7 @@ def test_full_disk_is_waited_for_while_another_evicts_from_it(
 
 
 def test_full_disk_frees_what_is_needed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was the entry and a sixteenth of the quota, which may be all there is."""
+    """The writer evicts for its entry only, and not for a sixteenth of the quota in addition."""
     with opened(root) as store:
         for n in range(20):
             store.put(key(str(n)), sized(100))
@@ -516,7 +517,7 @@ def test_full_disk_frees_what_is_needed(root: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_quota_counts_blocks(root: Path) -> None:
-    """Entries without a tensor have names that clients choose, and no bound but this one."""
+    """Entries without a tensor have names that clients choose; only the quota limits them."""
     with opened(root, f"max_bytes={20 * BLOCK}") as store:
         for n in range(50):
             store.put(key(str(n)), Entry(memoryview(b""), "BF16", (0,), "image"))
@@ -613,7 +614,7 @@ def test_clock_makes_no_file_each_time(root: Path) -> None:
 
 
 def touch_shared_memory(path: Path, size: int, go: Any) -> None:
-    """As vLLM's queues do: the size is set first, and the pages are touched much later."""
+    """Touch memory as vLLM's queues do: the size is set first, the pages are touched much later."""
     with path.open("w+b") as file:
         file.truncate(size)
         memory = mmap.mmap(file.fileno(), size)

@@ -1,4 +1,4 @@
-"""What a shared directory does when it is full, old, cut, foreign or gone."""
+"""Store on a shared directory that is full, old, truncated, foreign or gone."""
 
 import os
 import re
@@ -96,7 +96,7 @@ def test_every_flipped_byte_is_a_miss_and_put_aside(root: Path, large: bool) -> 
         store.put(key(), kept)
         path = path_of(root, key())
         whole = path.read_bytes()
-        # Each byte where there are few; of many, the header's and some of the payload's.
+        # Every byte of a small entry; of a large one, the header's and some of the payload's.
         places = range(len(whole)) if not large else [*range(0, 500, 50), *range(500, 2**20, 10**5)]
         for seen, place in enumerate(places, 1):
             flipped = bytearray(whole)
@@ -222,7 +222,7 @@ def test_what_was_read_stays_when_its_file_is_cut(root: Path, store: SharedDiskS
 
 
 def test_memory_is_used_again_once_nothing_refers_to_it() -> None:
-    buffers = EntryFiles()._buffers  # noqa: SLF001 - what it holds on to is not to be seen outside
+    buffers = EntryFiles()._buffers  # noqa: SLF001 - retained buffers are not visible from outside
     first = buffers.take_buffer(2**21)
     first[:4] = b"mark"
     view = first.toreadonly().cast("H")[1:2]
@@ -426,7 +426,7 @@ def test_what_writers_left_is_swept_after_an_hour(
 
     assert fresh.exists()
     assert not stale.exists()
-    # What the other writer will take is in the sum already.
+    # The sum already contains what the other writer will use.
     assert store.stats().bytes == taken_bytes(path_of(root, key()).stat().st_size) + 2**20
 
 
@@ -474,7 +474,8 @@ def test_a_leased_entry_survives_eviction_until_the_lease_ends(root: Path) -> No
         assert store.lease([key("leased")], 2)[0] is not None
         age(path_of(root, key("leased")), 1000)
         for n in range(30):
-            store.lease([key("leased")], 2)  # each time: so many writes may take longer
+            # Renewed each time: the writes may take longer than the lease.
+            store.lease([key("leased")], 2)
             age(path_of(root, key("leased")), 1000)
             store.put(key(str(n)), sized(10_000))
         assert store.get(key("leased")) is not None
@@ -551,7 +552,7 @@ def test_a_store_that_lost_its_ledger_counts_again(root: Path) -> None:
 def test_the_lock_of_a_dead_evictor_is_broken(root: Path, store: SharedDiskStore) -> None:
     child = os.fork()
     if child == 0:
-        FileLock("evicting").acquire(store._opening.tree().root, time.time)  # noqa: SLF001 - dies with it
+        FileLock("evicting").acquire(store._opening.tree().root, time.time)  # noqa: SLF001 - held until the child dies
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert (root / "evicting").exists()
@@ -579,7 +580,7 @@ def test_the_lock_of_another_machine_is_broken_when_it_is_old(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 1 MiB; only root may mount one."""
+    """Yield a disk of 1 MiB; only root may mount one."""
     mount = tmp_path / "small"
     mount.mkdir()
     command = ["/bin/mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
@@ -713,7 +714,7 @@ def test_durable_entries_are_synced(root: Path, monkeypatch: pytest.MonkeyPatch)
     with opened(root, "durability=fsync") as store:
         store.put(key(), entry())
 
-        # The entry, its folder, and the two above, which may be new: no other call syncs them.
+        # The entry, its folder and the two above, which may be new: no other call syncs them.
         assert synced == [False, True, True, True]
         assert {"entries", key().digest[:2], key().digest[2:4]} < names
 
@@ -726,11 +727,11 @@ def test_a_closed_store_says_so(root: Path) -> None:
         store.get(key())
 
 
-# Against a dictionary
+# Model-based test against a dictionary
 
 
 class Model(RuleBasedStateMachine):
-    """Two handles on a store of 20 entries or so, and what they may hold at most."""
+    """Two handles on a store of about 20 entries, and the entries that they may contain."""
 
     keys = Bundle("keys")
 

@@ -1,4 +1,4 @@
-"""Folders that a shared directory keeps open: to look entries up, and not to write them."""
+"""Folders that a store on a shared directory keeps open for look-ups, but not for writes."""
 
 import errno
 import gc
@@ -101,13 +101,13 @@ def test_a_folder_that_became_a_link_is_not_followed(
 def test_folders_kept_open_are_few_and_closed_with_the_store(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Each look at the path closes them, and the look-up of all keys may take longer than a second.
+    # Each check of the path closes them, and looking up all keys may take longer than a second.
     monkeypatch.setattr(opening, "LOOK_EVERY_S", 3600.0)
     keys = [key(str(number)) for number in range(2 * tree.KEPT_FOLDERS)]
     with opened(root) as writer:
         for one in keys:
             writer.put(one, sized(2))
-    gc.collect()  # what other tests have left open is closed now, and not in between
+    gc.collect()  # closes what other tests have left open now, not later
     before = descriptors()
     with opened(root) as store:
         start = descriptors()
@@ -158,7 +158,7 @@ def test_threads_lose_no_folder_that_is_kept_no_more(
         assert store.stats().corrupt == 0
 
 
-# Folders that are removed because they are empty
+# Removal of empty folders
 
 
 def leaves(root: Path) -> list[Path]:
@@ -179,11 +179,11 @@ def full_of_twenty(root: Path) -> SharedDiskStore:
 
 @pytest.mark.parametrize("empty", [0, 5000])
 def test_an_eviction_costs_the_same_after_folders_were_left_empty(root: Path, empty: int) -> None:
-    """Each folder that ever was cost an eviction as much as one with entries."""
+    """An eviction must not pay for each folder that once existed."""
     with full_of_twenty(root) as store:
         make_leaves(root, empty)
         with counted() as once:
-            for n in range(30):  # each looks at some of them
+            for n in range(30):  # each finds some of them
                 store.put(key(f"finds some {n}"), sized(100))
         with counted() as counts:
             for n in range(8):
@@ -249,7 +249,7 @@ def test_a_writer_makes_its_folder_again_that_an_eviction_removed(
 def test_folder_that_another_host_removed_is_opened_again(
     root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS says so by ESTALE: the entry is in a folder of the same name that was made since."""
+    """NFS reports this as ESTALE; the entry is in a new folder of the same name."""
     store.put(key(), sized(100))
     assert store.get(key()) is not None
     tree_before, stale = store._opening.tree(), [True]  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Many processes on one shared directory, some of them killed at any instruction."""
+"""Many processes on one shared directory; some are killed at arbitrary instructions."""
 
 import multiprocessing
 import os
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.full
 KILLS = 40
 ROUNDS_PER_KILL = 100
 HANGS_S = 300.0
-"""So long without a round is no slow machine any more."""
+"""Seconds without a round after which a process counts as hung; a slow machine needs less."""
 WRITERS = READERS = 8
 KEYS = 150
 MAX_BYTES = 2 * 2**20
@@ -84,7 +84,7 @@ def read(root: Path, seed: int, rounds: "Synchronized[int]", torn: "Synchronized
 
 
 def entries_bytes(root: Path) -> int:
-    """What the entries take that a reader could open at the moment."""
+    """Return the disk space of the entries that a reader could open at the moment."""
     size = 0
     for folder, _, names in os.walk(root / "entries"):
         for name in names:
@@ -106,7 +106,7 @@ def test_writers_and_readers_that_are_killed_tear_nothing_and_keep_the_quota(
     torn = SPAWN.Value("q", 0)
 
     def start(n: int) -> BaseProcess:
-        # A counter of its own each time: one that is killed may hold its counter's lock.
+        # A new counter for each process: a killed one may hold its counter's lock.
         rounds.append(SPAWN.Value("q", 0))
         seed = len(rounds)
         process = (
@@ -177,7 +177,7 @@ def test_evictors_in_many_processes_count_each_entry_once(root: Path) -> None:
         assert [process.exitcode for process in processes] == [0] * 4
         assert put.value > 700
         assert put.value - evicted.value == left
-        # A count that others wrote beside corrected by no more than was certain.
+        # A sweep corrects a count only by what is certain, since others write at the same time.
         assert left <= (store.stats().entries or 0) <= left + len(processes)
         left -= store.sweep()
         assert len(list(store.ls())) == left

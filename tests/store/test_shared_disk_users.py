@@ -1,4 +1,4 @@
-"""Two users of a group on one shared directory, and what one gets of another's private one."""
+"""Two users of one group on a shared directory, and on each other's private directories."""
 
 import multiprocessing
 import os
@@ -33,8 +33,8 @@ def root() -> Iterator[Path]:
     root = parent / "store"
     root.mkdir()
     os.chown(root, USERS[0], GROUP)
-    root.chmod(SHARED_DIRECTORY)  # as docs/configuration.md has it made
-    # A Python that is root's alone imports nothing more once its process is another user's.
+    root.chmod(SHARED_DIRECTORY)  # as docs/configuration.md recommends
+    # Import everything now: after `setuid`, the process may not be able to read root's Python.
     with opened(parent / "warm") as store:
         store.put(key(), sized(2**20 + 2))
         store.get(key())
@@ -48,7 +48,7 @@ def opened(root: Path, query: str = SHARED) -> SharedDiskStore:
 
 
 def start(user: int, call: Callable[[], object], groups: tuple[int, ...] = (GROUP,)) -> int:
-    """Do something as a user, in a process of its own, whose files nobody else may use by umask."""
+    """Run a call as a user in a child process with a umask that keeps its files private."""
     child = os.fork()
     if child:
         return child
@@ -60,7 +60,7 @@ def start(user: int, call: Callable[[], object], groups: tuple[int, ...] = (GROU
         os.umask(0o077)
         call()
         status = 0
-    except BaseException:  # noqa: BLE001 - the parent sees the status, whoever runs it the reason
+    except BaseException:  # noqa: BLE001 - the parent checks the exit status
         traceback.print_exc()
     finally:
         os._exit(status)
@@ -131,7 +131,7 @@ def test_what_one_user_spoils_the_other_puts_aside(root: Path) -> None:
 
 
 def test_users_at_once_fill_and_evict_one_store(root: Path) -> None:
-    """Folders, leases and lines of the ledger are made by either while the other needs them."""
+    """Each user creates folders, leases and ledger lines while the other needs them."""
 
     def work(seed: int) -> None:
         with opened(root, f"{SHARED}&max_bytes=512KiB") as store:
@@ -171,7 +171,7 @@ def test_another_users_private_store_is_unavailable_when_it_is_opened(root: Path
 
 @pytest.mark.fault(26)
 def test_what_becomes_private_later_is_a_miss(root: Path) -> None:
-    """A user takes permissions of the group away."""
+    """A user removes the group's permissions."""
 
     def put_private() -> None:
         with opened(root) as store:
@@ -200,7 +200,7 @@ def test_what_becomes_private_later_is_a_miss(root: Path) -> None:
 def test_a_folder_whose_permissions_are_not_set_yet_is_waited_for(
     root: Path, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:
-    """Its maker has a umask of 077, and sets the permissions a moment after it made the folder."""
+    """Its creator has a umask of 077, and sets the permissions just after it made the folder."""
     fork = multiprocessing.get_context("fork")
     waits, settled = fork.Event(), fork.Event()
 

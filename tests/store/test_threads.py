@@ -19,7 +19,7 @@ SIZE = entry().data.nbytes
 
 
 class Paused:
-    """A real store whose calls wait, or fail, until they are let go."""
+    """Real store with calls that wait, or fail, until the test releases them."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
