@@ -1,4 +1,4 @@
-"""Fixtures of the proxy's tests."""
+"""Fixtures for the proxy's tests."""
 
 from tests.support.fixtures import backed, fleet, joined, keys, launch, store, url
 

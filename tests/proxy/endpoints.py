@@ -1,4 +1,4 @@
-"""Requests of the endpoints beside chat."""
+"""Requests for the endpoints other than chat."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,7 @@ def seen(url: str) -> dict[str, Any]:
 
 
 def content_of(body: dict[str, Any]) -> list[Any]:
-    """Return the content that a request of `WITH_MEDIA` has its picture in."""
+    """Return the content in which a request of `WITH_MEDIA` has its picture."""
     for field in ("messages", "input", "documents", "query", "inputs"):
         value = body.get(field)
         one = value[0] if isinstance(value, list) else value
@@ -72,7 +72,7 @@ WITH_MEDIA: dict[str, Callable[[str], dict[str, Any]]] = {
     **dict.fromkeys(RANKINGS, lambda url: {"query": seen(url), "documents": ["a"]}),
     "/v2/embed": lambda url: {"inputs": [seen(url)]},
 }
-"""A request with a picture, for every endpoint that can carry one."""
+"""Builder of a request with a picture, for every endpoint that accepts one."""
 with_media = pytest.mark.parametrize("path", WITH_MEDIA)
 
 PLAIN: dict[str, dict[str, Any]] = {

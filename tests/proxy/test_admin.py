@@ -1,4 +1,4 @@
-"""Health, models and profiling: asked of every instance."""
+"""Health, models and profiling, which the proxy asks of every instance."""
 
 import asyncio
 
@@ -56,7 +56,7 @@ async def test_one_of_two_unhealthy_is_degraded_and_still_serves(launch: Launch)
 async def test_health_of_an_ejected_instance_does_not_contradict_itself(
     launch: Launch, instances: int, state: str
 ) -> None:
-    """It answers its health check; requests go to it only where too few others are left."""
+    """The instance passes its health check, but gets requests only if too few others are left."""
     async with launch(encode=instances, eject_after=1, encode_balance="round_robin") as fleet:
         fleet.e.chat = refuses(500)
         for number in range(instances):

@@ -1,4 +1,4 @@
-"""Whom requests go to: by load, reported and known, by weight, by session. On real sockets."""
+"""Balancing on real sockets: by reported and known load, by weight, by session."""
 
 import asyncio
 from collections import Counter
@@ -23,13 +23,13 @@ ENDLESS = 100 * 1024**2
 
 
 async def reported(fleet: Fleet) -> dict[str, Any]:
-    """By URL, what instances have said that the proxy goes by."""
+    """Return by URL the reported load that the proxy uses."""
     rows = (await listing(fleet))["instances"]
     return {row["url"]: row["reported"] for row in rows}
 
 
 async def said(fleet: Fleet, instance: FakeInstance, what: dict[str, int] | None) -> None:
-    """Wait until the proxy goes by this report of an instance, or by none."""
+    """Wait until the proxy uses this report of an instance; None: no report."""
     async with asyncio.timeout(20):
         while (await reported(fleet))[instance.url] != what:  # noqa: ASYNC110 - as in `until`
             await asyncio.sleep(0.01)
@@ -40,7 +40,7 @@ async def known(fleet: Fleet, instance: FakeInstance, *, waiting: int, running: 
 
 
 async def had(fleet: Fleet, requests: int, headers: dict[str, str] | None = None) -> list[int]:
-    """How many of so many requests each decode instance has had."""
+    """Send so many requests; return how many each decode instance received."""
     before = [len(one.calls) for one in fleet.decode]
     for _ in range(requests):
         status, _ = await fleet.chat(request(text()), headers)
@@ -50,7 +50,7 @@ async def had(fleet: Fleet, requests: int, headers: dict[str, str] | None = None
 
 @asynccontextmanager
 async def held(fleet: Fleet, requests: int) -> AsyncIterator[asyncio.Event]:
-    """So many requests under way at the decode instances, one after the other, until it is set."""
+    """Keep so many requests in progress at the decode instances until the event is set."""
     end = asyncio.Event()
 
     async def holds(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -123,7 +123,7 @@ async def drips() -> web.Response:
 
 
 class Endless(web.Response):
-    """A hundred megabytes, as fast as they go."""
+    """Response of a hundred megabytes, sent as fast as possible."""
 
     sent = 0
 
@@ -191,7 +191,7 @@ async def test_what_was_reported_long_ago_is_forgotten(launch: Launch) -> None:
 async def test_nobody_is_asked_with_an_interval_of_0(launch: Launch) -> None:
     async with launch(decode=2, **OFTEN | {"load_interval_s": 0}) as fleet:
         fleet.d.metrics, asked = counting(reports((0, 50)))
-        await asyncio.sleep(0.3)  # in which it would have been a dozen times
+        await asyncio.sleep(0.3)  # long enough for a dozen polls at the usual interval
 
         assert await had(fleet, 4) == [2, 2]
         assert asked() == 0
@@ -221,7 +221,7 @@ async def test_requests_of_a_session_go_the_same_way(launch: Launch) -> None:
                 body = request(image(uuid=f"{session}{seed}"))
                 assert (await fleet.chat(body, {"X-Session-Id": session}))[0] == 200
             way = tuple(one.url for one in fleet.instances if len(one.calls) > before[one.url])
-            assert len(way) == 3  # one of each stage
+            assert len(way) == 3  # one instance per stage
             ways[way] += 1
         assert len(ways) > 1
         told = {call.headers.get("x-session-id") for one in fleet.instances for call in one.calls}

@@ -1,4 +1,4 @@
-"""What each instance is sent, and what the client gets."""
+"""Chat completions: the requests to each instance, and the response to the client."""
 
 import asyncio
 import json

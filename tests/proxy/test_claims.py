@@ -1,4 +1,4 @@
-"""What a proxy claims, holds and gives back, on a real store."""
+"""Claims of a proxy on a real store: taking, holding and releasing them."""
 
 import asyncio
 import gc
@@ -42,7 +42,7 @@ async def come(
 
 
 def free(store: Store, *keys: EntryKey) -> bool:
-    """Whether nobody holds their claims; nobody does afterwards either."""
+    """Return whether none of the keys is claimed; release them again."""
     claims = store.claim(keys, "asks", 60)
     store.release(keys, "asks")
     return all(claims)
@@ -54,7 +54,7 @@ def put(store: Store, key: EntryKey) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the proxy asks of the store, in order."""
+    """Return the names of the proxy's calls of the store, in order."""
     asked: list[str] = []
 
     def noting(name: str) -> Any:
@@ -117,7 +117,7 @@ async def test_a_claim_goes_back_when_an_instance_has_had_time_to_write(
 
 
 async def test_who_comes_second_looks_anew(backed: Backed, url: str) -> None:
-    """The first may have had it made since the second looked."""
+    """The first request may have had the item encoded since the second looked it up."""
     async with claiming(url) as claims, looked(claims, "a"), looked(claims, "a") as second:
         assert second is not None
         assert not second.claimed

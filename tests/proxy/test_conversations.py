@@ -1,4 +1,4 @@
-"""Conversations over real sockets: prefill reads what decode holds of the last turn."""
+"""Conversations over real sockets: prefill reads decode's KV blocks of the previous turn."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from tests.support.fake_turns import PICTURE, WRONG, Turns, rendered
 from tests.support.fleet import Fleet, Launch, until
 
 BUDGET_S = 5.0
-"""What is found does not depend on how fast a busy machine looks."""
+"""Time budget of look-ups; large, so that results do not depend on the speed of the machine."""
 
 
 @asynccontextmanager
@@ -40,7 +40,7 @@ async def talking(
 
 @dataclass
 class Talk:
-    """A client that sends its whole history each time."""
+    """Client that sends the whole history with each turn."""
 
     fleet: Fleet
     name: str = "talk"
@@ -50,7 +50,7 @@ class Talk:
     more: dict[str, Any] = field(default_factory=dict)
 
     async def ask(self, content: Any, **more: Any) -> str:
-        """The answer's text, once it is in the history."""
+        """Send the next turn, add the answer to the history and return it."""
         self.history.append({"role": "user", "content": content})
         asked = {"messages": self.history, "stream": self.stream, "conversation_id": self.name}
         body = {"model": "m", **asked, **self.more, **more}
@@ -103,7 +103,7 @@ async def test_each_turn_reads_all_of_the_last_one_that_was_computed(
             said = await talk.ask(LONG + str(number))
             assert said != WRONG
             if number:
-                # All but the token that was sampled last and the mark behind it.
+                # All tokens except the one sampled last and the end mark after it.
                 assert turns.read[-1] == len(before) - 2
         assert len(turns.read) == 4
         assert (await figures(fleet)) == {
@@ -116,7 +116,7 @@ async def test_each_turn_reads_all_of_the_last_one_that_was_computed(
             "unknown": 0,
         }
         assert await health(fleet) == {"kept": 1, "evicted": 0}
-        # The same ones each time.
+        # Always the same prefill instance.
         assert sorted(len(one.calls) > 0 for one in fleet.prefill) == [False] * (prefill - 1) + [
             True
         ]
@@ -297,7 +297,7 @@ async def test_no_instance_sees_the_name_at_any_endpoint(launch: Launch) -> None
 
 
 async def test_what_is_said_at_other_endpoints_is_handed_on_as_it_is(launch: Launch) -> None:
-    """A tool may have arguments of any name, and there they are no string."""
+    """A tool may have arguments with these names, of any type."""
     arguments = {"token_ids": [1, 2], "prompt_token_ids": [3], "kv_transfer_params": {"x": 1}}
     said = {"content": [{"type": "tool_use", "name": "f", "input": arguments}]}
 
@@ -481,11 +481,11 @@ async def test_a_prefill_that_cannot_read_is_asked_once_more_to_compute(launch: 
             "/v1/chat/completions",
         ]
         assert fleet.p.calls[-1].body["kv_transfer_params"]["remote_block_ids"] is None
-        # What it keeps of the one that failed is not taken for the next one's.
+        # The retry has a new id, so that the KV blocks of the failed attempt are not used for it.
         ids = [call.headers["X-Request-Id"] for call in fleet.p.calls]
         assert len({*ids}) == len(ids)
         assert (await figures(fleet))["failed"] == 1
-        # It is not its own fault, and it reads what another engine holds.
+        # The failure is not prefill's fault; it still reads blocks of another engine.
         assert not fleet.events.changes
         assert await talk.ask(LONG) != WRONG
         assert (await figures(fleet))["failed"] == 1
@@ -503,7 +503,8 @@ async def test_only_whose_blocks_could_not_be_read_are_left_alone_for_a_while(
         first, second = fleet.decode
         assert first.calls
         assert second.calls
-        # Prefill learns that an engine is gone by trying, and each turn takes what was kept.
+        # Prefill notices a restarted engine only when a read fails, and each turn uses up its
+        # entry.
         turns.engines[first.version].expired = True
         dead, well = len(first.calls), len(second.calls)
         for talk in talks:
@@ -530,7 +531,7 @@ async def test_a_prefill_that_waits_for_blocks_for_ever_is_asked_once_more_to_co
         computes = fleet.p.chat
 
         async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            """As without `bidirectional_kv_xfer`."""
+            """Hang on read requests, as an engine without `bidirectional_kv_xfer` does."""
             reads = (body.get("kv_transfer_params") or {}).get("remote_block_ids")
             return await (hangs if reads else computes)(request, body)
 
@@ -663,10 +664,10 @@ async def test_two_proxies_share_conversations_in_redis(launch: Launch, tmp_path
                 entry = read(server.command("GET", key.decode()))
                 assert entry is not None
                 assert entry.held is not None
-                # Not even who guesses what was said can see that it was.
+                # A guess of the conversation does not match the stored tokens.
                 guess = [ord(one) for one in rendered({"messages": talk.history})]
                 assert entry.held.tokens.shared_prefix_len(guess) == 0
-                # What it does not understand, as from another version, is as good as nothing.
+                # An entry that the proxy cannot read, as of another version, counts as a miss.
                 server.command("SET", key.decode(), '{"kept_s": "soon"}')
                 assert await talk.ask(LONG) != WRONG
                 assert len(turns.read) == 3

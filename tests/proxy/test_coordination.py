@@ -1,4 +1,4 @@
-"""Coordination policies on real sockets: who is asked for what, and who decodes."""
+"""Coordination policies on real sockets: which encode, prefill and decode instances are used."""
 
 import asyncio
 from typing import Any
@@ -276,7 +276,7 @@ async def test_whom_a_client_names_is_tried_once_more_and_nobody_else(launch: La
 
         assert await answered(fleet, request(text()), **{HEADER: place(fleet.d)}) == 502
         assert len([call for call in fleet.d.calls if call.body.get("max_tokens") != 1]) == 2
-        assert fleet.decode[1].calls == []  # it might die of the request, too
+        assert fleet.decode[1].calls == []  # the request might kill it too
 
 
 async def test_another_instance_releases_the_blocks_for_the_one_that_a_client_names(
@@ -428,7 +428,7 @@ async def test_a_client_that_leaves_while_the_picker_thinks_leaves_nothing(launc
         picked = picked_by(picker)
         async with launch(1, 1, 1, **picked) as fleet:
             asking = asyncio.create_task(fleet.chat(request(text())))
-            while not picker.questions:  # noqa: ASYNC110 - it is in another server
+            while not picker.questions:  # noqa: ASYNC110 - the picker sets no event
                 await asyncio.sleep(0.01)
             asking.cancel()
             await asyncio.wait([asking])

@@ -1,4 +1,4 @@
-"""Web pages of other origins (CORS): what browsers are told, beside what vLLM tells them."""
+"""Cross-origin requests (CORS): the proxy's answers compared with vLLM's."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -69,7 +69,7 @@ ASKED: list[dict[str, str]] = [
 
 @pytest.mark.parametrize("settings", SETTINGS)
 async def test_preflights_and_answers_are_vllms(launch: Launch, settings: dict[str, Any]) -> None:
-    """Of starlette's middleware, as vLLM adds it (`serve/middleware/register.py`)."""
+    """The reference is starlette's middleware, as vLLM adds it (`serve/middleware/register.py`)."""
     engine = Starlette()
     defaults = epd.ProxyConfig.model_fields
     options: dict[str, Any] = {
@@ -82,7 +82,7 @@ async def test_preflights_and_answers_are_vllms(launch: Launch, settings: dict[s
         )
     }
     engine.add_middleware(CORSMiddleware, **options)
-    # A newer starlette has the method QUERY too, which no route takes.
+    # A newer starlette also lists the method QUERY, which no route has.
     browser = TestClient(engine)
     async with launch(**settings) as fleet:
         for asked in ASKED:
@@ -95,7 +95,7 @@ async def test_preflights_and_answers_are_vllms(launch: Launch, settings: dict[s
         for origin in (PAGE, OTHER, None):
             headers = {} if origin is None else {"Origin": origin}
             expected = cross_origin(browser.get("/v1/models", headers=headers).headers.items())
-            if "access-control-allow-origin" not in expected:  # alone, it allows nothing
+            if "access-control-allow-origin" not in expected:  # this header alone allows nothing
                 expected.pop("access-control-allow-credentials", None)
             assert (await ask(fleet, "GET", "/v1/models", headers))[1] == expected
 
@@ -123,7 +123,7 @@ async def test_a_preflight_needs_no_key_and_the_request_after_it_does(
         served, _ = await ask(fleet, "POST", path, bearer(ALICE) | {"Origin": PAGE}, json=body)
 
     assert (preflight, denied, served) == (200, 401, 200)
-    assert told["access-control-allow-origin"] == PAGE  # the page may read why
+    assert told["access-control-allow-origin"] == PAGE  # the page may read the reason
     assert len(fleet.d.calls) == 1
 
 

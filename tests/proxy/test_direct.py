@@ -1,4 +1,4 @@
-"""Requests of the API that pass aiohttp's router, and those that do not."""
+"""Requests that bypass aiohttp's router, and requests that do not."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ PATH = "/v1/chat/completions"
 
 @asynccontextmanager
 async def serving(change: Callable[[web.Application], None]) -> AsyncIterator[str]:
-    """A proxy whose application was changed before it began to serve."""
+    """Run a proxy with an application that is changed before it starts; yield its URL."""
     async with FakeInstance(decodes).running() as decode:
         urls = {"encode_servers_urls": (decode.url,), "decode_servers_urls": (decode.url,)}
         app = epd.create_app(epd.ProxyConfig(**UNASKED | urls), observers=[])
@@ -38,7 +38,7 @@ async def serving(change: Callable[[web.Application], None]) -> AsyncIterator[st
 
 
 async def asked(url: str) -> tuple[int, str | None]:
-    """Status of an answer, and a header that the application's own code adds."""
+    """Return the status of an answer, and a header that the application's own code adds."""
     async with aiohttp.ClientSession() as http, http.post(url, json=request(text())) as reply:
         await reply.read()
         return reply.status, reply.headers.get("X-Added")

@@ -1,4 +1,4 @@
-"""Encoder-cache transfers of vLLM's own connectors, against instances that check each parameter."""
+"""vLLM's own encoder-cache transfers, with fake instances that check each parameter."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -39,7 +39,7 @@ def addresses(decode: int, ranks: int = 1) -> tuple[str, ...]:
 async def mooncake(
     launch: Launch, pushes: Pushes, encode: int = 1, decode: int = 1, ranks: int = 1, **config: Any
 ) -> AsyncIterator[Fleet]:
-    """E+PD with ECMooncakeConnector."""
+    """Run E+PD with ECMooncakeConnector."""
     where = addresses(decode, ranks)
     settings: dict[str, Any] = {
         "ec_consumer_zmq_addrs": where,
@@ -58,7 +58,7 @@ async def mooncake(
 async def nixl(
     launch: Launch, memory: Memory, encode: int = 1, prefill: int = 0, **config: Any
 ) -> AsyncIterator[Fleet]:
-    """E+PD or E+P+D with ECCPUConnector."""
+    """Run E+PD or E+P+D with ECCPUConnector."""
     async with launch(encode=encode, prefill=prefill, ec_transfer="nixl", **config) as fleet:
         for port, one in enumerate(fleet.encode, 5601):
             one.chat = memory.encodes(port)
@@ -71,7 +71,7 @@ async def nixl(
 
 
 async def ask(fleet: Fleet, body: dict[str, Any]) -> None:
-    """Have a request answered."""
+    """Send a request, and check that it succeeds."""
     async with fleet.post(body) as reply:
         said = await reply.text()
         assert reply.status == 200, said
@@ -83,7 +83,7 @@ def kinds(instance: FakeInstance, call: int = -1) -> list[str]:
 
 
 def ids_of(instance: FakeInstance, call: int = -1) -> list[str]:
-    """The transfer ids that an instance was told."""
+    """Return the transfer ids that an instance received."""
     params = instance.calls[call].body["ec_transfer_params"]
     return [item["transfer_id"] for item in params["ec_items"]]
 
@@ -139,7 +139,8 @@ async def test_a_video_and_its_sound_have_an_id_each(launch: Launch) -> None:
         await ask(fleet, request(text(), video(), **SOUND))
 
         assert len(ids_of(fleet.e)) == 2
-        assert ids_of(fleet.d) == ids_of(fleet.e)[::-1]  # the video's first, as vLLM's example
+        # The video's id is first, as in vLLM's example.
+        assert ids_of(fleet.d) == ids_of(fleet.e)[::-1]
         assert kinds(fleet.d) == ["text", "video_url"]
     assert pushes.waiting == {}
 
@@ -259,7 +260,7 @@ async def test_a_push_that_is_lost_is_made_again_and_the_media_go_along(
 
         assert [kinds(fleet.d, call) for call in (0, 1)] == [[kind], ["image_url"]]
         assert ids_of(fleet.d, 0) != ids_of(fleet.d, 1)
-        assert not fleet.events.changes  # it is not the consumer's fault
+        assert not fleet.events.changes  # the consumer is not at fault
 
 
 async def test_ids_that_an_encode_instance_makes_up_do_not_count(launch: Launch) -> None:
@@ -324,7 +325,7 @@ async def test_a_prefill_instance_that_registers_is_pushed_to(launch: Launch, st
 
         assert kinds(decode) == ["text", "image_embeds"]
         assert (pushes.wrong, pushes.waiting) == ([], {})
-        prefill.chat = refuses(503)  # and decode, to which nothing is pushed, does it all
+        prefill.chat = refuses(503)  # decode, which receives no push, does everything
         await ask(fleet, request(text(), image(b"other"), stream=stream))
         assert kinds(decode) == ["text", "image_url"]
         assert "ec_transfer_params" not in decode.calls[-1].body
@@ -342,7 +343,7 @@ async def test_a_picker_of_decode_instances_is_asked_once(launch: Launch) -> Non
     ):
         picker.answer = {"url": decode.url}
         encode.chat, prefill.chat = pushes.encodes, refuses(503)
-        await ask(fleet, request(text(), image()))  # decode does it all in the end
+        await ask(fleet, request(text(), image()))  # decode does everything in the end
 
         assert len(decode.calls) == 1
         assert len(picker.questions) == 1
@@ -358,7 +359,7 @@ async def test_a_picker_that_names_a_stranger_is_asked_once(launch: Launch) -> N
         taking_part(fleet, Role.PREFILL_DECODE, ec_zmq_addrs=[where]) as other,
     ):
         encode.chat = pushes.encodes
-        await ask(fleet, request(text(), image()))  # of whom nobody knows a place for outputs
+        await ask(fleet, request(text(), image()))  # the proxy knows no push address of it
 
         assert (kinds(stranger), other.calls) == (["text", "image_url"], [])
         assert len(picker.questions) == 1
@@ -498,7 +499,7 @@ async def test_a_shared_folder_is_trusted_with_what_was_just_encoded(
         for _ in range(2):
             await ask(fleet, request(image(b"1"), image(b"2"), stream=stream))
 
-        assert len(fleet.e.calls) == 4  # nobody is asked whether they are there
+        assert len(fleet.e.calls) == 4  # the proxy does not check whether outputs are there
         for call in (*fleet.p.calls, *fleet.d.calls):
             assert [part["type"] for part in call.parts] == ["image_embeds"] * 2
             assert set(call.body["ec_transfer_params"]) == {part["uuid"] for part in call.parts}

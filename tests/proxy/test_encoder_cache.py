@@ -137,7 +137,7 @@ async def test_a_claim_whose_holder_died_is_waited_for_only_so_long(
     async with caching(launch, backed, url) as fleet:
         await items_of(fleet, request(image()))
         key = EntryKey(NAMESPACE, fleet.d.calls[0].parts[0]["uuid"])
-        # The proxy gives its own claim back once it has seen the entry.
+        # The proxy releases its own claim once it has seen the entry.
         await until(lambda: backed.store.claim([key], "dead", 1.0) == [True])
         await backed.forget()
 
@@ -151,7 +151,7 @@ async def test_a_claim_whose_holder_died_is_waited_for_only_so_long(
 async def test_an_entry_lost_between_look_up_and_load_is_invisible_to_the_client(
     launch: Launch, backed: Backed, url: str, prefill: int, how: str
 ) -> None:
-    """Row 21."""
+    """Row 21 of docs/faults.md."""
     async with caching(launch, backed, url, prefill=prefill) as fleet:
         await items_of(fleet, request(image(), text()))
         loader = fleet.p if prefill else fleet.d
@@ -214,7 +214,7 @@ async def test_a_request_refused_with_metadata_is_retried_once_with_its_media(
         first, second = consumer.calls
         assert first.parts[1]["type"] == "image_embeds"
         assert second.parts[1]["image_url"] == image()["image_url"]
-        assert len(fleet.e.calls) == 1  # its output is used by its key
+        assert len(fleet.e.calls) == 1  # its output is looked up by its key
         assert fleet.events.requests[0].retries == 1
         assert fleet.events.changes == []
 
@@ -253,7 +253,7 @@ async def test_a_refused_request_without_its_media_is_not_retried(
 async def test_without_the_store_requests_are_served(
     launch: Launch, backed: Backed, away: str
 ) -> None:
-    """Row 16."""
+    """Row 16 of docs/faults.md."""
     async with caching(launch, backed, away) as fleet:
         for _ in range(2):
             assert await items_of(fleet, request(image())) == {"encoded": 1}
@@ -294,7 +294,7 @@ async def test_a_store_that_is_missing_is_logged_once_and_never_made_by_the_prox
 
 
 def make_store(url: str, key: EntryKey) -> None:
-    """As an engine does when it starts."""
+    """Create the store and write an entry, as a starting engine does."""
     with open_store(url) as store:
         store.register_namespace("m", NAMESPACE)
         store.put(key, Entry(memoryview(bytes(16)), "F32", (1, 4), "image", {}))
@@ -304,7 +304,7 @@ def make_store(url: str, key: EntryKey) -> None:
 async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row 16."""
+    """Row 16 of docs/faults.md."""
     go = threading.Event()
     asked: list[int] = []
 
@@ -316,7 +316,7 @@ async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
     async with caching(launch, backed, url, ec_store_budget_s=0.02) as fleet:
         await items_of(fleet, request(image()))
         await asyncio.gather(*backed.writes)
-        # What is kept in memory cannot hang, and may be asked on the event loop.
+        # A store in memory cannot hang, and may be used on the event loop.
         monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.in_memory", False)
         monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.lookup", lookup)
         try:
@@ -400,7 +400,7 @@ async def test_a_hit_beside_a_video_goes_on_raw_and_is_not_encoded_again(
         assert media_types(fleet.d)[-1] == [part["type"], "video_url"]
 
 
-# Single flight.
+# Single flight
 
 
 async def test_the_first_client_may_leave_and_the_others_are_served(
@@ -464,7 +464,7 @@ async def test_who_waited_for_an_encode_that_failed_tries_itself(
         assert encoded(fleet) == 2
 
 
-# Where the encode goes, and what happens where it fails.
+# Choice of the encode instance, and its failures
 
 
 async def test_a_picture_goes_to_the_same_instance_again(launch: Launch) -> None:
@@ -480,7 +480,7 @@ async def test_a_picture_goes_to_the_same_instance_again(launch: Launch) -> None
 
 
 async def test_one_picture_does_not_overload_its_instance(launch: Launch) -> None:
-    """The same picture under other processor options is another output, but of the same key."""
+    """With other processor options the picture is another output with the same routing key."""
     async with launch(encode=2, trust_request_mm_kwargs=True) as fleet:
         for instance in fleet.encode:
             instance.chat = hangs
@@ -500,7 +500,7 @@ async def test_one_picture_does_not_overload_its_instance(launch: Launch) -> Non
 
 @pytest.mark.parametrize("fault", [refuses(500), refuses(503), refuses(429), hangs])
 async def test_an_item_is_encoded_by_another_instance(launch: Launch, fault: Handler) -> None:
-    """Rows 1 to 7."""
+    """Rows 1 to 7 of docs/faults.md."""
     timeout_s = 1 if fault is hangs else 30
     async with launch(encode=2, encode_timeout_s=timeout_s, encode_balance="round_robin") as fleet:
         fleet.encode[0].chat = fault
@@ -530,7 +530,7 @@ async def test_an_item_at_fault_is_sent_to_no_other_instance(launch: Launch) -> 
 
 
 async def test_what_nobody_can_encode_goes_on_raw(launch: Launch, backed: Backed, url: str) -> None:
-    """Row 11: decode encodes it; the others it finds by their keys."""
+    """Row 11: decode encodes the item itself and finds the others by their keys."""
     async with caching(launch, backed, url) as fleet:
         good, bad = image(b"good"), image(b"bad")
         await items_of(fleet, request(good))
@@ -546,7 +546,7 @@ async def test_what_nobody_can_encode_goes_on_raw(launch: Launch, backed: Backed
 async def test_an_encode_that_stores_nothing_holds_nobody_up(
     launch: Launch, backed: Backed, url: str
 ) -> None:
-    """Row 15: the others wait a moment for what was promised, and not for each other's."""
+    """Row 15: requests wait shortly for a promised entry, but not for each other."""
 
     async def forgets(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return await encodes(request, body)
@@ -583,7 +583,7 @@ async def test_what_a_consumer_cannot_load_is_encoded_anew(
 async def test_options_that_do_not_change_the_key_do_not_hide_it(
     launch: Launch, backed: Backed, url: str
 ) -> None:
-    """VLLM leaves the key alone where options are another modality's."""
+    """In vLLM, options of another modality do not change the key."""
 
     async def ignores(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         del body["mm_processor_kwargs"]

@@ -1,4 +1,4 @@
-"""Keys and tenants at the endpoints beside chat."""
+"""API keys and tenants at the endpoints other than chat."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ async def test_where_the_proxy_has_no_keys_the_instances_judge_anthropics(fleet:
 async def test_instances_judge_the_key_of_paths_that_theirs_does_not_guard(
     fleet: Fleet, path: str
 ) -> None:
-    """VLLM's `--api-key` is for paths under `/v1` and `/v2`."""
+    """In vLLM, `--api-key` guards only paths under `/v1` and `/v2`."""
     for instance in fleet.instances:
         instance.api_key = "sk-instances"
     denied, reply = await ask(fleet, path, PLAIN[path], bearer("wrong"))

@@ -1,4 +1,4 @@
-"""Forms and bodies of the endpoints beside chat: what is read, refused and kept from instances."""
+"""Forms and bodies at the endpoints other than chat: parsing, validation, reserved fields."""
 
 import json
 from io import BytesIO
@@ -60,7 +60,7 @@ async def test_no_instance_gets_a_form_with_a_reserved_field(
 async def test_no_instance_gets_a_reserved_field_of_a_client(
     fleet: Fleet, path: str, value: str
 ) -> None:
-    """Neither as a field, nor twice, nor in the query or the headers."""
+    """The proxy removes the field, even duplicated, from body, query and headers."""
     reserved = ["kv_transfer_params", "ec_transfer_params"]
     twice = "".join(f'"{name}": {value}, ' for name in reserved) * 2
     raw = b"{" + twice.encode() + json.dumps(PLAIN[path]).encode()[1:]
@@ -76,7 +76,7 @@ async def test_no_instance_gets_a_reserved_field_of_a_client(
     for call in calls:
         assert call.query == ""
         assert not {name.lower() for name in call.headers} & {*reserved, "vllm_xargs"}
-        # What the proxy itself says there is neither empty nor this.
+        # The proxy may set these fields itself, but not to the client's value.
         assert json.loads(value) not in [call.body[name] for name in reserved if name in call.body]
 
 
@@ -105,7 +105,7 @@ JSON_ROUTES = [
     ],
 )
 async def test_a_body_that_is_not_called_json_is_refused(launch: Launch, kind: str) -> None:
-    """A web page of another origin may send the first ones without its browser asking."""
+    """Without a CORS preflight, a web page of another origin may send the first ones."""
     key = {"X-API-Key": "admin-key-0123456789", "Content-Type": kind}
     settings: dict[str, Any] = {"admin_api_key": key["X-API-Key"], "dynamic_registration": True}
     async with launch(prefill=1, **settings) as fleet:

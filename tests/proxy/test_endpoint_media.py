@@ -1,4 +1,4 @@
-"""Media in requests of the endpoints beside chat: encoded, stored, checked."""
+"""Media in requests at the endpoints other than chat: encoding, storing, validation."""
 
 import asyncio
 import json
@@ -88,7 +88,7 @@ async def test_a_picture_of_messages_is_encoded_once_while_the_store_has_it(
 async def test_what_chat_made_of_a_picture_is_not_taken_for_what_a_message_finds(
     launch: Launch, backed: Backed, url: str
 ) -> None:
-    """It is there under a key that no engine makes of the picture."""
+    """The chat's entry has a key that no engine derives from the picture."""
     async with caching(launch, backed, url) as fleet:
         for path, body in (
             ("/v1/chat/completions", chat(image(URL))),

@@ -1,4 +1,4 @@
-"""The endpoints beside chat: what instances are sent, and what official clients get."""
+"""Endpoints other than chat: requests to instances, and answers to official clients."""
 
 import asyncio
 from io import BytesIO
@@ -97,7 +97,7 @@ async def test_openais_client_completes_responds_and_embeds(fleet: Fleet) -> Non
     async with client:
         completion = await client.completions.create(model="m", prompt="hi")
         answer = await client.responses.create(**response(picture(), WORDS))
-        # What its client asks for by default is what vLLM encodes; the fake does not.
+        # The client asks for base64 by default, which vLLM supports and the fake does not.
         vector = await client.embeddings.create(model="m", input="hi", encoding_format="float")
         heard = await client.audio.transcriptions.create(model="m", file=("a.wav", b"sound"))
 
@@ -224,7 +224,8 @@ async def test_what_is_not_served_is_an_error_of_the_api_that_it_is_under(
 
     assert reply.status == status
     assert said["error"]["type"] == kind
-    assert said.get("type") == ("error" if kind.islower() else None)  # which is Anthropic's
+    # The field of Anthropic's error shape.
+    assert said.get("type") == ("error" if kind.islower() else None)
 
 
 @pytest.mark.parametrize(

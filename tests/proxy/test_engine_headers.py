@@ -1,4 +1,4 @@
-"""Headers of vLLM's that clients and instances exchange, and priorities."""
+"""vLLM's headers between clients and instances, and request priorities."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,7 +28,7 @@ def given(*pairs: tuple[str, str]) -> CIMultiDictProxy[str]:
 
 
 async def loaded(asked: web.Request, _: dict[str, Any]) -> web.Response:
-    """Answer as vLLM does where the client has asked for the load."""
+    """Report the load in a header if the client asked for it, as vLLM does."""
     wanted = "endpoint-load-metrics-format" in asked.headers
     headers = {"endpoint-load-metrics": LOAD} if wanted else {}
     return web.json_response(REPLY, headers=headers)
@@ -76,7 +76,7 @@ async def test_the_headers_priority_becomes_the_field(
 
 
 async def test_a_message_has_its_priority_in_the_header(launch: Launch) -> None:
-    """Anthropic's requests have no such field. The encode stage is not told."""
+    """Anthropic's requests have no such field. Encode requests have no priority."""
     source = {"type": "base64", "media_type": "image/png", "data": "cGljdHVyZQ=="}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "hi"}]
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}

@@ -1,4 +1,4 @@
-"""What a client gets when an instance fails, and what instances see when a client leaves."""
+"""Failures of instances as the client sees them, and disconnects as the instances see them."""
 
 import asyncio
 from typing import Any
@@ -351,11 +351,11 @@ async def test_an_error_event_of_decode_is_passed_on(launch: Launch) -> None:
                 assert await reply.read() == b"".join(events)
 
 
-# A client that leaves.
+# Client disconnects
 
 
 async def leave(fleet: Fleet, at: FakeInstance, body: dict[str, Any]) -> None:
-    """Send a request, and hang up once it has reached an instance."""
+    """Send a request, and disconnect once it has reached an instance."""
     task = asyncio.create_task(fleet.chat(body))
     await until(lambda: at.calls)
     begun = len(at.calls)
@@ -403,7 +403,7 @@ async def test_the_proxy_serves_on_after_failures(launch: Launch) -> None:
         assert status == 200
 
 
-# Requests that are wrong.
+# Invalid requests
 
 
 @pytest.mark.fault(50)

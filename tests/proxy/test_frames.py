@@ -1,6 +1,6 @@
-"""How many calls deep the way from a request's handler to an instance's socket is.
+"""Depth of the call stack from a request's handler to the write to an instance's socket.
 
-Counted over the chain of tasks: a task counts the frames of the call that made it.
+Counted over the chain of tasks: a task adds the frames of the call that created it.
 """
 
 import asyncio
@@ -20,23 +20,24 @@ from tests.support.fleet import Launch
 OURS = str(Path(epd.__file__).parent)
 HANDLER = "answer_request"
 MOST = {"encode": 14, "prefill": 9, "decode": 9}
-"""Frames from the handler to the call that writes to the instance's socket, both counted."""
+"""Maximum number of frames from the handler to the write to the instance's socket, both
+included."""
 
 
 class Depths:
-    """The frames of this package above each request to an instance, by the path's first caller."""
+    """Frames of this package above each request to an instance, by the first caller of the path."""
 
     def __init__(self) -> None:
         self.of: dict[str, list[str]] = {}
         self._made_in: WeakKeyDictionary[asyncio.Task[Any], list[str]] = WeakKeyDictionary()
 
     def frames(self) -> list[str]:
-        """Names of the calls from the handler to the caller of this."""
+        """Return the names of the functions from the handler to the caller of this method."""
         names, frame = list[str](), sys._getframe(2)  # noqa: SLF001 - there is no other way
         while frame is not None:
             if frame.f_code.co_filename.startswith(OURS):
                 name = frame.f_code.co_qualname
-                if not name.endswith("<listcomp>"):  # no frame since Python 3.12
+                if not name.endswith("<listcomp>"):  # not a frame since Python 3.12
                     names.append(name)
                 if name == HANDLER:
                     return names
@@ -47,9 +48,9 @@ class Depths:
     def make_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any
     ) -> asyncio.Task[Any]:
-        """Make a task, and remember where."""
+        """Create a task, and record the frames that created it."""
         task = asyncio.Task(coroutine, loop=loop, **more)
-        with suppress(RuntimeError):  # made outside of any task
+        with suppress(RuntimeError):  # created outside of any task
             self._made_in[task] = self.frames()
         return task
 

@@ -1,4 +1,4 @@
-"""Instances that come and go while the proxy runs: `/instances`, and what requests notice of it."""
+"""Registration and removal of instances through `/instances` while requests run."""
 
 import asyncio
 from collections.abc import Mapping
@@ -119,7 +119,7 @@ async def test_without_a_prefill_instance_the_policy_for_its_failure_holds(
 
 
 async def test_calls_of_vllms_example_get_its_answers(launch: Launch) -> None:
-    """`tests/v1/ec_connector/unit/test_epd_proxy.py` and the README of vLLM 0.33."""
+    """The calls: vLLM 0.33, `tests/v1/ec_connector/unit/test_epd_proxy.py` and its README."""
     url = "http://d0:8000/"
     decode = {"role": "prefill_decode", "url": url, "dp_size": 2}
     async with empty(launch) as fleet:
@@ -326,13 +326,13 @@ async def test_one_that_is_gone_is_shown_as_evicted_and_comes_back(launch: Launc
 
 async def sees(fleet: Fleet, encode: Mapping[str, list[str]]) -> None:
     async with asyncio.timeout(20):
-        while (await listing(fleet))["encode"] != encode:  # noqa: ASYNC110 - another server's
+        while (await listing(fleet))["encode"] != encode:  # noqa: ASYNC110 - the proxy sets no event
             await asyncio.sleep(0.02)
 
 
 @dataclass
 class Load:
-    """Clients that ask, each about a picture of its own, until they are told to stop."""
+    """Clients that send requests, each with a new picture, until they are stopped."""
 
     fleet: Fleet
     statuses: list[int] = field(default_factory=list)

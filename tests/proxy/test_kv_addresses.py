@@ -1,4 +1,4 @@
-"""Where KV connectors are spoken to: asked for at the start and at registration, never later."""
+"""Addresses of KV connectors: the proxy asks for them at start and at registration, never later."""
 
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ async def test_an_address_is_checked_at_registration_and_shown(
 async def test_an_instance_that_the_transfer_cannot_use_takes_no_part(
     launch: Launch, tmp_path: Path
 ) -> None:
-    """Another proxy, with another transfer, may have registered it in a store that both share."""
+    """Another proxy with another transfer may have registered it in a shared store."""
     path = tmp_path / "instances.yaml"
     path.write_text(
         "instances:\n"

@@ -1,4 +1,4 @@
-"""Every KV transfer, over instances that take nothing but what their connector takes."""
+"""Every KV transfer, with instances that accept only what their connector accepts."""
 
 import asyncio
 import itertools
@@ -80,7 +80,7 @@ async def test_decode_is_told_of_the_rank_that_prefills(
         assert wire.fetched == 20
         told = [call.body["kv_transfer_params"] for one in fleet.decode for call in one.calls]
         assert len({params["remote_engine_id"] for params in told}) == 4
-        # At once only where it is known which rank it will be.
+        # Concurrent prefill and decode need a known rank.
         at_once = any("remote_block_ids" not in params for params in told)
         assert at_once == (said and transfer == "nixl-push")
 

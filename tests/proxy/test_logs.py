@@ -1,4 +1,4 @@
-"""What `epd serve` logs while requests fail: whose they are, who failed, what comes of it."""
+"""Logs of `epd serve` for failing requests: request id, failed instance, consequence."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ USUAL: dict[str, Handler] = {"encode": encodes, "prefill": prefills, "decode": d
 
 @dataclass
 class Running:
-    """A proxy at level debug, one instance of each role, and what is logged."""
+    """Proxy at level debug with one instance of each role, and its log."""
 
     url: str
     process: subprocess.Popen[str]
@@ -60,7 +60,7 @@ class Running:
             self.lines.append(json.loads(line))
 
     async def logged(self, event: str, **fields: object) -> dict[str, Any]:
-        """The line that says so, once it is there."""
+        """Wait for the line with this event and these fields, and return it."""
         await until(lambda: self._lines(event, fields), FAILURE_S)
         [line] = self._lines(event, fields)
         return line

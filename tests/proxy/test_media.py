@@ -1,4 +1,4 @@
-"""Media that a client names: sent ahead, used by name alone, forgotten; each tenant its own."""
+"""Media with client-chosen names: upload, use by name, deletion, separation of tenants."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ from tests.support.fleet import Fleet, Launch
 
 
 def named(uuid: str, kind: str = "image_url") -> Part:
-    """An item without its media."""
+    """Return a content part with a name and without media."""
     return {"type": kind, kind: None, "uuid": uuid}
 
 
@@ -45,7 +45,7 @@ async def forget(
 
 
 async def settled(backed: Backed) -> None:
-    """Until entries and names are written."""
+    """Wait until entries and names are written."""
     await asyncio.gather(*backed.writes)
     await asyncio.sleep(0.2)
 
@@ -141,7 +141,7 @@ async def test_a_lost_entry_of_a_name_is_a_404_and_not_a_500(
 
 
 async def test_raw_and_named_items_of_a_request(launch: Launch, backed: Backed, url: str) -> None:
-    """VLLM takes no mixture: where one is named, all of its modality go on by name."""
+    """In vLLM, items must not be mixed: if one has a name only, all of its modality go by name."""
     async with caching(launch, backed, url, decode_media="raw") as fleet:
         await push(fleet, image(b"cat", uuid="cat"))
         await items_of(fleet, request(named("cat"), image(b"dog")))
@@ -150,7 +150,7 @@ async def test_raw_and_named_items_of_a_request(launch: Launch, backed: Backed, 
 
 
 async def test_a_video_by_name_is_a_404(launch: Launch, backed: Backed, url: str) -> None:
-    """Its metadata do not say all that a consumer needs."""
+    """The metadata of a video are not enough for a consumer."""
     async with caching(launch, backed, url) as fleet:
         await push(fleet, {**video(), "uuid": "film"})
         status, reply = await fleet.chat(request(named("film", "video_url")))
@@ -162,7 +162,7 @@ async def test_a_video_by_name_is_a_404(launch: Launch, backed: Backed, url: str
 async def test_a_picture_by_name_beside_a_video_is_sent_as_metadata(
     launch: Launch, backed: Backed, url: str
 ) -> None:
-    """A video goes on raw. A mixture is all that is left, which some models accept."""
+    """A video is forwarded raw. So the only option is a mixture, which some models accept."""
     async with caching(launch, backed, url) as fleet:
         await push(fleet, image(b"cat", uuid="cat"))
         status, _ = await fleet.chat(request(video(), named("cat")))
@@ -201,7 +201,7 @@ async def test_forgotten_media_are_not_known_any_more(
         ({"content": [{"type": "image_url"}]}, "content[0].image_url"),
         ({"content": [image(b"1")], "max_tokens": 3}, "max_tokens"),
         ({"content": [image(b"1")], "x" * 1000: 3}, "x" * 64),
-        # A text that is cut out of what is parsed.
+        # A string in the place of media that are cut out before parsing.
         ({"content": [image(b"1")], "data:;base64," + "x" * 40_000: 3}, "data:;base64," + "x" * 51),
         ({"content": [image(b"1"), image(b"BM")]}, "content[1]"),
         ({"content": [image(b"1")] * 65}, "messages"),
@@ -359,7 +359,7 @@ async def test_a_named_item_beside_one_that_cannot_be_encoded(
         assert (status, reply["error"]["param"]) == (503, "messages[0].content[1]")
 
 
-# Tenants.
+# Tenants
 
 
 @pytest.mark.security("S11")
@@ -426,7 +426,7 @@ KEY = "instances-key-0123456789"
 
 
 def judging(fleet: Fleet) -> None:
-    """Have the instances judge keys, as those do that are started with `--api-key`."""
+    """Make the instances check keys, as if started with `--api-key`."""
     for instance in fleet.instances:
         instance.api_key = KEY
 
@@ -446,7 +446,7 @@ async def test_a_key_that_the_instances_refuse_changes_and_learns_nothing(
         assert (await forget(fleet, "cat", key))[0] == 401
         async with fleet.http.get(f"{fleet.url}/version", headers=bearer(key or "")) as reply:
             assert reply.status == 401
-        # Stored or not, known by name or not: the answer is the same.
+        # The answer does not reveal whether the item is stored or its name is known.
         answers = [await refused(fleet, part, key) for part in (image(b"cat"), image(b"dog"))]
         assert answers[0] == answers[1]
         answers = [await refused(fleet, named(name), key) for name in ("cat", "dog")]
@@ -461,7 +461,7 @@ async def test_a_key_that_the_instances_refuse_changes_and_learns_nothing(
 async def refused(
     fleet: Fleet, part: Part, key: str | None
 ) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, body and headers of a chat that is refused, without what differs for each request."""
+    """Return status, body and headers of a rejected chat, without what differs per request."""
     async with fleet.post(request(part, model="m"), bearer(key) if key else None) as reply:
         assert reply.status == 401
         each = {"x-request-id", "date"}

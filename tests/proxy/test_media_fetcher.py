@@ -1,4 +1,4 @@
-"""Fetching remote media from real servers."""
+"""Fetching of remote media from real servers."""
 
 import asyncio
 import gzip
@@ -30,7 +30,7 @@ async def origin() -> AsyncIterator[FakeOrigin]:
 
 
 class Fetching:
-    """A fetcher whose media are whole `data:` URLs."""
+    """Fetcher that returns media as whole `data:` URLs."""
 
     def __init__(self, fetcher: MediaFetcher) -> None:
         self._fetcher = fetcher
@@ -55,7 +55,7 @@ async def failure(fetched: Awaitable[str]) -> ProxyError:
 
 
 def redirects(*targets: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Redirect by the number the path ends with, which counts up."""
+    """Return a handler that redirects path `/n` to target `n`; the last path has a picture."""
 
     async def answer(request: web.Request) -> web.Response:
         step = int(request.path.strip("/") or 0)
@@ -66,7 +66,7 @@ def redirects(*targets: str) -> Callable[[web.Request], Awaitable[web.Response]]
     return answer
 
 
-# What is sent and what comes of it.
+# Requests and results
 
 
 async def test_media_become_a_data_url_and_nothing_of_a_client_goes_out(
@@ -110,7 +110,7 @@ async def test_a_media_type_is_taken_only_where_it_is_one(
         assert await fetcher.fetch(origin.url, "image") == data_url(b"picture", taken)
 
 
-# Where it goes.
+# Targets
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ async def test_of_several_addresses_only_allowed_ones_are_connected_to(
 
 
 async def test_a_name_is_resolved_once_for_check_and_connection(origin: FakeOrigin) -> None:
-    """A second answer could be another one: DNS rebinding."""
+    """A second look-up could return another address: DNS rebinding."""
     names = FakeNames("127.0.0.1", "169.254.169.254")
     origin.headers["Connection"] = "close"
     async with fetching(names) as fetcher:
@@ -194,7 +194,7 @@ async def test_a_name_server_that_does_not_answer_is_no_refusal() -> None:
     assert (error.status, error.slug) == (422, "media_fetch_failed")
 
 
-# Limits.
+# Limits
 
 
 async def hangs(_: web.Request) -> web.Response:
@@ -306,7 +306,7 @@ async def test_an_unreachable_origin_is_a_failed_fetch() -> None:
     assert "127.0.0.1" not in f"{error!r} {error.__cause__!r}"
 
 
-# What is remembered.
+# Caching
 
 
 async def test_an_unchanged_picture_is_asked_about_and_not_sent_again(
@@ -474,7 +474,7 @@ async def test_what_does_not_fit_is_fetched_again(origin: FakeOrigin) -> None:
     assert origin.sent == 2
 
 
-# Many at once.
+# Concurrent fetches
 
 
 async def test_concurrent_requests_are_one_download(origin: FakeOrigin) -> None:

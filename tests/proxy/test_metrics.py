@@ -1,4 +1,4 @@
-"""`GET /metrics`: each figure moves by what it means, and by nothing else. On real sockets."""
+"""`GET /metrics` on real sockets: each metric counts its own events, and no others."""
 
 import asyncio
 import re
@@ -46,9 +46,10 @@ UNFORESEEN = (
     "epd_inter_chunk",
     "epd_items_hit_ratio",
 )
-"""What depends on times, on the store's format, on how a stream is cut, on all items so far."""
+"""Metrics that depend on times, on the store's format, on the chunks of a stream, or on all
+items."""
 BESIDE = {"lease", "release", "namespaces"}
-"""What the store is asked for while nobody waits."""
+"""Operations of the store that run in the background."""
 
 Page = dict[str, float]
 Act = Callable[[Fleet], Awaitable[object]]
@@ -71,7 +72,7 @@ def asked(operation: str, result: str = "ok") -> Page:
 
 
 def gone_through(*stages: str, model: str = "m") -> Page:
-    """Stages, each once; those with a ! failed, those with a ? rejected the request."""
+    """Return one count for each stage; `!` marks a failed stage, `?` a rejected request."""
     failed = {"!": "true", "?": "rejected"}
     return {
         named(
@@ -85,7 +86,7 @@ def gone_through(*stages: str, model: str = "m") -> Page:
 
 
 def ended(*stages: str, status: int = 200) -> Page:
-    """One chat request."""
+    """Return the counts of one chat request."""
     first = of_m("epd_time_to_first_token_seconds_count") if status == 200 else {}
     return {
         **of_m("epd_requests_total", path=CHAT, status=status),
@@ -114,7 +115,7 @@ NEW = {
 
 
 async def page(url: str, http: aiohttp.ClientSession) -> Page:
-    """All counts but those of being asked."""
+    """Return all counts of the page, except those of scraping it and of background operations."""
     async with http.get(f"{url}/metrics") as reply:
         families = list(read_text(await reply.text()))
     return {
@@ -145,7 +146,7 @@ async def answer(fleet: Fleet, *parts: Any, status: int = 200, **more: Any) -> N
 async def misbehaving(
     fleet: Fleet, role: str, fault: Handler, *parts: Any, status: int = 200
 ) -> None:
-    """A request while an instance does this."""
+    """Send a request while an instance has this fault."""
     instance: FakeInstance = getattr(fleet, role)
     usual, instance.chat = instance.chat, fault
     await answer(fleet, *parts, status=status)
@@ -153,12 +154,12 @@ async def misbehaving(
 
 
 async def drops_once(fleet: Fleet) -> None:
-    """Decode drops two: a request that finds its kept connection closed is sent again at once."""
+    """Let decode drop two requests: the proxy retries one on a reused connection at once."""
     await misbehaving(fleet, "d", fails_first(2, drops, fleet.d.chat))
 
 
 async def leaves(fleet: Fleet, role: str, *parts: Any) -> None:
-    """A client leaves while this instance has its request."""
+    """Disconnect the client while this instance has its request."""
     instance: FakeInstance = getattr(fleet, role)
     usual, instance.chat = instance.chat, hangs
     calls = len(instance.calls)
@@ -185,7 +186,7 @@ async def leaves_its_stream(fleet: Fleet) -> None:
 
 
 async def leaves_its_wait_for_another(fleet: Fleet) -> None:
-    """Two want one picture; the second leaves while the first one has it encoded."""
+    """Send two requests with one picture; the second leaves while the first encodes it."""
     go_on, usual = asyncio.Event(), fleet.e.chat
 
     async def slowly(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -206,7 +207,7 @@ async def leaves_its_wait_for_another(fleet: Fleet) -> None:
 
 
 async def asks_for_another_model(fleet: Fleet) -> None:
-    """As vLLM answers it."""
+    """Ask for a model for which decode answers 404, as vLLM does."""
     usual, fleet.d.chat = fleet.d.chat, refuses(404)
     await answer(fleet, model="who?", status=404)
     fleet.d.chat = usual
@@ -217,7 +218,7 @@ CASES: dict[str, tuple[Act, Page]] = {
     "a stream": (partial(answer, stream=True), ended("decode")),
     "another name for the model": (
         partial(answer, model="alias"),
-        # Whose it is, is known once decode has answered.
+        # The model is known only after decode has answered.
         {**ended(), **gone_through("decode", model="other")},
     ),
     "a model that is not served": (
@@ -316,7 +317,7 @@ async def test_a_figure_moves_by_what_it_means_and_by_nothing_else(
 ) -> None:
     act, expected = CASES[case]
     async with caching(launch, backed, url) as fleet:
-        await answer(fleet, PICTURE)  # from now on it is known who "m" is
+        await answer(fleet, PICTURE)  # from now on the proxy knows the model name "m"
         await asyncio.gather(*backed.writes)
         before = await page(fleet.url, fleet.http)
         await act(fleet)
@@ -421,7 +422,7 @@ async def test_a_store_that_fails_is_counted_and_its_circuit_opens(
             relay.answers = Way(cut_after=0, end="reset")
             relay.listener.reset_all()
             with capture_logs() as lines:
-                for number in range(6):  # the first one tells the proxy where its entries are
+                for number in range(6):  # the first one finds the namespace
                     await answer(fleet, image(b"%d" % number))
             after = await page(fleet.url, fleet.http)
         backed.store.close()

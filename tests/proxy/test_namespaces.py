@@ -19,7 +19,7 @@ OLD, NEW = "m@0:old", "m@0:new"
 
 
 class Says:
-    """An instance's page of metrics, with its namespace."""
+    """Metrics page of an instance with its namespace."""
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
@@ -38,7 +38,7 @@ def _asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def both(store: Store, tmp_path: Path) -> dict[str, Backed]:
-    """What instances of each namespace do. The store names the new one as the model's."""
+    """Return the handlers of each namespace. The store has the new one registered for the model."""
     store.register_namespace("m", NEW)
     return {name: Backed(store, tmp_path / "store", name) for name in (OLD, NEW)}
 
@@ -54,7 +54,7 @@ async def updating(  # noqa: PLR0913 - a fleet
     decode: str,
     **config: Any,
 ) -> AsyncIterator[Fleet]:
-    """A fleet whose instances have the old or the new weights: one letter for each."""
+    """Run a fleet with old (`o`) and new (`n`) weights; each letter is an instance."""
     names = {"o": OLD, "n": NEW}
     defaults = {"ec_store": url, "ec_store_budget_s": BUDGET_S, "load_interval_s": 60}
     numbers = {"encode": len(encode), "prefill": len(prefill), "decode": len(decode)}
@@ -192,7 +192,7 @@ async def test_with_encoding_required_a_consumer_of_another_namespace_is_a_failu
 async def test_an_output_of_another_namespace_is_not_promised(
     launch: Launch, url: str, both: dict[str, Backed]
 ) -> None:
-    """The encode instance was restarted with new weights, and has not been asked since."""
+    """The encode instance was restarted with new weights, and the proxy has not polled it since."""
     async with updating(launch, url, both, encode="o", decode="o") as fleet:
         fleet.e.chat = both[NEW].encodes
         await items_of(fleet, request(text(), image()))
@@ -230,7 +230,7 @@ async def test_instances_are_not_asked_where_nothing_depends_on_it(
 async def test_media_keep_the_proxys_keys_where_the_local_prefill_instance_has_gone(
     launch: Launch, url: str, both: dict[str, Backed]
 ) -> None:
-    """The attempts before the last one failed before they could encode anything."""
+    """The earlier attempts failed before they could encode anything."""
     local = {
         "policies": ("prefill_local_decode_remote",),
         "local_prefill_url": "http://127.0.0.1:9",

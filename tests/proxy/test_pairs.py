@@ -1,7 +1,6 @@
-"""KV transfers, EC transfers, policies, topologies, balances and kinds of request, all in pairs.
+"""KV and EC transfers, policies, topologies, balances and kinds of request, in all pairs.
 
-Fake instances check each parameter that they get; the cases are few, and each two settings are
-together in one.
+Fake instances check each parameter that they receive. A few cases cover each pair of settings.
 """
 
 import asyncio
@@ -52,7 +51,7 @@ REFUSALS = (
     "encode_prefill_decode: no request would be served, because there are only instances of these",
     "encode_pd: no request would be served, because there are only instances of these",
 )
-"""All that the proxy says of the combinations that cannot be."""
+"""Messages with which the proxy rejects impossible combinations."""
 
 NEEDS_PREFILL = {"encode_prefill_decode", "prefill_local_decode_remote"}
 NEEDS_ENCODE = {"encode_prefill_decode", "encode_pd"}
@@ -61,7 +60,7 @@ SESSION = {"X-Session-Id": "one"}
 
 
 def configurable(case: Case) -> bool:
-    """Whether a fleet can serve all requests, as far as it is known."""
+    """Return whether the proxy accepts the configuration, as far as the case is known."""
     policy, encode, prefill = (case.get(name) for name in ("policy", "encode", "prefill"))
     pushed = case.get("ec_transfer") == "mooncake"
     return not (
@@ -73,25 +72,25 @@ def configurable(case: Case) -> bool:
 
 
 def possible(case: Case) -> bool:
-    """Whether there is something to send, too: completions have no place for media."""
+    """Return whether the case is possible; completions, for example, cannot contain media."""
     text_alone = case.get("endpoint") == "/v1/completions"
     return configurable(case) and not (text_alone and case.get("items"))
 
 
 def handed_over(case: Case) -> bool:
-    """Whether prefill has a part in it: else nothing shows of its connector, and of much else."""
+    """Return whether prefill takes part; otherwise the case does not test its connector."""
     text_alone = case.get("policy") == "pd_only" and case.get("items") == 0
     return possible(case) and case.get("prefill") != 0 and not text_alone
 
 
 def encoded(case: Case) -> bool:
-    """Whether encode has."""
+    """Return whether encode takes part."""
     some = case.get("items") != 0 and case.get("encode") != 0
     return possible(case) and some and case.get("policy") != "prefill_decode"
 
 
 def cases() -> list[Case]:
-    """All in pairs, and so what prefill has a part in, and what encode has."""
+    """Return cases for all pairs, and again for those with prefill and for those with encode."""
     found = [one for kind in (possible, handed_over, encoded) for one in in_pairs(FACTORS, kind)]
     return [one for number, one in enumerate(found) if one not in found[:number]]
 
@@ -104,7 +103,7 @@ def named(case: Case) -> str:
 
 
 def settings_of(case: Case) -> dict[str, Any]:
-    """The proxy's configuration, but for where its instances are."""
+    """Return the proxy's configuration without the addresses of instances."""
     policy, balance = case["policy"], case["balance"]
     settings: dict[str, Any] = {
         "kv_transfer": case["kv_transfer"],
@@ -113,19 +112,19 @@ def settings_of(case: Case) -> dict[str, Any]:
         "ec_consumer_dp_size": case["ranks"],
         "decode_choice": case["choice"],
         "encode_balance": balance,
-        # Nothing here depends on how fast a busy machine is.
+        # No result depends on the speed of the machine.
         "conversation_budget_s": 30.0,
         "connect_timeout_s": 30.0,
     }
     if balance != "affinity":
         settings |= {"prefill_balance": balance, "decode_balance": balance}
     if policy == "pd_only":
-        return settings | {"skip_prefill_for_text": True}  # before the usual ones
+        return settings | {"skip_prefill_for_text": True}  # has priority over the usual ones
     return settings | {"policies": (policy,)}
 
 
 def addresses(case: Case) -> tuple[str, ...]:
-    """Where consumers take what is pushed to them."""
+    """Return the addresses at which consumers receive pushes."""
     if case["ec_transfer"] != "mooncake":
         return ()
     return tuple(f"tcp://d:{19019 + n}" for n in range(case["decode"] * case["ranks"]))
@@ -146,7 +145,7 @@ def expected_of(case: Case) -> Expected:
 
 
 class Client:
-    """Sends requests of one case, each with content of its own."""
+    """Client that sends the requests of one case, each with its own content."""
 
     def __init__(self, case: Case, fleet: Fleet, strict: StrictFleet) -> None:
         self._case = case
@@ -156,12 +155,12 @@ class Client:
     async def ask(
         self, seed: int, before: Body | None = None, answer: str = ""
     ) -> tuple[Body, str]:
-        """Have a request answered, and the answer be to it: the request, and the answer.
+        """Send a request and check that the answer belongs to it; return both.
 
         Args:
-            seed: the request's own.
-            before: the turn before it in its conversation.
-            answer: what was answered then.
+            seed: number of the request.
+            before: previous turn of the conversation.
+            answer: answer to the previous turn.
         """
         case = self._case
         body = {
@@ -197,7 +196,7 @@ class Client:
         return {"messages": [*before["messages"], said, asked]}
 
     def _media(self, seed: int) -> list[Part]:
-        """Two that are the same, one between them, and the first in all requests."""
+        """Return no item, one that all requests share, or two equal ones with another between."""
         own, sound = image(b"picture %d" % seed), input_audio(b"sound %d" % seed)
         return [[], [image()], [own, sound, own]][min(self._case["items"], 2)]
 
@@ -258,7 +257,7 @@ async def test_the_proxy_refuses_to_start_with_what_cannot_be_served_and_with_no
 
 
 def refused(case: Case, own: Body) -> str | None:
-    """Why the proxy does not start with this configuration; None: it does."""
+    """Return the reason why the proxy rejects this configuration, or None if it accepts it."""
     urls = {
         f"{role}_servers_urls": tuple(f"http://{role}-{n}:8000" for n in range(case[role]))
         for role in ("encode", "prefill", "decode")
@@ -272,12 +271,12 @@ def refused(case: Case, own: Body) -> str | None:
 
 
 def of_connectors(own: Body, prefill: int) -> Body:
-    """What connectors need of the configuration: who does both has no address for the two."""
+    """Return the connectors' configuration; without prefill there are no KV addresses."""
     return own if prefill else {name: own[name] for name in own if not name.endswith("_kv_addrs")}
 
 
 def test_whatever_can_be_is_in_a_case() -> None:
-    """No value is left out by what is excluded, and no transfer by the fake instances."""
+    """The exclusions leave out no value, and the fake instances leave out no transfer."""
     for name, values in FACTORS.items():
         assert {case[name] for case in CASES} == {*values}
     assert (WIRES.keys(), ENCODERS.keys()) == (KV_TRANSFERS.keys(), EC_TRANSFERS.keys())

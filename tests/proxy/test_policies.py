@@ -1,4 +1,4 @@
-"""`/policies`: what is in force is shown and changed, in one process and in all workers."""
+"""`/policies` shows and changes the policies in force, in one process and in all workers."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ SETTINGS = {"admin_api_key": ADMIN}
 async def call(
     url: str, method: str, body: object = None, query: str = "", key: str = ADMIN
 ) -> tuple[int, dict[str, Any]]:
-    """Ask on a connection of its own, and so of any worker."""
+    """Send a request on a new connection, which any worker may accept."""
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"} | ({"X-API-Key": key} if key else {})
     async with (
@@ -72,7 +72,7 @@ async def test_what_is_set_is_in_force_at_once(launch: Launch) -> None:
         await fleet.chat(request(text()))
         assert asked(fleet) == (0, 1, 2)
         decided = [one.policy for one in fleet.events.requests]
-        assert decided == [USUAL[0], None, "pd_only"]  # of what is no request to instances, none
+        assert decided == [USUAL[0], None, "pd_only"]  # not a request to instances: no policy
 
         status, said = await call(fleet.url, "DELETE")
         assert (status, said["from"]) == (200, "configuration")
@@ -155,7 +155,7 @@ async def test_it_wants_the_admin_key(launch: Launch, method: str) -> None:
 
 
 async def everywhere(running: Proxy, expected: list[str]) -> None:
-    """Each of many connections, to whichever worker, finds these in force."""
+    """Check on many connections, which reach all workers, that these policies are in force."""
     found = await asyncio.gather(*(in_force(running.url) for _ in range(16)))
     assert all(one == expected for one in found), found
 
@@ -186,7 +186,7 @@ async def test_a_change_reaches_all_workers_and_a_new_one_has_it(
                 await until(lambda: len(running.pids(1)) == 2, 120)
                 await everywhere(running, [SHORT, *USUAL])
 
-            await running.reload(**urls, max_items=3)  # says nothing of policies
+            await running.reload(**urls, max_items=3)  # sets no policies
             await everywhere(running, [SHORT, *USUAL])
             await running.reload(**urls, policies=["prefill_decode"])
             await everywhere(running, ["prefill_decode"])

@@ -258,7 +258,7 @@ def test_what_cannot_be_parsed_is_not_logged() -> None:
 
 
 def test_a_store_that_hangs_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
-    """Row 25: as an NFS mount does whose server is gone."""
+    """Row 25: an NFS mount hangs like this when its server is gone."""
     code = (
         "import sys, time\n"
         "from ec_store.disk.store import SharedDiskStore\n"

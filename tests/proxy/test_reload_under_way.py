@@ -1,4 +1,4 @@
-"""A reload while requests are here: each keeps the configuration that it came under."""
+"""Reload during requests: each request keeps the configuration with which it started."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ def reload(fleet: Fleet, **settings: Any) -> None:
 
 
 class Held:
-    """An instance's answer, which is held until it may go on."""
+    """Handler that waits for the test before it answers."""
 
     def __init__(self, usual: Handler) -> None:
         self.usual = usual

@@ -1,4 +1,4 @@
-"""Remote media through the proxy: what instances are sent instead of a URL."""
+"""Remote media through the proxy: instances receive the media instead of the URL."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ async def test_instances_get_the_content_under_our_uuid(
         remote["image_url"]["detail"] = "low"
         await fleet.chat(request(text(), remote, image(b"picture")))
 
-        # The same picture by URL and in the request: one key, one encode.
+        # The same picture by URL and inline: one key, one encode.
         [sent] = [call.parts[0] for call in fleet.e.calls]
         assert sent["image_url"]["url"] == data_url(b"picture")
         _, *parts = fleet.d.calls[0].parts
@@ -98,10 +98,10 @@ async def test_fetched_media_are_counted_like_a_body_until_decode_has_answered(
         await stream.write(chunk("a"))
         return await hangs(asked, body)
 
-    origin.content = b"x" * 60_000  # as base64 80,000 bytes
+    origin.content = b"x" * 60_000  # 80,000 bytes as base64
     asked = request(image(origin.url), stream=True)
     async with launch(**ALLOWED, max_inflight_bytes=100_000) as fleet:
-        assert (await fleet.chat(request(*[image(origin.url)] * 2)))[0] == 400  # never fits
+        assert (await fleet.chat(request(*[image(origin.url)] * 2)))[0] == 400  # can never fit
         fleet.d.chat = falls_silent
         async with fleet.post(asked) as first, fleet.post(asked) as second:
             assert (first.status, second.status) == (200, 200)
@@ -120,7 +120,7 @@ async def test_a_download_is_counted_as_it_comes(launch: Launch, origin: FakeOri
     async def begins(request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"Content-Type": "image/png"})
         await stream.prepare(request)
-        await stream.write(b"x" * 36_000)  # as base64 48,000 bytes
+        await stream.write(b"x" * 36_000)  # 48,000 bytes as base64
         await end.wait()
         return stream
 
@@ -140,12 +140,12 @@ async def test_a_download_is_counted_as_it_comes(launch: Launch, origin: FakeOri
 async def test_a_download_whose_size_is_announced_has_its_memory_from_the_start(
     launch: Launch, origin: FakeOrigin
 ) -> None:
-    """If several grew together, none would have room for its last bytes."""
+    """If several downloads grew in parallel, none would have room for its last bytes."""
     end = asyncio.Event()
 
     async def begins(request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"Content-Type": "image/png"})
-        stream.content_length = 60_000  # as base64 80,000 bytes
+        stream.content_length = 60_000  # 80,000 bytes as base64
         await stream.prepare(request)
         await stream.write(b"x")
         await end.wait()

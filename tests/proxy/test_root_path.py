@@ -1,4 +1,4 @@
-"""A path prefix of a reverse proxy, which it removes or keeps."""
+"""Path prefix of a reverse proxy, which removes or keeps it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A store in memory: look-ups and claims on the event loop, all else on threads."""
+"""Store in memory: look-ups and claims run on the event loop, everything else on threads."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ STORED, MISSING = EntryKey(NAMESPACE, "stored"), EntryKey(NAMESPACE, "missing")
 
 
 class Seen:
-    """The threads that calls were made on, True for the event loop's; and whether claims wait."""
+    """Record of calls: whether each ran on the event loop's thread, and whether claims wait."""
 
     def __init__(self) -> None:
         self.look_ups: list[bool] = []
@@ -35,7 +35,7 @@ class Seen:
 
 @pytest.fixture
 def seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """A store that says that it is in memory."""
+    """Return the record of calls of a store that reports to be in memory."""
     store.put(STORED, Entry(memoryview(bytes(16)), "F32", (1, 4), "image", {}))
     found, claim = SharedDiskStore.lookup, SharedDiskStore.claim
     calls = Seen()
@@ -52,18 +52,18 @@ def seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> Seen:
     monkeypatch.setattr(SharedDiskStore, "lookup", lookup)
     monkeypatch.setattr(SharedDiskStore, "claim", claiming)
     monkeypatch.setattr(SharedDiskStore, "in_memory", True)
-    monkeypatch.setattr(lookups, "SLOW_S", 0.05)  # other processes may have the core meanwhile
+    monkeypatch.setattr(lookups, "SLOW_S", 0.05)  # other processes may occupy the core meanwhile
     return calls
 
 
 def begin_change(url: str) -> None:
-    """Change the only claim, as a process that has not ended it."""
+    """Leave the only claim in the middle of a change by another process."""
     [claim] = Path(url.removeprefix("file://").partition("?")[0]).glob("claims/*")
     claim.with_name(f"{claim.name}.next").symlink_to("-")
 
 
 async def trust(cache: EncoderCache, seen: Seen) -> None:
-    """Look until that is done on the event loop."""
+    """Look up until the proxy does so on the event loop."""
     async with asyncio.timeout(20):
         while True not in seen.look_ups:
             assert await cache.find_entries([STORED])
@@ -96,14 +96,14 @@ async def test_claims_on_threads_wait(url: str, seen: Seen) -> None:
         assert await cache.run_lookup(look)
 
         assert look.claimed == [MISSING]
-        # A second look-up follows the claim.
+        # The claim is followed by a second look-up.
         assert (seen.look_ups, seen.claims) == ([False, False], [(False, True)])
 
 
 async def test_a_claim_on_the_event_loop_is_not_taken_while_another_process_changes_it(
     url: str, store: Store, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request then waits for its turn, as if another proxy held the claim."""
+    """The request then waits for its turn, as if another proxy held the claim."""
 
     def slept(_: float) -> None:
         raise AssertionError("the event loop was held up")
@@ -118,7 +118,7 @@ async def test_a_claim_on_the_event_loop_is_not_taken_while_another_process_chan
         assert await cache.run_lookup(look)
 
         assert (look.claimed, look.settled, look.problem) == ([], True, None)
-        assert seen.claims[1:] == [(True, False)]  # the first one is the test's
+        assert seen.claims[1:] == [(True, False)]  # the first claim is the test's
 
 
 @pytest.mark.parametrize("count", [MOST_KEYS, MOST_KEYS + 1, 3 * MOST_KEYS])
@@ -206,7 +206,7 @@ async def test_a_look_up_that_its_client_cancels_does_not_count(url: str, seen: 
         finally:
             go.set()
         seen.behaves = lambda _: None
-        assert await cache.find_entries([STORED])  # on a thread, as the first one that ends
+        assert await cache.find_entries([STORED])  # on a thread, since it finishes first
         seen.look_ups.clear()
         assert await cache.find_entries([STORED])
 

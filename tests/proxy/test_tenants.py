@@ -1,4 +1,4 @@
-"""API keys, and what tenants see of each other."""
+"""API keys, and the separation of tenants."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ SECRET = "a secret of the proxies"
 
 
 async def names(fleet: Fleet, key: str, **more: Any) -> tuple[str, str | None]:
-    """The key of one and the same picture at the encode instance, and decode's salt."""
+    """Return the key of the same picture at the encode instance, and decode's salt."""
     status, _ = await fleet.chat(request(image(b"cat"), **more), bearer(key))
     assert status == 200
     return fleet.e.calls[-1].parts[0]["uuid"], fleet.d.calls[-1].body.get("cache_salt")
@@ -218,7 +218,7 @@ async def test_a_proxy_that_is_mounted_asks_for_keys_too(launch: Launch, keys: P
 async def test_the_body_is_read_of_those_alone_who_have_a_key(
     launch: Launch, keys: Path, key: str, first: bytes
 ) -> None:
-    """Of the body not one byte is sent: what answers first has not waited for it."""
+    """The client sends no byte of the body, so an early answer has not waited for it."""
     async with launch(api_keys_file=keys) as fleet:
         host, port = fleet.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -334,7 +334,7 @@ def test_a_short_secret_ends_the_start_in_one_line() -> None:
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, False), (0o644, True)])
 def test_a_keys_file_that_others_may_read_is_warned_of(keys: Path, mode: int, warns: bool) -> None:
     keys.chmod(mode)
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # so that it ends by itself
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # makes the proxy exit
         port = str(taken.getsockname()[1])
         ended = run(
             "serve", *INSTANCES, "--host", "127.0.0.1", "--port", port, "--api-keys-file", str(keys)

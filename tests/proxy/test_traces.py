@@ -1,4 +1,4 @@
-"""What a collector is sent of a request, and what the instances are."""
+"""Spans that a collector receives for a request, and trace headers that instances receive."""
 
 import asyncio
 import os
@@ -54,13 +54,13 @@ def only(collector: Collector) -> Span:
 
 
 def waiters(fleet: Fleet) -> int:
-    """How many wait for the one encode that is under way."""
+    """Return how many requests wait for the only encode in progress."""
     [flight] = fleet.runner.app[PIPELINE]._encoder._flights._flights.values()  # noqa: SLF001
     return flight.waiters
 
 
 def asked_by(instance: FakeInstance, number: int = -1) -> str:
-    """The span on whose behalf it was asked, which is sampled."""
+    """Return the parent span in the instance's request; it must be sampled."""
     version, trace, span, flags = instance.calls[number].headers["traceparent"].split("-")
     assert (version, int(flags, 16) & 1) == ("00", 1)
     return f"{trace}-{span}"
@@ -321,7 +321,7 @@ async def test_each_further_try_is_a_further_child(launch: Launch, collector: Co
         ("encode", None, "encode_failed"),
         ("prefill", 1, None),
         ("prefill", None, None),
-        ("release", None, None),  # of the first prefill
+        ("release", None, None),  # release of the first prefill
     ]
     assert root.attributes["epd.retries"] == 1
     calls = [asked_by(one, k) for one in fleet.instances for k in range(len(one.calls))]

@@ -1,4 +1,4 @@
-"""`/ui` and `epd top` over HTTP: whom they answer, what they say of several workers."""
+"""`/ui` and `epd top` over HTTP: access, and the state of several workers."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ async def asked(fleet: Fleet, path: str, **headers: str) -> tuple[int, CIMultiDi
 
 
 async def state_of(url: str, key: str | None = None) -> dict[str, Any]:
-    """What whichever worker says that takes the connection."""
+    """Return the state that the worker behind a new connection reports."""
     headers = {} if key is None else {"X-API-Key": key}
     async with (
         aiohttp.ClientSession(headers=headers) as http,
@@ -50,9 +50,9 @@ async def state_of(url: str, key: str | None = None) -> dict[str, Any]:
 
 
 async def shown(url: str, condition: Callable[[dict[str, Any]], bool]) -> None:
-    """Wait for what a worker tells another."""
+    """Wait until the state of another worker is visible."""
     async with asyncio.timeout(START_S):
-        while not condition(await state_of(url)):  # noqa: ASYNC110 - nobody would set an event
+        while not condition(await state_of(url)):  # noqa: ASYNC110 - the worker sets no event
             await asyncio.sleep(0.1)
 
 
@@ -175,7 +175,7 @@ async def test_a_board_is_written_only_while_it_is_read(
                 await there.chat(request(text()))
                 assert second.write_count() == 0
 
-                # The first look is answered with what the other knows now.
+                # The first poll makes the other worker publish its current state.
                 assert len(json.loads(await boards[0].document())["requests"]) == 1
                 written = second.write_count()
                 await there.chat(request(text()))

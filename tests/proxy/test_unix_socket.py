@@ -1,4 +1,4 @@
-"""A Unix socket in place of an address: its file, workers, TLS, and who is local."""
+"""Unix socket instead of an address: its file, workers, TLS, and which clients are local."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ CHAT = "http://epd/v1/chat/completions"
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """A short path: a socket's has at most 107 bytes."""
+    """Return a short path: the path of a socket is limited to 107 bytes."""
     with TemporaryDirectory(prefix="epd") as folder:
         yield Path(folder) / "s"
 
@@ -39,7 +39,7 @@ def client(path: Path) -> aiohttp.ClientSession:
 
 
 def stale(path: Path) -> None:
-    """Leave a socket's file as a process does that is killed."""
+    """Leave a socket file, as a killed process does."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
 
@@ -73,7 +73,7 @@ async def test_it_serves_tls_on_a_unix_socket(path: Path, workers: str) -> None:
         flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
         files = ["--ssl-certfile", str(pem), "--ssl-keyfile", str(pem)]
         with serving(*flags, *files, "--uds", str(path), "--workers", workers) as (_, process):
-            # aiohttp's client has no TLS over such sockets.
+            # aiohttp's client does not support TLS on such sockets.
             reader, writer = await asyncio.open_unix_connection(
                 path, ssl=tls, server_hostname="localhost"
             )
@@ -104,7 +104,7 @@ async def test_a_draining_proxy_accepts_nothing_and_another_takes_its_place(path
                 old.send_signal(signal.SIGTERM)
                 assert await asyncio.to_thread(old.wait, 100) == 0
                 await asyncio.wait([asked])
-            # The old one has not removed the new one's file.
+            # The old process has not removed the new one's file.
             assert await asyncio.to_thread(listens, path)
 
 
@@ -165,7 +165,7 @@ def test_the_mode_of_the_file_is_the_umasks(path: Path) -> None:
 
 @pytest.mark.security("S3")
 async def test_clients_of_a_unix_socket_are_not_local(path: Path) -> None:
-    """Behind it may be a reverse proxy with clients from anywhere."""
+    """A reverse proxy behind the socket may have clients from anywhere."""
     with serving(*INSTANCES, "--uds", str(path)):
         async with client(path) as http:
             answers: dict[str, Any] = {}

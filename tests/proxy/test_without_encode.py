@@ -91,7 +91,7 @@ async def test_a_picture_by_its_name_alone_is_refused(launch: Launch) -> None:
 async def test_what_one_engine_alone_can_answer_is_decodes_with_the_media(
     launch: Launch, field: dict[str, Any]
 ) -> None:
-    """With encode instances too: decode instances beside prefill ones read no encoder outputs."""
+    """With encode instances too: decode beside prefill does not read encoder outputs."""
     async with launch(encode=1, prefill=1) as fleet:
         await fleet.chat(request(text(), *MEDIA, **field))
 
@@ -104,7 +104,7 @@ async def test_what_one_engine_alone_can_answer_is_decodes_with_the_media(
 async def test_encode_instances_that_come_by_a_file_are_waited_for(
     launch: Launch, tmp_path: Path
 ) -> None:
-    """No encode stage is what an operator says, and not what is found."""
+    """Only the operator's setting turns the encode stage off, not the absence of instances."""
     path = tmp_path / "instances.yaml"
     path.write_text("instances: []")
     async with launch(encode=0, instances_file=path) as fleet:
@@ -171,7 +171,7 @@ WHOLE: dict[str, dict[str, Any]] = {
         "system_fingerprint": "f",
     },
 }
-"""Answers with everything in them that vLLM says."""
+"""Answers that contain every field of vLLM's."""
 
 
 async def replies(fleet: Fleet, path: str, **fields: Any) -> Any:

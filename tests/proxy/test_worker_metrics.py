@@ -1,4 +1,4 @@
-"""`/metrics` of `epd serve --workers`: of all of them, whichever answers. Real processes."""
+"""`/metrics` of `epd serve --workers`: any worker reports the sum over all. Real processes."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ Figures = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 async def figures(url: str, key: str = "none") -> Figures:
-    """What a worker says, on a connection of its own."""
+    """Return the metrics of the worker behind a new connection."""
     async with (
         aiohttp.ClientSession(headers=bearer(key)) as http,
         http.get(f"{url}/metrics") as reply,
@@ -45,7 +45,7 @@ async def scraped(workers: Workers, times: int = 12) -> list[Figures]:
 
 
 async def shown(workers: Workers, enough: Callable[[Figures], bool]) -> None:
-    """Wait until it is so, whoever is asked: a worker learns of the others each second."""
+    """Wait until all workers report it; a worker polls the others each second."""
     async with asyncio.timeout(START_S):
         while not all(map(enough, await scraped(workers))):
             pass
@@ -105,7 +105,8 @@ async def test_what_a_worker_was_doing_ends_with_it() -> None:
             os.kill(killed, signal.SIGKILL)
             await until(lambda: workers.logged("worker died"), START_S)
             pages = await asyncio.gather(*(figures(workers.url) for _ in range(12)))
-            assert max(page[INSIDE] for page in pages) < 24  # before there is a replacement, too
+            # Also before the replacement has started.
+            assert max(page[INSIDE] for page in pages) < 24
             await until(lambda: decode.open < 24, START_S)
             await shown(workers, lambda page: page[INSIDE] == decode.open)
             left = decode.open
@@ -150,9 +151,9 @@ async def test_one_worker_whose_reload_failed_is_seen_whoever_is_asked(tmp_path:
 
 
 async def all_show(url: str, success: int) -> None:
-    """Wait until everybody who is asked says so: what others know is up to a second old."""
+    """Wait until all workers report it; values of other workers are up to a second old."""
     async with asyncio.timeout(START_S):
-        while await everywhere(lambda: reloaded(url)) != {success}:  # noqa: ASYNC110 - nobody tells
+        while await everywhere(lambda: reloaded(url)) != {success}:  # noqa: ASYNC110 - the workers set no event
             await asyncio.sleep(0.1)
 
 
