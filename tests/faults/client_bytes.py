@@ -1,4 +1,4 @@
-"""Bytes that clients send: requests, and what is no request."""
+"""Bytes that clients send: valid and invalid requests."""
 
 import json
 import socket
@@ -56,7 +56,7 @@ NOT_HTTP = {
 
 
 def send_all(url: str, sent: bytes) -> bytes:
-    """Send in one go, as simple clients do, and only then read."""
+    """Send everything at once, as simple clients do, and then read."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), 10) as client:
         client.sendall(sent)
@@ -67,7 +67,7 @@ LONG_HEAD = b"GET / HTTP/1.1\r\nHost: epd\r\nX: " + b"a" * 20_000_000 + b"\r\n\r
 
 
 def floods(part: bytes, sent: list[int]) -> Handler:
-    """Stream events for ever."""
+    """Return a handler that streams events without end."""
 
     async def chat(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

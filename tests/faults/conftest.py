@@ -1,4 +1,4 @@
-"""Fixtures of the fault tests: those of the proxy's."""
+"""Fixtures for the fault tests: those of the proxy tests."""
 
 from tests.support.fixtures import backed, keys, launch, store, url
 

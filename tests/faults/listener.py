@@ -1,4 +1,4 @@
-"""A listening socket under a test's control, and ends that no server gives a connection."""
+"""Listening socket that a test controls, and ways to end a connection that servers do not offer."""
 
 import asyncio
 import socket
@@ -11,13 +11,13 @@ NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class Listener:
-    """Accepts TCP connections on 127.0.0.1, and serves each in a task of its own.
+    """Server on 127.0.0.1 that handles each TCP connection in a task.
 
     Attributes:
-        port: where.
-        accepting: whether connections are served; otherwise they wait as a stuck server's do,
-            connected by the kernel and unanswered. May be set from another thread.
-        connections: how many have been served.
+        port: its port.
+        accepting: whether connections are served; otherwise they wait, connected by the kernel and
+            unanswered, as with a stuck server. May be set from another thread.
+        connections: number of connections served so far.
     """
 
     def __init__(self, serve: Callable[[socket.socket], Awaitable[None]], port: int = 0) -> None:
@@ -31,7 +31,7 @@ class Listener:
 
     @property
     def open(self) -> int:
-        """How many connections are being served."""
+        """Return the number of connections that are being served."""
         return len(self._tasks)
 
     def reset_all(self) -> None:
@@ -42,7 +42,7 @@ class Listener:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Accept until the context is left, which ends whatever is still open."""
+        """Accept connections for the duration of the context; then close those that remain."""
         async with asyncio.TaskGroup() as group:
             accepting = group.create_task(self._accept(group))
             try:
@@ -62,13 +62,13 @@ class Listener:
 
     async def _served(self, connection: socket.socket) -> None:
         with connection:
-            while not self.accepting:  # noqa: ASYNC110 - said by another thread, perhaps
+            while not self.accepting:  # noqa: ASYNC110 - another thread may set it
                 await asyncio.sleep(0.01)
             self.connections += 1
             try:
                 await self._serve(connection)
             except* ConnectionError:
-                pass  # the peer may leave when it likes
+                pass  # the peer may disconnect at any time
 
 
 @asynccontextmanager
@@ -83,13 +83,13 @@ async def streams(connection: socket.socket) -> AsyncIterator[tuple[StreamReader
 
 
 def end_of_writing(writer: StreamWriter) -> None:
-    """Send FIN, and go on reading."""
-    with suppress(OSError):  # where the peer has ended the connection before
+    """Send FIN and keep reading."""
+    with suppress(OSError):  # the peer may have ended the connection already
         writer.write_eof()
 
 
 def linger_not(connection: socket.socket) -> None:
-    """Have it end with RST: what was sent and is not yet read by its peer may be lost."""
+    """Make close send RST: sent data that the peer has not read may be lost."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
 
 

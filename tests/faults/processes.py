@@ -1,4 +1,4 @@
-"""`epd serve` as a process, with as many file descriptors as it is given."""
+"""`epd serve` as a process with a given number of file descriptors."""
 
 import json
 import subprocess
@@ -11,11 +11,11 @@ INSTANCES = ["--encode-servers-urls", "http://e:1", "--decode-servers-urls", "ht
 
 @contextmanager
 def serving(*args: str, descriptors: int = 1024) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`epd serve` on a free port, with JSON logs: its URL and its process.
+    """Run `epd serve` on a free port with JSON logs; yield its URL and its process.
 
     Args:
-        args: its flags.
-        descriptors: the most that it may let itself have; it starts with 40.
+        args: flags.
+        descriptors: hard limit of descriptors; the soft limit is 40.
     """
     limits = f'ulimit -Sn 40; ulimit -Hn {descriptors}; exec "$@"'
     process = subprocess.Popen(

@@ -1,9 +1,9 @@
-"""An instance that follows a script, byte by byte: what no HTTP server can be made to do.
+"""Instance that follows a script byte by byte, for behaviour that no HTTP server offers.
 
     async with Scripted([read_head(), send(HEAD + b"{"), reset()]).running() as instance:
 
-Each connection follows the next script, and all after the last one follow that. Connections that
-ask for `/health` or `/v1/models` are answered beside the scripts, so that probes disturb none.
+Each connection follows the next script; further connections repeat the last one. Requests for
+`/health` and `/v1/models` are answered outside of the scripts, so that probes do not use one up.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ MODELS = b'{"object": "list", "data": [{"id": "m"}]}'
 
 @dataclass
 class Exchange:
-    """One connection, and what was seen of it.
+    """One connection, and what was observed on it.
 
     Attributes:
-        head: the request's head.
-        body: what was read of its body.
-        left: the peer ended the connection while the script waited, sent or held.
-        done: the script has come to its end.
+        head: head of the request.
+        body: bytes of the body read so far.
+        left: whether the peer ended the connection while the script waited, sent or held.
+        done: whether the script has reached its end.
     """
 
     reader: StreamReader
@@ -46,7 +46,7 @@ Script = Sequence[Step]
 
 
 def answer(body: bytes, status: int = 200, *, length: int | None = None) -> bytes:
-    """Return a whole answer, or one with a wrong Content-Length."""
+    """Return a whole response; `length` may give a wrong Content-Length."""
     size = len(body) if length is None else length
     head = (
         f"HTTP/1.1 {status} Status\r\n"
@@ -57,18 +57,18 @@ def answer(body: bytes, status: int = 200, *, length: int | None = None) -> byte
 
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
-    b"Connection: close\r\n\r\n"  # a finished script answers no other request
+    b"Connection: close\r\n\r\n"  # no request may follow a finished script
 )
 LAST_CHUNK = b"0\r\n\r\n"
 
 
 def chunked(*pieces: bytes) -> bytes:
-    """Pieces as chunks of a body that goes on."""
+    """Return the pieces as chunks of a body without its last chunk."""
     return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
 
 
 def read_head() -> Step:
-    """Read up to the request's body."""
+    """Read up to the body of the request."""
 
     async def step(at: Exchange) -> None:
         at.head = await at.reader.readuntil(b"\r\n\r\n")
@@ -86,7 +86,7 @@ def read_bytes(count: int) -> Step:
 
 
 def read_request() -> Step:
-    """Read a request to its end, which its Content-Length tells."""
+    """Read a whole request, by its Content-Length."""
 
     async def step(at: Exchange) -> None:
         await read_head()(at)
@@ -97,7 +97,7 @@ def read_request() -> Step:
 
 
 def send(content: bytes) -> Step:
-    """Send bytes, and see them taken by the kernel."""
+    """Send bytes, and wait until the kernel has taken them."""
 
     async def step(at: Exchange) -> None:
         at.writer.write(content)
@@ -107,7 +107,7 @@ def send(content: bytes) -> Step:
 
 
 def send_slowly(content: bytes, pause_s: float) -> Step:
-    """Send byte after byte, waiting after each."""
+    """Send single bytes with a pause after each."""
 
     async def step(at: Exchange) -> None:
         for byte in content:
@@ -119,7 +119,7 @@ def send_slowly(content: bytes, pause_s: float) -> Step:
 
 
 def send_for_ever(piece: bytes) -> Step:
-    """Send a piece again and again, until the peer leaves."""
+    """Send a piece repeatedly until the peer disconnects."""
 
     async def step(at: Exchange) -> None:
         while True:
@@ -144,7 +144,7 @@ def wait_for(event: asyncio.Event) -> Step:
 
 
 def hold() -> Step:
-    """Do nothing until the peer leaves."""
+    """Wait until the peer disconnects."""
 
     async def step(at: Exchange) -> None:
         while await at.reader.read(65536):
@@ -155,7 +155,7 @@ def hold() -> Step:
 
 
 def half_close() -> Step:
-    """Say that no more will be sent, and go on reading."""
+    """Send FIN and keep reading."""
 
     async def step(at: Exchange) -> None:
         end_of_writing(at.writer)
@@ -181,7 +181,7 @@ def reset() -> Step:
     return step
 
 
-# Closed: the next request of another client must not use a connection without a script.
+# Closed: a later request of another client must not use a connection without a script.
 PROBED = [
     read_request(),
     send(answer(MODELS).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1)),
@@ -190,11 +190,11 @@ PROBED = [
 
 
 class Scripted:
-    """A server that follows scripts.
+    """Server that follows scripts.
 
     Attributes:
-        scripts: one for each connection; the last one for all that follow.
-        exchanges: the connections so far, without those that were answered beside the scripts.
+        scripts: one for each connection; further connections repeat the last one.
+        exchanges: connections so far, without probes.
     """
 
     def __init__(self, *scripts: Script, port: int = 0) -> None:
@@ -208,7 +208,7 @@ class Scripted:
 
     @property
     def aborted(self) -> int:
-        """How many connections their peer has ended before the script did."""
+        """Return how many connections the peer has ended before the script did."""
         return sum(exchange.left for exchange in self.exchanges)
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Answers of instances that are late, endless, or cut anywhere."""
+"""Responses of instances that are late, endless, or cut at any byte."""
 
 import asyncio
 import gc
@@ -46,7 +46,7 @@ EVENTS = [
 
 
 async def refused(launch: Launch, encoder: Scripted, **config: Any) -> tuple[int, str]:
-    """What becomes of a picture whose one encode instance follows a script."""
+    """Return status and error of a picture request if the only encode instance follows a script."""
     urls = (encoder.url,)
     async with (
         launch(encode_servers_urls=urls, on_encode_failure="fail", **config) as fleet,
@@ -167,7 +167,7 @@ async def test_a_stream_that_breaks_is_ended_by_an_error_and_not_begun_again(
 ) -> None:
     step, slug = BROKEN[how]
     begun = send(STREAM_HEAD + chunked(chunk("a"), b'data: {"half'))
-    # What comes at once with a broken chunk or RST may never be seen.
+    # A broken chunk or a RST that follows at once may overtake the chunk before it.
     async with Scripted([read_request(), begun, wait(0.1), step]).running() as decode:
         async with (
             launch(decode_servers_urls=(decode.url,), idle_timeout_s=0.3) as fleet,
@@ -285,7 +285,7 @@ async def test_wherever_the_network_cuts_a_stream_it_ends_in_an_error_and_never_
         relay.answers.end = end
         urls = (relay.url(scheme="http"),)
         async with launch(decode_servers_urls=urls) as fleet:
-            # From the first byte after the head to the last one before `[DONE]` is whole.
+            # From the first byte after the head to the byte before the end of `[DONE]`.
             first = len(STREAM_HEAD) + len(b"%x\r\n" % len(STREAM[0])) + 1
             for cut in range(len(STREAM_HEAD) + 1, len(STREAM_HEAD + chunked(*STREAM)) - 3, 23):
                 relay.answers.cut_after = cut
@@ -322,7 +322,7 @@ def test_every_cut_of_every_pair_of_events_gives_whole_events() -> None:
 def check_cuts(events: list[bytes]) -> None:
     stream = b"".join(events)
     ends = {0, *accumulate(map(len, events))}
-    # An event that ends in CRLF may be let go of at its last CR: that is a blank line already.
+    # An event that ends in CRLF may be forwarded at its last CR: the blank line is complete then.
     ends |= {end - 1 for end in ends if stream[:end].endswith(b"\r\n\r\n")}
     for point in range(len(stream) + 1):
         aligner = EventAligner()

@@ -1,4 +1,4 @@
-"""Bodies of every shape: each is served, or refused with what is wrong with it."""
+"""Bodies of every shape: the proxy serves them or rejects them with the reason."""
 
 import asyncio
 import copy
@@ -21,7 +21,7 @@ SECRET = "the-password-is-swordfish"
 
 
 async def answer(fleet: Fleet, body: bytes) -> tuple[int, str | None, dict[str, Any]]:
-    """The status, what is at fault, and the error of an answer."""
+    """Return status, error code and error of an answer."""
     async with fleet.post(body) as reply:
         content = await reply.read()
         if reply.status == 200:
@@ -35,7 +35,7 @@ async def answer(fleet: Fleet, body: bytes) -> tuple[int, str | None, dict[str, 
 
 
 def nested(depth: int) -> bytes:
-    """A request of so many levels."""
+    """Return a request with so many levels of nesting."""
     inside = depth - 1
     return b'{"messages": [], "x": %s%s}' % (b"[" * inside, b"]" * inside)
 
@@ -133,7 +133,7 @@ async def test_what_is_large_and_meant_well_is_read(launch: Launch, body: dict[s
 @pytest.mark.fault(51)
 @pytest.mark.fault(49)
 async def test_text_is_read_up_to_its_own_limit(launch: Launch) -> None:
-    """Nothing else runs while it is parsed."""
+    """Parsing blocks the event loop, so the size of the text is limited."""
     limit, body = 100_000, b'{"model": "m", "messages": [], "x": "'
     async with launch(max_text_bytes=limit) as fleet:
         as_long = body + b"x" * (limit - len(body) - 2) + b'"}'
@@ -158,7 +158,7 @@ async def test_media_are_no_text_unless_they_are_escaped(launch: Launch) -> None
 
 
 async def test_of_duplicate_keys_all_see_the_last(launch: Launch) -> None:
-    """The instances get the body as it was read here, not the bytes with both keys."""
+    """Instances receive the body as the proxy parsed it, without duplicate keys."""
     raw_bodies: list[bytes] = []
 
     async def chat(request: Any, body: dict[str, Any]) -> Any:
@@ -277,7 +277,7 @@ NAMES = ["type", "text", "image_url", "input_audio", "uuid", "url", "content", "
 
 
 def paths(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where each value inside stands."""
+    """Yield the path of each nested value."""
     listed = enumerate(value) if isinstance(value, list) else ()
     for key, inner in value.items() if isinstance(value, dict) else listed:
         yield (*above, key)
@@ -286,7 +286,7 @@ def paths(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @st.composite
 def mutated(draw: st.DrawFn) -> dict[str, Any]:
-    """A good request with up to three values replaced, removed, or put where others belong."""
+    """Return a valid request with up to three values replaced, removed or moved."""
     body = copy.deepcopy(VALID)
     for _ in range(draw(st.integers(1, 3))):
         *above, key = draw(st.sampled_from(list(paths(body)) or [("model",)]))
@@ -305,7 +305,7 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """The bytes of a good request, some of them replaced."""
+    """Return the bytes of a valid request with some bytes replaced."""
     raw = json.dumps(VALID).encode()
     start, end = sorted(draw(st.tuples(*[st.integers(0, len(raw))] * 2)))
     return raw[:start] + draw(st.binary(max_size=9)) + raw[min(end, start + 9) :]
@@ -331,7 +331,7 @@ async def test_bodies_of_every_shape_are_served_or_refused(body: bytes) -> None:
 
 @pytest.mark.fault(53)
 async def test_too_many_items_are_refused_before_any_is_looked_into(launch: Launch) -> None:
-    """Not even what is wrong with one further on is found: nobody has gone that far."""
+    """The proxy counts items before it validates any of them."""
     async with launch() as fleet:
         parts = [image("data:image/png;base64,not base64")] * 20_000
         status, slug, error = await answer(fleet, json.dumps(content(*parts, None)).encode())

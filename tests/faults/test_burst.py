@@ -1,4 +1,4 @@
-"""Hundreds of clients that connect in one instant."""
+"""Hundreds of clients that connect at the same moment."""
 
 import json
 import select
@@ -27,7 +27,7 @@ pytestmark = [
 
 @contextmanager
 def stopped(process: subprocess.Popen[str]) -> Iterator[None]:
-    """A process and its workers, none of which accepts a connection meanwhile."""
+    """Suspend a process and its workers, so that none accepts a connection."""
     first = psutil.Process(process.pid)
     family = [first, *first.children(recursive=True)]
     for one in family:
@@ -40,7 +40,7 @@ def stopped(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 class Burst:
-    """Connections that were begun in one instant."""
+    """Connections that were started at the same moment."""
 
     def __init__(self, port: int, stack: ExitStack) -> None:
         self._connected = set[int]()
@@ -52,7 +52,7 @@ class Burst:
             client.connect_ex(("127.0.0.1", port))
 
     def all_connected(self) -> bool:
-        """Whether the kernel has made all of them: one that it has dropped is tried again by it."""
+        """Return whether the kernel has completed all connections; it retries dropped ones."""
         for descriptor, events in self._poll.poll(0):
             assert events == select.POLLOUT
             self._connected.add(descriptor)
@@ -83,7 +83,7 @@ async def test_the_kernel_holds_500_connections_that_nobody_accepts(
             burst = Burst(int(url.rpartition(":")[2]), stack)
             await until(burst.all_connected)
         if not tls:
-            some = burst.clients[::10]  # the pipe that logs go to has room for their lines
+            some = burst.clients[::10]  # the log lines fit into the pipe
             for client in some:
                 client.settimeout(60)
                 client.sendall(b"GET /ready HTTP/1.1\r\nHost: epd\r\n\r\n")

@@ -1,4 +1,4 @@
-"""The proxy while everything around it fails at random, and the rules by which that is judged."""
+"""Chaos test: the proxy under random faults of everything around it, and the rules to judge."""
 
 import os
 import random

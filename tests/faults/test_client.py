@@ -1,4 +1,4 @@
-"""Connections to instances, by themselves: their waits, their limits, and when they are kept."""
+"""HTTP client for instances: timeouts, limits, and reuse of connections."""
 
 import asyncio
 import os
@@ -60,7 +60,7 @@ async def pooling(keep_alive_s: float = LONG_S) -> AsyncIterator[Pool]:
 
 
 class Asking:
-    """A pool and a scripted server."""
+    """Connection pool and a scripted server."""
 
     def __init__(self, pool: Pool, server: Scripted) -> None:
         self.pool = pool
@@ -97,10 +97,10 @@ async def pieces(connection: Connection, idle_s: float = LONG_S) -> AsyncIterato
 
 
 class Pieces(list[bytes]):
-    """What a body came in.
+    """Received pieces of a body.
 
     Attributes:
-        room: whether there is room for more.
+        room: whether `take` accepts more.
     """
 
     room = True
@@ -171,7 +171,7 @@ async def test_what_is_not_complete_ends_its_connection(begun: bytes) -> None:
 
 
 async def test_what_is_not_read_for_now_ends_its_connection() -> None:
-    """Its next answer would not be read either."""
+    """A reused connection would not read its next response either."""
     script = [read_request(), send(answer(b"x" * (READ_BUFFER_BYTES + 1))), hold()]
     async with asking(script) as here:
         connection = await here.ask()
@@ -251,7 +251,7 @@ async def test_a_name_that_nobody_asks_for_any_more_is_forgotten(
 
 
 async def test_the_dot_at_the_end_of_a_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it, the name may be found below a domain that is searched."""
+    """Without the dot, the resolver may find the name below a search domain."""
     asked = []
 
     async def getaddrinfo(host: str, *_: Any, **__: Any) -> Any:
@@ -300,7 +300,7 @@ async def test_each_address_of_a_name_has_its_turn(monkeypatch: pytest.MonkeyPat
 async def test_a_connection_is_made_in_time_for_itself_and_for_its_request(
     connect_s: float, request_s: float, failure: type[Exception]
 ) -> None:
-    """The host accepts, and never answers the TLS handshake."""
+    """The host accepts the connection, and never answers the TLS handshake."""
     async with Scripted([hold()]).running() as server, pooling() as pool:
         pool.connect_timeout_s = connect_s
         origin = Origin("127.0.0.1", target_of(server.url).origin.port, tls=True, named=False)
@@ -406,7 +406,7 @@ async def test_what_nobody_takes_is_not_read() -> None:
             await asyncio.sleep(0.3)
         taken = len(await connection.chunk(in_s(LONG_S)))
         assert READ_BUFFER_BYTES <= taken < sent
-        while taken <= before:  # it goes on
+        while taken <= before:  # the stream goes on
             taken += len(await connection.chunk(in_s(LONG_S)))
 
 

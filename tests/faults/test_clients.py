@@ -1,4 +1,4 @@
-"""Clients that leave, at every moment of a request."""
+"""Clients that disconnect at every stage of a request."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,18 +12,18 @@ from tests.support.fake_instance import chunk
 from tests.support.fleet import Fleet, Launch, until
 
 SOON_S = 20.0
-"""Closed within 100 ms is what is asked for; a test machine may be busy with other things."""
+"""Deadline of a disconnect; the requirement is 100 ms, but a test machine may be busy."""
 
 
 @asynccontextmanager
 async def gone_within(deadline_s: float) -> AsyncIterator[None]:
-    """What happens here takes no longer."""
+    """Fail if the block takes longer."""
     async with asyncio.timeout(deadline_s):
         yield
 
 
 async def leaves(fleet: Fleet, instance: Scripted, stream: bool, calls: int = 1) -> None:
-    """A client sends a request, and leaves once it has come so far."""
+    """Send a request, and disconnect when it has reached the instance."""
     task = asyncio.create_task(fleet.chat(request(image(b"1"), image(b"2"), text(), stream=stream)))
     await until(lambda: len([each for each in instance.exchanges if each.head]) == calls)
     task.cancel()

@@ -1,4 +1,4 @@
-"""Row 66: a clock that jumps moves no deadline, as nothing is timed by it."""
+"""Row 66: a jump of the wall clock moves no deadline, since no deadline uses it."""
 
 import ast
 from pathlib import Path
@@ -11,20 +11,21 @@ WALL_CLOCK = {
     *("time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.ctime"),
     *("datetime.now", "datetime.utcnow", "datetime.today", "date.today"),
 }
-"""Log lines have their time from structlog, or as structlog has it, and no other use of it."""
+"""Functions that read the wall clock. Only log lines, through structlog, and the places below may
+use it."""
 
-# `epd/tools` is no part of the proxy: benchmarks say when they were made, the doctor compares
-# clocks, and `epd top` shows one.
+# `epd/tools` is not part of the proxy: benchmarks record their date, the doctor compares clocks,
+# and `epd top` shows the time.
 
 TOLD = {
     *("dashboard.py: time.time", "recent.py: time.time", "instances.py: time.time"),
     "logs.py: time.time_ns",
 }
-"""When something happened, said to people: nothing waits for it."""
+"""Uses that only show when something happened."""
 
 SHARED = {"conversations.py: time.time"}
-"""How old is what another proxy has kept: at worst it is computed anew, and the store ends it by a
-clock of its own."""
+"""Uses for the age of an entry from another proxy: a wrong age only causes a recomputation, and the
+store expires the entry by its own clock."""
 
 
 @pytest.mark.fault(66)
@@ -44,7 +45,7 @@ def test_nothing_asks_the_wall_clock() -> None:
 
 
 def names(node: ast.AST) -> list[str]:
-    """What a node names, with its module: `from time import time` counts as `time.time`."""
+    """Return the qualified names in a node: `from time import time` counts as `time.time`."""
     match node:
         case ast.Attribute():
             return [ast.unparse(node)]

@@ -1,4 +1,4 @@
-"""The whole request's deadline, the operator's and the client's."""
+"""Deadline of the whole request, set by the operator and by the client."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rows 4, 5, 34 and 37 to 39: what decode instances do that a client must not suffer from."""
+"""Rows 4, 5, 34 and 37 to 39: faults of decode instances that must not reach the client."""
 
 import asyncio
 from typing import Any

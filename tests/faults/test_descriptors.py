@@ -1,4 +1,4 @@
-"""Row 58: more clients than there are file descriptors."""
+"""Row 58: more clients than file descriptors."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ async def test_connections_above_the_limit_are_told_to_come_later() -> None:
             writer.write(post(json.dumps(request(text())).encode()))
             assert (await answer(reader)).status == 200
         async with asyncio.timeout(60):
-            while (await fleet.chat(request(text())))[0] != 200:  # noqa: ASYNC110 - as a client does
+            while (await fleet.chat(request(text())))[0] != 200:  # noqa: ASYNC110 - polls, as a client does
                 await asyncio.sleep(0.05)
 
     refused = [event for event in fleet.events.requests if event.status == 503]
@@ -100,7 +100,7 @@ def test_a_process_raises_its_limit_and_keeps_descriptors_back_for_instances() -
 @pytest.mark.fault(58)
 @pytest.mark.parametrize("workers", ["1", "2"])
 async def test_accepting_goes_on_once_there_are_descriptors_again(workers: str) -> None:
-    """Under a limit that was set too high, so that it is the kernel that refuses."""
+    """The limit was set too high, so that the kernel refuses connections."""
     encode, decode = FakeInstance(encodes), FakeInstance(decodes)
     async with encode.running(), decode.running():
         flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
@@ -112,7 +112,7 @@ async def test_accepting_goes_on_once_there_are_descriptors_again(workers: str) 
                     stack.enter_context(await asyncio.to_thread(opened, url))
                 before = cpu_s(process)
                 await asyncio.sleep(2)
-                assert cpu_s(process) - before < 1  # it does not spin
+                assert cpu_s(process) - before < 1  # no busy loop
 
             await _served(url)
             assert process.poll() is None
@@ -120,7 +120,7 @@ async def test_accepting_goes_on_once_there_are_descriptors_again(workers: str) 
 
 async def _served(url: str) -> None:
     async with asyncio.timeout(60):
-        while await _chat(url) != 200:  # noqa: ASYNC110 - it is another process
+        while await _chat(url) != 200:  # noqa: ASYNC110 - another process sets no event
             await asyncio.sleep(0.1)
 
 

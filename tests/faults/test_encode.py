@@ -1,4 +1,4 @@
-"""Rows 1 to 15: encode instances that fail."""
+"""Rows 1 to 15: failures of encode instances."""
 
 import asyncio
 from typing import Any
@@ -75,7 +75,7 @@ async def test_where_it_may_not_be_local_the_client_is_told_to_leave_it(launch: 
             assert reply.headers["x-epd-error"] == "encode_failed"
             assert reply.headers["x-should-retry"] == "false"
 
-        assert encoded(fleet.e) == 3  # it was the only one, and a reset may be no more than that
+        assert encoded(fleet.e) == 3  # it is the only one, and a reset may be no more than that
 
 
 @pytest.mark.fault(2)
@@ -236,7 +236,7 @@ async def test_an_answer_that_is_none_is_tried_elsewhere(launch: Launch, said: b
                 assert reply.status == 200
                 assert reply.headers["x-epd-items"] == "hit=0,encoded=1,local=0"
 
-            asked = [one for one in broken.exchanges if one.head.startswith(b"POST")]  # no probe
+            asked = [one for one in broken.exchanges if one.head.startswith(b"POST")]  # not a probe
             assert len(asked) == len(up.e.calls) == 1
 
 
@@ -359,7 +359,7 @@ async def test_on_trial_it_gets_one_request_at_a_time(launch: Launch) -> None:
 async def test_a_request_of_many_items_encodes_some_at_once_and_all_in_the_end(
     launch: Launch,
 ) -> None:
-    """Each is a connection, and the descriptors are everybody's."""
+    """Each encode uses a connection, and all requests share the descriptors."""
     at_once: list[int] = []
     go_on = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Row 68: a request after which instances die."""
+"""Row 68: requests that kill instances."""
 
 import asyncio
 from collections.abc import Iterable
@@ -135,7 +135,7 @@ async def test_a_fatal_text_is_rejected_and_no_other(launch: Launch) -> None:
 async def test_a_request_without_a_second_encode_instance_is_rejected_for_its_item(
     launch: Launch,
 ) -> None:
-    """Encode has died of the item, and decode when it encoded the item itself."""
+    """The item killed encode, and then decode, which encoded it itself."""
     async with launch(encode=1, decode=2) as fleet:
         killed_by(drops, *fleet.instances)
         await outcome(fleet, request(text("what?"), image(b"poison")))
@@ -208,7 +208,7 @@ async def test_a_request_whose_streams_ended_two_instances_is_rejected(
 async def test_a_death_is_forgotten_once_the_same_is_processed_without_harm(
     launch: Launch, role: str, then: Handler, body: dict[str, Any]
 ) -> None:
-    """Each instance dies once, and each time another one processes what it had."""
+    """Each instance dies once, and each time another one processes its request."""
     balance: Any = {f"{role}_balance": "round_robin"}
     async with launch(encode=2, decode=2, **balance) as fleet:
         for victim in getattr(fleet, role):
@@ -222,7 +222,7 @@ async def test_a_death_is_forgotten_once_the_same_is_processed_without_harm(
 async def test_one_death_of_an_instance_counts_once_for_all_that_ask_for_the_same(
     launch: Launch,
 ) -> None:
-    """An engine that is killed fails everything it had, and fails on until its server ends."""
+    """A killed engine fails all of its requests, and keeps failing until its server ends."""
     async with launch(decode=2) as fleet:
         killed_by(hangs, fleet.decode[0])
         body = request(text())
@@ -270,7 +270,7 @@ async def test_an_instance_that_breaks_off_its_whole_answer_has_survived_the_req
 async def test_requests_with_the_same_fatal_item_at_once_meet_two_instances(
     launch: Launch,
 ) -> None:
-    """One waits for the other's encode, and tries by itself when that has failed."""
+    """One request waits for the other's encode, and tries by itself when that fails."""
 
     async def dies_late(request: web.Request, body: dict[str, Any]) -> web.Response:
         await asyncio.sleep(0.2)
@@ -289,7 +289,7 @@ async def test_requests_with_the_same_fatal_item_at_once_meet_two_instances(
 async def test_nothing_is_rejected_where_the_operator_says_so(
     launch: Launch, topology: tuple[int, int, int]
 ) -> None:
-    """A request still meets two instances."""
+    """A request still tries only two instances."""
     async with launch(*topology, suspect_s=0) as fleet:
         killed_by(drops, *fleet.instances)
         body = request(text(), *([image()] if topology[0] else []))
@@ -303,7 +303,7 @@ async def test_nothing_is_rejected_where_the_operator_says_so(
 
 
 async def test_decode_does_the_work_of_the_only_prefill_that_died(launch: Launch) -> None:
-    """A server answers for its dead engine until it ends: to ask it again would be the second."""
+    """The server still answers after its engine died; a retry would count as another instance."""
     async with launch(prefill=1) as fleet:
         killed_by(refuses(500, ENGINE_DEAD), fleet.p)
         async with fleet.post(request(text())) as reply:
@@ -329,15 +329,15 @@ async def test_a_decode_death_sends_no_release_to_another_instance(launch: Launc
     async with launch(prefill=2, decode=3) as fleet:
         killed_by(drops, *fleet.decode)
         assert await outcome(fleet, request(text())) == KILLED
-        await asyncio.sleep(0.2)  # a release would be sent by now
+        await asyncio.sleep(0.2)  # a release would have been sent by now
 
         assert sent(fleet.decode) == 2
 
 
 async def test_a_reused_connection_hides_no_death(launch: Launch) -> None:
-    """A server that dies of a request ends its connection as one does that was idle for too long.
+    """A dying server closes its connection, like one that closes an idle connection.
 
-    It accepts no new one, though.
+    But it does not accept a new one.
     """
     async with launch(encode=3, encode_balance="round_robin") as fleet:
         for number in range(3):
@@ -350,7 +350,7 @@ async def test_a_reused_connection_hides_no_death(launch: Launch) -> None:
 
 
 def ends_with(instance: FakeInstance) -> Handler:
-    """Stop to listen, and drop the connection, as a process that dies."""
+    """Return a handler that stops listening and drops the connection, as a dying process does."""
 
     async def chat(request: web.Request, body: dict[str, Any]) -> web.Response:
         await instance.stop_listening()
@@ -364,7 +364,7 @@ def ends_with(instance: FakeInstance) -> Handler:
 async def test_one_death_fails_no_request_of_many_items(
     launch: Launch, encode: int, failure: str
 ) -> None:
-    """All items that the instance has break off in the same moment."""
+    """All items at the instance fail at the same moment."""
     config: dict[str, Any] = {"on_encode_failure": failure, "encode_balance": "round_robin"}
     async with launch(encode=encode, decode=2, **config) as fleet:  # each has some of the items
         killed_by(hangs, fleet.e)
@@ -380,7 +380,7 @@ async def test_one_death_fails_no_request_of_many_items(
 
 
 async def test_an_engine_that_says_in_its_stream_that_it_is_dead_has_died(launch: Launch) -> None:
-    """As vLLM sends it: the error event, and right after it the end."""
+    """In vLLM, a dead engine sends an error event and ends the stream."""
     error = f'data: {{"error": {{"message": "{ENGINE_DEAD}", "code": 500}}}}\n\n'
 
     async def dies(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Rows 30, 34, 36 and 44: prefill and decode that are asked at once, and one of them fails."""
+"""Rows 30, 34, 36 and 44: prefill and decode run concurrently, and one of them fails."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ from tests.support.fleet import Fleet, Launch, until
 from tests.support.strict_instance import MooncakeWire, strict
 
 AT_ONCE: Any = {"eject_after": 1}
-"""Who is blamed for what another has done is left alone, and is missed."""
+"""Settings that eject an instance after one failure, so that wrong blame becomes visible."""
 streaming = pytest.mark.parametrize("stream", [True, False])
 
 
@@ -23,7 +23,7 @@ async def whole(fleet: Fleet, body: dict[str, Any]) -> tuple[int, bytes]:
 
 
 def after(event: asyncio.Event, then: Handler) -> Handler:
-    """Do something once that has happened."""
+    """Return a handler that waits for an event first."""
 
     async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await event.wait()
@@ -78,7 +78,7 @@ async def test_where_all_prefills_fail_decode_is_asked_alone(launch: Launch) -> 
         for one in fleet.prefill:
             one.chat = refuses(500)
         async with fleet.post(request(text())) as reply:
-            # A decode instance of this fleet finds that wrong, vLLM's does not.
+            # The fake decode instance of this fleet rejects that; vLLM's does not.
             assert (reply.status, fleet.d.calls[-1].body.get("kv_transfer_params")) == (500, None)
         wire.wrong.clear()
 
@@ -132,7 +132,7 @@ async def begins(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("leaves", [True, False], ids=["client leaves", "decode is silent"])
 async def test_decode_that_has_sent_its_head_gets_no_release(launch: Launch, leaves: bool) -> None:
-    """It tells prefill itself when it is aborted: its blocks may be another request's by then."""
+    """An aborted decode tells prefill; a late release could free blocks of another request."""
     silence: Any = {} if leaves else {"idle_timeout_s": 0.3}
     async with launch(prefill=1, decode=2, **silence) as fleet:
         for one in fleet.decode:
@@ -140,12 +140,12 @@ async def test_decode_that_has_sent_its_head_gets_no_release(launch: Launch, lea
         asking = asyncio.ensure_future(whole(fleet, request(text(), stream=True)))
         if leaves:
             await until(lambda: sum(one.open for one in fleet.decode))
-            await asyncio.sleep(0.1)  # decode's head has come
+            await asyncio.sleep(0.1)  # decode's head has arrived
             asking.cancel()
         else:
             assert (await asking)[0] == 504
         await until(lambda: sum(one.aborted for one in fleet.decode))
-        await asyncio.sleep(0.2)  # a release would be sent by now
+        await asyncio.sleep(0.2)  # a release would have been sent by now
 
         assert sum(len(one.calls) for one in fleet.decode) == 1
 
@@ -156,7 +156,7 @@ async def test_nothing_is_answered_before_both_have(launch: Launch) -> None:
         fleet.p.chat = after(go, fleet.p.chat)
         asking = asyncio.ensure_future(whole(fleet, request(text(), stream=True)))
         await until(lambda: fleet.d.open and fleet.p.open)
-        await asyncio.sleep(0.1)  # decode's head has come
+        await asyncio.sleep(0.1)  # decode's head has arrived
         assert not asking.done()
         go.set()
         status, said = await asking
@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_when_prefill_has_ended_aborts_decode(launch:
         await until(lambda: wire.made and not fleet.p.open)
         asking.cancel()
         await until(lambda: fleet.d.aborted == 1)
-        wire.made.clear()  # an engine that is aborted tells prefill
+        wire.made.clear()  # an aborted engine tells prefill
 
 
 @pytest.mark.fault(36)
@@ -271,7 +271,7 @@ async def test_a_prefill_instance_that_was_replaced_is_asked_who_it_is(launch: L
             assert reply.status == 200, await reply.text()
 
         assert wire.queries == [2]
-        wire.wrong.clear()  # decode that was told of the old one
+        wire.wrong.clear()  # decode received the old engine id
 
 
 async def test_what_is_known_of_a_connector_does_not_hold_for_ever(

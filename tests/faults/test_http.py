@@ -1,4 +1,4 @@
-"""The HTTP that clients speak: ambiguous, endless, slow, or broken off."""
+"""HTTP of clients: ambiguous, endless, slow or interrupted."""
 
 import asyncio
 import gzip
@@ -22,7 +22,7 @@ def slugs(fleet: Fleet) -> list[tuple[int, str | None]]:
     return [(event.status, event.error) for event in fleet.events.requests]
 
 
-# Bytes that are no request, or that another parser might take for other requests.
+# Bytes that are not a request, or that another parser might read as other requests.
 
 
 @pytest.mark.fault(57)
@@ -73,7 +73,7 @@ async def test_bad_requests_wait_for_those_before_them() -> None:
 
 @pytest.mark.fault(57)
 async def test_the_answer_to_a_long_bad_head_can_be_read() -> None:
-    """Closed with bytes unread, the connection would be reset, and the answer lost."""
+    """Closing with unread bytes would reset the connection, and the answer would be lost."""
     async with launch() as fleet:
         said = await asyncio.to_thread(send_all, fleet.url, LONG_HEAD)
 
@@ -94,16 +94,16 @@ async def test_a_body_that_stops_being_chunked_is_refused_at_once() -> None:
 
 @pytest.mark.fault(57)
 async def test_damaged_requests_end_in_our_errors_or_in_answers() -> None:
-    """Each has bytes put in, taken out or doubled; none may end in a 500, or without an end."""
+    """The requests have bytes inserted, removed or doubled; none may cause a 500 or hang."""
     whole = [*NOT_HTTP.values(), post(chat()), post(chat(stream=True))]
-    dice = random.Random(57)  # noqa: S311 - the same each time
+    dice = random.Random(57)  # noqa: S311 - the same sequence at each run
     async with launch(header_timeout_s=0.5, body_timeout_s=0.5, keep_alive_s=0.5) as fleet:
 
         async def send(sent: bytes) -> None:
             async with connected(fleet.url) as (reader, writer):
                 writer.write(sent)
                 said = b""
-                # It may close the connection with bytes unread, which is a reset.
+                # The proxy may close the connection with unread bytes, which resets it.
                 with suppress(ConnectionResetError):
                     async with asyncio.timeout(60):
                         said = await reader.read()
@@ -158,7 +158,7 @@ ROUTELESS = {
     "POST /nothing": 404,
     "PUT /v1/media/one": 405,
     "GET /v1/chat/completions": 405,
-    "DELETE /v1/media/one": 503,  # there is no store
+    "DELETE /v1/media/one": 503,  # no store is configured
     "POST /": 405,
 }
 
@@ -187,7 +187,7 @@ async def test_a_body_that_nobody_reads_is_not_asked_for(asked: str) -> None:
 @pytest.mark.security("S19")
 @pytest.mark.parametrize("target", ["http://other", "http://epd:8000", "http://a@epd", "HTTP://x"])
 async def test_a_target_on_another_host_than_the_host_header_is_a_400(target: str) -> None:
-    """A check of `Host`, such as the one for clients on this machine, would look at the wrong."""
+    """Checks of `Host`, such as the one for local clients, would look at the wrong host."""
     async with launch() as fleet, connected(fleet.url) as (reader, writer):
         writer.write(post(chat(), f"{target}/v1/chat/completions"))
         said = await answer(reader)
@@ -205,7 +205,7 @@ async def test_a_target_on_the_host_that_the_header_names_is_served(target: str)
         assert (await answer(reader)).status == 200
 
 
-# Slow.
+# Slow clients
 
 
 @pytest.mark.fault(47)
@@ -226,7 +226,7 @@ async def test_a_head_that_does_not_end_is_a_408(first: bytes) -> None:
         assert await ended(reader)
         assert slugs(fleet)[-1] == (408, "header_timeout")
         refused = fleet.events.requests[-1]
-        assert repr(refused.status) == "408"  # and not the name of an enum, in logs
+        assert repr(refused.status) == "408"  # and not an enum's name, in logs
         assert refused.engine_id == refused.request_id
 
 
@@ -270,7 +270,7 @@ async def test_half_a_head_behind_a_request_does_not_harm_it() -> None:
 @pytest.mark.fault(47)
 @pytest.mark.parametrize("trailing", [b"", b"\r\n"], ids=["nothing", "an empty line"])
 async def test_the_end_of_a_body_is_no_head_that_has_begun(trailing: bytes) -> None:
-    """Clients send a large body in packets of its own; some send an empty line after it."""
+    """Clients send a large body in separate packets; some send an empty line after it."""
     body = chat()
     async with launch(header_timeout_s=0.2) as fleet, connected(fleet.url) as (reader, writer):
 
@@ -352,7 +352,8 @@ async def test_a_client_that_does_not_read_holds_decode_back_and_is_cut_off() ->
         await until(lambda: fleet.d.aborted, 60)
         await until(lambda: fleet.events.requests)
 
-        assert sent[0] < 30_000_000  # the kernel's buffers and ours, of what would be hundreds
+        # The kernel's and the proxy's buffers, of hundreds of megabytes.
+        assert sent[0] < 30_000_000
         assert slugs(fleet) == [(499, "client_stalled")]
 
 
@@ -361,7 +362,7 @@ async def test_a_client_that_does_not_read_holds_decode_back_and_is_cut_off() ->
 async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
-    if closed:  # what is left fits in the buffer, and closing waits for it to be read
+    if closed:  # the rest fits into the buffer, and close waits until it is read
         monkeypatch.setattr("epd.edge.protocol.WRITE_BUFFER_BYTES", 10**9)
 
     async def answers(_: web.Request, __: dict[str, Any]) -> web.Response:
@@ -372,12 +373,12 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off(
         async with connected(fleet.url) as (reader, writer):
             writer.write(post(chat(), Connection="close" if closed else "keep-alive"))
             await until(lambda: fleet.events.requests)
-            await asyncio.sleep(1)  # the answer is written, and its sending given up
+            await asyncio.sleep(1)  # the proxy has written the answer and given up sending
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                 await answer(reader)
 
 
-# Gone.
+# Client disconnects
 
 
 @pytest.mark.fault(42)
@@ -408,18 +409,18 @@ async def test_a_client_that_leaves_in_decode_closes_its_socket(stream: bool) ->
         assert slugs(fleet) == [(499, "client_closed")]
 
 
-# Too large.
+# Too large bodies
 
 
 @pytest.mark.fault(49)
 async def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
     async with launch(max_body_bytes=10_000) as fleet, connected(fleet.url) as (reader, writer):
-        writer.write(post(10_001))  # the head alone
+        writer.write(post(10_001))  # only the head
         said = await answer(reader)
 
         assert (said.status, said.error["slug"]) == (413, "body_too_large")
         assert said.headers["connection"] == "close"
-        assert await ended(reader, 4)  # at once, though what we still read may take longer
+        assert await ended(reader, 4)  # at once, although the proxy may read the rest for longer
 
 
 @pytest.mark.fault(49)
@@ -462,7 +463,7 @@ async def test_an_encoded_body_is_refused_and_not_unpacked(coding: str) -> None:
         assert fleet.d.calls == []
 
 
-# Headers.
+# Headers
 
 
 @pytest.mark.fault(55)

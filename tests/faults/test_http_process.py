@@ -1,4 +1,4 @@
-"""What test_http.py shows, on uvloop, whose transports are its own, as `epd serve` runs."""
+"""Tests of test_http.py with `epd serve` on uvloop, which has its own transports."""
 
 import asyncio
 import fcntl
@@ -68,7 +68,7 @@ async def test_a_client_that_does_not_read_holds_decode_back_and_is_cut_off() ->
 
 
 def garbage_while_sending(proxy: Callable[[], psutil.Process]) -> list[Step]:
-    """Send garbage while the body is blocked, and take what was sent.
+    """Return steps that send garbage while the body is blocked, and take what was sent.
 
     The proxy's process is stopped meanwhile, so that its event loop sees both at once.
     """
@@ -125,7 +125,7 @@ async def test_an_instance_that_speaks_garbage_during_a_body_is_judged_and_anoth
         with serving(*urls, *flags) as (url, process):
             running.append(psutil.Process(process.pid))
             chat = f"{url}/v1/chat/completions"
-            for _ in range(2):  # one of them meets the bad one first
+            for _ in range(2):  # one of the two requests gets the connection with the garbage
                 async with http.post(chat, headers=IS_JSON, data=BytesIO(body)) as reply:
                     assert reply.status == 200
             process.terminate()

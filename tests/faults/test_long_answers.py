@@ -1,4 +1,4 @@
-"""Row 71: answers that take minutes, and streams that are silent for long."""
+"""Row 71: answers that take minutes, and streams with long silences."""
 
 import asyncio
 from typing import Any
@@ -43,7 +43,7 @@ async def test_an_answer_without_a_stream_ends_with_the_requests_deadline(launch
 
 
 async def test_late_decodes_are_not_ejected(launch: Launch) -> None:
-    """Neither by heads that do not come nor by streams that fall silent."""
+    """Neither missing heads nor silent streams eject a decode instance."""
 
     async def falls_silent(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

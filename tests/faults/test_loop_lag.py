@@ -1,4 +1,4 @@
-"""An event loop that is held up is seen."""
+"""The proxy detects a blocked event loop."""
 
 import asyncio
 import threading
@@ -65,7 +65,7 @@ async def test_metrics_have_it() -> None:
 async def test_media_are_looked_into_off_the_loop_by_what_they_are_in_all(
     monkeypatch: pytest.MonkeyPatch, items: int, off_the_loop: bool
 ) -> None:
-    """A limit for each would let many that are just under it hold the loop up together."""
+    """With a limit per item, many items just below it could block the loop together."""
     threads = set[threading.Thread]()
 
     def content_key(scope: Scope, modality: str, media: Inline) -> str:

@@ -19,13 +19,13 @@ SAID = [
     "Cannot connect to host dead.example.com:443 ssl:default [Name or service not known]",
     "Cannot connect to host dead.example.com:443 ssl:default [Connect call failed]",
     "Connection timeout to host https://dead.example.com/x.png",
-    "",  # a time-out of vLLM 0.32
+    "",  # a timeout in vLLM 0.32
     "Server disconnected",
     "503, message='Service Unavailable', url='https://dead.example.com/x.png'",
     "400, message=\"Bad status line 'rubbish'\", url='https://dead.example.com/x.png'",
 ]
-"""What vLLM 0.32 answers with 500 to a host that has no address, refuses, is late, ends the
-connection, fails, or answers what is not HTTP."""
+"""Messages of vLLM 0.32's status 500 if a host has no address, refuses, is late, ends the
+connection, fails, or does not speak HTTP."""
 
 ENGINES = ["Internal server error", "EngineCore encountered an issue. See stack trace (above)"]
 
@@ -41,9 +41,9 @@ async def test_a_failed_fetch_is_the_requests_own_error(launch: Launch, said: st
             assert reply.headers["x-epd-stage"] == "encode"
             assert error["type"] == "UnprocessableEntityError"
             assert error["param"] == "messages[0].content[1]"
-            assert "dead.example.com" not in error["message"]  # nor what it resolves to
+            assert "dead.example.com" not in error["message"]  # neither the host nor its address
 
-        assert sum(len(one.calls) for one in fleet.encode) == 2  # one more try
+        assert sum(len(one.calls) for one in fleet.encode) == 2  # one retry
         assert sum(len(one.calls) for one in fleet.decode) == 0
 
 
@@ -65,7 +65,7 @@ async def test_dead_urls_eject_no_instance_and_harm_no_other_request(launch: Lau
         assert {one.rejected for one in fleet.events.stages if one.error} == {True}
         async with fleet.http.get(f"{fleet.url}/metrics") as page:
             figures = await page.text()
-        assert 'failed="true"' not in figures  # which the alert EpdStageFails counts
+        assert 'failed="true"' not in figures  # the alert EpdStageFails counts these
         assert 'failed="rejected",model_name="m",stage="encode"' in figures
 
 
@@ -82,7 +82,7 @@ async def test_one_more_instance_may_fetch_what_the_first_could_not(launch: Laun
 async def test_a_fetch_that_failed_late_is_not_repeated(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The instance has repeated it by itself."""
+    """The instance has already retried it."""
     monkeypatch.setattr("epd.request.recovery.FETCH_AGAIN_S", 0.2)
 
     async def late(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""More than there is room for: rows 59 and 60, and what one tenant may have (S24)."""
+"""Overload: rows 59 and 60, and the limits per tenant (S24)."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ NOTHING = {
 
 
 class Gate:
-    """Decodes when told to."""
+    """Handler that decodes when the test opens it."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -45,7 +45,7 @@ class Gate:
 
 @asynccontextmanager
 async def busy(launch: Launch, **config: Any) -> AsyncIterator[tuple[Fleet, Gate]]:
-    """A fleet whose decode instance waits for its gate, and which ends with nothing in it."""
+    """Run a fleet with a gate at its decode instance; at the end, nothing may be in progress."""
     async with launch(**config) as fleet:
         fleet.d.chat = gate = Gate()
         try:
@@ -66,9 +66,9 @@ async def figures(fleet: Fleet) -> dict[str, float]:
 
 
 async def shows(fleet: Fleet, **expected: float) -> None:
-    """Wait until the metrics show these figures."""
+    """Wait until the metrics show these values."""
     async with asyncio.timeout(60):
-        while not expected.items() <= (await figures(fleet)).items():  # noqa: ASYNC110 - nobody there would set an event for us
+        while not expected.items() <= (await figures(fleet)).items():  # noqa: ASYNC110 - the proxy sets no event
             await asyncio.sleep(0.01)
 
 
@@ -77,7 +77,7 @@ def named(words: str) -> dict[str, Any]:
 
 
 def sized(size: int) -> bytes:
-    """A request of just so many bytes."""
+    """Return a request of exactly this size."""
     empty = json.dumps(named("")).encode()
     return empty.replace(b'"text": ""', b'"text": "%s"' % (b"x" * (size - len(empty))))
 
@@ -94,7 +94,7 @@ def served(fleet: Fleet) -> list[str]:
 
 
 async def answer_to_head(fleet: Fleet, *headers: str) -> tuple[bytes, dict[bytes, bytes]]:
-    """What a request is answered of which only the head is ever sent."""
+    """Return the answer to a request of which only the head is sent."""
     host, port = fleet.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     head = ["POST /v1/chat/completions HTTP/1.1", "Host: proxy", *headers]
@@ -421,7 +421,7 @@ def peak_bytes(pid: int) -> int:
 
 @pytest.mark.fault(59)
 async def test_many_large_bodies_at_once_leave_memory_bounded() -> None:
-    """As row 59 in small: 40 bodies of 8 MB where 64 MB may be in memory."""
+    """Row 59 at a smaller scale: 40 bodies of 8 MB with a limit of 64 MB."""
     encode, decode = FakeInstance(encodes), FakeInstance(decodes)
     body = sized(8 * 10**6)
     flags = ["--max-inflight-bytes", str(64 * 10**6), "--max-body-bytes", str(16 * 10**6)]
@@ -445,4 +445,4 @@ async def test_many_large_bodies_at_once_leave_memory_bounded() -> None:
                 assert await post(http, url) == 200
 
     assert set(statuses) == {200, 503}
-    assert grown < 5 * 64 * 10**6  # all of them would be 320 MB before any is parsed
+    assert grown < 5 * 64 * 10**6  # all bodies together would be 320 MB before parsing

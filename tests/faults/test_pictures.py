@@ -1,4 +1,4 @@
-"""Pictures that an engine must not be given."""
+"""Pictures that an engine must not receive."""
 
 import io
 import json
@@ -25,7 +25,7 @@ def picture(kind: str, width: int, height: int) -> bytes:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes that says how large it is."""
+    """Return a PNG of a few bytes that declares these dimensions."""
     header = b"IHDR" + struct.pack(">2L5B", width, height, 8, 2, 0, 0, 0)
     chunks = [header, b"IDAT" + zlib.compress(b"")]
     framed = [struct.pack(">L", len(c) - 4) + c + struct.pack(">L", zlib.crc32(c)) for c in chunks]
@@ -33,7 +33,7 @@ def bomb(width: int, height: int) -> bytes:
 
 
 async def refused(fleet: Fleet, *parts: Any) -> str:
-    """What is said of a request's last part; no instance must have seen the request."""
+    """Return the error for the last part of a request; no instance may receive the request."""
     async with fleet.post(request(*parts)) as reply:
         error = (await reply.json())["error"]
         assert (reply.status, reply.headers["x-epd-error"]) == (400, "invalid_media")
@@ -87,7 +87,7 @@ async def test_the_limits_are_the_operators(launch: Launch) -> None:
 
 @pytest.mark.fault(65)
 async def test_one_bad_picture_among_large_ones_is_found(launch: Launch) -> None:
-    """So much is looked into off the event loop."""
+    """So many pictures are validated off the event loop."""
     async with launch() as fleet:
         large = picture("BMP", 600, 600)
         said = await refused(fleet, image(large), image(large + b"x"), image(bomb(1, 1) + large))
@@ -102,7 +102,7 @@ async def test_one_bad_picture_among_large_ones_is_found(launch: Launch) -> None
         "data:image/png;base64,not base64!",
         "data:image/png;base64,YWJj=YWJj",
         "data:image/png;base64,YWJjé",
-        "data:text/plain;base64,iVBORw0KGgo=",  # an engine goes by the content as well
+        "data:text/plain;base64,iVBORw0KGgo=",  # an engine looks at the content too
     ],
 )
 async def test_a_picture_that_cannot_be_read_is_refused(launch: Launch, url: str) -> None:

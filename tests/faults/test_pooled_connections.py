@@ -1,4 +1,4 @@
-"""Row 48: an instance that closes an idle connection just when it is used again."""
+"""Row 48: an instance that closes an idle connection just when the proxy reuses it."""
 
 import asyncio
 import socket
@@ -12,17 +12,17 @@ launch = Launch()
 
 
 class Closing:
-    """A server that answers the first request of a connection, and ends it at the second.
+    """Server that answers the first request of a connection, and ends the connection at the second.
 
     Attributes:
-        answered: with what it ends the second: nothing, or a part of an answer.
+        answered: bytes sent before the end of the second: nothing, or a part of an answer.
     """
 
     def __init__(self, answered: bytes = b"", *, reset: bool = False, always: bool = False) -> None:
         self.answered = answered
         self.reset = reset
         self.always = always
-        self.connections = -1  # the probe's
+        self.connections = -1  # the probe's connection does not count
         self.requests = 0
         self.url = ""
 
@@ -33,7 +33,7 @@ class Closing:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 if head.startswith(b"GET /health "):
                     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-                    break  # a probe, which comes by a connection of its own
+                    break  # a probe, on a connection of its own
                 [length] = [
                     int(line.split(b":")[1])
                     for line in head.lower().split(b"\r\n")
@@ -81,7 +81,8 @@ async def test_a_connection_that_ends_when_it_is_used_again_is_replaced_unseen(r
 async def test_an_answer_that_has_begun_is_not_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("epd.request.recovery.MAX_DECODES", 1)  # the request's own further try
+    # Otherwise the request itself would be retried.
+    monkeypatch.setattr("epd.request.recovery.MAX_DECODES", 1)
     instance = Closing(b"HTTP/1.1 200 OK\r\nX: ")
 
     assert await _with_closing(instance, 2) == [200, 502]

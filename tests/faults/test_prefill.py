@@ -1,4 +1,4 @@
-"""Rows 30 to 35 and 44: prefill and decode instances that fail before an answer has begun."""
+"""Rows 30 to 35 and 44: prefill and decode instances that fail before an answer has started."""
 
 import asyncio
 from typing import Any
@@ -29,7 +29,7 @@ FAIL: Any = {"on_prefill_failure": "fail"}
 async def test_retries_that_were_made_are_counted_and_the_one_that_was_not_is_not(
     launch: Launch,
 ) -> None:
-    """Each prefill instance that refuses its connection is followed by the next one, for a time."""
+    """Each prefill instance refuses connections; the proxy tries the next one, up to a limit."""
     unreached: Any = tuple(f"http://127.0.0.{number}:9" for number in range(1, 10))
     async with launch(prefill_servers_urls=unreached) as fleet:
         async with fleet.post(request(text())) as reply:
@@ -45,12 +45,12 @@ async def forgets(_: web.Request, __: dict[str, Any]) -> web.Response:
 
 
 def given(instance: FakeInstance) -> list[Any]:
-    """The kv_transfer_params an instance was given."""
+    """Return the kv_transfer_params that an instance received."""
     return [call.body.get("kv_transfer_params") for call in instance.calls]
 
 
 def releases(instance: FakeInstance) -> list[dict[str, Any]]:
-    """The requests by which a decode instance was told of a prefill that nobody wants."""
+    """Return the requests that make a decode instance release an abandoned prefill."""
     return [call.body for call in instance.calls if call.body.get("max_tokens") == 1]
 
 
@@ -154,7 +154,7 @@ async def test_a_prefill_that_transfers_nothing_is_an_error_where_one_wants_that
 async def test_decode_that_could_not_fetch_is_asked_again_where_the_other_is_away(
     launch: Launch,
 ) -> None:
-    """Prefill and one decode instance die at once: what is left of them serves the request."""
+    """Prefill and one decode instance die together; the other ones serve the request."""
     async with launch(prefill=2, decode=1) as fleet:
         fleet.d.chat = fails_first(1, refuses(500), decodes)
         urls = (fleet.d.url, NOBODY)
@@ -183,7 +183,8 @@ async def test_where_decode_cannot_fetch_what_prefill_made_it_is_made_again(
         assert status == 200
         assert given(fleet.d) == made
         assert len(made) == 2
-        assert [len(one.calls) for one in fleet.prefill] == [1, 1]  # not where it came from
+        # Each prefill instance got one request.
+        assert [len(one.calls) for one in fleet.prefill] == [1, 1]
 
 
 @pytest.mark.fault(33)
@@ -205,7 +206,7 @@ async def test_how_long_prefill_keeps_its_blocks_is_measured(launch: Launch, str
         if stream:
             assert done.kv_wait_s is not None
             assert done.kv_wait_s >= 0.2
-        else:  # its first byte comes with its last token
+        else:  # the first byte arrives with the last token
             assert done.kv_wait_s is None
         assert f"epd_kv_wait_seconds_count {float(stream)}" in figures
 
@@ -234,7 +235,7 @@ async def test_where_one_decode_fails_another_decodes(
             assert reply.status == 200
             assert (await reply.read()).endswith(b"data: [DONE]\n\n")
 
-        assert len(fleet.encode[0].calls) == 1  # what was encoded is still there
+        assert len(fleet.encode[0].calls) == 1  # the encoder output is still stored
         assert sum(len(one.calls) for one in fleet.prefill) == 2 * prefill
 
 

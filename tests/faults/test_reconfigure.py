@@ -1,4 +1,4 @@
-"""SIGHUP with another file of settings, under load. Row 63, with real processes."""
+"""SIGHUP with a changed configuration file under load. Row 63, with real processes."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ one_and_two = pytest.mark.parametrize("workers", [1, 2])
 
 @dataclass
 class Load:
-    """Clients that ask again and again."""
+    """Clients that send requests continuously."""
 
     proxy: Proxy
     statuses: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Load:
                     self.statuses.append(await self.proxy.chat(http))
 
     async def more(self, count: int = 40) -> None:
-        """So many further requests."""
+        """Wait for so many further requests."""
         until_now = len(self.statuses)
         await until(lambda: len(self.statuses) >= until_now + count, 60)
 
@@ -162,7 +162,7 @@ async def test_conversations_that_come_to_outlive_decodes_blocks_are_warned_of(
 
 
 def counted(asked: list[str], url: str) -> Callable[[], Awaitable[web.Response]]:
-    """A page of metrics on which there is nothing, and who was asked for it."""
+    """Return a metrics page without load that records the URL for which it was scraped."""
 
     async def metrics() -> web.Response:
         asked.append(url)
@@ -190,7 +190,7 @@ async def test_a_wrong_file_changes_nothing_and_all_its_errors_are_logged(
             assert await running.statuses(image(), image(b"2")) == {200}
             async with asyncio.timeout(START_S):
                 while await everywhere(lambda: gauge(running.url, ALICE)) != {1}:
-                    pass  # a worker shows what another said a second ago
+                    pass  # the values of another worker are up to a second old
 
     assert len(lines) == workers
     assert {line["level"] for line in lines} == {"error"}

@@ -1,4 +1,4 @@
-"""A request's body is in memory until decode has answered, and no longer."""
+"""Memory of a request's body: held until decode has answered, and no longer."""
 
 import asyncio
 import gc
@@ -19,11 +19,11 @@ from tests.support.fleet import Fleet, Launch
 MB = 1024**2
 PICTURE = b"p" * (3 * MB)
 BODY_BYTES = 4 * MB
-"""As base64."""
+"""Size of the body, as base64."""
 
 
 async def discards(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Begin a stream once a request is read, of which nothing is kept."""
+    """Discard a request as it is read, and begin a stream."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = re.search(rb"(?i)content-length: (\d+)", head)
     if length is None:  # a probe
@@ -37,12 +37,12 @@ async def discards(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(event), event)
         )
-        await reader.read()  # until the proxy leaves
+        await reader.read()  # until the proxy disconnects
     writer.close()
 
 
 def holds(release: asyncio.Event) -> Handler:
-    """Stream one event, and the rest when it may."""
+    """Return a handler that streams one event, and the rest after the release."""
 
     async def chat(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -57,7 +57,7 @@ def holds(release: asyncio.Event) -> Handler:
 
 @asynccontextmanager
 async def streams(fleet: Fleet, count: int) -> AsyncIterator[list[int]]:
-    """So many streams under way, each of a request with a picture of its own; their statuses."""
+    """Keep so many streams in progress, each with its own picture; yield their statuses."""
     release = asyncio.Event()
     fleet.d.chat = holds(release)
     async with AsyncExitStack() as stack:
@@ -134,7 +134,7 @@ async def test_a_body_counts_until_decode_has_answered(launch: Launch) -> None:
         fleet.d.chat = waits
         bodies = [request(text(), image(PICTURE + b"%06d" % number)) for number in range(2)]
         running = [asyncio.create_task(fleet.chat(body)) for body in bodies]
-        while len(fleet.d.calls) < 2:  # noqa: ASYNC110 - the instance tells nobody
+        while len(fleet.d.calls) < 2:  # noqa: ASYNC110 - the instance sets no event
             await asyncio.sleep(0.01)
         counted = fleet.runner.app[ADMISSION].body_bytes
         async with fleet.post(request(text(), image(PICTURE))) as third:

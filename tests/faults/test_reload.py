@@ -1,4 +1,4 @@
-"""SIGHUP: what is read anew, and what cannot be. Row 63, with real processes."""
+"""SIGHUP: which settings are reloaded and which cannot be. Row 63, with real processes."""
 
 import asyncio
 import os
@@ -45,7 +45,7 @@ async def test_api_keys_are_read_anew_and_a_wrong_file_changes_nothing(
         assert await everywhere(lambda: models(running.url, ALICE)) == {502}
         async with asyncio.timeout(120):
             while await everywhere(lambda: gauge(running.url, ALICE)) != {1}:
-                pass  # a worker shows what another said a second ago
+                pass  # the values of another worker are up to a second old
 
     reasons = [line["reason"] for line in running.logged("not reloaded", level="error")]
     assert len(reasons) == 3 * workers

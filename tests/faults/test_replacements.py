@@ -1,4 +1,4 @@
-"""A worker that replaces another: it has what the reload before had. Row 63, real processes."""
+"""A replacement worker has the configuration of the latest reload. Row 63, real processes."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.full, pytest.mark.fault(63)]
 
 
 async def replaced(running: Workers) -> None:
-    """The first worker dies, and another serves in its place."""
+    """Kill the first worker, and wait for its replacement."""
     before = running.pids(worker=1)
     os.kill(before[-1], signal.SIGKILL)
     await until(lambda: len(running.pids(worker=1)) > len(before), START_S)
@@ -30,7 +30,7 @@ async def test_a_replacement_has_the_keys_that_are_in_force(tmp_path: Path) -> N
     keys.chmod(0o600)
     async with proxy(2, "--api-keys-file", str(keys)) as running:
         keys.write_text(key_line("bob", BOB))
-        await replaced(running)  # nobody has said that the file is to be read
+        await replaced(running)  # without a signal to reload the file
         assert await everywhere(lambda: models(running.url, ALICE)) == {502}
 
         await reload(running, 2, "reloaded")

@@ -1,4 +1,4 @@
-"""The life of requests: instances that do anything next, and clients that leave at any moment."""
+"""Random sequences of instance behaviours, with clients that disconnect at any moment."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ from tests.support.fleet import Fleet, until
 from tests.support.invariants import WatchedLaunch, lost
 
 LIMIT_S = 0.15
-"""Of every wait for an instance, but that for an answer without a stream."""
+"""Seconds for each wait for an instance, except for an answer without a stream."""
 LIFE_S = 3.0
-"""Of a whole request, which alone limits that one."""
+"""Seconds for a whole request, the only limit of an answer without a stream."""
 
 
 async def resets(request: web.Request, _: dict[str, Any]) -> web.Response:
@@ -41,7 +41,7 @@ async def talks_nonsense(_: web.Request, __: dict[str, Any]) -> web.Response:
 
 
 def begins_and(then: Handler) -> Handler:
-    """Begin a stream, and do something else."""
+    """Return a handler that begins a stream and then does something else."""
 
     async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -77,7 +77,7 @@ ROLES = tuple(BEHAVIOURS)
 
 
 def behave(instance: FakeInstance, behaviours: Sequence[Handler]) -> None:
-    """Do these one after another, and what is right from then on."""
+    """Let an instance behave in these ways in turn, and correctly afterwards."""
     right, queue = instance.chat, list(behaviours)
 
     async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -91,7 +91,7 @@ def nexts(role: str) -> st.SearchStrategy[list[str]]:
 
 
 class RequestLife(RuleBasedStateMachine):
-    """Each rule is a request or two; what must hold is looked at after each."""
+    """State machine with a request or two per rule; the invariants are checked after each rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class RequestLife(RuleBasedStateMachine):
         if reply.status == 200 and kind == "text/event-stream":
             done = content.endswith(b"data: [DONE]\n\n")
             assert done != (b'data: {"error":' in content), content
-        # What is no 200 was looked at as it came.
+        # Other statuses were checked on arrival.
 
     async def left(self, body: dict[str, Any], role: str, later_s: float) -> None:
         instances = getattr(self.fleet, role)
@@ -180,7 +180,7 @@ class RequestLife(RuleBasedStateMachine):
             task.result()
 
     def check(self) -> None:
-        """One outcome for each request, and nothing is under way."""
+        """Check that each request has one outcome, and that nothing is in progress."""
         settled: Callable[[], bool] = lambda: (  # noqa: E731
             len(self.fleet.events.requests) == self.sent
             and not any(each.open for each in self.fleet.instances)

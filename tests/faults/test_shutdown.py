@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and what runs at the time: rows 61 and 62, with real processes and sockets."""
+"""SIGTERM and SIGINT with requests in progress: rows 61 and 62, real processes and sockets."""
 
 import asyncio
 import json
@@ -21,17 +21,18 @@ from tests.support.programs import refuses_connections, serving
 from tests.support.raw import post
 
 END_S = 60
-"""Far more than ending takes, far less than the drain that it must not wait for."""
+"""Seconds for the end of the process; much longer than needed, much shorter than the drain
+delay."""
 LONG = "300"
 MUCH = 32 * 1024**2
-"""More than sockets hold."""
+"""Bytes; more than socket buffers hold."""
 
 pytestmark = [pytest.mark.full, pytest.mark.parametrize("workers", ["1", "2"])]
 
 
 @dataclass
 class Decode(FakeInstance):
-    """Waits in the middle of its answer until it is told to go on."""
+    """Decode instance that pauses in the middle of its answer until the test continues it."""
 
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -49,7 +50,7 @@ class Decode(FakeInstance):
 
 @dataclass
 class Proxy:
-    """A running `epd serve`, the decode instance behind it, and a client."""
+    """Running `epd serve`, the decode instance behind it, and a client."""
 
     url: str
     process: subprocess.Popen[str]
@@ -65,19 +66,19 @@ class Proxy:
             return reply.status, await reply.json(), reply.headers.get("Connection")
 
     async def drains(self) -> tuple[int, dict[str, Any], str | None]:
-        """What it says once it is not ready any more."""
+        """Wait until the proxy is not ready; return the answer of `/ready`."""
         async with asyncio.timeout(END_S):
-            while (said := await self.ready())[0] == 200:  # noqa: ASYNC110 - another process
+            while (said := await self.ready())[0] == 200:  # noqa: ASYNC110 - another process sets no event
                 await asyncio.sleep(0.01)
         return said
 
     async def obeys(self) -> None:
-        """Wait until it has taken a signal; after SIGINT it may listen no more."""
+        """Wait until the proxy has handled a signal; after SIGINT it may have stopped listening."""
         with suppress(aiohttp.ClientConnectionError):
             await self.drains()
 
     async def in_flight(self) -> bool:
-        """Whether it has a request, by its metrics."""
+        """Return whether the metrics show a request in progress."""
         async with self.http.get(f"{self.url}/metrics") as reply:
             return "\nepd_requests_in_flight 1.0\n" in await reply.text()
 
@@ -100,9 +101,9 @@ async def proxy(workers: str, *flags: str) -> AsyncIterator[Proxy]:
         urls = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
         with serving(*urls, "--workers", workers, *flags) as (url, process):
             running = Proxy(url, process, decode, http)
-            while (said := await running.ready())[0] != 200:  # noqa: ASYNC110 - another process
+            while (said := await running.ready())[0] != 200:  # noqa: ASYNC110 - another process sets no event
                 await asyncio.sleep(0.01)
-            assert said[1] == {"status": "ready"}  # and it obeys signals by now
+            assert said[1] == {"status": "ready"}  # and the signal handlers are installed
             yield running
 
 
@@ -171,7 +172,7 @@ async def test_a_body_on_its_way_is_still_read(workers: str) -> None:
         writer.write(raw[: 10 - len(body)])
         await writer.drain()
         async with asyncio.timeout(END_S):
-            while not await running.in_flight():  # noqa: ASYNC110 - another process
+            while not await running.in_flight():  # noqa: ASYNC110 - another process sets no event
                 await asyncio.sleep(0.05)
         running.process.terminate()
         await running.refuses()
@@ -230,7 +231,7 @@ async def test_an_idle_connection_does_not_keep_it_from_ending(workers: str) -> 
         host, port = running.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         with closing(writer):
-            # Not `/ready`: of two workers, one may have met the instances and the other not yet.
+            # Not `/ready`: one of two workers may not have probed the instances yet.
             writer.write(b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await reader.readline()).startswith(b"HTTP/1.1 404")
             running.process.terminate()
@@ -261,7 +262,7 @@ async def test_a_second_signal_aborts_what_runs(
         whole = running.ask()
         await until(lambda: len(running.decode.calls) == 2, END_S)
         running.process.send_signal(first)
-        await running.obeys()  # a second signal before it has taken the first one is none
+        await running.obeys()  # otherwise both signals could count as one
         assert running.process.poll() is None
         running.process.send_signal(second)
 

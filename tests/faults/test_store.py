@@ -1,4 +1,4 @@
-"""The proxy in front of a store that is late, dribbles, or is not there."""
+"""The proxy in front of a store that is late, slow or unreachable."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -25,7 +25,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def in_redis(redis: RedisServer, tmp_path: Path) -> Iterator[Backed]:
-    """Instances that reach Redis directly; only the proxy goes by a relay."""
+    """Return instances that reach Redis directly; only the proxy uses a relay."""
     with open_store(redis.url()) as store:
         store.register_namespace("m", NAMESPACE)
         yield Backed(store, tmp_path)
@@ -33,7 +33,7 @@ def in_redis(redis: RedisServer, tmp_path: Path) -> Iterator[Backed]:
 
 @asynccontextmanager
 async def served(launch: Launch, in_redis: Backed, url: str, **config: Any) -> AsyncIterator[Fleet]:
-    """A fleet, with whose end the instances' connections to Redis end too."""
+    """Run a fleet; close the instances' connections to Redis at its end."""
     async with caching(launch, in_redis, url, **config) as fleet:
         yield fleet
         await asyncio.gather(*in_redis.writes)
@@ -41,7 +41,7 @@ async def served(launch: Launch, in_redis: Backed, url: str, **config: Any) -> A
 
 
 FAULTS: dict[str, Way] = {
-    # Later than a call gives up, and not much more: the relay has to be done soon after the fleet.
+    # Longer than a call's timeout, but not by much: the relay ends soon after the fleet.
     "late": Way(latency_s=3),
     "dribbling": Way(bytes_per_s=0.5),
     "silent": Way(cut_after=0, end="silence"),
@@ -67,7 +67,7 @@ async def test_a_redis_that_turns_bad_costs_its_budget_and_then_is_left_alone(
             assert await items_of(fleet, picture) == {"hit": 1}
             relay.answers = FAULTS[fault]
             relay.listener.reset_all()
-            # None of them waits for Redis longer than its budget.
+            # No request waits for Redis longer than its budget.
             async with asyncio.timeout(90):
                 with capture_logs() as lines:
                     for _ in range(6):
@@ -91,7 +91,7 @@ async def test_a_redis_that_recovers_is_used_again(
     ):
         assert await items_of(fleet, picture) == {"encoded": 1}
         await asyncio.gather(*in_redis.writes)
-        for _ in range(3):  # a connection that breaks between two requests is no fault at all
+        for _ in range(3):  # a connection that breaks between two requests is not a fault
             relay.listener.reset_all()
             assert await items_of(fleet, picture) == {"hit": 1}
 
@@ -108,6 +108,6 @@ async def test_a_call_that_is_under_way_when_its_store_is_closed_leaves_no_conne
         relay.answers = Way()
         relay.listener.reset_all()
 
-        await asked  # it is tried once more, on a new connection
+        await asked  # the call is retried on a new connection
         assert relay.listener.connections == 2
         await until(lambda: relay.listener.open == 0)

@@ -1,4 +1,4 @@
-"""TLS, with real certificates, processes and handshakes."""
+"""TLS with real certificates, processes and handshakes."""
 
 import asyncio
 import select
@@ -46,7 +46,7 @@ def issued(authority: Authority) -> Certificate:
 
 @dataclass
 class Clients:
-    """Of a proxy that serves `https://localhost`."""
+    """Clients of a proxy that serves `https://localhost`."""
 
     port: int
     trust: ssl.SSLContext
@@ -123,7 +123,7 @@ def test_tls_below_1_2_is_refused(issued: Certificate) -> None:
 async def test_clients_certificates_are_verified(
     tmp_path: Path, authority: Authority, issued: Certificate, required: bool
 ) -> None:
-    """As vLLM's `--ssl-cert-reqs`: 2 wants one, 1 verifies one that comes."""
+    """As vLLM's `--ssl-cert-reqs`: 2 requires a certificate, 1 verifies one if it is sent."""
     reqs = ["--ssl-ca-certs", str(authority.ca), "--ssl-cert-reqs", "2" if required else "1"]
     ours, foreign = authority.issue(name="ours"), Authority.made(tmp_path, "other").issue(name="x")
     with serving(*INSTANCES, *issued.flags, *reqs) as (url, _):
@@ -150,7 +150,7 @@ async def test_what_does_not_speak_tls_does_no_harm(
         clients = of(url, authority)
         silent = [socket.create_connection(("127.0.0.1", clients.port)) for _ in range(50)]
         for connection in silent[:25]:
-            connection.sendall(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a ClientHello
+            connection.sendall(b"\x16\x03\x01\x02\x00\x01")  # the start of a ClientHello
         with socket.create_connection(("127.0.0.1", clients.port), WAIT_S) as plain:
             plain.sendall(said)
             answer = await asyncio.to_thread(plain.recv, 4096)
@@ -174,7 +174,7 @@ async def test_what_does_not_speak_tls_does_no_harm(
 async def test_a_handshake_that_does_not_end_is_given_up(issued: Certificate, workers: str) -> None:
     flags = [*issued.flags, "--header-timeout-s", "0.5", "--workers", workers]
     with serving(*INSTANCES, *flags) as (url, _):
-        for said in (b"", b"\x16\x03\x01\x02\x00\x01"):  # nothing; part of a ClientHello
+        for said in (b"", b"\x16\x03\x01\x02\x00\x01"):  # nothing, or a part of a ClientHello
             async with connected(url) as (reader, writer):
                 writer.write(said)
 
@@ -186,21 +186,21 @@ async def test_a_handshake_that_does_not_end_is_given_up(issued: Certificate, wo
 async def test_handshakes_are_counted_among_the_connections(
     authority: Authority, issued: Certificate, workers: str
 ) -> None:
-    """Those for which there is no room are closed at once, and hold no descriptors."""
+    """Excess connections are closed at once, and hold no descriptors."""
     flags = [*issued.flags, "--header-timeout-s", "6", "--workers", workers]
     with serving(*INSTANCES, *flags, "--max-connections", "1") as (url, _), ExitStack() as stack:
         clients = of(url, authority)
         async with asyncio.timeout(WAIT_S):
-            while not await served(clients):  # noqa: ASYNC110 - it is another process
+            while not await served(clients):  # noqa: ASYNC110 - another process sets no event
                 await asyncio.sleep(0.1)
         address = ("127.0.0.1", clients.port)
         held = int(workers) * (1 + MAX_REFUSALS)
         silent = [stack.enter_context(socket.create_connection(address)) for _ in range(3 * held)]
-        async with asyncio.timeout(5):  # before the others are given up
+        async with asyncio.timeout(5):  # before the handshakes of the others time out
             while len(select.select(silent, [], [], 0)[0]) < len(silent) - held:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         async with asyncio.timeout(WAIT_S):
-            while not await served(clients):  # noqa: ASYNC110 - it is another process
+            while not await served(clients):  # noqa: ASYNC110 - another process sets no event
                 await asyncio.sleep(0.1)
 
 
@@ -241,7 +241,7 @@ def test_a_file_that_goes_between_two_looks_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch,
     gone: str,
 ) -> None:
-    """Of anything but TlsInvalid a reload would be the last."""
+    """Any exception but TlsInvalid would end the reloading for good."""
     monkeypatch.setattr(tls, "_readable", lambda flag, path: None)
     files: dict[str, Any] = {
         "ssl_certfile": issued.chain,

@@ -1,4 +1,4 @@
-"""The relay and the scripted instance do what their tests think they do."""
+"""The relay and the scripted instance behave as the other tests assume."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ WHOLE = [read_request(), send(answer(b"x" * 100_000)), hold()]
 
 
 async def ask(url: str, method: str = "POST") -> bytes:
-    """By POST, since aiohttp sends a GET that broke once more."""
+    """Send a request; POST by default, since aiohttp retries an interrupted GET."""
     async with aiohttp.ClientSession() as http, http.request(method, url) as reply:
         return await reply.read()
 
