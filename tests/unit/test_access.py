@@ -1,4 +1,4 @@
-"""Whether a client on this machine asks, and for itself."""
+"""Recognition of local clients: a request from this machine, not on behalf of another."""
 
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy

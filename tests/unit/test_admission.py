@@ -55,7 +55,7 @@ def refusal(act: Callable[[], object]) -> TryLater | None:
 
 
 class DoorMachine(RuleBasedStateMachine):
-    """Requests that come and go in any order, and a list of those that wait beside the door."""
+    """State machine with requests that come and go in any order, and a list of the waiting ones."""
 
     tickets = Bundle[Slot]("tickets")
 
@@ -89,7 +89,7 @@ class DoorMachine(RuleBasedStateMachine):
 
     @rule(ticket=consumes(tickets))
     def leave(self, ticket: Slot) -> None:
-        if ticket not in self.here:  # it had not come in at all
+        if ticket not in self.here:  # it was rejected
             return
         self.here.remove(ticket)
         was_inside = ticket.where == "inside"
@@ -118,7 +118,7 @@ class DoorMachine(RuleBasedStateMachine):
         assert all(ticket.where == "queue" for ticket in self.waited)
         assert not self.waited or len(inside) == self.places
         waiting = {ticket.tenant for ticket in self.waited}
-        # Who leaves the queue and comes again is behind all others.
+        # A request that leaves the queue and returns is behind all others.
         self.passed_by = {one: n if one in waiting else 0 for one, n in self.passed_by.items()}
 
     def teardown(self) -> None:
@@ -142,7 +142,7 @@ STEPS = st.lists(
 
 
 class Visits:
-    """Requests as tasks, and how each of them ended."""
+    """Requests as tasks, and their outcomes."""
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
@@ -198,12 +198,12 @@ def test_whatever_happens_each_request_ends_once_and_gives_back_what_it_had(
             task.cancel()
         await asyncio.gather(*visits.tasks, return_exceptions=True)
 
-        # A task that is cancelled before it began leaves no outcome.
+        # A task that is cancelled before it starts has no outcome.
         assert len(visits.outcomes) <= len(visits.tasks)
         refused = sum(outcome not in {"served", "cancelled"} for outcome in visits.outcomes)
         assert refused == sum(admitted.refused.values())
         assert (admitted.door.inside, admitted.door.waiting, admitted.body_bytes) == (0, 0, 0)
-        for tenant in TENANTS:  # all may come again
+        for tenant in TENANTS:  # all places are free again
             with ExitStack() as stack:
                 for _ in range(2):
                     stack.enter_context(arriving(admitted, tenant))

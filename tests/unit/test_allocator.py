@@ -23,7 +23,7 @@ for _ in range(10):
 print(kept, faults() - before)
 """
 PAGES = 4 * 6_000_000 // 4096
-"""Pages of the four bodies."""
+"""Memory pages of the four bodies."""
 
 
 def _run(how: str, **environment: str) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""When look-ups are made on the event loop."""
+"""Decision whether look-ups run on the event loop."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Work in the background that raises: it is logged and counted at once, and goes on."""
+"""Background work that raises: it is logged, counted and restarted."""
 
 import asyncio
 import socket
@@ -38,11 +38,11 @@ FAST: dict[str, Any] = {
     "decode_balance": "least_load",
 }
 UNPARSABLE = "http://a\\b:80"
-"""The HTTP client refuses it, and `base_url` too."""
+"""URL that the HTTP client and `base_url` reject."""
 
 
 class Counted(Background):
-    """Background work whose exceptions are counted by task."""
+    """Background work that counts its exceptions by task."""
 
     def __init__(self) -> None:
         self.failures = Counter[str]()
@@ -59,7 +59,7 @@ def counted() -> Counted:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restart after milliseconds."""
+    """Restart background work after milliseconds."""
     monkeypatch.setattr(module, "FIRST_DELAY_S", 0.001)
     monkeypatch.setattr(module, "MAX_DELAY_S", 0.5)
 
@@ -125,7 +125,7 @@ async def test_work_that_returns_is_not_started_again(counted: Counted) -> None:
 
 
 class Unexpected(Upstream):
-    """An upstream whose requests to some hosts raise what nobody expects."""
+    """Upstream that raises an unexpected exception for some hosts."""
 
     def open(self, url: str, **about: Any) -> Any:
         if "raises" in url:
@@ -160,7 +160,7 @@ async def test_an_instance_whose_questions_raise_costs_no_other_its_probes(
 
         assert table.state(third) is HealthState.HEALTHY
         raised = [line for line in lines if "exc_info" in line]
-        if bad == UNPARSABLE:  # an error like a host that is not there
+        if bad == UNPARSABLE:  # handled like an unreachable host
             assert counted.failures == {"probes": 0, "reports": 0}
             assert raised == []
         else:
@@ -204,7 +204,7 @@ async def test_each_cause_of_an_instance_is_logged_once_until_it_answers(counted
 async def test_where_telling_raises_the_instances_under_way_are_asked_again(
     counted: Counted,
 ) -> None:
-    """The table does not give an instance out again before it has an answer."""
+    """The table does not hand out an instance again before it has an answer."""
     instances = [Instance(Role.DECODE, url) for url in ("http://a", "http://b")]
     due, told = set(instances), list[tuple[str, object]]()
     hung = asyncio.Event()
@@ -237,7 +237,7 @@ async def test_where_telling_raises_the_instances_under_way_are_asked_again(
 async def test_a_source_of_instances_that_raises_once_is_followed_again(
     tmp_path: Path, counted: Counted
 ) -> None:
-    """Whatever a change sets off may raise."""
+    """Callbacks of a change may raise."""
     file, changes = tmp_path / "instances.yaml", list[Instance]()
     file.write_text("instances: [{role: encode, url: 'http://e:1'}]")
 
@@ -263,7 +263,7 @@ async def test_a_source_of_instances_that_raises_once_is_followed_again(
 
 
 class RoomOnceUnknown:
-    """A server that raises when it is first asked for room, and then has none."""
+    """Server that raises when it is first asked for room, and then has none."""
 
     asked = 0
 
@@ -285,7 +285,7 @@ async def test_tls_connections_are_accepted_after_one_that_raised(counted: Count
         async with connected(f"http://127.0.0.1:{listener.getsockname()[1]}"):
             await until(lambda: counted.failures["tls_accept"] == 1)
             async with connected(f"http://127.0.0.1:{listener.getsockname()[1]}") as (reader, _):
-                assert await ended(reader)  # it was accepted, and closed as there is no room
+                assert await ended(reader)  # accepted, and closed since there is no room
         accepting.close()
         await until(lambda: listener.fileno() == -1)
 

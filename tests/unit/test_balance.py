@@ -1,4 +1,4 @@
-"""Which instance a request goes to."""
+"""Choice of the instance for a request."""
 
 import random
 from collections import Counter
@@ -44,7 +44,7 @@ def idle(*weights: float) -> list[Load]:
 
 
 def drawing(seed: int) -> PowerOfTwo:
-    return PowerOfTwo(random.Random(seed))  # noqa: S311 - the same at every run
+    return PowerOfTwo(random.Random(seed))  # noqa: S311 - the same sequence at each run
 
 
 @pytest.mark.parametrize("name", BALANCES)
@@ -120,14 +120,15 @@ def test_of_those_with_as_little_to_do_each_is_picked_in_turn() -> None:
 @pytest.mark.parametrize("balance", [LeastLoad(), drawing(1), RoundRobin()])
 def test_requests_are_spread_by_weight(balance: LeastLoad | PowerOfTwo | RoundRobin) -> None:
     busy, resting, had = idle(*WEIGHTS), idle(*WEIGHTS), Counter[int]()
-    for _ in range(800):  # all under way at once
+    for _ in range(800):  # all in progress together
         balance.pick_load(busy).begin_request()
     for _ in range(8000):  # one after the other
         had[resting.index(balance.pick_load(resting))] += 1
 
     for load, weight in zip(busy, WEIGHTS, strict=True):
         assert load.value == pytest.approx(100 * weight, rel=0.06)
-    if not isinstance(balance, PowerOfTwo):  # who draws two of three gives the least more than its
+    # Two random choices of three favour the least loaded more than its weight.
+    if not isinstance(balance, PowerOfTwo):
         assert [had[place] for place in range(3)] == [1000, 2000, 5000]
     assert min(had.values()) > 900
 
@@ -136,7 +137,7 @@ def test_of_two_at_random_the_one_with_less_to_do_is_picked() -> None:
     balance, loads = drawing(2), loads_of((9, 1), (5, 1), (0, 1))
     had = Counter(loads.index(balance.pick_load(loads)) for _ in range(3000))
 
-    assert had[0] == 0  # there is always one with less
+    assert had[0] == 0  # another instance always has less
     assert had[1] == pytest.approx(1000, rel=0.1)
     assert had[2] == pytest.approx(2000, rel=0.1)
 

@@ -1,4 +1,4 @@
-"""What `epd bench serve` reads of a proxy and of vLLM, and what it makes of it."""
+"""Results of `epd bench serve`, read from a proxy and from vLLM."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +27,7 @@ COUNTED = Items(hits=2, encoded=2, local=0, encodes=2)
 
 
 def detailed(ttfts: list[float], tokens: list[int], errors: list[str]) -> dict[str, Any]:
-    """A result of `vllm bench serve --save-detailed`, as far as it is read."""
+    """Return a result of `vllm bench serve --save-detailed` with the fields that are read."""
     latencies = {
         f"{figure}_{name}_ms": value
         for name in ("ttft", "tpot")
@@ -232,7 +232,7 @@ def test_the_command_line_leaves_nothing_to_chance() -> None:
     assert (pairs["--model"], pairs["--tokenizer"]) == ("m", "/tokenizer")
     assert (pairs["--dataset-path"], pairs["--num-prompts"]) == ("/data", "4")
     assert (pairs["--request-rate"], pairs["--max-concurrency"]) == ("2.0", "3")
-    # A test request would be about the first picture; another order would be another trace.
+    # A test request would use the first picture; another order would be another trace.
     assert pairs["--ready-check-timeout-sec"] == "0"
     assert "--disable-shuffle" in words
     assert "--max-concurrency" not in vllm_bench.command(

@@ -1,4 +1,4 @@
-"""Where settings come from, and what is said of those that cannot be used."""
+"""Sources of settings, and error messages for invalid ones."""
 
 import json
 import os

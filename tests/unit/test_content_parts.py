@@ -1,4 +1,4 @@
-"""Which content parts a request may have, and what each is taken for."""
+"""Content parts of a request: which are allowed, and how each is classified."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def test_a_part_of_an_unknown_type_is_refused(path: str, kind: str) -> None:
     field = "input" if path == "/v1/responses" else "messages"
     assert (error.status, error.slug) == (400, "unknown_content_part")
     assert error.param == f"{field}[0].content[0].type"
-    assert kind == "" or repr(kind) not in error.message  # it is logged, and could be anything
+    assert kind == "" or repr(kind) not in error.message  # not in the message, which is logged
 
 
 @pytest.mark.fault(74)
@@ -138,7 +138,7 @@ def test_a_uuid_of_null_is_none(path: str, kind: str) -> None:
 @pytest.mark.fault(74)
 @pytest.mark.parametrize("path", CONVERSATIONS)
 def test_a_url_alone_is_refused_where_vllm_refuses_it(path: str) -> None:
-    """By a type and without a `uuid`, vLLM's API wants the object."""
+    """With a type and without a `uuid`, vLLM's API requires the object form."""
     [item] = items(path, [{"type": "image_url", "image_url": URL}])
     with pytest.raises(BadRequest):
         source(item)

@@ -1,4 +1,4 @@
-"""What a request carries through its stages."""
+"""Request context through the stages of a request."""
 
 from epd.config import ProxyConfig
 from epd.request.context import RequestContext

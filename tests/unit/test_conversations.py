@@ -1,4 +1,4 @@
-"""What a turn leaves for the next: tokens compared, answers heard, blocks counted. Pure."""
+"""State between the turns of a conversation: token comparison, answers, block counts. Pure."""
 
 import json
 from typing import Any
@@ -140,7 +140,7 @@ def test_what_decode_says_is_kept_as_it_is() -> None:
     assert kept_params(SAID, "http://10.0.0.1:8000") == SAID
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])  # noqa: S104 - what a server may say
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])  # noqa: S104 - a server may report it
 def test_who_listens_everywhere_is_reached_where_it_answers(host: str) -> None:
     kept = kept_params({**SAID, "remote_host": host}, "http://10.0.0.1:8000")
 
@@ -236,7 +236,7 @@ def chat_of(*parts: Any) -> dict[str, Any]:
     ],
 )
 def test_of_a_part_that_is_not_compared_no_prompt_is_known(part: Any) -> None:
-    """Two turns may have the same tokens, and other embeddings behind them."""
+    """Two turns may have the same tokens with different embeddings."""
     assert prompt_of(chat_of("a", part), CHAT) is None
     assert prompt_of(chat_of(part, {"type": "text", "text": "a"}), CHAT) is None
 

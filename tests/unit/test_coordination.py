@@ -1,4 +1,4 @@
-"""Coordination policies: what each says of which request, by name, in order of priority."""
+"""Coordination policies: the decision of each for each request, by name, in order of priority."""
 
 import json
 import re
@@ -314,7 +314,7 @@ def test_policies_change_at_a_reload() -> None:
 
 @pytest.fixture
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A distribution with policies of its own, as an installer leaves it."""
+    """Return the path of a distribution with policies, as an installer writes it."""
     (tmp_path / "night_shift.py").write_text(PLUGIN)
     (tmp_path / "broken_shift.py").write_text("raise RuntimeError('no licence')\n")
     info = tmp_path / "night_shift-1.0.dist-info"

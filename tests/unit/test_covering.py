@@ -1,4 +1,4 @@
-"""Cases in pairs: whatever the factors, and whatever cannot be."""
+"""Pairwise test cases, for any factors and any exclusions."""
 
 from itertools import chain, product
 from typing import Any
@@ -11,7 +11,7 @@ from tests.covering import Case, Pair, in_pairs, pairs_of
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[dict[str, list[int]], set[Pair]]:
-    """Factors, and pairs of their values that do not go together."""
+    """Return factors, and pairs of their values that exclude each other."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=2, max_size=5))
     factors = {f"f{number}": list(range(size)) for number, size in enumerate(sizes)}
     every = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
@@ -42,4 +42,4 @@ def test_all_pairs_that_can_be_are_in_a_case_and_no_others(
 def test_there_are_few_of_them() -> None:
     factors = {f"f{number}": range(4) for number in range(10)}
 
-    assert len(in_pairs(factors)) < 40  # of a million; 16 is the least
+    assert len(in_pairs(factors)) < 40  # of a million; the minimum is 16

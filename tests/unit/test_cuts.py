@@ -1,4 +1,4 @@
-"""Media are cut out of a body, and what is written has them again."""
+"""Media are cut out of a body before parsing, and put back when it is written."""
 
 from typing import Any
 
@@ -103,7 +103,7 @@ def test_a_part_that_is_used_twice_or_elsewhere_has_its_text_everywhere() -> Non
 
 @pytest.mark.parametrize("space", ["", " ", "\r\n\t "])
 def test_the_key_of_an_object_stays(space: str) -> None:
-    """Two spellings of a key would no longer be the same, and an engine might take the other."""
+    """Otherwise two spellings of a key would differ, and an engine might read the other one."""
     raw = f'{{"data": {{"{url(BASE64)}"{space}: 1}}}}'.encode()
 
     assert cut_media(raw) == (raw, NO_CUTS)
@@ -125,7 +125,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "TYPE", "da
 def test_what_is_no_base64_gets_no_key(
     path: str, part: dict[str, Any], kind: str, head: str, size: int
 ) -> None:
-    """If it is cut, its key would be of its mark, which is another each time."""
+    """Otherwise the cache key would be that of the placeholder, which differs each time."""
     endpoint = ENDPOINTS[path]
     message = {"role": "user", "content": [part]}
     raw = orjson.dumps({"model": "m", "max_tokens": 1, "messages": [message]})
@@ -153,7 +153,7 @@ def test_words_stay() -> None:
 
 @pytest.mark.security("S11")
 def test_a_mark_is_another_each_time_and_no_clients() -> None:
-    """Who knew one could have another's media in the place of its own."""
+    """With a known mark, a client could substitute the media of another client for its own."""
     raw = orjson.dumps({"url": url(BASE64)})
     [mark], [other] = cut_media(raw)[1], cut_media(raw)[1]
 

@@ -6,7 +6,7 @@ from epd.aio import cancel_after
 
 
 async def lose_one() -> None:
-    """Wait for ever, and lose the first cancellation, as `asyncio.wait_for` of 3.11 may."""
+    """Wait without end, and lose the first cancellation, as `asyncio.wait_for` of 3.11 may."""
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:

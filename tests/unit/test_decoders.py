@@ -1,4 +1,4 @@
-"""Who decodes, where somebody else names it."""
+"""Decode instance that a header or a picker names."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Instances as they are written, hosts that are allowed, addresses that count."""
+"""Parsing of instances, allowed hosts, and valid addresses."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`Drain`: what runs ends by itself, or is told to."""
+"""`Drain`: running requests end by themselves, or are cancelled."""
 
 import asyncio
 import time

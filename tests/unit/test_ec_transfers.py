@@ -1,4 +1,4 @@
-"""What `ec_transfer_params` say with each transfer."""
+"""Contents of `ec_transfer_params` for each transfer."""
 
 from typing import Any
 

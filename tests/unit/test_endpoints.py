@@ -1,4 +1,4 @@
-"""What each endpoint reads of a request, and what it writes."""
+"""Endpoints: the fields that each reads from a request, and the requests that it writes."""
 
 import string
 from typing import Any
@@ -156,7 +156,7 @@ def test_parts_of_a_response_say_their_key_and_come_without_their_picture() -> N
 )
 @pytest.mark.parametrize("field", ["content", "output"])
 def test_vllm_would_read_such_parts_of_a_response_as_media(field: str, part: Any) -> None:
-    """VLLM keeps fields that OpenAI does not know, of an item of any type, and reads them."""
+    """In vLLM, an item of any type keeps fields that OpenAI does not know."""
     for item in ({"role": "user"}, {"type": "computer_call_output", "role": "user"}):
         body = read(RESPONSES, {"input": [{**item, field: [part]}]})
         with pytest.raises(BadRequest):
@@ -217,7 +217,7 @@ def test_pictures_of_a_message_are_in_its_content_and_in_what_tools_answered() -
 
 
 def test_a_message_never_goes_on_without_its_picture() -> None:
-    """There is no way to say a key in it."""
+    """Anthropic's messages cannot contain a key instead of the picture."""
     body = read(
         MESSAGES,
         {"messages": [{"role": "user", "content": [{"type": "image", "source": BASE64}]}]},

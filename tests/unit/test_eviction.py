@@ -1,4 +1,4 @@
-"""What an eviction frees and which entries go, and what the ledger makes of a count."""
+"""Eviction: how much it frees and which entries; and how a count corrects the ledger."""
 
 import random
 from itertools import pairwise
@@ -108,7 +108,7 @@ def test_entry_expires_after_its_time_to_live() -> None:
 
 
 def test_victims_of_samples_are_old() -> None:
-    """The mean rank of those that go is in the oldest eighth, where exact LRU would have 0."""
+    """The mean rank of the victims is in the oldest eighth; with exact LRU it would be 0."""
     chance = random.Random(7)  # noqa: S311
     store = [EvictionCandidate(str(n), 9 * 2**20, float(n)) for n in range(10_000)]
     ranks = []
@@ -132,7 +132,7 @@ def test_victims_of_samples_are_old() -> None:
 def test_count_corrects_by_what_is_certain(
     drift: int, there: int, events: list[tuple[str, int]]
 ) -> None:
-    """Folders are looked at one after another while entries come and go in all of them."""
+    """The count visits one folder after another, while entries come and go in all of them."""
     folders: list[list[int]] = [[BLOCK_BYTES] * (there // 10) for _ in range(10)]
     entries = sum(map(len, folders))
     ledger = Usage(charged_bytes=(entries + drift) * BLOCK_BYTES, charged=entries + drift)

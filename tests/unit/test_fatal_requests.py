@@ -1,4 +1,4 @@
-"""Deaths of instances, counted by what they had been sent."""
+"""Ledger of instance deaths by the requests and items that the instances had."""
 
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ REJECT_S = 300.0
 
 @dataclass
 class Deaths:
-    """The ledger, with a clock of its own."""
+    """The ledger, with a clock that the test sets."""
 
     now_s: float = 0.0
     draining: set[Instance] = field(default_factory=set)
@@ -33,7 +33,7 @@ class Deaths:
         )
 
     def die(self, instance: Instance, *items: str, body: str = "b", tenant: str = "t") -> bool:
-        """Return whether the request is rejected from now on."""
+        """Record a death; return whether the request is rejected from now on."""
         error = UpstreamDied("it broke", slug="decode_failed", stage="decode")
         return isinstance(
             self.ledger.after(error, instance, Watched(tenant, body), items), SuspectedFatal
@@ -105,7 +105,7 @@ def test_what_was_processed_without_harm_is_forgotten() -> None:
 
 
 def test_a_request_whose_deaths_lie_far_apart_ends_as_the_suspect_that_it_is() -> None:
-    """Its first death is forgotten for others, and it still meets no third instance."""
+    """The ledger forgets the first death, but the request itself does not get a third instance."""
     deaths, watched = Deaths(), Watched("t", "b")
     error = UpstreamDied("it broke", slug="encode_failed", stage="encode")
 

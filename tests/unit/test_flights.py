@@ -9,7 +9,7 @@ from epd.errors import ProxyError
 
 
 class Work:
-    """Runs that end when told to."""
+    """Runs that end when the test says so."""
 
     def __init__(self) -> None:
         self.started = 0

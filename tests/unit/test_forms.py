@@ -1,4 +1,4 @@
-"""Forms: what is read of them, and what an instance is sent."""
+"""Forms: parsing, and the form that an instance receives."""
 
 import json
 
@@ -31,7 +31,7 @@ def form(*parts: bytes) -> bytes:
 
 
 def sent(raw: bytes | bytearray, content_type: str = KIND) -> dict[str, str | bytes]:
-    """What an instance finds in the form it is sent; bytes are a file's."""
+    """Return the fields that an instance finds in the form; bytes are the content of a file."""
     body, cuts = AUDIO.read(raw, content_type, 0)
     written = b"".join(AUDIO.encode_body(body, cuts))
     parts = list(read_form(written, AUDIO.content_type(body)))
@@ -55,7 +55,7 @@ def test_a_form_is_read_and_written_anew() -> None:
     assert body["model"] == "m"
     assert "boundary=b" not in AUDIO.content_type(body)
     assert b'filename="a.wav"\r\nContent-Type: audio/wav\r\n' in b"".join(written)
-    # The sound is the client's bytes where they came, without a copy.
+    # The sound is a view of the client's bytes, without a copy.
     assert any(isinstance(piece, memoryview) and piece.obj is raw for piece in written)
 
 
@@ -230,7 +230,7 @@ def test_the_number_of_parts_is_bounded() -> None:
 
 
 def test_the_headers_of_a_part_are_bounded() -> None:
-    # The line's end before the headers and the empty line after them count.
+    # The line end before the headers and the empty line after them count.
     filler = b"\r\nX: " + b"x" * (MAX_HEAD_BYTES - len(FILE) - len(b"\r\n\r\nX: \r\n\r\n"))
 
     assert sent(form(part(FILE + filler))) == {"file": b"x"}

@@ -1,4 +1,4 @@
-"""`StrictTaskGroup`: its task has been cancelled as often as others have cancelled it."""
+"""`StrictTaskGroup`: a failing child leaves no pending cancellation of the parent task."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ async def lasts() -> None:
 
 
 async def fails_together() -> None:
-    """Have one of two tasks fail while the group waits for both, as a failed attempt does."""
+    """Let one of two tasks fail while the group waits for both, as a failed attempt does."""
     try:
         async with StrictTaskGroup() as group:
             await asyncio.wait([group.create_task(one) for one in (fails(), lasts())])

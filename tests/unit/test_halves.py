@@ -1,4 +1,4 @@
-"""Prefill and decode of one attempt, at once."""
+"""Concurrent prefill and decode of one attempt."""
 
 import asyncio
 from contextlib import suppress
@@ -17,7 +17,7 @@ def died(stage: str) -> UpstreamDied:
 
 
 async def ended(prefill: float, decode: float | None, error: Exception | None = None) -> list[str]:
-    """Let both halves die after so many seconds; return those whose death was seen."""
+    """Let each half die after so many seconds; return the deaths that were observed."""
     seen: list[str] = []
 
     async def half(stage: str, delay_s: float | None) -> None:

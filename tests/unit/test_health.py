@@ -1,4 +1,4 @@
-"""When an instance is left alone, and when it comes back."""
+"""Health of an instance: when it is ejected, and when it returns."""
 
 from dataclasses import replace
 
@@ -25,13 +25,13 @@ POLICY = HealthPolicy()
 
 
 class Watched:
-    """A health, the time, and what it became."""
+    """Health with a clock that the test sets, and its state changes."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.became: list[HealthState] = []
         self.random = 0.5
-        """Decides the jitter of probes: 0.5 is none."""
+        """Jitter of probes; 0.5 means none."""
         self.health = Health(POLICY, 0.0, self.became.append, lambda: self.random)
 
     def state(self) -> HealthState:
@@ -46,7 +46,7 @@ class Watched:
         self.health.record_probe(self.now_s, well=well)
 
     def wait_for_probe(self) -> float:
-        """Seconds until a probe is due."""
+        """Advance the clock until a probe is due; return the seconds."""
         before = self.now_s
         while not self.health.probe_due(self.now_s):
             self.now_s += 0.125
@@ -68,7 +68,7 @@ def test_five_failures_in_a_row_eject(one: Watched) -> None:
 
 
 def test_failures_that_never_come_in_a_row_eject_too(one: Watched) -> None:
-    """Answers to requests that clients got wrong are good ones."""
+    """Answers to invalid requests count as successes."""
     for _ in range(4):
         assert one.state() is HealthState.HEALTHY
         one.ends(*[Outcome.BAD] * 4, Outcome.GOOD)
@@ -127,7 +127,8 @@ def test_what_an_outage_has_left_behind_says_nothing_of_now(one: Watched) -> Non
     for begun in old:
         one.health.request_ended(Outcome.BAD, one.now_s, begun=begun)
     assert one.state() is HealthState.TRIAL
-    assert not one.health.is_eligible(one.now_s)  # the trial is still under way, and the only one
+    # The trial is still in progress, and allows no second one.
+    assert not one.health.is_eligible(one.now_s)
     one.health.request_ended(Outcome.GOOD, one.now_s, begun=trial)
     assert one.state() is HealthState.HEALTHY
 
@@ -258,7 +259,7 @@ def test_who_is_ejected_and_does_not_answer_probes_is_down(one: Watched) -> None
     one.ends(*[Outcome.BAD] * 5)
     assert one.state() is HealthState.EJECTED
 
-    one.probe(well=False)  # at once, not in five seconds
+    one.probe(well=False)  # at once, not after five seconds
     assert one.state() is HealthState.DOWN
 
 
@@ -317,7 +318,7 @@ def test_what_a_status_says_of_the_instance(status: int, outcome: Outcome) -> No
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Whatever happens, an instance that is well again comes back."""
+    """State machine: after any history, a healthy instance returns."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The hit ratio on `/metrics`: of one process, and of several."""
+"""Hit ratio on `/metrics`, of one process and of several."""
 
 from collections.abc import Iterable
 
@@ -23,7 +23,7 @@ COUNTS = st.dictionaries(
 
 
 class Page(Collector):
-    """Items only."""
+    """Metrics page with items only."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)

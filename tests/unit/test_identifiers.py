@@ -27,7 +27,7 @@ def test_only_an_engine_can_tell_the_key_of_any_other(more: dict[str, Any]) -> N
 
 
 def test_one_answer_tells_the_prefix_of_an_adapter() -> None:
-    """The engine prefixes the key with the adapter's name where the adapter changes the encoder."""
+    """The engine adds the adapter's name to the key if the adapter changes the encoder."""
     identifiers = Identifiers()
     identifiers.learn_identifier(of("a"), "adapter:a")
 

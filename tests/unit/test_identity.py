@@ -36,7 +36,7 @@ def test_alias_keys_are_equal_exactly_where_all_they_cover_is(
 
 @given(scopes, words)
 def test_text_that_moves_between_parts_changes_the_key(scope: Scope, joined: str) -> None:
-    """Pairs drawn apart seldom differ in where a part ends alone; these do."""
+    """Independent examples would rarely differ only in where one part ends."""
     cuts = [(a, b) for b in range(len(joined) + 1) for a in range(b + 1)]
     keys = {
         content_key(scope, joined[:a], Inline(joined[a:b], joined[b:].encode())) for a, b in cuts
@@ -83,7 +83,7 @@ def test_names_are_what_vllm_and_any_store_accept() -> None:
 
 
 def test_keys_stay_what_they_were() -> None:
-    """A key that changes makes every stored entry a miss: raise `VERSION` if it must."""
+    """A changed key turns every stored entry into a miss; if that is needed, raise `VERSION`."""
     key = content_key(Scope(), "image", CAT)
 
     assert key == "144b1dc76b62362d45ae8d69a71e7ad1c0578359c0ec7d040719ad5f4bb98d76"

@@ -1,4 +1,4 @@
-"""Ids of requests differ, whatever the process does with random numbers."""
+"""Request ids are unique, even if the process seeds the random numbers or forks."""
 
 import random
 import re
@@ -34,7 +34,7 @@ if child:
 
 
 def test_a_process_that_is_forked_has_others() -> None:
-    # In a process of its own, with no thread: to fork another one is a warning.
+    # A process without threads: forking with threads causes a warning.
     said = subprocess.check_output([sys.executable, "-c", FORKS], text=True).split()
 
     assert len(said) == 2

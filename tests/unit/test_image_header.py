@@ -1,4 +1,4 @@
-"""Sizes as Pillow finds them, whatever is in the file."""
+"""Picture sizes equal Pillow's, for any file."""
 
 import io
 import warnings
@@ -19,7 +19,7 @@ def size_of(content: bytes) -> Size | None:
 
 
 def pillows(content: bytes) -> Size | None:
-    """The size that an engine would see; None where it would see no picture."""
+    """Return the size that an engine would see, or None if it could not open the picture."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -102,10 +102,10 @@ def test_a_picture_cut_anywhere_is_a_picture_or_refused(content: bytes) -> None:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """A picture with bytes replaced, put in or taken out."""
+    """Return a picture with bytes replaced, inserted or removed."""
     content = bytearray(draw(st.sampled_from(PICTURES)))
     for _ in range(draw(st.integers(1, 3))):
-        # Most of it near the front, where headers are; a TIFF's may be at the end.
+        # Mostly near the start, where the headers are; a TIFF's may be at the end.
         at = draw(st.integers(0, min(64, len(content))) | st.integers(0, len(content)))
         width = draw(st.sampled_from([0, 1, 2, 4]))
         content[at : at + width] = draw(st.binary(max_size=4))
@@ -118,7 +118,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 @example(picture("PNG")[:33] + picture("PNG", (1, 1))[8:])
 @example(picture("JPEG", (640, 480))[:-2] + picture("JPEG", (1, 1)))
 def test_what_an_engine_would_open_has_the_size_it_would_see(content: bytes) -> None:
-    """Nobody gets a picture past the limits by a file that two parsers read differently."""
+    """A file that two parsers read differently must not get past the limits."""
     try:
         found = size_of(content)
     except ValueError:
@@ -129,7 +129,7 @@ def test_what_an_engine_would_open_has_the_size_it_would_see(content: bytes) -> 
     if content.startswith(b"GIF"):  # a frame may enlarge it
         assert all(mine <= engines for mine, engines in zip(found, seen, strict=True))
     else:
-        assert sorted(found) == sorted(seen)  # TIFF: or turned
+        assert sorted(found) == sorted(seen)  # TIFF may be rotated
 
 
 @given(

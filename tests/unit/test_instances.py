@@ -1,4 +1,4 @@
-"""Which instances are fit for the next request."""
+"""Instances that are eligible for the next request."""
 
 import pytest
 
@@ -127,7 +127,7 @@ def test_one_that_is_removed_ends_what_it_has_and_gets_no_more() -> None:
         assert usable(table) == [B]
         assert table.under_way == {A: 1}
     assert table.under_way == {}
-    table.remove(A)  # once more does nothing
+    table.remove(A)  # removing it twice is allowed
 
     table.add(A)
     assert set(usable(table)) == {A, B}

@@ -1,4 +1,4 @@
-"""What the instances say of clients' keys, and for how long it is remembered."""
+"""Results of checking clients' keys at the instances, and how long they are cached."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from epd.server.responses import MAX_KEYS, KeyJudge
 
 
 class Asked:
-    """An instance: what it answers, and how often it was asked."""
+    """Instance with a fixed answer that counts its requests."""
 
     def __init__(self, error: ProxyError | None = None) -> None:
         self.error = error

@@ -1,4 +1,4 @@
-"""What each KV transfer tells whom, and whom it takes."""
+"""KV transfers: parameters for each instance, and which instances each accepts."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_a_multi_connector_carries_what_there_is() -> None:
     assert Multi().decode_params(pair, {}) is None
 
 
-EVERYWHERE = ["0.0.0.0", "::", "0:0:0:0:0:0:0:0", ""]  # noqa: S104 - what a server may say
+EVERYWHERE = ["0.0.0.0", "::", "0:0:0:0:0:0:0:0", ""]  # noqa: S104 - a server may report it
 
 
 @pytest.mark.parametrize("transfer", [Nixl(), NixlPush(), Multi()], ids=lambda one: one.name)
@@ -123,7 +123,7 @@ def test_a_bootstrap_server_is_where_its_address_says(
     ("rank", "engines", "engine_id"),
     [
         (None, {"0": "a"}, "a"),
-        (None, {"3": "a"}, "a"),  # of an external load balancer
+        (None, {"3": "a"}, "a"),  # a rank behind an external load balancer
         (1, {"0": "a", "1": "b"}, "b"),
         (None, {"0": "a", "1": "b"}, None),
         (2, {"0": "a", "1": "b"}, None),

@@ -1,4 +1,4 @@
-"""Log lines: in order, one write for many requests, and none held back that matters."""
+"""Log lines: in order, one write for many requests, and important ones without delay."""
 
 import asyncio
 import io
@@ -41,11 +41,11 @@ asyncio.run(main())
 
 
 class Written(io.BytesIO):
-    """Remembers writes.
+    """Stream that records writes.
 
     Attributes:
-        most: bytes that one write takes.
-        meanwhile: is called once, within a write.
+        most: maximum number of bytes per write.
+        meanwhile: called once, during a write.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ async def test_no_more_than_a_batch_waits(stream: Written, left: int, written: b
 
 
 async def test_a_batch_is_written_in_parts_that_a_pipe_takes_as_one_piece(stream: Written) -> None:
-    """Several workers share a pipe, and a longer write may be cut by another's."""
+    """Several workers share a pipe; a longer write may be interleaved with another's."""
     lines = LineWriter(stream)
     for number in range(100):
         lines.write_soon(f"{number} " + "x" * 300)
@@ -120,7 +120,7 @@ async def test_a_stream_that_takes_less_gets_the_rest(stream: Written) -> None:
 
 
 async def test_what_logs_while_a_line_is_written_does_not_wait_for_itself(stream: Written) -> None:
-    """As the finalizer of a task that a garbage collection finds."""
+    """A finalizer that a garbage collection calls may log like this."""
     lines = LineWriter(stream)
     stream.meanwhile = lambda: lines.write("found")
     lines.write("one")

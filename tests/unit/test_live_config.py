@@ -1,4 +1,4 @@
-"""A configuration that changes while it is in use, and what follows it."""
+"""Configuration that changes at run time, and the components that follow it."""
 
 import asyncio
 from typing import Any
@@ -47,7 +47,7 @@ def test_a_configuration_cannot_be_changed() -> None:
     for name in ProxyConfig.model_fields:
         with pytest.raises(ValidationError, match="frozen"):
             setattr(frozen, name, 1)
-        hash(getattr(frozen, name))  # nor can a value of it
+        hash(getattr(frozen, name))  # nor a value of it
 
 
 def test_followers_are_told_of_changes_alone() -> None:
@@ -163,7 +163,7 @@ async def test_limits_change_under_requests_that_are_here() -> None:
         admission.keep_pace(ALICE)
         with pytest.raises(TooManyRequests):
             admission.keep_pace(ALICE)
-        admission.apply_config(one)  # who has had his share of this minute has no other
+        admission.apply_config(one)  # the quota of this minute stays used up
         with pytest.raises(TooManyRequests):
             admission.keep_pace(ALICE)
         admission.apply_config(limits)

@@ -1,4 +1,4 @@
-"""What an instance has to do, of what it reports and what is under way from here."""
+"""Load of an instance, from its reports and the requests in progress."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ def report(requests: int, engines: dict[int, int] | None = None) -> Report:
 
 
 class Accounts(RuleBasedStateMachine):
-    """An instance that reports the truth, of some moment, and requests from here and elsewhere."""
+    """Instance with correct but old reports, and requests of this proxy and of others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,8 @@ def test_a_rank_that_begins_more_while_it_is_asked_is_not_counted_twice() -> Non
     ranks.begin_request(1, asking=True)
     ranks.record_report({0: 1, 1: 1})
 
-    assert [ranks.next_rank() for _ in range(4)] == [0, 1, 0, 1]  # one each: 0's is from elsewhere
+    # One each: rank 0's is from elsewhere.
+    assert [ranks.next_rank() for _ in range(4)] == [0, 1, 0, 1]
 
 
 def test_one_that_gives_no_report_is_asked_ever_less_often() -> None:

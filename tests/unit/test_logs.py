@@ -1,4 +1,4 @@
-"""Log lines, as a process writes them."""
+"""Log lines of a process."""
 
 import subprocess
 import sys
@@ -131,7 +131,7 @@ def test_the_configuration_of_who_mounts_the_application_stays() -> None:
 
 
 def of_mounted(before: str) -> str:
-    """What an application that does this first logs of an error, with the proxy mounted."""
+    """Return the error log of an application that runs this code before mounting the proxy."""
     code = MOUNTED.format(before=before)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return ran.stdout + ran.stderr

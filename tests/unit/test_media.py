@@ -17,7 +17,7 @@ def item(url: Any, kind: str = "image_url") -> MMItem:
 
 
 def inline(one: MMItem) -> tuple[str, bytes]:
-    """The media type and the base64 of an item."""
+    """Return the media type and the base64 of an item."""
     found = source(one)
     assert isinstance(found, Inline)
     return found.media_type, bytes(found.base64)
@@ -81,7 +81,7 @@ def check_file(url: str, allowed: Path) -> None:
 
 
 def test_a_loop_of_symlinks_is_no_failure(tmp_path: Path) -> None:
-    """Python before 3.13 raises where it resolves one; later ones leave it to who opens it."""
+    """Python before 3.13 raises when it resolves one; later versions fail when it is opened."""
     url = f"file://{tmp_path}/loop/x"
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with suppress(BadRequest):

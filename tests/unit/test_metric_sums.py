@@ -1,4 +1,4 @@
-"""Figures of several processes as one: against one process that counted everything itself."""
+"""Sums of metrics over processes, compared with one process that counted everything itself."""
 
 import time
 from collections import defaultdict
@@ -35,7 +35,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Process:
-    """Counts in a registry of its own, as a worker does."""
+    """Process with a registry of its own, like a worker."""
 
     def __init__(self, work: Iterable[tuple[str, str, int]] = ()) -> None:
         self.registry = CollectorRegistry()

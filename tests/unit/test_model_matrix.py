@@ -1,4 +1,4 @@
-"""The model matrix: what is asked, how answers are compared, and what the document says."""
+"""Model matrix: its questions, the comparison of answers, and the document."""
 
 import json
 from collections.abc import Sequence
@@ -112,7 +112,7 @@ def test_an_error_within_a_stream_is_no_answer() -> None:
 
 @pytest.mark.parametrize("modalities", [(PICTURE,), (SOUND,), MODALITIES])
 def test_a_case_asks_about_items_of_its_own(modalities: Sequence[str]) -> None:
-    """An item of an earlier case would be a hit, and its encoding never tried."""
+    """An item of an earlier case would be a hit, and its encoding would not be tested."""
     seen: dict[str, str] = {}
     for request in (request for modality in modalities for request in distinct(modality)):
         seen |= dict.fromkeys(map(json.dumps, request.media), "distinct")
@@ -150,7 +150,7 @@ def test_the_end_of_an_engine_is_told_without_its_log() -> None:
 
 
 def line(document: str, begin: str) -> str:
-    """The first line that begins so: the matrix comes before the differences."""
+    """Return the first line with this beginning; the matrix precedes the differences."""
     return next(line for line in document.splitlines() if line.startswith(begin))
 
 

@@ -1,4 +1,4 @@
-"""What labels call a model: what instances call it, and never what only a client does."""
+"""Model names in labels: only names that instances use, never a client's."""
 
 import orjson
 import pytest

@@ -1,4 +1,4 @@
-"""Which namespace each instance has, as far as a proxy knows."""
+"""Namespace of each instance, as known to the proxy."""
 
 import pytest
 from hypothesis import given
@@ -118,7 +118,7 @@ def test_no_instance_that_does_not_fit_is_chosen() -> None:
 
 
 def test_a_namespace_that_an_engine_no_longer_names_does_not_count() -> None:
-    """Its scheduler has derived another one."""
+    """The engine's scheduler has derived another one."""
     before = page('engine="0",namespace="b"')
     withdrawn = before.replace(b'"b"} 1.0', b'"b"} 0.0')
 

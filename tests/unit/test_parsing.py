@@ -12,7 +12,7 @@ from epd.errors import BadRequest
 
 @pytest.mark.fault(65)
 def test_no_garbage_is_looked_for_among_what_is_parsed() -> None:
-    """A collection for each 700 new lists would go over all that came before, and hold the loop."""
+    """A collection per 700 new lists would visit all earlier ones, and block the event loop."""
     raw = b"[%s 1]" % (b"[]," * (body.MAX_CONTAINERS - 1))
     begun: list[str] = []
 
@@ -23,7 +23,7 @@ def test_no_garbage_is_looked_for_among_what_is_parsed() -> None:
     gc.callbacks.append(count)
     try:
         body.parse_json(raw)
-        # What comes once it is allowed again is one.
+        # One collection follows when the collector is enabled again.
         assert begun.count("start") <= 1
     finally:
         gc.callbacks.remove(count)
@@ -41,7 +41,7 @@ def test_garbage_is_collected_again_once_a_body_is_read_or_refused(raw: bytes) -
 
 
 def values(value: object) -> tuple[int, int, int]:
-    """How many values there are, how many lists and objects, and how many empty ones."""
+    """Return the numbers of values, of lists and objects, and of empty ones."""
     if not isinstance(value, list | dict):
         return 1, 0, 0
     inner = [values(one) for one in (value.values() if isinstance(value, dict) else value)]
@@ -75,7 +75,7 @@ def test_values_are_counted_and_not_what_words_look_like(value: object) -> None:
 def test_what_is_wrong_with_a_large_body_is_not_looked_for_in_its_media(
     limit: int, times: int
 ) -> None:
-    """Where an error is in all of a body is found by parsing its media too."""
+    """To locate an error in the whole body, its media would be parsed too."""
     raw = b'{"x": "data:image/png;base64,%s", "y": }' % (b"A" * 500_000)
     sizes: list[int] = []
 
@@ -95,7 +95,7 @@ def test_what_is_wrong_with_a_large_body_is_not_looked_for_in_its_media(
     [rb'"\ud83d"', rb'"\ude00"', rb'"\ude00\ud83d"', rb'{"\ud83d": 1}', b'"\xed\xa0\xbd"'],
 )
 def test_half_a_surrogate_pair_is_refused(raw: bytes) -> None:
-    """UTF-8 has no form of it, so no body with it could be written for an instance."""
+    """UTF-8 cannot encode it, so such a body could not be forwarded to an instance."""
     with pytest.raises(BadRequest) as refused:
         body.parse_json(raw)
 

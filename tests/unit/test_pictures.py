@@ -1,4 +1,4 @@
-"""Pictures and conversations such as VisionArena-Chat has."""
+"""Pictures and conversations like those of VisionArena-Chat."""
 
 import statistics
 from io import BytesIO
@@ -29,7 +29,7 @@ def test_pictures_spread_around_a_megapixel() -> None:
 
 
 def test_a_megapixel_is_half_a_megabyte_as_jpeg_and_when_written_anew() -> None:
-    """`vllm bench serve` writes every picture as JPEG, in PIL's own quality."""
+    """`vllm bench serve` writes every picture as JPEG, in PIL's default quality."""
     files, again, pixels = 0, 0, 0
     for seed in range(10):
         content = jpeg(rng(seed))

@@ -1,4 +1,4 @@
-"""What follows a failed attempt: each row of the recovery tables, and what no row names."""
+"""Recovery after a failed attempt: each row of the recovery tables, and failures without a row."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def item(*, has_media: bool = True) -> MMItem:
 
 
 def failure(error: ProxyError, **more: Any) -> Failure:
-    """A failure of the first attempt at P1 and D1, whose request names an encoder output."""
+    """Return a failure of the first attempt at P1 and D1, with an encoder output in the request."""
     facts = Facts("/v1/chat/completions", prefills=True, items=1, roles=TABLE.roles)
     attempt = Attempt(Course(), facts, **more.pop("attempt", {}))
     sending = Sending(
@@ -277,7 +277,7 @@ def test_failures_of_instances_that_were_reached_come_to_an_end(
     for error in errors:
         assert attempt is not None
         if attempt.without_prefill and error.stage == "prefill":
-            continue  # no prefill instance is asked any more
+            continue  # prefill instances are not used any more
         case = failure(error, may_prefill_locally=local, other_prefills=other)
         case.sending.attempt = attempt
         case.sending.reads_back = not attempt.resent  # a turn leaves its blocks to one attempt

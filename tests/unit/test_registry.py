@@ -1,4 +1,4 @@
-"""Who takes part, as several sources say; and the ranks behind one URL."""
+"""Registry: members as named by several sources, and the ranks behind one URL."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ PD = Instance(Role.PREFILL_DECODE, "http://pd:1")
 
 
 class Told:
-    """A table, its registry, and what that said."""
+    """Instance table with its registry, and the reported changes."""
 
     def __init__(self, *configured: Instance) -> None:
         self.changes: list[tuple[Instance, Change, InstanceSource]] = []
@@ -99,7 +99,7 @@ def test_another_weight_changes_nothing_but_the_weight() -> None:
         assert told.table.load(E1).weight == 3.0
         assert told.table.under_way == {replace(E1, weight=3.0): 1}
         assert told.usable == [E2]
-        told.table.record_probe(E1, well=True)  # asked before, answered now
+        told.table.record_probe(E1, well=True)  # sent before the change, answered after it
         assert told.table.state(E1) is HealthState.TRIAL
     assert told.table.of_roles(Role.ENCODE) == (replace(E1, weight=3.0), E2)
     assert {one.instance.weight for one in told.registry.members} == {1.0, 3.0}
@@ -126,7 +126,7 @@ INSTANCES = st.builds(
 
 
 class RegistryMachine(RuleBasedStateMachine):
-    """Sources say what they like; the table is what the rules make of it."""
+    """State machine: sources name any instances, and the table follows the rules."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A stream on its way to the client: who is gone, and what is timed."""
+"""Stream to the client: disconnects, and timing."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,7 +21,7 @@ EVENT = b"data: 1\n\n"
 
 
 class Transport(asyncio.WriteTransport):
-    """One that raises when it is written after its end, as uvloop's does."""
+    """Transport that raises on a write after its end, as uvloop's does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Transport(asyncio.WriteTransport):
 
 
 class Leaving:
-    """A reply during which the client leaves."""
+    """Reply during which the client disconnects."""
 
     def __init__(self, client: Transport) -> None:
         self._client = client
@@ -57,14 +57,14 @@ class Leaving:
 
 
 class Stream(web.StreamResponse):
-    """An answer to a client that has left."""
+    """Response to a client that has disconnected."""
 
     async def write(self, data: Any) -> None:
         raise ConnectionResetError
 
 
 class Chunked:
-    """A reply that comes in these chunks; `seen` is called after each."""
+    """Reply with these chunks; it calls `seen` after each."""
 
     def __init__(self, chunks: list[bytes], seen: Callable[[], None] = lambda: None) -> None:
         self._chunks = iter(chunks)
@@ -91,13 +91,13 @@ STREAMS = {
         b'event: message_stop\ndata: {"type": "message_stop"}\n\n',
     ),
 }
-"""An event of tokens and the last event, for each grammar."""
+"""Event with tokens and last event, for each grammar."""
 
 CONFIG = ProxyConfig.model_construct()
 
 
 async def relayed(path: str, chunks: list[bytes]) -> tuple[bytes, list[tuple[bytes, bool, int]]]:
-    """Everything that was written, and of each moment: that, the first token, the gaps so far."""
+    """Return all written bytes, and after each chunk: bytes, first token seen, number of gaps."""
     context, client = RequestContext("id", {}, CONFIG, ENDPOINTS[path]), Transport()
     moments: list[tuple[bytes, bool, int]] = []
 
@@ -148,7 +148,7 @@ async def test_so_it_is_wherever_a_stream_is_cut(
     assert written == stream
     told = len(b"".join(before)) + len(event)
     for so_far, begun, gaps in moments:
-        # A CRLF event may go on without its last LF: it is whole already.
+        # A CRLF event may be forwarded without its last LF: it is complete already.
         assert begun is (len(so_far) >= told - 1)
         assert gaps <= (len(so_far) == len(stream))
 

@@ -1,4 +1,4 @@
-"""In which order pictures come back, and what an ideal cache makes of it."""
+"""Order in which pictures return, and the hits of an ideal cache."""
 
 from collections import Counter
 
@@ -85,7 +85,7 @@ def test_a_larger_lru_cache_is_never_worse(trace: list[int], entries: int) -> No
 
 @given(TRACES, st.integers(1, 20))
 def test_an_lru_cache_holds_what_was_used_last(trace: list[int], entries: int) -> None:
-    """By its definition: a hit is a picture with fewer others since it was last used."""
+    """By definition, a picture is a hit if fewer others were used since its last use."""
     hits = 0
     for at, picture in enumerate(trace):
         before = trace[:at]

@@ -1,4 +1,4 @@
-"""What an instance has to do, found on its page of metrics."""
+"""Load of an instance, parsed from its metrics page."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from epd.routing.load import MAX_REQUESTS, MAX_SAMPLES, Report, read_report
 
 REAL = Path(__file__).with_name("vllm_metrics.txt").read_bytes()
-"""A page of vLLM 0.32's, cut short: three requests run."""
+"""Metrics page of vLLM 0.32, shortened: three requests run."""
 
 
 def page(*samples: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The loop that tries again, and its budget."""
+"""Retry loop and retry budget."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -28,7 +28,7 @@ Again = Callable[[ProxyError], float | None]
 async def run(
     budget: Retries, attempt: Callable[[], Awaitable[T]], *, tries: int, again: Again
 ) -> T:
-    """Try until one try succeeds, as the callers of `Retries` do."""
+    """Retry until an attempt succeeds, as the callers of `Retries` do."""
     with budget.tries(tries) as more:
         while True:
             try:
@@ -76,7 +76,7 @@ async def test_what_is_not_worth_it_is_not_tried_again() -> None:
 
 
 async def storm(loop: Retries, requests: int) -> tuple[int, int]:
-    """All requests fail at once and are tried again: the most at once, and how many were served."""
+    """Let all requests fail and retry together; return the peak of retries, and the successes."""
     failed, at_once_now, most, served = asyncio.Event(), 0, 0, 0
     waiting = 0
 

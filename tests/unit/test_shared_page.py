@@ -1,4 +1,4 @@
-"""A page of memory: whole, whoever dies while it is written, and never an older one."""
+"""Shared memory page: reads are complete and never stale, even if a writer dies."""
 
 import asyncio
 import errno
@@ -35,7 +35,7 @@ def page() -> Iterator[SharedPage]:
 
 
 def writer(page: SharedPage) -> subprocess.Popen[bytes]:
-    """Another process that writes numbers, again and again, as fast as it can."""
+    """Start another process that writes numbers as fast as it can."""
     process = subprocess.Popen(
         [sys.executable, "-c", WRITES, str(page.descriptor)],
         pass_fds=[page.descriptor],
@@ -48,7 +48,7 @@ def writer(page: SharedPage) -> subprocess.Popen[bytes]:
 
 
 def number(page: SharedPage) -> int:
-    """The number that a whole page repeats."""
+    """Return the number that a whole page repeats."""
     content = page.read()
     assert content is not None
     [one] = set(content.split())
@@ -99,7 +99,7 @@ def test_half_a_page_is_not_seen(torn: bytes, at: int) -> None:
     with closing(SharedPage.new_page()) as page:
         for content in (b"first", b"second"):
             page.write(content)
-        os.pwrite(page.descriptor, torn, HEAD.size + HALF_BYTES + at)  # where the third one comes
+        os.pwrite(page.descriptor, torn, HEAD.size + HALF_BYTES + at)  # the place of the third one
 
         assert page.read() == b"second"
         page.write(b"third")
@@ -118,7 +118,7 @@ def test_what_is_damaged_is_not_taken_for_a_page(page: SharedPage) -> None:
 
 def test_a_page_that_is_not_the_newest_is_not_taken_for_it(page: SharedPage) -> None:
     page.write(b"first")
-    os.pwrite(page.descriptor, NUMBER.pack(3), 0)  # whose half still has the first one
+    os.pwrite(page.descriptor, NUMBER.pack(3), 0)  # a half that still has the first one
 
     with pytest.raises(PageUnreadable):
         page.read()
@@ -138,7 +138,7 @@ def test_no_other_user_may_read_it(page: SharedPage) -> None:
 
 
 async def test_what_was_set_of_policies_is_forgotten_once_nobody_else_writes() -> None:
-    # A lock is a process's: somebody else has to hold it.
+    # The lock belongs to a process, so another process must hold it.
     page = SharedPage.new_page()
     page.write(b"set")
     holding = (

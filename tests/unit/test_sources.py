@@ -1,4 +1,4 @@
-"""What the source of both packages must not have."""
+"""Things that the source of both packages must not contain."""
 
 import re
 from pathlib import Path
@@ -18,5 +18,5 @@ def test_there_are_sources() -> None:
 @pytest.mark.security("S15")
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_is_unpickled(path: Path) -> None:
-    """S15."""
+    """S15 of SECURITY.md."""
     assert UNSAFE.search(path.read_text()) is None

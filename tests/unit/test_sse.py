@@ -35,7 +35,7 @@ def test_a_stream_cut_anywhere_comes_out_whole_in_whole_events(
     out = b""
     for chunk in cut(stream, points):
         out += aligner.feed(chunk)
-        # A CRLF event may be let go at its CR CR LF: that is a blank line already.
+        # A CRLF event may be forwarded at its CR CR LF: the blank line is complete then.
         assert any(abs(len(out) - end) <= 1 for end in ends)
 
     assert out == stream
@@ -69,7 +69,7 @@ PLAIN = [
     b'event: message_stop\ndata: {"a":1}\n\n',
     b'event: response.completed\ndata: {"response":{}}\n\n',
 ]
-"""Events that are the only one of their chunk, and some that look like one."""
+"""Events that fill a chunk alone, and some that only look so."""
 
 
 @pytest.mark.parametrize("grammar", [OPENAI, RESPONSES, ANTHROPIC])
@@ -98,7 +98,7 @@ def test_one_event_in_a_chunk_is_judged_as_if_it_came_byte_by_byte(
         out = in_chunks.feed(chunk)
         expected = b"".join([in_bytes.feed(bytes([byte])) for byte in chunk])
 
-        # The one may let a CRLF event go at its CR LF CR, and the other with the LF after it.
+        # One may forward a CRLF event at its CR LF CR, and the other with the LF after it.
         assert abs(len(out) - len(expected)) <= 1
         assert (in_chunks.done, in_chunks.failed) == (in_bytes.done, in_bytes.failed)
         assert in_chunks.ended is in_bytes.ended
@@ -142,7 +142,7 @@ def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_large_event_in_small_pieces_takes_linear_time() -> None:
-    """Each byte is searched once; were it searched with each piece, this would take minutes."""
+    """Each byte is searched once; searching it again with each piece would take minutes."""
     aligner = EventAligner()
     for _ in range(8 * 1024):
         assert aligner.feed(b"x" * 1024) == b""

@@ -1,4 +1,4 @@
-"""What is read from a model's configuration before its engines start."""
+"""Facts that are read from a model's configuration before its engines start."""
 
 import json
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ def test_what_has_no_encoder_that_runs_apart(config: Mapping[str, Any], reason: 
         {"architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {}},
         {"architectures": ["SomethingNew"], "model_type": "llama"},
         {"architectures": ["LlamaForCausalLM", "SomethingNew"]},
-        # One class for both: the configuration has the encoder's part, or has not.
+        # One class for both: the configuration has the encoder's part, or not.
         {"architectures": ["LlamaForCausalLM"], "mm_vision_tower": "clip"},
         {"architectures": ["LlamaForCausalLM"], "audio_config": {}},
         {"architectures": ["LlavaForConditionalGeneration"], "is_encoder_decoder": False},
@@ -68,7 +68,7 @@ def test_a_doubt_is_left_to_vllm(config: Mapping[str, Any]) -> None:
         ({"thinker_config": {"text_config": {"linear_num_value_heads": 4}}}, True),
         ({"layer_types": ["linear_attention"], "linear_key_head_dim": 64}, True),
         ({"layer_types": ["full_attention"], "linear_key_head_dim": 64}, False),
-        # Linear attention of another sort.
+        # another kind of linear attention
         ({"layer_types": ["linear_attention"], "model_type": "minimax"}, False),
         ({"model_type": ["qwen3_5"], "text_config": None}, False),
     ],

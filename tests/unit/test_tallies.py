@@ -1,4 +1,4 @@
-"""What is counted here, against prometheus_client's own counters and histograms."""
+"""Own counters, compared with prometheus_client's counters and histograms."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ NAMES = ("model_name", "status", "failed")
 
 
 class Page:
-    """A registry of one family."""
+    """Registry with a single family."""
 
     def __init__(self, family: Metric) -> None:
         self._family = family

@@ -43,7 +43,7 @@ def test_it_fits_and_has_something_of_everything(each: int, width: int, height: 
 def test_a_fleet_without_encode_instances_has_saved_no_encodes() -> None:
     shown = large(1)
     shown["instances"] = [one for one in shown["instances"] if one["role"] != "encode"]
-    assert "Saved 830 encodes" in "\n".join(drawn(shown, 80, 24))  # it had some once
+    assert "Saved 830 encodes" in "\n".join(drawn(shown, 80, 24))  # it had encode instances before
 
     shown["totals"]["items"] = dict.fromkeys(shown["totals"]["items"], 0)
     lines = drawn(shown, 80, 24)

@@ -164,14 +164,14 @@ def kinds(body: Body) -> list[str]:
 
 
 def test_video_goes_on_raw_under_its_uuid() -> None:
-    """Its metadata lacks the frame rate: measured answers differed from the raw video's."""
+    """Its metadata lack the frame rate: measured answers differed from those to the raw video."""
     new = consumed(request(video()), ("v", film()))
 
     assert new["messages"][0]["content"] == [{**video(), "uuid": "v"}]
 
 
 def test_video_whose_times_are_reported_goes_on_as_metadata() -> None:
-    """Qwen3-VL's: measured answers are the raw video's at every frame rate."""
+    """For Qwen3-VL, measured answers equal those to the raw video at every frame rate."""
     times = {"video_grid_thw": [[2, 4, 6]], "timestamps": [0.25, 1.25]}
     new = consumed(
         request(image(), video()), ("p", encoded("p")), ("v", Encoded({"v": {}}, "v", times))
@@ -194,7 +194,7 @@ def test_times_alone_do_not_make_up_for_a_key() -> None:
 
 @pytest.mark.fault(75)
 def test_metadata_and_raw_media_of_two_modalities_are_never_mixed() -> None:
-    """Processors that build dummy text for all items and get the raw ones alone answer 400."""
+    """Processors that build dummy text for all items answer 400 if they get only the raw ones."""
     new = consumed(request(image(), video()), ("p", encoded("p")), ("v", film()))
 
     assert new["messages"][0]["content"] == [{**image(), "uuid": "p"}, {**video(), "uuid": "v"}]
@@ -243,7 +243,7 @@ def test_items_of_a_request_go_on_all_as_metadata_or_all_raw(
         return
 
     embeds = [kind.endswith("_embeds") for kind in sent]
-    if any(named) and not possible:  # a mixture is all that is left
+    if any(named) and not possible:  # only a mixture is left
         assert all(embed for embed, name in zip(embeds, named, strict=True) if name)
     else:
         assert embeds == [possible and (any(named) or not raw)] * len(items)

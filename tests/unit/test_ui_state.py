@@ -31,7 +31,7 @@ def recent(clock: Clock) -> Recent:
 
 
 def known(recent: Recent, *instances: Seen) -> Snapshot:
-    """As another process reads it."""
+    """Return the snapshot as another process reads it."""
     snapshot = Snapshot(instances=list(instances), events=recent.events())
     read: Snapshot = orjson.loads(orjson.dumps(snapshot))
     return read

@@ -1,4 +1,4 @@
-"""Workers that count, are asked, die and are replaced, in any order: no counter goes back."""
+"""Workers that count, are scraped, die and are replaced in any order: no counter decreases."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ SEATS = st.integers(0, 2)
 
 
 class Worker:
-    """What a worker process has of its metrics."""
+    """Metrics of a worker process."""
 
     def __init__(self, pages: list[SharedPage], seat: int) -> None:
         registry = CollectorRegistry()
@@ -52,11 +52,11 @@ class Worker:
 
 
 class Workers(RuleBasedStateMachine):
-    """Three of them.
+    """State machine with three workers.
 
     Attributes:
-        least: what the counter has been seen at.
-        most: how often it was counted, what died with its worker included.
+        least: latest observed value of the counter.
+        most: number of counts, including those that died with their worker.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Workers(RuleBasedStateMachine):
 
 
 class Reading(SharedPage):
-    """A page that knows by which threads it is read and written."""
+    """Page that records the threads that read and write it."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
@@ -139,7 +139,8 @@ async def test_a_scrape_of_several_workers_is_made_on_a_thread(pages: list[Share
 
     assert all(page.readers and threading.get_ident() not in page.readers for page in watched)
     assert content == metrics.metrics_page()[0]
-    assert watched[0].writers == {threading.get_ident()}  # what it counts is this thread's
+    # What this thread counts, it writes itself.
+    assert watched[0].writers == {threading.get_ident()}
 
 
 TestWorkers = Workers.TestCase
@@ -169,7 +170,7 @@ def test_what_was_shown_is_known_to_the_others(pages: list[SharedPage]) -> None:
     one, other = Worker(pages, 0), Worker(pages, 1)
     one.counter.inc(3)
     one.figures()
-    keep_counters(pages[0])  # it had no time for anything else
+    keep_counters(pages[0])  # the worker died before it could write
 
     assert other.figures()["c_total"] == 3
 
@@ -229,7 +230,7 @@ def test_a_worker_that_cannot_write_says_so_once_and_goes_on(pages: list[SharedP
 
 @asynccontextmanager
 async def writing(worker: Worker) -> AsyncIterator[None]:
-    """A worker that writes by itself."""
+    """Run the worker's own writing task."""
     task = asyncio.create_task(worker.metrics.keep_writing())
     try:
         yield
@@ -238,7 +239,7 @@ async def writing(worker: Worker) -> AsyncIterator[None]:
 
 
 async def changes(page: SharedPage, worker: Worker, turns: int) -> int:
-    """How often the page is written while the worker counts and takes some turns."""
+    """Return how often the page is written while the worker counts for some turns of the loop."""
     before = page.write_count()
     for _ in range(turns):
         worker.counter.inc()
