@@ -1,4 +1,4 @@
-"""Questions, and answers to compare."""
+"""Requests, and comparison of their answers."""
 
 import base64
 import mimetypes
@@ -17,7 +17,7 @@ from tests.paths import MEDIA
 from tests.requests import Part, image, input_audio
 
 PREPROCESSED = "vllm:mm_cache_queries_total"
-"""Counts the media items an engine was given to preprocess: no item, nothing to encode."""
+"""Counter of the media items that an engine had to preprocess; zero means nothing was encoded."""
 
 PICTURES = ("cat.jpg", "coffee.jpg", "astronaut.jpg", "chart.png")
 
@@ -42,7 +42,7 @@ def sound(name: str) -> Part:
 
 
 def unseen(stack: Served) -> Part:
-    """Noise that nobody has sent before, as a picture or a sound."""
+    """Return a new picture or sound made of random noise."""
     buffer = BytesIO()
     if "vl" in stack.model:
         Image.frombytes("RGB", (224, 224), secrets.token_bytes(224 * 224 * 3)).save(buffer, "PNG")
@@ -56,8 +56,8 @@ def unseen(stack: Served) -> Part:
 def ask(
     client: openai.OpenAI, model: str, *parts: Part, stream: bool = False, **more: Any
 ) -> list[str]:
-    """The tokens of an answer at temperature 0."""
-    # Under a salt of its own, no request finds another's prompt in a prefix cache.
+    """Return the tokens of the answer at temperature 0."""
+    # With a salt of its own, no request reuses another's prompt from a prefix cache.
     salt = {"cache_salt": secrets.token_hex(8), **more}
     fixed: dict[str, Any] = {
         "max_tokens": 16,
@@ -78,9 +78,9 @@ def ask(
 
 
 def check_equal(stack: Served, *parts: Part, stream: bool, **more: Any) -> list[str]:
-    """The answer through the proxy, once it has been found equal to the engine's alone.
+    """Check that the answer through the proxy equals the engine's own; return it.
 
-    The engine alone gets the media under keys that nobody has used: it encodes them itself.
+    The engine alone gets the media under unused keys, so that it encodes them itself.
     """
     alone = [part if part["type"] == "text" else {**part, "uuid": uuid4().hex} for part in parts]
     expected = ask(stack.baseline, stack.model, *alone, stream=stream, **more)

@@ -1,6 +1,6 @@
 """Real vLLM engines on the CPU behind the real proxy; each stack is started once.
 
-`tests/e2e/stacks.py` has the table of what runs on which stack.
+`tests/e2e/stacks.py` has the table of which tests run on which stack.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from tests.store.redis_server import RedisServer, cluster
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that asks for `stack` on those that the table names for it."""
+    """Run a test that uses `stack` on the stacks that the table lists for it."""
     if "stack" in metafunc.fixturenames:
         stacks = stacks_of(metafunc.module.__name__.rpartition(".")[2], metafunc.function.__name__)
         metafunc.parametrize("stack", stacks, indirect=True, ids=str, scope="session")
@@ -41,12 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip("vLLM is not installed: scripts/test.sh does it"))
 
 
-class WholeStacks(LoadScopeScheduling):  # type: ignore[misc]  # of no known type
-    """Gives each of several test processes all tests of a stack, so that it is started once."""
+class WholeStacks(LoadScopeScheduling):  # type: ignore[misc]  # the base class is untyped
+    """Scheduler that gives all tests of a stack to one test process, so that it is started once."""
 
     def _split_scope(self, nodeid: str) -> str:
         named = [name for name in map(str, STACKS) if name in nodeid]
-        return max(named, key=len, default=nodeid)  # one's name may begin another's
+        return max(named, key=len, default=nodeid)  # one stack's name may be a prefix of another's
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeStacks:
@@ -55,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeStacks:
 
 @contextmanager
 def redis_servers(store: str, folder: Path) -> Iterator[tuple[Sequence[RedisServer], str | None]]:
-    """The servers that a kind of store needs, and its URL where it needs any."""
+    """Start the servers of a kind of store; yield them and the store's URL, if it has any."""
     folder.mkdir()
     with ExitStack() as stack:
         if store == REDIS:
@@ -86,7 +86,7 @@ def stack(
             store=url,
             kv_extra=spec.kv_extra(),
             flags={role: [*flags, *traces] for role, flags in spec.flags().items()},
-            # What is found does not depend on how busy the machine is.
+            # No result depends on the speed of the machine.
             proxy_flags=["--ec-store-budget-s", "2", "--trust-request-mm-kwargs", *traces],
         )
         with pytest.MonkeyPatch.context() as environment:

@@ -1,4 +1,4 @@
-"""Clients that ask while something else happens."""
+"""Clients that send requests while a test changes the fleet."""
 
 import itertools
 import threading
@@ -16,10 +16,10 @@ from tests.requests import Part, text
 CLIENTS = 4
 
 PAUSE_S = 1.0
-"""Between two requests of a client: an engine that starts wants a core, too."""
+"""Seconds between two requests of a client; a starting engine needs a core too."""
 
 WAIT_S = 300.0
-"""What has not happened by then will not."""
+"""Timeout of waits."""
 
 QUESTIONS: Sequence[Sequence[Part]] = (
     (text("say something"),),
@@ -32,12 +32,12 @@ ASKED = "vllm:request_success_total"
 
 @dataclass
 class Load:
-    """Clients that ask one question after the other, and check what they get.
+    """Clients that send one request after the other, and check the answers.
 
     Attributes:
-        stack: whom they ask.
-        due: each question's answer.
-        seen: how each request ended.
+        stack: target of the requests.
+        due: expected answer to each question.
+        seen: outcome of each request.
     """
 
     stack: Served
@@ -45,7 +45,7 @@ class Load:
     seen: list[str] = field(default_factory=list)
 
     def one(self, number: int) -> str:
-        """How a request ends; some bring a picture that nobody has sent."""
+        """Send a request, some with a new picture; return its outcome."""
         place, stream = number % (len(QUESTIONS) + 1), number % 2 == 0
         try:
             if place == len(QUESTIONS):
@@ -62,7 +62,7 @@ class Load:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Ask meanwhile."""
+        """Send requests for the duration of the context."""
         over = threading.Event()
         numbers = itertools.count()
 

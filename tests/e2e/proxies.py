@@ -1,4 +1,4 @@
-"""More proxies in front of the engines of a stack."""
+"""Further proxies in front of the engines of a stack."""
 
 import json
 import subprocess
@@ -12,12 +12,12 @@ from tests.e2e.served import Served
 
 @contextmanager
 def another_proxy(stack: Served, *flags: str, encode: bool = True) -> Iterator[str]:
-    """Start a second proxy in front of the same engines and store, and yield its URL.
+    """Start another proxy in front of the same engines and store; yield its URL.
 
     Args:
         stack: stack with the engines.
         flags: additional flags.
-        encode: whether it has an encode stage, and the store.
+        encode: whether the proxy has an encode stage and the store.
     """
 
     def urls(*roles: Role) -> str:

@@ -1,4 +1,4 @@
-"""A running stack, as tests see it."""
+"""Running stack, as tests use it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from tests.store.redis_server import RedisServer
 
 @dataclass
 class Served:
-    """A running stack, with a client of its proxy and one of its decode engine alone."""
+    """Running stack, with a client of its proxy and a client of its decode engine alone."""
 
     stack: Stack
     redis: Sequence[RedisServer]
@@ -33,7 +33,7 @@ class Served:
 
     @property
     def model(self) -> str:
-        """The model's served name."""
+        """Return the served name of the model."""
         return self.spec.model
 
     @property
@@ -41,17 +41,17 @@ class Served:
         return self.stack.of_role(Role.ENCODE)[0]
 
     def log(self, engine: Engine) -> str:
-        """What an engine has logged."""
+        """Return the log of an engine."""
         return (self.logs / f"{engine.name}.log").read_text()
 
     @property
     def consumers(self) -> list[Engine]:
-        """The engines that must not encode: all but the encode engine."""
+        """Return the engines that must not encode: all but the encode engine."""
         return [engine for engine in self.stack.all_engines if engine.role is not Role.ENCODE]
 
 
 def metric(engine: Engine, name: str) -> float:
-    """A figure of an engine's own `/metrics`, summed over its labels."""
+    """Return a metric of an engine's own `/metrics`, summed over its labels."""
     page = httpx.get(f"{engine.url}/metrics", timeout=60).text
     families = list(text_string_to_metric_families(page))
     samples = [sample for family in families for sample in family.samples if sample.name == name]
@@ -60,7 +60,7 @@ def metric(engine: Engine, name: str) -> float:
 
 
 def stored(stack: Served) -> dict[str, EntryInfo]:
-    """What the stack's store holds, by identifier."""
+    """Return the entries of the stack's store by identifier."""
     with open_store(stack.stack.store) as store:
         return {row.info.key.identifier: row.info for row in store.ls() if row.info is not None}
 
@@ -68,4 +68,4 @@ def stored(stack: Served) -> dict[str, EntryInfo]:
 ENCODED = "vllm:request_success_total"
 
 READ = "vllm:external_prefix_cache_hits_total"
-"""Counts the prompt tokens that an engine has read from another and did not compute."""
+"""Counter of the prompt tokens that an engine has read from another instead of computing them."""

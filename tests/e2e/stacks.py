@@ -1,7 +1,7 @@
-"""The stacks that tests run on.
+"""Stacks that tests run on.
 
-Not in `conftest.py`: pytest loads that under another name than tests import it by, and a `Spec` of
-the one would be no `Spec` of the other, so that stacks would be started twice.
+These are not in `conftest.py`: pytest imports that module under another name, so that its `Spec`
+would differ from the one that tests import, and stacks would start twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ E_PD, E_P_D = "1e1pd", "1e1p1d"
 DISK, REDIS, CLUSTER = "file", "redis", "cluster"
 
 AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
-"""Setting with which an engine in bfloat16 dies of an illegal instruction on a short first prompt.
+"""Whether the CPU has AMX: an engine in bfloat16 then crashes on a short first prompt.
 
 See docs/decisions/003-cpu-stack.md.
 """
@@ -24,20 +24,20 @@ See docs/decisions/003-cpu-stack.md.
 
 @dataclass(frozen=True)
 class Spec:
-    """What a stack is made of.
+    """Properties of a stack.
 
     Attributes:
         model: its model.
         topology: its engines.
         store: where its encoder cache is.
-        bf16: whether engines compute in bfloat16, and in float32 otherwise.
-        ranks: over how many processes the encode engine's tensors are divided.
+        bf16: whether engines compute in bfloat16 instead of float32.
+        ranks: number of processes that share the encode engine's tensors.
         consumer_ranks: the same for each of the other engines.
         traced: whether engines and proxy export spans.
-        conversing: whether prefill reads what decode keeps of a conversation, and keeps nothing
-            itself.
-        programs: whether its engines are programs of their own, which each import vLLM, and not
-            forked from a process that has.
+        conversing: whether prefill reads decode's blocks of a conversation, and has no prefix
+            cache.
+        programs: whether its engines are separate programs, which import vLLM each, instead of
+            forks of a process that has imported it.
     """
 
     model: str
@@ -74,7 +74,7 @@ class Spec:
 
 
 BLOCKS_TTL_S = 60
-"""Longer than a test talks, short enough for decode's memory."""
+"""Longer than any test's conversation, short enough for decode's memory."""
 
 ON_DISK = Spec(VISION, E_PD, DISK)
 ON_REDIS = Spec(VISION, E_PD, REDIS, bf16=not AMX)
@@ -92,7 +92,7 @@ MODELS = (
     "tiny-qwen3-omni",
     "tiny-qwen3-vl",
 )
-"""The models that only their own tests ask, on a stack each. `scripts/model_matrix.sh` has all."""
+"""Models that only their own tests use, with one stack each. `scripts/model_matrix.sh` has all."""
 MODEL_STACKS = [Spec(model, E_PD, DISK) for model in MODELS]
 OMNI_STACKS = [spec for spec in MODEL_STACKS if "omni" in spec.model]
 VIDEO_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith(("omni", "internvl", "3-vl"))]
@@ -109,7 +109,7 @@ OF_MODULES: Mapping[str, Sequence[Spec]] = {
     "test_ranks": [SHARDED],
     "test_traces": [TRACED],
 }
-"""The stacks that the tests of a module run on: `ON_DISK`, where it is not listed."""
+"""Stacks that the tests of a module run on; `ON_DISK` if it is not listed."""
 
 OF_TESTS: Mapping[str, Sequence[Spec]] = {
     # Answers: each model, store and topology, once.
@@ -119,13 +119,13 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_two_sounds_one_by_url": [ON_AUDIO],
     "test_different_sounds_give_different_answers": [ON_AUDIO, TRACED],
     "test_text_only": [ON_DISK, ON_CLUSTER],
-    # Who encodes, and where it is put: each store, and a model without pictures.
+    # Where items are encoded and stored: each store, and a model without pictures.
     "test_only_the_encode_engine_encodes": [*EACH_STORE, ON_AUDIO],
     "test_encoder_output_is_stored_under_its_content_key": [*EACH_STORE, ON_AUDIO],
     "test_prefill_fetches_from_the_store": [*EACH_STORE, ON_AUDIO],
     "test_an_item_seen_before_is_neither_encoded_nor_preprocessed_again": [*EACH_STORE, ON_AUDIO],
     "test_answers_of_hits_are_those_of_the_engine_alone": [*EACH_STORE, ON_AUDIO],
-    # What the store does under the requests.
+    # Changes of the store during requests.
     "test_entries_that_go_between_look_up_and_load_are_not_missed": EACH_STORE,
     "test_an_entry_is_deleted_while_its_request_waits_for_another": EACH_STORE,
     "test_media_whose_entry_was_deleted_are_encoded_again": EACH_STORE,
@@ -135,11 +135,11 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_the_store_stops_while_requests_run": [ON_REDIS],
     "test_redis_is_paused_while_serving": [ON_REDIS],
     "test_redis_is_stopped_while_serving_and_comes_back": [ON_REDIS],
-    # In bfloat16, requests that are computed together with others get other tokens.
+    # In bfloat16, requests that are batched with others get other tokens.
     "test_entries_come_and_go_while_requests_want_them": [ON_DISK, ON_CLUSTER],
     "test_a_cluster_is_stopped_while_serving_and_comes_back": [ON_CLUSTER],
     "test_one_rank_of_the_encode_engine_writes": [ON_CLUSTER],
-    # What differs with a prefill engine of its own.
+    # Differences with a separate prefill engine.
     "test_a_client_that_leaves_stops_the_engine": [ON_DISK, ON_CLUSTER],
     "test_a_response_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER],
     "test_a_message_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER],
@@ -147,15 +147,15 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_completions_responses_and_messages_are_prefilled_first": [ON_CLUSTER],
     "test_the_doctor_finds_nothing_to_mend_in_a_real_fleet": [*EACH_STORE, TRACED],
     "test_the_doctor_has_prefill_read_what_decode_holds": [CONVERSING],
-    # What only some models can be given.
+    # Media that only some models accept.
     "test_a_sound_heard_before_is_a_hit": OMNI_STACKS,
     "test_a_picture_and_a_video_in_one_request": VIDEO_STACKS,
     "test_a_video_with_timestamps_goes_on_as_metadata": TIMED_STACKS,
 }
-"""The stacks of a test, where they are not those of its module.
+"""Stacks of a test, if they differ from those of its module.
 
-A stack takes half a minute to start, and a test some seconds on each. What a store, a model or a
-topology changes runs on several; all else is the same code on each, and runs on one.
+A stack takes half a minute to start, and a test some seconds on each. Tests run on several stacks
+if a store, a model or a topology makes a difference; otherwise on one.
 """
 
 

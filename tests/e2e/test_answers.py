@@ -1,4 +1,4 @@
-"""Answers through the stack equal those of an engine that was given the media itself."""
+"""Answers through the stack equal those of an engine that receives the media directly."""
 
 from epd.api.chat import CHAT
 from epd.encoder_cache.identity import content_key
@@ -66,7 +66,7 @@ def test_two_sounds_one_by_url(stack: Served, stream: bool) -> None:
 
 
 def test_different_pictures_give_different_answers(stack: Served) -> None:
-    """Without this the comparisons above would prove nothing."""
+    """If different pictures had the same answer, the comparisons above would prove nothing."""
     answers = [ask(stack.client, stack.model, picture(name), text()) for name in PICTURES]
     there = ask(stack.client, stack.model, picture("cat.jpg"), picture("coffee.jpg"), text())
     back = ask(stack.client, stack.model, picture("coffee.jpg"), picture("cat.jpg"), text())
@@ -81,9 +81,9 @@ def test_different_sounds_give_different_answers(stack: Served) -> None:
 
 
 def test_only_the_encode_engine_encodes(stack: Served) -> None:
-    """By the engines' own metrics: all preprocessing was done by the encode engine.
+    """By the engines' own metrics, the encode engine did all preprocessing.
 
-    Prefill and decode were given no media at all, only where to find what the encode engine made.
+    Prefill and decode received no media, only references to the encoder outputs.
     """
     engines = [stack.encode, *stack.consumers]
     known = set(stored(stack))
@@ -98,7 +98,7 @@ def test_only_the_encode_engine_encodes(stack: Served) -> None:
 
 
 def test_an_engine_that_encodes_itself_would_have_been_seen(stack: Served) -> None:
-    """The test above can fail: the same request to the decode engine alone moves its metric."""
+    """The test above can fail: the same request to the decode engine alone increases its metric."""
     [decode] = [engine for engine in stack.consumers if "decode" in engine.name]
     before = metric(decode, PREPROCESSED)
     ask(stack.baseline, stack.model, unseen(stack), text("look!"))

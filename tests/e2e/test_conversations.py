@@ -1,7 +1,7 @@
-"""Conversations of several turns: prefill reads from decode what the last turn has left there.
+"""Conversations of several turns: prefill reads decode's KV blocks of the previous turn.
 
-What comes through the proxy is what decode says that was given all of it alone; and prefill's own
-figures say how much of it was computed.
+Answers through the proxy equal those of the decode engine alone, and prefill's metrics show how
+many tokens it computed.
 """
 
 import os
@@ -33,7 +33,7 @@ from tests.requests import Part, text
 from tests.store.redis_server import RedisServer
 
 TTL = ("--conversation-ttl", "40")
-"""Shorter than decode's own, `BLOCKS_TTL_S`."""
+"""Shorter than decode's own TTL, `BLOCKS_TTL_S`."""
 
 FETCHED = Path(sys.prefix, "share", "vllm-multi-turn-0.33.0")
 MULTI_TURN = FETCHED / "benchmark_serving_multi_turn.py"
@@ -42,19 +42,19 @@ MULTI_TURN = FETCHED / "benchmark_serving_multi_turn.py"
 TALKS, TURNS = 3, 3
 
 VLLM = tuple(map(int, version("vllm").split(".")[:2])) if find_spec("vllm") else (0, 0)
-"""Minor release of the engines' vLLM; without vLLM no engine runs."""
+"""Major and minor version of the engines' vLLM; (0, 0) without vLLM."""
 
 WORDS = "what is it, and what was it before? " * 4
 
 
 class Turn(NamedTuple):
-    """What came of a turn.
+    """Result of a turn.
 
     Attributes:
-        answer: what was said.
-        expected: what decode says alone.
-        prompt_tokens: of its prompt.
-        read: those of them that prefill has not computed.
+        answer: answer through the proxy.
+        expected: answer of the decode engine alone.
+        prompt_tokens: number of tokens in its prompt.
+        read: number of those tokens that prefill read instead of computing.
     """
 
     answer: str
@@ -64,17 +64,17 @@ class Turn(NamedTuple):
 
 
 class Talk:
-    """A conversation, each of whose turns is compared with what one engine says."""
+    """Conversation that compares each answer with that of one engine alone."""
 
     def __init__(self, stack: Served) -> None:
         self._stack = stack
         self._messages: list[Any] = []
         self._id = secrets.token_hex(8)
-        # No prefix cache has what another test has said, and decode has its own turns of this one.
+        # Separate salts: no prefix cache contains turns of other tests, or of the other engine.
         self._salts = secrets.token_hex(8), secrets.token_hex(8)
 
     def turn(self, client: openai.OpenAI, *parts: Part, stream: bool = False) -> Turn:
-        """Send the next turn, and the same conversation to one engine."""
+        """Send the next turn through the proxy, and the same conversation to one engine."""
         prefill = self._stack.consumers[0]
         self._messages.append({"role": "user", "content": [*parts, text(WORDS)]})
         before = metric(prefill, READ)
@@ -108,7 +108,7 @@ class Talk:
 
 @contextmanager
 def proxy(stack: Served, *flags: str, encode: bool = True) -> Iterator[openai.OpenAI]:
-    """A proxy of the stack's engines, that nobody has talked with."""
+    """Start a new proxy of the stack's engines; yield its client."""
     with (
         another_proxy(stack, *TTL, *flags, encode=encode) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
@@ -163,7 +163,7 @@ def test_a_turn_after_the_time_to_live_is_computed_anew(stack: Served) -> None:
 def test_two_proxies_that_share_a_redis_continue_each_others_conversations(
     stack: Served, tmp_path: Path
 ) -> None:
-    """And compute anew what they cannot ask it for."""
+    """Without Redis the proxies compute what they cannot look up."""
     talk = Talk(stack)
     with ExitStack() as running:
         redis = running.enter_context(RedisServer(tmp_path))
@@ -183,7 +183,8 @@ def test_what_a_decode_engine_has_kept_is_gone_when_it_is_started_anew(stack: Se
         turns = [talk.turn(client, picture("cat.jpg")) for _ in range(2)]
         ready = str(client.base_url).replace("/v1/", "/ready")
         stack.stack.kill(engine)
-        # An engine that is back before the proxy misses it is asked for blocks that are gone.
+        # The proxy must notice the restart, or it would ask the new engine for blocks that are
+        # gone.
         until(lambda: httpx.get(ready, timeout=60).status_code == 503)
         stack.stack.restart(engine)
         until(lambda: httpx.get(ready, timeout=60).status_code == 200)
@@ -197,7 +198,7 @@ def test_what_a_decode_engine_has_kept_is_gone_when_it_is_started_anew(stack: Se
 def test_vllms_multi_turn_benchmark_runs_unchanged(
     stack: Served, models: Path, tmp_path: Path, named: bool
 ) -> None:
-    """By name without streams, as vLLM 0.32 says nothing of its blocks in them."""
+    """With ids only without streams, since vLLM 0.32 does not report its blocks in streams."""
     talks = tmp_path / "conversations.json"
     talks.write_bytes(orjson.dumps([questions(number) for number in range(TALKS)]))
     flags = ["--no-stream", "--send-conversation-id"] if named else []
@@ -216,7 +217,7 @@ def test_vllms_multi_turn_benchmark_runs_unchanged(
         turns = httpx.get(f"{url}/metrics").text
         read = metric(prefill, READ) - read
 
-    # What its clients say: of what they tell it, it loses what comes as it ends.
+    # Statistics of its clients; its own summary loses results that arrive at the end.
     done = re.findall(r"num_successes=(\d+), num_failures=(\d+)", said)
     assert [sum(map(int, counts)) for counts in zip(*done, strict=True)] == [TALKS * TURNS, 0]
     hits = 'epd_conversation_turns_total{result="hit"} '
@@ -225,7 +226,7 @@ def test_vllms_multi_turn_benchmark_runs_unchanged(
 
 
 def output_of(command: Sequence[str], log: Path) -> str:
-    """What a program says that ends well; who it has started ends with it."""
+    """Run a program that must succeed, end its children, and return its output."""
     with (
         log.open("w") as output,
         subprocess.Popen(
@@ -243,7 +244,7 @@ def output_of(command: Sequence[str], log: Path) -> str:
 
 
 def questions(number: int) -> dict[str, Any]:
-    """A conversation as vLLM's benchmark reads it: what is asked, and answers that it replaces."""
+    """Return a conversation in the benchmark's format; the benchmark replaces the answers."""
     turn = [
         {"role": "user", "content": f"In story {number}, {WORDS * 4}"},
         {"role": "assistant", "content": "What it was."},

@@ -1,4 +1,4 @@
-"""`scripts/demo.sh`, as a newcomer runs it."""
+"""`scripts/demo.sh`, as a new user runs it."""
 
 import signal
 import subprocess
@@ -48,7 +48,7 @@ def test_a_signal_while_it_starts_leaves_no_process(mark: str, number: signal.Si
             if line.startswith("starting proxy"):
                 break
         deadline = time.monotonic() + 300
-        while len(processes_of(mark)) <= 4:  # an engine has begun to start others
+        while len(processes_of(mark)) <= 4:  # an engine has started its processes
             assert time.monotonic() < deadline
             time.sleep(0.1)
         demo.send_signal(number)

@@ -1,4 +1,4 @@
-"""The doctor in front of real engines."""
+"""`epd doctor` in front of real engines."""
 
 from epd.config import ProxyConfig
 from epd.routing.instances import Role

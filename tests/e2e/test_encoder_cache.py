@@ -1,4 +1,4 @@
-"""A picture seen before costs neither an encode nor its upload, and the answer stays the same."""
+"""Items seen before are neither encoded nor uploaded again, and answers stay the same."""
 
 import hashlib
 import threading
@@ -22,7 +22,7 @@ from tests.requests import Part, image, text
 
 
 def items_of(stack: Served, *parts: Part, **more: Any) -> dict[str, int]:
-    """What the proxy says of where the items came from."""
+    """Return how many items were hits, encoded or local, according to the proxy."""
     messages: Any = [{"role": "user", "content": list(parts)}]
     reply = stack.client.chat.completions.with_raw_response.create(
         model=stack.model, messages=messages, max_tokens=1, extra_body=more
@@ -33,7 +33,7 @@ def items_of(stack: Served, *parts: Part, **more: Any) -> dict[str, int]:
 
 @contextmanager
 def preprocessed(stack: Served) -> Iterator[list[float]]:
-    """How many items each engine has preprocessed, the encode engine first, once it is left."""
+    """Yield a list; at its end, fill in the items that each engine preprocessed, encode first."""
     engines = [stack.encode, *stack.consumers]
     before = [metric(engine, PREPROCESSED) for engine in engines]
     moved: list[float] = []
@@ -98,7 +98,7 @@ def test_a_conversation_of_ten_turns_encodes_each_picture_once(stack: Served) ->
 
 @pytest.mark.fault(21)
 def test_entries_that_go_between_look_up_and_load_are_not_missed(stack: Served) -> None:
-    """Row 21, without a moment that a test would choose: they go all the time."""
+    """Row 21 with deletions all the time, instead of at a moment that the test chooses."""
     item, words = unseen(stack), text("still?")
     expected = check_equal(stack, item, words, stream=False)
     stop = threading.Event()
@@ -147,7 +147,7 @@ def test_the_store_stops_while_requests_run(stack: Served) -> None:
 
 @pytest.fixture
 def origin() -> Iterator[ThreadingHTTPServer]:
-    """A web server whose `content` is the picture, with its digest for an ETag."""
+    """Run a web server that serves `content`, with its digest as ETag."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -198,7 +198,7 @@ def test_a_picture_behind_a_url_that_changes_is_never_stale(
             for _ in range(2):
                 assert ask(client, stack.model, remote, text()) == expected
             if flags:
-                assert origin.sent == sent + 1  # an unchanged one is not downloaded twice
+                assert origin.sent == sent + 1  # an unchanged picture is not downloaded twice
 
 
 def test_tenants_share_no_entry_and_no_name(stack: Served, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The other endpoints on real engines: the same answers, and a picture encoded once."""
+"""Endpoints other than chat on real engines: same answers, and pictures are encoded once."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def claude(stack: Served) -> Iterator[anthropic.Anthropic]:
 
 
 def alone(stack: Served, item: Part) -> str:
-    """What the engine itself answers in a chat, which encodes the item under a name of its own."""
+    """Return the engine's own answer in a chat, with the item under an unused key."""
     return "".join(
         ask(stack.baseline, stack.model, {**item, "uuid": secrets.token_hex(16)}, text())
     )
@@ -107,7 +107,7 @@ def test_a_picture_is_encoded_once_for_chat_and_responses_and_no_consumer_encode
 def test_a_picture_of_messages_is_encoded_once_and_no_consumer_encodes(
     stack: Served, claude: anthropic.Anthropic
 ) -> None:
-    """Engines name it by its content, so that what encode has made is found without a key."""
+    """Engines derive the key from the content, so the encoder output is found without a name."""
     item, [consumer, *_] = unseen(stack), stack.consumers
     encoded, hits = metric(stack.encode, ENCODED), metric(consumer, HITS)
     answers = {converse(claude, stack, item) for _ in range(3)}

@@ -1,4 +1,4 @@
-"""Real engines are registered and taken away while requests run."""
+"""Real engines are registered and removed while requests run."""
 
 import sys
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def started(*processes: Process) -> Iterator[None]:
 
 
 def proxy(stack: Served, folder: Path, port: int) -> Process:
-    """A second proxy, before the same store, that knows of no engine."""
+    """Return a second proxy of the same store, without engines."""
     command = (
         *(sys.executable, "-m", "epd", "serve", "--host", "127.0.0.1", "--port", str(port)),
         *("--dynamic-registration", "--ec-store", stack.stack.store, "--ec-store-budget-s", "2"),
@@ -68,7 +68,7 @@ def test_an_encode_engine_is_added_and_another_removed_under_load(
             load.ends(2 * CLIENTS)
             register(Role.ENCODE, second.url)
             asked = metric(second, ASKED)
-            # Whose a new picture is, its key decides: it may be many times the first engine's.
+            # The key decides which engine encodes a new picture: many may go to the first engine.
             until(lambda: metric(second, ASKED) > asked)
             removed = admin.delete("/instances", params={"url": first.url})
             assert removed.json() == {"removed": True}

@@ -1,4 +1,4 @@
-"""Engines are killed under load, and come back: the proxy is never started anew."""
+"""Engines are killed under load, and restarted; the proxy is not restarted."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from tests.requests import text
 NO_OTHER = {"error 502", "error 503", "broken off"}
 
 LONG = 1200
-"""Tokens of an answer that is not over when an engine dies."""
+"""Tokens of an answer that is still running when an engine is killed."""
 
 
 def long_stream(stack: Served) -> Iterator[Any]:
-    """A stream whose first event has come."""
+    """Return a stream after its first event."""
     messages: Any = [{"role": "user", "content": [text("go on")]}]
     events = stack.client.chat.completions.create(
         model=stack.model,
@@ -36,7 +36,7 @@ def long_stream(stack: Served) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("role", "may_end"),
     [
-        # Prefill encodes what nobody else can, and decode does what prefill would.
+        # Prefill encodes in place of encode, and decode prefills in place of prefill.
         pytest.param(Role.ENCODE, set(), marks=[pytest.mark.fault(5), pytest.mark.fault(14)]),
         pytest.param(Role.PREFILL, set(), marks=[pytest.mark.fault(30), pytest.mark.fault(32)]),
         pytest.param(Role.DECODE, NO_OTHER, marks=[pytest.mark.fault(34), pytest.mark.fault(37)]),
@@ -46,7 +46,7 @@ def long_stream(stack: Served) -> Iterator[Any]:
 def test_an_engine_is_killed_under_load_and_comes_back(
     stack: Served, role: Role, may_end: set[str]
 ) -> None:
-    """Nothing is lost or wrong, errors are those that nobody could have helped, and they end."""
+    """No answer is lost or wrong, and only unavoidable errors occur, and only for a while."""
     [engine] = stack.stack.of_role(role)
     due = [ask(stack.baseline, stack.model, *question) for question in QUESTIONS]
     load = Load(stack, due)
@@ -59,7 +59,7 @@ def test_an_engine_is_killed_under_load_and_comes_back(
             if role is Role.DECODE:
                 with pytest.raises(openai.APIError, match="decode") as caught:
                     list(events)
-                assert type(caught.value) is openai.APIError  # an event said so, it did not break
+                assert type(caught.value) is openai.APIError  # an error event, not a broken stream
             else:
                 *_, last = events
                 assert last.choices[0].finish_reason == "length"

@@ -1,8 +1,8 @@
-"""Models beside the two that most tests are served by: an item seen before is a hit.
+"""Models other than the two that most tests use: an item seen before is a hit.
 
-In vLLM the classes of PaddleOCR-VL, PaliGemma, Pixtral and Qwen3-Omni write into the configuration
-they are given. Those of Qwen2.5-Omni do not, on a CPU; its processor accepts no mixture of raw and
-metadata-only items. That of Qwen3-VL accepts it; InternVL's items all go on raw.
+In vLLM, the classes of PaddleOCR-VL, PaliGemma, Pixtral and Qwen3-Omni write into the configuration
+they receive. Those of Qwen2.5-Omni do not, on a CPU; its processor rejects a mixture of raw and
+metadata-only items. That of Qwen3-VL accepts it; InternVL's items are all forwarded raw.
 """
 
 import logging
@@ -27,21 +27,21 @@ log = logging.getLogger(__name__)
 
 
 LOST = ("misses", "timeouts", "errors", "misfits", "failed_requests", "exceptions")
-"""The connector's counts of entries that a consumer did not get."""
+"""Metrics of the connector for entries that a consumer did not get."""
 NAMESPACE = re.compile(r"encoder cache in \S+, namespace (\S+)")
 WORDS = text("what?")
 
 
 @dataclass
 class Answer:
-    """An answer, and what the proxy says of its items.
+    """Answer, and the proxy's report on its items.
 
     Attributes:
         tokens: its tokens.
-        logprobs: the log-probability of each.
-        items: the header `x-epd-items`, empty without a proxy.
-        media: the header `x-epd-media`, likewise.
-        seconds: how long it took.
+        logprobs: log-probability of each token.
+        items: header `x-epd-items`, empty without a proxy.
+        media: header `x-epd-media`, empty without a proxy.
+        seconds: duration of the request.
     """
 
     tokens: list[str]
@@ -57,7 +57,7 @@ class Answer:
 
 
 def answer(client: openai.OpenAI, model: str, *parts: Part, **options: Any) -> Answer:
-    """Ask for 16 tokens at temperature 0, under a salt that no other request has."""
+    """Ask for 16 tokens at temperature 0, with a salt that no other request has."""
     messages: Any = [{"role": "user", "content": list(parts)}]
     started = time.monotonic()
     reply = client.chat.completions.with_raw_response.create(
@@ -82,19 +82,19 @@ def answer(client: openai.OpenAI, model: str, *parts: Part, **options: Any) -> A
 
 
 def alone(stack: Served, *parts: Part, **options: Any) -> Answer:
-    """The answer of the engine that is given the media itself, under keys that nothing has."""
+    """Return the answer of the engine that receives the media directly, under unused keys."""
     own = [part if part["type"] == "text" else {**part, "uuid": uuid4().hex} for part in parts]
     return answer(stack.baseline, stack.model, *own, **options)
 
 
 def lost(stack: Served) -> dict[str, float]:
-    """How many entries the consumer did not get, by reason."""
+    """Return how many entries the consumer did not get, by reason."""
     [consumer] = stack.consumers
     return {name: metric(consumer, f"vllm:ec_store_{name}_total") for name in LOST}
 
 
 def check_second_is_a_hit(stack: Served, part: Part) -> None:
-    """Ask twice about an item that nothing has asked about, and compare with the engine alone."""
+    """Ask twice about a new item, and compare the answers with the engine's own."""
     [consumer] = stack.consumers
     expected = alone(stack, part, WORDS)
     before = lost(stack)
@@ -126,7 +126,7 @@ def test_a_sound_heard_before_is_a_hit(stack: Served) -> None:
 
 @pytest.mark.fault(70)
 def test_all_processes_of_all_engines_have_one_namespace(stack: Served) -> None:
-    """Of each engine the scheduler and the worker log theirs, and its API server shows it."""
+    """Scheduler and worker of each engine log the namespace, and its API server reports it."""
     logged = [NAMESPACE.findall(stack.log(engine)) for engine in stack.stack.all_engines]
     pages = [httpx.get(f"{engine.url}/metrics").content for engine in stack.stack.all_engines]
 
@@ -137,7 +137,7 @@ def test_all_processes_of_all_engines_have_one_namespace(stack: Served) -> None:
 
 @pytest.mark.fault(75)
 def test_a_picture_and_a_video_in_one_request(stack: Served) -> None:
-    """A processor that builds dummy text for all items must get the media of all items."""
+    """A processor that builds dummy text for all items needs the media of all items."""
     parts = picture("cat.jpg"), picture("ball.gif", "video_url"), WORDS
     expected = alone(stack, *parts)
     answer(stack.client, stack.model, *parts).check_equal(expected)
@@ -148,7 +148,7 @@ def test_a_picture_and_a_video_in_one_request(stack: Served) -> None:
 
 
 def test_a_video_with_timestamps_goes_on_as_metadata(stack: Served) -> None:
-    """Qwen3-VL puts the times of frames into the prompt, and its encode reply reports them."""
+    """Qwen3-VL writes the times of frames into the prompt, and its encode reply reports them."""
     film = frames(1)
     options = [{"media_io_kwargs": {"video": {"fps": rate}}} for rate in (1, 2, 8)]
     expected = [alone(stack, film, WORDS, **each) for each in options]
@@ -163,7 +163,7 @@ def test_a_video_with_timestamps_goes_on_as_metadata(stack: Served) -> None:
 
 
 def test_different_media_give_different_answers(stack: Served) -> None:
-    """Without this the comparisons above would prove nothing."""
+    """If different media had the same answer, the comparisons above would prove nothing."""
     pictures = [alone(stack, picture(name), WORDS) for name in PICTURES]
     sounds = [alone(stack, sound(name), WORDS) for name in SOUNDS * ("omni" in stack.model)]
     answers = {tuple(one.tokens) for one in [*pictures, *sounds]}

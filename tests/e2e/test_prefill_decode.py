@@ -1,6 +1,6 @@
-"""Prefill and decode on engines of their own, with and without an encode stage.
+"""Prefill and decode on separate engines, with and without an encode stage.
 
-What comes through the proxy is what decode says that was given all of it alone.
+Answers through the proxy equal those of the decode engine alone.
 """
 
 import secrets
@@ -18,12 +18,12 @@ from tests.e2e.served import Served, metric
 from tests.requests import text
 
 PULLED = "vllm:nixl_bytes_transferred_count"
-"""Counts the times an engine has read another's blocks."""
+"""Counter of the times that an engine has read another's blocks."""
 
 
 @pytest.fixture(scope="module")
 def pd(stack: Served) -> Iterator[Served]:
-    """The same engines behind a proxy that has no encode stage."""
+    """Yield the same engines behind a proxy without an encode stage."""
     with (
         another_proxy(stack, encode=False) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
@@ -55,7 +55,7 @@ def tokens(stack: Served, words: str) -> list[int]:
 
 
 def completed(client: openai.OpenAI, model: str, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a completion, whole or as they were streamed."""
+    """Return the choices of a completion, or of its events if it is streamed."""
     fixed: dict[str, Any] = {"model": model, "max_tokens": 12, "temperature": 0, **fields}
     more = {"cache_salt": secrets.token_hex(8), **fixed.pop("extra_body", {})}
     answer = client.completions.create(**fixed, extra_body=more)
@@ -64,7 +64,7 @@ def completed(client: openai.OpenAI, model: str, **fields: Any) -> list[dict[str
 
 
 def near(value: Any) -> Any:
-    """The same, but for what floating-point numbers differ by from run to run."""
+    """Return the value with floating-point numbers rounded, since they vary between runs."""
     if isinstance(value, float):
         return round(value, 3) + 0.0
     if isinstance(value, list):
@@ -89,7 +89,7 @@ BY_ONE_ENGINE = {"two-prompts", "two-answers", "echo", "prompt-log-probabilities
 
 
 def together(choices: list[dict[str, Any]]) -> dict[int, str]:
-    """The text of each answer, however many pieces it came in."""
+    """Return the text of each answer, joined from its pieces."""
     texts: dict[int, str] = {}
     for choice in choices:
         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]

@@ -1,4 +1,4 @@
-"""A consumer whose tensors are divided over two processes."""
+"""Consumer with tensors that are divided over two processes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What operators and clients see of a real stack, beside answers."""
+"""Behaviour of a real stack for operators and clients, other than answers."""
 
 import time
 from typing import Any
@@ -77,7 +77,7 @@ def test_a_file_outside_the_folder_is_refused(stack: Served) -> None:
 
 
 def test_engines_count_what_they_store_and_fetch(stack: Served) -> None:
-    """A worker's counts go out with its engine's next step."""
+    """A worker's counts are reported with the engine's next step."""
     figures = {
         "vllm:ec_store_saves_total": stack.encode,
         "vllm:ec_store_save_bytes_total": stack.encode,

@@ -1,4 +1,4 @@
-"""The table of what runs on which stack."""
+"""Table of which tests run on which stack."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ from tests.e2e.stacks import OF_MODULES, OF_TESTS, STACKS
 
 
 def test_the_table_of_stacks_names_modules_and_tests_that_exist() -> None:
-    """A test that was renamed would otherwise run on one stack only."""
+    """A renamed test would otherwise run on one stack only."""
     modules = {
         path.stem: ast.parse(path.read_text()) for path in Path(__file__).parent.glob("*.py")
     }

@@ -1,4 +1,4 @@
-"""Whatever happens to the store: requests with media are answered, and no engine ends."""
+"""Faults of the store: requests with media are answered, and no engine ends."""
 
 import secrets
 import shutil
@@ -32,10 +32,10 @@ DROPS = "vllm:ec_store_drops_total"
 
 TOKENS = 16
 KEY_COMMANDS = ("get", "getrange", "pexpire", "set")
-"""What looking for an entry and writing it takes in Redis."""
+"""Redis commands of looking up an entry and writing it."""
 
 WAIT_S = 120.0
-"""What has not happened by then will not."""
+"""Timeout of waits."""
 
 
 def by_key(identifier: str, grid: Mapping[str, Any] = GRID) -> Part:
@@ -43,7 +43,7 @@ def by_key(identifier: str, grid: Mapping[str, Any] = GRID) -> Part:
 
 
 def to_engine(engine: Engine, *parts: Part, tokens: int, **more: Any) -> httpx.Response:
-    """Ask an engine itself."""
+    """Send a request directly to an engine."""
     body: dict[str, Any] = {
         "model": engine.served_name,
         "messages": [{"role": "user", "content": list(parts)}],
@@ -56,30 +56,30 @@ def to_engine(engine: Engine, *parts: Part, tokens: int, **more: Any) -> httpx.R
 
 
 def to_decode(stack: Served, *parts: Part, promised: str | None = None) -> httpx.Response:
-    """Ask the engine that fetches, PD or P, as a proxy would."""
+    """Send a request to the consumer of encoder outputs, PD or P, as a proxy does."""
     params = {} if promised is None else {"ec_transfer_params": {promised: {"metadata": GRID}}}
     return to_engine(stack.consumers[0], *parts, tokens=TOKENS, **params)
 
 
 def encode(stack: Served, item: Part) -> dict[str, Any]:
-    """What the encode engine says of an item, under a key that nobody has used."""
+    """Return the encode engine's `ec_transfer_params` for an item under an unused key."""
     reply = to_engine(stack.encode, {**item, "uuid": uuid4().hex}, tokens=1)
     assert reply.status_code == 200
     return reply.json()["ec_transfer_params"] or {}
 
 
 def key_of(reported: dict[str, Any]) -> EntryKey:
-    """The key of the one item that is named."""
+    """Return the key of the only item in the reply."""
     [(identifier, said)] = reported.items()
     return EntryKey(said["namespace"], identifier)
 
 
 def encoded(stack: Served, store: Store, item: Part) -> tuple[EntryKey, Entry]:
-    """An entry of an item, under a key that nobody has used."""
+    """Encode an item under an unused key; return its key and its entry."""
     reported: dict[str, Any] = {}
 
     def named() -> bool:
-        """Not while the engine leaves a store alone that it could not write to."""
+        """Encode; return whether the engine reports a key, which it does not while bypassing."""
         reported.update(encode(stack, item))
         return bool(reported)
 
@@ -99,7 +99,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def settle(figures: Callable[[], object]) -> None:
-    """Wait until they stay as they are for longer than claims are kept after an encode."""
+    """Wait until the values have not changed for longer than claims are held after an encode."""
     deadline = time.monotonic() + WAIT_S
     last, since = figures(), time.monotonic()
     while time.monotonic() - since < 2 * WRITTEN_WITHIN_S:
@@ -116,12 +116,12 @@ def content(reply: httpx.Response) -> str:
 
 
 def raw(*items: Part) -> list[Part]:
-    """Media under keys that nobody has used: they are encoded where they are sent."""
+    """Return the media under unused keys, so that the consumer encodes them."""
     return [{**item, "uuid": uuid4().hex} for item in items]
 
 
 def check_serving(stack: Served) -> None:
-    """The engines live: a picture they know, and one that they do not, are answered."""
+    """Check that the engines answer requests about a known picture and a new one."""
     stack.stack.check_alive()
     for part in (picture("cat.jpg"), unseen(stack)):
         assert len(ask(stack.client, stack.model, part, text("still there?"))) == 16
@@ -171,7 +171,7 @@ Alter = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 
 
 def spoiled(value: float) -> Alter:
-    """One value in the middle is another one."""
+    """Return a function that replaces one value in the middle."""
 
     def alter(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         rows[rows.shape[0] // 2, 3] = value
@@ -192,11 +192,11 @@ UNFIT: Mapping[str, tuple[str, Alter]] = {
     "nan": ("nonfinite", spoiled(np.nan)),
     "infinite": ("nonfinite", spoiled(-np.inf)),
 }
-"""How an entry is altered, and which counter says so."""
+"""Alterations of an entry, and the counter that each increases."""
 
 
 def replace(store: Store, key: EntryKey, entry: Entry, alter: Alter) -> None:
-    """Put an altered entry under a key, as an engine of another release could have done."""
+    """Replace an entry by an altered one, as an engine of another release could have written it."""
     assert entry.dtype == "F32"
     rows = np.frombuffer(entry.data, np.float32).reshape(entry.shape).copy()
     altered = np.ascontiguousarray(alter(rows))
@@ -210,7 +210,7 @@ def replace(store: Store, key: EntryKey, entry: Entry, alter: Alter) -> None:
 @pytest.mark.fault(69)
 @pytest.mark.parametrize(("counter", "alter"), UNFIT.values(), ids=UNFIT)
 def test_entries_that_do_not_fit_end_no_engine(stack: Served, counter: str, alter: Alter) -> None:
-    """With media they are encoded where they are sent; with metadata alone the request fails."""
+    """With media the consumer encodes the item itself; with metadata alone the request fails."""
     item = picture("cat.jpg")
     expected = content(to_decode(stack, *raw(item), text()))
     assert expected != content(to_decode(stack, *raw(picture("coffee.jpg")), text()))
@@ -233,7 +233,7 @@ def test_entries_that_do_not_fit_end_no_engine(stack: Served, counter: str, alte
 @pytest.mark.fault(69)
 @pytest.mark.parametrize("kind", ["wider", "narrower", "longer", "nan"])
 def test_proxy_answers_where_the_entry_it_finds_does_not_fit(stack: Served, kind: str) -> None:
-    """The consumer fails the request that has metadata alone, and the proxy sends the media."""
+    """The consumer fails the request with metadata alone, and the proxy retries with the media."""
     item = unseen(stack)
     expected = ask(stack.baseline, stack.model, item, text("fit"))
     body = {"model": stack.model, "content": [item]}
@@ -254,7 +254,7 @@ def test_proxy_answers_where_the_entry_it_finds_does_not_fit(stack: Served, kind
 
 @pytest.mark.fault(74)
 def test_engine_answers_transfer_parameters_of_any_type(stack: Served) -> None:
-    """As a client may send them to an engine itself; the proxy lets none of them pass."""
+    """A client may send them to an engine directly; the proxy removes them."""
     expected = content(to_decode(stack, *raw(picture("cat.jpg")), text()))
     for params in (1, 0.5, "a", ["a", 1]):
         reply = to_engine(
@@ -299,7 +299,7 @@ def test_the_store_is_removed_while_serving(stack: Served) -> None:
 def test_a_picture_with_media_is_answered_by_prefill_itself_where_the_store_is_away(
     stack: Served,
 ) -> None:
-    """A file in the place of the directory: nothing can be read or written."""
+    """A file replaces the directory, so that nothing can be read or written."""
     path = store_path(stack)
     shutil.rmtree(path, ignore_errors=True)
     path.write_bytes(b"")
@@ -315,10 +315,10 @@ def test_a_picture_with_media_is_answered_by_prefill_itself_where_the_store_is_a
 
 
 def test_requests_do_not_wait_for_one_that_waits_for_its_entry(stack: Served) -> None:
-    """While a promised entry is waited for, others run."""
+    """Other requests run while one waits for a promised entry."""
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(to_decode, stack, by_key("late"), text(), promised="late")
-        # The first one may have come before it; the second one cannot have waited for it.
+        # The first one may have run before it; the second one cannot have waited for it.
         others = [to_decode(stack, text(f"hi {number}")) for number in range(2)]
         still = not waiting.done()
         assert waiting.result().status_code == 500
@@ -353,14 +353,14 @@ def test_redis_is_stopped_while_serving_and_comes_back(stack: Served) -> None:
 
 
 def check_serving_again(stack: Served) -> None:
-    """As `check_serving`, once nobody bypasses the store any more."""
+    """Wait until the engines use the store again, and run `check_serving`."""
     time.sleep(OPEN_S + 1)
     check_serving(stack)
 
 
 @pytest.fixture
 def disk(stack: Served, tmp_path: Path) -> Iterator[SmallDisk]:
-    """The stack's store is on a small disk of its own meanwhile."""
+    """Move the stack's store to a small disk for the duration of the test."""
     path = store_path(stack)
     with small_disk(tmp_path / "disk", "8m") as disk:
         (disk.path / "store").mkdir()
@@ -376,12 +376,12 @@ def disk(stack: Served, tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 def wait_until_looked() -> None:
-    """Until every engine's next use of the store will see that its path leads elsewhere."""
+    """Wait until every engine checks at its next use where the path of the store leads."""
     time.sleep(LOOK_EVERY_S + 0.1)
 
 
 def check_answered_without_writing(stack: Served, store: Store, spare: Entry) -> None:
-    """While nothing can be written: media are encoded where they are sent, and answered."""
+    """Check that consumers encode media themselves and answer while nothing can be written."""
     drops = metric(stack.encode, DROPS)
     lost = EntryKey("tests", uuid4().hex)
     with pytest.raises(StoreUnavailable):
@@ -389,7 +389,8 @@ def check_answered_without_writing(stack: Served, store: Store, spare: Entry) ->
     expected = content(to_decode(stack, *raw(picture("cat.jpg")), text()))
     for _ in range(5):
         encode(stack, picture("cat.jpg"))
-    until(lambda: encode(stack, picture("cat.jpg")) == {})  # what is not written is not named
+    # An output that is not written is not reported.
+    until(lambda: encode(stack, picture("cat.jpg")) == {})
     reply = to_decode(stack, {**picture("cat.jpg"), "uuid": uuid4().hex}, text())
     assert content(reply) == expected
     assert to_decode(stack, by_key(lost.identifier), text()).status_code == 500
@@ -415,7 +416,7 @@ def test_the_store_is_made_read_only_while_serving(stack: Served, disk: SmallDis
 def test_the_store_is_full_while_serving(stack: Served, disk: SmallDisk) -> None:
     with open_store(stack.stack.store) as store:
         key, entry = encoded(stack, store, picture("cat.jpg"))
-        # An entry that is there would be evicted for another.
+        # Otherwise the store would evict this entry to write another.
         assert store.delete([key]) == 1
         with disk.filled():
             check_answered_without_writing(stack, store, entry)
@@ -428,7 +429,7 @@ def test_the_store_is_full_while_serving(stack: Served, disk: SmallDisk) -> None
 def test_an_entry_is_deleted_while_its_request_waits_for_another(
     stack: Served, media: bool
 ) -> None:
-    """It was fetched before, and is in the engine's memory until the request has been served."""
+    """The entry was fetched before, and stays in the engine's memory until the request ends."""
     fetched = "vllm:ec_store_hits_total"
     consumer = stack.consumers[0]
     items = picture("cat.jpg"), picture("coffee.jpg")
@@ -464,7 +465,7 @@ def test_media_whose_entry_was_deleted_are_encoded_again(stack: Served) -> None:
 
 @contextmanager
 def coming_and_going(store: Store, keys: Sequence[EntryKey], entry: Entry) -> Iterator[None]:
-    """A thread writes and deletes all of them, as fast as it can."""
+    """Write and delete all keys in a thread, as fast as possible."""
     stop = threading.Event()
 
     def churn() -> None:
@@ -508,7 +509,7 @@ def test_entries_come_and_go_while_requests_want_them(stack: Served) -> None:
         without = [replies[name].result() for name in names[::2]]
 
     assert with_media == [expected] * 16
-    # Promised ones are looked for until they are found: some were.
+    # Promised entries are looked up until they are found: some were.
     served = [reply for reply in without if reply.status_code != 500]
     assert {content(reply) for reply in served} == {expected}
     check_serving(stack)
@@ -538,7 +539,7 @@ def test_a_cluster_is_stopped_while_serving_and_comes_back(stack: Served) -> Non
 
 
 def test_one_rank_of_the_encode_engine_writes(stack: Served) -> None:
-    """All of it takes as many commands as one who looks for entries and writes them."""
+    """All ranks together need as many commands as one process to look up and write entries."""
     assert stack.spec.ranks == 2
     count = 5
 
@@ -549,7 +550,7 @@ def test_one_rank_of_the_encode_engine_writes(stack: Served) -> None:
         return sum(server.command("DBSIZE") for server in stack.redis)
 
     with open_store(stack.stack.store) as store:
-        # What was encoded before is written before this one; its claims are given back later.
+        # This entry is written after all earlier ones; their claims are released later.
         encoded(stack, store, unseen(stack))
         settle(lambda: (commands(), entries()))
         before, held = commands(), entries()

@@ -12,7 +12,7 @@ STAGES = ["encode", "prefill", "decode"]
 
 
 def of_engines(stack: Served, children: list[Span]) -> dict[str, list[Span]]:
-    """The spans of vLLM below each of the proxy's."""
+    """Return vLLM's spans below each of the proxy's."""
     return {child.name: stack.collector.children(child) for child in children}
 
 

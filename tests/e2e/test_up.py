@@ -23,7 +23,7 @@ from tests.vllm_parser import parsed
 
 
 def test_vllm_knows_every_flag_that_its_instances_are_given() -> None:
-    """A misspelt one is told apart, to begin with."""
+    """Check first that the parser rejects a misspelt flag."""
     argvs = [
         list(engine.command()[3:])
         for device, gpus in (("cuda", "e=0,{}=1+2"), ("xpu", "e=0,{}=1+2"), ("cpu", None))
@@ -60,7 +60,7 @@ def test_vllm_knows_every_flag_that_its_instances_are_given() -> None:
 
 @pytest.fixture
 def command(models: Path, tmp_path: Path) -> list[str]:
-    """An `epd up` on ports of its own."""
+    """Return the command of an `epd up` on free ports."""
     flags = ("port", "encode-port", "prefill-decode-port", "ec-store-port")
     ports = dict(zip(flags, free_ports(len(flags)), strict=True))
     return [
@@ -82,7 +82,7 @@ def test_it_serves_rejects_dead_urls_names_a_killed_engine_and_leaves_nothing(
         ) as up,
         ExitStack() as stack,
     ):
-        stack.callback(up.send_signal, signal.SIGINT)  # where the test fails
+        stack.callback(up.send_signal, signal.SIGINT)  # in case the test fails
         assert up.stdout is not None
         said: list[str] = []
         for line in up.stdout:
@@ -118,7 +118,7 @@ def test_it_serves_rejects_dead_urls_names_a_killed_engine_and_leaves_nothing(
 
 
 def answer(client: openai.OpenAI) -> str:
-    """What the fleet says of a picture in a file."""
+    """Return the fleet's answer about a picture in a file."""
     [model] = client.models.list()
     picture = {"type": "image_url", "image_url": {"url": (MEDIA / "cat.jpg").as_uri()}}
     reply = client.chat.completions.create(
@@ -149,7 +149,7 @@ def test_an_engine_that_refuses_its_flags_ends_all(command: list[str]) -> None:
 
 
 def dead_url(client: openai.OpenAI, number: int) -> str:
-    """Ask about a picture on a host without an address; return what the proxy says of it."""
+    """Ask about a picture on a host without an address; return the proxy's error."""
     [model] = client.models.list()
     picture = {
         "type": "image_url",
