@@ -1,4 +1,4 @@
-"""The connector in this process; what needs whole engines is in `tests/e2e`."""
+"""Tests of the connector in this process; `tests/e2e` has those that need whole engines."""
 
 import importlib
 import warnings
@@ -13,7 +13,7 @@ from tests.vllm_connector.steps import Connect
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep all tests here, which import vLLM, out of the quick tier."""
+    """Exclude all tests of this folder, which import vLLM, from the quick tier."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("full")
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def vllm(models: Path) -> Any:
-    """`Pieces` of vLLM."""
+    """Return the `Pieces` of vLLM for a tiny model."""
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: scripts/test.sh does it")
     with warnings.catch_warnings(action="ignore"):

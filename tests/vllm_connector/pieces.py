@@ -1,6 +1,7 @@
-"""vLLM's own configuration, requests and features, and the connector made of them.
+"""Connectors made of vLLM's own configuration, requests and features.
 
-Imported by a fixture when the first test needs it: it takes ten seconds, starts threads and warns.
+A fixture imports this module when the first test needs it: that takes ten seconds, starts threads
+and warns.
 """
 
 import time
@@ -51,7 +52,7 @@ TOKENS, WIDTH = 4, 256
 
 
 class Pieces:
-    """Makes connectors for one model, and what vLLM gives them."""
+    """Factory of connectors for one model, and of vLLM's objects that they receive."""
 
     def __init__(self, model: Path) -> None:
         self._config = EngineArgs(
@@ -65,7 +66,7 @@ class Pieces:
                 "ec_role": "ec_both",
             },
         ).create_engine_config()
-        # As on a GPU; for CPUs vLLM has one worker in a process of its own.
+        # As on a GPU; on CPUs, vLLM runs its single worker in a separate process.
         self._config.parallel_config.distributed_executor_backend = "uni"
 
     loader = DefaultModelLoader
@@ -82,7 +83,7 @@ class Pieces:
         return ECStoreConnector(self._config, ECConnectorRole.SCHEDULER)
 
     def worker(self, monkeypatch: pytest.MonkeyPatch) -> ECStoreConnector:
-        """Return the connector of the only worker, of the engine that was made last."""
+        """Return the connector of the only worker of the latest engine."""
         state = "vllm.distributed.parallel_state"
         monkeypatch.setattr(f"{state}.get_tensor_model_parallel_rank", lambda: 0)
         monkeypatch.setattr(f"{state}.get_tensor_model_parallel_world_size", lambda: 1)
@@ -93,7 +94,7 @@ class Pieces:
     def engine_of_one_process(
         self, options: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> "OneProcess":
-        """Both of its connectors, and what model runner V2 calls the worker's by."""
+        """Return both connectors of an engine, with model runner V2's handle of the worker's."""
         scheduler = self.connector(options)
         worker = self.worker(monkeypatch)
         monkeypatch.setattr("vllm.v1.worker.gpu.ec_connector.get_ec_transfer", lambda: worker)
@@ -131,14 +132,14 @@ class Pieces:
     def widths(
         self, stated: Mapping[str, int] | None = None, measured: Mapping[str, int] | None = None
     ) -> Widths:
-        """Of an engine of this configuration, where vLLM has measured these."""
+        """Return the widths for this configuration, given the values that vLLM has measured."""
         with _changed(
             self._config.ec_transfer_config, {"mm_encoder_output_widths": dict(measured or {})}
         ):
             return Widths(self._config, stated or {})
 
     def consumer(self, fetcher: Fetcher, counts: Counts) -> Consumer:
-        """Return a scheduler's side with this fetcher."""
+        """Return the scheduler's side with this fetcher."""
         model_config = self._config.model_config
         resolver = PlaceholderMetadataResolver(model_config)
         return Consumer(fetcher, model_config, resolver, self.widths(), counts)
@@ -153,22 +154,22 @@ class Pieces:
 
     @staticmethod
     def parsed(source: str | Path, config_format: str = "hf") -> Any:
-        """Return a model's configuration, as vLLM reads it."""
+        """Return a model's configuration, as vLLM parses it."""
         return get_config(str(source), trust_remote_code=False, config_format=config_format)
 
     @staticmethod
     def register_config_format(name: str, folder: Path) -> None:
-        """Have vLLM read configurations of this format from a folder, whatever the model."""
+        """Register a config format that vLLM reads from this folder for any model."""
 
         @register_config_parser(name)
-        class Parser(ConfigParserBase):  # type: ignore[misc]  # of no known type
+        class Parser(ConfigParserBase):  # type: ignore[misc]  # the base class is untyped
             def parse(self, *_: Any, **__: Any) -> tuple[dict[str, Any], Any]:
                 config = get_config(str(folder), trust_remote_code=False, config_format="hf")
                 return {}, config
 
     @staticmethod
     def revision(branch: str, commit: str) -> ResolvedRevision:
-        """Return a branch of the hub, as vLLM resolves it."""
+        """Return a branch of the hub, resolved as vLLM resolves it."""
         return ResolvedRevision(commit, initial=branch, repo_id="some/model")
 
     @staticmethod
@@ -188,19 +189,19 @@ class Pieces:
 
     @contextmanager
     def model(self, **changes: Any) -> Iterator[None]:
-        """Another model, as far as the changes say."""
+        """Change the model configuration for the duration of the context."""
         with _changed(self._config.model_config, changes):
             yield
 
     @contextmanager
     def loading(self, **changes: Any) -> Iterator[None]:
-        """Other weights, as far as the changes of `LoadConfig` say."""
+        """Change `LoadConfig`, and so the weights, for the duration of the context."""
         with _changed(self._config.load_config, changes):
             yield
 
     @contextmanager
     def ranks(self, tensor: int, stages: int = 1, hosts: int = 1) -> Iterator[None]:
-        """Several workers in processes of their own."""
+        """Configure several workers in separate processes for the duration of the context."""
         changes = {
             "distributed_executor_backend": "mp",
             "world_size": tensor * stages,
@@ -224,7 +225,7 @@ class Pieces:
 
     @contextmanager
     def encoder(self, **changes: Any) -> Iterator[None]:
-        """Other multimodal options, as far as the changes say."""
+        """Change the multimodal options for the duration of the context."""
         with _changed(self._config.model_config.multimodal_config, changes):
             yield
 
@@ -249,12 +250,12 @@ class Pieces:
 
     @classmethod
     def entry(cls, fill: float = 1.0, rows: int = TOKENS) -> Entry:
-        """Return the entry of a tensor."""
+        """Return an entry with a tensor of this value."""
         return cls.stored(cls.tensor(fill, rows))
 
     @staticmethod
     def stored(tensor: torch.Tensor) -> Entry:
-        """Return the entry of any tensor."""
+        """Return the entry of this tensor."""
         raw = tensor.reshape(-1).view(torch.uint8).numpy()
         metadata = {"image_grid_thw": [1, 1, 1]}
         dtype = DTYPES[tensor.dtype]
@@ -267,9 +268,9 @@ class OneProcess:
 
     Attributes:
         scheduler: the scheduler's connector.
-        worker: the worker's.
+        worker: the worker's connector.
         cache: the worker's encoder cache.
-        active: what model runner V2 calls the worker's connector by.
+        active: handle through which model runner V2 calls the worker's connector.
     """
 
     scheduler: ECStoreConnector
@@ -284,12 +285,12 @@ class OneProcess:
         return step
 
     def step(self, *requests: Request) -> AbstractContextManager[Any]:
-        """Return the step in which requests are new; within it the model encodes."""
+        """Return the context of a step with new requests; the model encodes inside it."""
         step: AbstractContextManager[Any] = self.active.maybe_get_output(self.scheduled(*requests))
         return step
 
     def settle(self, request: Request) -> None:
-        """Wait until a request may be scheduled."""
+        """Wait until the request may be scheduled."""
         deadline = time.monotonic() + 60
         while not self.scheduler.ensure_cache_available(request, 0):
             assert time.monotonic() < deadline

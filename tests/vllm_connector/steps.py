@@ -1,4 +1,4 @@
-"""Steps of an engine as the connector sees them."""
+"""Steps of an engine, as the connector sees them."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def settle(connector: Any, request: Any) -> set[str]:
-    """Ask until the request may be scheduled, or is to fail; the requests that are to fail."""
+    """Ask until the request may be scheduled or must fail; return the requests that must fail."""
     failed: set[str] = set()
 
     def settled() -> bool:
@@ -32,7 +32,7 @@ def settle(connector: Any, request: Any) -> set[str]:
 
 
 def counted(connector: Any) -> dict[str, float]:
-    """What was counted since the last call, without gauges and observations."""
+    """Return the counters since the last call, without gauges and observations."""
     from ec_store.vllm_connector.metrics import COUNTERS  # noqa: PLC0415 - imports vLLM
 
     stats = connector.get_ec_connector_stats()
@@ -40,7 +40,7 @@ def counted(connector: Any) -> dict[str, float]:
 
 
 class Step:
-    """What vLLM's scheduler says of a step."""
+    """Part of vLLM's scheduler output for a step that the connector reads."""
 
     def __init__(self, *requests: Any) -> None:
         self.scheduled_new_reqs = requests

@@ -1,4 +1,4 @@
-"""Consumer: admission to the budget of memory, pins, and what a step costs."""
+"""Consumer: admission within the memory budget, pins, and the cost of a step."""
 
 import random
 import sys
@@ -19,13 +19,13 @@ from tests.vllm_connector.steps import Connect, Step, counted, put, settle
 
 TOKENS, COLUMNS = 4, 256
 ROOM = buffer_bytes(payload_bytes("F32", (TOKENS, COLUMNS)))
-"""What one entry of `Pieces.feature` takes; a budget of 2.5 of these has room for two."""
+"""Bytes of one entry of `Pieces.feature`; a budget of 2.5 entries has room for two."""
 
 WITHIN_S = 30.0
 
 
 class Made:
-    """A store that has every entry, and answers while `go` is set."""
+    """Store that has every entry, and answers while `go` is set."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -40,7 +40,7 @@ class Made:
 
 
 class Scheduler:
-    """Asks as vLLM's does: running requests first, then all that wait, in their order."""
+    """Scheduler that asks like vLLM's: running requests first, then all waiting ones in order."""
 
     def __init__(self, vllm: Any, store: object, rooms: float, **options: Any) -> None:
         self.vllm = vllm
@@ -60,7 +60,7 @@ class Scheduler:
         return request
 
     def step(self, *requests: Any) -> list[str]:
-        """The names of those that may be scheduled."""
+        """Return the names of the requests that may be scheduled."""
         ready_for = self.consumer.ensure_items
         ready = [one.request_id for one in requests if ready_for(one, one.num_computed_tokens)]
         self.consumer.end_step()
@@ -81,7 +81,7 @@ class Scheduler:
 
 @pytest.fixture
 def schedule(vllm: Any) -> Any:
-    """Makes schedulers, and closes their fetchers."""
+    """Yield a function that makes schedulers; close their fetchers at the end."""
     made = []
 
     def make(store: object, rooms: float, **options: Any) -> Scheduler:
@@ -94,7 +94,7 @@ def schedule(vllm: Any) -> Any:
 
 
 def test_oldest_request_is_admitted_first_and_whole(schedule: Any) -> None:
-    """The second one has to wait for both of its entries, the third is not let past it."""
+    """The second request waits until both of its entries have room; the third does not pass it."""
     store = Made()
     scheduler = schedule(store, 3.5)
     first, second, third = (
@@ -149,7 +149,7 @@ def test_pin_ends_when_the_tokens_of_its_item_are_computed(schedule: Any) -> Non
 
 
 def test_entry_that_came_for_an_item_computed_meanwhile_is_not_pinned(schedule: Any) -> None:
-    """The prefix cache has the item's tokens by then: another request computed them."""
+    """The prefix cache has the item's tokens by then, computed by another request."""
     store = Made()
     store.go.clear()
     scheduler = schedule(store, 100)
@@ -167,7 +167,7 @@ def test_entry_that_came_for_an_item_computed_meanwhile_is_not_pinned(schedule: 
 
 
 def test_requests_that_only_decode_hold_nothing(schedule: Any) -> None:
-    """A hundred requests of one entry each pass through a budget of two, and all stay."""
+    """A hundred requests with one entry each pass through a budget of two, and all keep running."""
     scheduler = schedule(Made(), 2.5)
     running: list[Any] = []
     for number in range(100):
@@ -182,7 +182,7 @@ def test_requests_that_only_decode_hold_nothing(schedule: Any) -> None:
 
 
 def test_preempted_request_gives_its_room_back_and_is_admitted_anew(schedule: Any) -> None:
-    """It has half of what it needs: with the other request's half it would wait for ever."""
+    """Each request holds half of what the other needs; without a release, both would hang."""
     scheduler = schedule(Made(), 2.5)
     preempted = scheduler.request("preempted", "a", "b")
     scheduler.until(lambda: scheduler.step(preempted))
@@ -200,7 +200,7 @@ def test_preempted_request_gives_its_room_back_and_is_admitted_anew(schedule: An
 
 
 def test_request_that_lost_tokens_while_it_runs_does_not_wait_for_room(schedule: Any) -> None:
-    """It holds blocks of the KV cache that the admitted request may wait for."""
+    """It holds blocks of the KV cache that the admitted request may need."""
     scheduler = schedule(Made(), 1.5)
     running = scheduler.request("running", "a", "b")
     scheduler.until(lambda: scheduler.step(running))
@@ -246,7 +246,7 @@ def test_one_picture_twice_in_a_prompt_is_held_until_its_last_place(schedule: An
 
 @pytest.mark.parametrize("seed", range(5))
 def test_all_requests_get_through_whatever_happens(schedule: Any, seed: int) -> None:
-    """Requests come, are computed piece by piece, preempted and aborted; none waits for ever."""
+    """Requests arrive, are computed in parts, preempted and aborted; none waits forever."""
     dice = random.Random(seed)  # noqa: S311 - no secret
     scheduler = schedule(Made(), dice.choice([1.5, 2.5, 4.5]))
     arriving = [
@@ -286,7 +286,7 @@ def test_all_requests_get_through_whatever_happens(schedule: Any, seed: int) -> 
 
 
 def lines_of(call: Callable[[], object]) -> int:
-    """How many lines of Python a call runs: a count of operations that no other process changes."""
+    """Return the number of Python lines that a call runs; other processes do not affect it."""
     lines = 0
 
     def trace(_frame: Any, event: str, _arg: Any) -> Any:
@@ -303,7 +303,7 @@ def lines_of(call: Callable[[], object]) -> int:
 
 
 def settled_at_once(schedule: Any, number: int) -> tuple[Scheduler, list[Any]]:
-    """So many requests of two pictures each, whose entries came after they were asked for."""
+    """Return requests of two pictures each, with entries that arrived after the first step."""
     store = Made()
     store.go.clear()
     scheduler: Scheduler = schedule(store, 10 * number, timeout_s=WITHIN_S)
@@ -335,7 +335,7 @@ def lines_of_a_step(schedule: Any, number: int, what: str) -> int:
     ("what", "most"), [("settle", 260), ("abort", 90), ("decode", 16), ("again", 32)]
 )
 def test_a_step_costs_what_has_changed(schedule: Any, what: str, most: int) -> None:
-    """Four times the requests, four times the lines; that there are others costs nothing."""
+    """Four times the requests cost four times the lines; unchanged requests cost nothing."""
     small, large = (lines_of_a_step(schedule, number, what) for number in (50, 200))
 
     assert large <= 4.2 * small
@@ -358,7 +358,7 @@ def test_requests_that_wait_for_room_cost_one_look_each(schedule: Any) -> None:
 def test_exception_while_an_entry_is_taken_over_fails_no_other_request(
     vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each request settles its own items, and what it had claimed is released."""
+    """Each request settles its own items; the claims of the failing one are released."""
     connector = connect(timeout_s=WITHIN_S)
     put(connector, url, "a", vllm.entry())
     go, get = threading.Event(), connector._store.get  # noqa: SLF001

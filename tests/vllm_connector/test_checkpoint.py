@@ -1,4 +1,4 @@
-"""The fingerprint of weights: another one for other encoder weights, at a cost that is bounded."""
+"""Fingerprint of weights: it differs for different encoder weights, at a bounded cost."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ MODEL = ENCODER | REST | EMBEDDINGS | LANGUAGE
 
 @pytest.fixture(scope="session")
 def checkpoint(vllm: Any) -> Any:
-    """The module."""
+    """Return the module `ec_store.vllm_connector.checkpoint`."""
     return importlib.import_module("ec_store.vllm_connector.checkpoint")
 
 
@@ -44,7 +44,7 @@ def write(file: Path, tensors: Mapping[str, bytes], dtype: str = "U8") -> Path:
 
 
 def sparse(file: Path, sizes: Mapping[str, int]) -> Path:
-    """Write a safetensors file whose tensors are zeros that take no room on the disk."""
+    """Write a sparse safetensors file with tensors of zeros."""
     header, end = {}, 0
     for name, size in sizes.items():
         begin, end = end, end + size
@@ -179,7 +179,7 @@ def test_without_a_known_encoder_the_whole_checkpoint_counts(
 
 
 def test_what_is_read_of_a_large_checkpoint_is_bounded(checkpoint: Any, tmp_path: Path) -> None:
-    """An encoder of 500 tensors of 4 MiB beside language models of 20 and of 40 GB."""
+    """The encoder has 500 tensors of 4 MiB; the language models have 20 GB and 40 GB."""
     encoder = {f"visual.blocks.{n}.weight": 4 * 1024**2 for n in range(500)}
 
     def read(layers: int) -> Any:
@@ -206,8 +206,8 @@ def test_of_very_many_tensors_one_sample_each_is_read(checkpoint: Any, tmp_path:
 def test_one_changed_tensor_of_a_pickled_checkpoint_is_noticed(
     checkpoint: Any, tmp_path: Path
 ) -> None:
-    """It lies between two samples; its checksum is in the archive's directory."""
-    import torch  # noqa: PLC0415 - takes seconds, and is not everywhere
+    """The tensor lies between two samples; its checksum is in the archive's directory."""
+    import torch  # noqa: PLC0415 - takes seconds, and may be missing
 
     def written(fill: float) -> Any:
         tensors = {f"visual.{n}": torch.zeros(1000) for n in range(2000)}

@@ -1,4 +1,4 @@
-"""The connector's promises to the engine, call by call."""
+"""Guarantees of the connector to the engine, for each of its methods."""
 
 import threading
 import time
@@ -111,7 +111,7 @@ def test_an_exception_has_media_encoded_here_or_fails_the_request_alone(
 def test_an_exception_fails_a_request_if_its_item_is_held_for_another(
     vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine would give it the entry that is held, which may not fit it."""
+    """The engine would otherwise use the held entry, which may not fit the request."""
     connector = connect()
     put(connector, url, "a", vllm.entry())
     ask(connector, vllm, "held", vllm.feature("a", media=False))
@@ -139,7 +139,7 @@ def test_an_exception_that_stays_fails_the_request(
 
 
 def test_all_calls_of_vllm_tolerate_more_arguments(connect: Connect) -> None:
-    """A TypeError in a signature is raised outside of the guard, and ends the engine."""
+    """A TypeError from a signature is raised outside of the guard, and ends the engine."""
     connector = connect()
     calls = [
         "build_connector_meta",
@@ -191,7 +191,7 @@ def test_observations_of_a_worker_reach_the_scheduler_in_as_many_messages_as_the
     connector.shutdown()
     store.counts.observe("eviction_seconds", 0.1)
     saver._counts.observe("save_seconds", *range(MAX_TOLD))  # noqa: SLF001
-    saver.send_reports()  # to nobody
+    saver.send_reports()  # no receiver
     store.counts.observe("eviction_seconds", 0.2)
     saver._counts.observe("save_seconds", MAX_TOLD)  # noqa: SLF001
     receiver = vllm.receiver()
@@ -220,7 +220,7 @@ def test_arguments_of_other_releases_are_tolerated(vllm: Any, connect: Connect) 
 def test_transfer_parameters_of_any_type_are_tolerated(
     vllm: Any, connect: Connect, params: object
 ) -> None:
-    """A client's, where no proxy drops them: vLLM passes them on as they are."""
+    """Without a proxy, a client's parameters reach the connector unchanged."""
     connector = connect(promise_timeout_s=0.05)
     request = vllm.request(vllm.feature("a"))
     request.ec_transfer_params = params
@@ -243,7 +243,8 @@ def test_a_store_that_hangs_holds_no_call_up(
         started = time.monotonic()
         assert not connector.ensure_cache_available(request, 0)
         assert settle(connector, request) == set()
-        assert time.monotonic() - started < 15  # eight gets take two minutes on four threads
+        # Eight hanging gets would take a minute on four threads.
+        assert time.monotonic() - started < 15
     finally:
         go.set()
     figures = counted(connector)
@@ -314,7 +315,7 @@ def test_a_store_that_takes_no_names_is_no_reason_not_to_serve(
 
 
 class Failing:
-    """A store that cannot be written to."""
+    """Store that cannot be written to."""
 
     def __init__(self) -> None:
         self.counts = Counts()
@@ -330,7 +331,7 @@ class Failing:
 
 
 def named(connector: Any, request: Any) -> set[str]:
-    """What a reply names."""
+    """Return the keys that the reply reports."""
     _, reported = connector.request_finished(request)
     return set(reported or {})
 
@@ -405,7 +406,7 @@ def test_what_the_queue_has_no_room_for_is_not_named_in_the_reply_of_its_own_ste
 
 
 def test_outcomes_wait_for_a_scheduler_that_does_not_listen(vllm: Any, connect: Connect) -> None:
-    """More of them than one message takes, and more messages than the kernel queues."""
+    """There are more outcomes than fit into a message, and more messages than the kernel queues."""
     connector = connect()
     items = [vllm.feature(str(number), offset=4 * number) for number in range(1500)]
     request = vllm.request(*items)
@@ -420,7 +421,7 @@ def test_outcomes_wait_for_a_scheduler_that_does_not_listen(vllm: Any, connect: 
     while sender.send({}):
         pass
     sender.close()
-    # The first waits to be written, the others were dropped.
+    # The first one waits to be written, the others were dropped.
     saver.send_reports()
     unheard = named(connector, request)
     for _ in range(3):
@@ -449,7 +450,7 @@ def test_messages_of_other_users_are_not_heard(monkeypatch: pytest.MonkeyPatch) 
 
 
 def ask(connector: Any, vllm: Any, name: str, *features: Any) -> tuple[Any, set[str]]:
-    """A request of this name, settled, and the requests that are to fail for it."""
+    """Settle a request of this name; return it and the requests that must fail for it."""
     request = vllm.request(*features)
     request.request_id = name
     return request, settle(connector, request)
@@ -482,7 +483,7 @@ def test_nothing_is_held_that_does_not_fit_a_request_that_encodes_its_item(
     assert failed == set()
     assert ask(connector, vllm, "later", later)[1] == (set() if media else {"later"})
     assert not connector.has_cache_item("a")
-    # Its tokens are computed: it will not be given the entry.
+    # Its tokens are computed, so it does not get the entry.
     assert connector.ensure_cache_available(local, 11)
     assert ask(connector, vllm, "last", vllm.feature("a", media=False))[1] == set()
     assert connector.has_cache_item("a")

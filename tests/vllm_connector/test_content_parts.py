@@ -1,4 +1,4 @@
-"""Content parts as the proxy reads them, beside what the installed vLLM makes of them."""
+"""Content parts, as the proxy and the installed vLLM classify them."""
 
 import importlib
 import warnings
@@ -27,7 +27,7 @@ def loaded(name: str) -> Any:
 
 
 def vllms_parser() -> Callable[[Any], tuple[str, Any]]:
-    """Return what reads a part in vLLM: in a module up to 0.32, in a package from 0.33 on."""
+    """Return vLLM's parser of a part: in a module up to 0.32, in a package from 0.33 on."""
     names = vars(loaded("vllm.renderers.chat_utils"))
     if "_parse_chat_message_content_mm_part" not in names:
         names = vars(loaded("vllm.renderers.chat_utils.chat_message"))
@@ -36,14 +36,14 @@ def vllms_parser() -> Callable[[Any], tuple[str, Any]]:
 
 
 def by_vllm(part: Any) -> str:
-    """What vLLM's API takes a chat's part for: its type, `named` without media, or `refused`."""
+    """Return vLLM's type of a chat's part, `named` without media, or `refused`."""
     request = loaded("vllm.entrypoints.openai.chat_completion.protocol").ChatCompletionRequest
     body = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
     try:
         [message] = request.model_validate(body).messages
         [read] = message["content"]
         kind, content = vllms_parser()(read)
-    except (ValueError, TypeError, AttributeError):  # of its parsers and of pydantic
+    except (ValueError, TypeError, AttributeError):  # raised by its parsers and by pydantic
         return "refused"
     media = content.get("data") if isinstance(content, dict) else content
     if kind in {*MODALITY, PICTURE} and not media:
@@ -86,8 +86,8 @@ SPELLINGS = [
     for name in ({}, {"uuid": None})
     for more in EXTRA
 ]
-"""Parts in all spellings that vLLM's API might take, but for a name (`uuid`) on what is text: it is
-refused here, as no name of a client's may go on (S11)."""
+"""Parts in all spellings that vLLM's API might accept, except text with a name (`uuid`): the proxy
+rejects it, since no name of a client may be forwarded (S11)."""
 
 
 def test_no_spelling_that_vllm_accepts_is_refused_or_taken_for_something_else() -> None:
@@ -124,20 +124,20 @@ parts = st.builds(
 @settings(max_examples=1000, deadline=None)
 @given(part=parts)
 def test_a_part_is_to_vllm_what_it_is_to_the_proxy(part: dict[str, Any]) -> None:
-    """With a key of the proxy's, as an instance is sent it, and where it is text, as it came."""
+    """The part has the proxy's key, as an instance receives it; text parts are unchanged."""
     parse = vllms_parser()
     body = {"messages": [{"role": "user", "content": [part]}]}
     try:
         items = list(CHAT.items(body))
         if any(isinstance(source(item), Known) for item in items):
-            return  # such a part is never sent as it came: it has no media
+            return  # without media: such a part is never forwarded unchanged
     except BadRequest:
         return
     sent = with_parts(body, {item: raw_part(item, "k") for item in items})
     [sent_part] = sent["messages"][0]["content"]
     try:
         kind, _ = parse(sent_part)
-    except Exception:  # noqa: BLE001 - however vLLM refuses it, nothing of it is read
+    except Exception:  # noqa: BLE001 - any kind of rejection is fine
         return
 
     assert kind == (items[0].kind if items else kind)

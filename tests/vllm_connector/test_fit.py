@@ -1,4 +1,4 @@
-"""Entries that do not fit the model, or have values that are not finite, are misses."""
+"""Entries that do not fit the model, or contain values that are not finite, are misses."""
 
 import math
 from pathlib import Path
@@ -13,7 +13,7 @@ from ec_store import Entry, EntryKey, open_store
 from tests.vllm_connector.steps import Connect, Step, counted, put, settle
 
 ROWS, COLUMNS = 4, 256
-"""What the tiny model takes for `Pieces.feature`."""
+"""Shape that the tiny model expects for `Pieces.feature`."""
 
 per_function = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -148,7 +148,7 @@ def test_video_pruning_appends_columns_of_positions(vllm: Any) -> None:
         assert widths.known_columns("audio") == COLUMNS
         with vllm.model(hf_config=qwen3_vl()):
             assert vllm.widths().known_columns("video") == 4 * COLUMNS + 5
-        with vllm.model(hf_config=qwen3_omni()):  # of no known number of columns
+        with vllm.model(hf_config=qwen3_omni()):  # the number of columns is not known
             assert vllm.widths().known_columns("video") is None
 
 
@@ -180,7 +180,7 @@ def test_stated_widths_that_are_not_positive_are_refused(connect: Connect, width
 def test_width_is_learned_from_what_this_engine_encodes(
     vllm: Any, connect: Connect, url: str, models: Path
 ) -> None:
-    """The configuration of the model does not say how wide its encoder outputs are."""
+    """The model's configuration does not contain the width of its encoder outputs."""
     wide = torch.ones(ROWS, 2 * COLUMNS)
     config = vllm.parsed(models / "tiny-qwen2.5-vl")
     config.deepstack_layer_map = [[-1, 0], [-2, 1]]
@@ -284,7 +284,7 @@ def test_values_that_are_not_finite_are_found_by_their_bits(
 def test_one_value_that_is_not_finite_is_found_wherever_it_is(
     vllm: Any, finite: Any, dtype: str, value: float
 ) -> None:
-    """At the bounds of the pieces that are looked at one after another, and of the tensor."""
+    """The values are at the ends of the tensor, and of the pieces that are checked in turn."""
     width = 4 if dtype == "F32" else 2
     piece = finite.PIECE_BYTES // width
     count = 2 * piece + 3

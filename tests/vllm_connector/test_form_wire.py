@@ -1,4 +1,4 @@
-"""Forms as an instance is sent them, given to vLLM's own classes and the parser it reads with."""
+"""Forms that instances receive, parsed by vLLM's own classes and its parser."""
 
 import importlib
 import json
@@ -25,7 +25,7 @@ HARMFUL = b'{"kv_transfer_params": "", "ec_transfer_params": 1}'
 
 @pytest.fixture(scope="module")
 def requests() -> Any:
-    """The requests of the endpoints that take forms, as vLLM has them."""
+    """Return vLLM's request classes of the endpoints that accept forms."""
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: scripts/test.sh does it")
     with warnings.catch_warnings(action="ignore"):
@@ -42,7 +42,7 @@ def requests() -> Any:
 
 @pytest.fixture(scope="module")
 def engine(requests: Any) -> TestClient:
-    """A server that reads forms as vLLM does, and answers what its engine would get of them."""
+    """Return a server that parses forms like vLLM, and answers with the engine's arguments."""
     app = FastAPI()
     kind = requests[0]
 
@@ -138,7 +138,7 @@ regular = st.sampled_from([True, True, True, True, False])
 
 @st.composite
 def part(draw: st.DrawFn) -> bytes:
-    """A part with at most one oddity of each sort, and mostly none."""
+    """Return a part with at most one oddity of each kind, and mostly none."""
     header = "Content-Disposition" if draw(regular) else draw(headers)
     spelling = 'form-data; name="{0}"' if draw(regular) else draw(odd_spellings)
     end = "\r\n" if draw(regular) else draw(st.sampled_from(["\n", "\r", "\r\n ", "\r\nX: y\r\n"]))
@@ -191,7 +191,7 @@ def test_no_form_that_is_accepted_has_a_reserved_field_for_vllm(
     written = b"".join(AUDIO.encode_body(read, cuts))
     reply = ask(engine, written, AUDIO.content_type(read))
 
-    if reply.status_code == 200:  # else vLLM refuses the form, and no engine gets anything
+    if reply.status_code == 200:  # otherwise vLLM rejects the form, and no engine receives anything
         found = reply.json()
         assert found["unknown"] == []
         assert not set(RESERVED) & (found["extra_args"] or {}).keys()

@@ -1,4 +1,4 @@
-"""What KV transfers tell instances, given to the connectors of the installed vLLM."""
+"""Parameters of KV transfers, given to the connectors of the installed vLLM."""
 
 import importlib
 import warnings
@@ -27,7 +27,7 @@ def loaded(name: str) -> Any:
 
 
 def made(kind: Any, **attributes: Any) -> Any:
-    """An object of a class that would want a whole engine, with what its methods read."""
+    """Return an object without calling its constructor, which would need an engine."""
     new = object.__new__(kind)
     for name, value in attributes.items():
         setattr(new, name, value)
@@ -120,7 +120,7 @@ def test_a_push_is_registered_with_the_prefill_instance_and_found_there() -> Non
         loaded("nixl.push_worker").NixlPushConnectorWorker,
         _pending_d_registrations=registrations,
     )
-    match = worker._pop_matching_registration  # noqa: SLF001 - what prefill's worker asks
+    match = worker._pop_matching_registration  # noqa: SLF001 - prefill's worker calls it
 
     assert match("chatcmpl-r:2:cd-99887766") is None
     assert match("chatcmpl-r:1:ab-99887766") is registered

@@ -1,4 +1,4 @@
-"""The connector's figures as vLLM aggregates them, and on its `/metrics`."""
+"""Metrics of the connector, as vLLM aggregates them and shows them on `/metrics`."""
 
 import json
 from importlib import import_module
@@ -22,7 +22,7 @@ def metrics(vllm: Any) -> Any:
 
 @pytest.fixture
 def prom(metrics: Any, vllm: Any) -> Any:
-    """Registered, for two engines."""
+    """Register the metrics for two engines."""
     before = set(REGISTRY._collector_to_names)  # noqa: SLF001
     kinds = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
     yield metrics.StorePromMetrics(

@@ -1,4 +1,4 @@
-"""The namespace: one for all processes of an engine, another one for another encoder."""
+"""Namespace: the same in all processes of an engine, different for a different encoder."""
 
 import json
 import os
@@ -27,20 +27,20 @@ TEXT = {
 
 @pytest.fixture
 def folder(models: Path, tmp_path: Path) -> Path:
-    """A copy of the model."""
+    """Return a copy of the model."""
     return Path(shutil.copytree(models / "tiny-qwen2.5-vl", tmp_path / "tiny"))
 
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """A directory without a configuration."""
+    """Return a directory without a configuration."""
     directory = tmp_path / "weights"
     directory.mkdir()
     return directory
 
 
 def change(file: Path, **changes: Any) -> None:
-    """Change a configuration file."""
+    """Change values in a configuration file."""
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
@@ -60,7 +60,7 @@ def save(folder: Path, tensors: Mapping[str, Any]) -> None:
 
 
 def quantise(folder: Path, part: str) -> None:
-    """Quantise the tensors of a model whose names have this part, as a repository of its own."""
+    """Quantise the tensors with this part in their names, as published quantised models are."""
     import torch  # noqa: PLC0415
 
     tensors = weights_of(folder)
@@ -126,7 +126,7 @@ def qwen2_5_omni() -> tuple[Any, Callable[[Any], None]]:
     from transformers import Qwen2_5OmniConfig  # noqa: PLC0415
 
     def write(config: Any) -> None:
-        """Where the package flash_attn is installed."""
+        """Make the changes of a model class when the package flash_attn is installed."""
         config.thinker_config.audio_config._attn_implementation_autoset = True  # noqa: SLF001
         config.thinker_config.audio_config._attn_implementation = "flash_attention_2"  # noqa: SLF001
 
@@ -140,7 +140,7 @@ def qwen2_5_omni() -> tuple[Any, Callable[[Any], None]]:
 def test_namespace_is_the_same_before_and_after_a_model_class_writes_into_its_configuration(
     vllm: Any, tmp_path: Path, make: Callable[[], tuple[Any, Callable[[Any], None]]]
 ) -> None:
-    """The writes are those of vLLM 0.32's model classes in `__init__`."""
+    """The changes are those that vLLM 0.32's model classes make in `__init__`."""
     written, write = make()
     written.save_pretrained(tmp_path)
     parsed = vllm.parsed(tmp_path)
@@ -156,7 +156,7 @@ def test_namespace_is_the_same_before_and_after_a_model_class_writes_into_its_co
 def test_namespace_is_the_same_where_a_plugin_reads_the_configuration(
     vllm: Any, folder: Path, weights: Path
 ) -> None:
-    """There is no file that the connector knows: vLLM parses the source again."""
+    """The connector has no file to read: vLLM parses the source again."""
     vllm.register_config_format("elsewhere", folder)
     parsed = vllm.parsed(weights, "elsewhere")
     with vllm.model(model=str(weights), config_format="elsewhere", hf_config=parsed):
@@ -180,7 +180,7 @@ def test_configuration_that_cannot_be_read_again_is_logged(
 
 @pytest.fixture
 def hub(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An offline cache of the hub with two commits of one model; `main` is the first."""
+    """Return an offline cache of the hub with two commits of one model; `main` is the first."""
     repository = tmp_path / "hub" / "models--some--model"
     for commit in "ab":
         shutil.copytree(folder, repository / "snapshots" / (commit * 40))
@@ -196,7 +196,7 @@ def hub(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_namespace_of_a_model_of_the_hub_is_that_of_its_commits_weights(
     vllm: Any, hub: Path, folder: Path
 ) -> None:
-    """A branch that moves while an engine starts changes nothing, nor does another place."""
+    """Neither a branch that moves while an engine starts nor another folder changes it."""
     first, second = (vllm.revision("main", commit * 40) for commit in "ab")
     with vllm.model(model="some/model", revision=first):
         of_the_worker = vllm.namespace()
@@ -256,7 +256,7 @@ def test_half_a_download_is_not_compared(
 def test_weights_that_cannot_be_downloaded_are_known_by_name(
     vllm: Any, hub: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """VLLM fails in that case, or has them from elsewhere: the connector does not end it."""
+    """In this case vLLM fails or loads them from elsewhere; the connector must not raise."""
     (hub / "snapshots" / ("a" * 40) / "model.safetensors").unlink()
 
     def download(*_: object) -> None:
@@ -304,7 +304,7 @@ def test_weights_in_several_files_have_the_namespace_of_one(vllm: Any, folder: P
 
 @pytest.mark.security("S17")
 def test_an_encoder_retrained_in_place_has_another_namespace(vllm: Any, folder: Path) -> None:
-    """One tensor from the middle, of the same size, in files of the same names and times."""
+    """One tensor in the middle changes; its size and the files' names and times stay."""
     derived = vllm.namespace()
     file = folder / "model.safetensors"
     before = file.stat()
@@ -349,7 +349,7 @@ def test_a_quantised_encoder_shares_with_none_that_is_not(vllm: Any, folder: Pat
 def test_quantisation_while_the_weights_are_loaded_changes_the_namespace(
     vllm: Any, folder: Path
 ) -> None:
-    """It may reach the encoder, though the checkpoint is not quantised."""
+    """It may affect the encoder, although the checkpoint is not quantised."""
     quantise(folder, "language_model")
     with vllm.model(model=str(folder), quantization="fp8"):
         derived = vllm.namespace()
@@ -418,7 +418,7 @@ def test_random_weights_share_nothing_with_real_ones(vllm: Any, folder: Path) ->
 def test_weights_in_object_storage_are_known_by_their_name(
     vllm: Any, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """VLLM fetches the configuration alone into a folder of its own."""
+    """From there vLLM fetches only the configuration, into a separate folder."""
     (folder / "model.safetensors").unlink()
 
     def namespace(uri: str) -> str:
@@ -504,7 +504,7 @@ def test_encoders_that_compute_otherwise_share_nothing(vllm: Any) -> None:
 
 
 def test_the_device_of_the_processor_is_no_part_of_the_namespace(vllm: Any) -> None:
-    """VLLM chooses it by itself on encode instances that have an accelerator."""
+    """On encode instances with an accelerator, vLLM sets it by itself."""
     derived = vllm.namespace()
     with vllm.encoder(mm_processor_kwargs={"device": "cuda"}):
         assert vllm.namespace() == derived
@@ -534,7 +534,7 @@ def test_releases_share_entries_only_where_their_layout_was_compared(vllm: Any) 
 def test_two_namespaces_in_one_engine_are_an_error_and_nothing_is_named(
     vllm: Any, connect: Connect, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker tells its namespace when a step ends, even where it has written nothing."""
+    """The worker reports its namespace at the end of a step, even if it has written nothing."""
     connector = connect()
     caplog.clear()
     request = vllm.request(vllm.feature("a"))

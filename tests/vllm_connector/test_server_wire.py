@@ -1,4 +1,4 @@
-"""What the proxy has in common with vLLM's server, beside vLLM's own classes."""
+"""Names that the proxy shares with vLLM's server, compared with vLLM's own."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ from epd.server.app import ROUTES
 from tests.paths import ROOT
 
 LONE = rb'{"model": "m", "messages": [{"role": "user", "content": "a\ud83d"}]}'
-"""A chat whose text has half of a surrogate pair, as of a string that was cut in an emoji."""
+"""Chat with half of a surrogate pair, as in a string that was cut inside an emoji."""
 
 
 def loaded(name: str) -> Any:
@@ -60,7 +60,7 @@ def test_every_route_of_vllms_is_served_or_said_to_be_out() -> None:
     assert theirs - served - left_out == set()
     assert left_out & ENDPOINTS.keys() == {
         "/v1/chat/completions"
-    }  # what to use instead of Cohere's
+    }  # the endpoint to use instead of Cohere's
 
 
 def test_every_field_that_vllm_compares_is_checked() -> None:
@@ -84,7 +84,7 @@ def test_every_field_of_coheres_that_has_images_is_checked() -> None:
 
 
 def test_vllm_reads_half_a_surrogate_pair_and_refuses_it_when_it_tokenizes() -> None:
-    """So the proxy's 400 for the body is the answer that its client would get of vLLM."""
+    """Clients of vLLM get a 400 too, so the proxy's 400 for the body differs only in its text."""
     app, read = FastAPI(), []
     request = loaded("openai.chat_completion.protocol").ChatCompletionRequest
 

@@ -1,4 +1,4 @@
-"""vLLM's own encoder-cache connectors are told what they read, and say what is read of them."""
+"""Encoder-cache transfers, with vLLM's own connectors reading and writing the parameters."""
 
 import importlib
 import socket
@@ -20,15 +20,15 @@ ADDRESS = "tcp://127.0.0.1:19019"
 
 @pytest.fixture
 def transfers(vllm: Any) -> Any:
-    """`tests.vllm_connector.transfers`."""
-    del vllm  # first, as that tells whether there is one
+    """Return the module `tests.vllm_connector.transfers`."""
+    del vllm  # requested first: it skips without vLLM
     return importlib.import_module("tests.vllm_connector.transfers")
 
 
 def encoded(
     transfer: ECTransfer, reply: Mapping[str, Any], asked: Mapping[str, Any] | None
 ) -> Encoded:
-    """What is known of an item after an encode instance's reply."""
+    """Return the facts about an item from an encode instance's reply."""
     written = orjson.dumps({"ec_transfer_params": reply})
     return transfer.encoded(read_encoded(written, "image"), asked)
 
@@ -41,7 +41,7 @@ def test_mooncakes_consumer_waits_for_what_its_producer_pushes(
     place = InstanceTable([consumer]).reserve_place(consumer)
     mooncake, producer = ECMooncake(), transfers.MooncakeProducer()
     items, pushes = list[Encoded](), list[tuple[str, str, str]]()
-    for key in keys:  # a request each
+    for key in keys:  # one request each
         asked = mooncake.encode_params(place, 1)
         request = transfers.asked(vllm, [key], asked)
         pushes += producer.pushes(request)
@@ -64,7 +64,7 @@ def test_mooncakes_producer_pushes_both_features_of_a_video(vllm: Any, transfers
     pushes = producer.pushes(request)
     _, reply = producer.request_finished(request)
     for key, feature in zip(reply, request.mm_features, strict=True):
-        reply[key]["modality"] = feature.modality  # as 0.33 reports it
+        reply[key]["modality"] = feature.modality  # 0.33 reports it
 
     params = mooncake.consumer_params([encoded(mooncake, reply, asked)])
 
@@ -76,7 +76,7 @@ def test_mooncakes_producer_pushes_both_features_of_a_video(vllm: Any, transfers
 
 @pytest.fixture
 def side_channel(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A free port, where a producer is to be spoken to."""
+    """Return the free port on which a producer will listen."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -86,7 +86,7 @@ def side_channel(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def steps(consumers: Sequence[Any], producer: Any, request: Any) -> None:
-    """Let the engines step until all consumers have what the request needs."""
+    """Let the engines step until all consumers have the items of the request."""
     deadline_s = time.monotonic() + 60
     waiting = list(consumers)
     while waiting and time.monotonic() < deadline_s:

@@ -1,4 +1,4 @@
-"""The connector in workers: which ranks write and load, and vLLM's model runner V2."""
+"""Connector in workers: which ranks write and load, and vLLM's model runner V2."""
 
 import pickle
 import time
@@ -34,7 +34,7 @@ def test_one_rank_of_those_with_the_same_tensors_writes(
 
 @pytest.fixture
 def runner(vllm: Any, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The part of vLLM's model runner V2 that calls a connector, with ours, in one process."""
+    """Yield the part of vLLM's model runner V2 that calls our connector, in one process."""
     both = vllm.engine_of_one_process({"store": url}, monkeypatch)
     yield both
     for connector in (both.scheduler, both.worker):
@@ -105,7 +105,7 @@ def test_time_that_a_write_spends_evicting_reaches_the_scheduler(
 
 
 def step_that_loads(connector: Any, vllm: Any, url: str, name: str, rows: int) -> Any:
-    """The metadata of a step that loads an entry, whose request has ended by then."""
+    """Return the metadata of a step that loads an entry, after its request has ended."""
     with open_store(url) as store:
         store.put(EntryKey(connector.namespace, name), vllm.entry(3.0, rows))
     request = vllm.request(vllm.feature(name, media=False, tokens=rows))
@@ -140,7 +140,7 @@ def test_a_step_for_several_workers_has_places_in_shared_memory(
     while not region.is_mapped():
         assert time.monotonic() < deadline
     sent = [step_that_loads(connector, vllm, url, name, rows) for name in "bc"]
-    steps = [pickle.loads(pickle.dumps(step)) for step in sent]  # noqa: S301 - as vLLM sends it
+    steps = [pickle.loads(pickle.dumps(step)) for step in sent]  # noqa: S301 - vLLM sends it like this
     held = region.taken_bytes()
     loaded = [vllm.load(one, step) for step in steps for one in workers]
 
@@ -148,7 +148,7 @@ def test_a_step_for_several_workers_has_places_in_shared_memory(
     assert [cache.popitem()[1].equal(vllm.tensor(3.0, rows)) for cache in loaded] == [True] * 4
     assert held >= 2 * rows * 1024
     connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[]))
-    assert region.taken_bytes() <= max(4096, rows * 1024)  # of an entry that the fetcher keeps
+    assert region.taken_bytes() <= max(4096, rows * 1024)  # the fetcher keeps this entry
 
 
 def test_an_entry_that_shared_memory_has_no_room_for_comes_with_the_step(
@@ -172,7 +172,7 @@ def test_an_entry_that_shared_memory_has_no_room_for_comes_with_the_step(
 def test_shared_memory_that_fails_keeps_no_entry_from_a_step(
     vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """A planned entry that is absent ends the engine, as an exception does."""
+    """An absent entry of the plan ends the engine, as an exception does."""
     from ec_store.device.tensors import Loader  # noqa: PLC0415 - needs torch
 
     def fail(*_: object) -> None:
@@ -189,7 +189,7 @@ def test_shared_memory_that_fails_keeps_no_entry_from_a_step(
     with monkeypatch.context() as patch:
         patch.setattr(region, method, fail)
         step = step_that_loads(connector, vllm, url, "a", 4)
-    step = pickle.loads(pickle.dumps(step))  # noqa: S301 - as vLLM sends it
+    step = pickle.loads(pickle.dumps(step))  # noqa: S301 - vLLM sends it like this
     loaded = [vllm.load(one, step)["a"] for one in workers]
 
     assert [one.equal(vllm.tensor(3.0)) for one in loaded] == [True, True]

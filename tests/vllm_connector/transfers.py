@@ -1,6 +1,6 @@
-"""The scheduler's side of vLLM's own encoder-cache connectors, and requests as it has them.
+"""Scheduler's side of vLLM's own encoder-cache connectors, and requests for it.
 
-Imported by a fixture, as `pieces` is.
+A fixture imports this module, as with `pieces`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from vllm.distributed.ec_transfer.ec_connector.mooncake_store_embedding.data imp
 from tests.vllm_connector.pieces import Pieces
 
 RESOLVER = SimpleNamespace(fields_for=lambda _: {"image_grid_thw"})
-"""Says what of a feature is reported."""
+"""Resolver that names the reported fields of a feature."""
 
 
 def asked(pieces: Pieces, keys: Sequence[str], params: Mapping[str, Any] | None) -> Any:
-    """Return a request with these features, from placeholder metadata only."""
+    """Return a request with these features, made of placeholder metadata only."""
     features = [pieces.feature(key, media=False, offset=8 * n) for n, key in enumerate(keys)]
     request = pieces.request(*features)
     request.ec_transfer_params = None if params is None else dict(params)
@@ -28,7 +28,7 @@ def asked(pieces: Pieces, keys: Sequence[str], params: Mapping[str, Any] | None)
 
 
 class MooncakeProducer(ECMooncakeScheduler):  # type: ignore[misc]
-    """What an encode instance makes of a request, without the engine that pushes."""
+    """Scheduler's side of an encode instance, without the engine that pushes."""
 
     def __init__(self) -> None:
         self._is_producer, self._is_consumer = True, False
@@ -40,24 +40,24 @@ class MooncakeProducer(ECMooncakeScheduler):  # type: ignore[misc]
         return TensorSpec((4, 8), "torch.float32", 128)
 
     def pushes(self, request: Any) -> list[tuple[str, str, str]]:
-        """Address, transfer id and key of each output that it would push."""
+        """Return address, transfer id and key of each output that it would push."""
         assert self.ensure_cache_available(request, 0)
         specs, self._pushes_to_prepare = self._pushes_to_prepare.values(), {}
         return [(spec.consumer_zmq, spec.transfer_id, spec.mm_hash) for spec in specs]
 
 
 def transfer_ids(request: Any) -> list[str | None]:
-    """Return the transfer that a consumer waits for, of each feature."""
+    """Return the transfer id that a consumer waits for, for each feature."""
     count = range(len(request.mm_features))
     return [ECMooncakeScheduler._request_transfer_id(request, index) for index in count]  # noqa: SLF001
 
 
 @contextmanager
 def memory(pieces: Pieces, role: str) -> Iterator[ECCPUScheduler]:
-    """Run a scheduler's ECCPUConnector with NIXL."""
+    """Run the scheduler's ECCPUConnector with NIXL."""
     config = pieces.transferring("ECCPUConnector", role, ec_enable_nixl=True, ec_cpu_bytes=2**20)
     width = config.model_config.get_inputs_embeds_size()
-    config.ec_transfer_config.mm_encoder_output_widths = {"image": width}  # as engines measure it
+    config.ec_transfer_config.mm_encoder_output_widths = {"image": width}  # engines measure it
     scheduler = ECCPUScheduler(config)
     scheduler._metadata_resolver = RESOLVER  # noqa: SLF001
     try:
