@@ -25,7 +25,7 @@ __all__ = ["backed", "keys", "launch", "store", "url"]
 
 NOBODY = "http://127.0.0.1:9"
 needs_vllm = pytest.mark.skipif(
-    find_spec("vllm") is None, reason="vLLM is not installed: scripts/test.sh does it"
+    find_spec("vllm") is None, reason="vLLM is not installed: scripts/test.sh installs it"
 )
 
 

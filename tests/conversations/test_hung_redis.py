@@ -112,6 +112,6 @@ async def test_by_tls_it_is_left_without_a_goodbye(
                 await store.put("key", ANSWERED, 60)
                 break
         else:
-            pytest.fail("it cannot be connected to")
+            pytest.fail("Redis accepted no connection")
         with server.paused():
             await store.close()

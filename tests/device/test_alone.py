@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh does it")
+pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh installs it")
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKED = """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh does it")
+torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh installs it")
 
 from ec_store.device import tensors  # noqa: E402 - only with torch
 from ec_store.device.tensors import HostCopies, to_device  # noqa: E402

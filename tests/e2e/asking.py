@@ -23,7 +23,7 @@ PICTURES = ("cat.jpg", "coffee.jpg", "astronaut.jpg", "chart.png")
 
 SOUNDS = ("chirp.wav", "chord.wav", "vowels.wav")
 
-both_ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+both_ways = pytest.mark.parametrize("stream", [False, True], ids=["not-streamed", "streamed"])
 
 
 def picture(name: str, kind: str = "image_url") -> Part:

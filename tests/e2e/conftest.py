@@ -38,7 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("e2e")
             item.add_marker("full")
             if find_spec("vllm") is None:
-                item.add_marker(pytest.mark.skip("vLLM is not installed: scripts/test.sh does it"))
+                item.add_marker(
+                    pytest.mark.skip("vLLM is not installed: scripts/test.sh installs it")
+                )
 
 
 class WholeStacks(LoadScopeScheduling):  # type: ignore[misc]  # the base class is untyped

@@ -90,5 +90,5 @@ class Load:
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < deadline, "it has not happened"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)

@@ -194,7 +194,7 @@ def test_what_a_decode_engine_has_kept_is_gone_when_it_is_started_anew(stack: Se
     assert [turn.read > 0 for turn in turns] == [False, True, False, True]
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["by name", "as it comes"])
+@pytest.mark.parametrize("named", [True, False], ids=["with ids", "without ids"])
 def test_vllms_multi_turn_benchmark_runs_unchanged(
     stack: Served, models: Path, tmp_path: Path, named: bool
 ) -> None:

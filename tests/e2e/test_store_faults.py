@@ -94,7 +94,7 @@ def encoded(stack: Served, store: Store, item: Part) -> tuple[EntryKey, Entry]:
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < deadline, "it has not happened"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.02)
 
 
@@ -103,7 +103,7 @@ def settle(figures: Callable[[], object]) -> None:
     deadline = time.monotonic() + WAIT_S
     last, since = figures(), time.monotonic()
     while time.monotonic() - since < 2 * WRITTEN_WITHIN_S:
-        assert time.monotonic() < deadline, "they do not settle"
+        assert time.monotonic() < deadline, "the values keep changing"
         time.sleep(0.1)
         if (now := figures()) != last:
             last, since = now, time.monotonic()

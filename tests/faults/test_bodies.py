@@ -123,7 +123,7 @@ async def test_brackets_and_commas_in_media_and_words_are_no_structure(launch: L
         {"messages": [{"role": "user", "content": [text("a"), text("b")]}] * 10_000},
         {"messages": [], "tools": [{"type": "function", "function": {"x": [[], {}]}}] * 5_000},
     ],
-    ids=["a bias for every token", "a long talk", "many tools"],
+    ids=["a bias per token", "a long conversation", "many tools"],
 )
 async def test_what_is_large_and_meant_well_is_read(launch: Launch, body: dict[str, Any]) -> None:
     async with launch() as fleet:

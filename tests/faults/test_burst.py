@@ -21,7 +21,7 @@ SOMAXCONN = int(Path("/proc/sys/net/core/somaxconn").read_text())
 
 pytestmark = [
     pytest.mark.fault(72),
-    pytest.mark.skipif(SOMAXCONN < CLIENTS, reason="the kernel cuts every backlog at somaxconn"),
+    pytest.mark.skipif(SOMAXCONN < CLIENTS, reason="the kernel limits backlogs to somaxconn"),
 ]
 
 
@@ -75,7 +75,7 @@ async def test_the_kernel_holds_500_connections_that_nobody_accepts(
     flags = [*INSTANCES, "--workers", str(workers)]
     if tls:
         if shutil.which("openssl") is None:
-            pytest.skip("openssl makes the certificates")
+            pytest.skip("openssl is not installed")
         flags += Authority.made(tmp_path).issue().flags
     with serving(*flags) as (url, process), ExitStack() as stack:
         wait_for_workers(process, workers if workers > 1 else 0)

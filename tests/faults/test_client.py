@@ -141,7 +141,7 @@ async def test_two_at_a_time_need_two_connections() -> None:
 @pytest.mark.parametrize(
     "more",
     [send(b"HTTP/1.1 200 OK\r\n"), close(), reset(), wait(0.5)],
-    ids=["says something", "is closed", "is reset", "is idle for too long"],
+    ids=["sends data", "closes", "resets", "idles too long"],
 )
 async def test_an_idle_connection_is_not_kept_when_it(more: Step) -> None:
     script = [read_request(), send(answer(b"1")), wait(0.05), more, hold()]
@@ -160,7 +160,7 @@ async def test_an_idle_connection_is_not_kept_when_it(more: Step) -> None:
         answer(b"{", length=10),
         answer(b"{}").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1),
     ],
-    ids=["in chunks", "of a length", "the last one"],
+    ids=["chunked", "content-length", "connection-close"],
 )
 async def test_what_is_not_complete_ends_its_connection(begun: bytes) -> None:
     async with asking([read_request(), send(begun), hold()]) as here:

@@ -126,7 +126,7 @@ async def begins(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     await asyncio.sleep(60)
-    raise AssertionError("nobody cancelled this")
+    raise AssertionError("the request was not cancelled")
 
 
 @pytest.mark.fault(34)

@@ -209,7 +209,7 @@ async def test_a_target_on_the_host_that_the_header_names_is_served(target: str)
 
 
 @pytest.mark.fault(47)
-@pytest.mark.parametrize("first", [b"", post(chat())], ids=["at first", "later"])
+@pytest.mark.parametrize("first", [b"", post(chat())], ids=["first request", "second request"])
 async def test_a_head_that_does_not_end_is_a_408(first: bytes) -> None:
     async with launch(header_timeout_s=0.3) as fleet, connected(fleet.url) as (reader, writer):
         writer.write(first)
@@ -358,7 +358,7 @@ async def test_a_client_that_does_not_read_holds_decode_back_and_is_cut_off() ->
 
 
 @pytest.mark.fault(46)
-@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed already"])
+@pytest.mark.parametrize("closed", [False, True], ids=["keep-alive", "close"])
 async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:

@@ -63,7 +63,7 @@ async def test_with_nothing_to_read_it_goes_on(workers: int) -> None:
         assert all(map(lives, running.pids()))
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 async def test_a_certificate_is_read_anew_and_a_wrong_one_changes_nothing(
     workers: int, tmp_path: Path
 ) -> None:

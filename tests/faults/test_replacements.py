@@ -51,7 +51,7 @@ async def test_a_replacement_has_the_keys_that_are_in_force(tmp_path: Path) -> N
     assert {line["of"] for line in running.logged("worker died")} == {"signal 9"}
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 async def test_a_replacement_has_the_certificate_that_is_in_force(tmp_path: Path) -> None:
     authority = Authority.made(tmp_path)
     served, renewed = authority.issue(name="served"), authority.issue(name="renewed")

@@ -27,9 +27,7 @@ from tests.support.fake_instance import FakeInstance, decodes, encodes
 from tests.support.programs import INSTANCES, run, serving
 from tests.support.raw import connected, ended
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("openssl") is None, reason="openssl makes the certificates"
-)
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 
 WAIT_S = 60
 

@@ -390,7 +390,9 @@ def test_a_model_whose_encoder_cannot_run_apart_is_refused_in_a_line_before_anyt
     tmp_path: Path, architecture: str, message: str
 ) -> None:
     if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed, whose list of models decides: scripts/test.sh does it")
+        pytest.skip(
+            "vLLM, which has the list of models, is not installed: scripts/test.sh installs it"
+        )
     model = _model(tmp_path, architectures=[architecture])
     refused = Up(tmp_path, "--model", str(model)).run()
     dry = Up(tmp_path, "--model", str(model), "--dry-run", topology="1pd").run()

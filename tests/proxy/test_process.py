@@ -177,7 +177,7 @@ async def test_it_serves_and_logs_one_line_a_request_without_secrets() -> None:
     assert "bWVkaWE" not in "".join(lines)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 @pytest.mark.parametrize("trusted", [True, False])
 async def test_it_fetches_over_https_by_name_from_whom_it_trusts(
     tmp_path: Path, trusted: bool

@@ -262,7 +262,7 @@ async def test_all_media_of_a_request_are_no_larger_than_a_body_may_be(
 async def test_a_client_that_leaves_ends_the_download(launch: Launch, origin: FakeOrigin) -> None:
     async def answer(_: web.Request) -> web.Response:
         await asyncio.sleep(60)
-        raise AssertionError("nobody cancelled this")
+        raise AssertionError("the request was not cancelled")
 
     origin.answer = answer
     async with launch(**ALLOWED) as fleet:

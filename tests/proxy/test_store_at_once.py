@@ -106,7 +106,7 @@ async def test_a_claim_on_the_event_loop_is_not_taken_while_another_process_chan
     """The request then waits for its turn, as if another proxy held the claim."""
 
     def slept(_: float) -> None:
-        raise AssertionError("the event loop was held up")
+        raise AssertionError("a claim blocked the event loop")
 
     async with opened_cache(url, lease_s=60) as cache:
         await trust(cache, seen)

@@ -63,7 +63,7 @@ async def test_it_serves_on_a_unix_socket_and_removes_its_file(path: Path, worke
     assert len(decode.calls) == 6
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 @pytest.mark.parametrize("workers", ["1", "2"])
 async def test_it_serves_tls_on_a_unix_socket(path: Path, workers: str) -> None:
     pem = await asyncio.to_thread(localhost_certificate, path.parent)

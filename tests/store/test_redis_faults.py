@@ -395,7 +395,7 @@ def test_a_redis_error_is_never_seen(own_server: RedisServer) -> None:
             try:
                 call()
             except redis.RedisError:
-                pytest.fail("a RedisError got out")
+                pytest.fail("a RedisError was raised")
             except StoreUnavailable:
                 continue
             pytest.fail("nothing was raised")

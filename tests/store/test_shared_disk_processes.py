@@ -126,7 +126,7 @@ def test_writers_and_readers_that_are_killed_tear_nothing_and_keep_the_quota(
         for kill in range(KILLS):
             due, deadline = done() + ROUNDS_PER_KILL, time.monotonic() + HANGS_S
             while done() < due:
-                assert time.monotonic() < deadline, "it hangs"
+                assert time.monotonic() < deadline, "the processes hang"
                 most = max(most, entries_bytes(root))
                 time.sleep(0.01)
             n = kill * 7 % len(processes)

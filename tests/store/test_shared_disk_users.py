@@ -27,7 +27,7 @@ SHARED_DIRECTORY = 0o2770
 @pytest.fixture
 def root() -> Iterator[Path]:
     if os.geteuid():
-        pytest.skip("only root may become two users")
+        pytest.skip("only root may run code as two users")
     parent = Path(tempfile.mkdtemp(dir="/dev/shm"))
     parent.chmod(0o755)
     root = parent / "store"

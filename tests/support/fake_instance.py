@@ -363,7 +363,7 @@ def page(metrics: str) -> Callable[[], Awaitable[web.Response]]:
 
 async def hangs(_: web.Request, __: dict[str, Any]) -> web.Response:
     await asyncio.sleep(60)
-    raise AssertionError("this was not cancelled")
+    raise AssertionError("the request was not cancelled")
 
 
 async def drops(request: web.Request, _: dict[str, Any]) -> web.Response:

@@ -95,7 +95,7 @@ class Pushes(Strict):
         """Do what `_prepare_push_spec` and a producer's `request_finished` do."""
         features = all_features(body)
         asked = body.get("ec_transfer_params")
-        self.check(isinstance(asked, dict), f"nothing said where to push: {asked}")
+        self.check(isinstance(asked, dict), f"encode got no push address: {asked}")
         assert asked is not None
         self.check(set(asked) == {"consumer_zmq", "ec_items"}, asked)
         items = asked["ec_items"]

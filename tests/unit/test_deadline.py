@@ -11,7 +11,7 @@ async def lose_one() -> None:
         await asyncio.Event().wait()
     except asyncio.CancelledError:
         await asyncio.sleep(30)
-        pytest.fail("nobody has told it again")
+        pytest.fail("the second cancellation did not come")
 
 
 def cancelling() -> int:

@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def vllm(models: Path) -> Any:
     """Return the `Pieces` of vLLM for a tiny model."""
     if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: scripts/test.sh does it")
+        pytest.skip("vLLM is not installed: scripts/test.sh installs it")
     with warnings.catch_warnings(action="ignore"):
         pieces = importlib.import_module("tests.vllm_connector.pieces")
         return pieces.Pieces(models / "tiny-qwen2.5-vl")

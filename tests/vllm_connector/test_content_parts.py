@@ -21,7 +21,7 @@ CHAT = ENDPOINTS["/v1/chat/completions"]
 
 def loaded(name: str) -> Any:
     if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: scripts/test.sh does it")
+        pytest.skip("vLLM is not installed: scripts/test.sh installs it")
     with warnings.catch_warnings(action="ignore"):
         return importlib.import_module(name)
 

@@ -27,7 +27,7 @@ HARMFUL = b'{"kv_transfer_params": "", "ec_transfer_params": 1}'
 def requests() -> Any:
     """Return vLLM's request classes of the endpoints that accept forms."""
     if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: scripts/test.sh does it")
+        pytest.skip("vLLM is not installed: scripts/test.sh installs it")
     with warnings.catch_warnings(action="ignore"):
         return [
             getattr(

@@ -21,7 +21,7 @@ PAIR = Pair("r:1:ab", PREFILL)
 
 def loaded(name: str) -> Any:
     if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: scripts/test.sh does it")
+        pytest.skip("vLLM is not installed: scripts/test.sh installs it")
     with warnings.catch_warnings(action="ignore"):
         return importlib.import_module(f"{CONNECTORS}.{name}")
 

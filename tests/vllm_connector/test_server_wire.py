@@ -27,7 +27,7 @@ LONE = rb'{"model": "m", "messages": [{"role": "user", "content": "a\ud83d"}]}'
 
 def loaded(name: str) -> Any:
     if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: scripts/test.sh does it")
+        pytest.skip("vLLM is not installed: scripts/test.sh installs it")
     with warnings.catch_warnings(action="ignore"):
         return importlib.import_module(f"vllm.entrypoints.{name}")
 
@@ -46,7 +46,7 @@ ROUTE = re.compile(r'(?:@router\.(?:get|post|put|delete|websocket)|add_api_route
 def test_every_route_of_vllms_is_served_or_said_to_be_out() -> None:
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
-        pytest.skip("vLLM is not installed: scripts/test.sh does it")
+        pytest.skip("vLLM is not installed: scripts/test.sh installs it")
     files = (Path(spec.origin).parent / "entrypoints").rglob("*.py")
     theirs = {path for file in files for path in ROUTE.findall(file.read_text())}
     document = (ROOT / "docs" / "endpoints.md").read_text()
