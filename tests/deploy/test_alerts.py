@@ -39,7 +39,7 @@ class Case:
 
 
 def requests(failed: int, ok: int, status: str = "500") -> Series:
-    """Return series with so many failed and successful requests per minute."""
+    """Return series with `failed` and `ok` requests per minute."""
     return {
         f'epd_requests_total{{{P}, {CHAT}, status="{status}"}}': f"0+{failed}x60",
         f'epd_requests_total{{{P}, {CHAT}, status="200"}}': f"0+{ok}x60",

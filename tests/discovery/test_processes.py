@@ -49,7 +49,7 @@ async def live(url: str) -> list[str]:
 
 
 async def all_see(url: str, urls: list[str], answers: int = 16) -> None:
-    """Wait until so many consecutive answers, from any worker, agree."""
+    """Wait until enough consecutive answers, from any worker, agree."""
 
     async def seen() -> bool:
         return await asyncio.gather(*(live(url) for _ in range(answers))) == [urls] * answers

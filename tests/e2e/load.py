@@ -82,7 +82,7 @@ class Load:
                 thread.join()
 
     def ends(self, count: int) -> None:
-        """Wait until so many more requests have ended."""
+        """Wait until `count` more requests have ended."""
         before = len(self.seen)
         until(lambda: len(self.seen) >= before + count)
 

@@ -77,7 +77,7 @@ def read_head() -> Step:
 
 
 def read_bytes(count: int) -> Step:
-    """Read so many bytes of the body."""
+    """Read `count` bytes of the body."""
 
     async def step(at: Exchange) -> None:
         at.body += await at.reader.readexactly(count)

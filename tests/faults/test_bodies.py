@@ -35,7 +35,7 @@ async def answer(fleet: Fleet, body: bytes) -> tuple[int, str | None, dict[str, 
 
 
 def nested(depth: int) -> bytes:
-    """Return a request with so many levels of nesting."""
+    """Return a request with `depth` levels of nesting."""
     inside = depth - 1
     return b'{"messages": [], "x": %s%s}' % (b"[" * inside, b"]" * inside)
 

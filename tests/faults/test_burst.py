@@ -61,7 +61,7 @@ class Burst:
 
 
 def wait_for_workers(process: subprocess.Popen[str], count: int) -> None:
-    """Read the log until so many workers listen."""
+    """Read the log until `count` workers listen."""
     assert process.stderr is not None
     while count:
         count -= json.loads(process.stderr.readline())["event"] == "serving"

@@ -87,7 +87,7 @@ async def test_the_limits_are_the_operators(launch: Launch) -> None:
 
 @pytest.mark.fault(65)
 async def test_one_bad_picture_among_large_ones_is_found(launch: Launch) -> None:
-    """So many pictures are validated off the event loop."""
+    """Pictures of this total size are validated off the event loop."""
     async with launch() as fleet:
         large = picture("BMP", 600, 600)
         said = await refused(fleet, image(large), image(large + b"x"), image(bomb(1, 1) + large))

@@ -51,7 +51,7 @@ class Load:
                     self.statuses.append(await self.proxy.chat(http))
 
     async def more(self, count: int = 40) -> None:
-        """Wait for so many further requests."""
+        """Wait for `count` further requests."""
         until_now = len(self.statuses)
         await until(lambda: len(self.statuses) >= until_now + count, 60)
 

@@ -57,7 +57,7 @@ def holds(release: asyncio.Event) -> Handler:
 
 @asynccontextmanager
 async def streams(fleet: Fleet, count: int) -> AsyncIterator[list[int]]:
-    """Keep so many streams in progress, each with its own picture; yield their statuses."""
+    """Keep `count` streams in progress, each with its own picture; yield their statuses."""
     release = asyncio.Event()
     fleet.d.chat = holds(release)
     async with AsyncExitStack() as stack:

@@ -40,7 +40,7 @@ async def known(fleet: Fleet, instance: FakeInstance, *, waiting: int, running: 
 
 
 async def had(fleet: Fleet, requests: int, headers: dict[str, str] | None = None) -> list[int]:
-    """Send so many requests; return how many each decode instance received."""
+    """Send `requests` requests; return how many each decode instance received."""
     before = [len(one.calls) for one in fleet.decode]
     for _ in range(requests):
         status, _ = await fleet.chat(request(text()), headers)
@@ -50,7 +50,7 @@ async def had(fleet: Fleet, requests: int, headers: dict[str, str] | None = None
 
 @asynccontextmanager
 async def held(fleet: Fleet, requests: int) -> AsyncIterator[asyncio.Event]:
-    """Keep so many requests in progress at the decode instances until the event is set."""
+    """Keep `requests` requests in progress at the decode instances until the event is set."""
     end = asyncio.Event()
 
     async def holds(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:

@@ -352,7 +352,7 @@ class Load:
                 self.statuses.append(200 if good else reply.status)
 
     async def more(self, count: int = 20) -> None:
-        """Wait for so many further answers."""
+        """Wait for `count` further answers."""
         enough = len(self.statuses) + count
         await until(lambda: len(self.statuses) >= enough, 30)
 

@@ -87,7 +87,7 @@ def families() -> list[Metric]:
 
 
 def large(each: int = 20, hostile: str = "") -> UiState:
-    """Return a fleet with so many instances of each role, in every state, with all details.
+    """Return a fleet with `each` instances of each role, in every state, with all details.
 
     Args:
         each: number of instances per role.

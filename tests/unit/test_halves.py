@@ -17,7 +17,7 @@ def died(stage: str) -> UpstreamDied:
 
 
 async def ended(prefill: float, decode: float | None, error: Exception | None = None) -> list[str]:
-    """Let each half die after so many seconds; return the deaths that were observed."""
+    """Let each half die after its delay; return the deaths that were observed."""
     seen: list[str] = []
 
     async def half(stage: str, delay_s: float | None) -> None:
