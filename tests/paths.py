@@ -1,5 +1,3 @@
-"""Folders of the project."""
-
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]

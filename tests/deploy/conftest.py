@@ -1,5 +1,3 @@
-"""Fixtures for the tests of `deploy/`."""
-
 from pathlib import Path
 
 import pytest

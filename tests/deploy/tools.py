@@ -26,7 +26,6 @@ def program(name: str) -> str:
 
 
 def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run promtool and wait for its end."""
     command = [program("promtool"), *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False, cwd=PROMETHEUS

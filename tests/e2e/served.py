@@ -33,7 +33,6 @@ class Served:
 
     @property
     def model(self) -> str:
-        """Return the served name of the model."""
         return self.spec.model
 
     @property
@@ -41,7 +40,6 @@ class Served:
         return self.stack.of_role(Role.ENCODE)[0]
 
     def log(self, engine: Engine) -> str:
-        """Return the log of an engine."""
         return (self.logs / f"{engine.name}.log").read_text()
 
     @property

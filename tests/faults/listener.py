@@ -35,7 +35,6 @@ class Listener:
         return len(self._tasks)
 
     def reset_all(self) -> None:
-        """Reset every connection."""
         for task, connection in self._tasks.items():
             linger_not(connection)
             task.cancel()

@@ -1,5 +1,3 @@
-"""Fixtures for the proxy's tests."""
-
 from tests.support.fixtures import backed, fleet, joined, keys, launch, store, url
 
 __all__ = ["backed", "fleet", "joined", "keys", "launch", "store", "url"]

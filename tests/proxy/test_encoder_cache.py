@@ -151,7 +151,6 @@ async def test_a_claim_whose_holder_died_is_waited_for_only_so_long(
 async def test_an_entry_lost_between_look_up_and_load_is_invisible_to_the_client(
     launch: Launch, backed: Backed, url: str, prefill: int, how: str
 ) -> None:
-    """Row 21 of docs/faults.md."""
     async with caching(launch, backed, url, prefill=prefill) as fleet:
         await items_of(fleet, request(image(), text()))
         loader = fleet.p if prefill else fleet.d
@@ -253,7 +252,6 @@ async def test_a_refused_request_without_its_media_is_not_retried(
 async def test_without_the_store_requests_are_served(
     launch: Launch, backed: Backed, away: str
 ) -> None:
-    """Row 16 of docs/faults.md."""
     async with caching(launch, backed, away) as fleet:
         for _ in range(2):
             assert await items_of(fleet, request(image())) == {"encoded": 1}
@@ -304,7 +302,6 @@ def make_store(url: str, key: EntryKey) -> None:
 async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row 16 of docs/faults.md."""
     go = threading.Event()
     asked: list[int] = []
 

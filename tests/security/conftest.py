@@ -1,5 +1,3 @@
-"""Fixtures for the security tests."""
-
 from tests.support.fixtures import backed, keys, launch, store, url
 
 __all__ = ["backed", "keys", "launch", "store", "url"]

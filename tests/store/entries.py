@@ -1,5 +1,3 @@
-"""Entries for tests."""
-
 from typing import Any
 
 from ec_store import Entry

@@ -152,16 +152,13 @@ class RedisServer:
         return redis.Redis(**settings)
 
     def command(self, *arguments: str | int) -> Any:
-        """Return the reply to any command."""
         client: Any = self.client
         return client.execute_command(*arguments)
 
     def url(self, query: str = "", scheme: str = "redis") -> str:
-        """Return the URL of the server."""
         return f"{scheme}://127.0.0.1:{self.port}/?{query}"
 
     def kill(self) -> None:
-        """Kill the server."""
         if self.process is not None:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()

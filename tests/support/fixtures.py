@@ -1,5 +1,3 @@
-"""Fixtures for the proxy's tests."""
-
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any

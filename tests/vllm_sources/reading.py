@@ -73,7 +73,6 @@ class Source:
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """Parse a module."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
