@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks style, types, import rules, that all faults have tests, that generated references are current,
+# Checks style, types, import rules, English, that all faults have tests, that generated references are current,
 # and that documents have no broken links.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,6 +12,7 @@ types=$!
 site=$(mktemp --directory)
 trap 'kill "$types" 2>/dev/null || true; rm -rf "$site"' EXIT
 .venv/bin/lint-imports
+.venv/bin/python scripts/language_check.py
 .venv/bin/python scripts/fault_table.py --check
 .venv/bin/python scripts/recovery_table.py --check
 .venv/bin/python scripts/metrics_reference.py --check
