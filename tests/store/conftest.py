@@ -1,4 +1,4 @@
-"""Redis server for each module, emptied for each test that uses its client; and clusters."""
+"""Folder of a store on disk, Redis server of a module, and Redis clusters."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 
 from tests.store.redis_server import RedisServer, StartCluster, cluster
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return the folder of a store, which does not exist yet."""
+    return tmp_path / "store"
 
 
 @pytest.fixture(scope="module")

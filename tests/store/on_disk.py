@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from ec_store import EntryKey
 from ec_store.disk import tree
 from ec_store.disk.store import SharedDiskStore
@@ -17,11 +15,6 @@ from ec_store.disk.tree import taken_bytes
 
 def opened(root: Path, query: str = "") -> SharedDiskStore:
     return SharedDiskStore.from_url(f"{root.as_uri()}?{query}")
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 def path_of(root: Path, kept: EntryKey) -> Path:

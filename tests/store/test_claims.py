@@ -28,11 +28,6 @@ KILLS = 40
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def disk(root: Path) -> Iterator[SharedDiskStore]:
     with opened(root) as store:
         yield store

@@ -40,11 +40,6 @@ settings_of_any_store = st.builds(
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def looks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "LOOK_EVERY_S", SOON_S)
 

@@ -33,11 +33,6 @@ FORK = multiprocessing.get_context("fork")
 BLOCK = 4096
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def fill(root: Path, number: int, size: int = 100) -> None:
     """Create entry files that eviction sees, without writing each through a store."""
     for _ in range(number):

@@ -25,11 +25,6 @@ SOON_S = 0.05
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def store(root: Path) -> Iterator[SharedDiskStore]:
     with opened(root) as store:
         yield store
