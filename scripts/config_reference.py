@@ -15,11 +15,11 @@ from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from epd.config.fields import flag_of
 from epd.config.flags import (
     SECRETS,
     TITLES,
     Settings,
-    flag_of,
     group_of,
     metavar_of,
     shown_default,

@@ -22,7 +22,7 @@ from pydantic import AliasChoices, Field, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from epd.config.fields import AdminKey, Secret
+from epd.config.fields import AdminKey, Secret, flag_of
 from epd.config.proxy_config import ProxyConfig
 from epd.routing.urls import is_address
 
@@ -64,11 +64,6 @@ SECRETS = tuple(
     if SecretStr in getattr(field.annotation, "__args__", ())
 )
 """Fields without a flag and not allowed in the YAML file: other users may read both."""
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a setting."""
-    return "--" + name.replace("_", "-")
 
 
 def variables_of(name: str) -> list[str]:
@@ -238,8 +233,7 @@ def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]
         hosts, ports = (flags.get(f"{server}_{what}") for what in ("hosts", "ports"))
         if setting in kept:
             if one := hosts or ports:
-                flag = "--" + setting.replace("_", "-")
-                reasons.append(f"{flag} and {one.flag} exclude each other: keep one")
+                reasons.append(f"{flag_of(setting)} and {one.flag} exclude each other: keep one")
             continue
         hosts = hosts or ListFlag(f"--{server}-hosts", ["localhost"])
         ports = ports or ListFlag(f"--{server}-ports", [port])

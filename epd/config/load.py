@@ -20,11 +20,11 @@ from pydantic import SecretStr, ValidationError
 from pydantic_settings import EnvSettingsSource
 
 from ec_store.config import redacted
+from epd.config.fields import flag_of
 from epd.config.flags import (
     PREFIX,
     SECRETS,
     Settings,
-    flag_of,
     group_of,
     name_of,
     variables_of,
@@ -325,6 +325,7 @@ def _wrong(invalid: ValidationError, given: Layer, *, complete: bool) -> list[st
     for error in invalid.errors(include_url=False, include_context=False, include_input=False):
         name = str(error["loc"][0]) if error["loc"] else ""
         message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        message = message.partition(", unable to parse")[0]
         if not complete and (error["type"] == "missing" or not name):
             continue
         if error["type"] == "missing":

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from epd.config import ConfigInvalid, ProxyConfig
-from epd.config.flags import SECRETS, Settings, add_flags, flag_of, metavar_of
+from epd.config.fields import flag_of
+from epd.config.flags import SECRETS, Settings, add_flags, metavar_of
 from epd.config.load import Loaded, as_json, as_yaml, load
 from epd.parser import Parser
 from epd.routing.instances import Role
