@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import redis
 import yaml
 
 from epd.config.flags import Settings
-from tests.deploy.tools import DEPLOY, load
+from tests.deploy.tools import DEPLOY, load, load_all
+from tests.store.redis_server import binary
 from tests.support.fleet import Fleet, Launch
 
 COMPOSE = load(DEPLOY / "compose.yaml")
@@ -82,6 +84,47 @@ def test_the_proxy_takes_its_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     grace_s = int(SERVICES["proxy"]["stop_grace_period"].removesuffix("s"))
     assert grace_s > config.drain_delay_s + config.drain_timeout_s + 5
     assert SERVICES["proxy"]["ports"][0].endswith(f":{config.port}")
+
+
+KUBERNETES_REDIS = next(
+    one for one in load_all(DEPLOY / "kubernetes" / "redis.yaml") if one["kind"] == "Deployment"
+)["spec"]["template"]["spec"]["containers"][0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        filled(SERVICES["redis"]["command"][2]).replace("$$", "$"),
+        KUBERNETES_REDIS["command"][2],
+    ],
+    ids=["compose", "kubernetes"],
+)
+def test_redis_reads_its_password_from_standard_input(tmp_path: Path, command: str) -> None:
+    config, socket = tmp_path / "redis.conf", tmp_path / "socket"
+    config.write_text(f"port 0\nunixsocket {socket}\n")
+    command = command.replace("docker-entrypoint.sh redis-server", "redis-server")
+    command = command.replace("redis-server", binary()).replace(
+        "/etc/redis/redis.conf", str(config)
+    )
+    with subprocess.Popen(
+        ["/bin/sh", "-c", command],
+        env={"REDISCLI_AUTH": SECRET},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        try:
+            assert server.stdout is not None
+            assert any("eady to accept connections" in line for line in server.stdout)
+            with redis.Redis(unix_socket_path=str(socket), password=SECRET) as client:
+                assert client.ping()
+            with (
+                redis.Redis(unix_socket_path=str(socket)) as client,
+                pytest.raises(redis.AuthenticationError),
+            ):
+                client.ping()
+        finally:
+            server.terminate()
 
 
 def test_prometheus_has_the_key_where_it_looks_for_it() -> None:
