@@ -48,7 +48,7 @@ class HealthPolicy:
             are the delays below.
         down_after: failed probes in a row after which an instance is down.
         min_backoff_s: delay of the first probe of an instance that is down; doubled each time.
-        max_backoff_s: upper bound of that delay.
+        max_backoff_s: upper bound of that delay; `probe_interval_s` until the first answer.
     """
 
     eject_after: int = 5
@@ -213,7 +213,9 @@ class Health:
         if self._state is not HealthState.DOWN:
             return self.policy.probe_interval_s
         doublings = min(max(0, self._failed_probes - self.policy.down_after), 32)
-        return min(self.policy.min_backoff_s * 2.0**doublings, self.policy.max_backoff_s)
+        # An instance that has never answered may be starting: it is used soon after it is ready.
+        most_s = self.policy.max_backoff_s if self.met else self.policy.probe_interval_s
+        return min(self.policy.min_backoff_s * 2.0**doublings, most_s)
 
     def _failed(self, now_s: float, *, unreachable: bool) -> None:
         self._failures += 1
