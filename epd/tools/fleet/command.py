@@ -223,7 +223,7 @@ def _example(settings: FleetSettings, plan: FleetPlan) -> str:
     ]
     content = parts if plan.of_roles(Role.ENCODE) else "What is a proxy?"
     body = {
-        "model": settings.served_model_name or settings.model,
+        "model": settings.served_name or settings.model,
         "messages": [{"role": "user", "content": content}],
         "max_tokens": 64,
         **({"conversation_id": "1"} if settings.bidirectional_kv else {}),

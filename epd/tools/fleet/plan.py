@@ -207,7 +207,7 @@ def _engines(
             side_channel_port=next(nixl_ports) if role in TRANSFERS_KV else 0,
             platform=platform,
             devices=own,
-            served_name=settings.served_model_name,
+            served_name=settings.served_name,
             local_media=settings.allowed_local_media_path,
             memory=_memory(settings, role) if own else None,
             max_model_len=settings.max_model_len,

@@ -287,6 +287,8 @@ def wait_until_ready(
 ) -> None:
     """Wait until all servers are ready, and report their progress.
 
+    The last server, which waits for the others, is reported only when they are ready.
+
     Raises:
         ProcessDied: a server ended.
         TimeoutError: not all were ready within `timeout_s` seconds.
@@ -303,7 +305,7 @@ def wait_until_ready(
             names = ", ".join(process.name for process in waiting)
             ends = (f"The end of {process.log}:\n{process.tail()}" for process in waiting)
             raise TimeoutError("\n".join([f"not ready after {timeout_s:.0f} s: {names}.", *ends]))
-        progress.report_progress(waiting)
+        progress.report_progress(waiting[:-1] or waiting)
         time.sleep(POLL_S)
 
 

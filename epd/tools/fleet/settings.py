@@ -67,7 +67,7 @@ def _store_url(text: str) -> str:
 
 
 def _model(text: str) -> str:
-    # The text stays as given: requests use it as the model's name.
+    # A name on the hub stays as given: requests use it as the model's name.
     text = os.path.expanduser(text)  # noqa: PTH111 - a Path would normalize the text
     path = Path(text)
     looks_like_path = text.startswith(("/", ".", "~")) or text.count("/") > 1
@@ -138,7 +138,9 @@ class FleetSettings(BaseSettings):
         validation_alias="MODEL", description="model: name on the hub, or directory"
     )
     served_model_name: str | None = Field(
-        None, description="name of the model in requests (default: the value of --model)"
+        None,
+        description="name of the model in requests (default: the value of --model; of a "
+        "directory, its last part)",
     )
     topology: Annotated[Topology, NoDecode, BeforeValidator(_topology)] = Field(
         Topology.parse("1e1pd"),
@@ -286,6 +288,12 @@ class FleetSettings(BaseSettings):
         if self.ec_store is not None and Role.ENCODE not in roles:
             raise ValueError("--ec-store needs encode instances, as in 1e1p1d")
         return self
+
+    @property
+    def served_name(self) -> str | None:
+        """Name of the model in requests; None: as on the hub."""
+        path = Path(self.model)
+        return self.served_model_name or (path.resolve().name if path.is_dir() else None)
 
     def kv_extra(self) -> Mapping[str, Any]:
         """Return the extra configuration of the KV connectors of prefill and decode instances."""
