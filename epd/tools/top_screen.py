@@ -90,6 +90,8 @@ COLORS = {
 OUTCOMES: Mapping[Outcome, str] = {"ok": "", "rejected": "yellow", "left": "dim", "failed": "red"}
 BAR = 6
 MIN_BARS = 10
+WIDE = 80
+"""Minimum width of a frame with the latencies of instances, in columns."""
 BUSY = 4
 """Minimum upper end of the scale for running requests."""
 
@@ -160,8 +162,8 @@ def _saved(totals: Totals) -> Text:
     line = Text.assemble("Saved ", (f"{saved['encodes']:,} encodes", "bold green"))
     if saved["bytes"]:
         line.append_text(Text.assemble(", ", (size(saved["bytes"]), "bold green"), " not sent"))
-    gpu = seconds(saved["encode_seconds"]).replace(" ", " GPU ")
-    line.append_text(Text.assemble(", about ", (gpu, "bold green")))
+    spent = (seconds(saved["encode_seconds"]), "bold green")
+    line.append_text(Text.assemble(", ", spent, " of encoding"))
     line.append_text(
         Text.assemble("  hit rate ", (share_text(items["hit"], sum(items.values())), "bold"))
     )
@@ -210,8 +212,9 @@ def _instances(
     hidden = len(chosen) > room - 1
     shown = {id(one) for one in (chosen[: room - 2] if hidden else chosen)}
     most = max([BUSY, *(one["requests"] for one in instances)])
-    table = _table("", "Instance", "", "", "/s", "p50", "p95", "failed", "rej.", right=range(4, 9))
-    table.columns[1].max_width = max(14, width - 60)
+    latency = ("/s", "p50", "p95") if width >= WIDE else ()
+    table = _table("", "Instance", "", "", *latency, "failed", "rej.", right=range(4, 9))
+    table.columns[1].max_width = max(20, width - 60)
     for one in instances:
         if id(one) not in shown:
             continue
@@ -221,7 +224,7 @@ def _instances(
             Text(strip_control(one["url"].partition("://")[2])),
             Text(f"{glyph} {strip_control(word)}", color),
             Text(f"{one['requests']:>3} {bar(one['requests'] / most, BAR):<{BAR}}"),
-            *_latency(one),
+            *(_latency(one) if latency else ()),
             *_endings(one),
         )
     yield table

@@ -30,7 +30,7 @@ def test_it_fits_and_has_something_of_everything(each: int, width: int, height: 
     for part in (
         "Saved 830 encodes",
         "312 MB",
-        "148 GPU s",
+        "148 s of encoding",
         "hit rate 83 %",
         "raw 7 %",
         "75 % of",
@@ -112,6 +112,15 @@ def test_of_an_older_proxy_that_tells_no_rejections_the_rest_is_shown() -> None:
     text = "\n".join(drawn(cast("UiState", shown), 100, None))
 
     assert "502 decode_" in text
+
+
+def test_a_narrow_frame_keeps_names_and_failures_of_instances() -> None:
+    lines = drawn(large(2), 60, 40)
+
+    assert max(map(len, lines)) <= 60
+    [title] = [line for line in lines if "Instance" in line]
+    assert title.split() == ["Instance", "failed", "rej."]
+    assert {line.split()[0] for line in lines if "● healthy" in line} == {"E1", "P1", "D1"}
 
 
 def test_without_an_end_all_instances_are_there() -> None:
