@@ -91,7 +91,7 @@ def _run(parser: Parser, *, results: Sequence[Path], folder: Path) -> None:
                 try:
                     draw(bars, theme, picture)
                 except ImportError:
-                    sys.exit("epd bench plot: needs matplotlib: pip install 'epd-proxy[bench]'")
+                    sys.exit("epd bench plot: needs matplotlib: pip install '.[bench]'")
                 except OSError as error:
                     sys.exit(f"epd bench plot: {error}")
                 print(picture)
