@@ -1,4 +1,4 @@
-"""Encoder cache: a store of encoder outputs, shared by vLLM instances.
+"""Encoder store: encoder outputs, shared by vLLM instances.
 
 The names below are imported at their first use. `ec_store.device` has to run in an environment with
 PyTorch alone, and the other modules of this package import more.

@@ -92,7 +92,7 @@ class Fetcher:
         self._numbers = count()
         self._hanging = 0
         self._check_s = 0.0
-        self._breaker = Breaker("reading from the encoder cache", clock=clock)
+        self._breaker = Breaker("reading from the encoder store", clock=clock)
 
     def has_room(self, wants: Mapping[str, Want]) -> bool:
         """Return whether the budget has room for all of these entries at once.

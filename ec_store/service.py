@@ -142,7 +142,7 @@ class Maintenance:
             # Logged once until it succeeds again: a store may be down for many intervals.
             if not self._failing:
                 logger.exception(
-                    "maintenance of the encoder cache failed; retrying at each interval"
+                    "maintenance of the encoder store failed; retrying at each interval"
                 )
             self._failing = True
         else:

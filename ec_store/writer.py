@@ -56,7 +56,7 @@ class Writer:
         self._queue_bytes = queue_bytes
         self._done = done
         self._clock = clock
-        self._breaker = Breaker("writing to the encoder cache", clock=clock)
+        self._breaker = Breaker("writing to the encoder store", clock=clock)
         self._queue: queue.SimpleQueue[tuple[EntryKey, Make] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting: dict[EntryKey, int] = {}
@@ -133,7 +133,7 @@ class Writer:
         if type(error) not in self._logged:
             self._logged.add(type(error))
             logger.error(
-                "writing to the encoder cache failed; the writer continues", exc_info=error
+                "writing to the encoder store failed; the writer continues", exc_info=error
             )
 
     def _write(self, key: EntryKey, make: Make, started_s: float) -> bool:

@@ -85,7 +85,7 @@ class Housekeeping:
         file_system = tree.file_system()
         if file_system.size_bytes and not ismount(path):
             logger.info(
-                "the encoder cache in %s takes at most %.2f GiB of a file system of %.2f GiB, and "
+                "the encoder store in %s takes at most %.2f GiB of a file system of %.2f GiB, and "
                 "leaves %.2f GiB of it free for others",
                 path,
                 self._quota_bytes(file_system) / 2**30,
@@ -199,7 +199,7 @@ class Housekeeping:
         """Log once, until it is resolved, that less than the reserve is free."""
         if self._reserve_kept:
             logger.warning(
-                "the encoder cache drops entries: its file system has %d bytes free, %d are "
+                "the encoder store drops entries: its file system has %d bytes free, %d are "
                 "reserved for others, and no more entries can be evicted. Free some, or give the "
                 "store a file system of its own",
                 file_system.free_bytes,

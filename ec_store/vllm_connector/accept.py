@@ -250,7 +250,7 @@ class Acceptance:
         if found.kind not in self._logged:
             self._logged.add(found.kind)
             logger.warning(
-                "an encoder cache entry does not fit the model and counts as a miss: "
+                "an encoder store entry does not fit the model and counts as a miss: "
                 "identifier %.128r, modality %s, %s: found %s, expected %s. Further ones are only "
                 "counted, in vllm:ec_store_misfits_total. If other engines of this model write "
                 "such entries, compare their vLLM release, dtype and model; then remove the "

@@ -126,13 +126,15 @@ class NamespaceRegistration:
             except StoreError as error:
                 if not failed:
                     logger.warning(
-                        "the encoder cache cannot be used; retrying every %g s: %s", RETRY_S, error
+                        "the encoder store cannot be used; retrying every %g s: %s",
+                        RETRY_S,
+                        error,
                     )
                 failed = True
                 self._closed.wait(RETRY_S)
             else:
                 if failed:
-                    logger.info("the encoder cache can be used again")
+                    logger.info("the encoder store can be used again")
                 return
 
     def _register(self) -> None:

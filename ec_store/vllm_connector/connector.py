@@ -68,7 +68,7 @@ class ECStoreConnector(ECConnectorBase):
         self._sharing: Sharing | None = None
         self._receiver: Receiver | None = None
         self._registration: NamespaceRegistration | None = None
-        logger.info("encoder cache in %s, namespace %s", redacted(config.store), self.namespace)
+        logger.info("encoder store in %s, namespace %s", redacted(config.store), self.namespace)
         if role is ECConnectorRole.SCHEDULER:
             self._open_scheduler(vllm_config, config)
         else:

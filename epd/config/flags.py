@@ -315,12 +315,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 help=field.description,
             )
             continue
+        # No choices here: the model checks the value, and reports it along with all other errors.
         choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
         groups[group_of(name)].add_argument(
             flag_of(name),
             default=argparse.SUPPRESS,
-            choices=choices,
-            metavar=None if choices else metavar_of(name, field),
+            metavar=f"{{{','.join(choices)}}}" if choices else metavar_of(name, field),
             help=_help(field),
         )
     add_example_flags(parser)

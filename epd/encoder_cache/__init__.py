@@ -1,1 +1,1 @@
-"""The encoder cache as seen by the proxy: keys, names, lookups, claims."""
+"""The encoder store as seen by the proxy: keys, names, lookups, claims."""

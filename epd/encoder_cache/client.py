@@ -98,8 +98,8 @@ class EncoderCache:
         self._store: AsyncStore | None = None
         self._problem: str | None = None
         self._at_once = AtOnce()
-        self._reading = Breaker("reading from the encoder cache", warn=_warn)
-        self._writing = Breaker("writing to the encoder cache", warn=_warn)
+        self._reading = Breaker("reading from the encoder store", warn=_warn)
+        self._writing = Breaker("writing to the encoder store", warn=_warn)
         self._namespaces: Mapping[str, str] = {}
         self._learned: BoundedDict[str, str] = BoundedDict(MAX_LEARNED)
         self._refresh_now = asyncio.Event()
@@ -358,7 +358,7 @@ class EncoderCache:
 
     def _log_usable(self) -> None:
         if self._problem is not None:
-            logger.info("the encoder cache can be used")
+            logger.info("the encoder store can be used")
         self._problem = None
 
     def _log_unusable(self, error: Exception, again_s: float) -> None:
@@ -367,9 +367,9 @@ class EncoderCache:
         if self._problem == before:
             return
         if isinstance(error, StoreMissing):
-            event, maker = "there is no encoder cache", MAKERS
+            event, maker = "there is no encoder store", MAKERS
         else:
-            event, maker = "the encoder cache is unavailable", ""
+            event, maker = "the encoder store is unavailable", ""
         again = f"requests bypass it; the proxy retries every {again_s:g} s{maker}"
         logger.warning(event, reason=self._problem, next=again)
 

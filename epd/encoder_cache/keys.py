@@ -90,7 +90,7 @@ class ClientNames:
         if keys:
             infos = await self._cache.read("get_name", lambda store: store.lookup(keys))
         if infos is None:
-            raise StoreUnavailable("the encoder cache did not answer")
+            raise StoreUnavailable("the encoder store did not answer")
         known = {info.key: info.metadata for info in infos if info is not None}
         if known:
             self._cache.run_later(self._cache.lease(list(known)))
@@ -123,7 +123,7 @@ class ClientNames:
                 else:
                     self._stale.pop(key, None)
         if deleted is None:
-            raise StoreUnavailable("the encoder cache did not answer")
+            raise StoreUnavailable("the encoder store did not answer")
 
     def _key(self, model: str | None, name: str) -> EntryKey | None:
         namespace = self._cache.namespace(model)
@@ -269,7 +269,7 @@ class Keys:
             own = [name.key for name in known.values() if name.own and alone]
             await self._names.delete_names(model, list(known), own)
         except StoreUnavailable as error:
-            raise no_store("the encoder cache did not answer; retry later") from error
+            raise no_store("the encoder store did not answer; retry later") from error
 
     async def _recalled(
         self, body: Body, items: Sequence[MMItem], tenant: Tenant, config: ConfigFields
@@ -287,7 +287,7 @@ class Keys:
             try:
                 found = await self._names.recall_names(body.get("model"), list({*names.values()}))
             except StoreUnavailable as error:
-                raise no_store("the encoder cache did not answer; retry later") from error
+                raise no_store("the encoder store did not answer; retry later") from error
         for item, name in names.items():
             if name not in found:
                 raise UnknownMedia(

@@ -326,7 +326,7 @@ def _in_order(job: EncodeJob, made: list[EncodedItem]) -> list[EncodedItem]:
 
 def _unknown(item: MMItem, job: EncodeJob) -> ProxyError:
     if not job.answered:
-        return no_store("the encoder cache did not answer; retry later, or send the media")
+        return no_store("the encoder store did not answer; retry later, or send the media")
     return UnknownMedia(
         "no media are stored under this uuid; send them again", param=item.param_path
     )

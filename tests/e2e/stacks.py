@@ -29,7 +29,7 @@ class Spec:
     Attributes:
         model: its model.
         topology: its engines.
-        store: where its encoder cache is.
+        store: where its encoder store is.
         bf16: whether engines compute in bfloat16 instead of float32.
         ranks: number of processes that share the encode engine's tensors.
         consumer_ranks: the same for each of the other engines.

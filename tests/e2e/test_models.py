@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 LOST = ("misses", "timeouts", "errors", "misfits", "failed_requests", "exceptions")
 """Metrics of the connector for entries that a consumer did not get."""
-NAMESPACE = re.compile(r"encoder cache in \S+, namespace (\S+)")
+NAMESPACE = re.compile(r"encoder store in \S+, namespace (\S+)")
 WORDS = text("what?")
 
 

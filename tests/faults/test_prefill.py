@@ -79,7 +79,7 @@ async def test_where_all_prefills_fail_decode_prefills_and_it_is_said(launch: La
 
         assert sum(len(one.calls) for one in fleet.prefill) == 2
         assert given(fleet.d) == [None]
-        assert "data:" in str(fleet.d.calls[0].parts[0])  # it may have no encoder cache
+        assert "data:" in str(fleet.d.calls[0].parts[0])  # it may have no encoder store
 
 
 @pytest.mark.fault(30)

@@ -74,7 +74,7 @@ async def test_a_redis_that_turns_bad_costs_its_budget_and_then_is_left_alone(
                         assert await items_of(fleet, picture) == {"encoded": 1}
 
         assert any(
-            line["event"].startswith("reading from the encoder cache keeps failing")
+            line["event"].startswith("reading from the encoder store keeps failing")
             for line in lines
         )
 

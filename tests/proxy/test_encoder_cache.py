@@ -286,8 +286,8 @@ async def test_a_store_that_is_missing_is_logged_once_and_never_made_by_the_prox
             assert set(await cache.find_entries([key]) or ()) == {key}
 
     seen = [(line["event"], line.get("reason")) for line in lines]
-    missing = ("there is no encoder cache", f"there is no store in {folder}")
-    there = ("the encoder cache can be used", None)
+    missing = ("there is no encoder store", f"there is no store in {folder}")
+    there = ("the encoder store can be used", None)
     assert seen == [missing, there, missing, there]
 
 

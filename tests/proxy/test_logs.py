@@ -160,7 +160,7 @@ async def test_a_store_that_goes_away_is_a_line_with_what_comes_next(tmp_path: P
         await running.ask("r-1")
         folder.rename(tmp_path / "gone")
         folder.write_text("no folder")
-        line = await running.logged("the encoder cache is unavailable")
+        line = await running.logged("the encoder store is unavailable")
 
     assert "request_id" not in line
     assert "retries every" in line["next"]
@@ -173,14 +173,14 @@ async def test_a_store_that_engines_have_not_made_yet_is_a_line_and_is_found_lat
     folder = tmp_path / "store"
     async with proxy("--ec-store", f"file://{folder}") as running:
         assert await running.ask("r-1") == 200
-        missing = await running.logged("there is no encoder cache")
+        missing = await running.logged("there is no encoder store")
         assert not folder.exists()
         with open_store(f"file://{folder}") as store:
             store.register_namespace("m", NAMESPACE)
             backed = Backed(store, folder)
             encode = running.instances["encode"]
             encode.chat = backed.encodes
-            await running.logged("the encoder cache can be used")
+            await running.logged("the encoder store can be used")
             encode.calls.clear()
             for _ in range(2):
                 assert await running.ask("r-2") == 200

@@ -428,7 +428,7 @@ async def test_a_store_that_fails_is_counted_and_its_circuit_opens(
         backed.store.close()
 
     opened = [one["event"] for one in lines if "skipping it for 5 s" in one["event"]]
-    assert [one.partition(" keeps")[0] for one in opened] == ["reading from the encoder cache"]
+    assert [one.partition(" keeps")[0] for one in opened] == ["reading from the encoder store"]
     circuit = named("epd_circuit_open", circuit="store_questions")
     assert (before[circuit], after[circuit]) == (0, 1)
     looks = {name: value for name, value in after.items() if "{operation=lookup,r" in name}

@@ -258,7 +258,7 @@ def test_what_is_left_to_others_is_logged_unless_the_store_has_the_file_system(
             store.put(key(), sized(1000))
 
     assert logged == (
-        f"the encoder cache in {beside_others} takes at most 1.00 GiB of a file system of "
+        f"the encoder store in {beside_others} takes at most 1.00 GiB of a file system of "
         "2.00 GiB, and leaves 0.10 GiB of it free for others"
     )
     assert "takes at most" not in caplog.text

@@ -292,7 +292,7 @@ def test_an_engine_starts_without_its_store_and_uses_it_later(
     blocked = tmp_path / "blocked"
     blocked.write_text("")
     connector = connect(store=f"file://{blocked}/store")
-    until(lambda: "the encoder cache cannot be used" in caplog.text)
+    until(lambda: "the encoder store cannot be used" in caplog.text)
     assert connector.namespace
 
     blocked.unlink()

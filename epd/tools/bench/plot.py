@@ -151,7 +151,7 @@ def serve_pictures(document: Document) -> dict[str, Bars]:
             for title, field in (("measured", "hit_rate"), ("ideal", "ideal_hit_rate"))
         }
         rows = [f"{run['name']}, {run['dataset']}" for run in cached]
-        pictures["serve-hits"] = Bars("Hit rate of the encoder cache", rows, hits)
+        pictures["serve-hits"] = Bars("Hit rate of the encoder store", rows, hits)
     return pictures
 
 

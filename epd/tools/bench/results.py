@@ -27,7 +27,7 @@ class Run:
         dataset: data set that was sent.
         figures: measurements of the client.
         items: counts of the proxy for this run; None if they are unknown.
-        store_entries: capacity of the encoder cache, in pictures; None if it is unknown.
+        store_entries: capacity of the encoder store, in pictures; None if it is unknown.
         notes: remarks that a reader of the results needs.
     """
 
@@ -93,7 +93,7 @@ def run_of(
         dataset: data set that was sent.
         figures: measurements of the client.
         counted: counts before and after the run, or the reason why they are unknown.
-        store_entries: capacity of the encoder cache, in pictures; None if it is unknown.
+        store_entries: capacity of the encoder store, in pictures; None if it is unknown.
     """
     items, note = _counted(*counted, figures, dataset)
     notes = [note] if note else []

@@ -111,7 +111,7 @@ def _add_target_flags(group: "argparse._ArgumentGroup") -> None:
         "--store-entries",
         type=_checked(_count),
         metavar="N",
-        help="capacity of the encoder cache in pictures, to compare it with an LRU cache",
+        help="capacity of the encoder store in pictures, to compare it with an LRU cache",
     )
 
 

@@ -1,4 +1,4 @@
-"""Folder of the encoder cache of a fleet without `--ec-store`: its place, lock and removal."""
+"""Folder of the encoder store of a fleet without `--ec-store`: its place, lock and removal."""
 
 import fcntl
 import os

@@ -37,7 +37,7 @@ from epd.tools.fleet.settings import FleetSettings
 from epd.tools.fleet.stack import Fleet
 
 DESCRIPTION = """\
-Start vLLM instances, an encoder cache and the proxy on this machine, and stop them all on Ctrl-C or
+Start vLLM instances, an encoder store and the proxy on this machine, and stop them all on Ctrl-C or
 SIGTERM; a second Ctrl-C stops them at once.
 
 No server is restarted. If a server ends during the start, all servers are stopped, with exit code

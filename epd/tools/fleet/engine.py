@@ -243,7 +243,7 @@ class Engine:
         role: stage that it serves.
         model: directory of the model, or its name on the hub.
         port: port of its API.
-        store: URL of the shared encoder cache; empty: there is none.
+        store: URL of the shared encoder store; empty: there is none.
         side_channel_port: port of NIXL's handshake, a different one in every instance with NIXL.
         platform: kind of device that it runs on.
         devices: devices that it runs on, if the platform has devices.

@@ -47,7 +47,7 @@ class FleetPlan:
 
     Attributes:
         engines: vLLM instances.
-        store: URL of the encoder cache; empty: there is none.
+        store: URL of the encoder store; empty: there is none.
         host, port: address that the proxy listens on.
         local_media: folder from which file:// media may be read.
         proxy_flags: additional flags of the proxy.
@@ -159,7 +159,7 @@ def plan_fleet(
     Args:
         settings: settings of the fleet.
         environ: environment of this process.
-        store: URL of the encoder cache; it is unused without encode instances.
+        store: URL of the encoder store; it is unused without encode instances.
         config: configuration of the model; None: not known.
 
     Raises:

@@ -236,7 +236,7 @@ class FleetSettings(BaseSettings):
     ec_store: Annotated[str, AfterValidator(_store_url)] | None = Field(
         None,
         validation_alias=AliasChoices("EPD_UP_EC_STORE", "EC_SHARED_STORAGE_PATH"),
-        description="encoder cache: a folder, with a quota of 64 GiB, or a store URL (default: in "
+        description="encoder store: a folder, with a quota of 64 GiB, or a store URL (default: in "
         "shared memory, deleted at the fleet's end)",
     )
     ec_store_port: Port = Field(

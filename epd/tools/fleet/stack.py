@@ -62,7 +62,7 @@ class Fleet:
 
     @property
     def store(self) -> str:
-        """URL of the encoder cache; empty: there is none."""
+        """URL of the encoder store; empty: there is none."""
         return self.plan.store
 
     @property
@@ -197,9 +197,9 @@ class Stack(Fleet):
         Args:
             model: directory of the model; its last part is the served name.
             topology: number of engines of each role.
-            directory: folder for logs, and for the encoder cache if `store` is None.
+            directory: folder for logs, and for the encoder store if `store` is None.
             local_media: folder from which file:// media may be read.
-            store: URL of the encoder cache; it is unused without encode instances.
+            store: URL of the encoder store; it is unused without encode instances.
             kv_extra: extra configuration of the KV connectors.
             flags: additional flags of engines, by role.
             proxy_flags: additional flags of the proxy.

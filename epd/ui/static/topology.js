@@ -43,7 +43,7 @@ function picture(at, roles, state) {
   parts.proxy = at.proxyLines.map((y, line) => svg("text", { class: line ? "small" : "name", x: at.proxy.x + at.proxy.width / 2, y, "text-anchor": "middle" }));
   image.append(...parts.proxy);
   if (at.store) {
-    image.append(box(at.store, "node store"), text(at.store, `Encoder cache: ${STORES[state.store] ?? state.store}`));
+    image.append(box(at.store, "node store"), text(at.store, `Encoder store: ${STORES[state.store] ?? state.store}`));
   }
   for (const group of roles) {
     const column = at.columns[group.role];
@@ -125,5 +125,5 @@ function told(roles, state) {
     const which = bad.map((one) => `${one.name} ${word(one.state)}`).join(", ");
     return `${title}: ${plural(instances.length, "instance")}${which ? `, of which ${which}` : ", all healthy"}`;
   });
-  return `Clients, the proxy, ${parts.join("; ")}; ${state.store ? `encoder cache on ${STORES[state.store] ?? state.store}` : "no encoder cache asked"}`;
+  return `Clients, the proxy, ${parts.join("; ")}; ${state.store ? `encoder store on ${STORES[state.store] ?? state.store}` : "no encoder store asked"}`;
 }
