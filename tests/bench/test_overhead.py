@@ -212,7 +212,7 @@ def test_a_contender_that_cannot_be_started_leaves_no_other() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_whatever_ends_it_leaves_nothing(number: signal.Signals) -> None:
+def test_no_process_is_left_however_the_benchmark_ends(number: signal.Signals) -> None:
     mark = new_mark()
     command = [*EPD_BENCH, "--seconds", "60", "--scenario", "text-json"]
     with subprocess.Popen(command, env=marked(mark), stderr=subprocess.PIPE, text=True) as process:
@@ -228,7 +228,7 @@ def test_whatever_ends_it_leaves_nothing(number: signal.Signals) -> None:
     assert not any(map(os.path.exists, folders))
 
 
-def test_impatience_leaves_nothing_either() -> None:
+def test_a_second_interrupt_leaves_no_process() -> None:
     mark = new_mark()
     command = [*EPD_BENCH, "--seconds", "60", "--scenario", "text-json"]
     with subprocess.Popen(command, env=marked(mark), stderr=subprocess.PIPE, text=True) as process:

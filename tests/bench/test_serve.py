@@ -207,7 +207,7 @@ class TestBeforeItBegins:
         assert "No such file or directory" in err
         assert "cannot be reached" not in err
 
-    async def test_a_target_that_nobody_serves(self, flags: list[str | Path]) -> None:
+    async def test_a_target_without_a_server(self, flags: list[str | Path]) -> None:
         code, _, err = await bench("--url", NOBODY, *flags)
 
         assert code == 1
@@ -247,7 +247,7 @@ class TestBeforeItBegins:
         assert code == 1
         assert "its answer is not JSON" in err
 
-    async def test_a_hub_that_is_away_is_an_error_where_its_data_set_is_wanted(
+    async def test_an_unreachable_hub_is_an_error_if_its_data_set_is_requested(
         self, flags: list[str | Path]
     ) -> None:
         away = {"HF_ENDPOINT": NOBODY, "HF_HUB_OFFLINE": "0"}
@@ -257,7 +257,7 @@ class TestBeforeItBegins:
         assert "VisionArena-Chat cannot be read" in err
         assert len(err.splitlines()) == 1
 
-    async def test_a_hub_that_is_away_is_said_where_another_data_set_does(
+    async def test_an_unreachable_hub_is_reported_if_another_data_set_suffices(
         self, flags: list[str | Path]
     ) -> None:
         away = {"HF_ENDPOINT": NOBODY, "HF_HUB_OFFLINE": "0"}

@@ -65,7 +65,7 @@ async def test_turns_end_while_it_still_hangs_and_leave_nothing(hung: RedisServe
 
 
 @pytest.mark.parametrize("asking", [taking, reading])
-async def test_who_is_cancelled_while_it_connects_ends_at_whatever_step(
+async def test_a_cancelled_connect_ends_at_every_step(
     hung: RedisServer,
     asking: Callable[[str], Asking],
     monkeypatch: pytest.MonkeyPatch,

@@ -70,7 +70,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_whoever_fails_rests_for_its_time_and_nobody_else(
+def test_only_the_pair_that_failed_has_a_cooldown(
     steps: list[tuple[str, str, str]],
 ) -> None:
     clock = Clock()
@@ -96,7 +96,7 @@ def test_whoever_fails_rests_for_its_time_and_nobody_else(
                 )
 
 
-def test_what_comes_and_goes_is_not_remembered_for_ever() -> None:
+def test_cooldowns_of_removed_instances_are_dropped() -> None:
     resting = Cooldowns(Clock())
     for number in range(3 * MOST):
         resting.read(f"r{number}")

@@ -64,7 +64,7 @@ async def test_what_is_put_last_counts(store: ConversationStore) -> None:
     assert await store.take_entry("a") == BARE
 
 
-async def test_of_many_who_take_at_once_one_gets_it(store: ConversationStore) -> None:
+async def test_one_of_several_concurrent_takes_gets_the_entry(store: ConversationStore) -> None:
     await store.put("a", FULL, 60)
     taken = await asyncio.gather(*(store.take_entry("a") for _ in range(20)))
 
@@ -78,7 +78,7 @@ async def test_after_its_time_nothing_is_there(store: ConversationStore) -> None
     assert await store.take_entry("a") is None
 
 
-async def test_what_is_no_entry_in_redis_is_none(tmp_path: Path) -> None:
+async def test_an_invalid_value_in_redis_is_a_miss(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         store = ConversationsInRedis(server.url("key=ours"))
         less = {name: value for name, value in PARAMS.items() if name != "remote_num_tokens"}
@@ -104,7 +104,7 @@ async def test_many_turns_at_once_share_a_few_connections(tmp_path: Path) -> Non
         await store.close()
 
 
-async def test_the_log_names_the_store_that_is_left_alone_without_its_password() -> None:
+async def test_the_log_names_the_skipped_store_without_its_password() -> None:
     config = ProxyConfig.model_construct(
         conversation_store="redis://me:secret@127.0.0.1:1", conversation_budget_s=30.0
     )
@@ -122,7 +122,7 @@ async def test_the_log_names_the_store_that_is_left_alone_without_its_password()
     ]
 
 
-async def test_a_redis_that_is_away_is_said_to_be(tmp_path: Path) -> None:
+async def test_an_unreachable_redis_is_logged(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         store = ConversationsInRedis(server.url())
         await store.put("a", FULL, 60)
@@ -139,7 +139,7 @@ def test_an_entry_is_read_as_it_was_written() -> None:
     assert read(BARE.to_json()) == BARE
 
 
-def test_an_entry_whose_instance_has_no_url_is_none() -> None:
+def test_an_entry_without_a_url_of_its_instance_is_invalid() -> None:
     anywhere = replace(HELD, params=PARAMS | {"remote_host": "0.0.0.0"})  # noqa: S104 - the value is data, not an address to bind
     entry = replace(FULL, held=anywhere)
 
@@ -148,7 +148,7 @@ def test_an_entry_whose_instance_has_no_url_is_none() -> None:
 
 
 @pytest.mark.parametrize(("age_s", "known"), [(449.0, True), (451.0, False)])
-def test_what_is_older_than_it_may_be_is_stale_whatever_the_store_was_told(
+def test_a_turn_older_than_its_time_to_live_is_stale_in_any_store(
     age_s: float, known: bool
 ) -> None:
     async def scenario() -> None:
@@ -222,7 +222,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_memory_holds_the_last_of_those_whose_time_is_not_over(
+def test_memory_keeps_the_latest_unexpired_entries(
     steps: list[tuple[str, int]],
 ) -> None:
     """ConversationsInMemory behaves like a list of all entries in order of insertion."""

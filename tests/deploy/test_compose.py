@@ -40,7 +40,7 @@ def test_it_fits_the_compose_specification(tmp_path: Path) -> None:
     assert check_schema(wrong).returncode != 0
 
 
-def test_whatever_it_mounts_and_builds_is_there() -> None:
+def test_all_mounted_and_built_files_exist() -> None:
     for service in SERVICES.values():
         for source, *_ in (volume.split(":") for volume in service.get("volumes", ())):
             assert source in COMPOSE["volumes"] or (DEPLOY / source).exists(), source
@@ -139,13 +139,13 @@ def test_prometheus_has_the_key_where_it_looks_for_it() -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_nothing_is_reachable_from_outside_unless_it_is_asked_for(service: str) -> None:
+def test_ports_are_bound_to_loopback_by_default(service: str) -> None:
     for port in SERVICES[service].get("ports", ()):
         assert re.match(r"127\.0\.0\.1:|\$\{\w+_BIND:-127\.0\.0\.1\}:", port)
 
 
 @pytest.mark.security("S23")
-def test_the_image_of_the_proxy_runs_as_nobody_in_particular() -> None:
+def test_the_image_of_the_proxy_runs_as_an_unprivileged_user() -> None:
     [user] = re.findall(r"^USER (\d+):\d+$", DOCKERFILE, re.MULTILINE)
 
     assert int(user) >= 10000

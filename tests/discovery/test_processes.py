@@ -97,7 +97,7 @@ async def test_all_workers_know_and_so_do_those_that_replace_them() -> None:
     assert {line["worker"] for line in removals} == {1, 2}
 
 
-async def test_a_worker_that_starts_while_the_name_server_is_away_knows_what_the_others_know(
+async def test_a_worker_that_starts_without_a_name_server_gets_the_known_addresses(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "instances.yaml"

@@ -61,7 +61,7 @@ async def test_what_is_put_there_is_read_and_what_is_dropped_is_not(
     assert await store.read() == ()
 
 
-async def test_many_who_write_at_once_lose_nothing(store: RegistrationStore) -> None:
+async def test_concurrent_writers_lose_no_registration(store: RegistrationStore) -> None:
     many = [Instance(Role.ENCODE, f"http://e{number}:1") for number in range(20)]
     await asyncio.gather(*(store.write((), Edit(one.url, one)) for one in many))
 
@@ -89,7 +89,7 @@ async def test_what_one_proxy_registers_the_other_sees(store: RegistrationStore)
 @pytest.mark.parametrize(
     "content", [None, b"", b"\x00garbage", b"[]", b'{"version": 9, "instances": []}', b"{" * 9999]
 )
-async def test_a_file_that_is_lost_or_garbage_takes_nobody_away_and_is_mended(
+async def test_a_lost_or_damaged_file_removes_no_instance_and_is_repaired(
     tmp_path: Path, content: bytes | None
 ) -> None:
     path = tmp_path / REGISTERED
@@ -144,7 +144,7 @@ async def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path: Path) ->
     assert await writing == (A,)
 
 
-async def test_redis_that_goes_away_and_comes_back_empty_takes_nobody_away(tmp_path: Path) -> None:
+async def test_a_redis_that_restarts_empty_removes_no_instance(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         async with (
             RegistrationsInRedis.connected(server.url()) as first,
@@ -168,7 +168,7 @@ async def test_redis_that_goes_away_and_comes_back_empty_takes_nobody_away(tmp_p
             assert set(table.of_roles(*Role)) == set(others.of_roles(*Role)) == {B}
 
 
-async def test_who_follows_redis_ends_when_told_at_whatever_step(
+async def test_a_cancelled_redis_watch_ends_at_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("epd.discovery.membership.POLL_S", 0)
@@ -183,7 +183,7 @@ async def test_who_follows_redis_ends_when_told_at_whatever_step(
                 assert ended
 
 
-async def test_garbage_in_redis_takes_nobody_away(tmp_path: Path) -> None:
+async def test_invalid_values_in_redis_remove_no_instance(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         async with RegistrationsInRedis.connected(server.url()) as store:
             registrations, table = watched(store)

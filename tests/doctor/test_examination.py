@@ -274,7 +274,7 @@ async def test_a_consumer_of_another_namespace_is_found(clinic: Clinic) -> None:
     assert clinic.encode.url in complaints["namespaces"]
 
 
-async def test_a_model_whose_media_travel_is_said_to(clinic: Clinic) -> None:
+async def test_a_model_that_needs_raw_media_is_reported(clinic: Clinic) -> None:
     encodes = clinic.encode.chat
 
     async def without_metadata(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -334,7 +334,7 @@ async def test_a_model_that_takes_no_pictures_is_tried_with_a_sound(clinic: Clin
     assert len(clinic.encode.calls) == 2
 
 
-async def test_an_instance_that_is_away_is_a_failure_and_the_others_are_looked_at(
+async def test_an_unreachable_instance_is_a_failure_and_the_others_are_examined(
     clinic: Clinic,
 ) -> None:
     clinic.decode.url = "http://127.0.0.1:9"
@@ -403,15 +403,13 @@ async def test_a_store_that_is_missing_is_a_failure_and_is_not_made(
     assert not folder.parent.exists()
 
 
-async def test_a_store_that_is_away_is_a_failure(clinic: Clinic) -> None:
+async def test_an_unreachable_store_is_a_failure(clinic: Clinic) -> None:
     clinic.store = "redis://127.0.0.1:9/?connect_timeout=0.2s"
 
     assert [name for name, _ in await clinic.complaints()] == ["store"]
 
 
-async def test_a_store_whose_entries_cannot_be_read_is_found(
-    clinic: Clinic, tmp_path: Path
-) -> None:
+async def test_a_store_with_unreadable_entries_is_reported(clinic: Clinic, tmp_path: Path) -> None:
     encode = clinic.encode.chat
 
     def written() -> list[Path]:
@@ -567,7 +565,7 @@ async def test_a_fleet_that_pushes_encoder_outputs_is_tried_rank_by_rank(clinic:
     ]
 
 
-async def test_encode_instances_whose_memory_nobody_can_read_are_found(clinic: Clinic) -> None:
+async def test_encode_instances_with_unreadable_memory_are_reported(clinic: Clinic) -> None:
     memory = Memory()
     clinic.encode.chat = memory.encodes(5601)
     clinic.prefill.chat = memory.consumes(prefills)

@@ -136,7 +136,7 @@ def test_a_model_without_a_chat_route_has_advice_of_its_own(trial: Trial, advice
     assert advice in finding.advice
 
 
-def test_a_model_whose_media_are_sent_raw_is_no_complaint() -> None:
+def test_a_model_that_needs_raw_media_is_not_a_failure() -> None:
     findings = [*judge_instance(facts(trials={"encode": Trial(), "media": Trial()}))]
 
     assert bad(findings) == []

@@ -128,7 +128,7 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     # Changes of the store during requests.
     "test_entries_that_go_between_look_up_and_load_are_not_missed": EACH_STORE,
     "test_an_entry_is_deleted_while_its_request_waits_for_another": EACH_STORE,
-    "test_media_whose_entry_was_deleted_are_encoded_again": EACH_STORE,
+    "test_media_are_encoded_again_after_their_entry_was_deleted": EACH_STORE,
     "test_an_entry_that_was_deleted_after_it_was_encoded": [ON_DISK, ON_REDIS],
     "test_a_promised_entry_that_never_comes_fails_alone": [ON_DISK, ON_REDIS],
     "test_engines_count_what_they_store_and_fetch": [ON_DISK, ON_REDIS],

@@ -149,7 +149,7 @@ def test_prefill_reads_the_blocks_of_streamed_turns(stack: Served) -> None:
         assert 0.8 * last.prompt_tokens <= turn.read < turn.prompt_tokens
 
 
-def test_a_turn_after_the_time_to_live_is_computed_anew(stack: Served) -> None:
+def test_a_turn_after_the_time_to_live_is_computed_again(stack: Served) -> None:
     talk = Talk(stack)
     with proxy(stack, "--conversation-ttl", "0.5") as client:
         first = talk.turn(client, picture("cat.jpg"))
@@ -177,7 +177,7 @@ def test_two_proxies_that_share_a_redis_continue_each_others_conversations(
     assert [turn.read > 0 for turn in turns] == [False, True, True, False]
 
 
-def test_what_a_decode_engine_has_kept_is_gone_when_it_is_started_anew(stack: Served) -> None:
+def test_a_restarted_decode_engine_has_lost_its_kept_blocks(stack: Served) -> None:
     talk, [engine] = Talk(stack), stack.stack.of_role(Role.DECODE)
     with proxy(stack) as client:
         turns = [talk.turn(client, picture("cat.jpg")) for _ in range(2)]

@@ -33,7 +33,7 @@ def test_engines_without_a_profiler_are_a_503(stack: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_picture_that_is_none_is_the_engines_400_and_names_the_part(
+def test_an_invalid_picture_is_the_engines_400_and_names_the_part(
     stack: Served, stream: bool
 ) -> None:
     messages: Any = [{"role": "user", "content": [text(), picture("cat.jpg"), image(b"no png")]}]

@@ -296,7 +296,7 @@ def test_the_store_is_removed_while_serving(stack: Served) -> None:
     check_serving(stack)
 
 
-def test_a_picture_with_media_is_answered_by_prefill_itself_where_the_store_is_away(
+def test_prefill_encodes_a_picture_while_the_store_is_unreachable(
     stack: Served,
 ) -> None:
     """A file replaces the directory, so that nothing can be read or written."""
@@ -453,7 +453,7 @@ def test_an_entry_is_deleted_while_its_request_waits_for_another(
 
 
 @pytest.mark.fault(21)
-def test_media_whose_entry_was_deleted_are_encoded_again(stack: Served) -> None:
+def test_media_are_encoded_again_after_their_entry_was_deleted(stack: Served) -> None:
     expected = content(to_decode(stack, *raw(picture("cat.jpg")), text()))
     with open_store(stack.stack.store) as store:
         key, _ = encoded(stack, store, picture("cat.jpg"))

@@ -344,7 +344,7 @@ async def test_too_many_items_are_refused_before_any_is_looked_into(launch: Laun
 @pytest.mark.parametrize(
     "bad", ["a b", "ü", "x" * 129, "", "a/b", "a:b", "a%0d%0ab", "\tx\ty", "日本"]
 )
-async def test_a_request_id_that_is_none_is_replaced(launch: Launch, bad: str) -> None:
+async def test_an_invalid_request_id_is_replaced(launch: Launch, bad: str) -> None:
     async with launch() as fleet:
         async with fleet.post(request(text()), {"x-request-id": bad}) as reply:
             ours = reply.headers["X-Request-Id"]

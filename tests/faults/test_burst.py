@@ -69,7 +69,7 @@ def wait_for_workers(process: subprocess.Popen[str], count: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("tls", [False, True])
-async def test_the_kernel_holds_500_connections_that_nobody_accepts(
+async def test_the_kernel_queues_500_connections_before_they_are_accepted(
     tmp_path: Path, workers: int, tls: bool
 ) -> None:
     flags = [*INSTANCES, "--workers", str(workers)]

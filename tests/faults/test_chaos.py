@@ -109,7 +109,7 @@ def test_two_deaths_excuse_the_rejection_of_what_instances_died_of() -> None:
     assert not excused(rejected, [of_encode, of_encode])
 
 
-def test_one_kill_excuses_no_request_whose_answer_had_not_begun() -> None:
+def test_a_kill_excuses_only_requests_with_a_started_response() -> None:
     first, second = Fault("kill", "decode", "d1", 9.0), Fault("kill", "decode", "d2", 11.0)
     beside = Fault("kill", "prefill", "p1", 9.6)
     refused, broken = outcome("error", 502, "decode_failed"), outcome("broken off", 502)

@@ -192,7 +192,7 @@ async def test_a_closed_pool_keeps_nothing() -> None:
         await until(lambda: here.server.aborted == 2)
 
 
-async def test_nobody_there_is_unreachable() -> None:
+async def test_a_port_without_a_listener_is_unreachable() -> None:
     async with pooling() as pool:
         for url in ("http://127.0.0.1:1", "http://localhost:1", "http://nobody.invalid:1"):
             with pytest.raises(Unreachable) as raised:
@@ -224,7 +224,7 @@ async def test_a_name_is_looked_up_once_for_all(monkeypatch: pytest.MonkeyPatch)
         assert asked == ["engine.test"]
 
 
-async def test_a_name_that_nobody_asks_for_any_more_is_forgotten(
+async def test_an_unused_host_name_is_dropped_from_the_address_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -385,7 +385,7 @@ async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
             await here.read()
 
 
-async def test_what_nobody_takes_is_not_read() -> None:
+async def test_an_unread_body_is_not_read_from_the_socket() -> None:
     sent = 0
 
     def count() -> Step:
@@ -426,7 +426,7 @@ async def test_a_large_body_waits_until_it_is_taken() -> None:
         assert here.pool.take_connection(here.origin) is connection
 
 
-async def test_who_takes_no_body_is_late() -> None:
+async def test_an_instance_that_reads_no_body_times_out() -> None:
     async with asking([read_head(), wait(LONG_S)]) as here:
         with pytest.raises(TimeoutError):
             await here.ask(b"x" * 64 * PIECE_BYTES, timeout_s=0.3)
@@ -440,7 +440,7 @@ async def test_an_answer_may_come_before_the_body_is_taken() -> None:
         assert not connection.is_usable
 
 
-async def test_who_has_refused_is_not_sent_the_rest_of_the_body() -> None:
+async def test_the_rest_of_a_body_is_not_sent_after_a_rejection() -> None:
     body = b"x" * 64 * PIECE_BYTES
     got = 0
 
@@ -514,7 +514,9 @@ async def test_a_sink_that_is_full_is_poured_nothing_more() -> None:
     ],
     ids=["closed", "reset", "malformed", "silent"],
 )
-async def test_who_is_poured_is_told_of_its_end(then: list[Step], error: type[Exception]) -> None:
+async def test_a_sink_is_told_of_the_end_of_the_body(
+    then: list[Step], error: type[Exception]
+) -> None:
     script = [read_request(), send(KEPT + chunked(b"1")), wait(0.1), *then]
     async with asking(script) as here:
         connection = await here.ask()
@@ -534,7 +536,7 @@ async def test_a_trickle_is_poured_for_as_long_as_it_takes() -> None:
         assert got == [b"x"] * 8
 
 
-async def test_who_leaves_while_it_is_poured_is_poured_nothing_more() -> None:
+async def test_a_cancelled_pour_sends_nothing_more_to_its_sink() -> None:
     script = [read_request(), send(KEPT), send_for_ever(chunked(b"x" * 65536))]
     async with asking(script) as here:
         connection = await here.ask()

@@ -29,7 +29,7 @@ store expires the entry by its own clock."""
 
 
 @pytest.mark.fault(66)
-def test_nothing_asks_the_wall_clock() -> None:
+def test_deadlines_do_not_use_the_wall_clock() -> None:
     here = Path(epd.__file__).parent
     modules = [it for it in here.rglob("*.py") if "tools" not in it.relative_to(here).parts]
     found = [

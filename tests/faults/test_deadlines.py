@@ -11,7 +11,7 @@ from tests.support.fleet import Launch, until
 
 
 @pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
-async def test_a_request_ends_in_time_whatever_it_waits_for(launch: Launch, role: str) -> None:
+async def test_a_request_ends_at_its_deadline_in_every_wait(launch: Launch, role: str) -> None:
     async with launch(prefill=1, request_timeout_s=1.0) as fleet:
         instance = getattr(fleet, role)[0]
         instance.chat = hangs
@@ -62,7 +62,7 @@ async def test_the_wait_for_its_turn_is_a_part_of_it(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["", "soon", "-1", "nan", "inf", "1e9", "9" * 400, "0x1"])
-async def test_what_is_no_timeout_is_none(launch: Launch, wrong: Any) -> None:
+async def test_an_invalid_timeout_is_ignored(launch: Launch, wrong: Any) -> None:
     headers = {"x-request-timeout": wrong}
     async with launch() as fleet, fleet.post(request(text()), headers) as reply:
         assert reply.status == 200

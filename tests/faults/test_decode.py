@@ -16,7 +16,7 @@ NOBODY = "http://127.0.0.1:9"
 
 @pytest.mark.fault(37, 38, 39)
 @pytest.mark.parametrize("end", [reset(), hold()])
-async def test_what_breaks_after_the_end_breaks_nothing(launch: Launch, end: Any) -> None:
+async def test_a_failure_after_the_end_of_a_stream_has_no_effect(launch: Launch, end: Any) -> None:
     whole = b"".join(STREAM)
     script = [read_request(), send(STREAM_HEAD + chunked(whole)), end]
     decode = Scripted(script)
@@ -74,7 +74,7 @@ async def test_a_name_that_is_looked_up_for_ever_is_passed_over(
                 assert (await asyncio.wait_for(fleet.chat(request(text())), 20))[0] == 200
 
 
-async def test_models_are_asked_of_who_is_there(launch: Launch) -> None:
+async def test_models_are_requested_from_a_reachable_instance(launch: Launch) -> None:
     async with launch() as up, launch(decode_servers_urls=(NOBODY, up.d.url)) as fleet:
         for _ in range(4):
             async with fleet.http.get(f"{fleet.url}/v1/models") as reply:
@@ -83,7 +83,7 @@ async def test_models_are_asked_of_who_is_there(launch: Launch) -> None:
 
 @pytest.mark.fault(8, 12)
 @pytest.mark.parametrize("modality", [["image"], {}, 7])
-async def test_a_modality_that_is_none_is_refused(launch: Launch, modality: Any) -> None:
+async def test_an_unknown_modality_is_refused(launch: Launch, modality: Any) -> None:
     two = {key: {"modality": modality, "metadata": {}} for key in "ab"}
 
     async def chat(_: web.Request, __: dict[str, Any]) -> web.Response:

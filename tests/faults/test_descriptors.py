@@ -99,7 +99,7 @@ def test_a_process_raises_its_limit_and_keeps_descriptors_back_for_instances() -
 
 @pytest.mark.fault(58)
 @pytest.mark.parametrize("workers", ["1", "2"])
-async def test_accepting_goes_on_once_there_are_descriptors_again(workers: str) -> None:
+async def test_the_proxy_accepts_again_once_descriptors_are_free(workers: str) -> None:
     """The limit was set too high, so that the kernel refuses connections."""
     encode, decode = FakeInstance(encodes), FakeInstance(decodes)
     async with encode.running(), decode.running():
@@ -159,7 +159,7 @@ async def test_no_descriptor_for_an_instance_is_no_fault_of_the_instance() -> No
         assert (await fleet.chat(request(text())))[0] == 200
 
 
-def test_a_limit_that_is_very_low_still_lets_someone_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_very_low_limit_still_admits_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))
 
     assert client_connections() == 1

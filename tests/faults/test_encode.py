@@ -127,7 +127,7 @@ async def test_a_key_of_the_clients_that_an_encoder_refuses_is(launch: Launch) -
 
 @pytest.mark.fault(4)
 @pytest.mark.parametrize("status", [429, 503])
-async def test_one_that_has_too_much_to_do_is_left_alone_while_another_has_not(
+async def test_an_overloaded_encoder_is_skipped_while_another_is_free(
     launch: Launch, status: int
 ) -> None:
     async with launch(encode=2, encode_balance="round_robin") as fleet:
@@ -224,7 +224,7 @@ async def test_one_that_hangs_is_cancelled_and_counts_as_failed(launch: Launch) 
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
-async def test_an_answer_that_is_none_is_tried_elsewhere(launch: Launch, said: bytes) -> None:
+async def test_an_invalid_answer_is_retried_on_another_encoder(launch: Launch, said: bytes) -> None:
     script = [read_request(), send(said), wait(0.05)]
     async with launch(encode=1) as up, Scripted(script).running() as broken:
         config: Any = {

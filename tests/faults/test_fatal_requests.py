@@ -54,7 +54,7 @@ async def outcome(
 
 @pytest.mark.parametrize("kill", KILLS)
 @pytest.mark.parametrize("topology", [(4, 3, 3), (4, 0, 3), (1, 1, 1), (1, 0, 1), (2, 0, 2)])
-async def test_a_fatal_request_meets_two_instances(
+async def test_a_fatal_request_reaches_two_instances(
     launch: Launch, topology: tuple[int, int, int], kill: Handler
 ) -> None:
     encode, prefill, decode = topology
@@ -67,7 +67,7 @@ async def test_a_fatal_request_meets_two_instances(
 @pytest.mark.parametrize("kill", KILLS)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prefill", [0, 3])
-async def test_a_fatal_text_meets_two_instances(
+async def test_a_fatal_text_reaches_two_instances(
     launch: Launch, kill: Handler, prefill: int, stream: bool
 ) -> None:
     async with launch(encode=1, prefill=prefill, decode=3) as fleet:
@@ -177,7 +177,7 @@ async def test_a_client_that_leaves_after_a_death_has_one_more(launch: Launch) -
 @pytest.mark.parametrize(
     "ending", [None, f'data: {{"error": {{"message": "{ENGINE_DEAD}", "code": 500}}}}\n\n']
 )
-async def test_a_request_whose_streams_ended_two_instances_is_rejected(
+async def test_a_request_is_rejected_after_two_instances_died_in_its_streams(
     launch: Launch, ending: str | None
 ) -> None:
     async def dies(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:

@@ -213,7 +213,7 @@ async def test_a_request_that_decode_refuses_is_the_clients(launch: Launch) -> N
         (200, '{"0": {"engine_id": ""}}'),
     ],
 )
-async def test_a_connector_that_does_not_say_who_it_is_is_left_alone(
+async def test_a_connector_without_an_engine_id_is_skipped(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, status: int, said: str
 ) -> None:
     right = MooncakeWire.answer
@@ -234,7 +234,7 @@ async def test_a_connector_that_does_not_say_who_it_is_is_left_alone(
 
 
 @pytest.mark.fault(30)
-async def test_an_engine_that_fails_is_left_alone_though_its_bootstrap_server_answers(
+async def test_a_failing_engine_is_ejected_although_its_bootstrap_server_answers(
     launch: Launch,
 ) -> None:
     async with strict(launch, "mooncake", prefill=2, eject_after=3) as (fleet, wire):
@@ -261,7 +261,9 @@ async def test_a_bootstrap_server_that_is_not_there_fails_a_request_that_wants_t
 
 
 @pytest.mark.fault(30)
-async def test_a_prefill_instance_that_was_replaced_is_asked_who_it_is(launch: Launch) -> None:
+async def test_the_engine_id_of_a_replaced_prefill_instance_is_fetched_again(
+    launch: Launch,
+) -> None:
     async with strict(launch, "mooncake") as (fleet, wire):
         async with fleet.post(request(text())) as reply:
             assert reply.status == 200

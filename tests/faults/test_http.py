@@ -165,7 +165,7 @@ ROUTELESS = {
 
 @pytest.mark.fault(57)
 @pytest.mark.parametrize("asked", ROUTELESS)
-async def test_a_body_that_nobody_reads_is_not_asked_for(asked: str) -> None:
+async def test_the_proxy_does_not_request_a_body_that_it_will_not_read(asked: str) -> None:
     async with launch() as fleet, connected(fleet.url) as (reader, writer):
         sent = post(1000, asked.partition(" ")[2], Expect="100-continue")
         writer.write(sent.replace(b"POST", asked.partition(" ")[0].encode(), 1))
@@ -231,7 +231,7 @@ async def test_a_head_that_does_not_end_is_a_408(first: bytes) -> None:
 
 
 @pytest.mark.fault(47)
-async def test_a_client_that_says_nothing_is_left_without_a_word() -> None:
+async def test_a_silent_client_is_disconnected_without_a_response() -> None:
     async with launch(header_timeout_s=0.2) as fleet, connected(fleet.url) as (reader, _):
         assert await ended(reader)
         assert fleet.events.requests == []

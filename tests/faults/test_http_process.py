@@ -35,7 +35,7 @@ async def test_what_is_no_request_is_a_400_and_the_end() -> None:
 
 
 @pytest.mark.fault(57, 47, 49)
-async def test_answers_to_those_who_are_still_sending_arrive() -> None:
+async def test_a_client_that_is_still_sending_gets_its_error_response() -> None:
     with serving(*INSTANCES, "--header-timeout-s", "1", "--max-body-bytes", "10000") as (url, _):
         for sent, status in ((LONG_HEAD, b"400"), (post(b"x" * 20_000_000), b"413")):
             said = await asyncio.to_thread(send_all, url, sent)

@@ -130,7 +130,9 @@ async def test_above_the_queue_it_is_429_before_any_body(launch: Launch) -> None
 
 
 @pytest.mark.fault(60)
-async def test_who_waits_too_long_is_503_and_its_body_was_not_asked_for(launch: Launch) -> None:
+async def test_a_request_that_queues_too_long_is_503_and_its_body_is_not_read(
+    launch: Launch,
+) -> None:
     config = {"max_requests": 1, "queue_timeout_s": 0.05}
     async with busy(launch, **config) as (fleet, gate):
         first = ask(fleet, "first")
@@ -181,7 +183,7 @@ async def test_a_client_that_leaves_the_queue_gives_its_place_back(launch: Launc
 
 @pytest.mark.fault(60)
 @pytest.mark.parametrize(("sent", "reset"), [(9, False), (3_000_000, True)])
-async def test_so_does_one_that_leaves_amid_a_body_that_nobody_reads(
+async def test_a_client_that_disconnects_within_an_unread_body_leaves_the_queue(
     launch: Launch, sent: int, reset: bool
 ) -> None:
     async with busy(launch, max_requests=1, queue_timeout_s=60) as (fleet, gate):
@@ -218,7 +220,7 @@ async def test_a_client_that_leaves_while_served_lets_the_next_one_in(launch: La
 
 
 @pytest.mark.fault(60)
-async def test_openais_client_comes_again_when_it_is_told_to(launch: Launch) -> None:
+async def test_openais_client_obeys_retry_after(launch: Launch) -> None:
     config = {"max_requests": 1, "max_queue": 0}
     async with (
         busy(launch, **config) as (fleet, gate),

@@ -151,7 +151,7 @@ async def test_a_prefill_that_transfers_nothing_is_an_error_where_one_wants_that
 
 
 @pytest.mark.fault(32, 34)
-async def test_decode_that_could_not_fetch_is_asked_again_where_the_other_is_away(
+async def test_decode_that_could_not_fetch_is_retried_if_no_other_is_reachable(
     launch: Launch,
 ) -> None:
     """Prefill and one decode instance die together; the other ones serve the request."""
@@ -318,9 +318,7 @@ async def leave_in_decode(fleet: Fleet, *, stream: bool) -> None:
 
 @pytest.mark.fault(44)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_decode_is_told_of_a_prefill_that_nobody_waits_for(
-    launch: Launch, stream: bool
-) -> None:
+async def test_decode_is_told_of_an_abandoned_prefill(launch: Launch, stream: bool) -> None:
     async with launch(prefill=1) as fleet:
         fleet.d.chat = hangs
         await leave_in_decode(fleet, stream=stream)
@@ -335,7 +333,7 @@ async def test_decode_is_told_of_a_prefill_that_nobody_waits_for(
 
 
 @pytest.mark.fault(44)
-async def test_it_is_told_once_and_not_for_ever(
+async def test_a_release_is_sent_once_with_a_timeout(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("epd.request.stages.RELEASE_TIMEOUT_S", 0.2)
@@ -352,7 +350,7 @@ async def test_it_is_told_once_and_not_for_ever(
 
 
 @pytest.mark.fault(44)
-async def test_the_end_of_the_proxy_waits_until_it_is_told(launch: Launch) -> None:
+async def test_the_end_of_the_proxy_waits_for_releases(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
 
         async def slow(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -393,7 +391,7 @@ async def test_decode_is_not_blamed_for_what_prefill_made(launch: Launch) -> Non
 
 
 @pytest.mark.fault(43)
-async def test_nobody_is_told_of_what_no_prefill_has_made(launch: Launch) -> None:
+async def test_no_release_is_sent_without_a_prefill(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
         fleet.p.chat = hangs
         task = asyncio.create_task(fleet.chat(request(image())))

@@ -254,7 +254,7 @@ async def test_flags_go_before_the_file_at_a_reload_too(workers: int, tmp_path: 
             await until(lambda: running.logged("stage"))
 
 
-async def test_a_secret_in_a_file_is_read_anew(tmp_path: Path) -> None:
+async def test_a_secret_file_is_reloaded(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("sk-SECRET-one")
     async with instances(encodes, decodes) as (e, d):

@@ -17,7 +17,7 @@ from tests.support.workers import lives, status
 pytestmark = [pytest.mark.full, pytest.mark.fault(63), pytest.mark.parametrize("workers", [1, 2])]
 
 
-async def test_api_keys_are_read_anew_and_a_wrong_file_changes_nothing(
+async def test_api_keys_are_reloaded_and_an_invalid_file_changes_nothing(
     workers: int, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
@@ -54,7 +54,7 @@ async def test_api_keys_are_read_anew_and_a_wrong_file_changes_nothing(
     assert "SECRET" not in str(running.lines)
 
 
-async def test_with_nothing_to_read_it_goes_on(workers: int) -> None:
+async def test_a_reload_without_files_keeps_the_configuration(workers: int) -> None:
     async with proxy(workers) as running:
         for pid in [running.process.pid, *running.pids()]:
             os.kill(pid, signal.SIGHUP)
@@ -64,7 +64,7 @@ async def test_with_nothing_to_read_it_goes_on(workers: int) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-async def test_a_certificate_is_read_anew_and_a_wrong_one_changes_nothing(
+async def test_a_certificate_is_reloaded_and_an_invalid_one_changes_nothing(
     workers: int, tmp_path: Path
 ) -> None:
     authority = Authority.made(tmp_path)

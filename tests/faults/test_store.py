@@ -52,7 +52,7 @@ FAULTS: dict[str, Way] = {
 
 @pytest.mark.fault(16)
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_redis_that_turns_bad_costs_its_budget_and_then_is_left_alone(
+async def test_a_failing_redis_costs_its_budget_and_is_then_skipped(
     launch: Launch,
     redis: RedisServer,
     in_redis: Backed,

@@ -284,7 +284,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_server_ends_with_a_process_that_was_killed_as_it_started_it(tmp_path: Path) -> None:
+def test_a_server_ends_if_its_parent_is_killed_during_the_start(tmp_path: Path) -> None:
     sleeps = (sys.executable, "-c", "import time; time.sleep(600)")
     ran = subprocess.run(
         (sys.executable, "-c", KILLED, tmp_path / "log", *sleeps),

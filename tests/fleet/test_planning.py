@@ -167,7 +167,7 @@ def test_no_two_servers_have_one_port(values: Mapping[str, Any], message: str) -
         plan(device="cpu", **values)
 
 
-def test_nobody_gets_more_than_a_device_has() -> None:
+def test_no_device_is_assigned_more_memory_than_it_has() -> None:
     with pytest.raises(ValueError, match="memory of device 0"):
         plan(gpus="e=0,p=0,d=0", topology="1e1p1d")
     plan(gpus="e=0,p=0,d=0", topology="1e1p1d", gpu_memory_utilization_p=0.2)
@@ -325,7 +325,7 @@ def test_the_cache_is_in_shared_memory_where_that_has_room(tmp_path: Path) -> No
     assert not shared.exists()
 
 
-def test_the_cache_is_in_no_folder_of_somebody_else(tmp_path: Path) -> None:
+def test_a_store_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     make(tmp_path / "own")
     make(tmp_path / "own")
     (tmp_path / "link").symlink_to(tmp_path / "own")
@@ -346,7 +346,7 @@ def test_a_cache_is_of_one_fleet_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_caches_of_fleets_that_are_gone_are_removed(tmp_path: Path) -> None:
+def test_store_folders_of_dead_fleets_are_removed(tmp_path: Path) -> None:
     user, other = os.getuid(), os.getuid() + 1
     used, own, link, gone, foreign, odd, file = (
         tmp_path / name

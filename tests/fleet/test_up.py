@@ -206,7 +206,7 @@ def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path, number: signal.
     assert left(up.mark, 0) == {}
 
 
-def test_a_second_ctrl_c_waits_for_nobody(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_kills_all_servers_at_once(tmp_path: Path) -> None:
     up = Up(tmp_path, "--vllm-flags", "--fake stubborn")
     with up.started() as process:
         up.wait_for(process, "ready: ")
@@ -286,7 +286,7 @@ def test_nothing_goes_on_without_the_proxy(tmp_path: Path) -> None:
     assert left(up.mark, 0) == {}
 
 
-def test_killing_it_leaves_nothing_either(tmp_path: Path) -> None:
+def test_no_server_is_left_after_a_kill(tmp_path: Path) -> None:
     up = Up(tmp_path)
     with up.started() as process:
         up.wait_for(process, "ready: ")
@@ -308,7 +308,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     assert "starting" not in ran.stdout
 
 
-def test_a_redis_that_is_away_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_an_unreachable_redis_is_reported_before_the_start(tmp_path: Path) -> None:
     up = Up(tmp_path, "--ec-store", "redis://127.0.0.1:1")
     ran = up.run()
 
@@ -386,7 +386,7 @@ def _model(tmp_path: Path, **config: object) -> Path:
         ("WhisperForConditionalGeneration", "is an encoder-decoder model (Whisper"),
     ],
 )
-def test_a_model_whose_encoder_cannot_run_apart_is_refused_in_a_line_before_anything_starts(
+def test_a_model_without_a_separate_encoder_is_refused_before_the_start(
     tmp_path: Path, architecture: str, message: str
 ) -> None:
     if find_spec("vllm") is None:

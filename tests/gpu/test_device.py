@@ -70,7 +70,7 @@ def test_a_part_of_a_batch_is_copied_contiguously() -> None:
     ring.close()
 
 
-def test_a_copy_is_made_after_the_work_queued_before_it_and_holds_nobody_up() -> None:
+def test_a_copy_follows_the_work_queued_before_it_without_blocking() -> None:
     ring = HostCopies(64 * MIB)
     warm = ring.start(torch.zeros(8, device="cuda"))
     assert warm

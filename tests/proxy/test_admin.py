@@ -101,7 +101,7 @@ async def test_an_instance_that_does_not_answer_is_unhealthy_by_the_deadline(
 
 
 @pytest.mark.fault(58)
-async def test_many_who_ask_for_health_ask_each_instance_once(launch: Launch) -> None:
+async def test_concurrent_health_requests_query_each_instance_once(launch: Launch) -> None:
     asked: list[str] = []
     answer = asyncio.Event()
 

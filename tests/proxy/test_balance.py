@@ -83,7 +83,7 @@ def counting(metrics: Metrics) -> tuple[Metrics, Callable[[], int]]:
     return counted, lambda: asked
 
 
-async def test_requests_go_to_who_reports_least(launch: Launch) -> None:
+async def test_least_load_uses_reported_load(launch: Launch) -> None:
     async with launch(encode=1, decode=3, **OFTEN) as fleet:
         fleet.decode[0].metrics = reports((0, 9))
         fleet.decode[1].metrics = reports((4, 0), (5, 0))
@@ -159,9 +159,7 @@ LIES = {
 
 @pytest.mark.fault(67)
 @pytest.mark.parametrize("name", LIES)
-async def test_who_hangs_or_lies_about_its_load_is_served_as_without_a_report(
-    launch: Launch, name: str
-) -> None:
+async def test_a_hung_or_wrong_load_report_counts_as_no_report(launch: Launch, name: str) -> None:
     async with launch(decode=2, health_timeout_s=1, **OFTEN) as fleet:
         fleet.d.metrics, lied = counting(LIES[name])
         fleet.decode[1].metrics, asked = counting(reports((0, 0)))
@@ -188,7 +186,7 @@ async def test_what_was_reported_long_ago_is_forgotten(launch: Launch) -> None:
         assert await had(fleet, 4) == [2, 2]
 
 
-async def test_nobody_is_asked_with_an_interval_of_0(launch: Launch) -> None:
+async def test_no_load_is_requested_with_an_interval_of_0(launch: Launch) -> None:
     async with launch(decode=2, **OFTEN | {"load_interval_s": 0}) as fleet:
         fleet.d.metrics, asked = counting(reports((0, 50)))
         await asyncio.sleep(0.3)  # long enough for a dozen polls at the usual interval
@@ -197,7 +195,7 @@ async def test_nobody_is_asked_with_an_interval_of_0(launch: Launch) -> None:
         assert asked() == 0
 
 
-async def test_where_turns_are_taken_nobody_is_asked(launch: Launch) -> None:
+async def test_no_load_is_requested_for_round_robin(launch: Launch) -> None:
     config: dict[str, Any] = {"encode_balance": "round_robin", "decode_balance": "round_robin"}
     async with launch(encode=2, prefill=2, decode=2, **OFTEN | config) as fleet:
         counts = []

@@ -116,7 +116,7 @@ async def test_a_claim_goes_back_when_an_instance_has_had_time_to_write(
         await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
 
 
-async def test_who_comes_second_looks_anew(backed: Backed, url: str) -> None:
+async def test_the_second_waiter_looks_up_again(backed: Backed, url: str) -> None:
     """The first request may have had the item encoded since the second looked it up."""
     async with claiming(url) as claims, looked(claims, "a"), looked(claims, "a") as second:
         assert second is not None

@@ -252,7 +252,7 @@ async def test_several_answers_to_one_request_are_not_continued(launch: Launch) 
         assert not turns.read
 
 
-async def test_who_asks_for_the_tokens_gets_them(launch: Launch) -> None:
+async def test_a_client_gets_the_token_ids_that_it_requests(launch: Launch) -> None:
     turns = Turns()
     async with talking(launch, turns) as fleet:
         body = {"model": "m", "messages": [{"role": "user", "content": LONG}]}
@@ -353,7 +353,7 @@ async def test_fields_that_are_null_are_as_good_as_none(launch: Launch) -> None:
         assert len(turns.read) == 2
 
 
-async def test_blocks_that_nobody_could_be_told_of_are_not_kept(launch: Launch) -> None:
+async def test_blocks_with_parameters_that_cannot_be_encoded_are_not_kept(launch: Launch) -> None:
     turns = Turns()
     async with talking(launch, turns) as fleet:
         says = fleet.d.chat
@@ -374,7 +374,9 @@ async def test_blocks_that_nobody_could_be_told_of_are_not_kept(launch: Launch) 
         assert not turns.read
 
 
-async def test_tenants_who_use_the_same_name_share_nothing(launch: Launch, keys: Path) -> None:
+async def test_tenants_with_the_same_conversation_id_share_nothing(
+    launch: Launch, keys: Path
+) -> None:
     turns = Turns()
     async with talking(launch, turns, api_keys_file=keys, isolation="shared") as fleet:
         alice = Talk(fleet, headers=bearer(ALICE))
@@ -449,7 +451,7 @@ async def test_a_decode_instance_that_was_removed_takes_its_conversations_along(
         assert (await health(fleet))["kept"] == 4 - len(other.calls)
 
 
-async def test_a_decode_instance_that_was_started_anew_is_found_out_by_its_next_answer(
+async def test_a_restarted_decode_instance_is_detected_by_its_next_response(
     launch: Launch,
 ) -> None:
     turns = Turns()
@@ -492,7 +494,7 @@ async def test_a_prefill_that_cannot_read_is_asked_once_more_to_compute(launch: 
         assert len(turns.read) == 1
 
 
-async def test_only_whose_blocks_could_not_be_read_are_left_alone_for_a_while(
+async def test_only_instances_with_unreadable_blocks_have_a_cooldown(
     launch: Launch,
 ) -> None:
     turns = Turns()
@@ -521,7 +523,7 @@ async def test_only_whose_blocks_could_not_be_read_are_left_alone_for_a_while(
         }
 
 
-async def test_a_prefill_that_waits_for_blocks_for_ever_is_asked_once_more_to_compute(
+async def test_a_prefill_that_waits_too_long_for_blocks_is_retried_without_them(
     launch: Launch,
 ) -> None:
     turns = Turns()
@@ -549,7 +551,7 @@ async def test_a_prefill_that_waits_for_blocks_for_ever_is_asked_once_more_to_co
         assert "bidirectional_kv_xfer" in warning["next"]
 
 
-async def test_blocks_are_read_once_whatever_decode_does_afterwards(launch: Launch) -> None:
+async def test_blocks_are_read_once_for_any_later_behaviour_of_decode(launch: Launch) -> None:
     turns = Turns()
     async with talking(launch, turns, decode=2) as fleet:
         talk = Talk(fleet)

@@ -99,7 +99,7 @@ async def test_prefill_is_the_local_instances_alone(launch: Launch, choice: str)
         assert [len(one.calls) for one in fleet.decode] == [2, 2]
 
 
-async def test_who_was_chosen_early_has_more_to_do_from_then_on(launch: Launch) -> None:
+async def test_an_early_choice_counts_as_load_from_the_choice_on(launch: Launch) -> None:
     goes_on = asyncio.Event()
 
     def waiting(chat: Handler) -> Handler:
@@ -207,7 +207,7 @@ async def test_the_client_names_one_on_an_allowed_host(launch: Launch, choice: s
         ("", 400, "invalid_decode"),
     ],
 )
-async def test_whom_a_client_may_not_name_is_not_asked(
+async def test_an_instance_that_a_client_may_not_name_gets_no_request(
     launch: Launch, value: str, status: int, slug: str, decode_hosts: str
 ) -> None:
     stranger = FakeInstance(decodes)
@@ -270,7 +270,7 @@ async def test_the_header_has_the_name_that_is_configured(launch: Launch) -> Non
         assert [len(one.calls) for one in fleet.decode] == [2, 0]
 
 
-async def test_whom_a_client_names_is_tried_once_more_and_nobody_else(launch: Launch) -> None:
+async def test_an_instance_named_by_the_client_is_retried_and_no_other(launch: Launch) -> None:
     async with launch(1, 1, 2, decode_from="header") as fleet:
         fleet.d.chat = drops
 
@@ -340,7 +340,7 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 @pytest.mark.parametrize("decode", [0, 1], ids=["no list", "a list"])
-async def test_without_a_picker_the_list_is_used_or_nobody_decodes(
+async def test_without_a_picker_the_table_is_used_or_decode_fails(
     launch: Launch, what: str, decode: int
 ) -> None:
     bad = BAD[what]
@@ -398,7 +398,7 @@ async def test_a_picker_that_fails_is_not_taken_for_a_decode_instance(
     assert line["reason"].startswith(reason)
 
 
-async def test_a_picker_that_is_away_is_not_taken_for_a_decode_instance(launch: Launch) -> None:
+async def test_an_unreachable_picker_is_not_reported_as_a_decode_failure(launch: Launch) -> None:
     async with Picker().running() as picker:
         pass
     with capture_logs() as lines:
@@ -409,7 +409,7 @@ async def test_a_picker_that_is_away_is_not_taken_for_a_decode_instance(launch: 
     assert line["reason"] == "the endpoint picker is unreachable"
 
 
-async def test_the_picker_is_told_who_has_failed(launch: Launch) -> None:
+async def test_the_picker_gets_the_failed_instances(launch: Launch) -> None:
     async with (
         Picker().running() as picker,
         launch(1, 1, 2, **picked_by(picker)) as fleet,

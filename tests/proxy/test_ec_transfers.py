@@ -171,7 +171,7 @@ async def test_the_rank_that_is_pushed_to_is_the_one_that_answers(
         assert not any("X-data-parallel-rank" in headers for headers in encoded)
 
 
-async def test_who_is_encoded_for_has_its_place_taken_already(launch: Launch) -> None:
+async def test_a_consumer_counts_as_loaded_while_its_item_is_encoded(launch: Launch) -> None:
     pushes = Pushes()
     async with mooncake(launch, pushes, decode=2) as fleet:
         fleet.e.chat = hangs
@@ -405,7 +405,7 @@ async def test_addresses_are_refused_where_nothing_is_pushed(launch: Launch, tra
 
 @STREAMING
 @pytest.mark.parametrize("prefill", [0, 1])
-async def test_consumers_are_told_whose_memory_to_read(
+async def test_consumers_get_the_address_of_the_encoder_memory(
     launch: Launch, prefill: int, stream: bool
 ) -> None:
     memory = Memory()
@@ -444,7 +444,7 @@ async def test_requests_at_the_same_time_read_one_output(
             assert said["peer_port"] == 5601
 
 
-async def test_what_came_before_is_encoded_again_as_nobody_knows_whether_it_is_there(
+async def test_a_repeated_item_is_encoded_again_without_lookups(
     launch: Launch,
 ) -> None:
     memory = Memory()

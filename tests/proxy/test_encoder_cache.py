@@ -131,7 +131,7 @@ async def test_proxies_on_one_store_encode_a_new_picture_once(
         assert encoded(one) + encoded(other) == 1
 
 
-async def test_a_claim_whose_holder_died_is_waited_for_only_so_long(
+async def test_the_wait_for_a_claim_of_a_dead_holder_is_bounded(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url) as fleet:
@@ -424,7 +424,7 @@ async def test_the_first_client_may_leave_and_the_others_are_served(
         assert fleet.e.aborted == 0
 
 
-async def test_an_encode_that_nobody_waits_for_any_more_is_cancelled(
+async def test_an_abandoned_encode_is_cancelled(
     launch: Launch, backed: Backed, url: str, joined: list[object]
 ) -> None:
     async with caching(launch, backed, url) as fleet:
@@ -441,7 +441,7 @@ async def test_an_encode_that_nobody_waits_for_any_more_is_cancelled(
         assert await items_of(fleet, request(image())) == {"encoded": 1}
 
 
-async def test_who_waited_for_an_encode_that_failed_tries_itself(
+async def test_a_waiter_retries_an_encode_that_failed(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url, on_encode_failure="fail") as fleet:
@@ -526,7 +526,9 @@ async def test_an_item_at_fault_is_sent_to_no_other_instance(launch: Launch) -> 
         assert encoded(fleet) == 1
 
 
-async def test_what_nobody_can_encode_goes_on_raw(launch: Launch, backed: Backed, url: str) -> None:
+async def test_an_item_that_cannot_be_encoded_is_sent_raw(
+    launch: Launch, backed: Backed, url: str
+) -> None:
     """Row 11: decode encodes the item itself and finds the others by their keys."""
     async with caching(launch, backed, url) as fleet:
         good, bad = image(b"good"), image(b"bad")
@@ -540,7 +542,7 @@ async def test_what_nobody_can_encode_goes_on_raw(launch: Launch, backed: Backed
         assert fleet.events.requests[-1].items == {"hit": 1, "local": 1}
 
 
-async def test_an_encode_that_stores_nothing_holds_nobody_up(
+async def test_an_encode_without_an_entry_blocks_no_other_request(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     """Row 15: requests wait shortly for a promised entry, but not for each other."""
@@ -560,7 +562,7 @@ async def test_an_encode_that_stores_nothing_holds_nobody_up(
 
 
 @pytest.mark.fault(21)
-async def test_what_a_consumer_cannot_load_is_encoded_anew(
+async def test_an_item_that_a_consumer_cannot_load_is_encoded_again(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url) as fleet:
@@ -596,7 +598,7 @@ async def test_options_that_do_not_change_the_key_do_not_hide_it(
         assert encoded(fleet) == 1
 
 
-async def test_a_clients_wrong_key_fails_nobody_else(
+async def test_a_wrong_key_fails_only_its_own_request(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async def checks(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -657,7 +659,7 @@ async def test_a_claim_of_a_client_that_left_is_given_back(
         await until(lambda: backed.store.claim([key], "another", 1.0) == [True])
 
 
-async def test_a_claim_in_use_is_not_given_back_with_a_renewal_that_nobody_waits_for(
+async def test_an_abandoned_renewal_does_not_release_a_claim_in_use(
     backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim, release = type(backed.store).claim, type(backed.store).release

@@ -48,7 +48,7 @@ async def test_anthropics_clients_present_their_key_in_a_header_of_its_own(
         )
 
 
-async def test_who_has_no_key_is_told_where_it_belongs(launch: Launch, keys: Path) -> None:
+async def test_a_401_names_the_header_of_the_key(launch: Launch, keys: Path) -> None:
     async with launch(api_keys_file=keys) as fleet:
         _, chats = await ask(fleet, "/v1/chat/completions", PLAIN["/v1/chat/completions"])
         _, messages = await ask(fleet, "/v1/messages", PLAIN["/v1/messages"])
@@ -94,7 +94,7 @@ async def test_the_tokenizer_is_told_by_a_decode_instance_to_clients_with_a_key(
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_ping_asks_nobody(launch: Launch, keys: Path, method: str) -> None:
+async def test_ping_sends_no_request_to_instances(launch: Launch, keys: Path, method: str) -> None:
     async with launch(api_keys_file=keys) as fleet:
         await fleet.ready()
         async with fleet.http.request(method, f"{fleet.url}/ping") as reply:

@@ -13,7 +13,7 @@ from tests.support.fleet import Fleet, Launch
 
 
 @pytest.mark.parametrize("kind", ["transcriptions", "translations"])
-async def test_a_form_is_written_anew_for_decode(fleet: Fleet, kind: str) -> None:
+async def test_a_form_is_rebuilt_for_decode(fleet: Fleet, kind: str) -> None:
     sound = b"\0\xff" * 100_000
     form = aiohttp.FormData({"model": "m", "chunking_strategy": "auto"})
     form.add_field("file", sound, filename="a.wav", content_type="audio/wav")

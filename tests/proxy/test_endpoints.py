@@ -280,7 +280,9 @@ async def test_vectors_as_bytes_come_with_what_tells_them_apart(fleet: Fleet) ->
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/responses/r"), ("POST", "/v1/responses/r/cancel")]
 )
-async def test_a_response_is_gone_once_it_was_sent(fleet: Fleet, method: str, path: str) -> None:
+async def test_responses_are_not_kept_after_they_were_sent(
+    fleet: Fleet, method: str, path: str
+) -> None:
     async with fleet.http.request(method, fleet.url + path) as reply:
         error = (await reply.json())["error"]
 

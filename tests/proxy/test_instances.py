@@ -30,7 +30,7 @@ async def ready(fleet: Fleet) -> tuple[int, str | None]:
         return reply.status, reply.headers.get("x-epd-error")
 
 
-async def test_it_starts_with_nobody_and_says_so(launch: Launch) -> None:
+async def test_the_proxy_starts_without_instances_and_logs_it(launch: Launch) -> None:
     async with empty(launch) as fleet:
         assert await ready(fleet) == (503, "no_decode")
         async with fleet.post(request(text())) as reply:
@@ -42,7 +42,7 @@ async def test_it_starts_with_nobody_and_says_so(launch: Launch) -> None:
         assert await listing(fleet, {}) == {role: {"live": [], "evicted": []} for role in Role}
 
 
-async def test_who_has_not_answered_yet_makes_nothing_ready(launch: Launch) -> None:
+async def test_the_proxy_is_not_ready_before_an_instance_has_answered(launch: Launch) -> None:
     [port] = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     async with launch(decode=0, decode_servers_urls=(url,)) as fleet:
@@ -172,7 +172,7 @@ async def test_a_role_is_changed_by_taking_the_registration_back(launch: Launch)
         assert (await register(fleet, {"role": "decode", "url": "http://x:1"}))[0] == 200
 
 
-async def test_without_the_flag_nobody_registers_and_all_are_listed(launch: Launch) -> None:
+async def test_registration_needs_the_flag_and_the_list_does_not(launch: Launch) -> None:
     async with launch(admin_api_key=KEY) as fleet:
         assert (await register(fleet, {"role": "encode", "url": "http://x:1"}))[0] == 404
         assert (await unregister(fleet, fleet.e.url))[0] == 404
@@ -181,7 +181,7 @@ async def test_without_the_flag_nobody_registers_and_all_are_listed(launch: Laun
 
 
 @pytest.mark.security("S21")
-async def test_without_an_admin_key_nobody_registers_not_even_from_here(launch: Launch) -> None:
+async def test_registration_needs_an_admin_key_even_from_loopback(launch: Launch) -> None:
     async with launch() as fleet:
         assert (await register(fleet, {"role": "encode", "url": "http://x:1"}, {}))[0] == 403
         assert (await register(fleet, {"role": "encode", "url": "http://x:1"}))[0] == 403
@@ -312,7 +312,7 @@ async def test_an_instance_that_is_removed_ends_its_requests_and_gets_no_more(
             assert urls == [staying.url]
 
 
-async def test_one_that_is_gone_is_shown_as_evicted_and_comes_back(launch: Launch) -> None:
+async def test_an_unhealthy_instance_is_listed_as_evicted_until_it_recovers(launch: Launch) -> None:
     async with (
         empty(launch, probe_interval_s=0.05, probe_backoff_s=0.05) as fleet,
         taking_part(fleet, Role.ENCODE) as encode,

@@ -104,7 +104,7 @@ async def test_the_engine_of_the_rank_that_prefills_is_named(launch: Launch) -> 
         assert {call.headers["X-data-parallel-rank"] for call in fleet.p.calls} == {"0", "1"}
 
 
-async def test_ranks_that_nobody_said_anything_of_are_an_error_that_names_the_flag(
+async def test_unconfigured_ranks_are_an_error_that_names_the_flag(
     launch: Launch,
 ) -> None:
     async with strict(launch, "mooncake", on_prefill_failure="fail") as (fleet, wire):
@@ -116,7 +116,7 @@ async def test_ranks_that_nobody_said_anything_of_are_an_error_that_names_the_fl
         assert "--ec-consumer-dp-size" in said["error"]["message"]
 
 
-async def test_lmcache_without_addresses_tells_nobody_anything(launch: Launch) -> None:
+async def test_lmcache_without_addresses_sends_no_coordinates(launch: Launch) -> None:
     async with strict(launch, "none", kv_transfer="lmcache") as (fleet, wire):
         async with fleet.post(request(text())) as reply:
             assert reply.status == 200

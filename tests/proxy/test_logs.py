@@ -153,7 +153,7 @@ async def test_blocks_that_could_not_be_given_back_are_a_warning_of_the_request(
     assert "lease" in line["next"]
 
 
-async def test_a_store_that_goes_away_is_a_line_with_what_comes_next(tmp_path: Path) -> None:
+async def test_a_lost_store_is_logged_with_its_consequence(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     open_store(folder.as_uri()).close()
     async with proxy("--ec-store", folder.as_uri()) as running:
@@ -206,7 +206,7 @@ async def test_what_is_done_for_the_store_later_is_in_no_requests_name() -> None
     assert await seen is None
 
 
-async def test_an_instance_that_is_left_alone_is_a_line_with_what_comes_next() -> None:
+async def test_an_ejected_instance_is_logged_with_its_consequence() -> None:
     async with proxy("--eject-after", "1", decode=refuses(500)) as running:
         await running.ask("r-1")
         line = await running.logged("instance ejected", state="ejected")

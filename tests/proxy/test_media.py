@@ -115,7 +115,7 @@ async def test_without_a_store_names_are_not_known(launch: Launch) -> None:
         assert (await forget(fleet, "cat"))[0] == 503
 
 
-async def test_a_name_whose_entry_is_gone_is_a_404(
+async def test_a_media_name_without_its_entry_is_a_404(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url) as fleet:
@@ -238,7 +238,7 @@ async def test_an_output_that_is_not_stored_is_a_503(
         assert (await push(fleet, image(b"cat")))[0] == 503
 
 
-async def test_a_name_whose_new_picture_could_not_be_encoded_stands_for_nothing(
+async def test_a_media_name_is_dropped_if_its_new_picture_cannot_be_encoded(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url) as fleet:
@@ -249,7 +249,7 @@ async def test_a_name_whose_new_picture_could_not_be_encoded_stands_for_nothing(
         assert (await fleet.chat(request(named("cat"))))[0] == 404
 
 
-async def test_a_name_that_could_not_be_written_anew_stands_for_nothing(
+async def test_a_media_name_is_dropped_if_it_cannot_be_rewritten(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def put(*_: object, **__: object) -> bool:
@@ -363,7 +363,7 @@ async def test_a_named_item_beside_one_that_cannot_be_encoded(
 
 
 @pytest.mark.security("S11")
-async def test_a_tenants_name_is_nobody_elses(
+async def test_a_media_name_belongs_to_one_tenant(
     launch: Launch, backed: Backed, url: str, keys: Path
 ) -> None:
     async with caching(launch, backed, url, api_keys_file=keys) as fleet:

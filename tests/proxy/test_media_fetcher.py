@@ -440,7 +440,7 @@ async def test_what_is_behind_a_redirect_is_no_fresher_than_the_redirect(
     assert asked == [path for path, _ in origin.requests].count("/0")
 
 
-async def test_a_picture_that_is_gone_is_forgotten_and_a_broken_origin_is_no_excuse(
+async def test_a_deleted_picture_is_dropped_and_an_origin_error_is_not_a_deletion(
     origin: FakeOrigin,
 ) -> None:
     def answers(status: int) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -497,7 +497,7 @@ async def test_concurrent_requests_are_one_download(origin: FakeOrigin) -> None:
     assert len(origin.requests) == 1
 
 
-async def test_a_download_that_nobody_waits_for_ends(origin: FakeOrigin) -> None:
+async def test_an_abandoned_download_is_cancelled(origin: FakeOrigin) -> None:
     origin.answer = hangs
     async with fetching() as fetcher:
         tasks = [asyncio.create_task(fetcher.fetch(origin.url, "image")) for _ in range(2)]

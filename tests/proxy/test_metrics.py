@@ -369,7 +369,7 @@ async def test_the_time_between_chunks_is_counted_as_they_come(launch: Launch) -
 @pytest.mark.parametrize(
     ("release", "result"), [(decodes, "ok"), (refuses(500), "ok"), (refuses(503), "failed")]
 )
-async def test_a_prefill_nobody_waits_for_is_given_back_and_counted(
+async def test_an_abandoned_prefill_is_released_and_counted(
     launch: Launch, release: Handler, result: str
 ) -> None:
     async with launch(prefill=1) as fleet:

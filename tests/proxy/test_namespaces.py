@@ -201,7 +201,7 @@ async def test_an_output_of_another_namespace_is_not_promised(
         assert "ec_transfer_params" not in fleet.d.calls[0].body
 
 
-async def test_media_sent_ahead_are_found_whatever_namespace_they_are_in(
+async def test_media_sent_ahead_are_found_in_every_namespace(
     launch: Launch, url: str, both: dict[str, Backed]
 ) -> None:
     async with updating(launch, url, both, encode="o", decode="on") as fleet:
@@ -227,7 +227,7 @@ async def test_instances_are_not_asked_where_nothing_depends_on_it(
     await written(both)
 
 
-async def test_media_keep_the_proxys_keys_where_the_local_prefill_instance_has_gone(
+async def test_media_keep_the_proxys_keys_after_the_local_prefill_instance_left(
     launch: Launch, url: str, both: dict[str, Backed]
 ) -> None:
     """The earlier attempts failed before they could encode anything."""

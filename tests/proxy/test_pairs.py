@@ -275,7 +275,7 @@ def of_connectors(own: Body, prefill: int) -> Body:
     return own if prefill else {name: own[name] for name in own if not name.endswith("_kv_addrs")}
 
 
-def test_whatever_can_be_is_in_a_case() -> None:
+def test_each_value_of_each_factor_is_in_a_case() -> None:
     """The exclusions leave out no value, and the fake instances leave out no transfer."""
     for name, values in FACTORS.items():
         assert {case[name] for case in CASES} == {*values}

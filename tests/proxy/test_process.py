@@ -80,7 +80,7 @@ def test_check_says_what_serve_would_do_and_starts_nothing(tmp_path: Path) -> No
     assert "epd check: error: --upstream-ca-file /nowhere: No such file" in refused.stderr
 
 
-def test_output_that_nobody_reads_to_its_end_is_no_error() -> None:
+def test_a_closed_output_pipe_is_not_an_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as unread:
@@ -179,7 +179,7 @@ async def test_it_serves_and_logs_one_line_a_request_without_secrets() -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 @pytest.mark.parametrize("trusted", [True, False])
-async def test_it_fetches_over_https_by_name_from_whom_it_trusts(
+async def test_media_are_fetched_over_https_only_with_a_trusted_certificate(
     tmp_path: Path, trusted: bool
 ) -> None:
     pem = await asyncio.to_thread(localhost_certificate, tmp_path)

@@ -137,7 +137,7 @@ async def test_a_download_is_counted_as_it_comes(launch: Launch, origin: FakeOri
         await until(lambda: admission.body_bytes == 0)
 
 
-async def test_a_download_whose_size_is_announced_has_its_memory_from_the_start(
+async def test_a_download_of_known_size_reserves_its_memory_at_the_start(
     launch: Launch, origin: FakeOrigin
 ) -> None:
     """If several downloads grew in parallel, none would have room for its last bytes."""

@@ -215,7 +215,7 @@ async def test_a_proxy_that_is_mounted_asks_for_keys_too(launch: Launch, keys: P
     ("key", "first"),
     [("wrong", b"HTTP/1.1 401 Unauthorized"), (ALICE, b"HTTP/1.1 100 Continue")],
 )
-async def test_the_body_is_read_of_those_alone_who_have_a_key(
+async def test_a_body_is_read_only_with_a_valid_key(
     launch: Launch, keys: Path, key: str, first: bytes
 ) -> None:
     """The client sends no byte of the body, so an early answer has not waited for it."""

@@ -170,7 +170,7 @@ async def test_a_clients_trace_is_continued(launch: Launch, collector: Collector
         assert instance.calls[0].headers["tracestate"] == "rojo=1,congo=2"
 
 
-async def test_what_a_client_does_not_want_sampled_is_sampled_by_nobody(
+async def test_an_unsampled_trace_of_a_client_stays_unsampled(
     launch: Launch, collector: Collector
 ) -> None:
     headers = CLIENTS | {"traceparent": f"00-{TRACE}-{PARENT}-00"}
@@ -230,7 +230,7 @@ async def test_a_hit_is_a_look_into_the_store_and_no_encode(
     assert hit.attributes["epd.items.hit"] == 1
 
 
-async def test_who_waits_for_anothers_encode_has_a_link_to_it(
+async def test_a_wait_for_an_encode_has_a_link_to_its_span(
     launch: Launch, collector: Collector
 ) -> None:
     async with launch(otlp_traces_endpoint=collector.url) as fleet:
@@ -257,7 +257,7 @@ async def test_who_waits_for_anothers_encode_has_a_link_to_it(
     assert shared.attributes["epd.items.hit"] == 1
 
 
-async def test_who_waits_for_an_encode_that_fails_waits_no_longer_than_that(
+async def test_a_wait_for_an_encode_ends_with_its_failure(
     launch: Launch, collector: Collector
 ) -> None:
     async with launch(otlp_traces_endpoint=collector.url, on_encode_failure="fail") as fleet:
@@ -283,7 +283,7 @@ async def test_who_waits_for_an_encode_that_fails_waits_no_longer_than_that(
     assert wait.end_ns <= encode.start_ns
 
 
-async def test_who_waits_for_another_proxys_encode_says_so(
+async def test_a_wait_for_the_encode_of_another_proxy_is_marked(
     launch: Launch, collector: Collector, backed: Backed, url: str
 ) -> None:
     backed.encode_s = 0.5
@@ -463,7 +463,7 @@ async def test_the_environment_names_the_service_and_samples(
 @pytest.mark.parametrize(
     ("protocol", "listens"), [("grpc", False), ("http/protobuf", False), ("http/protobuf", True)]
 )
-async def test_a_collector_that_is_away_costs_a_warning(
+async def test_a_failing_collector_costs_only_a_warning(
     launch: Launch,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

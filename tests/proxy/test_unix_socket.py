@@ -139,7 +139,7 @@ def test_a_path_that_is_taken_ends_in_one_line(path: Path, taken: str, workers: 
     assert taken != "file" or path.read_text() == "kept"
 
 
-def test_a_socket_whose_backlog_is_full_is_not_stale(path: Path) -> None:
+def test_a_socket_with_a_full_backlog_is_not_stale(path: Path) -> None:
     with listening_at(path, 0), socket.socket(socket.AF_UNIX) as waits:
         waits.connect(str(path))
         with pytest.raises(OSError, match="another process listens"), listening_at(path, BACKLOG):

@@ -129,7 +129,7 @@ async def chat(url: str) -> int:
 
 
 @pytest.mark.fault(63)
-async def test_one_worker_whose_reload_failed_is_seen_whoever_is_asked(tmp_path: Path) -> None:
+async def test_a_failed_reload_of_one_worker_is_in_the_metrics_of_all(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(key_line("alice", ALICE))
     keys.chmod(0o600)

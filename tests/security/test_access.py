@@ -166,7 +166,7 @@ async def test_without_an_admin_key_this_machine_may(launch: Launch, keys: Path)
         {"X-Forwarded-For": "127.0.0.1", **bearer(ALICE)},
     ],
 )
-async def test_who_is_here_on_behalf_of_another_may_not(
+async def test_local_requests_on_behalf_of_another_client_are_refused(
     launch: Launch, keys: Path, headers: dict[str, str]
 ) -> None:
     """The proxy rejects requests through a reverse proxy or a web page on this machine."""

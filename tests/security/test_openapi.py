@@ -76,7 +76,7 @@ def test_it_has_every_route_and_no_other() -> None:
 
 
 @pytest.mark.security("S3")
-def test_it_says_whom_each_route_answers() -> None:
+def test_the_document_states_the_keys_of_each_route() -> None:
     opened_by = {
         Access.OPEN: set(),
         Access.TENANT: {"apiKey"},

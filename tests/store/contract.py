@@ -267,7 +267,7 @@ class StoreContract:
         assert store.put(key(namespace="b"), sized(10, 2)) is True
         assert_same(sized(10, 1), store.get(key(namespace="a")))
 
-    def test_keys_whose_parts_run_together_are_two_keys(self, store: Store) -> None:
+    def test_keys_with_equal_concatenated_parts_differ(self, store: Store) -> None:
         store.put(EntryKey("ab", "c"), sized(10, 1))
 
         assert store.get(EntryKey("a", "bc")) is None

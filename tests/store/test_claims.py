@@ -112,7 +112,7 @@ def test_claims_end_by_the_stores_clock(
         assert disk.claim([key()], "a", 60) == [False]
 
 
-def test_a_change_that_a_crash_left_holds_nobody_up_for_long(
+def test_a_change_left_by_a_crash_blocks_only_briefly(
     root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_claims, "WAIT_S", 0.01)
@@ -149,7 +149,7 @@ def test_changes_that_crashes_left_hold_all_keys_of_a_call_up_for_one_wait(
     assert disk_claims.WAIT_S <= sum(waits) <= disk_claims.WAIT_S + 16 * 0.005
 
 
-def test_who_was_stopped_within_a_change_does_not_make_it_later(
+def test_a_process_stopped_within_a_change_does_not_complete_it_later(
     root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has = Folder.has
@@ -217,7 +217,7 @@ def test_a_claim_that_is_about_to_end_is_left_to_end(root: Path, disk: SharedDis
     assert names(root) == set()
 
 
-def test_where_there_are_no_links_nobody_waits_for_anybody(
+def test_without_hard_links_each_claim_succeeds(
     disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_links(*_: object) -> bool:
@@ -240,7 +240,7 @@ def test_claims_that_ended_are_swept_and_others_are_not(root: Path, disk: Shared
     assert names(root) == {key("live").digest, "README"}
 
 
-def test_claimers_killed_at_any_instruction_keep_nobody_out(
+def test_a_claimer_killed_at_any_instruction_blocks_no_other(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_claims, "STALE_S", 0.1)
@@ -345,7 +345,7 @@ def between(
     return done
 
 
-def test_who_renews_a_claim_that_another_took_in_that_moment_does_not_hold_it(
+def test_a_renewal_of_a_claim_that_was_just_taken_over_fails(
     in_redis: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_redis.claim([key()], "a", 30)
@@ -356,7 +356,7 @@ def test_who_renews_a_claim_that_another_took_in_that_moment_does_not_hold_it(
     assert client.get(name_of(key())) == b"other"
 
 
-def test_who_renews_a_claim_that_ended_in_that_moment_is_told_so(
+def test_a_renewal_of_a_claim_that_just_ended_reports_it(
     in_redis: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_redis.claim([key()], "a", 30)
@@ -367,7 +367,7 @@ def test_who_renews_a_claim_that_ended_in_that_moment_is_told_so(
     assert in_redis.claim([key()], "a", 20) == [True]
 
 
-def test_a_foreign_value_under_a_claims_name_is_somebody_elses(
+def test_a_foreign_value_under_the_name_of_a_claim_is_not_ours(
     in_redis: RedisStore, client: Any
 ) -> None:
     client.hset(name_of(key()), "a", "b")
@@ -377,7 +377,7 @@ def test_a_foreign_value_under_a_claims_name_is_somebody_elses(
     assert client.hgetall(name_of(key())) == {b"a": b"b"}
 
 
-def test_a_claim_whose_reply_was_lost_is_held(in_redis: RedisStore, client: Any) -> None:
+def test_a_claim_with_a_lost_reply_is_held(in_redis: RedisStore, client: Any) -> None:
     client.set(name_of(key()), "a", px=30_000)
 
     assert in_redis.claim([key()], "a", 30) == [True]

@@ -414,7 +414,7 @@ def test_promise_counts_for_a_fetch_begun_without(store: Store, fetching: Make) 
 
 
 @pytest.mark.fault(16)
-def test_failing_store_is_left_alone_for_a_while(fetching: Make) -> None:
+def test_a_failing_store_is_skipped_for_a_while(fetching: Make) -> None:
     clock, held = Clock(), Held()
     held.failing = StoreUnavailable("away")
     held.go()

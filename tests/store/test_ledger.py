@@ -55,7 +55,7 @@ def test_merge_takes_over_the_lines_of_processes_that_ended(folder: Folder) -> N
     assert ledger.total(folder) == total
 
 
-def test_process_whose_line_was_merged_begins_another(folder: Folder) -> None:
+def test_a_process_begins_a_new_line_after_its_line_was_merged(folder: Folder) -> None:
     idle, evictor = Ledger(), Ledger()
     idle.charge(folder, 1000)
     evictor.charge(folder, 1)
@@ -120,7 +120,7 @@ def test_store_writes_on_beside_bad_lines(tmp_path: Path) -> None:
         assert store.stats().entries == 2
 
 
-def test_store_whose_lines_are_all_bad_is_counted_when_it_is_opened(tmp_path: Path) -> None:
+def test_a_store_with_only_bad_lines_is_counted_at_the_open(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as store:
         store.put(key("a"), sized(10))
         before = store.stats()
@@ -161,7 +161,7 @@ def test_change_that_could_not_be_written_is_not_counted(
     assert ledger.total(folder) == Usage(1007, 2)
 
 
-def test_rename_whose_answer_was_lost_is_counted_once(
+def test_a_rename_with_a_lost_reply_is_counted_once(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger, rename = Ledger(), os.rename

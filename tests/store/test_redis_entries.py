@@ -277,7 +277,7 @@ def test_an_equal_entry_that_is_put_again_while_one_is_read_is_not_corrupt(
     assert store.stats().corrupt == 0
 
 
-def test_a_put_whose_reply_was_lost_knows_its_own_entry(
+def test_a_put_with_a_lost_reply_recognizes_its_own_entry(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = Link.read

@@ -181,7 +181,7 @@ def test_calls_after_a_close_leave_no_connection_to_any_node(start_cluster: Star
 
 
 @pytest.mark.fault(19)
-def test_a_cluster_whose_masters_change_serves_on(start_cluster: StartCluster) -> None:
+def test_a_cluster_serves_through_a_change_of_masters(start_cluster: StartCluster) -> None:
     """First the replica takes over; then the old master, a replica now, takes over after a kill."""
     keys = [key(str(n)) for n in range(KEYS)]
     with start_cluster(replica=True, node_timeout_ms=700) as servers:

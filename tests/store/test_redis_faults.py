@@ -111,7 +111,7 @@ def test_after_a_restart_the_first_call_is_answered(own_server: RedisServer) -> 
 
 
 @pytest.mark.fault(16)
-def test_a_server_that_is_away_is_unavailable_at_once(own_server: RedisServer) -> None:
+def test_an_unreachable_server_is_unavailable_at_once(own_server: RedisServer) -> None:
     with RedisStore.from_url(own_server.url()) as store:
         store.put(key(), sized(10))
         own_server.kill()
@@ -171,7 +171,7 @@ def test_killed_while_entries_are_read_and_written(own_server: RedisServer) -> N
 
 @pytest.mark.fault(16)
 @pytest.mark.fault(28)
-def test_a_paused_server_costs_one_timeout_and_its_late_answers_reach_nobody(
+def test_a_paused_server_costs_one_timeout_and_late_replies_are_dropped(
     own_server: RedisServer,
 ) -> None:
     with RedisStore.from_url(own_server.url("timeout=300ms")) as store:
@@ -302,7 +302,7 @@ def test_a_fork_while_a_thread_takes_memory_for_an_entry_does_not_hang_in_the_ch
 
 
 @pytest.mark.fault(19)
-def test_a_cluster_serves_on_while_slots_move_and_what_it_has_when_a_node_is_gone(
+def test_a_cluster_serves_during_moves_of_slots_and_the_rest_without_a_node(
     start_cluster: StartCluster,
 ) -> None:
     keys = [key(str(n)) for n in range(30)]

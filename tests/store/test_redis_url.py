@@ -107,7 +107,7 @@ def test_a_password_file_is_read_for_every_connection(server: RedisServer, tmp_p
 
 
 @pytest.mark.security("S18")
-def test_nobody_sees_the_password(
+def test_the_password_is_in_no_message(
     server: RedisServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.DEBUG)

@@ -134,7 +134,7 @@ async def test_a_lookup_over_http(client: TestClient[Any, Any], url: str) -> Non
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b'{"namespace": "a"}', b'{"namespace": "a", "identifiers": [1]}']
 )
-async def test_a_lookup_that_is_none(client: TestClient[Any, Any], body: bytes) -> None:
+async def test_an_invalid_lookup(client: TestClient[Any, Any], body: bytes) -> None:
     async with client.post("/v1/lookup", data=body) as reply:
         assert reply.status == 400
         assert (await reply.json())["error"]

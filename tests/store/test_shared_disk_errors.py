@@ -110,7 +110,7 @@ def test_whichever_call_fails_is_a_miss_or_unavailable_and_leaves_nothing(
 
 
 @pytest.mark.fault(25)
-def test_an_entry_whose_handle_is_stale_is_gone_and_not_corrupt(tmp_path: Path) -> None:
+def test_an_entry_with_a_stale_handle_is_a_miss_and_not_corrupt(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with opened(root) as store:
         store.put(key(), sized(LENGTH))
@@ -121,7 +121,7 @@ def test_an_entry_whose_handle_is_stale_is_gone_and_not_corrupt(tmp_path: Path) 
 
 
 @pytest.mark.fault(25)
-def test_after_a_stale_handle_every_call_begins_with_the_directory_anew(tmp_path: Path) -> None:
+def test_after_a_stale_handle_each_call_opens_the_directory_again(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as store:
         for call in (store.stats, lambda: list(store.ls()), store.namespaces, store.evict):
             before = store._opening.tree()  # noqa: SLF001 - not visible from outside

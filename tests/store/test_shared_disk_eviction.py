@@ -554,7 +554,7 @@ def test_entry_is_closed_before_it_is_published(
     assert order == ["closed", "published"]
 
 
-def test_entry_whose_file_cannot_be_closed_is_not_published_and_not_charged(
+def test_an_entry_with_a_failed_close_is_not_published_and_not_charged(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close = os.close
@@ -581,7 +581,9 @@ def test_entry_whose_file_cannot_be_closed_is_not_published_and_not_charged(
         assert store.stats().entries == len(list(store.ls()))
 
 
-def test_link_whose_answer_was_lost_is_a_link(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_with_a_lost_reply_counts_as_made(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = os.link
 
     def repeated(*args: Any, **kwargs: Any) -> None:

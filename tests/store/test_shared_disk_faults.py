@@ -69,7 +69,7 @@ def test_a_wrong_url_is_refused(url: str, says: str) -> None:
 
 
 @pytest.mark.security("S14")
-def test_modes_are_set_whatever_the_umask(root: Path) -> None:
+def test_modes_do_not_depend_on_the_umask(root: Path) -> None:
     before = os.umask(0o077)
     try:
         with opened(root, "dir_mode=2770&file_mode=0660") as store:
@@ -372,7 +372,7 @@ def test_ages_are_measured_by_the_stores_clock(root: Path, monkeypatch: pytest.M
             assert store.get(key()) is not None
 
 
-def test_a_slow_server_is_not_taken_for_one_whose_clock_is_ahead(
+def test_a_slow_server_is_not_mistaken_for_a_fast_clock(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = Folder.create

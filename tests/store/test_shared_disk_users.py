@@ -197,7 +197,7 @@ def test_what_becomes_private_later_is_a_miss(root: Path) -> None:
 
 
 @pytest.mark.parametrize("does", ["get", "put"])
-def test_a_folder_whose_permissions_are_not_set_yet_is_waited_for(
+def test_the_open_waits_for_the_permissions_of_a_new_folder(
     root: Path, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:
     """Its creator has a umask of 077, and sets the permissions just after it made the folder."""

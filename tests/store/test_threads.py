@@ -106,7 +106,7 @@ def test_the_writer_writes_what_is_not_there(store: Store) -> None:
     assert (writer.counts["saves"], writer.counts["known"]) == (1, 1)
 
 
-def test_a_full_queue_drops_and_counts_and_holds_nobody_up(paused: Paused) -> None:
+def test_a_full_queue_drops_and_counts_entries_without_blocking(paused: Paused) -> None:
     writer = Writer(paused, queue_bytes=2 * SIZE)  # type: ignore[arg-type]
     taken = [writer.submit(EntryKey(NAMESPACE, str(n)), SIZE, entry) for n in range(6)]
     paused.go.set()
@@ -187,7 +187,7 @@ def test_a_write_that_fails_is_counted_and_the_next_one_is_tried(
 
 
 @pytest.mark.fault(17)
-def test_a_store_that_cannot_be_written_is_left_alone_for_a_while(paused: Paused) -> None:
+def test_an_unwritable_store_is_skipped_for_a_while(paused: Paused) -> None:
     paused.go.set()
     paused.failing = StoreUnavailable("full")
     clock = Clock()

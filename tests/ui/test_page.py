@@ -30,7 +30,7 @@ async def background(page: Page) -> str:
     return str(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
 
-async def test_it_loads_without_an_error_and_asks_nobody_else(stack: Stack, tab: Tabs) -> None:
+async def test_the_page_loads_without_errors_or_requests_elsewhere(stack: Stack, tab: Tabs) -> None:
     async with tab(stack.url) as looked:
         await expect(looked.page.locator("#link")).to_have_text("live")
         await expect(looked.page.locator("#saved")).to_contain_text("Hit rate")
@@ -159,7 +159,7 @@ async def test_what_clients_did_wrong_is_told_from_what_failed(tab: Tabs, stack:
         assert looked.wrong == []
 
 
-async def test_a_proxy_that_is_gone_is_said_to_be_and_found_again(stack: Stack, tab: Tabs) -> None:
+async def test_the_page_shows_a_lost_proxy_and_reconnects(stack: Stack, tab: Tabs) -> None:
     async with tab(stack.url) as looked:
         link = looked.page.locator("#link")
         await expect(link).to_have_text("live")

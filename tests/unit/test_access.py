@@ -48,5 +48,5 @@ def test_a_request_without_a_host_is_not() -> None:
 @pytest.mark.parametrize(
     "name", ["forwarded", "X-FORWARDED-FOR", "x-real-ip", "Via", "Origin", "Sec-Fetch-Site"]
 )
-def test_who_speaks_for_another_is_not(name: str) -> None:
+def test_a_forwarded_request_is_not_local(name: str) -> None:
     assert not local("127.0.0.1", HERE | {name: ""})

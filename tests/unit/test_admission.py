@@ -183,7 +183,7 @@ class Visits:
 
 
 @given(STEPS)
-def test_whatever_happens_each_request_ends_once_and_gives_back_what_it_had(
+def test_each_request_ends_once_and_releases_its_place(
     steps: Sequence[tuple[str, Tenant | int | None]],
 ) -> None:
     async def run() -> None:
@@ -211,7 +211,7 @@ def test_whatever_happens_each_request_ends_once_and_gives_back_what_it_had(
     asyncio.run(run())
 
 
-async def test_a_place_that_is_given_to_one_who_leaves_at_that_moment_goes_on() -> None:
+async def test_a_place_granted_to_a_disconnecting_client_is_passed_on() -> None:
     visits = Visits(admission(requests=1))
     for tenant in TENANTS:
         visits.come(tenant)
@@ -224,7 +224,7 @@ async def test_a_place_that_is_given_to_one_who_leaves_at_that_moment_goes_on() 
     assert visits.outcomes == ["served", "cancelled", "served"]
 
 
-async def test_one_who_waits_too_long_is_told_to_try_later() -> None:
+async def test_a_request_that_waits_too_long_gets_a_retry_after() -> None:
     admitted = admission(requests=1, queue_timeout_s=0.001)
     with arriving(admitted, ALICE):
         with (
@@ -327,7 +327,7 @@ def test_in_no_minute_a_tenant_has_more_than_twice_its_limit(limit: int, gaps: l
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=120))
-def test_who_keeps_to_its_limit_in_every_minute_is_never_refused(gaps: list[int]) -> None:
+def test_a_tenant_within_its_limit_per_minute_is_never_refused(gaps: list[int]) -> None:
     times = [1e6 + sum(gaps[: n + 1]) for n in range(len(gaps))]
     busiest = max(sum(start <= at <= start + 60 for at in times) for start in times)
     pace = RateLimiter(busiest)

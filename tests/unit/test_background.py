@@ -139,9 +139,7 @@ class Unexpected(Upstream):
 
 
 @pytest.mark.parametrize("bad", [UNPARSABLE, "http://raises"])
-async def test_an_instance_whose_questions_raise_costs_no_other_its_probes(
-    bad: str, counted: Counted
-) -> None:
+async def test_an_error_in_one_poll_stops_no_other_probes(bad: str, counted: Counted) -> None:
     one, two = FakeInstance(decodes), FakeInstance(decodes)
     async with one.running(), two.running(), Unexpected.connect(5) as upstream:
         config = ProxyConfig(decode_servers_urls=(one.url, two.url), **FAST)

@@ -102,7 +102,7 @@ def test_turns_do_not_remember_all_that_ever_were(monkeypatch: pytest.MonkeyPatc
 
 
 @given(had=some_loads)
-def test_nobody_has_less_to_do_for_its_weight_than_who_is_picked(
+def test_the_picked_instance_has_the_least_load_for_its_weight(
     had: list[tuple[int, float]],
 ) -> None:
     loads = loads_of(*had)
@@ -191,7 +191,7 @@ def report(load: Load, requests: int) -> None:
 
 
 @given(had=some_loads, elsewhere=st.lists(st.integers(0, 10**9)), key=st.text(min_size=1))
-def test_whatever_is_reported_there_is_room_for_a_key(
+def test_affinity_picks_an_instance_for_any_reports(
     had: list[tuple[int, float]], elsewhere: list[int], key: str
 ) -> None:
     loads = loads_of(*had)
@@ -216,7 +216,7 @@ def test_what_one_reports_does_not_lift_the_bound_of_the_others(
     assert picked.value < LOAD_FACTOR * (requests + 1) * picked.share / weights + 1
 
 
-def test_beside_one_that_reports_too_much_keys_still_leave_who_is_loaded() -> None:
+def test_a_huge_report_of_one_does_not_keep_keys_on_a_loaded_instance() -> None:
     loads = loads_of((5, 1), (5, 1), (5, 1), (5, 1))
     home = Rendezvous().pick_load(loads, "key")
     report(next(load for load in loads if load is not home), 100_000)
@@ -247,7 +247,7 @@ def test_a_key_that_has_to_go_elsewhere_always_goes_to_the_same_one() -> None:
     assert second is balance.pick_load([load for load in loads if load is not home], "key")
 
 
-def test_what_has_no_key_goes_to_who_has_least_to_do() -> None:
+def test_a_request_without_a_key_goes_to_the_least_loaded_instance() -> None:
     loads = loads_of((2, 1), (0, 1), (2, 1))
 
     assert Rendezvous().pick_load(loads, "") is loads[1]
@@ -267,7 +267,7 @@ def test_requests_of_a_session_go_to_one_instance_and_others_to_any() -> None:
 
 
 @pytest.mark.parametrize("name", BALANCES)
-def test_one_that_nothing_is_for_gets_nothing_unless_nobody_else_can(name: ItemBalanceName) -> None:
+def test_weight_0_gets_requests_only_if_no_other_instance_can(name: ItemBalanceName) -> None:
     table = InstanceTable([OUT, *ONES[:2]])
     choice = Choice(table, Role.DECODE)
     best = partial(choice.best_instance, balance=name)

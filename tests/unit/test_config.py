@@ -197,7 +197,7 @@ def test_an_unknown_variable_is_a_warning_that_names_the_nearest_one(
     assert loaded.config.max_items == ProxyConfig.model_fields["max_items"].default
 
 
-def test_what_kubernetes_sets_for_services_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_variables_of_kubernetes_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for service in ("EPD", "EPD_ENCODE", "EPD_REDIS_MASTER"):
         monkeypatch.setenv(f"{service}_PORT", "tcp://10.0.0.1:8000")
         monkeypatch.setenv(f"{service}_SERVICE_HOST", "10.0.0.1")
@@ -557,7 +557,7 @@ def test_the_help_says_what_stands_for_a_value(name: str, metavar: str) -> None:
     assert metavar_of(name, Settings.model_fields[name]) == metavar
 
 
-def test_a_setting_that_nobody_has_named_a_value_of_is_no_folder() -> None:
+def test_a_setting_without_a_placeholder_is_an_error() -> None:
     with pytest.raises(KeyError):
         metavar_of("something_new", FieldInfo(annotation=float))
 

@@ -36,7 +36,7 @@ def test_as_many_tokens_are_shared_as_are_the_same(
     )
 
 
-def test_who_has_not_the_key_cannot_try_out_what_the_tokens_are() -> None:
+def test_a_fingerprint_matches_only_with_its_key() -> None:
     tokens = list(range(3 * CHUNK))
     kept = Fingerprint.of_tokens(tokens, b"key")
 
@@ -74,7 +74,7 @@ WORDS = st.one_of(
     st.booleans(),
     st.booleans(),
 )
-def test_a_stream_is_heard_whatever_the_model_says(
+def test_a_stream_is_parsed_for_any_model_output(
     pieces: list[tuple[str, list[int]]], prompt: list[int], spaced: bool, wanted: bool
 ) -> None:
     heard = ReplyCapture(cut_tokens=not wanted)
@@ -141,7 +141,7 @@ def test_what_decode_says_is_kept_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])  # noqa: S104 - a server may report it
-def test_who_listens_everywhere_is_reached_where_it_answers(host: str) -> None:
+def test_a_wildcard_host_is_replaced_by_the_host_of_the_url(host: str) -> None:
     kept = kept_params({**SAID, "remote_host": host}, "http://10.0.0.1:8000")
 
     assert kept == {**SAID, "remote_host": "10.0.0.1"}
@@ -205,7 +205,7 @@ def test_what_a_prompt_may_depend_on_is_in_its_form() -> None:
 
 
 @pytest.mark.parametrize("field", ["documents", "reasoning_effort", "truncate_prompt_tokens", "x"])
-def test_of_a_field_that_nobody_knows_no_prompt_is_known(field: str) -> None:
+def test_a_request_with_an_unknown_field_has_no_known_prompt(field: str) -> None:
     assert prompt_of({"messages": [], field: 1}, CHAT) is None
 
 

@@ -176,7 +176,7 @@ def test_prompts_are_measured_for_policies_that_ask_alone_and_once() -> None:
     assert measured == 1
 
 
-def test_who_knows_decode_instances_elsewhere_needs_none_in_the_table() -> None:
+def test_a_policy_with_another_source_of_decode_needs_none_in_the_table() -> None:
     assert course("encode_prefill_decode", facts(NOBODY)) is None
     assert course("encode_prefill_decode?decode_from=header", facts(NOBODY)) is not None
 
@@ -208,7 +208,7 @@ def test_what_is_no_policy_is_refused_with_what_is_wrong(written: list[str], mes
 
 
 @given(st.text(max_size=40))
-def test_whatever_is_written_is_a_policy_or_refused(written: str) -> None:
+def test_any_text_is_a_policy_or_refused(written: str) -> None:
     try:
         [one] = activate([written], SETTINGS)
     except PolicyInvalid:
@@ -360,7 +360,7 @@ def test_a_policy_of_another_distribution_is_found_by_name(plugins: Path) -> Non
     assert choose_policy(policies, facts(E_PD, items=2)) == ("encode_pd", COURSE)
 
 
-def test_whatever_an_option_is_can_be_shown(plugins: Path) -> None:
+def test_any_option_can_be_shown(plugins: Path) -> None:
     most = 9**40
     [policy] = activate([f"night_shift?most_items={most}"], {})
 
@@ -390,7 +390,7 @@ def test_a_broken_one_is_an_error_of_the_configuration(
     assert message in str(refused.value)
 
 
-def test_nobody_else_takes_the_name_of_one_of_ours(plugins: Path) -> None:
+def test_a_plugin_cannot_take_the_name_of_a_builtin_policy(plugins: Path) -> None:
     assert find_policy("encode_pd") is OWN["encode_pd"]
 
 
@@ -442,5 +442,5 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["messages", "prompt", "input", "system"]), JSON))
-def test_whatever_a_body_is_it_can_be_measured(body: dict[str, Any]) -> None:
+def test_any_body_can_be_measured(body: dict[str, Any]) -> None:
     assert 0 <= prompt_tokens(body) <= len(json.dumps(body))

@@ -20,7 +20,7 @@ def cancelling() -> int:
     return task.cancelling()
 
 
-async def test_what_ends_in_time_is_left_alone() -> None:
+async def test_work_within_its_deadline_is_not_cancelled() -> None:
     with cancel_after(30):
         await asyncio.sleep(0)
 
@@ -79,7 +79,7 @@ async def test_a_shorter_limit_around_it_is_the_one_that_is_over(lost: bool) -> 
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 30.0])
-async def test_who_cancels_it_from_elsewhere_is_obeyed(limit_s: float) -> None:
+async def test_a_cancellation_from_outside_takes_effect(limit_s: float) -> None:
     async def work() -> None:
         with cancel_after(limit_s):
             cancel.set()

@@ -96,7 +96,7 @@ def test_anything_is_read_or_refused(raw: bytes) -> None:
         ("{" * 5000, "not valid YAML"),
     ],
 )
-def test_a_file_that_is_none_is_refused_and_the_message_says_where(raw: str, message: str) -> None:
+def test_an_invalid_file_is_refused_with_the_place_of_the_error(raw: str, message: str) -> None:
     with pytest.raises(EntriesInvalid, match=message):
         read_yaml(raw.encode())
 
@@ -141,7 +141,7 @@ def test_addresses_stay_while_answers_fail_and_a_while_when_there_are_none() -> 
     assert sightings.current == set()
 
 
-def test_a_failure_or_an_answer_begins_that_while_anew() -> None:
+def test_a_failure_or_an_answer_restarts_that_time() -> None:
     sightings = DnsState(empty_s=60)
     sightings.record_addresses({"a"}, 0)
     sightings.record_addresses((), 10)

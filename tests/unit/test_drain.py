@@ -40,7 +40,7 @@ async def test_what_runs_is_cut_and_so_is_what_comes_later() -> None:
         await drain.idle()
 
 
-async def test_who_is_told_in_time_may_say_last_words() -> None:
+async def test_a_request_that_is_cut_off_may_send_a_last_event() -> None:
     drain = Drain()
     said = []
 
@@ -101,7 +101,7 @@ async def test_other_ends_are_left_as_they_are() -> None:
         await drain.idle()
 
 
-async def test_who_has_less_time_ends_before_who_came_earlier() -> None:
+async def test_requests_end_in_the_order_of_their_deadlines() -> None:
     drain = Drain()
     now_s = time.monotonic()
     ended: list[str] = []
@@ -120,7 +120,7 @@ async def test_who_has_less_time_ends_before_who_came_earlier() -> None:
     assert ended == ["first", "second", "third"]
 
 
-async def test_who_says_last_words_at_the_end_of_its_time_is_not_told_twice() -> None:
+async def test_a_request_that_sends_its_last_event_is_not_cut_off_twice() -> None:
     drain = Drain()
     cut = asyncio.Event()
 

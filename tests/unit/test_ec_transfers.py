@@ -71,7 +71,7 @@ def test_pushes_go_to_the_address_of_the_rank() -> None:
 
 
 @pytest.mark.parametrize("consumer", [None, place()])
-def test_nobody_pushes_without_an_address(consumer: Reservation | None) -> None:
+def test_nothing_is_pushed_without_an_address(consumer: Reservation | None) -> None:
     with pytest.raises(NoInstance, match="--ec-consumer-zmq-addrs"):
         ECMooncake().encode_params(consumer, 1)
 
@@ -94,7 +94,7 @@ def test_ids_are_of_places_and_not_of_reports() -> None:
 @pytest.mark.parametrize(
     ("reported", "items"), [("x", [{"mm_hash": "b", "transfer_id": "x"}]), (None, []), (1, [])]
 )
-def test_what_nobody_asked_for_has_the_id_that_is_reported(
+def test_an_unrequested_output_has_the_reported_transfer_id(
     reported: object, items: list[dict[str, str]]
 ) -> None:
     mooncake, asked = ECMooncake(), {"ec_items": [{"transfer_id": "0"}]}

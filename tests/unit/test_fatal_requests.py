@@ -56,7 +56,7 @@ def test_two_deaths_reject_and_one_does_not() -> None:
     assert deaths.rejected()
 
 
-def test_an_item_is_rejected_whatever_it_comes_in() -> None:
+def test_a_fatal_item_is_rejected_in_any_request() -> None:
     deaths = Deaths()
     deaths.die(ONE, "cat", body="first")
     deaths.die(OTHER, "cat", body="second")
@@ -104,7 +104,7 @@ def test_what_was_processed_without_harm_is_forgotten() -> None:
     assert deaths.die(THIRD)  # the body has two
 
 
-def test_a_request_whose_deaths_lie_far_apart_ends_as_the_suspect_that_it_is() -> None:
+def test_a_fatal_request_is_suspected_even_if_its_deaths_lie_far_apart() -> None:
     """The ledger forgets the first death, but the request itself does not get a third instance."""
     deaths, watched = Deaths(), Watched("t", "b")
     error = UpstreamDied("it broke", slug="encode_failed", stage="encode")

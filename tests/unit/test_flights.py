@@ -62,7 +62,7 @@ async def test_a_waiter_that_leaves_leaves_the_run_to_the_others() -> None:
     assert work.cancelled == 0
 
 
-async def test_a_run_that_nobody_waits_for_is_cancelled_and_not_joined() -> None:
+async def test_an_abandoned_run_is_cancelled_and_not_joined() -> None:
     flights, work = Flights[str, int](), Work()
     tasks = await joined(flights, work, 2)
     for task in tasks:
@@ -97,7 +97,7 @@ async def test_closing_ends_what_runs() -> None:
     assert all(task.cancelled() for task in tasks)
 
 
-async def test_who_joined_an_earlier_run_does_not_share_its_failure() -> None:
+async def test_a_failed_run_is_not_shared_with_requests_that_joined_it() -> None:
     flights: Flights[str, int] = Flights()
     runs: list[int] = []
     go = asyncio.Event()

@@ -45,7 +45,7 @@ def refusal(raw: bytes, content_type: str = KIND) -> ProxyError:
     return refused.value
 
 
-def test_a_form_is_read_and_written_anew() -> None:
+def test_a_form_is_parsed_and_rebuilt() -> None:
     sound = b"\0\xff--b\n--b\r\n--" * 1000
     raw = bytearray(form(part(FILE + b"\r\nContent-Type: audio/wav", sound), field("model", "m")))
     body, cuts = AUDIO.read(raw, KIND, 0)
@@ -60,7 +60,7 @@ def test_a_form_is_read_and_written_anew() -> None:
 
 
 @pytest.mark.parametrize("name", ["ünï.wav", 'a"b\\c.wav', "a" * 300 + ".wav"])
-def test_a_clients_form_is_read_whatever_its_file_is_called(name: str) -> None:
+def test_a_form_is_read_with_any_file_name(name: str) -> None:
     request = httpx.Request(
         "POST",
         "http://epd",
@@ -126,7 +126,7 @@ def test_extra_arguments_of_a_form_that_are_no_object_are_refused(xargs: str) ->
     assert (error.status, error.param) == (400, "vllm_xargs")
 
 
-def test_extra_arguments_of_a_form_are_written_anew() -> None:
+def test_extra_arguments_of_a_form_are_rebuilt() -> None:
     fields = sent(form(part(FILE), field("vllm_xargs", ' {"a": 1, "a" : ["b", 2.5]} ')))
 
     assert json.loads(fields["vllm_xargs"]) == {"a": ["b", 2.5]}

@@ -92,7 +92,7 @@ def test_failures_before_an_ejection_do_not_count_after_it(one: Watched) -> None
     assert one.state() is HealthState.HEALTHY
 
 
-def test_who_was_ejected_comes_back_on_trial_by_one_request_at_a_time(one: Watched) -> None:
+def test_an_ejected_instance_returns_on_trial_with_one_request_at_a_time(one: Watched) -> None:
     one.ends(*[Outcome.BAD] * 5)
     one.now_s = 29.9
     assert one.state() is HealthState.EJECTED
@@ -133,7 +133,7 @@ def test_what_an_outage_has_left_behind_says_nothing_of_now(one: Watched) -> Non
     assert one.state() is HealthState.HEALTHY
 
 
-def test_nobody_is_left_alone_for_as_long_as_he_likes(one: Watched) -> None:
+def test_a_retry_after_is_bounded(one: Watched) -> None:
     one.health.request_ended(Outcome.BUSY, 0.0, begun=one.health.request_begun(), rest_s=999_999)
 
     assert one.health.is_busy(299.0)
@@ -167,7 +167,7 @@ def test_ejections_are_forgotten_after_a_long_time_of_health(one: Watched) -> No
 
 
 @pytest.mark.fault(14)
-def test_who_cannot_be_reached_is_down_until_a_probe_finds_it(one: Watched) -> None:
+def test_an_unreachable_instance_is_down_until_a_probe_succeeds(one: Watched) -> None:
     one.probe(well=True)
     one.ends(*[Outcome.UNREACHABLE] * 5)
     assert one.state() is HealthState.DOWN
@@ -265,7 +265,7 @@ def test_an_observer_that_raises_does_not_end_the_probes() -> None:
     assert health.probe_due(POLICY.min_backoff_s)
 
 
-def test_who_is_ejected_and_does_not_answer_probes_is_down(one: Watched) -> None:
+def test_an_ejected_instance_that_fails_a_probe_is_down(one: Watched) -> None:
     one.probe(well=True)
     one.ends(*[Outcome.BAD] * 5)
     assert one.state() is HealthState.EJECTED
@@ -279,7 +279,7 @@ def test_a_probe_is_asked_for_once(one: Watched) -> None:
     assert not one.health.probe_due(1000.0)
 
 
-def test_who_has_too_much_to_do_is_left_alone_and_not_ejected(one: Watched) -> None:
+def test_an_overloaded_instance_is_busy_and_not_ejected(one: Watched) -> None:
     for _ in range(10):
         one.health.request_ended(
             Outcome.BUSY, one.now_s, begun=one.health.request_begun(), rest_s=7.0

@@ -53,7 +53,7 @@ def test_it_is_of_each_models_items_and_what_prefill_encodes_is_no_hit() -> None
     assert ratios(page) == {"a": 0.5, "b": 0.0}
 
 
-def test_without_items_there_is_none() -> None:
+def test_without_items_there_is_no_hit_ratio() -> None:
     assert ratios(Page([items({})])) == {}
     assert ratios(CollectorRegistry()) == {}
 

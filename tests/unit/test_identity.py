@@ -122,5 +122,5 @@ def test_a_salt_that_vllm_would_not_take_is_refused(wrong: object) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"cache_salt": "mine"}, {"cache_salt": 1}])
-def test_where_tenants_share_the_body_is_left_alone(body: dict[str, object]) -> None:
+def test_with_shared_isolation_the_body_is_unchanged(body: dict[str, object]) -> None:
     assert with_salt(body, Scope(None, b"secret")) == body

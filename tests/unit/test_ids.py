@@ -14,7 +14,7 @@ def test_they_are_as_long_as_they_were_and_begin_with_the_clients() -> None:
     assert re.fullmatch("mine:3:[0-9a-f]{6}", child_id("mine", 3))
 
 
-def test_a_seed_of_somebody_else_makes_no_two_the_same() -> None:
+def test_request_ids_do_not_depend_on_the_global_random_seed() -> None:
     ids = []
     for _ in range(2):
         random.seed(0)

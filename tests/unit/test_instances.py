@@ -39,7 +39,7 @@ def test_turns_go_on_across_choices() -> None:
     assert [choice.best_instance() for _ in range(7)] == [A, B, C, A, B, C, A]
 
 
-def test_of_no_instance_none_is_chosen() -> None:
+def test_an_empty_table_has_no_choice() -> None:
     with pytest.raises(NoInstance):
         Choice(InstanceTable(), Role.DECODE).best_instance()
 
@@ -54,7 +54,7 @@ def test_one_that_was_tried_is_chosen_again_only_where_there_is_no_other() -> No
 
 
 @pytest.mark.fault(5, 34)
-def test_one_that_is_left_alone_is_asked_before_a_request_fails() -> None:
+def test_an_instance_that_is_down_is_tried_before_a_request_fails() -> None:
     table, _ = table_of(A, B)
     fails(table, A, UpstreamUnreachable("x"))
     choice = Choice(table, Role.DECODE)
@@ -111,7 +111,7 @@ def test_one_that_asks_for_a_rest_gets_it_unless_all_do() -> None:
     assert usable(table) == [B]
 
 
-def test_a_bug_of_ours_says_nothing_of_an_instance() -> None:
+def test_an_internal_error_does_not_eject_an_instance() -> None:
     table, _ = table_of(A, B)
     fails(table, A, ValueError("ours"), times=10)
 

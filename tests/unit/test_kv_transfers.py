@@ -142,7 +142,7 @@ def test_the_engine_of_a_rank(
 
 
 @given(json_values)
-def test_whatever_a_bootstrap_server_says_is_read_or_refused(said: Any) -> None:
+def test_any_answer_of_a_bootstrap_server_is_read_or_refused(said: Any) -> None:
     try:
         engines = Mooncake().parse_peer(said)
     except UpstreamFailed as error:
@@ -166,7 +166,7 @@ def test_prefill_is_told_where_decodes_lmcache_is() -> None:
 
 @pytest.mark.parametrize("transfer", EVERY, ids=NAMES)
 @pytest.mark.parametrize("role", [Role.ENCODE, Role.PREFILL_DECODE])
-def test_who_hands_nothing_over_has_no_address(transfer: KVTransfer, role: Role) -> None:
+def test_a_transfer_without_handover_has_no_address(transfer: KVTransfer, role: Role) -> None:
     transfer.check(Instance(role, "http://x"))
     with pytest.raises(ValueError, match="does not use"):
         transfer.check(Instance(role, "http://x", kv_addr="h:1"))

@@ -163,7 +163,7 @@ async def test_lines_of_threads_are_whole(stream: Written) -> None:
     assert stream.getvalue().count(b"\n") >= 800
 
 
-async def test_a_stream_that_nobody_reads_fails_no_request(stream: Written) -> None:
+async def test_an_unread_log_stream_fails_no_request(stream: Written) -> None:
     def fail() -> None:
         raise BrokenPipeError
 

@@ -131,7 +131,7 @@ def test_a_choice_goes_by_another_balance_from_one_request_to_the_next() -> None
     assert [choice.best_instance(balance="round_robin", item="key") for _ in range(4)] == ONES[:4]
 
 
-def test_who_waits_comes_in_when_there_are_more_places() -> None:
+def test_queued_requests_are_admitted_when_the_limit_rises() -> None:
     door = FairQueue(1, 9)
     tickets = [door.enter_queue(ALICE) for _ in range(4)]
 

@@ -206,7 +206,7 @@ def table_of(*instances: Instance) -> tuple[InstanceTable, Clock]:
 A, B = (Instance(Role.DECODE, f"http://{name}:1") for name in "ab")
 
 
-def test_who_is_alone_is_not_asked_but_for_its_ranks() -> None:
+def test_a_single_instance_is_polled_only_for_its_ranks() -> None:
     wide = Instance(Role.PREFILL_DECODE, "http://w:1", dp_size=2)
 
     assert table_of(A)[0].reports_due([Role.DECODE], INTERVAL_S) == []
@@ -215,7 +215,7 @@ def test_who_is_alone_is_not_asked_but_for_its_ranks() -> None:
     assert table_of(wide)[0].reports_due([Role.PREFILL_DECODE], INTERVAL_S) == [wide]
 
 
-def test_who_is_down_is_not_asked_and_what_it_said_is_forgotten() -> None:
+def test_an_instance_that_is_down_is_not_polled_and_its_report_is_dropped() -> None:
     table, clock = table_of(A, B)
     for one in table.reports_due([Role.DECODE], INTERVAL_S):
         table.record_report(one, report(7), INTERVAL_S)
@@ -228,7 +228,7 @@ def test_who_is_down_is_not_asked_and_what_it_said_is_forgotten() -> None:
     assert (table.load(A).value, table.load(B).value) == (0, 0)
 
 
-def test_a_report_of_one_that_has_gone_is_nothing() -> None:
+def test_a_report_of_a_removed_instance_is_ignored() -> None:
     table, _ = table_of(A, B)
     table.reports_due([Role.DECODE], INTERVAL_S)
     table.remove(A)

@@ -58,7 +58,7 @@ def found(got: Answer, tolerance: float = 1e-3) -> list[str]:
     return list(differences(ANSWER, got, tolerance))
 
 
-def test_an_answer_differs_from_itself_in_nothing() -> None:
+def test_an_answer_equals_itself() -> None:
     assert found(replace(ANSWER, items="hit=1", seconds=3.0)) == []
 
 

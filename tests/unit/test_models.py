@@ -83,7 +83,7 @@ def test_so_many_names_and_no_more() -> None:
     assert labels <= {OTHER, *(f"served {number}" for number in range(MAX_NAMES))}
 
 
-def test_who_asks_for_many_names_has_the_old_ones_forgotten_and_learnt_again() -> None:
+def test_model_names_beyond_the_limit_are_dropped_and_learned_again() -> None:
     names = ModelNames()
     for number in range(2 * MAX_ASKED):
         names.learn_name(f"asked {number}", said("m"))

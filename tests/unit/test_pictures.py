@@ -28,7 +28,7 @@ def test_pictures_spread_around_a_megapixel() -> None:
     assert tenths[-1] > 1.5e6
 
 
-def test_a_megapixel_is_half_a_megabyte_as_jpeg_and_when_written_anew() -> None:
+def test_a_megapixel_jpeg_has_half_a_megabyte_also_when_rewritten() -> None:
     """`vllm bench serve` writes every picture as JPEG, in PIL's default quality."""
     files, again, pixels = 0, 0, 0
     for seed in range(10):

@@ -38,7 +38,7 @@ class Told:
         return [one.instance for one in self.table.usable_candidates(Role.ENCODE)]
 
 
-def test_who_is_configured_takes_part_and_nobody_is_told() -> None:
+def test_configured_instances_are_members_without_an_event() -> None:
     told = Told(E1, PD)
 
     assert told.members == {E1, PD}
@@ -57,7 +57,7 @@ def test_an_instance_that_two_name_stays_until_both_let_it_go() -> None:
     assert told.changes == [(E1, "added", InstanceSource.API), (E1, "removed", InstanceSource.DNS)]
 
 
-def test_who_takes_part_is_not_displaced_and_who_was_refused_comes_in_after_it() -> None:
+def test_a_conflicting_instance_is_refused_until_the_member_leaves() -> None:
     told = Told()
     told.registry.replace(InstanceSource.API, [PD])
     told.registry.replace(InstanceSource.FILE, [D, P])

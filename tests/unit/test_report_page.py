@@ -84,7 +84,7 @@ def test_what_is_no_page_of_it_is_no_report(raw: bytes) -> None:
 
 
 @given(st.binary(), st.text(), st.booleans())
-def test_any_page_is_read_or_is_none(raw: bytes, value: str, within: bool) -> None:
+def test_any_page_is_read_or_rejected(raw: bytes, value: str, within: bool) -> None:
     made = page(*gauges(value, 1)) + raw if within else raw
     found = read_report(made)
 

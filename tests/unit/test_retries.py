@@ -113,7 +113,7 @@ async def test_few_are_tried_again_at_once_and_all_in_the_end(requests: int, mos
     assert 0 < seen <= most
 
 
-async def test_who_waits_too_long_for_its_turn_fails_as_it_did(
+async def test_a_retry_that_waits_too_long_fails_with_the_first_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retries, "PATIENCE_S", 0.05)

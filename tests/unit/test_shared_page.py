@@ -56,7 +56,7 @@ def number(page: SharedPage) -> int:
     return int(one)
 
 
-def test_a_page_that_nobody_wrote_is_none(page: SharedPage) -> None:
+def test_an_unwritten_page_reads_as_none(page: SharedPage) -> None:
     assert page.read() is None
 
 
@@ -137,7 +137,7 @@ def test_no_other_user_may_read_it(page: SharedPage) -> None:
     assert os.fstat(page.descriptor).st_mode & 0o777 == 0o600
 
 
-async def test_what_was_set_of_policies_is_forgotten_once_nobody_else_writes() -> None:
+async def test_policies_are_cleared_once_no_other_process_holds_the_lock() -> None:
     # The lock belongs to a process, so another process must hold it.
     page = SharedPage.new_page()
     page.write(b"set")

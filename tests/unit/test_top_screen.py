@@ -21,7 +21,7 @@ def drawn(state: UiState | None, width: int, height: int | None, failure: str = 
 
 @pytest.mark.parametrize("each", [1, 2, 20])
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (80, 16), (200, 60)])
-def test_it_fits_and_has_something_of_everything(each: int, width: int, height: int) -> None:
+def test_a_frame_fits_and_has_all_parts(each: int, width: int, height: int) -> None:
     lines = drawn(large(each), width, height)
     text = "\n".join(lines)
 
@@ -78,7 +78,7 @@ def test_of_an_older_proxy_that_tells_nothing_of_conversations_the_rest_is_shown
     assert "Conversations" not in text
 
 
-def test_where_not_all_have_a_place_the_bad_ones_do() -> None:
+def test_a_short_frame_shows_unhealthy_instances_first() -> None:
     text = "\n".join(drawn(large(20), 80, 24))
 
     assert "✕ down" in text
@@ -138,7 +138,7 @@ def test_a_proxy_that_does_not_answer_any_more_is_said_to() -> None:
     assert drawn(None, 80, 24, "connection refused") == ["connection refused"]
 
 
-def test_what_comes_from_outside_moves_no_cursor() -> None:
+def test_external_text_has_no_terminal_control_characters() -> None:
     text = "\n".join(drawn(large(2, "\x1b[2J\x1b]0;title\x07[red]"), 200, None))
 
     assert "\x1b" not in text

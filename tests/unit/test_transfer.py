@@ -170,7 +170,7 @@ def test_video_goes_on_raw_under_its_uuid() -> None:
     assert new["messages"][0]["content"] == [{**video(), "uuid": "v"}]
 
 
-def test_video_whose_times_are_reported_goes_on_as_metadata() -> None:
+def test_a_video_with_reported_timestamps_is_sent_as_metadata() -> None:
     """For Qwen3-VL, measured answers equal those to the raw video at every frame rate."""
     times = {"video_grid_thw": [[2, 4, 6]], "timestamps": [0.25, 1.25]}
     new = consumed(

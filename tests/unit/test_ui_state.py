@@ -259,7 +259,7 @@ def test_totals_are_those_of_the_page_of_metrics() -> None:
     assert found["conversations"] == {"kept": 12, "turns": 60, "hit": 45}
 
 
-def test_nothing_at_all_is_a_state_too() -> None:
+def test_an_empty_fleet_has_a_state() -> None:
     document = state([], metric_totals([]), None, NOW)
 
     assert (document["instances"], document["store"]) == ([], None)

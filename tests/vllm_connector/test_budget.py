@@ -181,7 +181,7 @@ def test_requests_that_only_decode_hold_nothing(schedule: Any) -> None:
     assert scheduler.most_bytes <= 2.5 * ROOM
 
 
-def test_preempted_request_gives_its_room_back_and_is_admitted_anew(schedule: Any) -> None:
+def test_a_preempted_request_releases_its_budget_and_is_admitted_again(schedule: Any) -> None:
     """Each request holds half of what the other needs; without a release, both would hang."""
     scheduler = schedule(Made(), 2.5)
     preempted = scheduler.request("preempted", "a", "b")
@@ -245,7 +245,7 @@ def test_one_picture_twice_in_a_prompt_is_held_until_its_last_place(schedule: An
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_all_requests_get_through_whatever_happens(schedule: Any, seed: int) -> None:
+def test_all_requests_finish_for_any_sequence_of_events(schedule: Any, seed: int) -> None:
     """Requests arrive, are computed in parts, preempted and aborted; none waits forever."""
     dice = random.Random(seed)  # noqa: S311 - no secret
     scheduler = schedule(Made(), dice.choice([1.5, 2.5, 4.5]))

@@ -50,7 +50,7 @@ def test_a_miss_is_encoded_here_or_fails_alone(vllm: Any, connect: Connect, medi
     assert counted(connector).get("failed_requests", 0) == (0 if media else 1)
 
 
-def test_items_whose_tokens_are_computed_are_not_looked_for(vllm: Any, connect: Connect) -> None:
+def test_items_with_computed_tokens_are_not_looked_up(vllm: Any, connect: Connect) -> None:
     connector = connect()
     request = vllm.request(vllm.feature("a", media=False, offset=2))
 
@@ -59,7 +59,7 @@ def test_items_whose_tokens_are_computed_are_not_looked_for(vllm: Any, connect: 
     assert not connector.ensure_cache_available(request, 5)
 
 
-def test_a_preempted_request_begins_anew(vllm: Any, connect: Connect, url: str) -> None:
+def test_a_preempted_request_starts_again(vllm: Any, connect: Connect, url: str) -> None:
     connector = connect()
     put(connector, url, "a", vllm.entry())
     request = vllm.request(vllm.feature("a"))
@@ -598,7 +598,7 @@ def test_an_exception_in_one_part_leaves_the_others_alone(
     monkeypatch.undo()
 
 
-def test_engines_start_whatever_they_are_called(connect: Connect, vllm: Any) -> None:
+def test_engines_start_with_any_name(connect: Connect, vllm: Any) -> None:
     name = f"{time.monotonic_ns()}" + "x" * 200
     first, second, sender = Receiver(name), Receiver(name), Sender(name)
     assert sender.send({"counts": {}})
@@ -609,7 +609,7 @@ def test_engines_start_whatever_they_are_called(connect: Connect, vllm: Any) -> 
         end.close()
 
 
-def test_a_message_that_is_none_is_skipped() -> None:
+def test_an_invalid_message_is_skipped() -> None:
     name = f"malformed-{time.monotonic_ns()}"
     receiver, sender = Receiver(name), Sender(name)
     for sent in (b"{", b"\xff", b"[]"):

@@ -126,7 +126,7 @@ def test_a_push_is_registered_with_the_prefill_instance_and_found_there() -> Non
     assert match("chatcmpl-r:1:ab-99887766") is registered
 
 
-def test_a_push_prefill_keeps_its_blocks_and_says_who_it_is() -> None:
+def test_a_push_prefill_keeps_its_blocks_and_sends_its_engine_id() -> None:
     prefill = push(
         _kv_lease_duration=30,
         _reqs_need_send={},

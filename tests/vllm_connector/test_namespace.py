@@ -366,7 +366,7 @@ def test_quantisation_in_a_file_of_its_own_is_read(vllm: Any, folder: Path) -> N
 
 
 @pytest.mark.parametrize("load_format", ["auto", "safetensors", "runai_streamer", "a_plugins"])
-def test_weights_are_compared_whatever_loads_them(
+def test_weights_are_compared_with_any_load_format(
     vllm: Any, folder: Path, load_format: str
 ) -> None:
     with vllm.model(model=str(folder)), vllm.loading(load_format=load_format):
