@@ -217,11 +217,11 @@ class Fetcher:
     def _submit(self, fetch: Fetch) -> None:
         # A repeated lookup is queued as due at the end of its promise: behind first lookups until
         # then, and before later ones.
-        due_s = self._promise_s(fetch) if fetch.looks else self._clock()
+        due_s = self._promise_end_s(fetch) if fetch.looks else self._clock()
         self._queue.put(fetch, due_s)
-        self._pool.queue_job(self._work, lambda: None)
+        self._pool.queue_job(self._fetch_next, lambda: None)
 
-    def _work(self) -> None:
+    def _fetch_next(self) -> None:
         """Fetch the first entry of the queue. Runs on a thread."""
         fetch = self._queue.take_fetch(self._clock)
         if fetch is None:
@@ -248,14 +248,14 @@ class Fetcher:
             self._breaker.record_failure(fetch.error)
         else:
             self._breaker.succeeded()
-            if fetch.entry is None and self._looks_again(fetch, now):
+            if fetch.entry is None and self._schedule_lookup(fetch, now):
                 return
             self.counts.add(**{"misses" if fetch.entry is None else "hits": 1})
         if fetch.entry is not None:
             self.counts.add(bytes=fetch.entry.data.nbytes)
-        yield from self._settle(fetch, fetch.entry)
+        yield from self._finish_fetch(fetch, fetch.entry)
 
-    def _looks_again(self, fetch: Fetch, now: float) -> bool:
+    def _schedule_lookup(self, fetch: Fetch, now: float) -> bool:
         """Schedule another lookup of a promised entry, unless it is useless.
 
         Time in the queue does not end a promise: in a burst, the second lookup of an entry runs
@@ -265,13 +265,13 @@ class Fetcher:
         claimed = self._memory.is_claimed(fetch.identifier)
         if fetch.refused or not fetch.promised or not claimed:
             return False
-        if fetch.taken_s >= self._promise_s(fetch):  # the lookup began after the promise's end
+        if fetch.taken_s >= self._promise_end_s(fetch):  # the lookup began after the promise's end
             return False
         # Resting occupies no thread, so that other fetches can run.
         fetch.phase = Phase.RESTING
         rest_s = RETRY_S[min(fetch.looks, len(RETRY_S) - 1)]
         fetch.looks += 1
-        due_s = min(now + rest_s, self._promise_s(fetch))
+        due_s = min(now + rest_s, self._promise_end_s(fetch))
         heapq.heappush(self._timers, (due_s, next(self._numbers), fetch))
         return True
 
@@ -291,9 +291,9 @@ class Fetcher:
         for fetch in list(self._fetches.values()):
             if self._bypasses(fetch.promised) and self._queue.cancel(fetch):
                 self.counts.add(bypassed=1)
-                yield from self._settle(fetch, None)
+                yield from self._finish_fetch(fetch, None)
 
-    def _settle(self, fetch: Fetch, entry: Entry | None) -> Iterator[tuple[str, FetchState]]:
+    def _finish_fetch(self, fetch: Fetch, entry: Entry | None) -> Iterator[tuple[str, FetchState]]:
         claimed = self._memory.is_claimed(fetch.identifier)
         if entry is None:
             self._memory.release_all(fetch.identifier)
@@ -305,9 +305,9 @@ class Fetcher:
         del self._fetches[fetch.identifier]
         self._memory.hold_entry(fetch.identifier, entry)
 
-    def _promise_s(self, fetch: Fetch) -> float:
+    def _promise_end_s(self, fetch: Fetch) -> float:
         return fetch.first_s + self._promise_timeout_s
 
     def _deadline(self, fetch: Fetch) -> float:
-        promise_s = self._promise_s(fetch) if fetch.promised else 0.0
+        promise_s = self._promise_end_s(fetch) if fetch.promised else 0.0
         return max(promise_s, fetch.taken_s + self._timeout_s)

@@ -130,10 +130,10 @@ class Maintenance:
     async def run(self) -> None:
         """Run the maintenance until this task is cancelled."""
         while True:
-            await self._once()
+            await self._sweep_once()
             await asyncio.sleep(self._interval_s)
 
-    async def _once(self) -> None:
+    async def _sweep_once(self) -> None:
         try:
             with self._seconds.time():
                 await self._store.sweep(SWEEP_EVERY_S)

@@ -105,7 +105,7 @@ class Writer:
             try:
                 self._done(key, stored)
             except Exception as error:  # noqa: BLE001 - as in `_written`
-                self._caught(error)
+                self._count_exception(error)
 
     def _written(self, key: EntryKey, make: Make) -> bool:
         started_s = self._clock()
@@ -122,12 +122,12 @@ class Writer:
         except Exception as error:  # noqa: BLE001 - the thread must survive
             self.counts.add(drops=1)
             self._breaker.record_failure(error)
-            self._caught(error)
+            self._count_exception(error)
             return False
         self._breaker.succeeded()
         return stored
 
-    def _caught(self, error: Exception) -> None:
+    def _count_exception(self, error: Exception) -> None:
         """Count an exception, and log the first one of each type."""
         self.counts.add(exceptions=1)
         if type(error) not in self._logged:

@@ -35,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags = vars(make_parser().parse_args(argv))
     del flags["command"]
     run = flags.pop("run")
-    with _read_by_somebody():
+    with _closed_output_exits():
         run(**flags)
 
 
 @contextmanager
-def _read_by_somebody() -> Iterator[None]:
+def _closed_output_exits() -> Iterator[None]:
     """Exit with 1 and without a traceback if standard output is closed: `epd check | head`."""
     try:
         try:
@@ -94,7 +94,7 @@ def _add_serve(commands: Commands) -> None:
         "--decode-servers-urls http://pd:8002",
         usage="epd serve --encode-servers-urls URLS --decode-servers-urls URLS [FLAG ...]",
     )
-    _runs(parser, _serve)
+    _add_settings_command(parser, _serve)
 
 
 def _add_check(commands: Commands) -> None:
@@ -113,7 +113,7 @@ def _add_check(commands: Commands) -> None:
         default="yaml",
         help="format of the output (default: yaml)",
     )
-    _runs(parser, _check)
+    _add_settings_command(parser, _check)
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -138,10 +138,10 @@ def _add_doctor(commands: Commands) -> None:
         action="store_true",
         help="read only what instances report; send no generation requests",
     )
-    _runs(parser, _doctor)
+    _add_settings_command(parser, _doctor)
 
 
-def _runs(parser: Parser, run: Callable[..., None]) -> None:
+def _add_settings_command(parser: Parser, run: Callable[..., None]) -> None:
     """Add the flags of all settings to a command, and set its function."""
     add_flags(parser)
     parser.set_defaults(run=partial(run, parser))

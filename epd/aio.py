@@ -270,7 +270,7 @@ class Flights(Generic[K, V]):
     def _add(self, key: K, task: asyncio.Task[V]) -> _Flight[V]:
         flight = self._flights[key] = _Flight(task)
         self._tasks.add(task)
-        task.add_done_callback(lambda _: self._land(key, flight))
+        task.add_done_callback(lambda _: self._close_flight(key, flight))
         return flight
 
     async def _wait(self, key: K, flight: _Flight[V]) -> V:
@@ -280,10 +280,10 @@ class Flights(Generic[K, V]):
         finally:
             flight.waiters -= 1
             if not flight.waiters and not flight.task.done():
-                self._land(key, flight)
+                self._close_flight(key, flight)
                 flight.task.cancel()
 
-    def _land(self, key: K, flight: _Flight[V]) -> None:
+    def _close_flight(self, key: K, flight: _Flight[V]) -> None:
         """Close a run to further waiters."""
         if self._flights.get(key) is flight:
             del self._flights[key]

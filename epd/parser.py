@@ -35,10 +35,10 @@ class Parser(argparse.ArgumentParser):
         """Parse as argparse does, but exit at an unknown flag and suggest the nearest one."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}{self._meant(rest)}")
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._suggest_flag(rest)}")
         return parsed, rest
 
-    def _meant(self, rest: Iterable[str]) -> str:
+    def _suggest_flag(self, rest: Iterable[str]) -> str:
         for word in rest:
             flag = word.partition("=")[0]
             if word.startswith("-") and (near := get_close_matches(flag, self._flags(), n=1)):

@@ -194,7 +194,7 @@ class Reply:
         try:
             await self._connection.wait_body(min(self._clock() + idle_s, self._until_s))
         except FAILURES as error:
-            raise self._broke_off(error) from underlying_error(error)
+            raise self._broken_error(error) from underlying_error(error)
 
     async def chunk(self, idle_s: float) -> bytes:
         """Return the next received part of the body; empty at its end.
@@ -206,7 +206,7 @@ class Reply:
         try:
             return await self._connection.chunk(min(self._clock() + idle_s, self._until_s))
         except FAILURES as error:
-            raise self._broke_off(error) from underlying_error(error)
+            raise self._broken_error(error) from underlying_error(error)
 
     async def pour_body(self, sink: Sink, idle_s: float) -> bool:
         """Pass the body to `sink` as it is received, without waking a task, while it accepts more.
@@ -221,9 +221,9 @@ class Reply:
         try:
             return await self._connection.pour_body(sink, idle_s)
         except FAILURES as error:
-            raise self._broke_off(error) from underlying_error(error)
+            raise self._broken_error(error) from underlying_error(error)
 
-    def _broke_off(self, error: Exception) -> ProxyError:
+    def _broken_error(self, error: Exception) -> ProxyError:
         # The head of a stream precedes its first token; any other head follows the last one.
         computed = not self.is_stream
         broken = f"{self._stage}_died"
@@ -335,7 +335,7 @@ class Upstream:
                 connection.abort()
                 if not (isinstance(error, Broken) and connection.is_stale):
                     raise
-                connection = await _ask_again(self._pool, request, until_s, error)
+                connection = await _send_again(self._pool, request, until_s, error)
         except FAILURES as error:
             raise stage_error(error, stage, broken=f"{stage}_failed") from underlying_error(error)
         if connection.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -358,7 +358,7 @@ class Upstream:
         until_s = asyncio.get_running_loop().time() + timeout_s
         try:
             request = _request(url, {}, None, "proxy")
-            connection = await _ask_anew(self._pool, request, until_s)
+            connection = await _send_on_new(self._pool, request, until_s)
         except UpstreamUnreachable:
             return False
         except FAILURES as error:
@@ -395,17 +395,17 @@ def _request(url: str, headers: Mapping[str, str], body: Pieces | None, stage: S
         ) from error
 
 
-async def _ask_again(pool: Pool, request: _Request, until_s: float, broken: Broken) -> Connection:
+async def _send_again(pool: Pool, request: _Request, until_s: float, broken: Broken) -> Connection:
     """Send a request again after its idle connection was closed."""
     try:
-        return await _ask_anew(pool, request, until_s)
+        return await _send_on_new(pool, request, until_s)
     except Unreachable as error:
         if isinstance(broken, Died):
             raise Died from underlying_error(error)
         raise
 
 
-async def _ask_anew(pool: Pool, request: _Request, until_s: float) -> Connection:
+async def _send_on_new(pool: Pool, request: _Request, until_s: float) -> Connection:
     """Send a request over a new connection."""
     connection = await pool.connect(request.target.origin, until_s)
     connection.kept = False

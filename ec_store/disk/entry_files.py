@@ -136,7 +136,7 @@ class EntryFiles:
                 pass
 
         hashed, digest = 0, xxhash.xxh3_64()
-        helper = self._beside(read_rest)
+        helper = self._run_on_thread(read_rest)
         try:
             while read_next():
                 # Hashing a piece while it is in a core's cache costs half of a second pass over
@@ -160,7 +160,7 @@ class EntryFiles:
             return
         # The header is written last: it holds the checksum, which a helper computes during the
         # write.
-        hashed = self._beside(checksum, entry.data)
+        hashed = self._run_on_thread(checksum, entry.data)
         write(fd, [entry.data], len(encode_header(key, entry, _NO_CHECKSUM)))
         known = checksum(entry.data) if hashed.cancel() else hashed.result()
         write(fd, [memoryview(encode_header(key, entry, known))])
@@ -173,7 +173,7 @@ class EntryFiles:
             self._helpers = None
             self._buffers = Buffers()
 
-    def _beside(self, call: Callable[..., T], *args: object) -> Future[T]:
+    def _run_on_thread(self, call: Callable[..., T], *args: object) -> Future[T]:
         """Run a call on a helper thread; a caller that can still cancel it does the work itself."""
         with self._lock:
             if self._helpers is None or self._pid != os.getpid():  # threads do not survive a fork

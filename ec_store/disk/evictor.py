@@ -139,7 +139,7 @@ class Evictor:
         """
         freed = fruitless = 0
         while holds is None or holds():
-            gone, found, all_seen = self._free_some(
+            gone, found, all_seen = self._evict_sample(
                 tree, excess - freed, ttl_s, corrects=holds is not None
             )
             freed += gone
@@ -151,7 +151,7 @@ class Evictor:
                 break
         return Freed(freed, full=False)
 
-    def _free_some(
+    def _evict_sample(
         self, tree: Tree, excess: int, ttl_s: float, *, corrects: bool
     ) -> tuple[int, bool, bool]:
         """Evict from one sample.

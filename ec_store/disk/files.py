@@ -109,11 +109,11 @@ class Folder:
             except PermissionError:
                 now_s = time.monotonic()
                 until_s = until_s or now_s + SETTLES_IN_S
-                if now_s > until_s or not self._is_unsettled():
+                if now_s > until_s or not self._lacks_permissions():
                     raise
             time.sleep(SETTLES_IN_S / 20)
 
-    def _is_unsettled(self) -> bool:
+    def _lacks_permissions(self) -> bool:
         """Return whether another user created this folder and has not set its permissions yet."""
         status, wanted = os.fstat(self.fd), self.modes.folder
         return status.st_uid != os.geteuid() and status.st_mode & wanted != wanted

@@ -103,7 +103,7 @@ class Housekeeping:
             StoreUnavailable: no more entries can be removed, or another process evicts for too
                 long.
         """
-        patience = _Patience()
+        patience = _EvictionWait()
         while True:
             file_system = tree.file_system()
             quota = self._quota_bytes(file_system)
@@ -121,7 +121,7 @@ class Housekeeping:
             ahead = min(AHEAD * coming_bytes, int(quota * (1 - HIGH_WATER)))
             if self._free_or_wait(tree, lacking + ahead, coming_bytes, patience).full:
                 self._fruitless_until_s = time.monotonic() + FRUITLESS_S
-        self._tidy_if_due(tree)
+        self._clean_if_due(tree)
 
     def free_space(self, tree: Tree, size_bytes: int) -> None:
         """Evict `size_bytes` after a write failed for lack of space.
@@ -131,7 +131,7 @@ class Housekeeping:
         Raises:
             StoreUnavailable: another process evicts for too long.
         """
-        patience = _Patience()
+        patience = _EvictionWait()
         while self._free_or_wait(tree, size_bytes, size_bytes, patience) == (0, False):
             pass
 
@@ -148,7 +148,7 @@ class Housekeeping:
         before = self.evictions
         if self._evictor.free_space(tree, excess, self.settings.ttl) is None:
             return None
-        self._tidy_if_due(tree)
+        self._clean_if_due(tree)
         return self.evictions - before
 
     def sweep(self, tree: Tree, every_s: float) -> int:
@@ -173,13 +173,13 @@ class Housekeeping:
             self._evictor.sweep(
                 tree, self.settings.ttl, lambda: self._sweeping.still_held(tree.root)
             )
-            self._tidy(tree)
+            self._clean_leftovers(tree)
         finally:
             self._sweeping.release(tree.root)
         return self.evictions - before
 
     def _free_or_wait(
-        self, tree: Tree, size_bytes: int, own_bytes: int, patience: "_Patience"
+        self, tree: Tree, size_bytes: int, own_bytes: int, patience: "_EvictionWait"
     ) -> Freed:
         """Free `size_bytes`, or `own_bytes` if another process is evicting.
 
@@ -207,7 +207,7 @@ class Housekeeping:
             )
         self._reserve_kept = False
 
-    def _tidy_if_due(self, tree: Tree) -> None:
+    def _clean_if_due(self, tree: Tree) -> None:
         every_s = min(TIDY_EVERY_S, self.settings.ttl / 4)
         if time.monotonic() < self._tidy_looked_s + every_s / 4:
             return
@@ -216,7 +216,7 @@ class Housekeeping:
             if self._due(tree, "tidied", every_s):
                 _mark(tree, "tidied")
                 self._evictor.free_space(tree, 0, self.settings.ttl)
-                self._tidy(tree)
+                self._clean_leftovers(tree)
 
     def _due(self, tree: Tree, mark: str, every_s: float) -> bool:
         """Return whether the task of this mark has not run for `every_s` seconds in any process."""
@@ -226,7 +226,7 @@ class Housekeeping:
             return True
         return every_s <= 0 or age_s >= every_s  # a new mark may be ahead of the clock
 
-    def _tidy(self, tree: Tree) -> None:
+    def _clean_leftovers(self, tree: Tree) -> None:
         """Remove expired leases, claims, ledger lines and leftover files; entries are not read."""
         now = self.clock.now(tree.root)
         self.leases.sweep(tree.leases, now)
@@ -269,7 +269,7 @@ class Housekeeping:
         return gone
 
 
-class _Patience:
+class _EvictionWait:
     """Bounded wait of a writer while another process is evicting."""
 
     def __init__(self) -> None:

@@ -83,12 +83,12 @@ class Count:
         Args:
             after: sum of the ledger at the end of the count.
         """
-        size = _beyond(
+        size = _clamp_change(
             self.before.bytes,
             self.bytes - (after.charged_bytes - self.before.charged_bytes),
             self.bytes + after.released_bytes - self.before.released_bytes - self.removed_bytes,
         )
-        number = _beyond(
+        number = _clamp_change(
             self.before.entries,
             self.entries - (after.charged - self.before.charged),
             self.entries + after.released - self.before.released - self.removed,
@@ -192,6 +192,6 @@ def _lines(folder: Folder) -> Mapping[str, Usage]:
     return lines
 
 
-def _beyond(value: int, low: int, high: int) -> int:
+def _clamp_change(value: int, low: int, high: int) -> int:
     """Return the change that brings a value into a range; 0 for a value inside it."""
     return max(0, low - value) + min(0, high - value)

@@ -80,7 +80,7 @@ class FileLock:
         """Remove the lock of a dead holder; True if the lock is free now."""
         try:
             holder = folder.read(self._file, 512).decode(errors="replace")
-            if now_s - folder.stat(self._file).st_mtime <= STALE_S and not self._dead(holder):
+            if now_s - folder.stat(self._file).st_mtime <= STALE_S and not self._is_dead(holder):
                 return False
             aside = f".{secrets.token_hex(8)}.tmp"
             folder.rename(self._file, aside)
@@ -95,7 +95,7 @@ class FileLock:
         folder.remove(aside)
         return True
 
-    def _dead(self, holder: str) -> bool:
+    def _is_dead(self, holder: str) -> bool:
         machine, _, rest = holder.partition(" ")
         pid, _, _ = rest.partition(" ")
         if machine != self._machine or not pid.isdecimal():

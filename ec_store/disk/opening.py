@@ -164,7 +164,7 @@ class DiskOpening:
     def _follow(self, tree: Tree) -> None:
         """Adopt changed settings. If they cannot be read, the present ones stay in force."""
         try:
-            self._adopt(read_settings(tree.root) or self.settings)
+            self._apply_settings(read_settings(tree.root) or self.settings)
         except (SettingsInvalid, OSError) as error:
             if not self._unread:  # logged once, not every second
                 logger.warning("the store in %s keeps its settings: %s", self._config.path, error)
@@ -185,7 +185,7 @@ class DiskOpening:
         self.in_memory = in_memory(tree.entries.fd)
         for folder in tree.folders:
             folder.check_owner(config.given.dir_mode or 0)
-        self._adopt(held)
+        self._apply_settings(held)
         if self._create:
             self._begin(tree)
         return tree
@@ -215,7 +215,7 @@ class DiskOpening:
             else Folder.open_existing(config.path, modes)
         )
 
-    def _adopt(self, settings: StoreSettings) -> None:
+    def _apply_settings(self, settings: StoreSettings) -> None:
         """Apply the store's settings, and log the settings of this process that differ."""
         self.settings = self._keeper.settings = settings
         ignored = self._config.given.not_in_force(settings)

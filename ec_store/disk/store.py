@@ -289,7 +289,7 @@ class SharedDiskStore(Store):
         """Delete an expired entry: readers miss it, but its name would block a new one."""
         with suppress(OSError):
             tree = self._opening.tree()
-            if not self._live(tree, tree.folder(digest).stat(digest)):
+            if not self._is_live(tree, tree.folder(digest).stat(digest)):
                 self._delete(tree, digest)
 
     def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
@@ -347,7 +347,7 @@ class SharedDiskStore(Store):
             if not is_regular(status):
                 self._quarantine(tree, digest, status.st_ino)
                 return None
-            if not self._live(tree, status):
+            if not self._is_live(tree, status):
                 return None
             loaded = load(key, fd, status.st_size)
             if use:
@@ -362,7 +362,7 @@ class SharedDiskStore(Store):
             os.close(fd)
         return loaded
 
-    def _live(self, tree: Tree, status: os.stat_result) -> bool:
+    def _is_live(self, tree: Tree, status: os.stat_result) -> bool:
         age_s = self._now(tree) - status.st_mtime
         # A larger entry, written under another process's limit, would exhaust the memory here.
         limit = self._config.max_entry_bytes + MAX_HEADER_BYTES

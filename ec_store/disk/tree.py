@@ -243,12 +243,12 @@ class Tree:
         """
         for _ in range(RACES):
             with suppress(FileNotFoundError):
-                folder = self._ensured(digest)
+                folder = self._folder_for(digest)
                 return folder, folder.create(name)
-        folder = self._ensured(digest)
+        folder = self._folder_for(digest)
         return folder, folder.create(name)
 
-    def _ensured(self, digest: str) -> Folder:
+    def _folder_for(self, digest: str) -> Folder:
         try:
             return self.folder(digest)
         except FileNotFoundError:
@@ -329,22 +329,22 @@ def staging_name(digest: str, size_bytes: int) -> str:
 
 
 def _folders(folder: Folder, unread: list[OSError]) -> Iterator[tuple[str, Folder]]:
-    with _noted(unread):
+    with _collect_error(unread):
         names = folder.names()
         random.shuffle(names)
         for name in names:
-            with _noted(unread):
+            with _collect_error(unread):
                 yield name, folder.to_list(name)
 
 
 def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
     found = []
-    with _noted(unread), folder.scan() as listing:
+    with _collect_error(unread), folder.scan() as listing:
         for item in listing:
             staging = _STAGING.fullmatch(item.name)
             if not staging and not DIGEST.fullmatch(item.name):
                 continue
-            with _noted(unread):
+            with _collect_error(unread):
                 status = item.stat(follow_symlinks=False)
                 if is_regular(status):
                     digest = staging[1] if staging else item.name
@@ -372,7 +372,7 @@ def _is_removed(folder: Folder, error: OSError) -> bool:
 
 
 @contextmanager
-def _noted(unread: list[OSError]) -> Iterator[None]:
+def _collect_error(unread: list[OSError]) -> Iterator[None]:
     """Append an error to the list and continue, unless the file is gone or not a folder."""
     try:
         yield

@@ -95,7 +95,7 @@ class RedisClient:
                 moves += 1
             else:
                 failures += 1
-            if moves > MOST_MOVES or failures > 1 or not _worth_a_retry(problem):
+            if moves > MOST_MOVES or failures > 1 or not _is_retryable(problem):
                 raise _translated(problem) from None
 
     def masters(self, command: Command) -> list[Reply]:
@@ -117,7 +117,7 @@ class RedisClient:
                 return _checked(self._exchange(node, [command], deadline_s)[0])
             except redis.RedisError as error:
                 self._failed(node, error)
-                if attempt == 2 or not _worth_a_retry(error):  # noqa: PLR2004
+                if attempt == 2 or not _is_retryable(error):  # noqa: PLR2004
                     raise _translated(error, node.address) from None
         raise AssertionError
 
@@ -179,7 +179,7 @@ class RedisClient:
                         if place + window < len(numbers):
                             link.send([commands[numbers[place + window]]])
                         try:
-                            replies[number] = self._settled(
+                            replies[number] = self._check_reply(
                                 commands[number], reply, room, deadline_s
                             )
                         except redis.RedisError as error:
@@ -190,7 +190,7 @@ class RedisClient:
         problems.sort(key=lambda problem: isinstance(problem, redis.exceptions.AskError))
         return problems[0] if problems else None
 
-    def _settled(
+    def _check_reply(
         self, command: Command, reply: Reply, room: memoryview | None, deadline_s: float
     ) -> Reply:
         """Check a reply; if the slot is moving, return the reply of the key's new node."""
@@ -320,7 +320,7 @@ def _is_stale(error: redis.RedisError) -> bool:
     return isinstance(error, kinds) and not isinstance(error, redis.exceptions.AskError)
 
 
-def _worth_a_retry(error: redis.RedisError) -> bool:
+def _is_retryable(error: redis.RedisError) -> bool:
     return isinstance(error, (*_FAILING_OVER, redis.ConnectionError)) and not isinstance(
         error, redis.AuthenticationError
     )

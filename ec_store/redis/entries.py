@@ -143,7 +143,7 @@ class RedisEntries:
         # A command that was repeated after a lost reply finds its own first write.
         if written is not None or there == write_id:
             return True
-        if self._used([digest], found, 0)[0] is not None:
+        if self._read_uses([digest], found, 0)[0] is not None:
             return False
         return self.write(digest, header, payload, replace=True)
 
@@ -153,25 +153,20 @@ class RedisEntries:
         One round trip, and a second one if the time to live of any entry has to be set.
         """
         ages: list[Command] = [("PTTL", self._names.entry(digest)) for digest in digests]
-        return self._used(digests, self._client.run([*self.info_commands(digests), *ages]), seconds)
+        replies = self._client.run([*self.info_commands(digests), *ages])
+        return self._read_uses(digests, replies, seconds)
 
-    def _used(
+    def _read_uses(
         self, digests: Sequence[str], replies: Sequence[Reply], seconds: float
     ) -> list[EntryInfo | None]:
         """Process the replies to `info_commands`, followed by those to `PTTL`, as `use_entries`."""
         infos = self.parse_infos(digests, replies[: len(digests)])
         least_ms = max(int(seconds * 1000), int(REFRESH_BELOW * self._ttl_ms))
-        short = [
-            place
-            for place, (info, left_ms) in enumerate(
-                zip(infos, replies[len(digests) :], strict=True)
-            )
-            if info and left_ms < least_ms
-        ]
+        left_ms = replies[len(digests) :]
+        short = [place for place, info in enumerate(infos) if info and left_ms[place] < least_ms]
         ms = max(int(seconds * 1000), self._ttl_ms)
-        kept = self._client.run(
-            [("PEXPIRE", self._names.entry(digests[place]), ms) for place in short]
-        )
+        names = [self._names.entry(digests[place]) for place in short]
+        kept = self._client.run([("PEXPIRE", name, ms) for name in names])
         for place, done in zip(short, kept, strict=True):
             if not done:  # evicted between the two
                 infos[place] = None

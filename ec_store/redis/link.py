@@ -100,7 +100,7 @@ class Link:
         for piece in pack_commands(commands):
             left = memoryview(piece).cast("B")
             while left:
-                left = left[self._in_time(self._sock.send, left) :]
+                left = left[self._call_in_time(self._sock.send, left) :]
 
     def read(self) -> Reply:
         """Return the next reply; an error reply is returned, not raised."""
@@ -147,12 +147,12 @@ class Link:
         room[:done] = self._ahead[:done]
         del self._ahead[:done]
         while done < len(room):
-            done += _some(self._in_time(self._sock.recv_into, room[done:]))
+            done += _check_not_closed(self._call_in_time(self._sock.recv_into, room[done:]))
 
     def _received(self, size: int) -> bytes:
-        return _some(self._in_time(self._sock.recv, size))
+        return _check_not_closed(self._call_in_time(self._sock.recv, size))
 
-    def _in_time(self, call: Callable[[T], R], argument: T) -> R:
+    def _call_in_time(self, call: Callable[[T], R], argument: T) -> R:
         """Send or receive some bytes before the deadline."""
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
@@ -170,7 +170,7 @@ class Link:
         self._sock.close()
 
 
-def _some(received: R) -> R:
+def _check_not_closed(received: R) -> R:
     """Return the received bytes; none means that the server closed the connection."""
     if not received:
         raise redis.ConnectionError("the server closed the connection")
@@ -280,7 +280,7 @@ class Node:
         sock = _connected(self.address, self._options, deadline_s)
         try:
             link = Link(sock, deadline_s, generation)
-            _greet(link, self._options)
+            _authenticate(link, self._options)
         except BaseException:
             sock.close()
             raise
@@ -318,7 +318,7 @@ def _secured(sock: socket.socket, address: Address, options: RedisOptions) -> so
     return context.wrap_socket(sock, server_hostname=address.host)
 
 
-def _greet(link: Link, options: RedisOptions) -> None:
+def _authenticate(link: Link, options: RedisOptions) -> None:
     """Authenticate, and select the database."""
     password = options.password
     if options.password_file is not None:

@@ -177,11 +177,11 @@ class ECStoreConnector(ECConnectorBase):
     def build_connector_meta(self, scheduler_output: Any, *_: Any, **__: Any) -> StepMetadata:
         """Return the entries to load and the items to save in this step, for the workers."""
         return StepMetadata(
-            self._loads(), self._items(scheduler_output), self._learn(), self._shared()
+            self._loads(), self._items(scheduler_output), self._take_widths(), self._shared()
         )
 
     @guard_method(dict)
-    def _learn(self) -> dict[str, str]:
+    def _take_widths(self) -> dict[str, str]:
         return {} if self._consumer is None else self._consumer.take_learn()
 
     @guard_method(dict)
@@ -219,10 +219,10 @@ class ECStoreConnector(ECConnectorBase):
             self._consumer.release(request.request_id)
         if self._producer is None:
             return False, None
-        self._listen()
+        self._process_messages()
         return False, self._producer.report(request)
 
-    def _listen(self) -> None:
+    def _process_messages(self) -> None:
         """Process the messages of the workers."""
         for message in self._receiver.drain() if self._receiver is not None else ():
             self.counts.add(**message.get("counts", {}))
@@ -279,7 +279,7 @@ class ECStoreConnector(ECConnectorBase):
         """Return counts since the last call, and gauges; workers send theirs to the scheduler."""
         if self.role is not ECConnectorRole.SCHEDULER:
             return None
-        self._listen()
+        self._process_messages()
         corrupt = self._store.counts["corrupt"]
         if corrupt > self._corrupt:
             self.counts.add(corrupt=corrupt - self._corrupt)

@@ -159,17 +159,17 @@ class Consumer:
         if needs is None:
             needs = self._new(request, computed)
         elif needs.has_changed(request, computed):
-            needs = self._begin_again(request, computed)
+            needs = self._reset_request(request, computed)
         elif computed > needs.computed:
-            self._pass(needs, computed)
+            self._release_computed(needs, computed)
         if needs.passed == len(needs.parts):
             return True
         for identifier, state in self._fetcher.process_results():
-            self._tell(identifier, state)
+            self._record_result(identifier, state)
         if not needs.admitted and (self._blocking is None or self._blocking is needs):
             self._admit(request, needs)
         while needs.arrived and not needs.failed:
-            self._settle(request, needs, *needs.arrived.pop())
+            self._settle_part(request, needs, *needs.arrived.pop())
         return needs.admitted and not needs.waiting and not needs.failed
 
     def encode_here(self, request: Any, computed: int) -> bool:
@@ -183,7 +183,7 @@ class Consumer:
         needs.arrived.clear()
         for part in needs.parts:
             if part.end > computed and part.how not in {How.PINNED, How.LOCAL}:
-                self._let_go(needs, part)
+                self._release_part(needs, part)
                 self._encode(request, needs, part)
         return not needs.failed
 
@@ -235,7 +235,7 @@ class Consumer:
         if self._blocking is needs:
             self._blocking = None
         for part in needs.parts:
-            self._let_go(needs, part)
+            self._release_part(needs, part)
 
     def close(self) -> None:
         """Stop fetching; running fetches end by themselves."""
@@ -244,10 +244,10 @@ class Consumer:
     def _new(self, request: Any, computed: int) -> Needs:
         needs = Needs.needs_of(request)
         self._requests[request.request_id] = needs
-        self._pass(needs, computed)
+        self._release_computed(needs, computed)
         return needs
 
-    def _begin_again(self, request: Any, computed: int) -> Needs:
+    def _reset_request(self, request: Any, computed: int) -> Needs:
         """Reset a request that has lost tokens. Its entries stay in memory while there is room.
 
         It is admitted again, and at once if it has computed tokens: those occupy blocks of the KV
@@ -256,20 +256,20 @@ class Consumer:
         self.release(request.request_id)
         needs = self._new(request, computed)
         if request.num_computed_tokens > 0:
-            self._start(needs, self._wants(request, needs))
+            self._start(needs, self._requested_parts(request, needs))
         return needs
 
-    def _pass(self, needs: Needs, computed: int) -> None:
+    def _release_computed(self, needs: Needs, computed: int) -> None:
         """Release the items that are computed."""
         while needs.passed < len(needs.parts) and needs.parts[needs.passed].end <= computed:
             part = needs.parts[needs.passed]
-            self._let_go(needs, part)
+            self._release_part(needs, part)
             part.how = How.COMPUTED
             needs.passed += 1
             needs.computed = part.end
 
     def _admit(self, request: Any, needs: Needs) -> None:
-        wants = self._wants(request, needs)
+        wants = self._requested_parts(request, needs)
         if self._fetcher.has_room({part.identifier: want for part, want in wants.items()}):
             self._blocking = None
             self._start(needs, wants)
@@ -289,16 +289,16 @@ class Consumer:
             else:
                 needs.arrived.append((part, state))
 
-    def _wants(self, request: Any, needs: Needs) -> dict[Part, Want]:
+    def _requested_parts(self, request: Any, needs: Needs) -> dict[Part, Want]:
         # Any JSON value: a client sets it if no proxy removes it.
         params = request.ec_transfer_params
         promised = params if isinstance(params, dict) else {}
         return {
-            part: self._want(request, needs, part, part.identifier in promised)
+            part: self._request_part(request, needs, part, part.identifier in promised)
             for part in needs.open()
         }
 
-    def _want(self, request: Any, needs: Needs, part: Part, promised: bool) -> Want:
+    def _request_part(self, request: Any, needs: Needs, part: Part, promised: bool) -> Want:
         target = self._target(part)
         _, rows, columns = target.expected
         return Want(
@@ -314,7 +314,7 @@ class Consumer:
         expected = Expected(self._dtype, part.tokens, self._widths.known_columns(modality))
         return ItemTarget(part.identifier, modality, expected)
 
-    def _tell(self, identifier: str, state: FetchState) -> None:
+    def _record_result(self, identifier: str, state: FetchState) -> None:
         """Pass the result of a fetch to the waiting requests; their next call settles the item."""
         for part, needs in self._waiters.pop(identifier, {}).items():
             part.how = How.OPEN
@@ -322,14 +322,14 @@ class Consumer:
             needs.waiting -= 1
             needs.arrived.append((part, state))
 
-    def _settle(self, request: Any, needs: Needs, part: Part, state: FetchState) -> None:
+    def _settle_part(self, request: Any, needs: Needs, part: Part, state: FetchState) -> None:
         if part.how is not How.OPEN:  # the item was computed meanwhile
             return
         if state is FetchState.READY and self._fits(part):
             part.how = How.PINNED
             self._pinned[part.identifier] += 1
             return
-        self._let_go(needs, part)
+        self._release_part(needs, part)
         if state is FetchState.READY and not self.has(part.identifier):
             # Dropped, so that the next request reads the store, where it may be replaced by then.
             self._fetcher.discard(part.identifier)
@@ -360,7 +360,7 @@ class Consumer:
         if self._widths.is_derived(part.feature.modality):
             self._learn[part.identifier] = part.feature.modality
 
-    def _let_go(self, needs: Needs, part: Part) -> None:
+    def _release_part(self, needs: Needs, part: Part) -> None:
         """Reset an item to open, and release its claim."""
         name = part.identifier
         if part.how is How.WAITING:

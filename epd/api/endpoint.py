@@ -120,7 +120,7 @@ class Endpoint:
 
     def can_prefill(self, body: Body) -> bool:
         """Return whether prefill can do its part of a request; else decode does both parts."""
-        return self.generates and not _in_one_place(body)
+        return self.generates and not _needs_one_engine(body)
 
     def prefill(self, body: Body, kv_transfer_params: Mapping[str, Any] | None) -> Body:
         """Return the prefill request: the same prompt and one token; KV is kept for decode."""
@@ -179,7 +179,7 @@ def check_model(body: Body) -> None:
         raise BadRequest("model must be a string", param="model")
 
 
-def _in_one_place(body: Body) -> bool:
+def _needs_one_engine(body: Body) -> bool:
     """Return whether only an engine that computes the prompt itself can serve a request.
 
     `kv_transfer_params` are for one sequence. Of `n` sequences, the first one that has read

@@ -169,7 +169,7 @@ def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
         fields: fields that `/tokenize` tokenizes, for the request's endpoint.
     """
     question = {name: body[name] for name in ("model", *fields) if name in body}
-    if not _is_told(question.get("messages")):
+    if not _determines_kv(question.get("messages")):
         return None
     match question.get("prompt"):
         case [str() | list() as alone]:  # a batch of one
@@ -183,7 +183,7 @@ def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
     return Prompt(question, form, given if isinstance(given, list) else None)
 
 
-def _is_told(messages: Any) -> bool:
+def _determines_kv(messages: Any) -> bool:
     """Return whether tokens and media keys determine the KV cache of messages.
 
     They do for text, and for media, which are compared by their keys. With other parts, such as

@@ -237,14 +237,14 @@ def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]
             continue
         hosts = hosts or ListFlag(f"--{server}-hosts", ["localhost"])
         ports = ports or ListFlag(f"--{server}-ports", [port])
-        if wrong := list(_wrong(hosts, ports)):
+        if wrong := list(_host_errors(hosts, ports)):
             reasons += wrong
         else:
             urls[setting] = tuple(map(_url, hosts.values, ports.values))
     return {"encode_servers_urls": (), **urls, **kept}
 
 
-def _wrong(hosts: ListFlag, ports: ListFlag) -> Iterator[str]:
+def _host_errors(hosts: ListFlag, ports: ListFlag) -> Iterator[str]:
     for host in hosts.values:
         if "/" in host:
             yield f"{hosts.flag} {host!r} is a URL: name a host"

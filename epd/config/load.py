@@ -248,7 +248,7 @@ def load(flags: Mapping[str, Any]) -> Loaded:
     try:
         config = ProxyConfig.model_validate(values)
     except ValidationError as invalid:
-        reasons += _wrong(invalid, given, complete=not reasons)
+        reasons += _error_lines(invalid, given, complete=not reasons)
     if reasons:
         raise ConfigInvalid(reasons)
     return Loaded(config, given, tuple(unknown_variables()))
@@ -315,7 +315,7 @@ def _secrets(given: Layer, reasons: list[str]) -> dict[str, str]:
     return found
 
 
-def _wrong(invalid: ValidationError, given: Layer, *, complete: bool) -> list[str]:
+def _error_lines(invalid: ValidationError, given: Layer, *, complete: bool) -> list[str]:
     """Return a line for each error.
 
     If a source could not be read, missing and conflicting settings are not reported: the unread

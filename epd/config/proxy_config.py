@@ -114,7 +114,7 @@ class ProxyConfig(ConfigFields):
 
     @field_validator("policies")
     @classmethod
-    def _usual(cls, policies: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+    def _defaults(cls, policies: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         """Return the policies of the settings above, then those that the instances allow."""
         if policies:
             return policies

@@ -124,7 +124,7 @@ class Conversations:
         answered, before = await self._ask(lambda: self._store.take_entry(turn.key))
         if before is None:
             self.results["miss" if answered else "unknown"] += 1
-        elif before.decode not in decodes or self._is_void(before):
+        elif before.decode not in decodes or self._is_stale(before):
             self.results["stale"] += 1
         else:
             turn.follow_entry(before)
@@ -135,7 +135,7 @@ class Conversations:
         """Store the entry of a turn after its answer ended without an error."""
         if turn.decode is None:
             return
-        held = self._held(turn, turn.decode)
+        held = self._held_blocks(turn, turn.decode)
         if held is not None:
             self._know(turn.decode, held.engine)
         entry = ConversationEntry(self._clock(), turn.decode, turn.prefill, held)
@@ -167,7 +167,7 @@ class Conversations:
         self._engines.pop(decode, None)
         self._store.forget_decode(decode)
 
-    def _held(self, turn: Turn, decode: str) -> HeldBlocks | None:
+    def _held_blocks(self, turn: Turn, decode: str) -> HeldBlocks | None:
         """Return the blocks that decode holds of a turn; None if unknown or unusable."""
         heard = turn.heard
         if turn.basis is None or heard is None or heard.params is None or not heard.prompt:
@@ -189,7 +189,7 @@ class Conversations:
             self.drop_instance(decode)
         self._engines[decode] = engine
 
-    def _is_void(self, entry: ConversationEntry) -> bool:
+    def _is_stale(self, entry: ConversationEntry) -> bool:
         """Return whether an entry has expired, or its decode instance was lost.
 
         The store's own expiry is not enough: it uses the time to live at the time of writing, and

@@ -47,12 +47,12 @@ class ReplyCapture:
     def capture_fields(self, said: bytes) -> bytes:
         """Return events of a stream, or another answer, with null for the proxy's fields."""
         if b"token_ids" in said:
-            said = _TOKENS.sub(self._told_tokens, said)
+            said = _TOKENS.sub(self._parse_tokens, said)
         if b'"kv_transfer_params"' in said and (found := _PARAMS.search(said)):
-            said = self._told_params(said, found)
+            said = self._parse_params(said, found)
         return said
 
-    def _told_tokens(self, found: re.Match[bytes]) -> bytes:
+    def _parse_tokens(self, found: re.Match[bytes]) -> bytes:
         try:
             tokens = orjson.loads(b"[" + found[3] + b"]")
         except orjson.JSONDecodeError:
@@ -63,7 +63,7 @@ class ReplyCapture:
             self.answer += tokens
         return found[1] + b"null" if self._cut_tokens else found[0]
 
-    def _told_params(self, said: bytes, found: re.Match[bytes]) -> bytes:
+    def _parse_params(self, said: bytes, found: re.Match[bytes]) -> bytes:
         rest = said[found.end() :].decode("utf-8", "surrogateescape")
         try:
             _, end = _DECODER.raw_decode(rest)

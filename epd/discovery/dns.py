@@ -71,9 +71,9 @@ class DnsNames:
         """
         if is_address(host):
             return frozenset({host})
-        return await self._of(host, "A") or await self._of(host, "AAAA")
+        return await self._resolve_host(host, "A") or await self._resolve_host(host, "AAAA")
 
-    async def _of(self, host: str, kind: str) -> frozenset[str]:
+    async def _resolve_host(self, host: str, kind: str) -> frozenset[str]:
         try:
             answer = await self._resolver().resolve(
                 host, kind, search=True, raise_on_no_answer=False

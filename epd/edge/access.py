@@ -82,7 +82,7 @@ def check_admin(admin_key: SecretStr | None, headers: Headers, peer: str | None)
     """
     if admin_key is not None:
         presented = headers.getall("X-API-Key", None) or [bearer(headers)]
-        if len(presented) != 1 or not _same(presented[0], admin_key.get_secret_value()):
+        if len(presented) != 1 or not _keys_equal(presented[0], admin_key.get_secret_value()):
             raise Unauthorized("the admin key is required: X-API-Key: <key>")
     elif not is_local(headers, peer):
         raise RequestRefused(
@@ -136,7 +136,7 @@ def _is_loopback(host: str | None) -> bool:
     return (mapped or address).is_loopback
 
 
-def _same(presented: str, key: str) -> bool:
+def _keys_equal(presented: str, key: str) -> bool:
     """Compare keys by their digests, so that the time reveals neither the key nor its length."""
     one, other = (
         hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()

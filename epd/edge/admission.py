@@ -182,7 +182,7 @@ class Admission:
         """Start without requests. `clock` is monotonic, in seconds."""
         self._limits = limits
         self._clock = clock
-        self._pace = _pace(limits)
+        self._rate = _rate(limits)
         self._uses: dict[str, TenantUse] = {}
         self.door = FairQueue(limits.requests, limits.queue)
         self.body_bytes = 0
@@ -191,7 +191,7 @@ class Admission:
     def apply_config(self, limits: Limits) -> None:
         """Replace the limits; admitted and queued requests stay."""
         if limits.tenant_per_minute != self._limits.tenant_per_minute:
-            self._pace = _pace(limits)
+            self._rate = _rate(limits)
         self._limits = limits
         self.door.resize(limits.requests, limits.queue)
 
@@ -201,7 +201,7 @@ class Admission:
         Raises:
             TooManyRequests: the tenant has reached its requests per minute.
         """
-        wait_s = 0.0 if self._pace is None else self._pace.take_token(tenant, self._clock())
+        wait_s = 0.0 if self._rate is None else self._rate.take_token(tenant, self._clock())
         if wait_s:
             raise self._refusal("tenant_rate", wait_s)
 
@@ -261,5 +261,5 @@ class Admission:
         return kind(message, slug=slug, retry_after_s=retry_after_s)
 
 
-def _pace(limits: Limits) -> RateLimiter | None:
+def _rate(limits: Limits) -> RateLimiter | None:
     return None if limits.tenant_per_minute is None else RateLimiter(limits.tenant_per_minute)

@@ -43,9 +43,9 @@ def sent_on(headers: CIMultiDictProxy[str], *, trusted: bool) -> dict[str, str]:
         trusted: whether the client may see an instance's load.
     """
     kept = {}
-    if session := _only(headers, SESSION):
+    if session := _single_header(headers, SESSION):
         kept[SESSION] = session
-    if trusted and (said := _only(headers, LOAD_FORMAT)).lower() in FORMATS:
+    if trusted and (said := _single_header(headers, LOAD_FORMAT)).lower() in FORMATS:
         kept[LOAD_FORMAT] = said
     return kept
 
@@ -57,7 +57,7 @@ def priority_of(headers: CIMultiDictProxy[str]) -> int | None:
     """
     if PRIORITY not in headers:
         return None
-    said = _only(headers, PRIORITY).strip()
+    said = _single_header(headers, PRIORITY).strip()
     if INTEGER.fullmatch(said) is None or int(said) not in PRIORITIES:
         return None
     return int(said)
@@ -72,7 +72,7 @@ def passed_back(headers: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _only(headers: CIMultiDictProxy[str], name: str) -> str:
+def _single_header(headers: CIMultiDictProxy[str], name: str) -> str:
     """Return the value of a header; an empty string if it is missing, repeated or invalid."""
     if name not in headers:
         return ""

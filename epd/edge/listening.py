@@ -41,7 +41,7 @@ def listening_at(path: Path, backlog: int) -> Iterator[socket.socket]:
         OSError: a process listens at the path, the file is not a socket, or it cannot be created.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        with _alone_in(path.parent):
+        with _lock_folder(path.parent):
             _remove_stale(path)
             listener.bind(str(path))
             own = path.stat()
@@ -54,7 +54,7 @@ def listening_at(path: Path, backlog: int) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Lock the folder, so that no other process replaces a socket in it meanwhile."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -213,11 +213,11 @@ class Handshakes:
         if not self._server.has_room(len(self._begun)):
             client.close()
             return
-        shaking = self._loop.create_task(self._shake(client))
+        shaking = self._loop.create_task(self._handshake(client))
         self._begun.add(shaking)
         shaking.add_done_callback(self._begun.discard)
 
-    async def _shake(self, client: socket.socket) -> None:
+    async def _handshake(self, client: socket.socket) -> None:
         with suppress(OSError):  # the handshake failed; the loop has closed the socket
             await self._loop.connect_accepted_socket(
                 self._server,

@@ -75,7 +75,7 @@ class ServerConnection(aiohttp_private.RequestHandler):
         """Begin to wait for a head, or reject the connection if too many are open."""
         opened = cast("asyncio.Transport", transport)
         if not self._server.admit_connection(self):
-            self._turn_away(opened)
+            self._reject_connection(opened)
             return
         opened.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._await_head()
@@ -96,13 +96,13 @@ class ServerConnection(aiohttp_private.RequestHandler):
         parsed, in_body = self.parsed, not self._last_payload.is_eof()
         super().data_received(data)
         if self.parsed > parsed:
-            self._head_has_come()
+            self._stop_head_timer()
         elif not in_body and data.strip(b"\r\n"):  # empty lines may precede a head
             self._begun = True
             if self.is_between_requests:
                 self._await_head()
 
-    def _head_has_come(self) -> None:
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -116,9 +116,9 @@ class ServerConnection(aiohttp_private.RequestHandler):
     def _await_head(self) -> None:
         if self._head_timer is not None:
             return
-        self._head_timer = _later(self._live.current.header_timeout_s, self._head_is_late)
+        self._head_timer = _later(self._live.current.header_timeout_s, self._time_out_head)
 
-    def _head_is_late(self) -> None:
+    def _time_out_head(self) -> None:
         self._head_timer = None
         if not self._begun:
             self.force_close()
@@ -187,7 +187,7 @@ class ServerConnection(aiohttp_private.RequestHandler):
         parsed = self.parsed
         sent, lost = await super().finish_response(request, resp, start_time)
         if self.parsed > parsed:  # requests after one that asked for an upgrade
-            self._head_has_come()
+            self._stop_head_timer()
         if self.transport is not None and not sent.keep_alive:
             _half_close(self.transport)
             if self._refused:  # aiohttp itself waits for the rest of a body
@@ -196,7 +196,7 @@ class ServerConnection(aiohttp_private.RequestHandler):
             self._await_head()
         return sent, lost
 
-    def _turn_away(self, transport: asyncio.Transport) -> None:
+    def _reject_connection(self, transport: asyncio.Transport) -> None:
         self._refused = True
         if not self._server.answers_refusal(self):
             transport.abort()
@@ -338,7 +338,7 @@ class Runner(aiohttp_private.AppRunner):
             auto_decompress=False,
             access_log=None,
             # aiohttp logs headers that it cannot parse, with the keys in them.
-            logger=_silent(),
+            logger=_silent_logger(),
         )
 
 
@@ -378,7 +378,7 @@ def _raw(error: ProxyError, headers: dict[str, str]) -> bytes:
     )
 
 
-def _silent() -> logging.Logger:
+def _silent_logger() -> logging.Logger:
     logger = logging.getLogger("epd.http")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False

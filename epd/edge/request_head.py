@@ -25,7 +25,7 @@ def find_refusal(request: web.BaseRequest) -> ProxyError | None:
     """Return the error of a request that no route may serve; None if it is valid."""
     if _is_ambiguous(request):
         return invalid("the request's length or version is ambiguous")
-    if _is_elsewhere(request):
+    if _hosts_differ(request):
         return invalid("the request's target names another host than its Host header")
     if hdrs.EXPECT in request.headers and any(
         it and it.lower() != "100-continue" for it in request.headers.getall(hdrs.EXPECT)
@@ -36,7 +36,7 @@ def find_refusal(request: web.BaseRequest) -> ProxyError | None:
     return None
 
 
-def _is_elsewhere(request: web.BaseRequest) -> bool:
+def _hosts_differ(request: web.BaseRequest) -> bool:
     """Return whether target and `Host` name different hosts.
 
     aiohttp uses the target's host, so such a request would pass a check of `Host`.

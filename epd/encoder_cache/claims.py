@@ -132,7 +132,7 @@ class Claims:
             self._held.setdefault(key, _Held(now_s)).holders += 1
         if keys and not self._tending:
             self._tending = True
-            self.cache.run_later(self._tend())
+            self.cache.run_later(self._renew_and_release())
         return keys
 
     def drop_claims(self, keys: Sequence[EntryKey], after_s: float = 0.0) -> None:
@@ -149,7 +149,7 @@ class Claims:
         if over:
             self.cache.run_later(self.cache.release(over, self._owner))
 
-    async def _tend(self) -> None:
+    async def _renew_and_release(self) -> None:
         """Renew and release claims until there are none."""
         clock = asyncio.get_running_loop().time
         while self._held:

@@ -114,7 +114,7 @@ class EncoderCache:
         """Return a cache that opens its store in the background, until the context exits."""
         cache = cls(open_store, budget_s=budget_s, lease_s=lease_s)
         ready = asyncio.Event()
-        cache.run_later(background.keep_running("encoder_cache", partial(cache._keep_fresh, ready)))
+        cache.run_later(background.keep_running("encoder_cache", partial(cache._refresh, ready)))
         with suppress(TimeoutError):
             async with asyncio.timeout(OPEN_WITHIN_S):
                 await ready.wait()
@@ -164,7 +164,7 @@ class EncoderCache:
         if self._writing.open:
             look.claim_nothing()
         if self._is_fast(self._store, len(look.keys)):
-            return self._visited_at_once(look, self._store)
+            return self._look_up_on_loop(look, self._store)
         visiting = self._store.begin_visit(look.run)
         try:
             await _ended(visiting, PATIENT_S if patient else self._budget_s)
@@ -185,7 +185,7 @@ class EncoderCache:
         """Return whether a call for this many keys runs on the event loop."""
         return store.in_memory and self._at_once.allows_inline(keys, time.monotonic())
 
-    def _visited_at_once(self, look: Lookup, store: AsyncStore) -> bool:
+    def _look_up_on_loop(self, look: Lookup, store: AsyncStore) -> bool:
         """Run a lookup on the event loop. Return whether the store answered."""
         failure = None
         try:
@@ -324,7 +324,7 @@ class EncoderCache:
         breaker.succeeded()
         return answer
 
-    async def _keep_fresh(self, ready: asyncio.Event) -> None:
+    async def _refresh(self, ready: asyncio.Event) -> None:
         """Open the store, and read the namespaces periodically."""
         while True:
             again_s = REFRESH_S

@@ -77,7 +77,7 @@ class ClientNames:
             if written:
                 self._stale.pop(key, None)
             else:
-                self._disbelieve(key, before)
+                self._mark_stale(key, before)
 
     async def recall_names(self, model: str | None, names: Sequence[str]) -> Mapping[str, Name]:
         """Return the meanings of the known names.
@@ -119,7 +119,7 @@ class ClientNames:
         finally:
             for key in keys:
                 if deleted is None:
-                    self._disbelieve(key, None)
+                    self._mark_stale(key, None)
                 else:
                     self._stale.pop(key, None)
         if deleted is None:
@@ -129,7 +129,7 @@ class ClientNames:
         namespace = self._cache.namespace(model)
         return None if namespace is None else EntryKey(f"{namespace}#names", name)
 
-    def _disbelieve(self, key: EntryKey, metadata: Mapping[str, Any] | None) -> None:
+    def _mark_stale(self, key: EntryKey, metadata: Mapping[str, Any] | None) -> None:
         self._stale[key] = metadata
 
 
@@ -192,7 +192,7 @@ class Keys:
                 paths[item.media_param] = media.path
         if paths:
             await self._check_files(paths, config)
-        known = await self._recalled(body, named, tenant, config) if named else {}
+        known = await self._named_items(body, named, tenant, config) if named else {}
         scope = config.scope_of(tenant)
         if sum([len(media.base64) for media in inline.values()]) > IN_THREAD:
             keys = await asyncio.to_thread(_content_keys, scope, inline, config)
@@ -271,7 +271,7 @@ class Keys:
         except StoreUnavailable as error:
             raise no_store("the encoder store did not answer; retry later") from error
 
-    async def _recalled(
+    async def _named_items(
         self, body: Body, items: Sequence[MMItem], tenant: Tenant, config: ConfigFields
     ) -> Mapping[MMItem, str]:
         scope = config.name_scope_of(tenant)

@@ -55,16 +55,16 @@ class AtOnce:
         """Record the duration of a call on the event loop."""
         self._slow_share += WEIGHT * ((seconds > SLOW_S) - self._slow_share)
         if self._slow_share > MOST_SLOW or seconds >= STALLED_S:
-            self._distrust(now_s)
+            self._stop_fast_path(now_s)
 
     def took_on_thread(self, seconds: float | None, now_s: float) -> None:
         """Record the duration of a lookup on a thread; None for a timeout."""
         if seconds is None:
-            self._distrust(now_s)
+            self._stop_fast_path(now_s)
         elif not self._trusted or now_s < self._threads_until_s:
             self._trusted, self._slow_share = seconds <= SLOW_S, 0.0
 
-    def _distrust(self, now_s: float) -> None:
+    def _stop_fast_path(self, now_s: float) -> None:
         self._trusted = False
         self._threads_until_s = now_s + THREADS_S
 

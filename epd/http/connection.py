@@ -46,7 +46,7 @@ class Died(Broken):
     """The connection ended after all of a request was sent, which may have killed the server."""
 
 
-def _find_dead_hosts(shown: socket.socket) -> None:
+def _enable_keepalive(shown: socket.socket) -> None:
     """Let the kernel close a connection to a host that no longer acknowledges.
 
     The socket object of uvloop duplicates the descriptor for each option; this one does not.
@@ -231,15 +231,15 @@ class Connection(asyncio.Protocol):
         """
         self._sink, self._idle_s = sink, idle_s
         try:
-            more = self._poured()
+            more = self._pour_received()
             while more:
                 await self._wait(self._loop.time() + idle_s)
-                more = self._poured()
+                more = self._pour_received()
         finally:
             self._sink = None
         return self.has_ended
 
-    def _poured(self) -> bool:
+    def _pour_received(self) -> bool:
         """Pass the received part to the sink. Return whether it accepts more without a wake-up."""
         sink = self._sink
         if sink is None:
@@ -302,7 +302,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport, and set the socket options."""
         self._transport = cast("asyncio.Transport", transport)
-        _find_dead_hosts(transport.get_extra_info("socket"))
+        _enable_keepalive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         """Parse received data, and pass it to the sink or wake the waiter."""
@@ -314,7 +314,7 @@ class Connection(asyncio.Protocol):
         except Malformed as error:
             self._failure = error
             self.abort()
-        if self._poured() and self._failure is None:
+        if self._pour_received() and self._failure is None:
             return
         if self._answer.held > READ_BUFFER_BYTES and self._reading:
             self._reading = False

@@ -35,7 +35,7 @@ def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> N
         context.load_cert_chain(certificate, key, password="")
     except OSError as error:  # a file may have been removed since the check
         raise TlsInvalid(
-            f"--ssl-certfile {certificate} with --ssl-keyfile {key}: {_said(error)}"
+            f"--ssl-certfile {certificate} with --ssl-keyfile {key}: {_error_text(error)}"
         ) from None
 
 
@@ -49,7 +49,7 @@ def trust_cas(context: ssl.SSLContext, flag: str, certificates: Path) -> None:
     try:
         context.load_verify_locations(certificates)
     except OSError as error:
-        raise TlsInvalid(f"{flag} {certificates}: {_said(error)}") from None
+        raise TlsInvalid(f"{flag} {certificates}: {_error_text(error)}") from None
 
 
 def _readable(flag: str, path: Path) -> None:
@@ -60,7 +60,7 @@ def _readable(flag: str, path: Path) -> None:
         raise TlsInvalid(f"{flag} {path}: {error.strerror}") from None
 
 
-def _said(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     if not isinstance(error, ssl.SSLError):
         return error.strerror or type(error).__name__
     if error.reason is None:

@@ -51,7 +51,7 @@ def image_size(read: Read) -> Size | None:
     return None
 
 
-def _exactly(read: Read, offset: int, size: int) -> bytes:
+def _read_exactly(read: Read, offset: int, size: int) -> bytes:
     found = read(offset, size)
     if len(found) < size:
         raise ValueError("the file ends within its header")
@@ -59,7 +59,7 @@ def _exactly(read: Read, offset: int, size: int) -> bytes:
 
 
 def _numbers(layout: str, read: Read, offset: int) -> tuple[int, ...]:
-    return struct.unpack(layout, _exactly(read, offset, struct.calcsize(layout)))
+    return struct.unpack(layout, _read_exactly(read, offset, struct.calcsize(layout)))
 
 
 def _one(sizes: list[Size]) -> Size:
@@ -71,7 +71,7 @@ def _one(sizes: list[Size]) -> Size:
 def _png(read: Read) -> Size:
     at, sizes = 8, list[Size]()
     for _ in range(MAX_STEPS):
-        length, kind = struct.unpack(">L4s", _exactly(read, at, 8))
+        length, kind = struct.unpack(">L4s", _read_exactly(read, at, 8))
         if kind in PNG_ENDS:
             return _one(sizes)
         if kind == b"IHDR":
@@ -84,7 +84,7 @@ def _png(read: Read) -> Size:
 def _jpeg(read: Read) -> Size:
     at, sizes = 2, list[Size]()
     for _ in range(MAX_STEPS):
-        begin, marker = _exactly(read, at, 2)
+        begin, marker = _read_exactly(read, at, 2)
         if begin != JPEG_LARGEST or marker == JPEG_LARGEST:  # padding between segments
             at += 1
         elif marker in JPEG_ALONE:

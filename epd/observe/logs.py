@@ -296,11 +296,11 @@ class LogObserver:
             self._log.log(level, "request", **fields)
 
     def _level(self, event: RequestRecord, *, failed: bool) -> int:
-        if failed or event.error is not None or self._waited_long(event):
+        if failed or event.error is not None or self._is_long_wait(event):
             return logging.WARNING
         return logging.INFO if is_api(event.path) else logging.DEBUG
 
-    def _waited_long(self, event: RequestRecord) -> bool:
+    def _is_long_wait(self, event: RequestRecord) -> bool:
         return event.kv_wait_s is not None and event.kv_wait_s > self._long_s
 
     def _add_course(self, fields: Fields, event: RequestRecord) -> None:
@@ -315,7 +315,7 @@ class LogObserver:
             fields["policy"] = event.policy
         if event.degraded:
             fields["degraded"] = ",".join(sorted(event.degraded))
-        if event.kv_wait_s is not None and self._waited_long(event):
+        if event.kv_wait_s is not None and self._is_long_wait(event):
             fields["kv_wait_s"] = round(event.kv_wait_s, 4)
 
     def _add_names(self, fields: Fields, event: RequestRecord) -> None:

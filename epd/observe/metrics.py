@@ -58,7 +58,7 @@ def watched(
 
 async def _watch(tell: Callable[[float], None], window_s: float) -> None:
     while True:
-        lag_s = await _worst(window_s)
+        lag_s = await _window_maximum(window_s)
         tell(lag_s)
         if lag_s > ALARM_S:
             structlog.get_logger("epd").warning(
@@ -66,7 +66,7 @@ async def _watch(tell: Callable[[float], None], window_s: float) -> None:
             )
 
 
-async def _worst(window_s: float) -> float:
+async def _window_maximum(window_s: float) -> float:
     clock = asyncio.get_running_loop().time
     began = last = clock()
     worst = 0.0
@@ -93,10 +93,10 @@ class WithHitRatio(Collector):
         for family in self._page.collect():
             yield family
             if family.name == ITEMS.name:
-                yield _of(family)
+                yield _hit_ratios(family)
 
 
-def _of(items: Metric) -> Metric:
+def _hit_ratios(items: Metric) -> Metric:
     hits: dict[tuple[Value, ...], float] = defaultdict(float)
     every: dict[tuple[Value, ...], float] = defaultdict(float)
     for _, labels, count, *_ in items.samples:

@@ -81,7 +81,7 @@ class SharedPage:
         head = HEAD.pack(number, len(page), _digest(page))
         if len(head) + len(page) > HALF_BYTES:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-        self._put(head + page, _half(number))
+        self._put(head + page, _half_offset(number))
         self._put(NUMBER.pack(number), 0)
 
     def read(self) -> bytes | None:
@@ -136,13 +136,13 @@ class SharedPage:
         os.close(self.descriptor)
 
     def _at(self, number: int) -> bytes | None:
-        head = os.pread(self.descriptor, HEAD.size, _half(number))
+        head = os.pread(self.descriptor, HEAD.size, _half_offset(number))
         if len(head) < HEAD.size:
             return None
         found, length, digest = HEAD.unpack(head)
         if found != number or length > HALF_BYTES:
             return None
-        page = os.pread(self.descriptor, length, _half(number) + HEAD.size)
+        page = os.pread(self.descriptor, length, _half_offset(number) + HEAD.size)
         return page if _digest(page) == digest else None
 
     def _put(self, content: bytes, at: int) -> None:
@@ -150,7 +150,7 @@ class SharedPage:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _half(number: int) -> int:
+def _half_offset(number: int) -> int:
     return HEAD.size + number % 2 * HALF_BYTES
 
 

@@ -100,7 +100,7 @@ class Encoder:
         record.hits, record.waits = {}, 0
         job = job._replace(answered=self._claims is not None)
         identifiers = self._askable(job)
-        with self._looking(job, identifiers) as looking:
+        with self._lookup_items(job, identifiers) as looking:
             if looking is not None:
                 job = await _look_up(looking, job, identifiers)
             record.at = "encode"
@@ -128,7 +128,7 @@ class Encoder:
             and (identifier := self._identifiers.identifier_of(output))
         }
 
-    def _looking(
+    def _lookup_items(
         self, job: EncodeJob, identifiers: Mapping[MMItem, str]
     ) -> AbstractContextManager[LookupContext | None]:
         """Return a lookup in the store. It holds its claims until the items are encoded."""

@@ -78,11 +78,11 @@ class Polling(Generic[T]):
             self._faults.pop(instance, None)
         except Exception as error:  # noqa: BLE001 - every exception is logged and counted
             answer = self._question.unexpected
-            self._note(instance, error)
+            self._log_exception(instance, error)
         finally:  # after a cancellation too: an instance without an answer is never due again
             self._question.tell(instance, answer)
 
-    def _note(self, instance: Instance, error: Exception) -> None:
+    def _log_exception(self, instance: Instance, error: Exception) -> None:
         self._background.count_exception(self._question.task)
         raised = extract_tb(error.__traceback__)[-1]
         cause = type(error).__name__, raised.filename, raised.lineno  # its message may vary

@@ -103,7 +103,7 @@ class PrefillDecodeStages:
             NoInstance: no instance is available.
         """
         await self._readbacks.begin_turn(sending.context)
-        if self._goes_to_prefill(sending, body):
+        if self._needs_prefill(sending, body):
             return Targets(self._table.reserve_place(self._prefill_instance(sending)))
         if not self._table.has(Role.PREFILL_DECODE):
             return Targets()  # a decode instance loads no outputs, and is chosen later
@@ -123,7 +123,7 @@ class PrefillDecodeStages:
         """
         attempt, context = sending.attempt, sending.context
         await self._readbacks.begin_turn(context)
-        if not self._goes_to_prefill(sending, sending.prompt.body):
+        if not self._needs_prefill(sending, sending.prompt.body):
             return None
         request_id = context.child_id() if attempt.resent else context.request_id
         consumer = sending.targets.consumer
@@ -218,7 +218,7 @@ class PrefillDecodeStages:
             )
         return local
 
-    def _goes_to_prefill(self, sending: Sending, body: Body) -> bool:
+    def _needs_prefill(self, sending: Sending, body: Body) -> bool:
         attempt = sending.attempt
         wanted = attempt.course.prefill and not attempt.without_prefill
         return wanted and sending.context.endpoint.can_prefill(body)

@@ -119,20 +119,20 @@ class Picker:
                 timeout_s=context.config.decode_picker_timeout_s,
             )
         except (UpstreamFailed, UpstreamTimeout) as error:  # their messages name an instance
-            raise _useless(f"the endpoint picker{_fault(error)}") from error
+            raise _picker_failed(f"the endpoint picker{_picker_fault(error)}") from error
         if not answer.ok:
-            raise _useless(f"it answered {answer.status}")
+            raise _picker_failed(f"it answered {answer.status}")
         try:
             match orjson.loads(answer.body):
                 case {"url": str() as url}:
                     return url
                 case _:
-                    raise _useless("its answer has no url")
+                    raise _picker_failed("its answer has no url")
         except orjson.JSONDecodeError:
-            raise _useless("its answer is not JSON") from None
+            raise _picker_failed("its answer is not JSON") from None
 
 
-def _fault(error: ProxyError) -> str:
+def _picker_fault(error: ProxyError) -> str:
     if isinstance(error, UpstreamTimeout):
         return " did not answer in time"
     if isinstance(error, UpstreamUnreachable):
@@ -140,7 +140,7 @@ def _fault(error: ProxyError) -> str:
     return "'s answer was cut off, is too large or has an unsupported encoding"
 
 
-def _useless(reason: str) -> ProxyError:
+def _picker_failed(reason: str) -> ProxyError:
     return UpstreamFailed(reason, slug="decode_picker", stage="decode")
 
 

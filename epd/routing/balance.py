@@ -198,7 +198,7 @@ class Choice:
             raise NoInstance(f"there is no {stage} instance{fitting}", slug=f"no_{stage}")
         candidates = usable
         if tried:
-            candidates = self._fresh(usable, tried) or usable
+            candidates = self._untried(usable, tried) or usable
         if len(candidates) == 1:
             return candidates[0].instance
         loads = [one.load for one in candidates]
@@ -214,10 +214,10 @@ class Choice:
         self, tried: Collection[Instance], fits: Callable[[Instance], bool] | None = None
     ) -> bool:
         """Return whether there is an instance that has not been tried."""
-        fresh = self._fresh(self._table.usable_candidates(*self._roles), tried)
+        fresh = self._untried(self._table.usable_candidates(*self._roles), tried)
         return bool(fresh) if fits is None else any(fits(one.instance) for one in fresh)
 
-    def _fresh(
+    def _untried(
         self, usable: Sequence[Candidate], tried: Collection[Instance]
     ) -> Sequence[Candidate]:
         """Return the untried ones among the usable, or else among all.

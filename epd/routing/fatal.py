@@ -168,7 +168,7 @@ class FatalRequests:
         rejected = [
             left_s
             for subject in _subjects(watched, items)
-            if (left_s := self._died(subject, instance)) is not None
+            if (left_s := self._count_death(subject, instance)) is not None
         ]
         if watched.is_spent and self._reject_s():  # its first death may have expired
             rejected.append(self._reject_s())
@@ -197,7 +197,7 @@ class FatalRequests:
             for subject in _subjects(watched, items, body=body):
                 self._suspects.pop(subject, None)
 
-    def _died(self, subject: _Subject, instance: Instance) -> float | None:
+    def _count_death(self, subject: _Subject, instance: Instance) -> float | None:
         """Count a death; return the seconds of rejection of the subject, or None without one."""
         now_s = self._clock()
         suspect = self._suspects.get(subject)

@@ -161,7 +161,7 @@ class Registry:
 
     def conflicting_member(self, instance: Instance) -> Instance | None:
         """Return a member that conflicts with an instance, if any."""
-        return next((one for one in self._since_s if _clash(one, instance)), None)
+        return next((one for one in self._since_s if _conflict(one, instance)), None)
 
     def sources(self, url: str) -> tuple[InstanceSource, ...]:
         """Return the sources that name an instance with this URL."""
@@ -210,7 +210,7 @@ class Registry:
             self._on_change(instance, "refused", by)
 
 
-def _clash(one: Instance, other: Instance) -> bool:
+def _conflict(one: Instance, other: Instance) -> bool:
     # A second role beside encode is allowed, but prefill cannot hand over to itself.
     twice = one.url == other.url and {one.role, other.role} == {Role.PREFILL, Role.DECODE}
     return twice or one.role in CLASHES[other.role]

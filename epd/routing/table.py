@@ -185,7 +185,7 @@ class InstanceTable:
             self.roles -= {instance.role}
         self.changes += 1
         candidate.load.drop_report()
-        self._leave(instance, candidate.load)
+        self._keep_leaving(instance, candidate.load)
         self._removed.add(instance.key)
 
     def set_weight(self, old: Instance, new: Instance) -> None:
@@ -304,13 +304,13 @@ class InstanceTable:
         health = self._new_health(lambda _: None)
         load = self._leaving.get(instance)
         if load is None:
-            self._leave(instance, load := _load(instance))
+            self._keep_leaving(instance, load := _load(instance))
         return health, load
 
     def _new_health(self, on_change: Callable[[HealthState], None]) -> Health:
         return Health(self._policy, self._clock(), on_change, self._jitter)
 
-    def _leave(self, instance: Instance, load: Load) -> None:
+    def _keep_leaving(self, instance: Instance, load: Load) -> None:
         """Keep the load of an instance outside the table while it has requests."""
         self._leaving = {one: its for one, its in self._leaving.items() if its.under_way}
         self._removed &= {one.key for one in self._leaving}

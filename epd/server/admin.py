@@ -61,9 +61,9 @@ class CachedResult(Generic[T]):
     async def get(self) -> T:
         if self._answer is not None and asyncio.get_running_loop().time() < self._until_s:
             return self._answer
-        return await self._flights.join(None, self._anew)
+        return await self._flights.join(None, self._ask_and_keep)
 
-    async def _anew(self) -> T:
+    async def _ask_and_keep(self) -> T:
         answer = self._answer = await self._ask()
         self._until_s = asyncio.get_running_loop().time() + KEPT_S
         return answer
@@ -135,7 +135,7 @@ class Admin:
         }
         shown: dict[str, dict[str, Any]] = {}
         for one, found in conditions.items():
-            entry = shown.setdefault(one.url, {"roles": [], "routing": {}, **_said(results[one])})
+            entry = shown.setdefault(one.url, {"roles": [], "routing": {}, **_json(results[one])})
             entry["roles"].append(one.role)
             entry["routing"][one.role.value] = found
             entry["state"] = max(entry["routing"].values(), key=WORST.index)
@@ -172,15 +172,13 @@ class Admin:
             body=body,
             timeout_s=self._live.current.profile_timeout_s,
         )
-        if all(
-            isinstance(result, Answer) and result.status == HTTPStatus.NOT_FOUND
-            for result in results.values()
-        ):
+        missing = HTTPStatus.NOT_FOUND
+        if all(isinstance(it, Answer) and it.status == missing for it in results.values()):
             raise RequestRefused(503, "no instance has a profiler", slug="profile_unavailable")
         return {
             stage: said
             for stage, roles in CLUSTERS.values()
-            if (said := {one.url: _said(it) for one, it in results.items() if one.role in roles})
+            if (said := {one.url: _json(it) for one, it in results.items() if one.role in roles})
         }
 
     async def models(self, headers: Mapping[str, str]) -> Answer:
@@ -253,7 +251,7 @@ def _version(result: Answer | ProxyError) -> str | None:
             return None
 
 
-def _said(result: Answer | ProxyError) -> dict[str, Any]:
+def _json(result: Answer | ProxyError) -> dict[str, Any]:
     if isinstance(result, Answer):
         return {"status": result.status}
     return {"status": None, "error": result.message}

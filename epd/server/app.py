@@ -185,12 +185,12 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         )
         if tracer is not None:
             app[TRACER] = tracer
-        _register_glances(app[METRICS], table, cache, conversations)
-        live.add_follower(partial(_adopt, app, registry, table, upstream, cache))
+        _register_gauges(app[METRICS], table, cache, conversations)
+        live.add_follower(partial(_apply_config, app, registry, table, upstream, cache))
         yield
 
 
-def _register_glances(
+def _register_gauges(
     metrics: MetricsObserver,
     table: InstanceTable,
     cache: EncoderCache | None,
@@ -210,7 +210,7 @@ def _fatal_requests(app: web.Application, table: InstanceTable) -> FatalRequests
     )
 
 
-def _adopt(  # noqa: PLR0913, PLR0917 - every component with derived state
+def _apply_config(  # noqa: PLR0913, PLR0917 - every component with derived state
     app: web.Application,
     registry: Registry,
     table: InstanceTable,
@@ -259,7 +259,7 @@ def _cache(
     )
 
 
-async def _not_yet(_: web.Request) -> None:
+async def _no_continue(_: web.Request) -> None:
     """Send no `100 Continue` before the checks of the request: `read_body` sends it later."""
 
 
@@ -283,7 +283,7 @@ async def answer_unknown(request: web.Request) -> web.StreamResponse:
 
 
 _get, _put, _post, _delete, _options, _any = (
-    partial(declare, expect_handler=_not_yet)
+    partial(declare, expect_handler=_no_continue)
     for declare in (web.get, web.put, web.post, web.delete, web.options, partial(web.route, "*"))
 )
 ROUTES = (

@@ -47,8 +47,8 @@ class Roster:
         """
         page: dict[str, Any] = {
             role.value: {
-                "live": [one.url for one in self._table.of_roles(role) if self._lives(one)],
-                "evicted": [one.url for one in self._table.of_roles(role) if not self._lives(one)],
+                "live": [one.url for one in self._table.of_roles(role) if self._live(one)],
+                "evicted": [one.url for one in self._table.of_roles(role) if not self._live(one)],
             }
             for role in Role
         }
@@ -74,7 +74,7 @@ class Roster:
         except TransferMismatch as error:
             raise BadRequest(str(error), slug="unsupported_ec_transfer") from None
         self._check_fits(wanted.instance)
-        if not all(is_allowed(url, self._hosts) for url in _speaks_at(wanted.instance)):
+        if not all(is_allowed(url, self._hosts) for url in _addresses_of(wanted.instance)):
             raise RequestRefused(
                 403, "--registration-hosts does not name this host", slug="host_not_allowed"
             )
@@ -118,7 +118,7 @@ class Roster:
         except ValueError as error:
             raise RequestRefused(422, str(error), slug="invalid_instance") from None
 
-    def _lives(self, instance: Instance) -> bool:
+    def _live(self, instance: Instance) -> bool:
         return self._table.state(instance) in LIVE
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -151,7 +151,7 @@ class Roster:
         }
 
 
-def _speaks_at(one: Instance) -> list[str]:
+def _addresses_of(one: Instance) -> list[str]:
     """Return all addresses of an instance that the proxy or other instances connect to, as URLs."""
     kv_addr = one.kv_addr if "://" in one.kv_addr else f"//{one.kv_addr}"
     return [one.url, *([kv_addr] if one.kv_addr else ()), *one.ec_zmq_addrs]

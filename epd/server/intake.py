@@ -163,12 +163,12 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
         header = visit.context.endpoint.key_header
         tenant = keys.tenant_of(client_key(request.headers, header))
         if tenant is None:
-            raise Unauthorized(_wanted(header, visit.context.client_headers))
+            raise Unauthorized(_key_error(header, visit.context.client_headers))
         visit.context.tenant = tenant
         visit.context.record.tenant = tenant.name
 
 
-def _wanted(header: str, headers: Mapping[str, str]) -> str:
+def _key_error(header: str, headers: Mapping[str, str]) -> str:
     """Return the error message for a client with an invalid or missing key.
 
     Args:

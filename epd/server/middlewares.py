@@ -163,7 +163,7 @@ async def respond(
         access: class of access of the route.
         route: path of the route, or `UNKNOWN`.
     """
-    visit = request[VISIT] = _visit(request, app, access, route)
+    visit = request[VISIT] = _new_visit(request, app, access, route)
     logged = LOGGED.set(visit.context.record.request_id)
     response, error = None, None
     try:
@@ -177,14 +177,14 @@ async def respond(
         else:
             response = error_response(request, error, visit.context)
     finally:
-        _tell(request, visit, response, error)
+        _emit_record(request, visit, response, error)
         LOGGED.reset(logged)
     if app[DRAIN].began and not response.prepared:
         response.force_close()  # the client's next request goes to another process
     return response
 
 
-def _tell(
+def _emit_record(
     request: web.Request,
     visit: Visit,
     response: web.StreamResponse | None,
@@ -197,7 +197,7 @@ def _tell(
     elif visit.answered is not None:
         record.status = visit.answered
     if response is None and visit.answered is None:
-        record.error = _left(request)
+        record.error = _has_disconnected(request)
     elif error is not None:
         record.error, record.reason = error.slug, reason_of(error)
     if isinstance(response, web.Response) and isinstance(response.body, bytes | bytearray):
@@ -214,7 +214,7 @@ async def _error_of(failure: Exception, request: web.Request) -> ProxyError:
     """Return the error to answer a request with, for any exception."""
     match failure:
         case UnknownMedia():
-            return await _if_key_is_accepted(request, failure)
+            return await _check_forwarded_key(request, failure)
         case ProxyError():
             return failure
         case web.RequestPayloadError():
@@ -228,7 +228,7 @@ async def _error_of(failure: Exception, request: web.Request) -> ProxyError:
             return ProxyError("the proxy failed: see the error in its log")
 
 
-async def _if_key_is_accepted(request: web.Request, error: ProxyError) -> ProxyError:
+async def _check_forwarded_key(request: web.Request, error: ProxyError) -> ProxyError:
     """Return the error, or the rejection of a client's key that no instance has checked yet.
 
     Without this check, a client without a valid key could find out which names of media exist.
@@ -240,7 +240,7 @@ async def _if_key_is_accepted(request: web.Request, error: ProxyError) -> ProxyE
     return error
 
 
-def _visit(request: web.Request, app: web.Application, access: Access, route: str) -> Visit:
+def _new_visit(request: web.Request, app: web.Application, access: Access, route: str) -> Visit:
     started_s = time.monotonic()
     config, headers, keyed = app[CONFIG].current, request.headers, app.get(KEYS) is not None
     endpoint = ENDPOINTS.get(route) or _endpoint_above(request.path)
@@ -328,7 +328,7 @@ def _route(request: web.Request) -> str:
     return UNKNOWN if resource is None or resource.name == UNKNOWN else resource.canonical
 
 
-def _left(request: web.Request) -> str:
+def _has_disconnected(request: web.Request) -> str:
     connection = request.protocol
     stalled = isinstance(connection, ServerConnection) and connection.stalled
     return "client_stalled" if stalled else "client_closed"

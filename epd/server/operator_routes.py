@@ -136,12 +136,12 @@ async def openapi(request: web.Request) -> web.Response:
     """Answer `GET /openapi.json` with the description of all routes."""
     context = request[VISIT].context
     headers, prefix = own_headers(context), context.config.root_path
-    body = OPENAPI if prefix is None else _served_under(prefix)
+    body = OPENAPI if prefix is None else _document_below(prefix)
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
 @cache
-def _served_under(prefix: str) -> bytes:
+def _document_below(prefix: str) -> bytes:
     """Return the OpenAPI document for routes below a prefix."""
     return orjson.dumps({**orjson.loads(OPENAPI), "servers": [{"url": prefix}]})
 

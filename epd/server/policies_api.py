@@ -109,18 +109,18 @@ class Policies:
             config: configuration of the request. Policies set through the API replace its own.
             facts: facts about the request.
         """
-        return choose_policy(self._in_force(config), facts)
+        return choose_policy(self._current(config), facts)
 
     @property
     def decodes_elsewhere(self) -> bool:
         """Return whether a policy in force may name decode instances outside the table."""
-        return any(one.common.decode_from != "table" for one in self._in_force(self._live.current))
+        return any(one.common.decode_from != "table" for one in self._current(self._live.current))
 
     def policies_page(self) -> dict[str, Any]:
         """Return the policies in force, in order of priority, and the known policies."""
         rows = [
             {"policy": one.written, "name": one.name, "options": one.options}
-            for one in self._in_force(self._live.current)
+            for one in self._current(self._live.current)
         ]
         source = "configuration" if self._set is None else "api"
         return {"policies": rows, "from": source, "known": known_names()}
@@ -182,7 +182,7 @@ class Policies:
         try:
             with self._page.hold_lock():
                 config = self._live.current
-                written = change([one.written for one in self._in_force(config)])
+                written = change([one.written for one in self._current(config)])
                 if written is not None:
                     _check(config, written)
                 self._page.write(b"" if written is None else orjson.dumps(written))
@@ -197,7 +197,7 @@ class Policies:
         )
         return page
 
-    def _in_force(self, config: ConfigFields) -> Sequence[Active]:
+    def _current(self, config: ConfigFields) -> Sequence[Active]:
         number = self._page.write_count()
         active_number, active_config = self._active_for
         if active_number != number or active_config is not config:

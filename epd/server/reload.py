@@ -166,10 +166,10 @@ def read_from(config: ProxyConfig, copies: Mapping[str, int]) -> ProxyConfig:
 def _copies(config: ProxyConfig, fields: Iterable[str]) -> dict[str, int]:
     named = {field: path for field in fields if (path := getattr(config, field)) is not None}
     contents = {field: path.read_bytes() for field, path in named.items()}
-    return {field: _in_memory(content) for field, content in contents.items()}
+    return {field: _memory_file(content) for field, content in contents.items()}
 
 
-def _in_memory(content: bytes) -> int:
+def _memory_file(content: bytes) -> int:
     descriptor = os.memfd_create("epd")
     os.fchmod(descriptor, 0o600)
     with open(descriptor, "wb", closefd=False) as copy:

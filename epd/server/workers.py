@@ -205,7 +205,7 @@ async def _run(seat: Seat, good: LastGood, orders: Orders) -> str:
     except OSError as error:  # processes or memory are exhausted
         return str(error)
     with closing(pipe):
-        await first_of(process.wait(), orders.close.wait(), _pass_on(orders, good, reloaded, pipe))
+        await first_of(process.wait(), orders.close.wait(), _forward(orders, good, reloaded, pipe))
     limit_s = good.config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S
     await first_of(process.wait(), orders.now.wait(), asyncio.sleep(limit_s))
     with suppress(ProcessLookupError):
@@ -218,7 +218,7 @@ async def _run(seat: Seat, good: LastGood, orders: Orders) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-async def _pass_on(
+async def _forward(
     orders: Orders, good: LastGood, reloaded: asyncio.Event, pipe: asyncio.StreamWriter
 ) -> None:
     """Forward the orders of this process to a worker."""

@@ -119,7 +119,7 @@ def frame(
     if state is None:
         return Text(strip_control(failure) or "waiting", "red" if failure else "")
     stages = [one for one in state["stages"] if one["count"]]
-    head = [_cut(line, width) for line in _head(state, failure)]
+    head = [_truncate(line, width) for line in _head(state, failure)]
     room = _room(state, len(stages), None if height is None else height - len(head))
     parts: list[RenderableType] = [*head]
     parts += _instances(state["instances"], room.instances, width)
@@ -154,7 +154,7 @@ def _head(state: UiState, failure: str) -> Iterable[Text]:
         yield _saved(totals)
     if "conversations" in totals:  # an older proxy does not report them
         yield from _conversations(totals["conversations"])
-    yield _now(state, last)
+    yield _rates(state, last)
 
 
 def _saved(totals: Totals) -> Text:
@@ -187,7 +187,7 @@ def _conversations(shown: ConversationsShown) -> Iterable[Text]:
         )
 
 
-def _now(state: UiState, last: Sequence[Second]) -> Text:
+def _rates(state: UiState, last: Sequence[Second]) -> Text:
     totals = state["totals"]
     now = sum(one["requests"] for one in last[-5:]) / 5
     failed = sum(one["failed"] for one in last)
@@ -333,6 +333,6 @@ def _table(*titles: str, right: Iterable[int]) -> Table:
     return table
 
 
-def _cut(line: Text, width: int) -> Text:
+def _truncate(line: Text, width: int) -> Text:
     line.truncate(width, overflow="ellipsis")
     return line

@@ -17,12 +17,12 @@ def with_reachable_host(params: Params, url: str) -> Params:
             address, which a NIXL side channel reports if it listens at all of them.
     """
     host = params.get("remote_host")
-    if not isinstance(host, str) or not _everywhere(host):
+    if not isinstance(host, str) or not _is_wildcard(host):
         return params
     return {**params, "remote_host": urlsplit(url).hostname}
 
 
-def _everywhere(host: str) -> bool:
+def _is_wildcard(host: str) -> bool:
     try:
         return ip_address(host).is_unspecified
     except ValueError:

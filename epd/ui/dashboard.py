@@ -97,18 +97,18 @@ class Board:
         """Return the state as JSON, at most `FRESH_S` old."""
         async with self._making:
             if time.monotonic() - self._made_s >= FRESH_S:
-                await self._wake_others()
+                await self._request_writes()
                 self._made_s, self._made = time.monotonic(), self._document()
         return self._made
 
     def _document(self) -> bytes:
-        snapshots = [self._known(), *self._known_to_others()]
+        snapshots = [self._known(), *self._entries_of_others()]
         figures = metric_totals(self._metrics.shown.collect())
         return orjson.dumps(
             state(snapshots, figures, self._store, Moment(time.monotonic(), time.time()))
         )
 
-    async def _wake_others(self) -> None:
+    async def _request_writes(self) -> None:
         """Ask the other workers to write, and wait for those that have not written yet."""
         asleep = [
             (page, page.write_count()) for page in self._others if not page.wanted_within(LOOKED_S)
@@ -140,7 +140,7 @@ class Board:
             for one in self._table.of_roles(*Role)
         ]
 
-    def _known_to_others(self) -> Iterable[Snapshot]:
+    def _entries_of_others(self) -> Iterable[Snapshot]:
         for page in self._others:
             try:
                 if found := page.read():

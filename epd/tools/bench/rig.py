@@ -197,13 +197,13 @@ class Rig:
             started = stack.enter_context(_Started(self._folder))
             with hold_signals():
                 started.add_process(self._engines(ports))
-            wait_until_ready(started.processes, READY_S, _silently)
+            wait_until_ready(started.processes, READY_S, _no_report)
             measured: list[Measured] = []
             for contender in self._contenders:
                 with hold_signals():
                     measured.append(self._start(contender, urls, prefill=prefill))
                     started.add_process(measured[-1].process)
-            wait_until_ready(started.processes, READY_S, _silently)
+            wait_until_ready(started.processes, READY_S, _no_report)
             yield Running(urls["decode"], measured)
 
     def _engines(self, ports: dict[str, int]) -> Process:
@@ -291,5 +291,5 @@ class Rig:
             gc.enable()
 
 
-def _silently(_: str) -> None:
+def _no_report(_: str) -> None:
     """Report no progress: the processes start within a second."""

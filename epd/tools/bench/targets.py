@@ -107,7 +107,7 @@ def find_model(target: BenchTarget, wanted: str | None) -> BenchModel:
     """
     status, body = asyncio.run(_request("GET", f"{target.url}/v1/models", _client_key()))
     if status != HTTPStatus.OK:
-        raise TargetFailed(f"{target.url}/v1/models: {_said(status, body)}")
+        raise TargetFailed(f"{target.url}/v1/models: {_error(status, body)}")
     models = [
         BenchModel(one["id"], one.get("root") or one["id"]) for one in _json(body).get("data", [])
     ]
@@ -141,7 +141,7 @@ def warm_target(target: BenchTarget, model: BenchModel, jpeg: bytes) -> None:
         )
     )
     if status != HTTPStatus.OK:
-        raise TargetFailed(f"{target.url} failed a request with a picture: {_said(status, said)}")
+        raise TargetFailed(f"{target.url} failed a request with a picture: {_error(status, said)}")
 
 
 def read_items(target: BenchTarget) -> Items:
@@ -228,7 +228,7 @@ def _json(body: bytes) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def _said(status: int, body: bytes) -> str:
+def _error(status: int, body: bytes) -> str:
     """Return status and message of an error response."""
     try:
         error = orjson.loads(body)["error"]

@@ -179,7 +179,7 @@ async def look_at_store(url: str, made: Encoded | None) -> StoreFacts:
         async with asyncio.timeout(WITHIN_S), await open_async_store(url, create=False) as store:
             entry = None if made is None else await _entry(store, made)
             lost = made if entry == "missing" else None
-            elsewhere = None if lost is None else await _elsewhere(store, lost)
+            elsewhere = None if lost is None else await _other_namespace(store, lost)
             stats = await store.stats()
             return StoreFacts(
                 round_trip_s=await _round_trip_s(store),
@@ -209,7 +209,7 @@ async def _entry(store: AsyncStore, made: Encoded) -> str:
     return "found" if await store.get(key) is None else "read"
 
 
-async def _elsewhere(store: AsyncStore, made: Encoded) -> str | None:
+async def _other_namespace(store: AsyncStore, made: Encoded) -> str | None:
     """Return another namespace that has the output; None: not found within `SEARCH_S`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(SEARCH_S):
@@ -224,14 +224,14 @@ async def _round_trip_s(store: AsyncStore) -> float:
     times = []
     for _ in range(LOOKS):
         started_s = time.perf_counter()
-        await store.lookup([_nobodys()])
+        await store.lookup([_random_key()])
         times.append(time.perf_counter() - started_s)
     return statistics.median(times)
 
 
 async def _writable(store: AsyncStore) -> bool:
     owner = f"epd-doctor-{secrets.token_hex(8)}"
-    key = _nobodys()
+    key = _random_key()
     try:
         claimed = await store.claim([key], owner, 1.0)
         await store.release([key], owner)
@@ -240,7 +240,7 @@ async def _writable(store: AsyncStore) -> bool:
     return claimed == [True]
 
 
-def _nobodys() -> EntryKey:
+def _random_key() -> EntryKey:
     return EntryKey("epd-doctor", secrets.token_hex(32))
 
 

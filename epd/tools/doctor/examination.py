@@ -26,13 +26,13 @@ from epd.tools.doctor.facts import (
     as_text,
     worst_verdict,
 )
-from epd.tools.doctor.instances import IDLE_S, Visitor, call_the_roll
+from epd.tools.doctor.instances import IDLE_S, InstanceReader, read_sources
 from epd.tools.doctor.trials import Trials, Tried, Turns, text
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.upstream import Upstream
 
 
-class Patient:
+class Examined:
     """Fleet under examination: the facts about its instances so far."""
 
     def __init__(self, facts: Sequence[InstanceFacts]) -> None:
@@ -80,53 +80,53 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
         _pool(config) as pool,
     ):
-        called = await call_the_roll(config)
+        called = await read_sources(config)
         upstream.verify_as(called.names)
         pool.verify_as(called.names)
-        visitor = Visitor(upstream, pool, headers, config.health_timeout_s)
-        patient = Patient(await asyncio.gather(*map(visitor.visit_instance, called.instances)))
-        if requests and patient.model is not None:
+        reader = InstanceReader(upstream, pool, headers, config.health_timeout_s)
+        fleet = Examined(await asyncio.gather(*map(reader.read_instance, called.instances)))
+        if requests and fleet.model is not None:
             encoded = EC_TRANSFERS[config.ec_transfer]()
             transfer = KV_TRANSFERS[config.kv_transfer]()
             peers = PeerRegistry(InstanceTable(), transfer, upstream, LiveConfig(config))
             stages = Stages(upstream)
             trials = Trials(stages, encoded, transfer, peers, headers, config)
             encode = _try_pushes if encoded.pushed else _try_encode
-            await encode(patient, trials, patient.model)
+            await encode(fleet, trials, fleet.model)
             turns = Turns(stages, transfer, headers, config) if transfer.bidirectional else None
-            await _try_handovers(patient, trials, turns, patient.model)
-    made = None if patient.tried is None else patient.tried.encoded
+            await _try_handovers(fleet, trials, turns, fleet.model)
+    made = None if fleet.tried is None else fleet.tried.encoded
     store = None if config.ec_store is None else await look_at_store(config.ec_store, made)
     return [
         *judge_host(config),
         *called.findings,
-        *(finding for one in patient.instance_facts for finding in judge.judge_instance(one)),
-        *judge.judge_fleet(patient.instance_facts),
+        *(finding for one in fleet.instance_facts for finding in judge.judge_instance(one)),
+        *judge.judge_fleet(fleet.instance_facts),
         *(judge.judge_store(config, store) if EC_TRANSFERS[config.ec_transfer].stored else ()),
     ]
 
 
-async def _try_encode(patient: Patient, trials: Trials, model: str) -> None:
-    for instance in patient.answering_instances(Role.ENCODE):
+async def _try_encode(fleet: Examined, trials: Trials, model: str) -> None:
+    for instance in fleet.answering_instances(Role.ENCODE):
         trial, tried = await trials.encode(instance, model)
-        patient.note_trials(instance, {judge.ENCODE: trial})
+        fleet.note_trials(instance, {judge.ENCODE: trial})
         if tried is not None:
-            patient.encoded(instance, tried)
+            fleet.encoded(instance, tried)
             if not tried.encoded.metadata:
-                patient.note_trials(instance, {judge.RAW: Trial()})
-    if patient.tried is not None and patient.tried.encoded.metadata:
+                fleet.note_trials(instance, {judge.RAW: Trial()})
+    if fleet.tried is not None and fleet.tried.encoded.metadata:
         # An engine that sends blocks to an address crashes on a request without one.
         alone = (Role.PREFILL,) if trials.prefills_alone else ()
-        for instance in patient.answering_instances(*alone, Role.PREFILL_DECODE):
-            patient.note_trials(
-                instance, {judge.CONSUME: await trials.consume(instance, patient.tried)}
+        for instance in fleet.answering_instances(*alone, Role.PREFILL_DECODE):
+            fleet.note_trials(
+                instance, {judge.CONSUME: await trials.consume(instance, fleet.tried)}
             )
 
 
-async def _try_pushes(patient: Patient, trials: Trials, model: str) -> None:
+async def _try_pushes(fleet: Examined, trials: Trials, model: str) -> None:
     """Try pushes so that each encode instance and each rank of a consumer takes part."""
-    encoders = patient.answering_instances(Role.ENCODE)
-    consumers = patient.answering_instances(Role.PREFILL, Role.PREFILL_DECODE)
+    encoders = fleet.answering_instances(Role.ENCODE)
+    consumers = fleet.answering_instances(Role.PREFILL, Role.PREFILL_DECODE)
     table = InstanceTable(consumers)
     ranks = [table.reserve_place(one) for one in consumers for _ in range(one.dp_size)]
     if not encoders or not ranks:
@@ -134,30 +134,30 @@ async def _try_pushes(patient: Patient, trials: Trials, model: str) -> None:
     pairs = max(len(encoders), len(ranks))
     for encoder, consumer in islice(zip(cycle(encoders), cycle(ranks), strict=False), pairs):
         trial, tried = await trials.encode(encoder, model, consumer)
-        patient.note_trials(encoder, {judge.ENCODE: trial})
+        fleet.note_trials(encoder, {judge.ENCODE: trial})
         if tried is not None and tried.encoded.metadata:
             seen = await trials.consume(consumer.instance, tried)
-            patient.note_trials(consumer.instance, {judge.CONSUME: seen})
+            fleet.note_trials(consumer.instance, {judge.CONSUME: seen})
 
 
-async def _try_handovers(patient: Patient, trials: Trials, turns: Turns | None, model: str) -> None:
+async def _try_handovers(fleet: Examined, trials: Trials, turns: Turns | None, model: str) -> None:
     prefills, decodes = (
-        patient.answering_instances(Role.PREFILL),
-        patient.answering_instances(Role.DECODE),
+        fleet.answering_instances(Role.PREFILL),
+        fleet.answering_instances(Role.DECODE),
     )
     if not prefills or not decodes:
         return
     pairs = max(len(prefills), len(decodes))
     for prefill, decode in islice(zip(cycle(prefills), cycle(decodes), strict=False), pairs):
         became = dict(await trials.transfer(prefill, decode, text(model)))
-        patient.note_trials(prefill, {judge.PREFILL: became.pop(judge.PREFILL)})
-        patient.note_trials(decode, became)
+        fleet.note_trials(prefill, {judge.PREFILL: became.pop(judge.PREFILL)})
+        fleet.note_trials(decode, became)
         if turns is None or judge.DECODE not in became or became[judge.DECODE].problem:
             continue
         if became[judge.DECODE].keeps:
-            patient.note_trials(prefill, {judge.READ: await turns.read(prefill, decode, model)})
+            fleet.note_trials(prefill, {judge.READ: await turns.read(prefill, decode, model)})
         else:
-            patient.note_trials(decode, {judge.FORGET: Trial()})
+            fleet.note_trials(decode, {judge.FORGET: Trial()})
 
 
 @asynccontextmanager

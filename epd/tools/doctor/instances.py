@@ -35,7 +35,7 @@ IDLE_S = KEEP_ALIVE_S + 0.5
 """Time for which an instance must keep an idle connection: a little longer than the proxy does."""
 
 
-class Visitor:
+class InstanceReader:
     """Reader of what instances report about themselves.
 
     Args:
@@ -53,7 +53,7 @@ class Visitor:
         self._headers = headers
         self._timeout_s = timeout_s
 
-    async def visit_instance(self, instance: Instance) -> InstanceFacts:
+    async def read_instance(self, instance: Instance) -> InstanceFacts:
         """Return the facts about an instance. This takes a little longer than `IDLE_S`."""
         try:
             health = await self._get(instance, "/health")
@@ -138,7 +138,7 @@ def _skew_s(answer: Answer) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class RollCall:
+class KnownInstances:
     """Instances that the sources name.
 
     Attributes:
@@ -152,7 +152,7 @@ class RollCall:
     findings: Sequence[Finding]
 
 
-async def call_the_roll(config: ProxyConfig) -> RollCall:
+async def read_sources(config: ProxyConfig) -> KnownInstances:
     """Read every source of instances once."""
     findings: list[Finding] = []
     names: dict[str, str] = {}
@@ -175,7 +175,7 @@ async def call_the_roll(config: ProxyConfig) -> RollCall:
     registry.replace(InstanceSource.DNS, [one async for one in _by_name(config, names, findings)])
     instances = [one for one, *_ in registry.members]
     findings += _judge_roles(config, {one.role for one in instances})
-    return RollCall(instances, names, findings)
+    return KnownInstances(instances, names, findings)
 
 
 def _in_file(config: ProxyConfig, findings: list[Finding]) -> Sequence[Instance]:

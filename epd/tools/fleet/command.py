@@ -179,10 +179,10 @@ def _settings(parser: Parser, flags: dict[str, Any]) -> FleetSettings:
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "missing":
             message = "is required"
-        return parser.error(f"{_said(first['loc'])} {message}".strip())
+        return parser.error(f"{_flag_or_variable(first['loc'])} {message}".strip())
 
 
-def _said(location: tuple[int | str, ...]) -> str:
+def _flag_or_variable(location: tuple[int | str, ...]) -> str:
     """Return the flag that an error is about, or the variable of a field without a flag."""
     for name, field in FleetSettings.model_fields.items():
         alias = field.validation_alias

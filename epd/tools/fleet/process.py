@@ -141,22 +141,22 @@ class Guard:
 
     def watch(self, group: int) -> None:
         """Add a process group that the guard ends."""
-        self._say(f"+{group}\n")
+        self._send_line(f"+{group}\n")
 
     def forget_group(self, group: int) -> None:
         """Remove a process group that has ended."""
-        self._say(f"-{group}\n")
+        self._send_line(f"-{group}\n")
 
     def delete(self, folder: Path) -> None:
         """Add a folder, an absolute path, that the guard deletes after the groups have ended."""
-        self._say(f"{folder}\n")
+        self._send_line(f"{folder}\n")
 
     def close(self) -> None:
         """End the guard without any action, after all groups have ended."""
         self._popen.kill()
         self._popen.communicate()
 
-    def _say(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         # The guard was killed: the fleet runs without one.
         with suppress(BrokenPipeError):
             print(line, end="", file=self._popen.stdin, flush=True)

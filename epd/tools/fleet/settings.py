@@ -138,9 +138,7 @@ class FleetSettings(BaseSettings):
         validation_alias="MODEL", description="model: name on the hub, or directory"
     )
     served_model_name: str | None = Field(
-        None,
-        description="name of the model in requests (default: the value of --model; of a "
-        "directory, its last part)",
+        None, description="name of the model in requests (default: --model without folders)"
     )
     topology: Annotated[Topology, NoDecode, BeforeValidator(_topology)] = Field(
         Topology.parse("1e1pd"),
