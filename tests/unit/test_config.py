@@ -114,7 +114,7 @@ zzz: 1
 
     assert reasons == [
         "epd.yaml:2: max_itemz is unknown; is max_items meant?",
-        "epd.yaml:3: max_queue should be a valid integer, unable to parse string as an integer",
+        "epd.yaml:3: max_queue should be a valid integer",
         "epd.yaml:5: max_items is already set in line 4",
         "epd.yaml:6: port begins with a 0, which YAML reads as an octal number: remove the 0",
         "epd.yaml:7: log_level should be 'debug', 'info', 'warning' or 'error'",
