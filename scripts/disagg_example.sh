@@ -20,7 +20,7 @@ if [ "$DEVICE_PLATFORM" != cpu ]; then
 fi
 url=http://127.0.0.1:$PROXY_PORT
 
-epd up --topology "$1" --allowed-local-media-path "$media" &
+epd up --topology "$1" --served-model-name "$MODEL" --allowed-local-media-path "$media" &
 up=$!
 trap 'kill "$up" 2>/dev/null || true; wait "$up" || true' EXIT
 trap 'exit 130' INT
