@@ -118,7 +118,7 @@ def send_slowly(content: bytes, pause_s: float) -> Step:
     return step
 
 
-def send_for_ever(piece: bytes) -> Step:
+def send_endlessly(piece: bytes) -> Step:
     """Send a piece repeatedly until the peer disconnects."""
 
     async def step(at: Exchange) -> None:

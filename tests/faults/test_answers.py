@@ -25,7 +25,7 @@ from tests.faults.scripted import (
     read_request,
     reset,
     send,
-    send_for_ever,
+    send_endlessly,
     send_slowly,
     wait,
 )
@@ -70,7 +70,7 @@ async def test_an_answer_that_comes_a_byte_at_a_time_is_not_waited_for(launch: L
 @pytest.mark.parametrize("head", [answer(b"", length=2**30), STREAM_HEAD])
 async def test_of_a_huge_answer_little_is_read(launch: Launch, head: bytes) -> None:
     piece = chunked(b" " * 2**16) if head == STREAM_HEAD else b" " * 2**16
-    async with Scripted([read_request(), send(head), send_for_ever(piece)]).running() as encoder:
+    async with Scripted([read_request(), send(head), send_endlessly(piece)]).running() as encoder:
         assert await refused(launch, encoder) == (502, "encode_bad_response")
         await until(lambda: encoder.aborted)
 

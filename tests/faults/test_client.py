@@ -38,7 +38,7 @@ from tests.faults.scripted import (
     read_request,
     reset,
     send,
-    send_for_ever,
+    send_endlessly,
     send_slowly,
     wait,
     wait_for,
@@ -537,7 +537,7 @@ async def test_a_trickle_is_poured_for_as_long_as_it_takes() -> None:
 
 
 async def test_a_cancelled_pour_sends_nothing_more_to_its_sink() -> None:
-    script = [read_request(), send(KEPT), send_for_ever(chunked(b"x" * 65536))]
+    script = [read_request(), send(KEPT), send_endlessly(chunked(b"x" * 65536))]
     async with asking(script) as here:
         connection = await here.ask()
         got = Pieces()

@@ -194,12 +194,12 @@ def test_what_was_given_back_within_a_change_is_not_replaced_but_taken(
     """Another process may take the released claim at any moment; a rename would overwrite it."""
     has, renamed = Folder.has, list[object]()
 
-    def gone_by_now(folder: Folder, name: str) -> bool:
+    def has_disappeared(folder: Folder, name: str) -> bool:
         file_of(root, key()).unlink()
         return has(folder, name)
 
     disk.claim([key()], "a", 30)
-    monkeypatch.setattr(Folder, "has", gone_by_now)
+    monkeypatch.setattr(Folder, "has", has_disappeared)
     monkeypatch.setattr(Folder, "rename", lambda *names: renamed.append(names))
 
     assert disk.claim([key()], "a", 30) == [True]

@@ -360,12 +360,12 @@ class AnyHistory(RuleBasedStateMachine):
             self.one.health.record_probe(self.one.now_s, well=well)
 
     @invariant()
-    def only_who_should_is_given_requests(self) -> None:
+    def only_eligible_instances_get_requests(self) -> None:
         if self.one.health.is_eligible(self.one.now_s):
             assert self.one.state() in {HealthState.HEALTHY, HealthState.TRIAL}
 
     @invariant()
-    def no_change_is_told_twice(self) -> None:
+    def no_change_is_reported_twice(self) -> None:
         assert all(a is not b for a, b in zip(self.one.became, self.one.became[1:], strict=False))
 
     def teardown(self) -> None:

@@ -87,7 +87,7 @@ class Accounts(RuleBasedStateMachine):
         self.asked, self.page = False, None
 
     @rule()
-    def time_goes_by(self) -> None:
+    def advance_time(self) -> None:
         self._pass(KEPT_INTERVALS * INTERVAL_S)
 
     def _pass(self, seconds: float) -> None:

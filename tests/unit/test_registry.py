@@ -149,7 +149,7 @@ class RegistryMachine(RuleBasedStateMachine):
         return named
 
     @invariant()
-    def only_who_is_named_takes_part(self) -> None:
+    def only_named_instances_are_members(self) -> None:
         assert self.told.members <= set(self.named.values())
 
     @invariant()
@@ -158,16 +158,16 @@ class RegistryMachine(RuleBasedStateMachine):
         assert not any(CLASHES[role] & roles for role in roles)
 
     @invariant()
-    def nobody_who_is_still_named_leaves(self) -> None:
+    def named_instances_stay_members(self) -> None:
         assert self.before & set(self.named.values()) <= self.told.members
 
     @invariant()
-    def whoever_is_named_and_out_clashes_with_who_is_in(self) -> None:
+    def a_named_non_member_conflicts_with_a_member(self) -> None:
         for one in set(self.named.values()) - self.told.members:
             assert self.told.registry.conflicting_member(one) is not None
 
     @invariant()
-    def what_was_told_adds_up(self) -> None:
+    def reported_changes_add_up(self) -> None:
         counts = Counter[Instance]()
         for instance, change, _ in self.told.changes:
             counts[instance] += {"added": 1, "removed": -1, "refused": 0}[change]
