@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser with all commands."""
     parser = argparse.ArgumentParser(
         prog="ec-store",
-        description="Inspect and maintain an encoder-cache store.",
+        description="Inspect and maintain an encoder store.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ec-store {version('epd-proxy')}")

@@ -448,5 +448,5 @@ def _outcome_of(status: int) -> Outcome:
 
 
 def no_store(message: str) -> RequestRefused:
-    """Return a 503 for an operation that needs the encoder-cache store."""
+    """Return a 503 for an operation that needs the encoder store."""
     return RequestRefused(503, message, slug="no_store")

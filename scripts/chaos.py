@@ -77,7 +77,7 @@ class Stand:
     Attributes:
         proxy: proxy under test.
         instances: fake instances behind it.
-        store: encoder-cache store.
+        store: encoder store.
         memory: memory of the proxy's processes, one sample per second.
     """
 

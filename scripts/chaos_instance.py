@@ -70,7 +70,7 @@ class Instance:
         Args:
             role: role of the instance.
             port: port to listen on.
-            store: URL of the encoder-cache store.
+            store: URL of the encoder store.
             stage_s: seconds per encode or prefill.
             token_s: seconds per word of a response.
         """

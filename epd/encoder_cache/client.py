@@ -1,4 +1,4 @@
-"""The proxy's client of the encoder-cache store. A failing store must not fail requests.
+"""The proxy's client of the encoder store. A failing store must not fail requests.
 
 Every call has a time budget. While the store does not answer, or cannot be opened, the proxy
 bypasses it: every lookup is a miss, and requests are served as without a store.

@@ -1,6 +1,6 @@
 """The key of each item, derived from its content or from the client's name for it.
 
-The encoder-cache store has the clients' names for their media, with the key behind each name.
+The encoder store has the clients' names for their media, with the key behind each name.
 """
 
 import asyncio
@@ -258,7 +258,7 @@ class Keys:
             RequestRefused: 503, there is no store, or it did not answer.
         """
         if self._names is None:
-            raise no_store("the proxy has no encoder-cache store; set --ec-store")
+            raise no_store("the proxy has no encoder store; set --ec-store")
         scope = config.name_scope_of(tenant)
         names = [name_key(scope, modality, uuid) for modality in {*MODALITY.values()}]
         try:

@@ -1,4 +1,4 @@
-"""Lookup in the encoder-cache store with claims of missing entries, on a thread or the event loop.
+"""Lookup in the encoder store with claims of missing entries, on a thread or the event loop.
 
 A call to a store in memory takes some microseconds. Passing it to a thread and back takes several
 times as long. A call on the event loop, however, blocks all other requests. The choice depends on

@@ -61,7 +61,7 @@ class InstancesGlance(Collector):
 
 
 class StoreGlance(Collector):
-    """Operations of the encoder-cache store and the states of its circuits."""
+    """Operations of the encoder store and the states of its circuits."""
 
     def __init__(self, cache: EncoderCache | None) -> None:
         self._cache = cache

@@ -148,7 +148,7 @@ SAVED_ENCODE_SECONDS = Figure(
 STORE_OPERATIONS = Figure(
     "epd_store_operations",
     "counter",
-    "Operations on the encoder-cache store by result: ok; timeout; error; skipped, because the "
+    "Operations on the encoder store by result: ok; timeout; error; skipped, because the "
     "store cannot be opened or its circuit is open.",
     ("operation", "result"),
 )

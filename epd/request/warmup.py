@@ -48,7 +48,7 @@ class Warmup:
             ProxyError: an item failed.
         """
         if self._cache is None:
-            raise no_store("the proxy has no encoder-cache store; set --ec-store")
+            raise no_store("the proxy has no encoder store; set --ec-store")
         try:
             encoded = await self._encode(body, context)
         except ProxyError as error:

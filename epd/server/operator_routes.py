@@ -70,7 +70,7 @@ ASSETS = _assets()
 
 
 def store_kind(config: ProxyConfig) -> str | None:
-    """Return the URL scheme of the encoder-cache store: the rest may hold a password."""
+    """Return the URL scheme of the encoder store: the rest may hold a password."""
     return None if config.ec_store is None else urlsplit(config.ec_store).scheme
 
 

@@ -39,7 +39,7 @@ class Board:
         recent: recent events of this process.
         table: instances of this process.
         metrics: metrics of all workers.
-        store: kind of the encoder-cache store; None without one.
+        store: kind of the encoder store; None without one.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now:
     Args:
         snapshots: states of the processes.
         totals: totals over all processes.
-        store: kind of the proxy's encoder-cache store, such as `redis`.
+        store: kind of the proxy's encoder store, such as `redis`.
         now: time of the document.
     """
     flows = {stage: _flow(stage, snapshots, now.monotonic_s) for stage in FLOWS}

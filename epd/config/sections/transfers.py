@@ -12,8 +12,8 @@ MAX_TTL_S = 30 * 24 * 3600.0
 within the range of Redis."""
 
 
-class TransferSettings(BaseModel, frozen=True, extra="forbid"):
-    """Fields for transfers, the encoder-cache store and conversations, with their validation."""
+class TransferSettings(BaseModel):
+    """Fields for transfers, the encoder store and conversations, with their validation."""
 
     ec_transfer: ECTransferName = Field(
         default="store",
@@ -24,7 +24,7 @@ class TransferSettings(BaseModel, frozen=True, extra="forbid"):
     )
     ec_store: StoreUrl = Field(
         default=None,
-        description="URL of the encode instances' encoder-cache store, such as file:///dev/shm/ec "
+        description="URL of the encode instances' encoder store, such as file:///dev/shm/ec "
         "or redis://host: items in it are not encoded again; default or 'none': no look-ups",
     )
     ec_store_budget_s: Seconds = Field(

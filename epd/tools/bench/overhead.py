@@ -86,7 +86,7 @@ def add_parser(benchmarks: Commands) -> None:
     parser.add_argument(
         "--ec-store",
         metavar="URL",
-        help="URL of the encoder-cache store (default: a folder in shared memory)",
+        help="URL of the encoder store (default: a folder in shared memory)",
     )
     parser.add_argument(
         "--proxy-cores", type=int, default=1, metavar="N", help="cores per proxy (default: 1)"

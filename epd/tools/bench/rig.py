@@ -169,7 +169,7 @@ class Rig:
         Args:
             contenders: proxies to measure.
             folder: folder for logs, an absolute path; it is deleted if this process is killed.
-            store: URL of the encoder-cache store.
+            store: URL of the encoder store.
             proxy_cores: number of cores of a proxy; the load uses the others, if there are any.
         """
         cores = sorted(os.sched_getaffinity(0))

@@ -105,7 +105,7 @@ def _add_target_flags(group: "argparse._ArgumentGroup") -> None:
     add(
         "--ec-store",
         metavar="URL",
-        help="encoder-cache store of a --topology (default: a new folder)",
+        help="encoder store of a --topology (default: a new folder)",
     )
     add(
         "--store-entries",
