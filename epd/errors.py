@@ -221,8 +221,8 @@ class WrongMethod(RequestRefused):
     """The route exists but does not accept the request's method."""
 
     def __init__(self, allowed: Iterable[str]) -> None:
-        super().__init__(405, "Method Not Allowed", slug="unknown_route")
         self._allowed = ", ".join(sorted(allowed))
+        super().__init__(405, f"this route accepts only {self._allowed}", slug="unknown_route")
 
     @property
     def headers(self) -> dict[str, str]:

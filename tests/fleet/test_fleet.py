@@ -115,6 +115,24 @@ def test_what_a_server_does_is_told_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert re.fullmatch(r"waiting for server: \d+ s", reports[1])
 
 
+def test_the_last_server_is_reported_only_when_the_others_are_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.tools.fleet.process.PROGRESS_S", 0.2)
+    reports: list[str] = []
+    processes = []
+    for name in ("first", "last"):
+        (tmp_path / name).mkdir()
+        processes.append(start(tmp_path / name, "import time; time.sleep(60)"))
+        processes[-1].name = name
+    with pytest.raises(TimeoutError, match="first, last"):
+        wait_until_ready(processes, 3, reports.append)
+    stop(processes)
+
+    assert reports
+    assert not any("last" in one for one in reports)
+
+
 def test_a_server_that_never_serves_is_reported(tmp_path: Path) -> None:
     process = start(tmp_path, "import time; print('loading', flush=True); time.sleep(60)")
     with pytest.raises(TimeoutError, match=r"server[\s\S]*loading"):

@@ -263,6 +263,17 @@ def test_only_a_store_of_files_is_looked_after() -> None:
     assert "store" not in [server.name for server in plan(store="redis://host").servers()]
 
 
+def test_a_model_directory_is_served_under_its_last_part(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny-model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    named = plan(model=f"{folder}/").engines[0]
+    other = plan(model=str(folder), served_model_name="other").engines[0]
+    hub = plan(model="a/b").engines[0]
+
+    assert [one.served_name for one in (named, other, hub)] == ["tiny-model", "other", None]
+
+
 def test_a_store_may_be_named_by_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FleetSettings(model="m", ec_store="/a b").ec_store == "file:///a%20b?max_bytes=64GiB"
     monkeypatch.setenv("EC_SHARED_STORAGE_PATH", "/ec")

@@ -333,9 +333,13 @@ async def test_a_client_is_told_which_path_is_no_route_and_where_all_are_describ
 
 async def test_a_wrong_method_is_logged_with_the_path_of_its_route(launch: Launch) -> None:
     async with launch() as fleet:
-        for method, path in (("GET", "/v1/chat/completions"), ("PUT", "/v1/media/cat")):
+        for method, path, allowed in (
+            ("GET", "/v1/chat/completions", "POST"),
+            ("PUT", "/v1/media/cat", "DELETE"),
+        ):
             async with fleet.http.request(method, f"{fleet.url}{path}") as reply:
-                assert reply.status == 405
+                message = (await reply.json())["error"]["message"]
+                assert (reply.status, message) == (405, f"this route accepts only {allowed}")
         paths = [one.path for one in fleet.events.requests]
 
     assert paths == ["/v1/chat/completions", "/v1/media/{uuid}"]
