@@ -12,7 +12,7 @@ MAX_TTL_S = 30 * 24 * 3600.0
 within the range of Redis."""
 
 
-class TransferSettings(BaseModel):
+class TransferSettings(BaseModel, frozen=True, extra="forbid"):
     """Fields for transfers, the encoder store and conversations, with their validation."""
 
     ec_transfer: ECTransferName = Field(
