@@ -64,7 +64,7 @@ from epd.server.app_keys import (
 )
 from epd.server.instances_api import Roster
 from epd.server.middlewares import allow_origins, direct, observe
-from epd.server.operator_routes import METRICS, POLICIES, ROSTER, TABLE
+from epd.server.operator_routes import BOARD, METRICS, POLICIES, ROSTER, TABLE, store_kind
 from epd.server.policies_api import Policies
 from epd.server.reload import RELOAD, Reload, read_keys
 from epd.server.responses import JUDGE, KeyJudge, UnknownRoute
@@ -180,26 +180,15 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         app[CONVERSATIONS] = conversations
         app[TABLE] = table
         app[ROSTER] = Roster(registry, table, registrations, transfer, config)
-        app[operator_routes.BOARD] = Board(
-            app[RECENT], table, app[METRICS], operator_routes.store_kind(config)
-        )
+        app[BOARD] = Board(app[RECENT], table, app[METRICS], store_kind(config))
         if tracer is not None:
             app[TRACER] = tracer
-        _register_gauges(app[METRICS], table, cache, conversations)
+        register = app[METRICS].registry.register
+        register(InstancesGlance(table))
+        register(StoreGlance(cache))
+        register(ConversationsGlance(conversations))
         live.add_follower(partial(_apply_config, app, registry, table, upstream, cache))
         yield
-
-
-def _register_gauges(
-    metrics: MetricsObserver,
-    table: InstanceTable,
-    cache: EncoderCache | None,
-    conversations: Conversations,
-) -> None:
-    """Register the metrics that are read when they are scraped."""
-    metrics.registry.register(InstancesGlance(table))
-    metrics.registry.register(StoreGlance(cache))
-    metrics.registry.register(ConversationsGlance(conversations))
 
 
 def _fatal_requests(app: web.Application, table: InstanceTable) -> FatalRequests:
