@@ -127,6 +127,8 @@ class RequestRecord:
         stages: the finished requests to instances.
         items: number of media items, by source.
         media: form in which the items went on to prefill and decode, in the last attempt.
+        prefix_tokens: estimated number of the prompt's tokens that were in the prefix cache of the
+            instance of its prefill; None unless that is chosen by content.
         hits: number of items that needed no encode, by modality.
         waits: number of those hits that waited for an encode of another request.
         saved_bytes: bytes of their media, as in the request, that no instance received.
@@ -160,6 +162,7 @@ class RequestRecord:
     stages: list[StageDone] = field(default_factory=list)
     items: Mapping[ItemResult, int] = field(default_factory=dict)
     media: Mapping[MediaForm, int] = field(default_factory=dict)
+    prefix_tokens: int | None = None
     hits: Mapping[Modality, int] = field(default_factory=dict)
     waits: int = 0
     saved_bytes: int = 0

@@ -34,7 +34,7 @@ class AdmissionGlance(Collector):
 
 
 class InstancesGlance(Collector):
-    """State, load and reported load of each instance."""
+    """State, load, reported load and prompts of each instance."""
 
     def __init__(self, table: InstanceTable) -> None:
         self._table = table
@@ -57,6 +57,14 @@ class InstancesGlance(Collector):
                 if report is not None
                 for state in ("waiting", "running")
             ]
+        )
+        prompts = [(labels, self._table.load(one).prompts) for one, labels in instances]
+        prompts = [(labels, found) for labels, found in prompts if found.tokens]
+        yield metric_defs.PREFIX_TOKENS.metric_family(
+            [(labels, found.tokens) for labels, found in prompts]
+        )
+        yield metric_defs.PREFIX_TOKENS_MATCHED.metric_family(
+            [(labels, found.matched) for labels, found in prompts]
         )
 
 

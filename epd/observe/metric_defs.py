@@ -224,6 +224,20 @@ INSTANCE_REPORTED = Figure(
     ("role", "instance", "state"),
     max,
 )
+PREFIX_TOKENS = Figure(
+    "epd_prefix_tokens",
+    "counter",
+    "Estimated prompt tokens of the requests sent to an instance that is chosen by content "
+    "(--prefill-balance, --decode-balance).",
+    ("role", "instance"),
+)
+PREFIX_TOKENS_MATCHED = Figure(
+    "epd_prefix_tokens_matched",
+    "counter",
+    "The part of epd_prefix_tokens_total that this proxy expected in the prefix cache of the "
+    "instance.",
+    ("role", "instance"),
+)
 CIRCUIT_OPEN = Figure(
     "epd_circuit_open",
     "gauge",
@@ -311,6 +325,8 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             INSTANCE_UP,
             INSTANCE_REQUESTS,
             INSTANCE_REPORTED,
+            PREFIX_TOKENS,
+            PREFIX_TOKENS_MATCHED,
             IN_FLIGHT,
             QUEUED,
             BODY_BYTES,

@@ -11,6 +11,7 @@ from epd.errors import Stage
 from epd.policies.plan import Course, Facts
 from epd.request.context import RequestContext
 from epd.routing.instances import Instance
+from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.table import Reservation
 from epd.transfer.encoded import Consumed, Encoded, EncodedItem
 
@@ -95,6 +96,7 @@ class Sending:
         targets: instances chosen before the items were encoded.
         encodings: encoder outputs of the items; the object `NOT_ENCODED` until they exist.
         prompt: body for prefill and decode.
+        prefix: content of the prompt, if instances are chosen by it.
         prefill: place at the prefill instance that has the request.
         decode: the decode instance that has the request.
         reads_back: whether prefill was asked to read decode's blocks of the previous turn.
@@ -107,6 +109,7 @@ class Sending:
     targets: Targets = NO_TARGETS
     encodings: Encodings = NOT_ENCODED
     prompt: Consumed = NO_PROMPT
+    prefix: Prefix = NO_PREFIX
     prefill: Reservation | None = None
     decode: Instance | None = None
     reads_back: bool = False
@@ -121,6 +124,17 @@ class Sending:
     def decodes(self) -> tuple[Instance, ...]:
         """All decode instances that have had the request, in this and earlier attempts."""
         return self.attempt.decodes if self.decode is None else (*self.attempt.decodes, self.decode)
+
+    @property
+    def prefill_prefix(self) -> Prefix:
+        """Content of the prompt, if the prefill instance is chosen by it."""
+        chosen = self.context.config.prefill_balance == "content"
+        return self.prefix if chosen else NO_PREFIX
+
+    @property
+    def decode_prefix(self) -> Prefix:
+        """Content of the prompt, if the decode instance is chosen by it."""
+        return self.prefix if self.context.config.decode_balance == "content" else NO_PREFIX
 
     def blames_instance(self, stage: Stage) -> bool:
         """Return whether a 500 of this stage is the instance's own fault.

@@ -18,6 +18,7 @@ from epd.request.attempts import (
 from epd.request.context import RequestContext
 from epd.request.encode import Encoder, raw_items
 from epd.request.prefill_decode import DecodeAnswer, PrefillDecodeStages
+from epd.request.prefix import request_prefix
 from epd.request.recovery import MAX_ATTEMPTS, Failure, next_attempt
 from epd.request.request_media import KeyedRequest, RequestMedia
 from epd.request.targets import Courses, Decoders
@@ -93,6 +94,7 @@ class Pipeline:
         else:
             sending.encodings = NO_ENCODINGS
         sending.prompt = self._media.prompt(request, sending)
+        sending.prefix = request_prefix(request.body, request.uuids, sending)
         pair = await self._handovers.choose_pair(sending)
         if pair is None:
             return await self._handovers.decode(sending, sending.prompt.body)
@@ -135,6 +137,7 @@ class Pipeline:
         differ = encodes and len(self._namespaces.of_consumers()) > 1
         if not (self._transfer.pushed or differ):
             return NO_TARGETS
+        sending.prefix = request_prefix(request.body, request.uuids, sending)
         return await self._handovers.choose_targets(sending, request.body)
 
     def _namespace(self, consumer: Reservation | None) -> str | None:

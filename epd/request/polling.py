@@ -14,7 +14,7 @@ from epd.aio import Background
 from epd.config.model import ConfigFields, Live
 from epd.config.sections.routing import RouteSettings
 from epd.errors import Overloaded, ProxyError
-from epd.routing import ItemBalanceName
+from epd.routing import BalanceName, ItemBalanceName
 from epd.routing.instances import ANSWERING, CONSUMERS, Instance, Role
 from epd.routing.load import Report, read_namespace, read_report
 from epd.routing.namespaces import Namespaces
@@ -198,7 +198,7 @@ def asking_namespaces(
 
 def _roles(config: RouteSettings) -> list[Role]:
     """Return the roles that need load reports: balanced by load, or with ranks to choose."""
-    balances: Mapping[Role, ItemBalanceName] = {
+    balances: Mapping[Role, BalanceName | ItemBalanceName] = {
         Role.ENCODE: config.encode_balance,
         Role.PREFILL: config.prefill_balance,
         **dict.fromkeys(ANSWERING, config.decode_balance),

@@ -104,12 +104,14 @@ class PrefillDecodeStages:
         """
         await self._readbacks.begin_turn(sending.context)
         if self._needs_prefill(sending, body):
-            return Targets(self._table.reserve_place(self._prefill_instance(sending)))
+            prefill = self._prefill_instance(sending)
+            return Targets(self._table.reserve_place(prefill, prefix=sending.prefill_prefix))
         if not self._table.has(Role.PREFILL_DECODE):
             return Targets()  # a decode instance loads no outputs, and is chosen later
-        decode = await self._decoders.pick_instance(sending.attempt, sending.context)
+        prefix = sending.decode_prefix
+        decode = await self._decoders.pick_instance(sending.attempt, sending.context, prefix=prefix)
         if decode.role in CONSUMERS:
-            return Targets(self._table.reserve_place(decode))
+            return Targets(self._table.reserve_place(decode, prefix=prefix))
         return Targets(decode=decode)  # keep the choice: a picker is called only once
 
     async def choose_pair(self, sending: Sending) -> Pair | None:
@@ -128,7 +130,8 @@ class PrefillDecodeStages:
         request_id = context.child_id() if attempt.resent else context.request_id
         consumer = sending.targets.consumer
         prefill = consumer.instance if consumer else self._prefill_instance(sending)
-        sending.prefill = self._table.reserve_place(prefill, consumer)
+        prefix = sending.prefill_prefix
+        sending.prefill = self._table.reserve_place(prefill, consumer, prefix=prefix)
         try:
             earlier = await self._readbacks.previous_params(sending, prefill)
         except UpstreamDied as error:
@@ -137,7 +140,9 @@ class PrefillDecodeStages:
         pair = Pair(request_id, prefill, sending.prefill.rank, earlier=earlier)
         if attempt.course.decode_choice == "early" or self._transfer.eager:
             pair = pair._replace(
-                decode=await self._decoders.pick_instance(attempt, context, prefill)
+                decode=await self._decoders.pick_instance(
+                    attempt, context, prefill, prefix=sending.decode_prefix
+                )
             )
         return pair._replace(peer=await self._peers.params_for(pair))
 
@@ -208,7 +213,11 @@ class PrefillDecodeStages:
             tried = sending.attempt.prefills
             balance = context.config.prefill_balance
             return self._prefills.best_instance(
-                tried, balance=balance, session=context.session, prefer=prefers
+                tried,
+                balance=balance,
+                session=context.session,
+                prefix=sending.prefill_prefix,
+                prefer=prefers,
             )
         if (local := self._table.find_instance(url, Role.PREFILL)) is None:
             raise NoInstance(
@@ -226,7 +235,10 @@ class PrefillDecodeStages:
     async def _prefilled(self, sending: Sending, pair: Pair) -> Prefilled:
         blames = sending.blames_instance("prefill")
         try:
-            with self._table.track_request(pair.prefill, alone=blames, promised=sending.prefill):
+            with self._table.track_request(
+                pair.prefill, alone=blames, promised=sending.prefill, prefix=sending.prefill_prefix
+            ) as using:
+                sending.context.record.prefix_tokens = using.matched
                 prefilled = await self._stages.prefill(
                     self._transfer, pair, sending.prompt, sending.context
                 )
@@ -259,11 +271,17 @@ class PrefillDecodeStages:
         if pair is not None and pair.decode is not None:
             instance = pair.decode
         if instance is None:
-            instance = await self._decoders.pick_instance(sending.attempt, context, prefill)
+            instance = await self._decoders.pick_instance(
+                sending.attempt, context, prefill, prefix=sending.decode_prefix
+            )
         sending.decode = instance
         request_id = None if pair is None else pair.request_id
         blames = sending.blames_instance("decode")
-        using = self._table.track_request(instance, alone=blames, promised=consumer).begin_request()
+        using = self._table.track_request(
+            instance, alone=blames, promised=consumer, prefix=sending.decode_prefix
+        ).begin_request()
+        if pair is None:
+            context.record.prefix_tokens = using.matched
         sent = sending.prompt
         if body is not sent.body:
             sent = sent._replace(body=body)

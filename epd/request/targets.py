@@ -29,6 +29,7 @@ from epd.request.attempts import Attempt
 from epd.request.context import RequestContext
 from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
+from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.table import InstanceTable
 from epd.routing.urls import is_allowed, service_url
 from epd.state_log import StateLog
@@ -177,7 +178,12 @@ class Decoders:
         return course
 
     async def pick_instance(
-        self, attempt: Attempt, context: RequestContext, prefill: Instance | None = None
+        self,
+        attempt: Attempt,
+        context: RequestContext,
+        prefill: Instance | None = None,
+        *,
+        prefix: Prefix = NO_PREFIX,
     ) -> Instance:
         """Return the decode instance, if possible one that has not been tried.
 
@@ -185,6 +191,7 @@ class Decoders:
             attempt: the current attempt of the request.
             context: context of the request.
             prefill: the instance of its prefill; None without prefill.
+            prefix: content of its prompt, if the instance is chosen by it.
 
         Raises:
             NoInstance: there is no decode instance.
@@ -200,6 +207,7 @@ class Decoders:
             attempt.decodes,
             balance=context.config.decode_balance,
             session=context.session,
+            prefix=prefix,
             prefer=prefers,
         )
 

@@ -2,6 +2,6 @@
 
 from typing import Literal
 
-BalanceName = Literal["session", "round_robin", "least_load", "power_of_two"]
+BalanceName = Literal["content", "session", "round_robin", "least_load", "power_of_two"]
 ItemBalanceName = Literal["affinity", "session", "round_robin", "least_load", "power_of_two"]
 """Algorithms for encode instances, where requests have item keys."""

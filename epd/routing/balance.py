@@ -6,26 +6,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Protocol
 
-from xxhash import xxh3_64_intdigest
-
 from epd.errors import NoInstance
-from epd.routing import ItemBalanceName
+from epd.routing import BalanceName, ItemBalanceName
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Load
+from epd.routing.prefix import NO_PREFIX, Prefix, cheapest_seat
+from epd.routing.rendezvous import distances, upper_bound
 from epd.routing.table import Candidate, InstanceTable
-
-LOAD_FACTOR = 1.25
-"""Factor by which an instance's load may exceed its share before its keys move to others (Mirrokni
-et al., Consistent Hashing with Bounded Loads, 2016)."""
-
-OUTLIER = 2.0
-"""Factor above the usual load up to which a report counts in full. A wrong report, or one of a
-hanging instance, must not raise the bound for all others without limit."""
 
 MAX_OWED = 4096
 """Upper bound of the instances that a round-robin remembers, removed ones included."""
 
-_value, _share, _pressure = attrgetter("value"), attrgetter("share"), attrgetter("pressure")
+_share, _pressure = attrgetter("share"), attrgetter("pressure")
 
 
 class Balance(Protocol):
@@ -102,10 +94,8 @@ class PowerOfTwo:
 class Rendezvous:
     """Maps a key to the same instance, which has the item in its caches, unless it is overloaded.
 
-    When an instance joins or leaves, only its own keys move. When weights change, the minimum of
-    keys moves (weighted rendezvous hashing: Schindelhauer and Schomaker, Weighted Distributed Hash
-    Tables, 2005). Proxies with the same instances agree without communication. A request without a
-    key goes to the lowest load.
+    Proxies with the same instances agree without communication (`epd.routing.rendezvous`). A
+    request without a key goes to the lowest load.
     """
 
     def __init__(self) -> None:
@@ -114,10 +104,10 @@ class Rendezvous:
     def pick_load(self, loads: Sequence[Load], key: str) -> Load:
         if not key:
             return self._keyless.pick_load(loads)
-        far = _distances(loads, key.encode("utf-8", "surrogatepass"))
+        far = distances(loads, key.encode("utf-8", "surrogatepass"))
         nearest = min(far)
         first = loads[far.index(nearest)]
-        most = _most(loads)
+        most = upper_bound(loads)
         if first.value < most(first):
             return first
         room = [(away, load) for away, load in zip(far, loads, strict=True)]
@@ -125,31 +115,9 @@ class Rendezvous:
         return min(room, key=lambda one: one[0])[1]
 
 
-def _distances(loads: Sequence[Load], key: bytes) -> list[float]:
-    """Return the distances from a key: exponentially distributed, with the weights as rates."""
-    log, digest = math.log, xxh3_64_intdigest
-    return [-log((digest(key, load.seed) + 1) * 2.0**-64) / load.share for load in loads]
-
-
-def _most(loads: Sequence[Load]) -> Callable[[Load], int]:
-    """Return the maximum load of an instance before its keys move. At least one is always below it.
-
-    The part of a load that an instance only reported is capped: at `OUTLIER` times the lower
-    median, plus one request. Local requests always count in full. The cap is above the
-    lowest load, which therefore stays below the maximum.
-    """
-    shares, pressures = sum(map(_share, loads)), sorted(map(_pressure, loads))
-    usual = OUTLIER * (pressures[(len(loads) - 1) // 2] + len(loads) / shares)
-    if pressures[-1] <= usual:
-        requests: float = sum(map(_value, loads))
-    else:
-        requests = sum(min(one.value, max(one.under_way, usual * one.share)) for one in loads)
-    each = LOAD_FACTOR * (requests + 1) / shares
-    return lambda load: math.ceil(each * load.share)
-
-
-BALANCES: Mapping[ItemBalanceName, Callable[[], Balance]] = {
+BALANCES: Mapping[BalanceName | ItemBalanceName, Callable[[], Balance]] = {
     "affinity": Rendezvous,
+    "content": LeastLoad,  # of requests without a prefix
     "session": Rendezvous,
     "round_robin": RoundRobin,
     "least_load": LeastLoad,
@@ -164,15 +132,16 @@ class Choice:
         """Choose among the instances of these roles; the first role is the name of the stage."""
         self._table = table
         self._roles = roles
-        self._balances: dict[ItemBalanceName, Balance] = {}
+        self._balances: dict[BalanceName | ItemBalanceName, Balance] = {}
 
     def best_instance(  # noqa: PLR0913 - the inputs of a choice
         self,
         tried: Collection[Instance] = (),
         *,
-        balance: ItemBalanceName = "least_load",
+        balance: BalanceName | ItemBalanceName = "least_load",
         item: str = "",
         session: str = "",
+        prefix: Prefix = NO_PREFIX,
         prefer: str | None = None,
         fits: Callable[[Instance], bool] | None = None,
     ) -> Instance:
@@ -183,6 +152,7 @@ class Choice:
             balance: name of the algorithm.
             item: key of the item, for `affinity`.
             session: affinity key of the request, for `session`.
+            prefix: prompt of the request, for `content`.
             prefer: URL of the preferred instance, used unless it is overloaded or drained.
             fits: predicate of the instances that can serve this request; None for all.
 
@@ -203,8 +173,11 @@ class Choice:
             return candidates[0].instance
         loads = [one.load for one in candidates]
         for one in candidates if prefer is not None else ():
-            if one.instance.url == prefer and one.load.value <= _most(loads)(one.load):
+            if one.instance.url == prefer and one.load.value <= upper_bound(loads)(one.load):
                 return one.instance
+        if prefix.links:
+            seats = {seat: one.instance for one in candidates for seat in one.load.seats}
+            return seats[cheapest_seat([*seats], prefix)]
         if balance not in self._balances:
             self._balances[balance] = BALANCES[balance]()
         picked = self._balances[balance].pick_load(loads, session if balance == "session" else item)

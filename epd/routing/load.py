@@ -17,50 +17,107 @@ the instance's metrics page, which also has its namespace.
 
 import math
 import re
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from epd.routing.prefix import NO_PREFIX, Prefix, PrefixCache, cheapest_seat
 
-class Ranks:
-    """Loads of an instance's data-parallel ranks, by the rule of this module."""
 
-    __slots__ = ("_asked", "_elsewhere", "_last", "_under_way")
+class RankLoad:
+    """Load of one data-parallel rank.
 
-    def __init__(self, count: int) -> None:
-        self._under_way = [0] * count
-        self._elsewhere = [0] * count
-        self._asked = [0] * count
-        self._last = -1
+    Attributes:
+        under_way: number of local requests at the rank.
+        value: the load, in requests.
+        pressure: the load divided by the share.
+        share: the rank's part of its instance's share.
+        seed: seed for hashes, the same in every proxy.
+        cache: known content of its engine's prefix cache.
+    """
 
-    def next_rank(self) -> int:
-        """Return the rank with the lowest load; equal ones in turn."""
-        count = len(self._under_way)
-        turns = [(self._last + step) % count for step in range(1, count + 1)]
-        self._last = min(turns, key=lambda rank: self._under_way[rank] + self._elsewhere[rank])
-        return self._last
+    __slots__ = ("_asked", "_elsewhere", "cache", "seed", "share", "under_way")
 
-    def begin_request(self, rank: int, *, asking: bool = False) -> None:
+    def __init__(self, rank: int, clock: Callable[[], float]) -> None:
+        self.under_way = self._elsewhere = self._asked = 0
+        self.share = 1.0
+        self.seed = rank
+        self.cache = PrefixCache(clock)
+
+    @property
+    def value(self) -> int:
+        return self.under_way + self._elsewhere
+
+    @property
+    def pressure(self) -> float:
+        return self.value / self.share
+
+    def begin_request(self, *, asking: bool) -> None:
         """Count the start of a local request, with or without an outstanding report."""
-        self._under_way[rank] += 1
+        self.under_way += 1
         if asking:
-            self._asked[rank] = max(self._asked[rank], self._under_way[rank])
-
-    def end_request(self, rank: int) -> None:
-        self._under_way[rank] -= 1
+            self._asked = max(self._asked, self.under_way)
 
     def report_requested(self) -> None:
         """Record that a report has been requested."""
-        self._asked = self._under_way.copy()
+        self._asked = self.under_way
+
+    def record_report(self, requests: int) -> None:
+        """Record a report of this many requests."""
+        self._elsewhere = max(0, requests - self._asked)
+
+
+class Ranks:
+    """Loads of an instance's data-parallel ranks, by the rule of this module.
+
+    Attributes:
+        seats: the ranks.
+    """
+
+    __slots__ = ("_last", "seats")
+
+    def __init__(self, count: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seats = tuple(RankLoad(rank, clock) for rank in range(count))
+        self._last = -1
+
+    def next_rank(self, prefix: Prefix = NO_PREFIX) -> int:
+        """Return the rank for a prompt: the cheapest one for its prefix, or else the lowest load.
+
+        Equal ones take turns.
+        """
+        if prefix.links:
+            return self.seats.index(cheapest_seat(self.seats, prefix))
+        count = len(self.seats)
+        turns = [(self._last + step) % count for step in range(1, count + 1)]
+        self._last = min(turns, key=lambda rank: self.seats[rank].value)
+        return self._last
+
+    def identify(self, seed: int, share: float) -> None:
+        """Set the seeds and the shares of the ranks by those of their instance."""
+        for rank, seat in enumerate(self.seats):
+            seat.seed = xxh3_64_intdigest(b"%d" % rank, seed)
+            seat.share = share / len(self.seats)
+
+    def begin_request(self, rank: int, *, asking: bool = False) -> None:
+        """Count the start of a local request, with or without an outstanding report."""
+        self.seats[rank].begin_request(asking=asking)
+
+    def end_request(self, rank: int) -> None:
+        self.seats[rank].under_way -= 1
+
+    def report_requested(self) -> None:
+        """Record that a report has been requested."""
+        for seat in self.seats:
+            seat.report_requested()
 
     def record_report(self, engines: Mapping[int, int]) -> None:
         """Record a report. A report that does not cover every rank is ignored."""
-        if engines.keys() == set(range(len(self._asked))):
-            self._elsewhere = [max(0, engines[rank] - own) for rank, own in enumerate(self._asked)]
-        else:
-            self._elsewhere = [0] * len(self._asked)
+        complete = engines.keys() == set(range(len(self.seats)))
+        for rank, seat in enumerate(self.seats):
+            seat.record_report(engines[rank] if complete else 0)
 
 
 KEPT_INTERVALS = 3
@@ -80,11 +137,25 @@ class Report(NamedTuple):
         waiting: number of queued requests.
         running: number of running requests.
         engines: sum of both, by the number of the data-parallel engine.
+        kv_tokens: number of tokens for which an engine has KV blocks; 0 if it is not reported.
     """
 
     waiting: int
     running: int
     engines: Mapping[int, int]
+    kv_tokens: int = 0
+
+
+class Prompts(NamedTuple):
+    """Prompts that an instance has received from this proxy.
+
+    Attributes:
+        tokens: estimated number of their tokens.
+        matched: the part of them that was expected in the prefix cache.
+    """
+
+    tokens: int
+    matched: int
 
 
 class Load:
@@ -95,6 +166,7 @@ class Load:
         value: the load, in requests.
         pressure: the load divided by the share; comparable between instances.
         ranks: loads of its data-parallel ranks; None if the instance distributes requests itself.
+        cache: known content of the engine's prefix cache, if there are no ranks.
         report: the last report; None without a recent one.
         seed: seed for hashes, the same in every proxy.
         share: the weight; 1 for a weight of 0, because drained instances are used equally.
@@ -108,6 +180,7 @@ class Load:
         "_since_s",
         "_until_s",
         "_weight",
+        "cache",
         "pressure",
         "ranks",
         "report",
@@ -117,9 +190,16 @@ class Load:
         "value",
     )
 
-    def __init__(self, url: str, weight: float = 1.0, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        weight: float = 1.0,
+        ranks: Ranks | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.seed = xxh3_64_intdigest(url.encode())
         self.ranks = ranks
+        self.cache = PrefixCache(clock)
         self.report: Report | None = None
         self.under_way = 0
         self._elsewhere = 0
@@ -139,7 +219,33 @@ class Load:
     def weight(self, weight: float) -> None:
         self._weight = weight
         self.share = weight or 1.0
+        if self.ranks is not None:
+            self.ranks.identify(self.seed, self.share)
         self._weigh()
+
+    @property
+    def seats(self) -> "Sequence[Load | RankLoad]":
+        """The engines that take its requests: its ranks, or the instance itself."""
+        return (self,) if self.ranks is None else self.ranks.seats
+
+    @property
+    def caches(self) -> Sequence[PrefixCache]:
+        """Known content of the prefix cache of each engine."""
+        return [seat.cache for seat in self.seats]
+
+    @property
+    def prompts(self) -> Prompts:
+        """The prompts of this proxy so far, if the instance is chosen by their content."""
+        caches = self.caches
+        return Prompts(sum(one.asked for one in caches), sum(one.matched for one in caches))
+
+    def next_rank(self, prefix: Prefix = NO_PREFIX) -> int | None:
+        """Return the rank for a prompt; None if the instance distributes requests itself."""
+        return None if self.ranks is None else self.ranks.next_rank(prefix)
+
+    def cache_of(self, rank: int | None) -> PrefixCache:
+        """Return the known content of a rank's prefix cache."""
+        return self.cache if self.ranks is None or rank is None else self.ranks.seats[rank].cache
 
     def begin_request(self, rank: int | None = None) -> None:
         """Count the start of a local request, for one of the ranks if given."""
@@ -195,6 +301,8 @@ class Load:
         self._intervals = 0.9 + 0.2 * self.seed * 2.0**-64
         self._until_s = now_s + max(interval_s * KEPT_INTERVALS, MIN_KEPT_S)
         self.report = report
+        for cache in self.caches if report.kv_tokens else ():
+            cache.limit = report.kv_tokens
         self._elsewhere = max(0, report.waiting + report.running - self._asked)
         if self.ranks is not None:
             self.ranks.record_report(report.engines)
@@ -204,6 +312,11 @@ class Load:
         """Drop the report of a removed instance. It may be added again before its requests end."""
         self._since_s = -math.inf
         self._forget()
+
+    def clear_caches(self) -> None:
+        """Forget the content of prefix caches: the engines have ended, or may have."""
+        for cache in self.caches:
+            cache.clear()
 
     def _forget(self) -> None:
         self.report = None
@@ -232,6 +345,12 @@ MAX_LINE_BYTES = 4096
 NAMESPACE = b"vllm:ec_store_namespace_info"
 """The gauge of our connector, one sample for each engine (`ec_store.vllm_connector.metrics`)."""
 
+_KV_TOKENS = re.compile(
+    rb'^vllm:cache_config_info\{[^}\n]{,4096}\bkv_cache_size_tokens="([1-9][0-9]{,11})"',
+    re.MULTILINE,
+)
+"""Size of an engine's KV cache. All engines of an instance have the same."""
+
 _NAMED = re.compile(rb'[{,]namespace="([^"\\]{1,256})"')
 _ENGINE = re.compile(rb"[{,]engine=\"(\d{1,4})\"")
 
@@ -249,7 +368,9 @@ def read_report(page: bytes) -> Report | None:
         return None
     engines = Counter(running)
     engines.update(waiting)
-    return Report(sum(waiting.values()), sum(running.values()), dict(engines))
+    size = _KV_TOKENS.search(page)
+    kv_tokens = int(size[1]) if size else 0
+    return Report(sum(waiting.values()), sum(running.values()), dict(engines), kv_tokens)
 
 
 def read_namespace(page: bytes) -> str:

@@ -15,6 +15,7 @@ from epd.errors import Outcome, ProxyError
 from epd.routing.health import DEFAULT_HEALTH, Health, HealthPolicy, HealthState
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.load import Load, Ranks, Report
+from epd.routing.prefix import NO_PREFIX, Prefix
 
 
 class Reservation:
@@ -27,10 +28,12 @@ class Reservation:
 
     __slots__ = ("_load", "instance", "rank")
 
-    def __init__(self, instance: Instance, load: Load, rank: int | None = None) -> None:
+    def __init__(
+        self, instance: Instance, load: Load, rank: int | None, prefix: Prefix = NO_PREFIX
+    ) -> None:
         self.instance = instance
         self._load = load
-        self.rank = load.ranks.next_rank() if load.ranks is not None and rank is None else rank
+        self.rank = load.next_rank(prefix) if rank is None else rank
 
     def begin_request(self) -> Self:
         """Count the request as load of the instance."""
@@ -54,9 +57,13 @@ class InFlight(Reservation):
     """Request at an instance.
 
     Each `begin_request` needs one `end_request`; or use it as a context manager.
+
+    Attributes:
+        matched: estimated number of the prompt's tokens that were in the prefix cache; None without
+            a prefix.
     """
 
-    __slots__ = ("_alone", "_begun", "_clock", "_health")
+    __slots__ = ("_alone", "_begun", "_clock", "_computed", "_health", "_prefix", "matched")
 
     def __init__(  # noqa: PLR0913 - a place, and the inputs of the judgement
         self,
@@ -67,25 +74,40 @@ class InFlight(Reservation):
         clock: Callable[[], float],
         *,
         alone: bool,
+        prefix: Prefix,
     ) -> None:
-        super().__init__(instance, load, rank)
+        super().__init__(instance, load, rank, prefix)
         self._health = health
         self._clock = clock
         self._alone = alone
+        self._prefix = prefix
+        self._computed = 0
+        self.matched: int | None = None
 
     def begin_request(self) -> Self:
         """Count the request as load of the instance."""
         self._load.begin_request(self.rank)
         self._begun = self._health.request_begun()
+        if self._prefix.links:
+            self._computed = self._load.cache_of(self.rank).begin_prompt(self._prefix)
+            self.matched = self._prefix.tokens - self._computed
         return self
 
     def record_answer(self) -> None:
         """Record the start of a good answer, which may still take long."""
         self._health.record_answer(self._clock())
+        self._end_prompt()
+
+    def _end_prompt(self) -> None:
+        """Remove the prompt from those that wait for a prefill."""
+        if self._computed:
+            self._load.cache_of(self.rank).end_prompt(self._computed)
+            self._computed = 0
 
     def end_request(self, error: BaseException | None = None) -> None:
         """Judge the instance by the request's end. A cancelled request does not count."""
         self._load.end_request(self.rank)
+        self._end_prompt()
         outcome, rest_s = Outcome.NOTHING, None
         if error is None:
             outcome = Outcome.GOOD
@@ -166,8 +188,8 @@ class InstanceTable:
         """Add an instance. One that is in the table already remains unchanged."""
         if instance.key in self._members:
             return
-        health = self._new_health(partial(self._on_change, instance))
-        load = self._leaving.pop(instance, None) or _load(instance)
+        health = self._new_health(partial(self._health_changed, instance))
+        load = self._leaving.pop(instance, None) or _load(instance, self._clock)
         self._removed.discard(instance.key)
         self._members[instance.key] = candidate = Candidate(instance, health, load)
         self._by_role[instance.role].append(candidate)
@@ -185,6 +207,7 @@ class InstanceTable:
             self.roles -= {instance.role}
         self.changes += 1
         candidate.load.drop_report()
+        candidate.load.clear_caches()
         self._keep_leaving(instance, candidate.load)
         self._removed.add(instance.key)
 
@@ -269,18 +292,30 @@ class InstanceTable:
             fit = up
         return [one for one in fit if not one.health.is_busy(now_s)] or fit
 
-    def reserve_place(self, instance: Instance, promised: Reservation | None = None) -> Reservation:
+    def reserve_place(
+        self,
+        instance: Instance,
+        promised: Reservation | None = None,
+        *,
+        prefix: Prefix = NO_PREFIX,
+    ) -> Reservation:
         """Return a place at this instance, for a request that will be sent to it later.
 
         Args:
             instance: the instance.
             promised: the request's earlier place. Its rank is kept if it is at the same instance.
+            prefix: prompt of the request, by which the rank is chosen.
         """
         load = self._health_and_load(instance)[1]
-        return Reservation(instance, load, _promised_rank(instance, promised))
+        return Reservation(instance, load, _promised_rank(instance, promised), prefix)
 
     def track_request(
-        self, instance: Instance, *, alone: bool = True, promised: Reservation | None = None
+        self,
+        instance: Instance,
+        *,
+        alone: bool = True,
+        promised: Reservation | None = None,
+        prefix: Prefix = NO_PREFIX,
     ) -> InFlight:
         """Return a context manager for a request at this instance.
 
@@ -291,10 +326,11 @@ class InstanceTable:
             alone: whether a 500 is the instance's own fault. The cause may also be a missing entry
                 or block of another instance.
             promised: the request's earlier place. Its rank is kept if it is at the same instance.
+            prefix: prompt of the request, which is then known to be in the prefix cache.
         """
         health, load = self._health_and_load(instance)
         rank = _promised_rank(instance, promised)
-        return InFlight(instance, load, rank, health, self._clock, alone=alone)
+        return InFlight(instance, load, rank, health, self._clock, alone=alone, prefix=prefix)
 
     def _health_and_load(self, instance: Instance) -> tuple[Health, Load]:
         candidate = self._members.get(instance.key)
@@ -304,8 +340,14 @@ class InstanceTable:
         health = self._new_health(lambda _: None)
         load = self._leaving.get(instance)
         if load is None:
-            self._keep_leaving(instance, load := _load(instance))
+            self._keep_leaving(instance, load := _load(instance, self._clock))
         return health, load
+
+    def _health_changed(self, instance: Instance, state: HealthState) -> None:
+        """Report a change. An instance that is down has lost its prefix cache, or may have."""
+        if state is HealthState.DOWN and (member := self._members.get(instance.key)) is not None:
+            member.load.clear_caches()
+        self._on_change(instance, state)
 
     def _new_health(self, on_change: Callable[[HealthState], None]) -> Health:
         return Health(self._policy, self._clock(), on_change, self._jitter)
@@ -358,6 +400,7 @@ def _promised_rank(instance: Instance, promised: Reservation | None) -> int | No
     return None if promised is None or promised.instance != instance else promised.rank
 
 
-def _load(instance: Instance) -> Load:
-    ranks = instance.dp_size > 1 and instance.role in CONSUMERS
-    return Load(instance.url, instance.weight, Ranks(instance.dp_size) if ranks else None)
+def _load(instance: Instance, clock: Callable[[], float]) -> Load:
+    several = instance.dp_size > 1 and instance.role in CONSUMERS
+    ranks = Ranks(instance.dp_size, clock) if several else None
+    return Load(instance.url, instance.weight, ranks, clock)

@@ -12,8 +12,6 @@ from epd.errors import UpstreamUnreachable
 from epd.routing import ItemBalanceName
 from epd.routing.balance import (
     BALANCES,
-    LOAD_FACTOR,
-    OUTLIER,
     Choice,
     LeastLoad,
     PowerOfTwo,
@@ -22,6 +20,7 @@ from epd.routing.balance import (
 )
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Load, Report
+from epd.routing.rendezvous import LOAD_FACTOR, OUTLIER
 from epd.routing.table import InstanceTable
 from epd.routing.urls import MAX_WEIGHT, MIN_WEIGHT
 

@@ -27,7 +27,7 @@ def gauges(running: object, waiting: object, engine: int = 0, model: str = "m") 
 
 
 def test_a_page_of_vllm_is_understood() -> None:
-    assert read_report(REAL) == Report(waiting=0, running=3, engines={0: 3})
+    assert read_report(REAL) == Report(waiting=0, running=3, engines={0: 3}, kv_tokens=524288)
 
 
 def test_data_parallel_engines_are_told_apart() -> None:

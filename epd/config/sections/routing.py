@@ -79,11 +79,12 @@ class RouteSettings(BaseModel, frozen=True, extra="forbid"):
     )
     prefill_balance: BalanceName = Field(
         default="least_load",
-        description="choice of the prefill instance of a request, as for --encode-balance",
+        description="choice of the prefill instance of a request, as for --encode-balance, or "
+        "content: the one that has most of the prompt in its prefix cache, against its queue",
     )
     decode_balance: BalanceName = Field(
         default="least_load",
-        description="choice of the decode instance of a request, as for --encode-balance",
+        description="choice of the decode instance of a request, as for --prefill-balance",
     )
     load_interval_s: SecondsOrNone = Field(
         default=1.0,

@@ -1,0 +1,193 @@
+"""Prompt of a request as a chain of digests, by which prefix caches are compared. Pure.
+
+The chain follows the order in which chat templates render a request: the fields on which the whole
+prompt depends, tools, the system prompt, then messages and their parts. A media item counts by its
+key, long text in pieces. No tokenizer is needed: text counts by its bytes, and media by the
+placeholder metadata of their encoder outputs.
+
+The digests are the same in every process. They are no secrets, but they include the `cache_salt`,
+which the proxy derives from the tenant: isolated tenants have no link in common.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from epd.api.body import dump_json
+from epd.api.items import MM_KWARGS, Body, MMItem, Path
+from epd.api.prompts import BYTES_PER_TOKEN
+from epd.request.attempts import Sending, item_key
+from epd.routing.prefix import NO_PREFIX, Prefix
+
+PIECE_BYTES = 1024
+"""Size of the pieces of long text."""
+
+MAX_LINKS = 1024
+"""Upper bound of the links of a prompt. The rest of a longer one is ignored."""
+
+ROOT = (
+    "model",
+    "cache_salt",
+    *MM_KWARGS,
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+)
+"""Fields on which the whole prompt depends, or the KV blocks of the whole prompt."""
+
+FIELDS = {
+    name: 1 + index << 32
+    for index, name in enumerate(("tools", "system", "instructions", "messages", "input", "prompt"))
+}
+"""Fields with the prompt, in the order in which they are rendered, each with its mark."""
+
+MEDIA, LATER, PART = 1 << 16, 1 << 17, 1 << 18
+"""Marks of a media item, of the pieces of a text after its first, and of a part beside a message.
+
+By its mark and the depth of its place, the digest of data differs from equal data elsewhere.
+"""
+
+CONTENTS = ("text", "content", "output")
+"""Fields of a message or a part with its content, which follow the others."""
+
+FEWEST = 2
+"""Number of the fields of most messages and parts: role and content, type and text."""
+
+MERGED = 4
+"""Number of patches that become one token in Qwen's models, the ones that report a grid."""
+
+TYPICAL_TOKENS = {"image": 1024, "audio": 512, "video": 4096}
+"""Estimated tokens of an item without a reported count, by modality."""
+
+
+def request_prefix(body: Body, uuids: Mapping[MMItem, str | None], sending: Sending) -> Prefix:
+    """Return the prompt of a request; `NO_PREFIX` if no instance is chosen by its content.
+
+    Args:
+        body: the client's request, with its media.
+        uuids: keys of the items.
+        sending: the attempt, with the encoder outputs as far as they exist.
+    """
+    context = sending.context
+    balances = context.config.prefill_balance, context.config.decode_balance
+    if "content" not in balances or not context.endpoint.generates:
+        return NO_PREFIX
+    counts = {one.item: media_tokens(one.encoded.metadata) for one in sending.encodings.items}
+    media = {
+        item.path: (item_key(item, uuid), counts.get(item) or TYPICAL_TOKENS[item.modality])
+        for item, uuid in uuids.items()
+    }
+    chain = Chain(body, media)
+    return Prefix(chain.links, chain.ends, context.session)
+
+
+def media_tokens(metadata: Mapping[str, Any]) -> int:
+    """Return the number of an item's tokens by its placeholder metadata; 0 if they have none."""
+    for name, value in metadata.items():
+        if not value:
+            continue
+        if name.endswith("_grid_thw"):  # patches of one item, or of one row
+            return int(math.prod(value[0] if isinstance(value[0], list) else value)) // MERGED
+        if name.endswith("_num_tokens"):
+            return int(value[0])
+    return 0
+
+
+class Chain:
+    """The chain of a prompt, in the making.
+
+    Attributes:
+        links: digests.
+        ends: estimated tokens up to the end of each link.
+    """
+
+    __slots__ = ("_bytes", "_digest", "_media", "_media_tokens", "ends", "links")
+
+    def __init__(self, body: Body, media: Mapping[Path, tuple[str, int]]) -> None:
+        """Make the chain of a request.
+
+        Args:
+            body: the request.
+            media: key and tokens of each media item, by its place.
+        """
+        self.links: list[int] = []
+        self.ends: list[int] = []
+        self._media = media
+        self._media_tokens = self._bytes = 0
+        self._digest = xxh3_64_intdigest(dump_json([*map(body.get, ROOT)]))
+        for field, mark in FIELDS.items():
+            if (value := body.get(field)) is not None:
+                self._digest ^= mark
+                self._add(dump_json(value) if field == "tools" else value, (field,), 1)
+
+    def _add(self, value: Any, path: Path, depth: int) -> None:
+        """Add a text, a message, a part, a list of them, or token ids.
+
+        Args:
+            value: the value.
+            path: its place, if the request has media.
+            depth: number of steps of its place.
+        """
+        if isinstance(value, str):
+            self._add_text(value.encode(), depth)
+        elif isinstance(value, dict):
+            self._add_fields(value, path, depth)
+        elif isinstance(value, list) and not (value and isinstance(value[0], int)):
+            media, depth = self._media, depth + 1
+            for index, inner in enumerate(value):
+                where = (*path, index) if media else path
+                if media and where in media:
+                    self._add_media(*media[where], depth)
+                elif isinstance(inner, dict):
+                    self._add_fields(inner, where, depth)
+                else:
+                    self._add(inner, where, depth)
+        else:
+            self._add_text(value if isinstance(value, bytes) else dump_json(value), depth)
+
+    def _add_fields(self, value: Mapping[str, Any], path: Path, depth: int) -> None:
+        """Add a message or a part: first the fields that are not its content."""
+        if len(value) == FEWEST:
+            name, content = value.get("role"), value.get("content")
+            if name is None:
+                name, content, depth = value.get("type"), value.get("text"), depth | PART
+            if isinstance(name, str) and isinstance(content, str):
+                self._add_head(name.encode(), depth)
+                self._add_text(content.encode(), depth + 1)
+                return
+        others = {key: value[key] for key in value if key not in CONTENTS}
+        self._add_head(dump_json(others, sort_keys=True), depth)
+        for field in CONTENTS:
+            if (content := value.get(field)) is not None:
+                self._add(content, (*path, field), depth + 1)
+
+    def _add_head(self, head: bytes, depth: int) -> None:
+        self._digest = xxh3_64_intdigest(head, self._digest ^ depth)
+        self._bytes += len(head)
+
+    def _add_media(self, key: str, tokens: int, depth: int) -> None:
+        self._digest = xxh3_64_intdigest(key.encode(), self._digest ^ depth ^ MEDIA)
+        self._media_tokens += tokens
+        self._add_link()
+
+    def _add_text(self, text: bytes | memoryview, depth: int) -> None:
+        """Add a text, in pieces if it is long."""
+        if len(text) <= PIECE_BYTES:
+            self._digest = xxh3_64_intdigest(text, self._digest ^ depth)
+            self._bytes += len(text)
+            self._add_link()
+            return
+        view = memoryview(text)
+        for start in range(0, len(text), PIECE_BYTES):
+            if len(self.links) == MAX_LINKS:
+                return
+            self._add_text(view[start : start + PIECE_BYTES], depth)
+            depth |= LATER
+
+    def _add_link(self) -> None:
+        if len(self.links) < MAX_LINKS:
+            self.links.append(self._digest)
+            self.ends.append(self._bytes // BYTES_PER_TOKEN + self._media_tokens)

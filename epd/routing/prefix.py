@@ -1,0 +1,185 @@
+"""Prefix affinity: which instance has the beginning of a prompt in its prefix cache. No I/O.
+
+An engine computes a prompt only from the first block on that its prefix cache lacks. A prompt is a
+chain of links, each a digest of the whole prompt up to the end of the link. So two prompts have a
+link in common exactly if they are equal up to its end.
+
+An instance's cache is known approximately: it has what this proxy has sent there, until it is
+evicted. The cache could also be updated by events of the engine (`hold`, `drop`, `clear`).
+"""
+
+import time
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from epd.routing.rendezvous import Seat, distances, upper_bound
+
+MAX_LINKS = 16_384
+"""Upper bound of the links that are kept for one engine: some 3 MB of memory."""
+
+MAX_TOKENS = 500_000
+"""Upper bound of the tokens of these links, for an engine that does not report its size."""
+
+KEPT_S = 300.0
+"""Time after its last use at which a link expires, in seconds: other clients of the engine evict
+blocks too."""
+
+COMPUTED_FACTOR = 8
+"""Weight of a token that a prompt makes an engine compute, against one that waits there already.
+
+A token that another engine has in its cache also evicts a token of other prompts, and delays all
+later prompts. With a weight of 1 a busy fleet computes so much again that its queues grow. From 4
+on they stay short, and with several proxies from 8 on (`tests/unit/test_prefix_fleet.py`).
+"""
+
+
+class Prefix(NamedTuple):
+    """A prompt as a chain.
+
+    Attributes:
+        links: digests, each of the prompt up to the end of the link.
+        ends: estimated number of tokens up to the end of each link.
+        session: affinity key of its session or conversation; empty for none.
+    """
+
+    links: Sequence[int] = ()
+    ends: Sequence[int] = ()
+    session: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Estimated number of tokens of the prompt."""
+        return self.ends[-1] if self.ends else 0
+
+    def tokens_of(self, links: int) -> int:
+        """Return the estimated number of tokens of the first links."""
+        return self.ends[links - 1] if links else 0
+
+
+NO_PREFIX = Prefix()
+"""Value of a request whose content decides nothing."""
+
+
+class PrefixCache:
+    """Known content of one engine's prefix cache, and the prompts that wait for its prefill.
+
+    Links are evicted as the engine evicts blocks: the least recently used first, and the end of a
+    prompt before its beginning. So a link is never kept without the links before it.
+
+    Attributes:
+        limit: upper bound of the tokens of all links.
+        tokens: tokens of all links.
+        pending: tokens that the engine has to compute for prompts of this proxy.
+        asked: tokens of all prompts so far.
+        matched: the part of `asked` that was in the cache.
+    """
+
+    __slots__ = ("_clock", "_links", "asked", "limit", "matched", "pending", "tokens")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._links: OrderedDict[int, tuple[int, float]] = OrderedDict()
+        self.limit = MAX_TOKENS
+        self.tokens = self.pending = self.asked = self.matched = 0
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def match(self, prefix: Prefix) -> int:
+        """Return the number of links at the beginning of a prompt that are in the cache."""
+        self._evict()
+        known = self._links
+        if not known or prefix.links[0] not in known:
+            return 0
+        return bisect_left(prefix.links, True, key=lambda link: link not in known)
+
+    def hold(self, prefix: Prefix) -> None:
+        """Add the links of a prompt, or mark them as used."""
+        known, expires_s, end = self._links, self._clock() + KEPT_S, prefix.tokens
+        for index in range(len(prefix.links) - 1, -1, -1):
+            before = prefix.ends[index - 1] if index else 0
+            self.drop(prefix.links[index])
+            known[prefix.links[index]] = end - before, expires_s
+            self.tokens += end - before
+            end = before
+        self._evict()
+
+    def drop(self, link: int) -> None:
+        """Remove a link, if it is there."""
+        if (found := self._links.pop(link, None)) is not None:
+            self.tokens -= found[0]
+
+    def clear(self) -> None:
+        """Remove all links: the engine has been restarted."""
+        self._links.clear()
+        self.tokens = 0
+
+    def begin_prompt(self, prefix: Prefix) -> int:
+        """Count a prompt that the engine gets now. Return the tokens that it has to compute."""
+        matched = prefix.tokens_of(self.match(prefix))
+        computed = prefix.tokens - matched
+        self.asked += prefix.tokens
+        self.matched += matched
+        self.pending += computed
+        self.hold(prefix)
+        return computed
+
+    def end_prompt(self, computed: int) -> None:
+        """Count the end of a prompt's prefill, with the tokens that it had to compute."""
+        self.pending -= computed
+
+    def _evict(self) -> None:
+        """Remove what has expired, and what exceeds the bounds."""
+        known, now_s = self._links, self._clock()
+        while known:
+            tokens, expires_s = next(iter(known.values()))
+            if expires_s > now_s and self.tokens <= self.limit and len(known) <= MAX_LINKS:
+                return
+            known.popitem(last=False)
+            self.tokens -= tokens
+
+
+class CachedSeat(Seat, Protocol):
+    """A seat with a prefix cache."""
+
+    @property
+    def cache(self) -> PrefixCache: ...
+
+
+S = TypeVar("S", bound=CachedSeat)
+
+
+def cheapest_seat(seats: Sequence[S], prefix: Prefix) -> S:
+    """Return the seat with the lowest cost of a prompt, among those below the load bound.
+
+    The cost is the number of tokens of the prompt that the seat's cache lacks, `COMPUTED_FACTOR`
+    times, and of the tokens that wait there. The tokens that every cache lacks cost nothing at
+    their home, which rendezvous hashing finds by the session, or else by the first link that is new
+    to all. Proxies that know nothing of each other therefore send the same new prefix to the same
+    seat, and only a seat with the larger part of a prompt attracts it more than its home.
+
+    Requests of other clients at a seat count as the mean of this proxy's.
+
+    Args:
+        seats: the candidates.
+        prefix: the prompt, not empty.
+    """
+    most = upper_bound(seats)
+    seats = [seat for seat in seats if seat.value < most(seat)]
+    links = [seat.cache.match(prefix) for seat in seats]
+    known = max(links)
+    first = prefix.links[min(known, len(prefix.links) - 1)].to_bytes(8, "big")
+    far = distances(seats, prefix.session.encode("utf-8", "surrogatepass") or first)
+    home, new = far.index(min(far)), prefix.tokens - prefix.tokens_of(known)
+    under_way = sum(seat.under_way for seat in seats)
+    each = sum(seat.cache.pending for seat in seats) / under_way if under_way else 0.0
+
+    def cost(index: int) -> tuple[float, float, float]:
+        seat = seats[index]
+        tokens = prefix.tokens - prefix.tokens_of(links[index]) - (new if index == home else 0)
+        waiting = seat.cache.pending + each * (seat.value - seat.under_way)
+        return (COMPUTED_FACTOR * tokens + waiting) / seat.share, seat.pressure, far[index]
+
+    return seats[min(range(len(seats)), key=cost)]

@@ -1,0 +1,78 @@
+"""The balance `content` in a simulated fleet: what engines compute, and how they are loaded."""
+
+import math
+from typing import Any
+
+import pytest
+
+from epd.routing.rendezvous import LOAD_FACTOR
+from tests.support.prefix_fleet import Asked, Fleet, groups, popular
+
+GAP_S = 2.0
+"""Time between two requests of a group. A cache keeps a prompt for some 17 s."""
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Asked]:
+    return groups(GAP_S)
+
+
+@pytest.fixture(scope="module")
+def least_load(requests: list[Asked]) -> Fleet:
+    return Fleet("least_load").run(requests)
+
+
+def test_content_computes_half_of_the_tokens_of_least_load(
+    requests: list[Asked], least_load: Fleet
+) -> None:
+    content = Fleet("content").run(requests)
+    session = Fleet("session").run(requests)
+    true = Fleet("content", true_caches=True).run(requests)
+
+    assert content.computed <= 0.5 * least_load.computed
+    assert content.computed <= session.computed
+    assert content.computed == pytest.approx(true.computed, rel=0.1)
+    assert content.p90_s < 0.1 * least_load.p90_s
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"), [({"reports_size": False}, 0.5), ({"proxies": 4}, 0.6)]
+)
+def test_proxies_that_know_less_still_compute_less(
+    requests: list[Asked], least_load: Fleet, settings: dict[str, Any], most: float
+) -> None:
+    assert Fleet("content", **settings).run(requests).computed <= most * least_load.computed
+
+
+def test_proxies_agree_on_the_home_of_a_new_prefix() -> None:
+    fleet = Fleet("content", proxies=4)
+    apart = [one._replace(at_s=10.0 * number) for number, one in enumerate(groups(GAP_S)[:400])]
+    fleet.run(apart)
+
+    assert fleet.computed == Fleet("content").run(apart).computed
+
+
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_a_popular_picture_loads_no_instance_above_the_bound(share: float) -> None:
+    fleet = Fleet("content").run(popular(share, 1500))
+
+    for chosen, loads in fleet.loads:
+        assert chosen <= math.ceil(LOAD_FACTOR * sum(loads) / len(loads))
+
+
+def test_an_instance_that_restarts_is_sent_its_prefixes_anew(
+    requests: list[Asked], least_load: Fleet
+) -> None:
+    fleet = Fleet("content")
+    [table], (first, *_) = fleet.tables, fleet.engines
+
+    def leave() -> None:
+        fleet.engines[first].restart()
+        table.remove(first)
+
+    fleet.run(requests, (20.0, leave), (30.0, lambda: table.add(first)))
+
+    before, after = (sum(len(loads) == size for _, loads in fleet.loads) for size in (4, 3))
+    assert min(before, after) > 300
+    assert fleet.computed <= 0.6 * least_load.computed
+    assert table.load(first).prompts.tokens > 0
