@@ -130,14 +130,17 @@ class Board:
 
     def _instances(self) -> list[Seen]:
         under_way = self._table.under_way
+        prompts = {one: self._table.load(one).prompts for one in self._table.of_roles(*Role)}
         return [
             Seen(
                 role=one.role,
                 url=one.url,
                 state=self._table.state(one),
                 requests=under_way.get(one, 0),
+                prompt_tokens=found.tokens,
+                prefix_tokens=found.matched,
             )
-            for one in self._table.of_roles(*Role)
+            for one, found in prompts.items()
         ]
 
     def _entries_of_others(self) -> Iterable[Snapshot]:

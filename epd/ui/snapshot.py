@@ -110,12 +110,18 @@ class Events(TypedDict):
 
 
 class Seen(TypedDict):
-    """Instance as one process sees it. `requests` counts those under way."""
+    """Instance as one process sees it. `requests` counts those under way.
+
+    `prompt_tokens` counts those of requests that came for their content, `prefix_tokens` the part
+    that was expected in the prefix cache.
+    """
 
     role: str
     url: str
     state: str
     requests: int
+    prompt_tokens: int
+    prefix_tokens: int
 
 
 class Snapshot(TypedDict):

@@ -64,6 +64,8 @@ class InstanceShown(Latency):
     url: str
     state: str
     requests: int
+    prompt_tokens: int
+    prefix_tokens: int
 
 
 class UiState(TypedDict):
@@ -172,8 +174,13 @@ def _rates(ring: Sequence[Sample], now_s: float) -> Iterator[tuple[str, float]]:
 def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list[InstanceShown]:
     seen: dict[tuple[str, str], Seen] = {}
     for one in (one for snapshot in snapshots for one in snapshot["instances"]):
-        known = seen.setdefault((one["role"], one["url"]), Seen(**{**one, "requests": 0}))
+        key = one["role"], one["url"]
+        if (known := seen.get(key)) is None:
+            seen[key] = {**one}
+            continue
         known["requests"] += one["requests"]
+        known["prompt_tokens"] += one["prompt_tokens"]
+        known["prefix_tokens"] += one["prefix_tokens"]
         known["state"] = max(known["state"], one["state"], key=WORST.index)
     return [
         InstanceShown(**one, **flows[SERVES[one["role"]]].latency_of(one["url"]))

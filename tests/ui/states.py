@@ -121,7 +121,16 @@ def large(each: int = 20, hostile: str = "") -> UiState:
     for role, of_role in urls.items():
         for number, url in enumerate(of_role):
             condition = WORST[number % 4]
-            seen.append(Seen(role=role, url=url, state=condition, requests=number % 5))
+            seen.append(
+                Seen(
+                    role=role,
+                    url=url,
+                    state=condition,
+                    requests=number % 5,
+                    prompt_tokens=5000 * number,
+                    prefix_tokens=4000 * number,
+                )
+            )
             recent.instance_changed(InstanceChanged(url, role, condition))
     snapshot = Snapshot(instances=seen, events=recent.events())
     return state([snapshot], metric_totals(families()), "redis", Moment(NOW_S, UNIX_S))

@@ -42,7 +42,14 @@ def shown(*snapshots: Snapshot) -> UiState:
 
 
 def seen(condition: str, requests: int = 0, role: str = "encode") -> Seen:
-    return Seen(role=role, url=E, state=condition, requests=requests)
+    return Seen(
+        role=role,
+        url=E,
+        state=condition,
+        requests=requests,
+        prompt_tokens=10 * requests,
+        prefix_tokens=requests,
+    )
 
 
 def test_every_stage_of_a_request_is_shown_or_is_the_proxys_own() -> None:
@@ -222,6 +229,7 @@ def test_of_workers_that_differ_the_worst_is_shown(
     [one] = shown(*(known(recent, seen(condition, 2)) for condition in states))["instances"]
 
     assert (one["state"], one["requests"]) == (expected, 4)
+    assert (one["prompt_tokens"], one["prefix_tokens"]) == (40, 4)
 
 
 def test_one_url_in_two_roles_is_two_instances(recent: Recent) -> None:

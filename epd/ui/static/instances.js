@@ -1,7 +1,7 @@
 // A card per instance: state, load and latency.
 
 import { by, el, Keyed, say, set, svg } from "./dom.js";
-import { count, endings, host, rate, seconds } from "./format.js";
+import { count, endings, host, rate, seconds, share } from "./format.js";
 import { groups, STATES, word } from "./fleet.js";
 
 const LEAST_SCALE = 4;
@@ -49,5 +49,6 @@ function update(card, one) {
   load.firstChild.style.width = `${(100 * one.requests) / most}%`;
   say(busy, `${count(one.requests)} under way`);
   const ends = endings(one).map((words) => ` · ${words}`).join("");
-  say(figures, `${rate(one.rate)}/s · p50 ${seconds(one.p50_s)} · p95 ${seconds(one.p95_s)}${ends}`);
+  const prefix = one.prompt_tokens ? ` · prefix ${share(one.prefix_tokens, one.prompt_tokens)}` : "";
+  say(figures, `${rate(one.rate)}/s · p50 ${seconds(one.p50_s)} · p95 ${seconds(one.p95_s)}${prefix}${ends}`);
 }
