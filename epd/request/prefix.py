@@ -75,11 +75,12 @@ def request_prefix(body: Body, uuids: Mapping[MMItem, str | None], sending: Send
     balances = context.config.prefill_balance, context.config.decode_balance
     if "content" not in balances or not context.endpoint.generates:
         return NO_PREFIX
-    counts = {one.item: media_tokens(one.encoded.metadata) for one in sending.encodings.items}
-    media = {
-        item.path: (item_key(item, uuid), counts.get(item) or TYPICAL_TOKENS[item.modality])
-        for item, uuid in uuids.items()
-    }
+    media: dict[Path, tuple[str, int]] = {}
+    if uuids:
+        counts = {one.item: media_tokens(one.encoded.metadata) for one in sending.encodings.items}
+        for item, uuid in uuids.items():
+            tokens = counts.get(item) or TYPICAL_TOKENS[item.modality]
+            media[item.path] = item_key(item, uuid), tokens
     chain = Chain(body, media)
     return Prefix(chain.links, chain.ends, context.session)
 
@@ -139,8 +140,8 @@ class Chain:
             media, depth = self._media, depth + 1
             for index, inner in enumerate(value):
                 where = (*path, index) if media else path
-                if media and where in media:
-                    self._add_media(*media[where], depth)
+                if media and (found := media.get(where)) is not None:
+                    self._add_media(found[0], found[1], depth)
                 elif isinstance(inner, dict):
                     self._add_fields(inner, where, depth)
                 else:

@@ -89,9 +89,11 @@ class PrefixCache:
 
     def match(self, prefix: Prefix) -> int:
         """Return the number of links at the beginning of a prompt that are in the cache."""
-        self._evict()
         known = self._links
-        if not known or prefix.links[0] not in known:
+        if not known:
+            return 0
+        self._evict()
+        if prefix.links[0] not in known:
             return 0
         return bisect_left(prefix.links, True, key=lambda link: link not in known)
 
@@ -172,14 +174,18 @@ def cheapest_seat(seats: Sequence[S], prefix: Prefix) -> S:
     known = max(links)
     first = prefix.links[min(known, len(prefix.links) - 1)].to_bytes(8, "big")
     far = distances(seats, prefix.session.encode("utf-8", "surrogatepass") or first)
-    home, new = far.index(min(far)), prefix.tokens - prefix.tokens_of(known)
+    tokens, ends = prefix.tokens, prefix.ends
+    lacking = [tokens - ends[found - 1] if found else tokens for found in links]
+    lacking[far.index(min(far))] -= min(lacking)
     under_way = sum(seat.under_way for seat in seats)
     each = sum(seat.cache.pending for seat in seats) / under_way if under_way else 0.0
-
-    def cost(index: int) -> tuple[float, float, float]:
-        seat = seats[index]
-        tokens = prefix.tokens - prefix.tokens_of(links[index]) - (new if index == home else 0)
-        waiting = seat.cache.pending + each * (seat.value - seat.under_way)
-        return (COMPUTED_FACTOR * tokens + waiting) / seat.share, seat.pressure, far[index]
-
-    return seats[min(range(len(seats)), key=cost)]
+    costs = [
+        (
+            (COMPUTED_FACTOR * lacks + seat.cache.pending + each * (seat.value - seat.under_way))
+            / seat.share,
+            seat.pressure,
+            away,
+        )
+        for seat, lacks, away in zip(seats, lacking, far, strict=True)
+    ]
+    return seats[costs.index(min(costs))]

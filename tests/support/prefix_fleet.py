@@ -9,7 +9,7 @@ import heapq
 import itertools
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -191,20 +191,12 @@ class Fleet:
     def p90_s(self) -> float:
         return sorted(self.first_s)[len(self.first_s) * 9 // 10]
 
-    def run(self, requests: Iterable[Asked], *others: tuple[float, Callable[[], None]]) -> "Fleet":
-        """Run until all requests have ended.
-
-        Args:
-            requests: the requests.
-            others: further calls, each with its time.
-        """
-        requests = list(requests)
+    def run(self, requests: Sequence[Asked]) -> "Fleet":
+        """Run until all requests have ended."""
         for asked in requests:
-            self._at(asked.at_s, partial(self._arrive, asked))
-        for at_s, call in others:
-            self._at(at_s, call)
+            self.run_at(asked.at_s, partial(self._arrive, asked))
         for at_s in _every(REPORTS_S, requests[-1].at_s):
-            self._at(at_s, self._report)
+            self.run_at(at_s, self._report)
         while self._events:
             self.now_s, _, call = heapq.heappop(self._events)
             call()
@@ -214,7 +206,8 @@ class Fleet:
     def _clock(self) -> float:
         return self.now_s
 
-    def _at(self, at_s: float, call: Callable[[], None]) -> None:
+    def run_at(self, at_s: float, call: Callable[[], None]) -> None:
+        """Call this at a simulated time."""
         heapq.heappush(self._events, (at_s, next(self._numbers), call))
 
     def _report(self) -> None:
@@ -239,14 +232,14 @@ class Fleet:
 
     def _compute(self, engine: Engine) -> None:
         seconds = engine.compute(engine.waiting[0].asked.prefix) / TOKENS_PER_S
-        self._at(self.now_s + seconds, lambda: self._computed(engine))
+        self.run_at(self.now_s + seconds, lambda: self._computed(engine))
 
     def _computed(self, engine: Engine) -> None:
         sent = engine.waiting.popleft()
         self.first_s.append(self.now_s - sent.asked.at_s)
         sent.using.record_answer()
         engine.running += 1
-        self._at(self.now_s + DECODE_S, lambda: self._end(engine, sent))
+        self.run_at(self.now_s + DECODE_S, lambda: self._end(engine, sent))
         if engine.waiting:
             self._compute(engine)
 

@@ -60,6 +60,16 @@ def test_a_popular_picture_loads_no_instance_above_the_bound(share: float) -> No
         assert chosen <= math.ceil(LOAD_FACTOR * sum(loads) / len(loads))
 
 
+def test_a_restart_that_no_proxy_notices_costs_little(
+    requests: list[Asked], least_load: Fleet
+) -> None:
+    fleet = Fleet("content")
+    for engine in fleet.engines.values():
+        fleet.run_at(40.0, engine.restart)
+
+    assert fleet.run(requests).computed <= 0.5 * least_load.computed
+
+
 def test_an_instance_that_restarts_is_sent_its_prefixes_anew(
     requests: list[Asked], least_load: Fleet
 ) -> None:
@@ -70,7 +80,9 @@ def test_an_instance_that_restarts_is_sent_its_prefixes_anew(
         fleet.engines[first].restart()
         table.remove(first)
 
-    fleet.run(requests, (20.0, leave), (30.0, lambda: table.add(first)))
+    fleet.run_at(20.0, leave)
+    fleet.run_at(30.0, lambda: table.add(first))
+    fleet.run(requests)
 
     before, after = (sum(len(loads) == size for _, loads in fleet.loads) for size in (4, 3))
     assert min(before, after) > 300
