@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from epd.routing.rendezvous import Seat, distances, upper_bound
+from epd.routing.rendezvous import LoadedSeat, distances, upper_bound
 
 MAX_LINKS = 16_384
 """Upper bound of the links that are kept for one engine: some 3 MB of memory."""
@@ -59,7 +59,7 @@ class Prefix(NamedTuple):
 
 
 NO_PREFIX = Prefix()
-"""Value of a request whose content decides nothing."""
+"""Value of a request that is not placed by its content."""
 
 
 class PrefixCache:
@@ -143,7 +143,7 @@ class PrefixCache:
             self.tokens -= tokens
 
 
-class CachedSeat(Seat, Protocol):
+class CachedSeat(LoadedSeat, Protocol):
     """A seat with a prefix cache."""
 
     @property

@@ -24,7 +24,7 @@ hanging instance, must not raise the bound for all others without limit."""
 _value, _share, _pressure = attrgetter("value"), attrgetter("share"), attrgetter("pressure")
 
 
-class Seat(Protocol):
+class LoadedSeat(Protocol):
     """An instance or a rank with its load (`epd.routing.load.Load`)."""
 
     @property
@@ -43,13 +43,13 @@ class Seat(Protocol):
     def seed(self) -> int: ...
 
 
-def distances(seats: Sequence[Seat], key: bytes) -> list[float]:
+def distances(seats: Sequence[LoadedSeat], key: bytes) -> list[float]:
     """Return the distances from a key: exponentially distributed, with the shares as rates."""
     log, digest = math.log, xxh3_64_intdigest
     return [-log((digest(key, seat.seed) + 1) * 2.0**-64) / seat.share for seat in seats]
 
 
-def upper_bound(seats: Sequence[Seat]) -> Callable[[Seat], int]:
+def upper_bound(seats: Sequence[LoadedSeat]) -> Callable[[LoadedSeat], int]:
     """Return the maximum load of a seat before its keys move. At least one is always below it.
 
     The part of a load that an instance only reported is capped: at `OUTLIER` times the lower

@@ -41,7 +41,7 @@ class Asked(NamedTuple):
 
 
 def prompt(system: str, pictures: Sequence[str], own: str) -> Prefix:
-    """A chat request with a system prompt, pictures and a question, of the tokens above."""
+    """Return a chat request with a system prompt, pictures and a question, of the tokens above."""
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": "x"}}] * len(pictures)
     question = {"type": "text", "text": own.ljust(4 * OWN_TOKENS)}
     messages = [

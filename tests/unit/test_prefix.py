@@ -37,7 +37,7 @@ CONFIG = epd.ProxyConfig(
 
 
 def prefix_of(body: Body, path: str = CHAT, metadata: dict[str, Any] | None = None) -> Prefix:
-    """The prompt of a request; the key of an item is its URL."""
+    """Return the prompt of a request; the key of an item is its URL."""
     endpoint = ENDPOINTS[path]
     items = list(endpoint.items(body))
     encoded = [EncodedItem(item, None, Encoded(metadata=metadata or {}), "hit") for item in items]
@@ -73,7 +73,7 @@ some_chat = st.lists(some_message, max_size=4)
 
 
 def units(messages: list[dict[str, Any]]) -> Iterator[object]:
-    """What a prompt consists of, in order, with an entry for each link."""
+    """Yield the contents of a prompt in order, with an entry for each link."""
     before: list[object] = []
 
     def pieces(said: str, *where: object) -> Iterator[object]:
@@ -247,7 +247,7 @@ class Clock:
 
 
 def chain(*names: str, tokens: int = 10) -> Prefix:
-    """A prompt with a link for each name, which depends on the names before."""
+    """Return a prompt with a link for each name, which depends on the names before."""
     links = [xxh3_64_intdigest(repr(names[: end + 1]).encode()) for end in range(len(names))]
     return Prefix(links, [tokens * (end + 1) for end in range(len(names))])
 
