@@ -124,17 +124,28 @@ class Folder:
         return Folder(fd, self.modes, listed=True)
 
     def create_folder(self, name: str) -> bool:
-        """Create a folder in this one; False if it exists."""
+        """Create a folder in this one; False if it exists, also if another user created it again.
+
+        Raises:
+            OSError: the folder cannot be created; ENOENT also if it was removed at once.
+        """
         try:
             os.mkdir(name, self.modes.folder, dir_fd=self.fd)
         except FileExistsError:
             return False
-        # Opened by name: chmod would follow a link in place of the folder.
-        fd = os.open(name, os.O_RDONLY | FOLDER & ~os.O_PATH, dir_fd=self.fd)
         try:
-            os.fchmod(fd, self.modes.folder)
-        finally:
-            os.close(fd)
+            # Opened by name: chmod would follow a link in place of the folder.
+            fd = os.open(name, os.O_RDONLY | FOLDER & ~os.O_PATH, dir_fd=self.fd)
+            try:
+                os.fchmod(fd, self.modes.folder)
+            finally:
+                os.close(fd)
+        except PermissionError:
+            # An evictor may have removed the empty folder, and another user created it again.
+            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            if status.st_uid == os.geteuid():
+                raise
+            return False
         return True
 
     def open_or_create(self, name: str) -> "Folder":

@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -151,6 +152,44 @@ def test_users_at_once_fill_and_evict_one_store(root: Path) -> None:
     children = [start(USERS[n % 2], partial(work, n)) for n in range(4)]
 
     assert [ended(child) for child in children] == [0] * 4
+
+
+@pytest.mark.parametrize("mode", [SHARED_DIRECTORY, 0o700], ids=["complete", "without permissions"])
+def test_put_uses_an_empty_folder_that_another_user_created_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    """An evictor removes the folder between its creation and the setting of its permissions."""
+    name = key().digest[:2]
+
+    def put() -> None:
+        def mkdir(path: str, mode: int, *, dir_fd: int) -> None:
+            make(path, mode, dir_fd=dir_fd)
+            if path == name:
+                os.rmdir(path, dir_fd=dir_fd)
+                removed.wait()
+                created.wait()
+
+        with opened(root) as store:
+            make = os.mkdir
+            monkeypatch.setattr(os, "mkdir", mkdir)
+            assert store.put(key(), sized(10)) is True
+            assert store.stats().drops == 0
+
+    def create() -> None:
+        removed.wait()
+        folder = root / "entries" / name
+        folder.mkdir()
+        folder.chmod(mode)
+        created.wait()
+        time.sleep(files.SETTLES_IN_S / 2)
+        folder.chmod(SHARED_DIRECTORY)
+
+    context = multiprocessing.get_context("fork")
+    removed, created = context.Barrier(2), context.Barrier(2)
+    by(USERS[0], lambda: opened(root).stats())
+    children = [start(USERS[0], put), start(USERS[1], create)]
+
+    assert [ended(child) for child in children] == [0, 0]
 
 
 @pytest.mark.fault(26)
