@@ -20,7 +20,7 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
-SETTLES_IN_S = 0.02
+SETTLES_IN_S = 0.05
 """Upper bound in seconds of the time between creating a folder and setting its permissions."""
 
 CLOCK = "clock"
@@ -96,22 +96,24 @@ class Folder:
     def open(self, name: str, flags: int, mode: int = 0) -> int:
         """Open a name in this folder.
 
-        A folder that another user's process creates has the permissions of its umask, until that
-        process sets them. This call waits for that.
-
         Raises:
             OSError: the name cannot be opened.
         """
-        until_s = None
-        while True:
-            try:
-                return os.open(name, flags, mode, dir_fd=self.fd)
-            except PermissionError:
-                now_s = time.monotonic()
-                until_s = until_s or now_s + SETTLES_IN_S
-                if now_s > until_s or not self._lacks_permissions():
-                    raise
-            time.sleep(SETTLES_IN_S / 20)
+        try:
+            return os.open(name, flags, mode, dir_fd=self.fd)
+        except PermissionError:
+            self._wait_permissions()
+            return os.open(name, flags, mode, dir_fd=self.fd)
+
+    def _wait_permissions(self) -> None:
+        """Wait while this folder lacks its permissions.
+
+        A folder that another user's process creates has the permissions of its umask, until that
+        process sets them.
+        """
+        until_s = time.monotonic() + SETTLES_IN_S
+        while self._lacks_permissions() and time.monotonic() < until_s:
+            time.sleep(0.001)
 
     def _lacks_permissions(self) -> bool:
         """Return whether another user created this folder and has not set its permissions yet."""
@@ -130,7 +132,7 @@ class Folder:
             OSError: the folder cannot be created; ENOENT also if it was removed at once.
         """
         try:
-            os.mkdir(name, self.modes.folder, dir_fd=self.fd)
+            self._make_folder(name)
         except FileExistsError:
             return False
         try:
@@ -147,6 +149,13 @@ class Folder:
                 raise
             return False
         return True
+
+    def _make_folder(self, name: str) -> None:
+        try:
+            os.mkdir(name, self.modes.folder, dir_fd=self.fd)
+        except PermissionError:
+            self._wait_permissions()
+            os.mkdir(name, self.modes.folder, dir_fd=self.fd)
 
     def open_or_create(self, name: str) -> "Folder":
         """Open a folder in this one, which is created if it is missing."""

@@ -3,9 +3,7 @@
 import errno
 import hashlib
 import json
-import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Self, TypeVar
@@ -28,16 +26,10 @@ from ec_store.entry import MAX_HEADER_BYTES, Entry, EntryInfo
 from ec_store.errors import CorruptEntry, EntryTooLarge, StoreMissing, StoreUnavailable
 from ec_store.keys import EntryKey, owner_bytes
 
-logger = logging.getLogger("vllm.ec_store")
-
 T = TypeVar("T")
 
 TOUCH_EVERY_S = 1.0
 """Seconds after a use during which further uses of the entry are not recorded."""
-
-MODES_S = 0.05
-"""Delay in seconds before a write is retried. A process of another user that creates a folder needs
-up to this long to set its permissions, which `mkdir` leaves too narrow under a narrow umask."""
 
 SHARING = (
     "; to share a store, users need its group, and dir_mode=2770 and file_mode=0660 in each URL"
@@ -279,10 +271,9 @@ class SharedDiskStore(Store):
                 self._keeper.free_space(self._opening.tree(), taken_bytes(size))
             elif error.errno in {errno.ENOENT, errno.ESTALE}:
                 self._opening.reopen_later()  # the directory was removed while it was open
-            elif error.errno == errno.EACCES:
-                time.sleep(MODES_S)
             else:
                 raise
+        # Once more, with room or with the directory that is there now.
         return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
 
     def _forget_expired(self, digest: str) -> None:
@@ -334,12 +325,13 @@ class SharedDiskStore(Store):
         self, key: EntryKey, digest: str, load: Callable[[EntryKey, int, int], T], *, use: bool
     ) -> T | None:
         """Open a live entry's file and call `load`; None if it is missing or corrupt."""
+        tree = None
         try:
             tree = self._opening.tree()
             fd = tree.open(digest)
         except OSError as error:
             self._opening.handle_error(error)
-            if error.errno == errno.ELOOP:  # a link in place of an entry
+            if tree is not None and error.errno == errno.ELOOP:  # a link in place of an entry
                 self._quarantine(tree, digest)
             return None
         try:

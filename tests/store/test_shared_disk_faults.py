@@ -660,6 +660,18 @@ def test_a_directory_that_was_replaced_is_used(root: Path, store: SharedDiskStor
     assert_same(sized(10, 2), store.get(key()))
 
 
+def test_get_misses_after_the_directory_was_replaced_by_a_link_to_itself(
+    root: Path, store: SharedDiskStore
+) -> None:
+    shutil.rmtree(root)
+    root.symlink_to(root)
+    time.sleep(1.1)
+
+    assert store.get(key()) is None
+    with pytest.raises(StoreUnavailable, match="symbolic links"):
+        store.put(key(), sized(10))
+
+
 def test_a_directory_that_became_a_file_is_a_miss_and_unavailable(
     root: Path, store: SharedDiskStore
 ) -> None:
