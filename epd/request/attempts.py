@@ -30,10 +30,6 @@ class Encodings(NamedTuple):
     local_keys: tuple[str, ...] = ()
 
 
-NOT_ENCODED = Encodings()
-"""Value of an attempt that has not reached its encode."""
-
-
 class Targets(NamedTuple):
     """Instances chosen before the items are encoded.
 
@@ -47,10 +43,7 @@ class Targets(NamedTuple):
     decode: Instance | None = None
 
 
-NO_ENCODINGS = Encodings()
-"""Value of a request without items."""
-
-NO_TARGETS, NO_PROMPT = Targets(), Consumed({})
+NO_ENCODINGS, NO_TARGETS, NO_PROMPT = Encodings(), Targets(), Consumed({})
 
 
 class Attempt(NamedTuple):
@@ -88,13 +81,14 @@ class Attempt(NamedTuple):
 
 @dataclass(slots=True)
 class Sending:
-    """Attempt in progress. Each field below `context` is set by the step that determines it.
+    """Attempt in progress. A field below `context` is set by the step that determines it.
 
     Attributes:
-        attempt: the plan.
+        attempt: the plan. It changes once: decode may take over prefill's part.
         context: context of the request.
         targets: instances chosen before the items were encoded.
-        encodings: encoder outputs of the items; the object `NOT_ENCODED` until they exist.
+        encodings: encoder outputs of the items.
+        encoded: whether `encodings` is set, also of a request without items.
         prompt: body for prefill and decode.
         prefix: content of the prompt, if instances are chosen by it.
         prefill: place at the prefill instance that has the request.
@@ -107,7 +101,8 @@ class Sending:
     attempt: Attempt
     context: RequestContext
     targets: Targets = NO_TARGETS
-    encodings: Encodings = NOT_ENCODED
+    encodings: Encodings = NO_ENCODINGS
+    encoded: bool = False
     prompt: Consumed = NO_PROMPT
     prefix: Prefix = NO_PREFIX
     prefill: Reservation | None = None

@@ -6,7 +6,6 @@ from epd.api.items import Body
 from epd.encoder_cache.keys import Keys
 from epd.errors import ProxyError
 from epd.request.attempts import (
-    NO_ENCODINGS,
     NO_TARGETS,
     Attempt,
     EncodeJob,
@@ -91,8 +90,7 @@ class Pipeline:
             sending.targets = await self._targets(request, sending)
             with sending.targets.consumer or nullcontext():
                 sending.encodings = await self._encode(request, sending)
-        else:
-            sending.encodings = NO_ENCODINGS
+        sending.encoded = True
         sending.prompt = self._media.prompt(request, sending)
         sending.prefix = request_prefix(request.body, request.uuids, sending)
         pair = await self._handovers.choose_pair(sending)

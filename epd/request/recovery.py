@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
-from epd.request.attempts import NOT_ENCODED, Attempt, Sending
+from epd.request.attempts import Attempt, Sending
 
 MAX_PREFILLS = 2
 """Maximum number of prefill instances for one request. After that, decode works without prefill."""
@@ -87,13 +87,12 @@ class Failure(NamedTuple):
         failed_load = self.failed_at("decode") and self.error.engine_failed
         prefills = () if sending.prefill is None else (sending.prefill.instance,)
         # An attempt that failed before its encode has no encoder outputs to reuse.
-        encoded = sending.encodings is not NOT_ENCODED
         return attempt._replace(
             prefills=attempt.prefills + prefills,
             decodes=sending.decodes,
             failures=self.failures,
             doubtful=sending.decodes[-1] if failed_load else attempt.doubtful,
-            encodings=sending.encodings if encoded else attempt.encodings,
+            encodings=sending.encodings if sending.encoded else attempt.encodings,
             resent=attempt.resent or bool(prefills),
         )
 

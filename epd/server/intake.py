@@ -42,71 +42,6 @@ SEED = secrets.randbits(64)
 PRIORITY = "priority"
 """Field of a request: its priority among the requests that wait at an engine."""
 
-Grown = Callable[[int], None]
-"""Function called with the number of bytes received so far. An exception of it ends the reading."""
-
-
-async def read_body(request: web.Request, config: ConfigFields, grown: Grown) -> bytes | bytearray:
-    """Return the whole body of a request.
-
-    Raises:
-        RequestRefused: the body is encoded (415), too large (413) or too slow (408).
-    """
-    # A few compressed bytes may unpack into any number, and images are compressed already.
-    encoding = request.headers.get(hdrs.CONTENT_ENCODING)
-    if encoding is not None and encoding.lower() != "identity":
-        raise RequestRefused(
-            415, "the body must have no Content-Encoding", slug="unsupported_encoding"
-        )
-    limit = config.worker_max_body_bytes
-    if request.content.is_eof():  # the body arrived with the head
-        body = request.content.read_nowait()
-        _count(len(body), limit, grown)
-        return body
-    if (request.content_length or 0) > limit:
-        raise too_large(limit)
-    await _ask_for(request)
-    try:
-        return await _collect(request, config, grown)
-    except TimeoutError:
-        raise RequestRefused(408, "the body did not arrive in time", slug="body_timeout") from None
-
-
-async def _collect(request: web.Request, config: ConfigFields, grown: Grown) -> bytes | bytearray:
-    started, limit = asyncio.get_running_loop().time(), config.worker_max_body_bytes
-    latest = started + config.body_timeout_s
-    content = request.content
-    # Joining what has arrived costs a copy. Without a length, parts may be of one byte each.
-    sized = request.content_length is not None
-    parts = bytearray()  # a list of one-byte parts would need 40 times the memory
-    async with asyncio.timeout_at(min(latest, started + GRACE_S)) as deadline:
-        while chunk := (await content.readchunk())[0] if sized else await content.readany():
-            parts += chunk
-            _count(len(parts), limit, grown)
-            rate_s = len(parts) / config.body_min_rate_bytes
-            deadline.reschedule(min(latest, started + GRACE_S + rate_s))
-    return parts
-
-
-def _count(size: int, limit: int, grown: Grown) -> None:
-    if size > limit:
-        raise too_large(limit)
-    grown(size)
-
-
-async def _ask_for(request: web.Request) -> None:
-    """Send `100 Continue` to a client that waits for it, once the request has passed all checks."""
-    expected = request.headers.get(hdrs.EXPECT, "").lower()
-    if expected == "100-continue" and request.version >= HttpVersion11:
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # it is not part of the response
-
-
-def too_large(limit: int) -> RequestRefused:
-    """Return the error for a body of more than `limit` bytes."""
-    return RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")
-
-
 LOOK_S = 0.1
 """Seconds between two checks whether the client of a queued request is still connected."""
 
@@ -115,6 +50,9 @@ OTHER_HEADER = "X-API-Key"
 
 TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 """Form of a client's `x-request-timeout`, in seconds."""
+
+Grown = Callable[[int], None]
+"""Function called with the number of bytes received so far. An exception of it ends the reading."""
 
 
 async def serve_request(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
@@ -143,13 +81,12 @@ async def serve_request(request: web.Request, handler: Handler, visit: Visit) ->
             return await handler(request)
 
 
-async def _queued(
-    request: web.Request, admission: Admission, ticket: Slot, context: RequestContext
-) -> None:
-    with context.time_stage("queue", "proxy"):
-        async with _watched(request):
-            await admission.wait_place(ticket)
-    context.record.at = "proxy"
+def _limit_s(request: web.Request, config: ConfigFields) -> float:
+    """Return how long the whole request may take, in seconds, its wait in the queue included."""
+    asked = request.headers.get("x-request-timeout")
+    if asked is not None and TIMEOUT.fullmatch(asked):
+        return min(config.request_timeout_s, float(asked))
+    return config.request_timeout_s
 
 
 def _authenticate(request: web.Request, visit: Visit) -> None:
@@ -188,27 +125,6 @@ def _check_admin(request: web.Request) -> None:
     check_admin(request[VISIT].context.config.admin_api_key, request.headers, address)
 
 
-async def read(request: web.Request) -> bytes | bytearray:
-    """Return the body of an admitted request. Its bytes are counted as they arrive.
-
-    Raises:
-        ProxyError: see `epd.server.intake.read_body`.
-    """
-    visit = request[VISIT]
-    return await read_body(request, visit.context.config, visit.admitted.grow)
-
-
-async def read_json(request: web.Request) -> bytes | bytearray:
-    """Return the body of a request that must be JSON.
-
-    Raises:
-        RequestRefused: the `Content-Type` is not JSON (415).
-        ProxyError: as `read` does.
-    """
-    check_json_type(request.headers.get("Content-Type", ""))
-    return await read(request)
-
-
 def may_administer(request: web.Request) -> bool:
     """Return whether the request's key and address open the operator's routes."""
     try:
@@ -218,12 +134,13 @@ def may_administer(request: web.Request) -> bool:
     return True
 
 
-def _limit_s(request: web.Request, config: ConfigFields) -> float:
-    """Return how long the whole request may take, in seconds, its wait in the queue included."""
-    asked = request.headers.get("x-request-timeout")
-    if asked is not None and TIMEOUT.fullmatch(asked):
-        return min(config.request_timeout_s, float(asked))
-    return config.request_timeout_s
+async def _queued(
+    request: web.Request, admission: Admission, ticket: Slot, context: RequestContext
+) -> None:
+    with context.time_stage("queue", "proxy"):
+        async with _watched(request):
+            await admission.wait_place(ticket)
+    context.record.at = "proxy"
 
 
 @asynccontextmanager
@@ -274,6 +191,88 @@ async def request_body(request: web.Request, visit: Visit) -> Body:
         if context.turn is not None:
             context.session = context.session or context.turn.key
     return body
+
+
+async def read(request: web.Request) -> bytes | bytearray:
+    """Return the body of an admitted request. Its bytes are counted as they arrive.
+
+    Raises:
+        ProxyError: see `epd.server.intake.read_body`.
+    """
+    visit = request[VISIT]
+    return await read_body(request, visit.context.config, visit.admitted.grow)
+
+
+async def read_json(request: web.Request) -> bytes | bytearray:
+    """Return the body of a request that must be JSON.
+
+    Raises:
+        RequestRefused: the `Content-Type` is not JSON (415).
+        ProxyError: as `read` does.
+    """
+    check_json_type(request.headers.get("Content-Type", ""))
+    return await read(request)
+
+
+async def read_body(request: web.Request, config: ConfigFields, grown: Grown) -> bytes | bytearray:
+    """Return the whole body of a request.
+
+    Raises:
+        RequestRefused: the body is encoded (415), too large (413) or too slow (408).
+    """
+    # A few compressed bytes may unpack into any number, and images are compressed already.
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING)
+    if encoding is not None and encoding.lower() != "identity":
+        raise RequestRefused(
+            415, "the body must have no Content-Encoding", slug="unsupported_encoding"
+        )
+    limit = config.worker_max_body_bytes
+    if request.content.is_eof():  # the body arrived with the head
+        body = request.content.read_nowait()
+        _count(len(body), limit, grown)
+        return body
+    if (request.content_length or 0) > limit:
+        raise too_large(limit)
+    await _ask_for(request)
+    try:
+        return await _collect(request, config, grown)
+    except TimeoutError:
+        raise RequestRefused(408, "the body did not arrive in time", slug="body_timeout") from None
+
+
+async def _collect(request: web.Request, config: ConfigFields, grown: Grown) -> bytes | bytearray:
+    started, limit = asyncio.get_running_loop().time(), config.worker_max_body_bytes
+    latest = started + config.body_timeout_s
+    content = request.content
+    # Joining what has arrived costs a copy. Without a length, parts may be of one byte each.
+    sized = request.content_length is not None
+    parts = bytearray()  # a list of one-byte parts would need 40 times the memory
+    async with asyncio.timeout_at(min(latest, started + GRACE_S)) as deadline:
+        while chunk := (await content.readchunk())[0] if sized else await content.readany():
+            parts += chunk
+            _count(len(parts), limit, grown)
+            rate_s = len(parts) / config.body_min_rate_bytes
+            deadline.reschedule(min(latest, started + GRACE_S + rate_s))
+    return parts
+
+
+def _count(size: int, limit: int, grown: Grown) -> None:
+    if size > limit:
+        raise too_large(limit)
+    grown(size)
+
+
+def too_large(limit: int) -> RequestRefused:
+    """Return the error for a body of more than `limit` bytes."""
+    return RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")
+
+
+async def _ask_for(request: web.Request) -> None:
+    """Send `100 Continue` to a client that waits for it, once the request has passed all checks."""
+    expected = request.headers.get(hdrs.EXPECT, "").lower()
+    if expected == "100-continue" and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # it is not part of the response
 
 
 def watch(context: RequestContext, raw: bytes | bytearray) -> None:

@@ -62,6 +62,7 @@ def failure(error: ProxyError, **more: Any) -> Failure:
         attempt,
         RequestContext("r", {}, ProxyConfig.model_construct()),
         encodings=Encodings((EncodedItem(item(), "u", Encoded(), "encoded"),)),
+        encoded=True,
         prompt=Consumed({}, depends=more.pop("depends", True)),
         prefill=TABLE.reserve_place(P1),
         decode=more.pop("decode", D1 if error.stage == "decode" else None),
