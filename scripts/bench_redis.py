@@ -49,7 +49,7 @@ def main() -> None:
         keys = _turned_over(store, args)
         kept, readable, named, found = _readable(store, client, keys)
         print(f"unreadable of {kept / MEGABYTE:.0f} MB kept: {1 - readable / kept:.1%}")
-        print(f"entries that a look-up finds: {named}, of which can be read: {found}")
+        print(f"entries that a lookup finds: {named}, of which can be read: {found}")
         client.config_set("maxmemory", 0)
         client.flushall()
         commands = asyncio.run(_commands_of_serve(client, args.port))

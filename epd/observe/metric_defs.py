@@ -155,7 +155,7 @@ STORE_OPERATIONS = Figure(
 STORE_BYTES = Figure(
     "epd_store_bytes",
     "counter",
-    "Bytes of the entries found by look-ups, which consumers load instead of encoding.",
+    "Bytes of the entries found by lookups, which consumers load instead of encoding.",
     ("operation",),
 )
 RETRIES = Figure(

@@ -187,13 +187,13 @@ RULES = (
     ),
     Rule(
         "prefill or decode answers 400 to metadata in place of media",
-        "the request goes out with its media",
+        "the request is sent again with its media",
         _metadata_refused,
         lambda failure: _not_counted(failure)._replace(raw=True),
     ),
     Rule(
-        "prefill or decode answers 500 to a request that names encoder outputs, its first failure",
-        "all items are encoded again, and their media go along",
+        "the first failure of prefill or decode is a 500 to a request that names encoder outputs",
+        "all items are encoded again, and their media are sent too",
         _entry_lost,
         lambda failure: failure.next_attempt._replace(reencode=True),
     ),
@@ -205,7 +205,7 @@ RULES = (
     ),
     Rule(
         "prefill fails otherwise, with `--on-prefill-failure local`",
-        "decode does prefill's work",
+        "decode prefills the request itself",
         _prefill_locally,
         lambda failure: failure.next_attempt._replace(without_prefill=True),
     ),
@@ -216,7 +216,7 @@ RULES = (
         lambda failure: failure.next_attempt,
     ),
     Rule(
-        f"decode fails in time, fewer than {MAX_DECODES} times, and an instance may succeed",
+        f"decode fails without a timeout, fewer than {MAX_DECODES} times, and one may succeed",
         "another decode instance, or the only one",
         _decode_again,
         lambda failure: failure.next_attempt,

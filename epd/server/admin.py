@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class CachedResult(Generic[T]):
-    """Cache of one answer of all instances, for `KEPT_S`. Concurrent misses share one look-up."""
+    """Cache of one answer of all instances, for `KEPT_S`. Concurrent misses share one lookup."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
         self._ask = ask

@@ -35,7 +35,7 @@ SLOW_S = 4.0
 Computation causes no such excess: it is near the connector's wait of 5 s for a promised entry.
 """
 LOOK_UP_S = 2
-"""Time limit of a look-up, in seconds, so that hits do not depend on the load of the machine."""
+"""Time limit of a lookup, in seconds, so that hits do not depend on the load of the machine."""
 
 
 def run(
@@ -138,13 +138,14 @@ class Examination:
         if found:
             detail = "; ".join(dict.fromkeys(found))
             if self._encoded_together(case.requests, pairs, tolerance):
-                detail += " (not from one engine that encodes the items one after another)"
+                detail += " (equal to one engine that encodes the items one after another)"
             return CaseResult(case.name, Outcome.DIFFERENT, detail)
         for (one, other), request in zip(pairs, case.requests, strict=True):
             if other.seconds > one.seconds + SLOW_S and not case.at_once:
-                items = f"{len(request.media)} items, {other.items}"
+                items = f" ({other.items})" if request.media else ""
                 self._result.notes.append(
-                    f"{case.name}: {other.seconds:.1f} s, alone {one.seconds:.1f} s ({items})"
+                    f"{case.name}: {other.seconds:.1f} s through the proxy{items}, "
+                    f"{one.seconds:.1f} s directly"
                 )
         refusals = [one.error for one in expected if one.is_refusal]
         if refusals:

@@ -20,7 +20,7 @@ def written(document: str, results: Sequence[Result]) -> str:
 
 def matrix(results: Sequence[Result]) -> str:
     """Return a table with a row for each model."""
-    head = ["model", "modalities", *NAMES.values(), "seen before: a hit", "prefill and decode get"]
+    head = ["model", "modalities", *NAMES.values(), "repeated: a hit", "prefill and decode get"]
     lines = [row(head), row(["---"] * len(head))]
     for subject in SUBJECTS:
         own = {one.topology: one for one in results if one.model == subject.name}
@@ -60,7 +60,7 @@ def equal(result: Result) -> str:
 
 def noted(results: Sequence[Result]) -> str:
     """Return a table of differences and refusals, one row for all equal ones, and notes."""
-    head = ["model", "topology", "case", "what was seen"]
+    head = ["model", "topology", "case", "result"]
     lines = [row(head), row(["---"] * len(head))]
     families = {subject.name: subject.family for subject in SUBJECTS}
     for one in results:

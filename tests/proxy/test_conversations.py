@@ -22,7 +22,7 @@ from tests.support.fake_turns import PICTURE, WRONG, Turns, rendered
 from tests.support.fleet import Fleet, Launch, until
 
 BUDGET_S = 5.0
-"""Time budget of look-ups; large, so that results do not depend on the speed of the machine."""
+"""Time budget of lookups; large, so that results do not depend on the speed of the machine."""
 
 
 @asynccontextmanager

@@ -174,7 +174,7 @@ async def test_of_several_addresses_only_allowed_ones_are_connected_to(
 
 
 async def test_a_name_is_resolved_once_for_check_and_connection(origin: FakeOrigin) -> None:
-    """A second look-up could return another address: DNS rebinding."""
+    """A second lookup could return another address: DNS rebinding."""
     names = FakeNames("127.0.0.1", "169.254.169.254")
     origin.headers["Connection"] = "close"
     async with fetching(names) as fetcher:

@@ -1,4 +1,4 @@
-"""Store in memory: look-ups and claims run on the event loop, everything else on threads."""
+"""Store in memory: lookups and claims run on the event loop, everything else on threads."""
 
 import asyncio
 import threading
@@ -96,7 +96,7 @@ async def test_claims_on_threads_wait(url: str, seen: Seen) -> None:
         assert await cache.run_lookup(look)
 
         assert look.claimed == [MISSING]
-        # The claim is followed by a second look-up.
+        # The claim is followed by a second lookup.
         assert (seen.look_ups, seen.claims) == ([False, False], [(False, True)])
 
 

@@ -338,7 +338,7 @@ def test_promise_is_waited_for_only_so_long(store: Store, fetching: Make) -> Non
 def test_look_that_a_thread_begins_after_the_promise_is_the_last(
     fetching: Make, comes: bool
 ) -> None:
-    """Time in the queue does not count: the second look-up waits while another fetch runs."""
+    """Time in the queue does not count: the second lookup waits while another fetch runs."""
     clock, held = Clock(), Held()
     asked = fetching(held, threads=1, timeout_s=60.0, promise_timeout_s=5.0, clock=clock)
     asked.ask("k", promised=True)
@@ -362,7 +362,7 @@ def test_look_that_a_thread_begins_after_the_promise_is_the_last(
 
 
 def test_promise_ends_though_new_fetches_keep_all_threads_busy(fetching: Make) -> None:
-    """A second look-up runs after the first look-ups queued before its deadline, not after all."""
+    """A second lookup runs after the first lookups queued before its deadline, not after all."""
     clock, held = Clock(), Held()
     asked = fetching(held, threads=1, timeout_s=60.0, promise_timeout_s=5.0, clock=clock)
     asked.ask("k", promised=True)
@@ -371,7 +371,7 @@ def test_promise_ends_though_new_fetches_keep_all_threads_busy(fetching: Make) -
     held.answer()
     asked.until(lambda: held.asked == ["k", "in time"] and asked.fetched())
     clock.now = 1.0
-    asked.advance()  # queues the second look-up of "k"
+    asked.advance()  # queues the second lookup of "k"
     asked.ask("before its end")
     clock.now = 5.1
     asked.ask("after its end")
@@ -383,7 +383,7 @@ def test_promise_ends_though_new_fetches_keep_all_threads_busy(fetching: Make) -
 
 
 def test_burst_of_promised_entries_loses_none_that_come_in_time(fetching: Make) -> None:
-    """The first look-ups of all entries together take longer than a promise lasts."""
+    """The first lookups of all entries together take longer than a promise lasts."""
     first_s: dict[str, float] = {}
 
     class Late:

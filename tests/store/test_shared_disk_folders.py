@@ -1,4 +1,4 @@
-"""Folders that a store on a shared directory keeps open for look-ups, but not for writes."""
+"""Folders that a store on a shared directory keeps open for lookups, but not for writes."""
 
 import errno
 import gc

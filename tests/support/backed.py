@@ -20,7 +20,7 @@ from tests.support.fleet import Fleet, Launch
 
 NAMESPACE = "m@main:0123"
 BUDGET_S = 5.0
-"""Time budget of look-ups; large, so that results do not depend on the speed of the machine."""
+"""Time budget of lookups; large, so that results do not depend on the speed of the machine."""
 
 
 def opened_cache(url: str, lease_s: float) -> AbstractAsyncContextManager[EncoderCache]:

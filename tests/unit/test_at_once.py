@@ -1,4 +1,4 @@
-"""Decision whether look-ups run on the event loop."""
+"""Decision whether lookups run on the event loop."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -110,7 +110,7 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid"):
         description="DNS names of instances that prefill and decode, as for --discover-encode",
     )
     discovery_interval_s: Seconds = Field(
-        default=5.0, description="seconds between two look-ups of a DNS name (--discover-...)"
+        default=5.0, description="seconds between two lookups of a DNS name (--discover-...)"
     )
     discovery_dns_server: DnsServer = Field(
         default=None, description="address or address:port of the DNS server; default: the system's"

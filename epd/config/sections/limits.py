@@ -122,7 +122,7 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid"):
         description="seconds until an instance that is down is probed again; doubled each time",
     )
     probe_backoff_max_s: Seconds = Field(
-        default=30.0, description="maximum of this delay (probe_backoff_s), in seconds"
+        default=30.0, description="maximum of --probe-backoff-s after doubling, in seconds"
     )
     eject_after: int = Field(
         default=5, ge=1, description="failures in a row after which an instance is ejected"
@@ -143,7 +143,8 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid"):
         "more connections",
     )
     drain_timeout_s: SecondsOrNone = Field(
-        default=300.0, description="seconds from then until requests that still run are cancelled"
+        default=300.0,
+        description="seconds after --drain-delay-s until requests that still run are cancelled",
     )
     profile_timeout_s: Seconds = Field(
         default=300.0,

@@ -80,7 +80,7 @@ class RouteSettings(BaseModel, frozen=True, extra="forbid"):
     prefill_balance: BalanceName = Field(
         default="least_load",
         description="choice of the prefill instance of a request, as for --encode-balance, or "
-        "content: the one that has most of the prompt in its prefix cache, against its queue",
+        "content: the one with the lowest cost by its prefix cache and its queue",
     )
     decode_balance: BalanceName = Field(
         default="least_load",

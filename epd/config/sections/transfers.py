@@ -25,16 +25,15 @@ class TransferSettings(BaseModel, frozen=True, extra="forbid"):
     ec_store: StoreUrl = Field(
         default=None,
         description="URL of the encode instances' encoder store, such as file:///dev/shm/ec "
-        "or redis://host: items in it are not encoded again; default or 'none': no look-ups",
+        "or redis://host: items in it are not encoded again; default or 'none': no lookups",
     )
     ec_store_budget_s: Seconds = Field(
         default=0.02,
-        description="maximum time of a look-up in the store, in seconds; then all items are "
-        "encoded",
+        description="maximum time of a lookup in the store, in seconds; then all items are encoded",
     )
     ec_store_lease_s: Seconds = Field(
         default=30.0,
-        description="seconds for which an entry is safe from eviction after its look-up",
+        description="seconds for which an entry is safe from eviction after its lookup",
     )
     kv_transfer: KVTransferName = Field(
         default="nixl",
@@ -64,13 +63,13 @@ class TransferSettings(BaseModel, frozen=True, extra="forbid"):
     conversation_ttl: Seconds = Field(
         default=450.0,
         le=MAX_TTL_S,
-        description="time to live of this state, in seconds: more than 5 below the decode "
-        "instances' decoder_kv_blocks_ttl (480)",
+        description="time to live of a conversation's state, in seconds: more than 5 below the "
+        "decode instances' decoder_kv_blocks_ttl (480)",
     )
     conversation_budget_s: Seconds = Field(
         default=0.05,
-        description="maximum time of a look-up of this state, in seconds; then prefill computes "
-        "the whole conversation",
+        description="maximum time of a lookup of a conversation's state, in seconds; then prefill "
+        "computes the whole conversation",
     )
     max_conversations: int = Field(
         default=10_000, ge=0, description="maximum of conversations in memory, per process"
