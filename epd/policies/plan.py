@@ -84,10 +84,13 @@ class ItemPlace(NamedTuple):
     Attributes:
         local: whether prefill or decode encodes it, and not an encode instance.
         reason: reason, a label of metrics; one of few.
+        soonest: whether it is encoded by the encode instance with the shortest predicted time, and
+            not by the one that `--encode-balance` chooses.
     """
 
     local: bool
     reason: str
+    soonest: bool = False
 
     @property
     def labels(self) -> tuple[str, str]:
@@ -276,4 +279,4 @@ class Cost:
             return ItemPlace(local=False, reason="unmeasured")
         delayed = 1 + self.interference * facts.local_requests
         local_s = self.pd_slowdown * (facts.local_queue_s + facts.own_s * delayed)
-        return ItemPlace(local_s <= facts.encode_s, "cheaper")
+        return ItemPlace(local_s <= facts.encode_s, "cheaper", soonest=True)

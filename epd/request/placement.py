@@ -128,6 +128,6 @@ def _placed(  # noqa: PLR0913 - the inputs of a decision
         forecast.leave_item(plan.tokens)
     elif queue is not None:
         queue.add_item(plan.tokens)
-        if measured:
+        if measured and place.soonest:
             plan = plan._replace(instance=queue.instance.url)
     return plan

@@ -125,7 +125,7 @@ EACH_STORE = [ON_DISK, ON_REDIS, ON_CLUSTER]
 
 OF_MODULES: Mapping[str, Sequence[Spec]] = {
     "test_conversations": [CONVERSING],
-    "test_cost_policy": SAVING,
+    "test_cost_policy": SAVING[:1],
     "test_kills": [CONVERSING],
     "test_models": MODEL_STACKS,
     "test_prefill_decode": [CONVERSING],
@@ -163,6 +163,7 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_a_cluster_is_stopped_while_serving_and_comes_back": [ON_CLUSTER],
     "test_one_rank_of_the_encode_engine_writes": [ON_CLUSTER],
     # Differences with a separate prefill engine.
+    "test_small_picture_is_encoded_by_its_consumer_and_found_by_the_next_request": SAVING,
     "test_a_client_that_leaves_stops_the_engine": [ON_DISK, ON_CLUSTER],
     "test_a_response_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER],
     "test_a_message_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER],

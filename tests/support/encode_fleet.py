@@ -126,7 +126,7 @@ class EncodeFleet:
         if not asked.tokens:
             self._decode(asked, 0)
             return
-        plan = self._plan(picture(asked.tokens))
+        plan = self.plan_item(picture(asked.tokens))
         assert plan.tokens == asked.tokens
         if plan.local:
             self.left += 1
@@ -138,7 +138,8 @@ class EncodeFleet:
         self._free_s[chosen] = ends_s = begins_s + SPEED.work_s(1, asked.tokens)
         self._run_at(ends_s, partial(self._encoded, asked, using))
 
-    def _plan(self, item: MMItem) -> ItemPlan:
+    def plan_item(self, item: MMItem) -> ItemPlan:
+        """Return the plan for an item of a request that arrives now."""
         context = RequestContext("r", {}, CONFIG)
         job = EncodeJob({"model": "m"}, {item: "key"}, context, rule=self.rule)
         return self._placement.plan_items(job, [item], lambda _: True, lambda _: False).plan_of(

@@ -11,7 +11,7 @@ import epd
 from epd.policies.plan import Cost, Course, Facts, ItemFacts
 from epd.policies.registry import PolicyInvalid, activate
 from epd.routing.instances import Role
-from tests.support.encode_fleet import EncodeFleet, traffic
+from tests.support.encode_fleet import EncodeFleet, picture, traffic
 
 CHAT = "/v1/chat/completions"
 ALWAYS_LOCAL = Cost(encode_below_pixels=2**40)
@@ -217,3 +217,14 @@ def test_cost_is_faster_than_both_in_a_mix() -> None:
 
     assert cost.mean_s < 0.9 * min(always.mean_s, never.mean_s)
     assert 0 < cost.left < never.left
+
+
+def test_balance_chooses_the_encode_instance_unless_costs_are_compared() -> None:
+    static, compared = (
+        EncodeFleet(rule, encoders=2).run(MIXED).plan_item(picture(LARGE))
+        for rule in (Cost(encode_below_pixels=1), Cost(pd_slowdown=1000))
+    )
+
+    assert (static.place, static.instance) == ((False, "above_pixels", False), None)
+    assert (compared.place, compared.local) == ((False, "cheaper", True), False)
+    assert compared.instance in {"http://e0:1", "http://e1:1"}
