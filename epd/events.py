@@ -38,7 +38,7 @@ class Histogram:
 ItemResult = Literal["hit", "encoded", "local"]
 """Source of an item's encoder output. `hit`: stored, or already being encoded. `encoded`: an encode
 instance made it for this request. `local`: prefill or decode makes it, because no encode instance
-could."""
+could, or the policy decided so."""
 
 
 MediaForm = Literal["metadata", "raw"]
@@ -126,6 +126,8 @@ class RequestRecord:
         policy: the policy that decided the stages; None before the decision.
         stages: the finished requests to instances.
         items: number of media items, by source.
+        places: number of items by the place where they are encoded, `local` or `encode`, and the
+            reason, if the policy decides for each item.
         media: form in which the items went on to prefill and decode, in the last attempt.
         prefix_tokens: estimated number of the prompt's tokens that were in the prefix cache of the
             instance of its prefill; None unless that is chosen by content.
@@ -161,6 +163,7 @@ class RequestRecord:
     policy: str | None = None
     stages: list[StageDone] = field(default_factory=list)
     items: Mapping[ItemResult, int] = field(default_factory=dict)
+    places: Mapping[tuple[str, str], int] = field(default_factory=dict)
     media: Mapping[MediaForm, int] = field(default_factory=dict)
     prefix_tokens: int | None = None
     hits: Mapping[Modality, int] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """Builders of chat requests."""
 
 import base64
+import struct
 from typing import Any
 
 Part = dict[str, Any]
@@ -8,6 +9,12 @@ Part = dict[str, Any]
 
 def data_url(content: bytes, media_type: str = "image/png") -> str:
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+
+
+def png(width: int, height: int) -> bytes:
+    """Return the beginning of a PNG of this size, as far as it names it."""
+    header = b"IHDR" + struct.pack(">2L5B", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">L", 13) + header + bytes(4 + 4) + b"IDAT"
 
 
 def image(content: bytes | str = b"picture", **more: Any) -> Part:

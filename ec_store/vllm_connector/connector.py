@@ -214,12 +214,19 @@ class ECStoreConnector(ECConnectorBase):
     def request_finished(
         self, request: Any, *_: Any, **__: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Release the request's entries; a producer returns the items that it encoded."""
+        """Release the request's entries; a producer returns the items that it encoded.
+
+        What it returns becomes part of the answer. An engine that also consumes entries answers
+        clients too, which have no use for keys of the store: it names them only if one token was
+        requested, as encode and prefill requests do.
+        """
         if self._consumer is not None:
             self._consumer.release(request.request_id)
         if self._producer is None:
             return False, None
         self._process_messages()
+        if self._consumer is not None and request.max_tokens > 1:
+            return False, None
         return False, self._producer.report(request)
 
     def _process_messages(self) -> None:

@@ -90,7 +90,7 @@ class StorePromMetrics(ECConnectorPromMetrics):
     """Prometheus metrics `vllm:ec_store_<name>`, one for each name above, and the namespace.
 
     vLLM passes metrics on at the end of a step: gauges of an idle engine are those of its last one.
-    Proxies read the namespace, a label, see `epd.routing.load`.
+    Proxies read the namespace, a label, and whether the engine writes, see `epd.routing.load`.
     """
 
     def __init__(
@@ -127,10 +127,17 @@ class StorePromMetrics(ECConnectorPromMetrics):
             labelnames=[*labelnames, "namespace"],
             multiprocess_mode="mostrecent",
         )
+        producer = self._gauge_cls(
+            name="vllm:ec_store_producer",
+            documentation="1 if this engine writes its encoder outputs to the store, 0 if not.",
+            labelnames=labelnames,
+            multiprocess_mode="mostrecent",
+        )
         self._info = info
         self._namespaces = dict.fromkeys(per_engine_labelvalues, namespace)
         for values in per_engine_labelvalues.values():
             info.labels(*values, namespace).set(1)
+            producer.labels(*values).set(vllm_config.ec_transfer_config.is_ec_producer)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add counts and observations, and set gauges; names of other releases are ignored."""

@@ -80,8 +80,8 @@ def name_of(name: str) -> str:
 
 
 GROUPS = (
-    ("coordination", "policies skip_prefill_* local_prefill_url decode_choice decode_from"),
-    ("coordination", "decode_header decode_hosts decode_picker_*"),
+    ("coordination", "policies skip_prefill_* local_prefill_url encode_below_* decode_choice"),
+    ("coordination", "decode_from decode_header decode_hosts decode_picker_*"),
     ("instances", "*_urls ec_consumer_* kv_transfer"),
     ("conversations", "*conversation*"),
     ("instances", "*_kv_addrs ec_transfer ec_store *registration* instances_file discover*"),

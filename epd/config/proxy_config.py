@@ -122,7 +122,10 @@ class ProxyConfig(ConfigFields):
         asked = {
             "pd_only": above("skip_prefill_below_tokens") or above("skip_prefill_for_text"),
             "prefill_local_decode_remote": above("local_prefill_url"),
+            "cost": above("encode_below_pixels"),
         }
+        if asked["prefill_local_decode_remote"] and asked["cost"]:
+            raise ValueError("--encode-below-pixels and --local-prefill-url exclude each other")
         encodes = any(above(name) for name in ENCODE_SOURCES)
         stages = ("encode_prefill_decode", "encode_pd") if encodes else ("prefill_decode",)
         return (*(name for name, wanted in asked.items() if wanted), *stages)
@@ -167,6 +170,7 @@ def active_policies(config: ConfigFields, policies: Sequence[str]) -> tuple[Acti
         "skip_prefill_below_tokens": config.skip_prefill_below_tokens,
         "skip_prefill_for_text": config.skip_prefill_for_text,
         "local_prefill_url": local,
+        "encode_below_pixels": config.encode_below_pixels,
         "decode_choice": config.decode_choice,
         "decode_from": config.decode_from,
         "decode_picker_url": config.decode_picker_url,

@@ -1,6 +1,6 @@
 """Collectors that read gauges and counters from their owners at scrape time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -9,8 +9,10 @@ from epd.conversations.conversations import RESULTS, Conversations
 from epd.edge.admission import REFUSALS, Admission
 from epd.encoder_cache.client import EncoderCache
 from epd.observe import metric_defs
+from epd.routing.forecast import encode_work_s, pending_tokens
 from epd.routing.health import HealthState
-from epd.routing.instances import Role
+from epd.routing.instances import ANSWERING, Role
+from epd.routing.load import Load
 from epd.routing.table import InstanceTable
 
 SERVING = frozenset({HealthState.HEALTHY, HealthState.TRIAL})
@@ -34,7 +36,7 @@ class AdmissionGlance(Collector):
 
 
 class InstancesGlance(Collector):
-    """State, load, reported load and prompts of each instance."""
+    """State, load, reported load and prompts of each instance, and the backlog of each stage."""
 
     def __init__(self, table: InstanceTable) -> None:
         self._table = table
@@ -58,6 +60,13 @@ class InstancesGlance(Collector):
                 for state in ("waiting", "running")
             ]
         )
+        yield metric_defs.ENCODE_BACKLOG.metric_family(
+            self._per_healthy(encode_work_s, Role.ENCODE)
+        )
+        prefills = (Role.PREFILL,) if self._table.has(Role.PREFILL) else ANSWERING
+        yield metric_defs.PREFILL_BACKLOG.metric_family(
+            self._per_healthy(pending_tokens, *prefills)
+        )
         prompts = [(labels, self._table.load(one).prompts) for one, labels in instances]
         prompts = [(labels, found) for labels, found in prompts if found.tokens]
         yield metric_defs.PREFIX_TOKENS.metric_family(
@@ -66,6 +75,16 @@ class InstancesGlance(Collector):
         yield metric_defs.PREFIX_TOKENS_MATCHED.metric_family(
             [(labels, found.matched) for labels, found in prompts]
         )
+
+    def _per_healthy(
+        self, work: Callable[[Sequence[Load]], float], *roles: Role
+    ) -> list[tuple[tuple[()], float]]:
+        """Return the work of all instances of these roles, divided by the healthy ones."""
+        members = self._table.all(*roles)
+        if not members:
+            return []
+        healthy = sum(self._table.state(one.instance) in SERVING for one in members)
+        return [((), work([one.load for one in members]) / max(1, healthy))]
 
 
 class StoreGlance(Collector):

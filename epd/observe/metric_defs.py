@@ -121,6 +121,19 @@ ITEMS_HIT_RATIO = Figure(
     "workers. Absent before the first item.",
     (MODEL,),
 )
+ENCODE_DECISIONS = Figure(
+    "epd_encode_decisions",
+    "counter",
+    "Media items that are not in the store, by where the policy (cost) has them encoded. Label "
+    "decision: encode, by an encode instance; local, by prefill or PD. Label reason: cheaper, the "
+    "other one was predicted to cost more; below_pixels, above_pixels, by --encode-below-pixels; "
+    "unknown_size, no size in the header; unmeasured, no encode instance has a known speed; "
+    "unsaved, the consumers are not known to write to the store, or the item's key is unknown; "
+    "under_way, already being encoded for another request; beside_stored, another item of the "
+    "request is in the store; required, encode instances must encode "
+    "all items of the request.",
+    (MODEL, "decision", "reason"),
+)
 ENCODE_WAITS = Figure(
     "epd_encode_waits",
     "counter",
@@ -238,6 +251,20 @@ PREFIX_TOKENS_MATCHED = Figure(
     "instance.",
     ("role", "instance"),
 )
+ENCODE_BACKLOG = Figure(
+    "epd_encode_backlog_seconds",
+    "gauge",
+    "Predicted encode work of this proxy, queued or running at encode instances, in seconds for "
+    "each healthy one. The sum over all proxies is the backlog of the fleet. Absent without encode "
+    "instances.",
+)
+PREFILL_BACKLOG = Figure(
+    "epd_prefill_backlog_tokens",
+    "gauge",
+    "Estimated prompt tokens of this proxy, queued or running at the instances that prefill, for "
+    "each healthy one; with the balance content, without those in a prefix cache. The sum over all "
+    "proxies is the backlog of the fleet. Absent without such instances.",
+)
 CIRCUIT_OPEN = Figure(
     "epd_circuit_open",
     "gauge",
@@ -309,6 +336,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             ITEMS,
             ITEMS_HIT_RATIO,
             ITEMS_SENT,
+            ENCODE_DECISIONS,
             ENCODE_WAITS,
             SAVED_ENCODES,
             SAVED_BYTES,
@@ -325,6 +353,8 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             INSTANCE_UP,
             INSTANCE_REQUESTS,
             INSTANCE_REPORTED,
+            ENCODE_BACKLOG,
+            PREFILL_BACKLOG,
             PREFIX_TOKENS,
             PREFIX_TOKENS_MATCHED,
             IN_FLIGHT,

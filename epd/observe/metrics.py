@@ -191,6 +191,7 @@ class MetricsObserver(Collector):
         self._kv_waits = HistogramValues(metric_defs.KV_WAIT_SECONDS)
         self._items = CounterValues(metric_defs.ITEMS)
         self._sent = CounterValues(metric_defs.ITEMS_SENT)
+        self._decisions = CounterValues(metric_defs.ENCODE_DECISIONS)
         self._waits = CounterValues(metric_defs.ENCODE_WAITS)
         self._saved_encodes = CounterValues(metric_defs.SAVED_ENCODES)
         self._saved_bytes = CounterValues(metric_defs.SAVED_BYTES)
@@ -261,12 +262,14 @@ class MetricsObserver(Collector):
             self._degraded.add((model, kind))
         if event.policy is not None:
             self._policies.add((model, event.policy))
-        if event.items:
+        if event.items or event.places:
             self._count_items(model, event)
         if event.media:
             self._count_media(model, event)
 
     def _count_items(self, model: str, event: RequestRecord) -> None:
+        for labels, count in event.places.items():
+            self._decisions.add((model, *labels), count)
         for result, count in event.items.items():
             self._items.add((model, result), count)
         if event.waits:

@@ -2,7 +2,8 @@
 
 A policy gets `Facts` and returns a `Course`. Most policies select the stages by the roles of the
 fleet. Of the others, one is for requests that are cheaper on one instance (conditional
-disaggregation), and one for a proxy beside a prefill instance, such as a sidecar of its pod.
+disaggregation), one for a proxy beside a prefill instance, such as a sidecar of its pod, and one
+for media items that are cheaper to encode where they are consumed.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,6 +51,60 @@ class Facts:
         return self.measure()
 
 
+@dataclass(frozen=True, slots=True)
+class ItemFacts:
+    """The known facts about a media item that is not in the store.
+
+    Attributes:
+        modality: `image`, `audio` or `video`.
+        pixels: number of a picture's pixels by its header; 0 if unknown.
+        tokens: predicted number of its encoder tokens.
+        stored: whether the store will have its encoder output if a consumer encodes it.
+        encode_s: predicted seconds until an encode instance has encoded it, with its queue; None if
+            the speed of all encode instances is unknown.
+        own_s: the part of `encode_s` for the item's own tokens.
+        local_queue_s: predicted seconds of the encodes before it at the consumer, at the same
+            speed.
+        local_requests: number of requests that wait or run at the consumer.
+    """
+
+    modality: str
+    pixels: int
+    tokens: int
+    stored: bool
+    encode_s: float | None
+    own_s: float
+    local_queue_s: float
+    local_requests: float
+
+
+class ItemPlace(NamedTuple):
+    """The place where a media item is encoded.
+
+    Attributes:
+        local: whether prefill or decode encodes it, and not an encode instance.
+        reason: reason, a label of metrics; one of few.
+        soonest: whether it is encoded by the encode instance with the shortest predicted time, and
+            not by the one that `--encode-balance` chooses.
+    """
+
+    local: bool
+    reason: str
+    soonest: bool = False
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """The place, `local` or `encode`, and the reason, as metrics name them."""
+        return "local" if self.local else "encode", self.reason
+
+
+class ItemRule(Protocol):
+    """Decides where the items of a request are encoded that are not in the store."""
+
+    def place_item(self, facts: ItemFacts) -> ItemPlace:
+        """Return the place of an item. It is called on the event loop: it must return at once."""
+
+
 class Course(NamedTuple):
     """The stages of one request.
 
@@ -59,6 +114,7 @@ class Course(NamedTuple):
         prefill_url: URL of the only eligible prefill instance; None for any.
         decode_from: origin of the decode instance's choice; None for the policy's option.
         decode_choice: when decode is chosen; None for the policy's option.
+        items: decides which items the encode stage leaves to prefill or decode; None for none.
     """
 
     encode: bool = True
@@ -66,6 +122,7 @@ class Course(NamedTuple):
     prefill_url: str | None = None
     decode_from: DecodeFrom | None = None
     decode_choice: DecodeChoice | None = None
+    items: ItemRule | None = None
 
 
 class Policy(Protocol):
@@ -173,3 +230,53 @@ class PDOnly:
         if self.skip_prefill_for_text or facts.prompt_tokens < self.skip_prefill_below_tokens:
             return Course(encode=False, prefill=False)
         return None
+
+
+MAX_PIXELS = 2**40
+"""Upper bound of a picture's pixels, above the largest that an engine accepts."""
+
+Factor = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Leaves a media item to prefill or PD if that costs less than an encode instance.
+
+    The stages are those of `encode_prefill_decode` or `encode_pd`. The cost is the sum of the
+    delays of all requests: on an encode instance, the time until the item is encoded. At a
+    consumer, the time of the encode there, once for the request and once for each other request at
+    that instance, because an engine's step with an encode delays all of them.
+
+    Attributes:
+        encode_below_pixels: number of pixels below which a picture is left to prefill or PD; all
+            other items are encoded by encode instances. 0 to compare the costs.
+        pd_slowdown: time of an encode on prefill or PD, relative to an encode instance.
+        interference: weight of a delay of another request, relative to the item's own request.
+        allow_unsaved: whether items may be left to consumers that do not write them to the store.
+    """
+
+    encode_below_pixels: Annotated[int, Field(ge=0, le=MAX_PIXELS)] = 0
+    pd_slowdown: Factor = 1.0
+    interference: Factor = 1.0
+    allow_unsaved: bool = False
+
+    def course(self, facts: Facts) -> Course | None:
+        if Role.DECODE in facts.roles:
+            return Course(encode=facts.prefills, prefill=facts.prefills, items=self)
+        if Role.PREFILL_DECODE in facts.roles:
+            return Course(prefill=False, items=self)
+        return None
+
+    def place_item(self, facts: ItemFacts) -> ItemPlace:
+        if not (facts.stored or self.allow_unsaved):
+            return ItemPlace(local=False, reason="unsaved")
+        if self.encode_below_pixels:
+            if not facts.pixels:
+                return ItemPlace(local=False, reason="unknown_size")
+            small = facts.pixels < self.encode_below_pixels
+            return ItemPlace(small, "below_pixels" if small else "above_pixels")
+        if facts.encode_s is None:
+            return ItemPlace(local=False, reason="unmeasured")
+        delayed = 1 + self.interference * facts.local_requests
+        local_s = self.pd_slowdown * (facts.local_queue_s + facts.own_s * delayed)
+        return ItemPlace(local_s <= facts.encode_s, "cheaper", soonest=True)

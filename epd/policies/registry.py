@@ -17,6 +17,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from epd.policies.plan import (
+    Cost,
     Course,
     DecodeChoice,
     DecodeFrom,
@@ -39,6 +40,7 @@ OWN: Mapping[str, type[Policy]] = MappingProxyType(
         "encode_pd": EncodePD,
         "prefill_decode": PrefillDecode,
         "pd_only": PDOnly,
+        "cost": Cost,
         "prefill_local_decode_remote": PrefillLocalDecodeRemote,
     }
 )
@@ -130,6 +132,7 @@ class Active(NamedTuple):
             course.prefill_url,
             course.decode_from or self.common.decode_from,
             course.decode_choice or self.common.decode_choice,
+            course.items,
         )
 
 
@@ -246,9 +249,10 @@ def check_suited(policies: Sequence[Active], roles: frozenset[Role], *, pushed: 
         served, (name, course) = True, decided
         if items and course.encode and Role.ENCODE not in roles:
             raise PolicyInvalid(f"{name} sends media to encode instances, but there are none")
-        if items and pushed and not course.encode:
+        if items and pushed and (not course.encode or course.items is not None):
+            skips = "skips" if not course.encode else "may skip"
             raise PolicyInvalid(
-                f"{name} skips the encode stage, but with this --ec-transfer consumers wait for "
+                f"{name} {skips} the encode stage, but with this --ec-transfer consumers wait for "
                 "the encoder output of every item (--ec-consumer-zmq-addrs alone selects that "
                 "transfer too)"
             )

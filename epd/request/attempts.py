@@ -8,11 +8,11 @@ from ec_store.bounded import BoundedDict
 from epd.api.body import dump_json
 from epd.api.items import MM_KWARGS, Body, MMItem
 from epd.errors import Stage
-from epd.policies.plan import Course, Facts
+from epd.policies.plan import Course, Facts, ItemPlace, ItemRule
 from epd.request.context import RequestContext
 from epd.routing.instances import Instance
 from epd.routing.prefix import NO_PREFIX, Prefix
-from epd.routing.table import Reservation
+from epd.routing.table import NO_WORK, Reservation, Work
 from epd.transfer.encoded import Consumed, Encoded, EncodedItem
 
 
@@ -91,6 +91,7 @@ class Sending:
         encoded: whether `encodings` is set, also of a request without items.
         prompt: body for prefill and decode.
         prefix: content of the prompt, if instances are chosen by it.
+        work: predicted work of the instance that prefills.
         prefill: place at the prefill instance that has the request.
         decode: the decode instance that has the request.
         reads_back: whether prefill was asked to read decode's blocks of the previous turn.
@@ -105,6 +106,7 @@ class Sending:
     encoded: bool = False
     prompt: Consumed = NO_PROMPT
     prefix: Prefix = NO_PREFIX
+    work: Work = NO_WORK
     prefill: Reservation | None = None
     decode: Instance | None = None
     reads_back: bool = False
@@ -165,6 +167,31 @@ class OutputKey(NamedTuple):
         return self.named and not self.kwargs
 
 
+class ItemPlan(NamedTuple):
+    """Plan for one item that is not in the store.
+
+    Attributes:
+        pixels: number of a picture's pixels; 0 if unknown.
+        tokens: predicted number of its encoder tokens.
+        place: where it is encoded; None without a policy that decides.
+        instance: URL of the encode instance that is expected to encode it first; None if unknown.
+    """
+
+    pixels: int
+    tokens: int
+    place: ItemPlace | None = None
+    instance: str | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether prefill or decode encodes it."""
+        return self.place is not None and self.place.local
+
+
+UNPLANNED = ItemPlan(0, 0)
+"""Value of an item that is in the store."""
+
+
 class EncodeJob(NamedTuple):
     """Items of one request, each of which needs an encoder output.
 
@@ -177,6 +204,8 @@ class EncodeJob(NamedTuple):
         reencode: whether to ignore stored outputs, because a consumer could not load them.
         found: stored outputs, by item.
         answered: whether the store answered the lookup.
+        rule: the policy's rule for items that are not in the store; None: all are encoded.
+        plans: plans for these items.
     """
 
     body: Body
@@ -187,6 +216,8 @@ class EncodeJob(NamedTuple):
     reencode: bool = False
     found: Mapping[MMItem, Encoded] = {}
     answered: bool = False
+    rule: ItemRule | None = None
+    plans: Mapping[MMItem, ItemPlan] = {}
 
     @property
     def skips_claims(self) -> bool:
@@ -197,6 +228,10 @@ class EncodeJob(NamedTuple):
     def has_all_media(self) -> bool:
         """Whether the request contains the media of all its items, so that all can be sent raw."""
         return all(item.has_media for item in self.uuids)
+
+    def plan_of(self, item: MMItem) -> ItemPlan:
+        """Return the plan of an item."""
+        return self.plans.get(item, UNPLANNED)
 
     def output(self, item: MMItem) -> OutputKey | None:
         """Return the output that an item needs; None if an engine makes the item's key."""

@@ -128,6 +128,7 @@ class RequestContext:
         observers: receivers of the events.
         record: the events so far.
         cuts: media cut out of the body; they are put back into the bodies for instances.
+        text_bytes: size of the body as received, without its media.
         held: counter of the request's bytes in memory.
         models: the instances' names of models.
         model: the client's name of the model.
@@ -148,6 +149,7 @@ class RequestContext:
     observers: Sequence[Observer] = ()
     record: RequestRecord = field(default_factory=lambda: RequestRecord("", "POST", ""))
     cuts: Cuts = field(default_factory=dict)
+    text_bytes: int = 0
     held: HeldBytes = field(default_factory=UncountedBytes)
     models: ModelNames = field(default_factory=ModelNames)
     model: str | None = None

@@ -27,6 +27,7 @@ from epd.errors import (
 )
 from epd.request.attempts import EncodeJob, Identifiers, OutputKey, item_key, sent_as
 from epd.request.context import RequestContext
+from epd.request.placement import Placement
 from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
@@ -34,7 +35,7 @@ from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.retries import Retries
-from epd.routing.table import InstanceTable
+from epd.routing.table import InstanceTable, Work
 from epd.spans import Span
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Encoded, EncodedItem, from_entry
@@ -80,6 +81,7 @@ class Encoder:
         self._transfer = transfer
         self._fatal = fatal
         self._identifiers = Identifiers()
+        self._placement = Placement(table, namespaces, pushed=transfer.pushed)
         self._flights: Flights[object, Made] = Flights()
         self._choice = Choice(table, Role.ENCODE)
         self._retries = Retries()
@@ -105,11 +107,15 @@ class Encoder:
                 job = await _look_up(looking, job, identifiers)
             record.at = "encode"
             missing = [item for item in uuids if item not in job.found]
+            under_way = partial(self._under_way, job, identifiers)
+            job = self._placement.plan_items(job, missing, identifiers.__contains__, under_way)
+            record.places = Counter([one.place.labels for one in job.plans.values() if one.place])
+            missing = [item for item in missing if not job.plan_of(item).local]
             if len(missing) == 1:
                 made = [await self._encode_item(job, missing[0])]
             else:
                 made = await gather_first(partial(self._encode_item, job), missing, AT_ONCE)
-        encoded = made if not job.found else _in_order(job, made)
+        encoded = made if len(made) == len(uuids) else _in_order(job, made)
         results = [one.result for one in encoded]
         record.items = {result: results.count(result) for result in results}
         if "hit" in record.items:
@@ -127,6 +133,17 @@ class Encoder:
             and (output := job.output(item)) is not None
             and (identifier := self._identifiers.identifier_of(output))
         }
+
+    def _under_way(self, job: EncodeJob, identifiers: Mapping[MMItem, str], item: MMItem) -> bool:
+        """Return whether this or another proxy on the same store is encoding an item."""
+        if (output := job.output(item)) is None:
+            return False
+        if job.flight_key(output) in self._flights:
+            return True
+        if self._claims is None or not job.answered or item not in identifiers:
+            return False
+        model, identifier = output.model, identifiers[item]
+        return not self._claims.queue_claim(model, identifier, 0.0, job.namespace).first
 
     def _lookup_items(
         self, job: EncodeJob, identifiers: Mapping[MMItem, str]
@@ -169,7 +186,7 @@ class Encoder:
             if not self._may_be_local(job, error):
                 raise error.at_param(item.param_path) from error.__cause__
             context.record.degraded.add("encode-local")
-            return _local(item, job.uuids[item])
+            return _local(item, job.uuids[item], job.plan_of(item).tokens)
         mine = made.item is item
         context.record.waits += not mine
         name = sent_as(item, job.uuids[item])
@@ -223,7 +240,7 @@ class Encoder:
         Raises:
             ProxyError: all tries failed, or the item itself is invalid.
         """
-        uuid, context = job.uuids[item], job.context
+        uuid, context, plan = job.uuids[item], job.context, job.plan_of(item)
         key, watched = item_key(item, uuid), context.watched
         fits = None if job.namespace is None else partial(self._shares, job.namespace)
         clock = asyncio.get_running_loop().time
@@ -235,7 +252,12 @@ class Encoder:
                     self._fatal.check(watched, [key])
                     balance, session = context.config.encode_balance, context.session
                     instance = self._choice.best_instance(
-                        tried, balance=balance, item=key, session=session, fits=fits
+                        tried,
+                        balance=balance,
+                        item=key,
+                        session=session,
+                        prefer=plan.instance,
+                        fits=fits,
                     )
                     tried.append(instance)
                     # New for each instance: an instance that failed may still push its output
@@ -243,10 +265,11 @@ class Encoder:
                     params = self._transfer.encode_params(
                         job.consumer, feature_count(job.body, item)
                     )
-                    with self._table.track_request(instance):
+                    with self._table.track_request(instance, work=Work(0, plan.tokens)):
                         sent = encode_body(job.body, item, sent_as(item, uuid), params)
                         replied = await self._stages.encode(instance, sent, item, context)
                         encoded = self._transfer.encoded(replied, params)
+                    self._placement.learn_reply(job, item, encoded)
                     self._fatal.record_survival(watched, [key], body=False)
                     return self._kept(encoded, instance, job.namespace)
                 except ProxyError as failure:
@@ -319,6 +342,8 @@ def _in_order(job: EncodeJob, made: list[EncodedItem]) -> list[EncodedItem]:
     return [
         EncodedItem(item, sent_as(item, uuid), job.found[item], "hit")
         if item in job.found
+        else _local(item, uuid, job.plan_of(item).tokens)
+        if job.plan_of(item).local
         else next(others)
         for item, uuid in job.uuids.items()
     ]
@@ -337,6 +362,6 @@ def raw_items(uuids: Mapping[MMItem, str | None]) -> list[EncodedItem]:
     return [_local(item, uuid) for item, uuid in uuids.items()]
 
 
-def _local(item: MMItem, uuid: str | None) -> EncodedItem:
-    """Return an item that prefill or decode encodes."""
-    return EncodedItem(item, sent_as(item, uuid), Encoded(), "local")
+def _local(item: MMItem, uuid: str | None, tokens: int = 0) -> EncodedItem:
+    """Return an item that prefill or decode encodes, with its predicted tokens."""
+    return EncodedItem(item, sent_as(item, uuid), Encoded(), "local", tokens)

@@ -19,7 +19,7 @@ from epd.request.encode import Encoder, raw_items
 from epd.request.prefill_decode import DecodeAnswer, PrefillDecodeStages
 from epd.request.prefix import request_prefix
 from epd.request.recovery import MAX_ATTEMPTS, Failure, next_attempt
-from epd.request.request_media import KeyedRequest, RequestMedia
+from epd.request.request_media import KeyedRequest, RequestMedia, request_work
 from epd.request.targets import Courses, Decoders
 from epd.routing.instances import Role
 from epd.routing.namespaces import Namespaces
@@ -93,6 +93,7 @@ class Pipeline:
         sending.encoded = True
         sending.prompt = self._media.prompt(request, sending)
         sending.prefix = request_prefix(request.body, request.uuids, sending)
+        sending.work = request_work(request.uuids, sending)
         pair = await self._handovers.choose_pair(sending)
         if pair is None:
             return await self._handovers.decode(sending, sending.prompt.body)
@@ -154,7 +155,15 @@ class Pipeline:
         if known is not None and known.namespace == namespace and not spent:
             return known
         if attempt.course.encode:
-            job = EncodeJob(body, uuids, context, consumer, namespace, attempt.reencode)
+            job = EncodeJob(
+                body,
+                uuids,
+                context,
+                consumer,
+                namespace,
+                attempt.reencode,
+                rule=attempt.course.items,
+            )
             items = await self._encoder.encode(job)
         else:
             items = raw_items(uuids)

@@ -16,7 +16,7 @@ from epd.config.sections.routing import RouteSettings
 from epd.errors import Overloaded, ProxyError
 from epd.routing import BalanceName, ItemBalanceName
 from epd.routing.instances import ANSWERING, CONSUMERS, Instance, Role
-from epd.routing.load import Report, read_namespace, read_report
+from epd.routing.load import Report, read_namespace, read_report, writes_outputs
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
 from epd.upstream import Upstream
@@ -133,7 +133,11 @@ MAX_PAGE_BYTES = 4 * 1024**2
 
 
 def poll_load(
-    table: InstanceTable, upstream: Upstream, live: Live[ConfigFields], background: Background
+    table: InstanceTable,
+    upstream: Upstream,
+    live: Live[ConfigFields],
+    background: Background,
+    compared: Callable[[], bool] = lambda: False,
 ) -> AbstractAsyncContextManager[None]:
     """Ask for load in the background, every `load_interval_s`, until the context exits.
 
@@ -142,12 +146,14 @@ def poll_load(
         upstream: client for the requests.
         live: configuration with the interval, the timeout and the roles.
         background: runner of the task.
+        compared: returns whether loads of different roles are compared.
     """
 
     def due_instances() -> list[Instance]:
-        config = live.current
+        config, every = live.current, compared()
         interval_s = config.load_interval_s
-        return table.reports_due(_roles(config) if interval_s else (), interval_s)
+        roles = _roles(config, every=every) if interval_s else ()
+        return table.reports_due(roles, interval_s, single=every)
 
     def ask_load(instance: Instance) -> Awaitable[Report | None]:
         return _ask(instance, upstream, live.current.health_timeout_s)
@@ -181,29 +187,35 @@ def asking_namespaces(
         config = live.current
         return namespaces.due_instances() if config.load_interval_s and config.ec_store else []
 
-    async def ask_namespace(instance: Instance) -> str | None:
+    async def ask_page(instance: Instance) -> tuple[str, bool] | None:
         page = await _page(instance, upstream, live.current.health_timeout_s)
-        return None if page is None else read_namespace(page)
+        return None if page is None else (read_namespace(page), writes_outputs(page))
 
-    question = Question(
-        "namespaces",
-        due_instances,
-        ask_namespace,
-        None,
-        namespaces.record_namespace,
-        lambda: TICK_S,
-    )
+    def record_page(instance: Instance, answer: tuple[str, bool] | None) -> None:
+        if answer is not None:
+            namespace, writes = answer
+            namespaces.record_namespace(instance, namespace)
+            namespaces.record_writes(instance, writes=writes)
+
+    question = Question("namespaces", due_instances, ask_page, None, record_page, lambda: TICK_S)
     return Polling(question, background).run_polling()
 
 
-def _roles(config: RouteSettings) -> list[Role]:
-    """Return the roles that need load reports: balanced by load, or with ranks to choose."""
+def _roles(config: RouteSettings, *, every: bool) -> list[Role]:
+    """Return the roles that need load reports.
+
+    Without `every`, these are the roles that are balanced by load or have ranks to choose.
+    """
     balances: Mapping[Role, BalanceName | ItemBalanceName] = {
         Role.ENCODE: config.encode_balance,
         Role.PREFILL: config.prefill_balance,
         **dict.fromkeys(ANSWERING, config.decode_balance),
     }
-    return [role for role, name in balances.items() if name != "round_robin" or role in CONSUMERS]
+    return [
+        role
+        for role, name in balances.items()
+        if every or name != "round_robin" or role in CONSUMERS
+    ]
 
 
 async def _ask(instance: Instance, upstream: Upstream, timeout_s: float) -> Report | None:

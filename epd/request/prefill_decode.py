@@ -17,7 +17,7 @@ from epd.request.targets import Decoders
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import CONSUMERS, Instance, Role
-from epd.routing.table import InFlight, InstanceTable
+from epd.routing.table import NO_WORK, InFlight, InstanceTable
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import with_params
 from epd.upstream import Reply
@@ -236,7 +236,11 @@ class PrefillDecodeStages:
         blames = sending.blames_instance("prefill")
         try:
             with self._table.track_request(
-                pair.prefill, alone=blames, promised=sending.prefill, prefix=sending.prefill_prefix
+                pair.prefill,
+                alone=blames,
+                promised=sending.prefill,
+                prefix=sending.prefill_prefix,
+                work=sending.work,
             ) as using:
                 sending.context.record.prefix_tokens = using.matched
                 prefilled = await self._stages.prefill(
@@ -278,7 +282,11 @@ class PrefillDecodeStages:
         request_id = None if pair is None else pair.request_id
         blames = sending.blames_instance("decode")
         using = self._table.track_request(
-            instance, alone=blames, promised=consumer, prefix=sending.decode_prefix
+            instance,
+            alone=blames,
+            promised=consumer,
+            prefix=sending.decode_prefix,
+            work=sending.work if pair is None else NO_WORK,
         ).begin_request()
         if pair is None:
             context.record.prefix_tokens = using.matched

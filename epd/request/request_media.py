@@ -1,17 +1,20 @@
 """Media items of a request: their keys, and the body in which prefill and decode get them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from epd.api.body import NO_CUTS
 from epd.api.items import Body, MMItem, at_most, check_mm_kwargs
+from epd.api.prompts import BYTES_PER_TOKEN
 from epd.encoder_cache.keys import Keys
 from epd.media.fetch import MediaFetcher
 from epd.media.parts import inline_bytes
 from epd.request.attempts import Sending, item_key
 from epd.request.context import RequestContext
+from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Role
-from epd.routing.table import InstanceTable
+from epd.routing.table import InstanceTable, Work
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Consumed, consumer_body, metadata_uuids
 
@@ -101,3 +104,23 @@ class RequestMedia:
         # A consumer that expects a push blocks on it even where the media are in the body too.
         waits = bool(params and self._transfer.pushed)
         return prompt._replace(depends=prompt.depends or waits)
+
+
+def request_work(uuids: Collection[MMItem], sending: Sending) -> Work:
+    """Return the predicted work of the instance that prefills a request.
+
+    Args:
+        uuids: the items.
+        sending: the attempt, with its encoder outputs.
+    """
+    text_bytes = sending.context.text_bytes
+    if not uuids:
+        return Work(text_bytes // BYTES_PER_TOKEN)
+    text_bytes -= sum([inline_bytes(item, NO_CUTS) for item in uuids])  # short media are not cut
+    items = sending.encodings.items
+    tokens = [
+        one.tokens or media_tokens(one.encoded.metadata) or TYPICAL_TOKENS[one.item.modality]
+        for one in items
+    ]
+    prompt_tokens = max(0, text_bytes) // BYTES_PER_TOKEN + sum(tokens)
+    return Work(prompt_tokens, sum([one.tokens for one in items]))

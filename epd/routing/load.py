@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from epd.routing.encode_work import EncodeWork
 from epd.routing.prefix import NO_PREFIX, Prefix, PrefixCache, cheapest_seat
 
 
@@ -167,6 +168,7 @@ class Load:
         pressure: the load divided by the share; comparable between instances.
         ranks: loads of its data-parallel ranks; None if the instance distributes requests itself.
         cache: known content of the engine's prefix cache, if there are no ranks.
+        encode: media items that the instance encodes, and its speed.
         report: the last report; None without a recent one.
         seed: seed for hashes, the same in every proxy.
         share: the weight; 1 for a weight of 0, because drained instances are used equally.
@@ -181,6 +183,7 @@ class Load:
         "_until_s",
         "_weight",
         "cache",
+        "encode",
         "pressure",
         "ranks",
         "report",
@@ -200,6 +203,7 @@ class Load:
         self.seed = xxh3_64_intdigest(url.encode())
         self.ranks = ranks
         self.cache = PrefixCache(clock)
+        self.encode = EncodeWork(clock)
         self.report: Report | None = None
         self.under_way = 0
         self._elsewhere = 0
@@ -313,10 +317,16 @@ class Load:
         self._since_s = -math.inf
         self._forget()
 
-    def clear_caches(self) -> None:
-        """Forget the content of prefix caches: the engines have ended, or may have."""
+    @property
+    def pending_tokens(self) -> int:
+        """Estimated tokens of this proxy's prompts that wait for their prefill, or are in it."""
+        return sum([cache.pending for cache in self.caches])
+
+    def forget_engines(self) -> None:
+        """Forget prefix caches and speed: the engines have ended, or may have."""
         for cache in self.caches:
             cache.clear()
+        self.encode.forget_speed()
 
     def _forget(self) -> None:
         self.report = None
@@ -344,6 +354,9 @@ MAX_LINE_BYTES = 4096
 
 NAMESPACE = b"vllm:ec_store_namespace_info"
 """The gauge of our connector, one sample for each engine (`ec_store.vllm_connector.metrics`)."""
+
+PRODUCER = b"vllm:ec_store_producer"
+"""The gauge of our connector that is 1 for an engine that writes its encoder outputs."""
 
 _KV_TOKENS = re.compile(
     rb'^vllm:cache_config_info\{[^}\n]{,4096}\bkv_cache_size_tokens="([1-9][0-9]{,11})"',
@@ -395,6 +408,15 @@ def read_namespaces(page: bytes) -> frozenset[str]:
         )
     except ValueError:
         return frozenset()
+
+
+def writes_outputs(page: bytes) -> bool:
+    """Return whether all engines of a page write their encoder outputs to the store."""
+    try:
+        found = [float(line.rpartition(b"}")[2].split()[0]) for line in _lines(page, PRODUCER)]
+    except (ValueError, IndexError):
+        return False
+    return bool(found) and all(value == 1 for value in found)
 
 
 def _samples(page: bytes, name: bytes) -> Iterator[tuple[int, int]]:

@@ -1,8 +1,10 @@
-"""The namespace in which each instance stores encoder outputs. No I/O.
+"""How each instance uses the store: its namespace, and whether it writes. No I/O.
 
 Instances with different encoder weights have different namespaces and share no outputs. This is the
 case during a rolling update. An instance with an unknown namespace is assumed to share with all
 others.
+
+A consumer that encodes media itself writes the outputs to the store only with the role `ec_both`.
 """
 
 import math
@@ -24,6 +26,7 @@ class Namespaces:
         self._table = table
         self._clock = clock
         self._known: dict[tuple[Role, str], str] = {}
+        self._writers: set[tuple[Role, str]] = set()
         self._asked_s: dict[tuple[Role, str], float] = {}
         self._consumers: frozenset[str] | None = None
         self._counted_at = table.changes
@@ -33,6 +36,7 @@ class Namespaces:
         members = {one.key: one for one in self._table.of_roles(*Role)}
         up = {key for key, one in members.items() if self._table.state(one) is not HealthState.DOWN}
         self._known = {key: name for key, name in self._known.items() if key in members}
+        self._writers &= members.keys()
         self._asked_s = {key: asked_s for key, asked_s in self._asked_s.items() if key in up}
         now_s = self._clock()
         due = [
@@ -58,6 +62,18 @@ class Namespaces:
             self._known[instance.key] = namespace
         else:
             del self._known[instance.key]
+
+    def record_writes(self, instance: Instance, *, writes: bool) -> None:
+        """Record whether an instance writes the outputs of its own encodes."""
+        if writes:
+            self._writers.add(instance.key)
+        else:
+            self._writers.discard(instance.key)
+
+    def consumers_write(self) -> bool:
+        """Return whether all consumers are known to write the outputs of their own encodes."""
+        consumers = self._table.of_roles(*CONSUMERS)
+        return bool(consumers) and all(one.key in self._writers for one in consumers)
 
     def namespace_of(self, instance: Instance) -> str | None:
         """Return the namespace of an instance; None if unknown."""

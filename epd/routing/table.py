@@ -53,6 +53,21 @@ class Reservation:
         self.end_request(error)
 
 
+class Work(NamedTuple):
+    """Predicted work of a request.
+
+    Attributes:
+        prompt_tokens: tokens of its prompt that the instance prefills, if not known by a `Prefix`.
+        encode_tokens: tokens of its media items that the instance encodes.
+    """
+
+    prompt_tokens: int = 0
+    encode_tokens: int = 0
+
+
+NO_WORK = Work()
+
+
 class InFlight(Reservation):
     """Request at an instance.
 
@@ -63,7 +78,17 @@ class InFlight(Reservation):
             a prefix.
     """
 
-    __slots__ = ("_alone", "_begun", "_clock", "_computed", "_health", "_prefix", "matched")
+    __slots__ = (
+        "_alone",
+        "_begun",
+        "_clock",
+        "_computed",
+        "_health",
+        "_prefix",
+        "_sent_s",
+        "_work",
+        "matched",
+    )
 
     def __init__(  # noqa: PLR0913 - a place, and the inputs of the judgement
         self,
@@ -75,13 +100,16 @@ class InFlight(Reservation):
         *,
         alone: bool,
         prefix: Prefix,
+        work: Work,
     ) -> None:
         super().__init__(instance, load, rank, prefix)
         self._health = health
         self._clock = clock
         self._alone = alone
         self._prefix = prefix
+        self._work = work
         self._computed = 0
+        self._sent_s: float | None = None
         self.matched: int | None = None
 
     def begin_request(self) -> Self:
@@ -91,23 +119,34 @@ class InFlight(Reservation):
         if self._prefix.links:
             self._computed = self._load.cache_of(self.rank).begin_prompt(self._prefix)
             self.matched = self._prefix.tokens - self._computed
+        elif self._work.prompt_tokens:
+            self._computed = self._work.prompt_tokens
+            self._load.cache_of(self.rank).pending += self._computed
+        if self._work.encode_tokens:
+            self._sent_s = self._load.encode.begin_tokens(self._work.encode_tokens)
         return self
 
     def record_answer(self) -> None:
         """Record the start of a good answer, which may still take long."""
         self._health.record_answer(self._clock())
-        self._end_prompt()
+        self._end_work()
 
-    def _end_prompt(self) -> None:
-        """Remove the prompt from those that wait for a prefill."""
+    def _end_work(self, error: BaseException | None = None) -> None:
+        """Remove the prompt and its items from those that wait for prefill and encode."""
         if self._computed:
             self._load.cache_of(self.rank).end_prompt(self._computed)
             self._computed = 0
+        if self._sent_s is not None:
+            load, tokens = self._load, self._work.encode_tokens
+            load.encode.end_tokens(tokens)
+            if error is None and self.instance.role is Role.ENCODE:
+                load.encode.learn_answer(tokens, self._sent_s, load.under_way / load.value)
+            self._sent_s = None
 
     def end_request(self, error: BaseException | None = None) -> None:
         """Judge the instance by the request's end. A cancelled request does not count."""
+        self._end_work(error)
         self._load.end_request(self.rank)
-        self._end_prompt()
         outcome, rest_s = Outcome.NOTHING, None
         if error is None:
             outcome = Outcome.GOOD
@@ -207,7 +246,7 @@ class InstanceTable:
             self.roles -= {instance.role}
         self.changes += 1
         candidate.load.drop_report()
-        candidate.load.clear_caches()
+        candidate.load.forget_engines()
         self._keep_leaving(instance, candidate.load)
         self._removed.add(instance.key)
 
@@ -316,6 +355,7 @@ class InstanceTable:
         alone: bool = True,
         promised: Reservation | None = None,
         prefix: Prefix = NO_PREFIX,
+        work: Work = NO_WORK,
     ) -> InFlight:
         """Return a context manager for a request at this instance.
 
@@ -327,10 +367,13 @@ class InstanceTable:
                 or block of another instance.
             promised: the request's earlier place. Its rank is kept if it is at the same instance.
             prefix: prompt of the request, which is then known to be in the prefix cache.
+            work: predicted work of the request.
         """
         health, load = self._health_and_load(instance)
         rank = _promised_rank(instance, promised)
-        return InFlight(instance, load, rank, health, self._clock, alone=alone, prefix=prefix)
+        return InFlight(
+            instance, load, rank, health, self._clock, alone=alone, prefix=prefix, work=work
+        )
 
     def _health_and_load(self, instance: Instance) -> tuple[Health, Load]:
         candidate = self._members.get(instance.key)
@@ -346,7 +389,7 @@ class InstanceTable:
     def _health_changed(self, instance: Instance, state: HealthState) -> None:
         """Report a change. An instance that is down has lost its prefix cache, or may have."""
         if state is HealthState.DOWN and (member := self._members.get(instance.key)) is not None:
-            member.load.clear_caches()
+            member.load.forget_engines()
         self._on_change(instance, state)
 
     def _new_health(self, on_change: Callable[[HealthState], None]) -> Health:
@@ -369,14 +412,16 @@ class InstanceTable:
         if instance.key in self._members:
             self._members[instance.key].health.record_probe(self._clock(), well=well)
 
-    def reports_due(self, roles: Collection[Role], interval_s: float) -> list[Instance]:
+    def reports_due(
+        self, roles: Collection[Role], interval_s: float, *, single: bool = False
+    ) -> list[Instance]:
         """Return the instances to ask for their load now; each answer goes to `record_report`.
-
-        A single instance of a role is skipped unless it has ranks: its load decides nothing.
 
         Args:
             roles: roles of the instances.
             interval_s: interval of reports.
+            single: whether to ask a single instance of a role that has no ranks. Its load decides
+                nothing unless the roles are compared.
         """
         now_s = self._clock()
         for one in self._members.values():
@@ -385,7 +430,7 @@ class InstanceTable:
             one.instance
             for role in roles
             for one in self._by_role[role]
-            if (len(self._by_role[role]) > 1 or one.load.ranks is not None)
+            if (single or len(self._by_role[role]) > 1 or one.load.ranks is not None)
             and one.health.state(now_s) is not HealthState.DOWN
             and one.load.report_due(now_s, interval_s)
         ]

@@ -150,7 +150,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         conversations,
         membership(config, registry, upstream, background) as registrations,
         probe_periodically(table, upstream, live, background),
-        poll_load(table, upstream, live, background),
+        poll_load(table, upstream, live, background, lambda: app[POLICIES].compares_costs),
         asking_namespaces(namespaces, upstream, live, background),
         Releases.run_releases(stages := Stages(upstream), fatal) as releases,
     ):

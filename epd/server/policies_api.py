@@ -21,6 +21,7 @@ SETTINGS = (
     "skip_prefill_below_tokens",
     "skip_prefill_for_text",
     "local_prefill_url",
+    "encode_below_pixels",
     "decode_choice",
     "decode_from",
 )
@@ -115,6 +116,11 @@ class Policies:
     def decodes_elsewhere(self) -> bool:
         """Return whether a policy in force may name decode instances outside the table."""
         return any(one.common.decode_from != "table" for one in self._current(self._live.current))
+
+    @property
+    def compares_costs(self) -> bool:
+        """Return whether a policy in force compares the load of instances of different roles."""
+        return any(hasattr(one.policy, "place_item") for one in self._current(self._live.current))
 
     def policies_page(self) -> dict[str, Any]:
         """Return the policies in force, in order of priority, and the known policies."""

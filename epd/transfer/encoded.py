@@ -105,12 +105,14 @@ class EncodedItem:
         uuid: uuid of the item in the encode request; None if an engine hashed the media.
         encoded: facts about the output.
         result: source of the output.
+        tokens: predicted number of its tokens, if prefill or decode encodes it.
     """
 
     item: MMItem
     uuid: str | None
     encoded: Encoded
     result: ItemResult
+    tokens: int = 0
 
 
 class Consumed(NamedTuple):

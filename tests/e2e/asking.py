@@ -41,11 +41,12 @@ def sound(name: str) -> Part:
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
-def unseen(stack: Served) -> Part:
-    """Return a new picture or sound made of random noise."""
+def unseen(stack: Served, side: int = 224) -> Part:
+    """Return a new picture, with sides of this length, or a new sound, made of random noise."""
     buffer = BytesIO()
     if "vl" in stack.model:
-        Image.frombytes("RGB", (224, 224), secrets.token_bytes(224 * 224 * 3)).save(buffer, "PNG")
+        noise = secrets.token_bytes(side * side * 3)
+        Image.frombytes("RGB", (side, side), noise).save(buffer, "PNG")
         return image(buffer.getvalue())
     with wave.open(buffer, "wb") as file:
         file.setparams((1, 2, 16000, 0, "NONE", ""))

@@ -87,9 +87,16 @@ def stack(
             local_media=MEDIA,
             store=url,
             kv_extra=spec.kv_extra(),
+            ec_both=spec.saving,
             flags={role: [*flags, *traces] for role, flags in spec.flags().items()},
             # No result depends on the speed of the machine.
-            proxy_flags=["--ec-store-budget-s", "2", "--trust-request-mm-kwargs", *traces],
+            proxy_flags=[
+                "--ec-store-budget-s",
+                "2",
+                "--trust-request-mm-kwargs",
+                *traces,
+                *spec.proxy_flags(),
+            ],
         )
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")

@@ -36,6 +36,8 @@ class Spec:
         traced: whether engines and proxy export spans.
         conversing: whether prefill reads decode's blocks of a conversation, and has no prefix
             cache.
+        saving: whether consumers write what they encode to the store, and the policy `cost` leaves
+            small pictures to them.
         programs: whether its engines are separate programs, which import vLLM each, instead of
             forks of a process that has imported it.
     """
@@ -48,12 +50,14 @@ class Spec:
     consumer_ranks: int = 1
     traced: bool = False
     conversing: bool = False
+    saving: bool = False
     programs: bool = False
 
     def __str__(self) -> str:
         traits = ["bf16"] * self.bf16 + [f"tp{self.ranks}"] * (self.ranks > 1)
         traits += [f"consumer-tp{self.consumer_ranks}"] * (self.consumer_ranks > 1)
         traits += ["traced"] * self.traced + ["conversing"] * self.conversing
+        traits += ["saving"] * self.saving
         return "-".join([self.model, self.topology, self.store, *traits])
 
     def flags(self) -> Mapping[Role, Sequence[str]]:
@@ -66,12 +70,19 @@ class Spec:
         ranks = self.ranks if role is Role.ENCODE else self.consumer_ranks
         return ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
 
+    def proxy_flags(self) -> Sequence[str]:
+        """Return the proxy's flags, in addition to those of every stack."""
+        return ["--encode-below-pixels", str(SMALL_PIXELS)] if self.saving else []
+
     def kv_extra(self) -> Mapping[str, Any]:
         """Return the additional settings of prefill's and decode's connector."""
         if not self.conversing:
             return {}
         return {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": BLOCKS_TTL_S}
 
+
+SMALL_PIXELS = 20_000
+"""Size below which a picture is left to its consumer, on the stacks that save it."""
 
 BLOCKS_TTL_S = 60
 """Longer than any test's conversation, short enough for decode's memory."""
@@ -83,6 +94,7 @@ ON_AUDIO = Spec(AUDIO, E_PD, DISK)
 TRACED = Spec(AUDIO, E_P_D, DISK, traced=True, programs=True)
 CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
 SHARDED = Spec(VISION, E_PD, DISK, consumer_ranks=2)
+SAVING = [Spec(VISION, topology, DISK, saving=True) for topology in (E_PD, E_P_D)]
 MODELS = (
     "tiny-internvl",
     "tiny-paddleocr-vl",
@@ -97,12 +109,23 @@ MODEL_STACKS = [Spec(model, E_PD, DISK) for model in MODELS]
 OMNI_STACKS = [spec for spec in MODEL_STACKS if "omni" in spec.model]
 VIDEO_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith(("omni", "internvl", "3-vl"))]
 TIMED_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith("3-vl")]
-STACKS = [ON_DISK, ON_REDIS, ON_CLUSTER, ON_AUDIO, TRACED, CONVERSING, SHARDED, *MODEL_STACKS]
+STACKS = [
+    ON_DISK,
+    ON_REDIS,
+    ON_CLUSTER,
+    ON_AUDIO,
+    TRACED,
+    CONVERSING,
+    SHARDED,
+    *SAVING,
+    *MODEL_STACKS,
+]
 
 EACH_STORE = [ON_DISK, ON_REDIS, ON_CLUSTER]
 
 OF_MODULES: Mapping[str, Sequence[Spec]] = {
     "test_conversations": [CONVERSING],
+    "test_cost_policy": SAVING[:1],
     "test_kills": [CONVERSING],
     "test_models": MODEL_STACKS,
     "test_prefill_decode": [CONVERSING],
@@ -140,6 +163,7 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_a_cluster_is_stopped_while_serving_and_comes_back": [ON_CLUSTER],
     "test_one_rank_of_the_encode_engine_writes": [ON_CLUSTER],
     # Differences with a separate prefill engine.
+    "test_small_picture_is_encoded_by_its_consumer_and_found_by_the_next_request": SAVING,
     "test_a_client_that_leaves_stops_the_engine": [ON_DISK, ON_CLUSTER],
     "test_a_response_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER],
     "test_a_message_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER],

@@ -187,6 +187,14 @@ def engine(role: Role, *more: str) -> Engine:
     )
 
 
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.PREFILL_DECODE])
+def test_consumers_write_their_encodes_to_the_store_if_asked(role: Role) -> None:
+    command = replace(engine(role), ec_both=True).command()
+    config = json.loads(command[command.index("--ec-transfer-config") + 1])
+
+    assert config["ec_role"] == "ec_both"
+
+
 def flags(role: Role) -> dict[str, str]:
     command = engine(role).command()
     return dict(zip(command, [*command[1:], ""], strict=True))

@@ -213,6 +213,7 @@ def test_a_single_instance_is_polled_only_for_its_ranks() -> None:
     assert table_of(A, B)[0].reports_due([Role.DECODE], INTERVAL_S) == [A, B]
     assert table_of(A, B)[0].reports_due([Role.PREFILL], INTERVAL_S) == []
     assert table_of(wide)[0].reports_due([Role.PREFILL_DECODE], INTERVAL_S) == [wide]
+    assert table_of(A)[0].reports_due([Role.DECODE], INTERVAL_S, single=True) == [A]
 
 
 def test_an_instance_that_is_down_is_not_polled_and_its_report_is_dropped() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from epd.errors import NoInstance
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
-from epd.routing.load import NAMESPACE, read_namespace
+from epd.routing.load import NAMESPACE, read_namespace, writes_outputs
 from epd.routing.namespaces import INTERVAL_S, Namespaces
 from epd.routing.table import InstanceTable
 
@@ -191,3 +191,53 @@ def test_an_instance_that_leaves_takes_its_namespace_along(
     assert namespaces.of_consumers() == {"a", "b"}
     namespaces.record_namespace(D2, "")
     assert namespaces.of_consumers() == {"a"}
+
+
+def test_consumers_write_if_all_are_known_to(namespaces: Namespaces, table: InstanceTable) -> None:
+    found = [namespaces.consumers_write()]
+    for instance in (E1, D1, D2):
+        namespaces.record_writes(instance, writes=True)
+        found.append(namespaces.consumers_write())
+    namespaces.record_writes(D1, writes=False)
+    found.append(namespaces.consumers_write())
+
+    assert found == [False, False, False, True, False]
+    table.remove(D1)
+    assert namespaces.consumers_write()
+    table.remove(D2)
+    assert not namespaces.consumers_write()
+
+
+def test_instance_that_leaves_is_not_known_to_write(
+    namespaces: Namespaces, table: InstanceTable
+) -> None:
+    for instance in (D1, D2):
+        namespaces.record_writes(instance, writes=True)
+    table.remove(D1)
+    namespaces.due_instances()
+    table.add(D1)
+
+    assert not namespaces.consumers_write()
+
+
+@pytest.mark.parametrize(
+    ("samples", "writes"),
+    [
+        ([], False),
+        (['engine="0"} 1.0'], True),
+        (['engine="0"} 1.0', 'engine="1"} 1.0'], True),
+        (['engine="0"} 1.0', 'engine="1"} 0.0'], False),
+        (['engine="0"} 0.0'], False),
+        (['engine="0"} one'], False),
+        (['engine="0"}'], False),
+    ],
+)
+def test_page_tells_whether_all_engines_write(samples: list[str], writes: bool) -> None:
+    lines = "".join(f"vllm:ec_store_producer{{{one}\n" for one in samples)
+
+    assert writes_outputs(f"# TYPE x gauge\n{lines}".encode()) is writes
+
+
+@given(st.binary())
+def test_any_page_may_come_for_writes(content: bytes) -> None:
+    assert writes_outputs(b"\nvllm:ec_store_producer" + content) in {True, False}

@@ -241,8 +241,10 @@ class Pieces:
         return MultiModalFeatureSpec(MultiModalKwargsItem(data), "image", identifier, where)
 
     @staticmethod
-    def request(*features: MultiModalFeatureSpec) -> Request:
-        return Request("r", [1] * 64, SamplingParams(max_tokens=4), None, mm_features=[*features])
+    def request(*features: MultiModalFeatureSpec, max_tokens: int = 1) -> Request:
+        """Return a request of a proxy, which asks for one token, or one of a client."""
+        sampling = SamplingParams(max_tokens=max_tokens)
+        return Request("r", [1] * 64, sampling, None, mm_features=[*features])
 
     @staticmethod
     def tensor(fill: float = 1.0, rows: int = TOKENS) -> torch.Tensor:

@@ -364,6 +364,16 @@ def test_a_producer_names_what_is_stored_or_on_its_way(
     assert counted(connector)["saves"] == 2
 
 
+def test_answer_of_more_than_one_token_names_no_entries(vllm: Any, connect: Connect) -> None:
+    connector = connect()
+    named = [
+        connector.request_finished(vllm.request(vllm.feature("a"), max_tokens=count))[1]
+        for count in (1, 2)
+    ]
+
+    assert [one and [*one] for one in named] == [["a"], None]
+
+
 def test_a_producer_does_not_name_what_was_dropped_until_it_is_stored(
     vllm: Any, connect: Connect, url: str
 ) -> None:

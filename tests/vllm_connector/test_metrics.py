@@ -1,13 +1,22 @@
 """Metrics of the connector, as vLLM aggregates them and shows them on `/metrics`."""
 
 import json
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 
+from epd.routing.load import writes_outputs
 from tests.deploy.expressions import asked, queries
 from tests.deploy.tools import DASHBOARD, rules
 from tests.vllm_connector.steps import Connect, put, settle
@@ -114,6 +123,20 @@ def test_namespace_of_the_scheduler_is_published_and_a_disagreement_is_one_error
     assert record.levelname == "ERROR"
     assert own in record.getMessage()
     assert "other" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("role", "writes"), [("ec_producer", True), ("ec_both", True), ("ec_consumer", False)]
+)
+def test_page_says_whether_the_engine_writes(
+    metrics: Any, vllm: Any, role: str, writes: bool
+) -> None:
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+    config = vllm.transferring("ECStoreConnector", role, store="file:///store")
+    metrics.StorePromMetrics(config, kinds, ["engine"], {0: ["0"], 1: ["1"]})
+
+    assert writes_outputs(b"\n" + generate_latest(registry)) is writes
 
 
 def test_scheduler_tells_its_namespace_which_is_no_figure(

@@ -12,7 +12,7 @@ from epd.config.fields import (
     Seconds,
     SecondsOrNone,
 )
-from epd.policies.plan import MAX_TOKENS, DecodeChoice, DecodeFrom
+from epd.policies.plan import MAX_PIXELS, MAX_TOKENS, DecodeChoice, DecodeFrom
 from epd.routing import BalanceName, ItemBalanceName
 
 MIN_LOAD_INTERVAL_S = 0.05
@@ -37,6 +37,14 @@ class RouteSettings(BaseModel, frozen=True, extra="forbid"):
         default=None,
         description="URL of the prefill instance next to the proxy (policy "
         "prefill_local_decode_remote); default: the first one of --prefill-servers-urls",
+    )
+    encode_below_pixels: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_PIXELS,
+        description="pictures with fewer pixels (width x height) that are not in the store are "
+        "left to prefill or PD, which encode them; encode instances get all other media (policy "
+        "cost). Only if all instances that prefill have the ec_role ec_both; 0: no pictures",
     )
     policies: PolicyNames = Field(
         default=(),

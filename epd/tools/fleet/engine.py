@@ -253,6 +253,7 @@ class Engine:
         max_model_len, max_num_seqs: maximum tokens of a request and its answer, maximum concurrent
             requests; None: the platform's defaults.
         kv_extra: extra configuration of the KV connector.
+        ec_both: whether a consumer of encoder outputs writes those that it makes to the store too.
         program: command that starts vLLM.
         flags: additional flags; of a repeated flag, vLLM uses the last value.
         inherited: environment of the caller, which takes precedence over the platform's defaults.
@@ -271,6 +272,7 @@ class Engine:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     kv_extra: Mapping[str, Any] = field(default_factory=dict)
+    ec_both: bool = False
     program: tuple[str, ...] = VLLM
     flags: tuple[str, ...] = ()
     inherited: Mapping[str, str] = field(default_factory=dict)
@@ -336,16 +338,17 @@ class Engine:
         return None if divided or bound else self.platform.executor
 
     def _role_values(self) -> dict[str, Any]:
+        consumer = "ec_both" if self.ec_both else "ec_consumer"
         match self.role:
             case Role.ENCODE:
                 tokens = {"--max-num-batched-tokens": self.platform.encode_tokens}
                 return tokens | self._ec("ec_producer")
             case Role.PREFILL:
-                return self._ec("ec_consumer") | self._kv("kv_producer")
+                return self._ec(consumer) | self._kv("kv_producer")
             case Role.DECODE:
                 return self._kv("kv_consumer")
             case Role.PREFILL_DECODE:
-                return self._ec("ec_consumer")
+                return self._ec(consumer)
 
     def _ec(self, role: str) -> dict[str, str]:
         if not self.store:

@@ -213,6 +213,7 @@ def _engines(
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             kv_extra=settings.kv_extra(),
+            ec_both=settings.ec_both,
             program=settings.vllm_command,
             flags=settings.vllm_flags + _flags(settings, role),
             inherited=environ,

@@ -237,6 +237,11 @@ class FleetSettings(BaseSettings):
         description="encoder store: a folder, with a quota of 64 GiB, or a store URL (default: in "
         "shared memory, deleted at the fleet's end)",
     )
+    ec_both: bool = Field(
+        False,
+        description="let instances that prefill write the encoder outputs that they make to the "
+        "store too (ec_role ec_both), as the policy cost of the proxy needs",
+    )
     ec_store_port: Port = Field(
         8100, description="port of the service that enforces the quota of a store in a folder"
     )
@@ -285,6 +290,8 @@ class FleetSettings(BaseSettings):
             raise ValueError("--kv-recompute-threshold needs --bidirectional-kv")
         if self.ec_store is not None and Role.ENCODE not in roles:
             raise ValueError("--ec-store needs encode instances, as in 1e1p1d")
+        if self.ec_both and Role.ENCODE not in roles:
+            raise ValueError("--ec-both needs encode instances, as in 1e1pd")
         return self
 
     @property

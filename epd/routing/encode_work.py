@@ -1,0 +1,132 @@
+"""Encode work of one instance: what is under way there, and how fast it encodes. No I/O.
+
+The speed has two parts: time of each request, and time of each token. They are learned by least
+squares from the instance's answers. An instance may encode requests one after the other or several
+at once. Either way it has worked on a request since the end of the one before, or since its start:
+
+    seconds = end - max(start, end of the previous request)
+
+So the seconds add up to the time for which the instance was busy, and a wait behind other requests
+of this proxy counts for none of them. The time is divided among all clients of the instance, by the
+reported load (`epd.routing.load`).
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+DECAY = 0.95
+"""Weight of the earlier answers after a new one: the last 20 count."""
+
+KEPT_S = 600.0
+"""Time after the last answer at which a speed expires, in seconds. The instance then gets an item
+again, even if the policy would avoid it."""
+
+
+NO_SUMS: tuple[float, ...] = (0.0,) * 5
+
+
+class Speed(NamedTuple):
+    """Speed of an instance.
+
+    Attributes:
+        request_s: seconds for each request, regardless of its items.
+        token_s: seconds for each encoder token.
+    """
+
+    request_s: float
+    token_s: float
+
+    def work_s(self, requests: float, tokens: float) -> float:
+        """Return the time for this many requests with this many tokens together."""
+        return requests * self.request_s + tokens * self.token_s
+
+
+ASSUMED = Speed(0.0, 1e-4)
+"""Speed of an instance if none is known: 10,000 tokens per second."""
+
+
+def mean_speed(speeds: Iterable[Speed | None]) -> Speed | None:
+    """Return the mean of the known speeds; None if none is known."""
+    known = [one for one in speeds if one is not None]
+    if not known:
+        return None
+    request_s, token_s = map(sum, zip(*known, strict=True))
+    return Speed(request_s / len(known), token_s / len(known))
+
+
+class EncodeWork:
+    """Encoder tokens under way at one instance, and its speed.
+
+    Attributes:
+        tokens: predicted tokens that this proxy has sent there and that are not encoded.
+        mean_tokens: mean tokens of the answered requests; 0 before the first one.
+    """
+
+    __slots__ = ("_clock", "_ended_s", "_speed", "_sums", "_until_s", "mean_tokens", "tokens")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ended_s: float | None = None
+        self._sums = NO_SUMS
+        self._speed: Speed | None = None
+        self._until_s = 0.0
+        self.mean_tokens = 0.0
+        self.tokens = 0
+
+    @property
+    def speed(self) -> Speed | None:
+        """The speed; None if unknown or expired."""
+        return self._speed if self._clock() < self._until_s else None
+
+    def begin_tokens(self, tokens: int) -> float:
+        """Count tokens that the instance gets now. Return the time."""
+        self.tokens += tokens
+        return self._clock()
+
+    def end_tokens(self, tokens: int) -> None:
+        """Count the end of their encode, or its failure."""
+        self.tokens -= tokens
+
+    def learn_answer(self, tokens: int, started_s: float, share: float) -> None:
+        """Learn from an answer.
+
+        The first one after a start is ignored: the instance compiles code and opens connections.
+
+        Args:
+            tokens: tokens of the request, at least 1.
+            started_s: time of the request, as `begin_tokens` returned it.
+            share: this proxy's part of the requests at the instance, above 0 and at most 1.
+        """
+        now_s, ended_s = self._clock(), self._ended_s
+        self._ended_s = now_s
+        if ended_s is None:
+            return
+        if now_s >= self._until_s:
+            self._sums = NO_SUMS
+        seconds = (now_s - max(started_s, ended_s)) * share
+        new = 1.0, tokens, seconds, tokens * tokens, tokens * seconds
+        sums = tuple(DECAY * old + one for old, one in zip(self._sums, new, strict=True))
+        self._sums = sums
+        self._speed, self.mean_tokens = _fit(*sums), sums[1] / sums[0]
+        self._until_s = now_s + KEPT_S
+
+    def forget_speed(self) -> None:
+        """Forget the speed: the instance has been restarted, or may have been."""
+        self._ended_s = self._speed = None
+        self._sums, self._until_s, self.mean_tokens = NO_SUMS, 0.0, 0.0
+
+
+def _fit(count: float, x: float, y: float, xx: float, xy: float) -> Speed:
+    """Return the speed by weighted sums: of ones, tokens, seconds, and their products.
+
+    Where the sums allow no line with two positive parts, as with equal items, the time is in
+    proportion to the tokens.
+    """
+    spread = count * xx - x * x
+    if spread > 1e-6 * count * xx:
+        token_s = (count * xy - x * y) / spread
+        request_s = (y - token_s * x) / count
+        if token_s > 0 and request_s > 0:
+            return Speed(request_s, token_s)
+    return Speed(0.0, y / x)

@@ -1,0 +1,125 @@
+"""Forecast of encodes: the seconds until an item is encoded, on an encode instance or a consumer.
+
+Both sides use the speeds of `epd.routing.encode_work`. Requests of other clients at an encode
+instance count as the mean of this proxy's. What this proxy has left with consumers waits there for
+an encode too.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from epd.routing.encode_work import ASSUMED, Speed, mean_speed
+from epd.routing.instances import CONSUMERS, Instance, Role
+from epd.routing.load import Load
+from epd.routing.rendezvous import distances
+from epd.routing.table import InstanceTable
+
+
+class EncodeQueue:
+    """Queue of an encode instance, with the items that are planned for it."""
+
+    def __init__(self, instance: Instance, load: Load, usual: Speed) -> None:
+        """Forecast with the instance's own speed, or the usual one if it is unknown."""
+        self.instance = instance
+        self.load = load
+        self.speed = load.encode.speed or usual
+        self._requests = load.value
+        others = load.value - load.under_way
+        self._tokens = load.encode.tokens + others * load.encode.mean_tokens
+
+    def finish_s(self, tokens: int) -> float:
+        """Return the time until a new item is encoded."""
+        return self.speed.work_s(self._requests + 1, self._tokens + tokens)
+
+    def add_item(self, tokens: int) -> None:
+        """Plan an item for this instance."""
+        self._requests += 1
+        self._tokens += tokens
+
+
+class ConsumerLoad(NamedTuple):
+    """Load of the consumer that would encode an item.
+
+    Attributes:
+        requests: number of requests that wait or run at one of its engines.
+        tokens: tokens of items that one of its engines encodes for this proxy.
+    """
+
+    requests: float
+    tokens: float
+
+
+class Forecast:
+    """Forecast for the items of one request. Each item counts in the forecast of the next one.
+
+    Attributes:
+        speed: mean speed of the encode instances; None if none of them is known.
+        local: load of the consumer, including items of this request.
+    """
+
+    def __init__(
+        self,
+        table: InstanceTable,
+        consumer: Instance | None = None,
+        fits: Callable[[Instance], bool] | None = None,
+    ) -> None:
+        """Forecast by the present load.
+
+        Args:
+            table: instances with their load.
+            consumer: the chosen consumer, which has a place for the request; None for the one with
+                the lowest load.
+            fits: predicate of the encode instances that can serve the request; None for all.
+        """
+        usable = [
+            (one.instance, one.load)
+            for one in table.usable_candidates(Role.ENCODE)
+            if fits is None or fits(one.instance)
+        ]
+        self.speed = mean_speed([load.encode.speed for _, load in usable])
+        self._queues = [EncodeQueue(*one, self.speed or ASSUMED) for one in usable]
+        self.local = _local(table, consumer)
+
+    def best_queue(self, tokens: int, key: str) -> EncodeQueue | None:
+        """Return the queue in which an item is encoded first; None without an instance.
+
+        Of those with the same number of milliseconds, take the one nearest to the item's key.
+        """
+        if not self._queues:
+            return None
+        far = distances([one.load for one in self._queues], key.encode("utf-8", "surrogatepass"))
+        costs = [
+            (round(one.finish_s(tokens), 3), away)
+            for one, away in zip(self._queues, far, strict=True)
+        ]
+        return self._queues[costs.index(min(costs))]
+
+    def leave_item(self, tokens: int) -> None:
+        """Plan an item for the consumer."""
+        self.local = self.local._replace(tokens=self.local.tokens + tokens)
+
+
+def _local(table: InstanceTable, consumer: Instance | None) -> ConsumerLoad:
+    loads: Sequence[Load] = [
+        one.load
+        for one in table.usable_candidates(*CONSUMERS)
+        if consumer is None or one.instance == consumer
+    ]
+    if not loads:
+        return ConsumerLoad(0.0, 0.0)
+    load = min(loads, key=lambda one: one.pressure)
+    requests = load.value - (consumer is not None)  # its place counts as load already
+    return ConsumerLoad(max(0, requests) / len(load.seats), load.encode.tokens / len(load.seats))
+
+
+def encode_work_s(loads: Sequence[Load]) -> float:
+    """Return the predicted time of this proxy's encodes at these instances, in seconds."""
+    usual = mean_speed([load.encode.speed for load in loads]) or ASSUMED
+    return sum(
+        (load.encode.speed or usual).work_s(load.under_way, load.encode.tokens) for load in loads
+    )
+
+
+def pending_tokens(loads: Sequence[Load]) -> float:
+    """Return the estimated tokens of this proxy's prompts that are not prefilled."""
+    return sum(load.pending_tokens for load in loads)

@@ -1,0 +1,174 @@
+"""Encode and PD instances in simulated time, behind the real placement of items.
+
+An encode instance encodes one item after the other. An encode at a PD instance blocks its engine:
+all of its decodes wait for it.
+"""
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import epd
+from epd.api.items import MMItem
+from epd.policies.plan import ItemRule
+from epd.request.attempts import EncodeJob, ItemPlan
+from epd.request.context import RequestContext
+from epd.request.item_tokens import PIXELS_PER_TOKEN
+from epd.request.placement import Placement
+from epd.routing.balance import Choice
+from epd.routing.encode_work import Speed
+from epd.routing.instances import Instance, Role
+from epd.routing.namespaces import Namespaces
+from epd.routing.table import InFlight, InstanceTable, Work
+from tests.requests import image, png
+
+SPEED = Speed(request_s=0.03, token_s=0.0001)
+"""Speed of every encode instance. The time of a request is on top of an encode at a PD instance."""
+
+CONFIG = epd.ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://pd:1",))
+
+
+def picture(tokens: int) -> MMItem:
+    """Return a PNG of this many tokens, as far as its header."""
+    path = ("messages", 0, "content", 0)
+    return MMItem(path, "image_url", image(png(PIXELS_PER_TOKEN, tokens)))
+
+
+class Asked(NamedTuple):
+    """A request: when it arrives, the tokens of its picture (0 for none), and its decode."""
+
+    at_s: float
+    tokens: int
+    decode_s: float
+
+
+def traffic(
+    rate: float, count: int, tokens: Sequence[int], decode_s: float, seed: int = 1
+) -> list[Asked]:
+    """Return requests at random times, each with a picture of one of these sizes."""
+    chance, at_s, asked = random.Random(seed), 0.0, list[Asked]()  # noqa: S311 - no secret
+    for _ in range(count):
+        at_s += chance.expovariate(rate)
+        asked.append(Asked(at_s, chance.choice(tokens), decode_s))
+    return asked
+
+
+@dataclass(slots=True, eq=False)
+class Decoding:
+    """A request at a PD instance."""
+
+    asked: Asked
+    using: InFlight
+    ends_s: float = 0.0
+
+
+@dataclass
+class EncodeFleet:
+    """The fleet.
+
+    Attributes:
+        rule: rule of the policy; None to encode all items on encode instances.
+        encoders: number of encode instances.
+        decoders: number of PD instances.
+        now_s: simulated time.
+        seconds: time from arrival to the end of decode, of each request.
+        left: number of items that a PD instance encoded.
+    """
+
+    rule: ItemRule | None
+    encoders: int = 1
+    decoders: int = 2
+    now_s: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    left: int = 0
+
+    def __post_init__(self) -> None:
+        clock = self._clock
+        encodes = [Instance(Role.ENCODE, f"http://e{n}:1") for n in range(self.encoders)]
+        decodes = [Instance(Role.PREFILL_DECODE, f"http://pd{n}:1") for n in range(self.decoders)]
+        self.table = InstanceTable([*encodes, *decodes], clock=clock)
+        namespaces = Namespaces(self.table, clock)
+        for one in decodes:
+            namespaces.record_writes(one, writes=True)
+        self._placement = Placement(self.table, namespaces, pushed=False)
+        self._encodes = Choice(self.table, Role.ENCODE)
+        self._decodes = Choice(self.table, Role.PREFILL_DECODE)
+        self._free_s = dict.fromkeys([*encodes, *decodes], 0.0)
+        self._running: dict[Instance, set[Decoding]] = {one: set() for one in decodes}
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    @property
+    def mean_s(self) -> float:
+        return sum(self.seconds) / len(self.seconds)
+
+    def run(self, requests: Sequence[Asked]) -> "EncodeFleet":
+        """Run until all requests have ended."""
+        for asked in requests:
+            self._run_at(asked.at_s, partial(self._arrive, asked))
+        while self._events:
+            self.now_s, _, call = heapq.heappop(self._events)
+            call()
+        assert len(self.seconds) == len(requests)
+        return self
+
+    def _clock(self) -> float:
+        return self.now_s
+
+    def _run_at(self, at_s: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (at_s, next(self._numbers), call))
+
+    def _arrive(self, asked: Asked) -> None:
+        if not asked.tokens:
+            self._decode(asked, 0)
+            return
+        plan = self.plan_item(picture(asked.tokens))
+        assert plan.tokens == asked.tokens
+        if plan.local:
+            self.left += 1
+            self._decode(asked, asked.tokens)
+            return
+        chosen = self._encodes.best_instance(prefer=plan.instance)
+        using = self.table.track_request(chosen, work=Work(0, plan.tokens)).begin_request()
+        begins_s = max(self.now_s, self._free_s[chosen])
+        self._free_s[chosen] = ends_s = begins_s + SPEED.work_s(1, asked.tokens)
+        self._run_at(ends_s, partial(self._encoded, asked, using))
+
+    def plan_item(self, item: MMItem) -> ItemPlan:
+        """Return the plan for an item of a request that arrives now."""
+        context = RequestContext("r", {}, CONFIG)
+        job = EncodeJob({"model": "m"}, {item: "key"}, context, rule=self.rule)
+        return self._placement.plan_items(job, [item], lambda _: True, lambda _: False).plan_of(
+            item
+        )
+
+    def _encoded(self, asked: Asked, using: InFlight) -> None:
+        using.end_request()
+        self._decode(asked, 0)
+
+    def _decode(self, asked: Asked, tokens: int) -> None:
+        """Encode the tokens, which delays all decodes of the instance, then decode."""
+        chosen = self._decodes.best_instance()
+        using = self.table.track_request(chosen, work=Work(0, tokens)).begin_request()
+        begins_s = max(self.now_s, self._free_s[chosen])
+        encode_s = SPEED.work_s(0, tokens)
+        if tokens:
+            self._free_s[chosen] = begins_s + encode_s
+            for other in self._running[chosen]:
+                other.ends_s += encode_s
+        decoding = Decoding(asked, using, begins_s + encode_s + asked.decode_s)
+        self._running[chosen].add(decoding)
+        self._run_at(begins_s + encode_s, using.record_answer)
+        self._run_at(decoding.ends_s, partial(self._end, chosen, decoding))
+
+    def _end(self, chosen: Instance, decoding: Decoding) -> None:
+        if decoding.ends_s > self.now_s:  # delayed since
+            self._run_at(decoding.ends_s, partial(self._end, chosen, decoding))
+            return
+        self._running[chosen].remove(decoding)
+        decoding.using.end_request()
+        self.seconds.append(self.now_s - decoding.asked.at_s)

@@ -1,0 +1,79 @@
+"""Predicted work of a request, and the pixels of its pictures."""
+
+from typing import Any
+
+import pytest
+
+import epd
+from epd.api.endpoints import ENDPOINTS
+from epd.api.items import MMItem
+from epd.media.parts import image_pixels
+from epd.policies.plan import Course, Facts
+from epd.request.attempts import Attempt, Encodings, Sending
+from epd.request.context import RequestContext
+from epd.request.request_media import request_work
+from epd.transfer.encoded import Encoded, EncodedItem
+from tests.requests import Part, data_url, image, input_audio, png, request, video
+
+CHAT = "/v1/chat/completions"
+CONFIG = epd.ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
+PICTURE = png(280, 280)
+
+
+def item_of(part: Part) -> MMItem:
+    [item] = ENDPOINTS[CHAT].items(request(part))
+    return item
+
+
+def sending_of(*items: EncodedItem, text_bytes: int = 0, **more: Any) -> Sending:
+    facts = Facts(CHAT, prefills=True, items=len(items), roles=frozenset())
+    context = RequestContext("r", {}, CONFIG, text_bytes=text_bytes, **more)
+    return Sending(Attempt(Course(), facts), context, encodings=Encodings(items))
+
+
+def test_text_counts_by_its_bytes() -> None:
+    assert request_work((), sending_of(text_bytes=4003)) == (1000, 0)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tokens", "expected"),
+    [
+        ({"image_grid_thw": [1, 36, 54]}, 0, (586, 0)),
+        ({}, 0, (1124, 0)),
+        ({}, 70, (170, 70)),
+    ],
+    ids=["reported", "unknown", "left"],
+)
+def test_items_count_by_their_tokens_and_those_left_are_encoded_too(
+    metadata: dict[str, Any], tokens: int, expected: tuple[int, int]
+) -> None:
+    item = item_of(image("http://x/a"))
+    encoded = EncodedItem(item, "key", Encoded(metadata=metadata), "local", tokens)
+
+    assert request_work([item], sending_of(encoded, text_bytes=400)) == expected
+
+
+def test_short_media_are_no_text() -> None:
+    item = item_of(image(PICTURE))
+    media = len(data_url(PICTURE).partition(",")[2])
+    encoded = EncodedItem(item, "key", Encoded(), "local", 10)
+
+    assert request_work([item], sending_of(encoded, text_bytes=400 + media)) == (110, 10)
+
+
+@pytest.mark.parametrize(
+    ("part", "pixels"),
+    [
+        (image(PICTURE), 78_400),
+        (image("http://x/a.png"), 0),
+        (image(b"no picture"), 0),
+        (image(PICTURE[:20]), 0),
+        (image("data:image/png;base64,%%%"), 0),
+        (image("ftp://x/a"), 0),
+        ({"type": "image_url", "image_url": None, "uuid": "mine"}, 0),
+        (video(PICTURE), 0),
+        (input_audio(), 0),
+    ],
+)
+def test_pixels_are_those_of_a_pictures_header(part: Part, pixels: int) -> None:
+    assert image_pixels(item_of(part), {}) == pixels
