@@ -126,6 +126,18 @@ def inline_bytes(item: MMItem, cuts: Cuts) -> int:
     return len(text) - text.find(",") - 1 if found is None else len(found)
 
 
+def image_pixels(item: MMItem, cuts: Cuts) -> int:
+    """Return the number of a picture's pixels by its header; 0 if it is unknown."""
+    if item.modality != "image" or not item.has_media:
+        return 0
+    try:
+        media = source(item, cuts)
+        size = image_size(media.read) if isinstance(media, Inline) else None
+    except (BadRequest, ValueError):
+        return 0
+    return 0 if size is None else size[0] * size[1]
+
+
 def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) -> None:
     """Reject a picture that may harm an engine.
 

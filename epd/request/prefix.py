@@ -9,7 +9,6 @@ The digests are the same in every process. They are no secrets, but they include
 which the proxy derives from the tenant: isolated tenants have no link in common.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from epd.api.body import dump_json
 from epd.api.items import MM_KWARGS, Body, MMItem, Path
 from epd.api.prompts import BYTES_PER_TOKEN
 from epd.request.attempts import Sending, item_key
+from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
 from epd.routing.prefix import NO_PREFIX, Prefix
 
 PIECE_BYTES = 1024
@@ -56,12 +56,6 @@ CONTENTS = ("text", "content", "output")
 FEWEST = 2
 """Number of the fields of most messages and parts: role and content, type and text."""
 
-MERGED = 4
-"""Number of patches that become one token in Qwen's models, the ones that report a grid."""
-
-TYPICAL_TOKENS = {"image": 1024, "audio": 512, "video": 4096}
-"""Estimated tokens of an item without a reported count, by modality."""
-
 
 def request_prefix(body: Body, uuids: Mapping[MMItem, str | None], sending: Sending) -> Prefix:
     """Return the prompt of a request; `NO_PREFIX` if no instance is chosen by its content.
@@ -83,18 +77,6 @@ def request_prefix(body: Body, uuids: Mapping[MMItem, str | None], sending: Send
             media[item.path] = item_key(item, uuid), tokens
     chain = Chain(body, media)
     return Prefix(chain.links, chain.ends, context.session)
-
-
-def media_tokens(metadata: Mapping[str, Any]) -> int:
-    """Return the number of an item's tokens by its placeholder metadata; 0 if they have none."""
-    for name, value in metadata.items():
-        if not value:
-            continue
-        if name.endswith("_grid_thw"):  # patches of one item, or of one row
-            return int(math.prod(value[0] if isinstance(value[0], list) else value)) // MERGED
-        if name.endswith("_num_tokens"):
-            return int(value[0])
-    return 0
 
 
 class Chain:

@@ -19,7 +19,8 @@ from epd.policies.plan import Course, Facts
 from epd.request.attempts import Attempt, Encodings, Sending
 from epd.request.context import RequestContext
 from epd.request.prefix import MAX_LINKS as MAX_OF_PROMPT
-from epd.request.prefix import PIECE_BYTES, media_tokens, request_prefix
+from epd.request.item_tokens import media_tokens
+from epd.request.prefix import PIECE_BYTES, request_prefix
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Load, Report
