@@ -1,6 +1,6 @@
 """Attempts of a request: the items to encode with their keys, the plan, and the results. No I/O."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -170,6 +170,10 @@ class OutputKey(NamedTuple):
         return self.named and not self.kwargs
 
 
+FirstTry = Callable[[MMItem, list[Instance]], Awaitable[Encoded | None]]
+"""First try of an item, possibly in one request with others: see `FirstTries.encode_item`."""
+
+
 class EncodeJob(NamedTuple):
     """Items of one request, each of which needs an encoder output.
 
@@ -182,6 +186,7 @@ class EncodeJob(NamedTuple):
         reencode: whether to ignore stored outputs, because a consumer could not load them.
         found: stored outputs, by item.
         answered: whether the store answered the lookup.
+        first_try: first try of each item; None if each item is sent by itself.
     """
 
     body: Body
@@ -192,6 +197,7 @@ class EncodeJob(NamedTuple):
     reencode: bool = False
     found: Mapping[MMItem, Encoded] = {}
     answered: bool = False
+    first_try: FirstTry | None = None
 
     @property
     def skips_claims(self) -> bool:

@@ -45,7 +45,9 @@ class TokenCounts:
 
     def __init__(self) -> None:
         # Tokens per pixel by class of size; under 0, tokens of an item of unknown size.
-        self._means: BoundedDict[tuple[str | None, str], dict[int, float]] = BoundedDict(MAX_LEARNED)
+        self._means: BoundedDict[tuple[str | None, str], dict[int, float]] = BoundedDict(
+            MAX_LEARNED
+        )
 
     def predict_tokens(self, model: str | None, modality: str, pixels: int = 0) -> int:
         """Return the expected number of an item's tokens, at least 1.

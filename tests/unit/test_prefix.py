@@ -18,8 +18,8 @@ from epd.errors import UpstreamUnreachable
 from epd.policies.plan import Course, Facts
 from epd.request.attempts import Attempt, Encodings, Sending
 from epd.request.context import RequestContext
-from epd.request.prefix import MAX_LINKS as MAX_OF_PROMPT
 from epd.request.item_tokens import media_tokens
+from epd.request.prefix import MAX_LINKS as MAX_OF_PROMPT
 from epd.request.prefix import PIECE_BYTES, request_prefix
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
