@@ -1,7 +1,7 @@
-"""Endpoints `/v1/chat/completions` and `/v1/completions`, and the encode request of one item.
+"""Endpoints `/v1/chat/completions` and `/v1/completions`, and the encode request of media items.
 
 The wire is vLLM's, in `vllm/entrypoints/openai`: `chat_completion/protocol.py` and
-`completion/protocol.py`. An encode instance gets a chat request with a single media item. The
+`completion/protocol.py`. An encode instance gets a chat request with nothing but media items. The
 prompt of a completion has no media, and goes through prefill and decode.
 """
 
@@ -57,14 +57,23 @@ def feature_count(body: Body, item: MMItem) -> int:
 
 
 def encode_body(
-    body: Body, item: MMItem, uuid: str | None, ec_transfer_params: Mapping[str, Any] | None = None
+    body: Body,
+    named: Mapping[MMItem, str | None],
+    ec_transfer_params: Mapping[str, Any] | None = None,
 ) -> Body:
-    """Return the encode request of one item, without text."""
+    """Return the encode request of some items, without text.
+
+    Args:
+        body: the client's request.
+        named: the items, each with its name for the instance; None for no name.
+        ec_transfer_params: parameters of the transfer; None for none.
+    """
     own = {} if ec_transfer_params is None else {"ec_transfer_params": ec_transfer_params}
+    parts = [raw_part(item, name) for item, name in named.items()]
     return {
         **own,
         **{field: body[field] for field in FOR_ENCODE if field in body},
-        "messages": [{"role": "user", "content": [raw_part(item, uuid)]}],
+        "messages": [{"role": "user", "content": parts}],
         "stream": False,
         "max_tokens": 1,
     }

@@ -1,6 +1,6 @@
 """Attempts of a request: the items to encode with their keys, the plan, and the results. No I/O."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -191,6 +191,9 @@ class ItemPlan(NamedTuple):
 UNPLANNED = ItemPlan(0, 0)
 """Value of an item that is in the store."""
 
+FirstTry = Callable[[MMItem, list[Instance]], Awaitable[Encoded | None]]
+"""First try of an item, possibly in one request with others: see `FirstTries.encode_item`."""
+
 
 class EncodeJob(NamedTuple):
     """Items of one request, each of which needs an encoder output.
@@ -206,6 +209,7 @@ class EncodeJob(NamedTuple):
         answered: whether the store answered the lookup.
         rule: the policy's rule for items that are not in the store; None: all are encoded.
         plans: plans for these items.
+        first_try: first try of each item; None if each item is sent by itself.
     """
 
     body: Body
@@ -218,6 +222,7 @@ class EncodeJob(NamedTuple):
     answered: bool = False
     rule: ItemRule | None = None
     plans: Mapping[MMItem, ItemPlan] = {}
+    first_try: FirstTry | None = None
 
     @property
     def skips_claims(self) -> bool:

@@ -1,13 +1,14 @@
 """Encoder outputs of a request's items: from the store, or from an encode instance.
 
 The steps for one item: a lookup in the store (`encode`); a shared encode with other requests of
-this process (`_encode_item`); a wait for another proxy on the same store (`_claim`); a request to
-an encode instance, and to the next one after a failure (`_ask_instances`).
+this process (`_encode_item`); a wait for another proxy on the same store (`_encode_once`); a
+request to an encode instance, and to the next one after a failure (`_ask_instances`). The first
+request may carry several items (`epd.request.encode_groups`).
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -25,8 +26,16 @@ from epd.errors import (
     UpstreamTimeout,
     no_store,
 )
-from epd.request.attempts import EncodeJob, Identifiers, OutputKey, item_key, sent_as
+from epd.request.attempts import (
+    EncodeJob,
+    FirstTry,
+    Identifiers,
+    OutputKey,
+    item_key,
+    sent_as,
+)
 from epd.request.context import RequestContext
+from epd.request.encode_groups import EncodeGroup, GroupPlanner
 from epd.request.placement import Placement
 from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
 from epd.request.stages import Stages
@@ -84,6 +93,7 @@ class Encoder:
         self._placement = Placement(table, namespaces, pushed=transfer.pushed)
         self._flights: Flights[object, Made] = Flights()
         self._choice = Choice(table, Role.ENCODE)
+        self._planner = GroupPlanner(self._choice, fatal)
         self._retries = Retries()
 
     async def encode(self, job: EncodeJob) -> list[EncodedItem]:
@@ -114,6 +124,7 @@ class Encoder:
             if len(missing) == 1:
                 made = [await self._encode_item(job, missing[0])]
             else:
+                job = job._replace(first_try=self._first_try(job))
                 made = await gather_first(partial(self._encode_item, job), missing, AT_ONCE)
         encoded = made if len(made) == len(uuids) else _in_order(job, made)
         results = [one.result for one in encoded]
@@ -177,12 +188,12 @@ class Encoder:
             else:
                 flight = job.flight_key(output)
                 with self._waiting(context, item, flight) as waiting:
-                    work = partial(self._claim, job, item, output, waiting)
+                    work = partial(self._encode_once, job, item, output, waiting)
                     made = await self._flights.try_join(flight, work)
                     if waiting is not None and made.span is not None:
                         waiting.link(made.span)
         except ProxyError as failure:
-            error = self._final(failure)
+            error = self._error_after_last_try(failure)
             if not self._may_be_local(job, error):
                 raise error.at_param(item.param_path) from error.__cause__
             context.record.degraded.add("encode-local")
@@ -200,7 +211,7 @@ class Encoder:
             return nullcontext()
         return context.span.child(WAIT, item=item)
 
-    async def _claim(
+    async def _encode_once(
         self, job: EncodeJob, item: MMItem, output: OutputKey, waiting: Span | None
     ) -> Made:
         """Return the output of an item: encode it, unless another proxy already does.
@@ -235,14 +246,13 @@ class Encoder:
     async def _ask_instances(self, job: EncodeJob, item: MMItem) -> Encoded:
         """Return the output from an encode instance, or from the next one after a failure.
 
-        Instances with another namespace than the consumer's are skipped.
+        Items of one request may share their first try. Further ones are the item's own.
 
         Raises:
             ProxyError: all tries failed, or the item itself is invalid.
         """
-        uuid, context, plan = job.uuids[item], job.context, job.plan_of(item)
-        key, watched = item_key(item, uuid), context.watched
-        fits = None if job.namespace is None else partial(self._shares, job.namespace)
+        context, first_try = job.context, job.first_try
+        key, watched, fits = item_key(item, job.uuids[item]), context.watched, self._fits(job)
         clock = asyncio.get_running_loop().time
         tried: list[Instance] = []
         started_s = clock()
@@ -250,49 +260,76 @@ class Encoder:
             while True:
                 try:
                     self._fatal.check(watched, [key])
-                    balance, session = context.config.encode_balance, context.session
-                    instance = self._choice.best_instance(
-                        tried,
-                        balance=balance,
-                        item=key,
-                        session=session,
-                        prefer=plan.instance,
-                        fits=fits,
-                    )
-                    tried.append(instance)
-                    # New for each instance: an instance that failed may still push its output
-                    # later.
-                    params = self._transfer.encode_params(
-                        job.consumer, feature_count(job.body, item)
-                    )
-                    with self._table.track_request(instance, work=Work(0, plan.tokens)):
-                        sent = encode_body(job.body, item, sent_as(item, uuid), params)
-                        replied = await self._stages.encode(instance, sent, item, context)
-                        encoded = self._transfer.encoded(replied, params)
-                    self._placement.learn_reply(job, item, encoded)
-                    self._fatal.record_survival(watched, [key], body=False)
-                    return self._kept(encoded, instance, job.namespace)
-                except ProxyError as failure:
-                    error = failure
-                    if isinstance(failure, UpstreamDied):
-                        error = self._fatal.after(failure, tried[-1], watched, [key])
+                    if first_try is None:
+                        return await self._ask_next(job, item, tried)
+                    shared, first_try = first_try, None
+                    if (encoded := await shared(item, tried)) is not None:
+                        return encoded
+                except ProxyError as error:
                     others, elapsed_s = self._choice.has_untried(tried, fits), clock() - started_s
                     local = context.config.on_encode_failure == "local"
                     patience_s = context.config.encode_timeout_s
                     ended = EncodeFailure(error, len(tried), elapsed_s, others, local, patience_s)
                     delay_s = None if watched.is_spent else encode_delay_s(ended)
                     if delay_s is None:
-                        raise error from failure.__cause__
+                        raise
                     await tries.next_try(error, delay_s)
 
-    def _kept(self, encoded: Encoded, instance: Instance, namespace: str | None) -> Encoded:
+    async def _ask_next(self, job: EncodeJob, item: MMItem, tried: list[Instance]) -> Encoded:
+        """Return the output from the next encode instance, which is added to the tried ones."""
+        config, key = job.context.config, item_key(item, job.uuids[item])
+        instance = self._choice.best_instance(
+            tried,
+            balance=config.encode_balance,
+            item=key,
+            session=job.context.session,
+            prefer=job.plan_of(item).instance,
+            fits=self._fits(job),
+        )
+        tried.append(instance)
+        group = EncodeGroup(instance, (item,), job.plan_of(item).tokens)
+        [encoded] = await self._send(job, group)
+        return encoded
+
+    async def _send(self, job: EncodeJob, group: EncodeGroup) -> Sequence[Encoded]:
+        """Return the outputs of the items of one request to an encode instance.
+
+        Raises:
+            ProxyError: the instance failed, or rejected an item.
+        """
+        instance, items, context = group.instance, group.items, job.context
+        keys = [item_key(item, job.uuids[item]) for item in items]
+        named = {item: sent_as(item, job.uuids[item]) for item in items}
+        # New for each request: an instance that failed may still push its output later.
+        asked = [
+            self._transfer.encode_params(job.consumer, feature_count(job.body, item))
+            for item in items
+        ]
+        params = asked[0] if len(items) == 1 else self._transfer.group_params(asked)
+        try:
+            with self._table.track_request(instance, work=Work(0, group.tokens)):
+                sent = encode_body(job.body, named, params)
+                replied = await self._stages.encode(instance, sent, named, context)
+                encoded = list(map(self._transfer.encoded, replied, asked))
+        except UpstreamDied as failure:
+            blamed = keys if len(keys) == 1 else ()
+            error = self._fatal.after(failure, instance, context.watched, blamed)
+            raise error from failure.__cause__
+        self._fatal.record_survival(context.watched, keys, body=False)
+        for item, one in zip(items, encoded, strict=True):
+            self._placement.learn_reply(job, item, one)
+        return [self._if_in_namespace(one, instance, job.namespace) for one in encoded]
+
+    def _if_in_namespace(
+        self, encoded: Encoded, instance: Instance, namespace: str | None
+    ) -> Encoded:
         """Return an output if the consumer can find it; an empty one if its namespace differs."""
         told = encoded.namespace
         if told is not None:
             self._namespaces.record_namespace(instance, told)
         return encoded if namespace is None or told in {None, namespace} else Encoded()
 
-    def _final(self, error: ProxyError) -> ProxyError:
+    def _error_after_last_try(self, error: ProxyError) -> ProxyError:
         """Return the final error of an item's encode, after the last try."""
         failed = isinstance(error, UpstreamFailed | UpstreamTimeout)
         if not failed or self._table.any_serving(Role.ENCODE):
@@ -305,6 +342,14 @@ class Encoder:
         """Return whether prefill or decode may encode an item: only if all items have media."""
         local = job.context.config.on_encode_failure == "local" and not self._transfer.pushed
         return local and error.retryable and job.has_all_media and not job.context.watched.is_spent
+
+    def _first_try(self, job: EncodeJob) -> FirstTry | None:
+        """Return the common first try of a job's items, if there is one."""
+        return self._planner.first_try(job, self._fits(job), partial(self._send, job))
+
+    def _fits(self, job: EncodeJob) -> Callable[[Instance], bool] | None:
+        """Return the predicate of instances with the consumer's namespace; None for all."""
+        return None if job.namespace is None else partial(self._shares, job.namespace)
 
     def _shares(self, namespace: str, instance: Instance) -> bool:
         return self._namespaces.shares_namespace(instance, namespace)

@@ -1,7 +1,8 @@
 """Stages encode, prefill, decode and release, as requests to instances."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from epd.json_or_none import json_or_none
 from epd.request.context import RequestContext
 from epd.routing.instances import Instance
 from epd.spans import Span
-from epd.transfer.encoded import Consumed, Encoded, read_encoded
+from epd.transfer.encoded import Consumed, Encoded, read_encoded, read_group
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.params import Params
 from epd.upstream import Answer, Reply, Upstream
@@ -78,21 +79,32 @@ class Stages:
         self._upstream = upstream
 
     async def encode(
-        self, instance: Instance, body: Body, item: MMItem, context: RequestContext
-    ) -> Encoded:
-        """Encode one item.
+        self,
+        instance: Instance,
+        body: Body,
+        named: Mapping[MMItem, str | None],
+        context: RequestContext,
+    ) -> list[Encoded]:
+        """Encode one item, or several of one modality.
+
+        Each item has an event and a span of its own, with the time of the whole request.
 
         Args:
             instance: the encode instance.
             body: the encode request.
-            item: the item in it.
+            named: the items in it, in order, each with its name in it.
             context: context of the client's request.
 
         Raises:
-            ProxyError: the instance failed, or rejected the item.
+            ProxyError: the instance failed, or rejected an item.
         """
-        with context.time_stage("encode", instance.url, item) as span:
-            headers = context.headers_for(context.child_id(), span)
+        first, remote = next(iter(named)), any(item.is_remote for item in named)
+        with ExitStack() as timed:
+            spans = [
+                timed.enter_context(context.time_stage("encode", instance.url, item))
+                for item in named
+            ]
+            headers = context.headers_for(context.child_id(), spans[0])
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
             try:
                 answer = await self._upstream.fetch(
@@ -103,14 +115,16 @@ class Stages:
                     timeout_s=context.config.encode_timeout_s,
                 )
             except UpstreamTimeout as error:
-                if item.is_remote:  # the media's host may have caused the delay
+                if remote:  # the media's host may have caused the delay
                     raise _fetch_failed("encode") from error
                 raise
-            if span is not None:
+            for span in filter(None, spans):
                 span.record_status(answer.status)
-            accepted = _accepted(answer, "encode", context, fetches=item.is_remote)
+            accepted = _accepted(answer, "encode", context, fetches=remote)
             context.learn_model(accepted)
-            return read_encoded(accepted, item.modality)
+            if len(named) > 1:
+                return read_group(accepted, first.modality, [*named.values()])
+            return [read_encoded(accepted, first.modality)]
 
     async def prefill(
         self, transfer: KVTransfer, pair: Pair, sent: Consumed, context: RequestContext

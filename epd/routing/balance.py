@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from epd.routing.instances import Instance, Role
 from epd.routing.load import Load
 from epd.routing.prefix import NO_PREFIX, Prefix, cheapest_seat
 from epd.routing.rendezvous import distances, upper_bound
+from epd.routing.spread import spread_costs
 from epd.routing.table import Candidate, InstanceTable
 
 MAX_OWED = 4096
@@ -133,6 +135,7 @@ class Choice:
         self._table = table
         self._roles = roles
         self._balances: dict[BalanceName | ItemBalanceName, Balance] = {}
+        self._turn = -1
 
     def best_instance(  # noqa: PLR0913 - the inputs of a choice
         self,
@@ -159,14 +162,7 @@ class Choice:
         Raises:
             NoInstance: there is no such instance.
         """
-        usable = self._table.usable_candidates(*self._roles)
-        if fits is not None:
-            usable = [one for one in usable if fits(one.instance)]
-        if not usable:
-            stage = self._roles[0]
-            fitting = "" if fits is None else " with the namespace of the request's consumer"
-            raise NoInstance(f"there is no {stage} instance{fitting}", slug=f"no_{stage}")
-        candidates = usable
+        candidates = usable = self._usable(fits)
         if tried:
             candidates = self._untried(usable, tried) or usable
         if len(candidates) == 1:
@@ -183,12 +179,80 @@ class Choice:
         picked = self._balances[balance].pick_load(loads, session if balance == "session" else item)
         return candidates[loads.index(picked)].instance
 
+    def spread_items(  # noqa: PLR0913 - the inputs of a choice
+        self,
+        keys: Sequence[str],
+        costs: Sequence[float],
+        prefer: Sequence[str | None],
+        *,
+        balance: ItemBalanceName,
+        session: str = "",
+        fits: Callable[[Instance], bool] | None = None,
+    ) -> list[Instance]:
+        """Return an instance for each item of a request.
+
+        With `least_load` they are chosen together, so that all instances finish at the same time.
+        Otherwise each item gets the instance that it would get alone, while the items before it are
+        under way.
+
+        Args:
+            keys: key of each item, for `affinity`.
+            costs: predicted tokens of each item, for `least_load`.
+            prefer: URL of the preferred instance of each item; None for none. With any, each item
+                is assigned by itself.
+            balance: name of the algorithm.
+            session: affinity key of the request, for `session`.
+            fits: predicate of the instances that can serve this request; None for all.
+
+        Raises:
+            NoInstance: there is no such instance.
+        """
+        if balance == "least_load" and not any(prefer):
+            return self._spread(costs, self._usable(fits))
+        chosen: list[Instance] = []
+        with ExitStack() as places:
+            for key, url in zip(keys, prefer, strict=True):
+                best = self.best_instance(
+                    balance=balance, item=key, session=session, prefer=url, fits=fits
+                )
+                chosen.append(best)
+                places.enter_context(self._table.reserve_place(chosen[-1]))
+        return chosen
+
+    def _spread(self, costs: Sequence[float], usable: Sequence[Candidate]) -> list[Instance]:
+        """Return an instance for each cost.
+
+        A request of other clients counts as much as an item of this request.
+        """
+        self._turn += 1  # equal instances take turns with the costliest item
+        first = self._turn % len(usable)
+        turns = [*usable[first:], *usable[:first]]
+        mean = sum(costs) / len(costs)
+        works = [load.encode.tokens + mean * (load.value - load.under_way) for _, _, load in turns]
+        places = spread_costs(costs, works, [one.load.share for one in turns])
+        return [turns[place].instance for place in places]
+
     def has_untried(
         self, tried: Collection[Instance], fits: Callable[[Instance], bool] | None = None
     ) -> bool:
         """Return whether there is an instance that has not been tried."""
         fresh = self._untried(self._table.usable_candidates(*self._roles), tried)
         return bool(fresh) if fits is None else any(fits(one.instance) for one in fresh)
+
+    def _usable(self, fits: Callable[[Instance], bool] | None) -> Sequence[Candidate]:
+        """Return the instances that may get the request.
+
+        Raises:
+            NoInstance: there are none.
+        """
+        usable = self._table.usable_candidates(*self._roles)
+        if fits is not None:
+            usable = [one for one in usable if fits(one.instance)]
+        if not usable:
+            stage = self._roles[0]
+            fitting = "" if fits is None else " with the namespace of the request's consumer"
+            raise NoInstance(f"there is no {stage} instance{fitting}", slug=f"no_{stage}")
+        return usable
 
     def _untried(
         self, usable: Sequence[Candidate], tried: Collection[Instance]

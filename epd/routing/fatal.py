@@ -151,6 +151,12 @@ class FatalRequests:
             if (left_s := self._rejected_s(subject)) is not None:
                 raise _suspected(left_s)
 
+    def is_suspect(self, watched: Watched, item: str) -> bool:
+        """Return whether an instance has died while it served an item, or the request's body."""
+        return bool(self._suspects) and any(
+            subject in self._suspects for subject in _subjects(watched, [item])
+        )
+
     def after(
         self, error: UpstreamDied, instance: Instance, watched: Watched, items: Sequence[str] = ()
     ) -> UpstreamDied | SuspectedFatal:
@@ -160,7 +166,8 @@ class FatalRequests:
             error: error of the sending.
             instance: the instance that died.
             watched: the request.
-            items: keys of the items that the instance had to process.
+            items: keys of the items that the instance had to process. Empty if it had several: the
+                cause may be any of them.
         """
         if self._drains(instance):
             return error

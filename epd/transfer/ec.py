@@ -16,7 +16,7 @@ There is one class for this project's ECStoreConnector, and one for each of vLLM
 """
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -54,6 +54,14 @@ class ECTransfer:
 
         Raises:
             NoInstance: the address at which the consumer receives outputs is unknown.
+        """
+        return None
+
+    def group_params(self, asked: Sequence[Params | None]) -> Params | None:  # noqa: ARG002
+        """Return the `ec_transfer_params` of one encode request for several items; None for none.
+
+        Args:
+            asked: parameters of each item's own encode request, in order.
         """
         return None
 
@@ -135,6 +143,12 @@ class ECMooncake(ECTransfer):
             )
         ids = [{"transfer_id": uuid.uuid4().hex} for _ in range(features)]
         return {"consumer_zmq": addresses[consumer.rank or 0], "ec_items": ids}
+
+    def group_params(self, asked: Sequence[Params | None]) -> Params:
+        """Return the common address, and the ids of all items in their order."""
+        given = [params for params in asked if params is not None]
+        ids = [one for params in given for one in params["ec_items"]]
+        return {"consumer_zmq": given[0]["consumer_zmq"], "ec_items": ids}
 
     def encoded(self, replied: Encoded, asked: Params | None) -> Encoded:
         """Return the encode instance's reply, with the id of each output's push.

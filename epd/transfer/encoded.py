@@ -71,18 +71,62 @@ def read_encoded(reply: bytes, modality: str) -> Encoded:
             raise EncodeMismatch("several features for one item")
         return Encoded(params)
     [(identifier, entry)] = params.items()
-    if entry.get("modality", modality) != modality:
-        raise EncodeMismatch("their modality differs from the item's")
     match entry.get("item_indices", [0]):
         case [int() as index] if index == 0 and index is not False:
-            pass
+            return _read_entry(identifier, entry, modality)
         case _:
             raise EncodeMismatch("an item index is out of range")
+
+
+def read_group(reply: bytes, modality: str, names: Sequence[str | None]) -> list[Encoded]:
+    """Return the facts about each item of a group, in order, from one encode reply.
+
+    `item_indices` of an entry are the places in the request of the items with this output. An item
+    without an entry has no known output.
+
+    Args:
+        reply: the reply.
+        modality: modality of all items. The places of a mixture would depend on the chat template.
+        names: name of each item in the request; None for no name.
+
+    Raises:
+        UpstreamFailed: the reply is not JSON.
+        EncodeMismatch: the reply does not fit the items.
+    """
+    params = reply_field(reply, "ec_transfer_params", stage="encode")
+    found: dict[int, Encoded] = {}
+    for identifier, entry in params.items():
+        if not isinstance(entry, dict):
+            raise EncodeMismatch("an entry is not an object")
+        for index in _indices(entry, len(names)):
+            if index in found:
+                raise EncodeMismatch("two entries have the same item index")
+            # The name of an output is verbatim, unless processor arguments are part of it.
+            if identifier in names and identifier != names[index]:
+                raise EncodeMismatch("an entry has the name of another item")
+            found[index] = _read_entry(identifier, {**entry, "item_indices": [0]}, modality)
+    return [found.get(index) or Encoded() for index in range(len(names))]
+
+
+def _indices(entry: Params, count: int) -> list[int]:
+    """Return the places of the items with an output."""
+    match entry.get("item_indices"):
+        case [*indices] if all(type(one) is int and 0 <= one < count for one in indices):
+            return indices
+        case _:
+            raise EncodeMismatch("an item index is out of range")
+
+
+def _read_entry(identifier: str, entry: Params, modality: str) -> Encoded:
+    """Return the facts in the only entry of one item."""
+    if entry.get("modality", modality) != modality:
+        raise EncodeMismatch("their modality differs from the item's")
     metadata = entry.get("metadata") or {}
     if not isinstance(metadata, dict) or not all(map(_is_numbers, metadata.values())):
         raise EncodeMismatch("the metadata are not lists of numbers")
     namespace = entry.get("namespace")
-    return Encoded(params, identifier, metadata, namespace if isinstance(namespace, str) else None)
+    namespace = namespace if isinstance(namespace, str) else None
+    return Encoded({identifier: entry}, identifier, metadata, namespace)
 
 
 def _is_numbers(value: Any) -> bool:

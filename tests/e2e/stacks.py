@@ -148,6 +148,7 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_prefill_fetches_from_the_store": [*EACH_STORE, ON_AUDIO],
     "test_an_item_seen_before_is_neither_encoded_nor_preprocessed_again": [*EACH_STORE, ON_AUDIO],
     "test_answers_of_hits_are_those_of_the_engine_alone": [*EACH_STORE, ON_AUDIO],
+    "test_items_in_one_encode_request_give_the_answer_of_single_ones": [ON_DISK, ON_AUDIO],
     # Changes of the store during requests.
     "test_entries_that_go_between_look_up_and_load_are_not_missed": EACH_STORE,
     "test_an_entry_is_deleted_while_its_request_waits_for_another": EACH_STORE,

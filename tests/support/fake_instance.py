@@ -26,6 +26,15 @@ KV_PARAMS = {
 }
 
 
+METADATA: Mapping[str, Any] = {
+    "image_url": {"image_grid_thw": [1, 36, 54]},
+    "video_url": {"video_grid_thw": [2, 16, 16]},
+    "audio_url": {"audio_num_tokens": [50]},
+    "input_audio": {"audio_num_tokens": [50]},
+}
+"""Placeholder metadata that encode instances report, by type of the content part."""
+
+
 @dataclass(frozen=True)
 class Call:
     path: str
@@ -142,21 +151,17 @@ class FakeInstance:
 
 
 async def encodes(_: web.Request, body: dict[str, Any]) -> web.Response:
-    """Reply like an encode instance of vLLM 0.32: with the key and the placeholder metadata."""
-    [part] = body["messages"][0]["content"]
-    media = json.dumps({key: value for key, value in part.items() if key != "uuid"})
-    key = part.get("uuid") or hashlib.sha256(media.encode()).hexdigest()
-    if "mm_processor_kwargs" in body:
-        key = hashlib.sha256((key + json.dumps(body["mm_processor_kwargs"])).encode()).hexdigest()
-    metadata = {
-        "image_url": {"image_grid_thw": [1, 36, 54]},
-        "video_url": {"video_grid_thw": [2, 16, 16]},
-        "audio_url": {"audio_num_tokens": [50]},
-        "input_audio": {"audio_num_tokens": [50]},
-    }[part["type"]]
-    return web.json_response(
-        {"choices": [], "ec_transfer_params": {key: {"item_indices": [0], "metadata": metadata}}}
-    )
+    """Reply like an encode instance of vLLM 0.32: with keys, places and placeholder metadata."""
+    report: dict[str, dict[str, Any]] = {}
+    for index, part in enumerate(body["messages"][0]["content"]):
+        media = json.dumps({key: value for key, value in part.items() if key != "uuid"})
+        key = part.get("uuid") or hashlib.sha256(media.encode()).hexdigest()
+        if "mm_processor_kwargs" in body:
+            key += json.dumps(body["mm_processor_kwargs"])
+            key = hashlib.sha256(key.encode()).hexdigest()
+        entry = report.setdefault(key, {"item_indices": [], "metadata": METADATA[part["type"]]})
+        entry["item_indices"].append(index)
+    return web.json_response({"choices": [], "ec_transfer_params": report})
 
 
 async def encodes_without_params(_: web.Request, __: dict[str, Any]) -> web.Response:

@@ -154,12 +154,15 @@ class Folder(Strict):
     wrong: list[str] = field(default_factory=list)
 
     async def encodes(self, _: web.Request, body: dict[str, Any]) -> web.Response:
-        """Store an output and report its key."""
+        """Store the outputs and report their keys."""
         self.check("ec_transfer_params" not in body, "an encode request needs none")
-        [(modality, key)] = all_features(body)
-        self.held.add(key)
-        entry = {"modality": modality, "item_indices": [0], "metadata": METADATA[modality]}
-        return _replied({key: entry})
+        report: dict[str, Any] = {}
+        for index, (modality, key) in enumerate(all_features(body)):
+            self.held.add(key)
+            entry = report.setdefault(key, {"modality": modality, "item_indices": []})
+            entry["item_indices"].append(index)
+            entry["metadata"] = METADATA[modality]
+        return _replied(report)
 
     def consumes(self, then: Handler = decodes) -> Handler:
         """Return a consumer that must be told exactly the keys that it has to look up."""

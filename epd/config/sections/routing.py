@@ -85,6 +85,12 @@ class RouteSettings(BaseModel, frozen=True, extra="forbid"):
         "(affinity) or per session (session) while its load is within a bound, round robin, the "
         "least loaded one, or the less loaded one of two random ones (power_of_two)",
     )
+    encode_group_items: int = Field(
+        default=1,
+        ge=1,
+        description="maximum number of a request's items in one encode request; 1: each item has a "
+        "request of its own. Only pictures and sounds in the request itself share one",
+    )
     prefill_balance: BalanceName = Field(
         default="least_load",
         description="choice of the prefill instance of a request, as for --encode-balance, or "

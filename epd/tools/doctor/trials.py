@@ -141,8 +141,8 @@ class Trials:
             item = next(CHAT.items(body))
             try:
                 asked = self._encoded.encode_params(consumer, 1)
-                sent = encode_body(body, item, None, asked)
-                replied = await self._stages.encode(instance, sent, item, self._context())
+                sent = encode_body(body, {item: None}, asked)
+                [replied] = await self._stages.encode(instance, sent, {item: None}, self._context())
                 encoded = self._encoded.encoded(replied, asked)
             except UpstreamRejected as error:
                 refused = refused or error

@@ -1,0 +1,154 @@
+"""First tries of a request's items, and their assignment to instances."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from epd.api.chat import CHAT
+from epd.api.items import MMItem
+from epd.errors import EncodeMismatch, NoInstance, ProxyError, SuspectedFatal, UpstreamFailed
+from epd.request.encode_groups import EncodeGroup, FirstTries
+from epd.routing.balance import Choice
+from epd.routing.instances import Instance, Role
+from epd.routing.load import Report
+from epd.routing.table import InstanceTable, Work
+from epd.transfer.encoded import Encoded
+from tests.requests import image, request
+
+E1, E2 = (Instance(Role.ENCODE, f"http://e{number}:1") for number in (1, 2))
+
+
+def items(count: int) -> list[MMItem]:
+    return [*CHAT.items(request(*(image(b"%d" % number) for number in range(count))))]
+
+
+class Sent:
+    """Plan of one group for all items, and the groups that were sent.
+
+    Attributes:
+        groups: the items of each group.
+        error: error of each request; None for success.
+    """
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.groups: list[tuple[MMItem, ...]] = []
+        self.error = error
+        self.tries = FirstTries(self.plan_all, self.send_group)
+
+    def plan_all(self, some: Sequence[MMItem]) -> list[EncodeGroup]:
+        return [EncodeGroup(E1, tuple(some), 1)]
+
+    async def send_group(self, group: EncodeGroup) -> list[Encoded]:
+        self.groups.append(group.items)
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        return [Encoded(identifier=item.param_path) for item in group.items]
+
+
+async def test_items_that_arrive_in_one_turn_of_the_loop_share_a_request() -> None:
+    some, sent = items(3), Sent()
+    encoded = await asyncio.gather(*(sent.tries.encode_item(item, []) for item in some))
+
+    assert sent.groups == [tuple(some)]
+    assert [one and one.identifier for one in encoded] == [item.param_path for item in some]
+
+
+async def test_an_item_that_arrives_later_has_a_request_of_its_own() -> None:
+    (first, second, late), sent = items(3), Sent()
+
+    async def waits(item: MMItem) -> Encoded | None:
+        await asyncio.sleep(0.01)
+        return await sent.tries.encode_item(item, [])
+
+    await asyncio.gather(
+        sent.tries.encode_item(first, []), sent.tries.encode_item(second, []), waits(late)
+    )
+
+    assert sent.groups == [(first, second), (late,)]
+
+
+@pytest.mark.parametrize(
+    ("error", "tried"),
+    [
+        (UpstreamFailed("it broke", stage="encode"), [E1]),
+        (SuspectedFatal("it is fatal", stage="encode"), [E1]),
+        (EncodeMismatch("no"), None),
+    ],
+)
+async def test_a_failure_of_the_instance_is_a_try_and_a_rejection_is_none(
+    error: ProxyError, tried: list[Instance] | None
+) -> None:
+    sent = Sent(error)
+
+    async def outcome(item: MMItem) -> tuple[object, list[Instance]]:
+        had: list[Instance] = []
+        try:
+            return await sent.tries.encode_item(item, had), had
+        except ProxyError as failure:
+            return failure, had
+
+    found = await asyncio.gather(*map(outcome, items(2)))
+
+    assert found == [(None, []) if tried is None else (error, tried)] * 2
+    assert len(sent.groups) == 1
+
+
+async def test_an_item_without_an_instance_is_not_sent_with_a_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (*lost, later), sent = items(3), Sent()
+
+    def plan_none(_: Sequence[MMItem]) -> Any:
+        raise NoInstance("there is none")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sent.tries, "_plan", plan_none)
+        failed = await asyncio.gather(
+            *(sent.tries.encode_item(item, []) for item in lost), return_exceptions=True
+        )
+    await sent.tries.encode_item(later, [])
+
+    assert [type(one) for one in failed] == [NoInstance] * 2
+    assert sent.groups == [(later,)]
+
+
+def spread(table: InstanceTable, *costs: float) -> list[Instance]:
+    keys = [str(number) for number in range(len(costs))]
+    prefer = [None] * len(costs)
+    return Choice(table, Role.ENCODE).spread_items(keys, costs, prefer, balance="least_load")
+
+
+def test_least_load_assigns_the_items_of_a_request_together() -> None:
+    assert spread(InstanceTable([E1, E2]), 1, 9, 1, 1) == [E2, E1, E2, E2]
+
+
+def test_least_load_counts_the_work_of_this_process_by_its_cost() -> None:
+    table = InstanceTable([E1, E2])
+    with table.track_request(E1, work=Work(0, 20)):
+        assert spread(table, 5, 5) == [E2, E2]
+
+
+def test_least_load_leaves_an_item_with_a_preferred_instance_there() -> None:
+    choice = Choice(InstanceTable([E1, E2]), Role.ENCODE)
+    urls = [E2.url, E2.url, None]
+
+    assert choice.spread_items("abc", [1, 1, 9], urls, balance="least_load") == [E2, E2, E1]
+
+
+def test_least_load_counts_a_request_of_others_as_an_item() -> None:
+    table = InstanceTable([E1, E2])
+    load = table.load(E1)
+    load.report_due(0.0, 1.0)
+    load.record_report(Report(waiting=2, running=0, engines={0: 2}), 0.0, 1.0)
+
+    assert spread(table, 5, 5) == [E2, E2]
+
+
+def test_items_have_no_instance_where_none_fits() -> None:
+    with pytest.raises(NoInstance, match="namespace"):
+        Choice(InstanceTable([E1]), Role.ENCODE).spread_items(
+            ["a"], [1], [None], balance="least_load", fits=lambda _: False
+        )
