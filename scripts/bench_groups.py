@@ -23,15 +23,26 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import psutil
 
 from epd.routing.instances import Role
 from epd.tools.fleet.settings import Topology
 from epd.tools.fleet.stack import Stack
-from scripts.bench_hits import MODEL, MODELS, ROOT, engine_flags, picture, request
+from scripts.bench_hits import (
+    MODEL,
+    MODELS,
+    ROOT,
+    cpu_s,
+    engine_flags,
+    picture,
+    request,
+    tree,
+)
 
 PROXIES = {
     "one by one": (),
@@ -47,7 +58,11 @@ PICTURES: Mapping[str, Sequence[tuple[int, int]]] = {
 }
 """Width and height of the pictures of a request, in pixels."""
 
-BATCH = 8
+HEAD = """\
+| pictures | at once | proxy | requests/s | ratio | quartiles | p50, ms | p90 | encode CPU, ms |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+BATCH = 6
 """Number of requests to one proxy before the next one has its turn."""
 
 
@@ -57,10 +72,39 @@ class Sample(NamedTuple):
     Attributes:
         seconds: time of each request.
         wall_s: time of all of them.
+        cpu_s: CPU time of the encode instances for them.
     """
 
     seconds: Sequence[float]
     wall_s: float
+    cpu_s: float
+
+
+class Proxies(NamedTuple):
+    """Running proxies of one stack.
+
+    Attributes:
+        client: client of all of them.
+        urls: URL of each, by its name in the table.
+        encoders: processes of the encode instances.
+    """
+
+    client: httpx.Client
+    urls: Mapping[str, str]
+    encoders: Sequence[psutil.Process]
+
+    def send_batch(self, name: str, sizes: Sequence[tuple[int, int]], at_once: int) -> Sample:
+        """Send `BATCH` requests with pictures of these sizes to a proxy, `at_once` at a time."""
+        bodies = [
+            json.dumps(request([picture(size) for size in sizes], "what? ")).encode()
+            for _ in range(BATCH)
+        ]
+        before_s, started_s = cpu_s(self.encoders), time.monotonic()
+        with ThreadPoolExecutor(at_once) as threads:
+            asking = partial(ask, self.client, self.urls[name], pictures=len(sizes))
+            seconds = [*threads.map(asking, bodies)]
+        wall_s = time.monotonic() - started_s
+        return Sample(seconds, wall_s, cpu_s(self.encoders) - before_s)
 
 
 @contextmanager
@@ -108,39 +152,25 @@ def ask(client: httpx.Client, url: str, body: bytes, pictures: int) -> float:
     return seconds
 
 
-def turn(client: httpx.Client, url: str, sizes: Sequence[tuple[int, int]], at_once: int) -> Sample:
-    """Send `BATCH` requests with pictures of these sizes, `at_once` at a time."""
-    bodies = [
-        json.dumps(request([picture(size) for size in sizes], "what? ")).encode()
-        for _ in range(BATCH)
-    ]
-    started_s = time.monotonic()
-    with ThreadPoolExecutor(at_once) as threads:
-        seconds = [*threads.map(lambda body: ask(client, url, body, len(sizes)), bodies)]
-    return Sample(seconds, time.monotonic() - started_s)
-
-
-def measure(
-    client: httpx.Client, urls: Mapping[str, str], kind: str, at_once: int, rounds: int
-) -> Iterator[str]:
+def measure(fleet: Proxies, kind: str, at_once: int, rounds: int) -> Iterator[str]:
     """Yield a row of the table for each proxy."""
-    samples: dict[str, list[Sample]] = {name: [] for name in urls}
-    names = [*urls]
+    samples: dict[str, list[Sample]] = {name: [] for name in fleet.urls}
+    names = [*fleet.urls]
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            samples[name].append(turn(client, urls[name], PICTURES[kind], at_once))
+            samples[name].append(fleet.send_batch(name, PICTURES[kind], at_once))
     before = [one.wall_s for one in samples[names[0]]]
     for name, turns in samples.items():
         seconds = sorted(one for each in turns for one in each.seconds)
         walls = [each.wall_s for each in turns]
         ratios = [old / new for old, new in zip(before, walls, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
+        cpu_ms = 1000 * statistics.median([each.cpu_s for each in turns]) / BATCH
         yield (
             f"| {kind} | {at_once} | {name} | {BATCH / statistics.median(walls):.2f} "
-            f"| {middle:.3f} | {low:.3f}-{high:.3f} "
-            f"| {1000 * statistics.median(seconds):.0f} "
-            f"| {1000 * seconds[int(0.9 * len(seconds))]:.0f} |"
+            f"| {middle:.2f} | {low:.2f}-{high:.2f} | {1000 * statistics.median(seconds):.0f} "
+            f"| {1000 * seconds[int(0.9 * len(seconds))]:.0f} | {cpu_ms:.0f} |"
         )
 
 
@@ -183,15 +213,17 @@ def main() -> None:
         ):
             urls = {name: running.enter_context(proxy(stack, its)) for name, its in proxies.items()}
             client = running.enter_context(httpx.Client(timeout=600))
-            for url in urls.values():  # engines compile at their first requests
+            encoders = [
+                process for one in stack.of_role(Role.ENCODE) for process in tree(stack, one)
+            ]
+            fleet = Proxies(client, urls, encoders)
+            for name in urls:  # engines compile at their first requests
                 for sizes in PICTURES.values():
-                    turn(client, url, sizes, 4)
-            print(f"\n{topology}\n")
-            print("| pictures | at once | proxy | requests/s | ratio | quartiles | p50, ms | p90 |")
-            print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+                    fleet.send_batch(name, sizes, 4)
+            print(f"\n{topology}\n\n{HEAD}", flush=True)
             for kind in args.kinds:
                 for at_once in args.at_once:
-                    for row in measure(client, urls, kind, at_once, args.rounds):
+                    for row in measure(fleet, kind, at_once, args.rounds):
                         print(row, flush=True)
 
 
