@@ -262,8 +262,9 @@ PREFILL_BACKLOG = Figure(
     "epd_prefill_backlog_tokens",
     "gauge",
     "Estimated prompt tokens of this proxy, queued or running at the instances that prefill, for "
-    "each healthy one; with the balance content, without those in a prefix cache. The sum over all "
-    "proxies is the backlog of the fleet. Absent without such instances.",
+    "each healthy one; with the balance content, without those in a prefix cache. A prompt counts "
+    "until the head of the response: at PD without streaming, until the end of decode. The sum "
+    "over all proxies is the backlog of the fleet. Absent without such instances.",
 )
 CIRCUIT_OPEN = Figure(
     "epd_circuit_open",
