@@ -1,6 +1,6 @@
 """Collectors that read gauges and counters from their owners at scrape time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -66,6 +66,44 @@ class InstancesGlance(Collector):
         yield metric_defs.PREFIX_TOKENS_MATCHED.metric_family(
             [(labels, found.matched) for labels, found in prompts]
         )
+
+
+EventCounts = Callable[[], Mapping[tuple[Role, str], Mapping[str, int]]]
+"""Returns the number of KV events and of faults, by instance and kind."""
+
+EVENTS = ("stored", "removed", "cleared")
+FAULTS = ("disconnected", "gap", "malformed", "restarted")
+
+
+class KVEventsGlance(Collector):
+    """KV events of the instances, and whether they tell the content of prefix caches."""
+
+    def __init__(self, table: InstanceTable, counts: EventCounts) -> None:
+        self._table = table
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the current values. Without events the families have no samples."""
+        counts = self._counts()
+        instances = [(one, (one.role, one.url)) for one in self._table.of_roles(*Role)]
+        yield metric_defs.PREFIX_CACHE_PRECISE.metric_family(
+            [
+                (labels, self._table.load(one).precise)
+                for one, labels in instances
+                if labels in counts
+            ]
+        )
+        for family, kinds in (
+            (metric_defs.KV_EVENTS, EVENTS),
+            (metric_defs.KV_EVENT_FAULTS, FAULTS),
+        ):
+            yield family.metric_family(
+                [
+                    ((*labels, kind), found.get(kind, 0))
+                    for labels, found in counts.items()
+                    for kind in kinds
+                ]
+            )
 
 
 class StoreGlance(Collector):
