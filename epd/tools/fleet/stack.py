@@ -188,6 +188,7 @@ class Stack(Fleet):
         local_media: Path,
         store: str | None = None,
         kv_extra: Mapping[str, Any] = MappingProxyType({}),
+        kv_events: bool = False,
         flags: Mapping[Role, Sequence[str]] = MappingProxyType({}),
         proxy_flags: Sequence[str] = (),
         report: Callable[[str], None] = print,
@@ -201,6 +202,7 @@ class Stack(Fleet):
             local_media: folder from which file:// media may be read.
             store: URL of the encoder store; it is unused without encode instances.
             kv_extra: extra configuration of the KV connectors.
+            kv_events: whether engines publish their KV events, and the proxy follows them.
             flags: additional flags of engines, by role.
             proxy_flags: additional flags of the proxy.
             report: function that receives progress lines.
@@ -219,6 +221,7 @@ class Stack(Fleet):
                 platform=CPU.offline(),
                 local_media=str(local_media),
                 kv_extra=kv_extra,
+                kv_events=kv_events,
                 flags=tuple(flags.get(role, ())),
             )
             for role, api, side_channel in zip(topology.roles, ports[::2], ports[1::2], strict=True)
