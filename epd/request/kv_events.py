@@ -43,6 +43,9 @@ MAX_MESSAGE_BYTES = 32 * 1024**2
 MAX_QUEUED = 10_000
 """Upper bound of the unread messages of an engine. ZeroMQ drops more, which is then a gap."""
 
+MAX_SOCKETS = 16_384
+"""Upper bound of ZeroMQ's sockets. An engine needs three."""
+
 MAX_MESSAGES = 256
 """Messages of one engine that are read before those of the others."""
 
@@ -320,6 +323,7 @@ class EventReader(threading.Thread):
 
     def run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         subscribed: dict[FeedKey, Subscription] = {}
         poller = zmq.Poller()
         try:

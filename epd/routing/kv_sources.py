@@ -10,6 +10,8 @@ from epd.routing.urls import EVENTS_AT, named_events_address
 DEFAULT = "tcp://*:5557"
 """vLLM's default endpoint. `*` stands for the host of the instance."""
 
+MAX_PORT = 65535
+
 
 class EventSource(NamedTuple):
     """Endpoints of one engine.
@@ -44,7 +46,8 @@ def event_sources(instance: Instance, addresses: Sequence[str]) -> Iterator[Even
     if host == "*":
         host = urlsplit(instance.url).hostname or ""
         host = f"[{host}]" if ":" in host else host
-    for rank in range(instance.dp_size):
+    last = MAX_PORT - max(int(port), int(replay or 0))
+    for rank in range(min(instance.dp_size, last + 1)):
         yield EventSource(
             f"tcp://{host}:{int(port) + rank}",
             f"tcp://{host}:{int(replay) + rank}" if replay else "",

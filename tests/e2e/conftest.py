@@ -87,6 +87,7 @@ def stack(
             local_media=MEDIA,
             store=url,
             kv_extra=spec.kv_extra(),
+            kv_events=spec.follows,
             flags={role: [*flags, *traces] for role, flags in spec.flags().items()},
             # No result depends on the speed of the machine.
             proxy_flags=["--ec-store-budget-s", "2", "--trust-request-mm-kwargs", *traces],

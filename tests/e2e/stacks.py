@@ -36,6 +36,7 @@ class Spec:
         traced: whether engines and proxy export spans.
         conversing: whether prefill reads decode's blocks of a conversation, and has no prefix
             cache.
+        follows: whether the proxy follows the engines' KV events. Their caches are small.
         programs: whether its engines are separate programs, which import vLLM each, instead of
             forks of a process that has imported it.
     """
@@ -48,18 +49,22 @@ class Spec:
     consumer_ranks: int = 1
     traced: bool = False
     conversing: bool = False
+    follows: bool = False
     programs: bool = False
 
     def __str__(self) -> str:
         traits = ["bf16"] * self.bf16 + [f"tp{self.ranks}"] * (self.ranks > 1)
         traits += [f"consumer-tp{self.consumer_ranks}"] * (self.consumer_ranks > 1)
         traits += ["traced"] * self.traced + ["conversing"] * self.conversing
+        traits += ["follows"] * self.follows
         return "-".join([self.model, self.topology, self.store, *traits])
 
     def flags(self) -> Mapping[Role, Sequence[str]]:
         """Return the engines' flags, in addition to those of every stack."""
         every = ["--trust-request-mm-kwargs", *(["--dtype", "bfloat16"] if self.bf16 else [])]
         own = {Role.PREFILL: ["--no-enable-prefix-caching"] * self.conversing}
+        if self.follows:
+            every += ["--block-size", "32", "--num-gpu-blocks-override", str(FEW_BLOCKS)]
         return {role: [*every, *self._ranks_of(role), *own.get(role, [])] for role in Role}
 
     def _ranks_of(self, role: Role) -> Sequence[str]:
@@ -73,6 +78,9 @@ class Spec:
         return {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": BLOCKS_TTL_S}
 
 
+FEW_BLOCKS = 160
+"""Blocks of an engine that soon evicts: some more than one prompt may have."""
+
 BLOCKS_TTL_S = 60
 """Longer than any test's conversation, short enough for decode's memory."""
 
@@ -83,6 +91,7 @@ ON_AUDIO = Spec(AUDIO, E_PD, DISK)
 TRACED = Spec(AUDIO, E_P_D, DISK, traced=True, programs=True)
 CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
 SHARDED = Spec(VISION, E_PD, DISK, consumer_ranks=2)
+FOLLOWS = Spec(VISION, "2pd", DISK, follows=True)
 MODELS = (
     "tiny-internvl",
     "tiny-paddleocr-vl",
@@ -97,13 +106,24 @@ MODEL_STACKS = [Spec(model, E_PD, DISK) for model in MODELS]
 OMNI_STACKS = [spec for spec in MODEL_STACKS if "omni" in spec.model]
 VIDEO_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith(("omni", "internvl", "3-vl"))]
 TIMED_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith("3-vl")]
-STACKS = [ON_DISK, ON_REDIS, ON_CLUSTER, ON_AUDIO, TRACED, CONVERSING, SHARDED, *MODEL_STACKS]
+STACKS = [
+    ON_DISK,
+    ON_REDIS,
+    ON_CLUSTER,
+    ON_AUDIO,
+    TRACED,
+    CONVERSING,
+    SHARDED,
+    FOLLOWS,
+    *MODEL_STACKS,
+]
 
 EACH_STORE = [ON_DISK, ON_REDIS, ON_CLUSTER]
 
 OF_MODULES: Mapping[str, Sequence[Spec]] = {
     "test_conversations": [CONVERSING],
     "test_kills": [CONVERSING],
+    "test_kv_events": [FOLLOWS],
     "test_models": MODEL_STACKS,
     "test_prefill_decode": [CONVERSING],
     "test_ranks": [SHARDED],

@@ -235,6 +235,12 @@ def test_each_rank_has_an_address(
     assert [tuple(source) for source in event_sources(one, addresses)] == expected
 
 
+def test_ports_end_where_tcp_does() -> None:
+    one = Instance(Role.PREFILL, "http://pd:1", dp_size=4, kv_events="tcp://a:9?replay=65534")
+
+    assert [replay for _, replay in event_sources(one, [])] == ["tcp://a:65534", "tcp://a:65535"]
+
+
 def test_ranks_that_the_instance_chooses_are_not_followed() -> None:
     assert [*event_sources(Instance(Role.DECODE, "http://d:1", dp_size=2), [])] == []
     assert len([*event_sources(Instance(Role.DECODE, "http://d:1"), [])]) == 1
