@@ -1,6 +1,6 @@
 """Collectors that read gauges and counters from their owners at scrape time."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -11,6 +11,7 @@ from epd.encoder_cache.client import EncoderCache
 from epd.observe import metric_defs
 from epd.routing.health import HealthState
 from epd.routing.instances import Role
+from epd.routing.kv_sources import EventCounts
 from epd.routing.table import InstanceTable
 
 SERVING = frozenset({HealthState.HEALTHY, HealthState.TRIAL})
@@ -67,9 +68,6 @@ class InstancesGlance(Collector):
             [(labels, found.matched) for labels, found in prompts]
         )
 
-
-EventCounts = Callable[[], Mapping[tuple[Role, str], Mapping[str, int]]]
-"""Returns the number of KV events and of faults, by instance and kind."""
 
 EVENTS = ("stored", "removed", "cleared")
 FAULTS = ("disconnected", "gap", "malformed", "restarted")

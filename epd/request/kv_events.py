@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Annotated, NamedTuple
 
@@ -25,8 +25,8 @@ from epd.aio import Background
 from epd.config.model import ConfigFields, Live
 from epd.routing.instances import Instance, Role
 from epd.routing.kv_blocks import BlockMap
-from epd.routing.kv_sources import EventSource, event_sources
-from epd.routing.prefix import PrefixCache
+from epd.routing.kv_sources import EventCounts, EventSource, event_sources
+from epd.routing.prefix import MAX_LINKS, PrefixCache
 from epd.routing.table import InstanceTable
 from epd.state_log import StateLog
 
@@ -42,6 +42,9 @@ MAX_MESSAGE_BYTES = 32 * 1024**2
 
 MAX_QUEUED = 10_000
 """Upper bound of the unread messages of an engine. ZeroMQ drops more, which is then a gap."""
+
+MAX_CHANGES = 4 * MAX_LINKS
+"""Upper bound of the changed links that wait for the event loop."""
 
 MAX_SOCKETS = 16_384
 """Upper bound of ZeroMQ's sockets. An engine needs three."""
@@ -148,6 +151,8 @@ class EventFeed:
             self._catch_up(self._next, number)
         self._last, self._next = number, number + 1
         self._apply_batch(frames[2])
+        if self._blocks.change_count > MAX_CHANGES:  # the event loop takes no reports
+            self.record_fault("gap")
 
     def record_fault(self, fault: str) -> None:
         """Forget the blocks: events are missing."""
@@ -221,8 +226,6 @@ def _number(block: BlockHash) -> int:
     """Return the last 64 bits of a hash, as with `VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`."""
     return block & HASH if isinstance(block, int) else int.from_bytes(block[-8:], "big")
 
-
-EventCounts = Callable[[], Mapping[tuple[Role, str], Mapping[str, int]]]
 
 FeedKey = tuple[tuple[Role, str], int]
 """Key of an instance, and the number of its data-parallel rank."""
@@ -399,15 +402,15 @@ class KVEvents:
             raise RuntimeError("the thread that reads KV events has ended")
         finally:
             reader.stop_reading()
-            for key in self._wanted():
-                if (cache := self._cache(key)) is not None:
-                    cache.estimate_reported()
+            self._forsake(self._instances.values())
             await asyncio.to_thread(reader.join)
 
     def _wanted(self) -> dict[FeedKey, EventSource]:
         """Return the engines that are chosen by content, with their addresses."""
         config = self._live.current
-        self._instances = {one.key: one for one in self._table.of_roles(*config.content_roles)}
+        instances = {one.key: one for one in self._table.of_roles(*config.content_roles)}
+        self._forsake(one for key, one in self._instances.items() if key not in instances)
+        self._instances = instances
         self._counts = {key: self._counts.get(key, Counter()) for key in self._instances}
         wanted = {
             (key, rank): source
@@ -416,6 +419,13 @@ class KVEvents:
         }
         self._logs = {key: log for key, log in self._logs.items() if key in wanted}
         return wanted
+
+    def _forsake(self, instances: Iterable[Instance]) -> None:
+        """Estimate the caches of instances that are not followed any more."""
+        for one in instances:
+            with suppress(KeyError):  # it has been removed
+                for cache in self._table.load(one).caches:
+                    cache.estimate_reported()
 
     def _cache(self, key: FeedKey) -> PrefixCache | None:
         """Return the cache of an engine; None if its instance has been removed."""

@@ -104,6 +104,11 @@ class BlockMap:
     def __len__(self) -> int:
         return len(self._ends)
 
+    @property
+    def change_count(self) -> int:
+        """Number of links that have changed since the last call of `take_changes`."""
+        return len(self._changes)
+
     def take_changes(self) -> Mapping[int, int | None]:
         """Return the tokens of each link that has been tied since the last call; None: lost."""
         changes, self._changes = self._changes, {}

@@ -1,16 +1,20 @@
 """Addresses at which engines publish their KV events. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from epd.routing.instances import CONSUMERS, Instance
+from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.urls import EVENTS_AT, named_events_address
 
 DEFAULT = "tcp://*:5557"
 """vLLM's default endpoint. `*` stands for the host of the instance."""
 
 MAX_PORT = 65535
+
+
+EventCounts = Callable[[], Mapping[tuple[Role, str], Mapping[str, int]]]
+"""Returns the number of KV events and of faults, by the key of an instance and kind."""
 
 
 class EventSource(NamedTuple):

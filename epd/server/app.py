@@ -29,7 +29,6 @@ from epd.events import InstanceChanged, Observer
 from epd.media.fetch import MediaFetcher
 from epd.observe.collectors import (
     ConversationsGlance,
-    EventCounts,
     InstancesGlance,
     KVEventsGlance,
     StoreGlance,
@@ -51,6 +50,7 @@ from epd.request.warmup import Warmup
 from epd.routing.fatal import FatalRequests
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Change, Instance, InstanceSource, Registry
+from epd.routing.kv_sources import EventCounts
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
 from epd.server import api_routes, operator_routes

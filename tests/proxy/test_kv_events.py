@@ -11,6 +11,7 @@ import pytest
 import epd
 from epd.routing.instances import Role
 from epd.routing.kv_blocks import read_mark
+from epd.server.app_keys import CONFIG
 from epd.server.operator_routes import TABLE
 from epd.server.reload import unusable_files
 from tests.requests import image, request, text
@@ -225,6 +226,23 @@ async def test_a_removed_instance_is_not_followed(launch: Launch) -> None:
         pairs[0].publisher.publish(stored([1]))
 
         assert await figures(fleet, "epd_kv_events_total", instance=url) == 0
+
+
+async def test_instances_that_are_no_longer_chosen_by_content_are_not_followed(
+    launch: Launch,
+) -> None:
+    async with following(launch, 1) as (fleet, [one]):
+        await asked(fleet, [one], "a")
+        one.store_prompt()
+        load = fleet.runner.app[TABLE].load(_instance(fleet, one))
+        await until(lambda: load.precise)
+        live = fleet.runner.app[CONFIG]
+        others = {"decode_balance": "least_load", "prefill_balance": "content"}
+        live.apply_config(live.current.model_copy(update=others))
+
+        await until(lambda: not one.publisher.subscribers)
+        assert not load.precise
+        assert matched(fleet, one, one.mark)  # an estimate
 
 
 @pytest.mark.parametrize("session", [None, "a client's", "epd1.AAAA"])

@@ -82,14 +82,16 @@ class KVPublisher:
         if self.replays:
             self._replay = self._context.socket(zmq.ROUTER)
             self.replay_port = self._bind(self._replay, self.replay_port)
+            self._stopped = False
             self._thread = Thread(target=self._serve_replays, daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._context.destroy(0)
         if self.replays:
+            self._stopped = True  # a socket belongs to one thread, which closes it
             self._thread.join()
+        self._context.destroy(0)
 
     @property
     def address(self) -> str:
@@ -125,17 +127,17 @@ class KVPublisher:
         return socket.bind_to_random_port("tcp://127.0.0.1")
 
     def _serve_replays(self) -> None:
-        try:
-            while True:
-                client, _, first = self._replay.recv_multipart()
+        with self._replay as socket:
+            while not self._stopped:
+                if not socket.poll(50):
+                    continue
+                client, _, first = socket.recv_multipart()
                 for number, payload in list(self._past):
                     if number >= int.from_bytes(first, "big"):
-                        self._replay.send_multipart(
+                        socket.send_multipart(
                             (client, b"", b"", number.to_bytes(8, "big"), payload)
                         )
-                self._replay.send_multipart((client, b"", b"", END, b""))
-        except zmq.ZMQError:
-            return
+                socket.send_multipart((client, b"", b"", END, b""))
 
 
 @contextmanager

@@ -152,6 +152,15 @@ def test_the_first_group_with_all_blocks_is_followed(engine: Engine) -> None:
     assert dict(engine.report().changes) == BOTH
 
 
+def test_links_that_the_event_loop_does_not_take_are_bounded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.request.kv_events.MAX_CHANGES", 1)
+    engine.send(stored(HASHES, mark=MARK))
+
+    assert engine.report() == FeedReport("gap", {}, {"stored": 1, "gap": 1})
+
+
 BAD_BATCHES = [
     b"",
     b"\xc1",
