@@ -13,6 +13,7 @@ from epd.routing.urls import (
     check_pattern,
     conversation_store_url,
     name_server,
+    named_events_address,
     registration_store_url,
     service_url,
     weight_of,
@@ -201,8 +202,22 @@ def _check_weights(weights: tuple[str, ...]) -> tuple[str, ...]:
     return weights
 
 
+def _check_event_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    urls = [url for url, _ in map(named_events_address, addresses)]
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ValueError(f"names {url!r} twice" if url else "has two addresses without a URL")
+    return addresses
+
+
 Weights = Annotated[
     tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_weights)
+]
+EventAddresses = Annotated[
+    tuple[str, ...],
+    NoDecode,
+    BeforeValidator(_split_addresses),
+    AfterValidator(_check_event_addresses),
 ]
 RegistrationStore = Annotated[
     str | None,

@@ -85,7 +85,7 @@ GROUPS = (
     ("instances", "*_urls ec_consumer_* kv_transfer"),
     ("conversations", "*conversation*"),
     ("instances", "*_kv_addrs ec_transfer ec_store *registration* instances_file discover*"),
-    ("balance", "*_balance instance_weights load_interval_s session_header"),
+    ("balance", "*_balance instance_weights kv_events* load_interval_s session_header"),
     ("logging", "log_*"),
     ("traces", "otlp_*"),
     ("tenants", "tenant_* trusted_tenants"),

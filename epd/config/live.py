@@ -43,6 +43,7 @@ FIXED = frozenset(
         "kv_transfer",
         "conversation_store",
         "ec_transfer",
+        "kv_events",
     }
 )
 """Fields that are read only at the start: a change needs a restart."""

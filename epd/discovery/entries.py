@@ -8,7 +8,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from epd.routing.instances import CONSUMERS, Instance, Role
-from epd.routing.urls import base_url, check_weight, zmq_address
+from epd.routing.urls import base_url, check_weight, events_address, zmq_address
 from epd.transfer import ECTransferName
 
 VERSION = 1
@@ -25,6 +25,11 @@ ADDRESS = r"[!-~]*"
 NOT_FOR_OTHERS = "ec_zmq_addrs is only for consumers: roles prefill and prefill_decode"
 
 ZmqAddress = Annotated[str, AfterValidator(zmq_address), Field(max_length=256)]
+
+
+EventsAddress = Annotated[
+    str, AfterValidator(lambda address: address and events_address(address)), Field(max_length=256)
+]
 
 
 class EntriesInvalid(ValueError):
@@ -44,6 +49,7 @@ class InstanceEntry(BaseModel, frozen=True, extra="forbid"):
     kv_addr: str = Field(default="", max_length=256, pattern=f"^{ADDRESS}$")
     ec_zmq_addrs: tuple[ZmqAddress, ...] = ()
     weight: Annotated[float, AfterValidator(check_weight)] = 1.0
+    kv_events: EventsAddress = ""
 
     @model_validator(mode="after")
     def _check_addresses(self) -> Self:
@@ -61,6 +67,7 @@ class InstanceEntry(BaseModel, frozen=True, extra="forbid"):
             self.weight,
             kv_addr=self.kv_addr,
             ec_zmq_addrs=self.ec_zmq_addrs,
+            kv_events=self.kv_events,
         )
 
 
@@ -144,6 +151,8 @@ def _row(one: Instance) -> dict[str, Any]:
         row["ec_zmq_addrs"] = one.ec_zmq_addrs
     if one.weight != 1:
         row["weight"] = one.weight
+    if one.kv_events:
+        row["kv_events"] = one.kv_events
     return row
 
 

@@ -12,6 +12,7 @@ from epd.observe import metric_defs
 from epd.routing.forecast import encode_work_s, pending_tokens
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Role
+from epd.routing.kv_sources import EventCounts
 from epd.routing.load import Load
 from epd.routing.table import InstanceTable
 
@@ -85,6 +86,41 @@ class InstancesGlance(Collector):
             return []
         healthy = sum(self._table.state(one.instance) in SERVING for one in members)
         return [((), work([one.load for one in members]) / max(1, healthy))]
+
+
+EVENTS = ("stored", "removed", "cleared")
+FAULTS = ("disconnected", "gap", "malformed", "restarted")
+
+
+class KVEventsGlance(Collector):
+    """KV events of the instances, and whether they tell the content of prefix caches."""
+
+    def __init__(self, table: InstanceTable, counts: EventCounts) -> None:
+        self._table = table
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the current values. Without events the families have no samples."""
+        counts = self._counts()
+        instances = [(one, (one.role, one.url)) for one in self._table.of_roles(*Role)]
+        yield metric_defs.PREFIX_CACHE_PRECISE.metric_family(
+            [
+                (labels, self._table.load(one).precise)
+                for one, labels in instances
+                if labels in counts
+            ]
+        )
+        for family, kinds in (
+            (metric_defs.KV_EVENTS, EVENTS),
+            (metric_defs.KV_EVENT_FAULTS, FAULTS),
+        ):
+            yield family.metric_family(
+                [
+                    ((*labels, kind), found.get(kind, 0))
+                    for labels, found in counts.items()
+                    for kind in kinds
+                ]
+            )
 
 
 class StoreGlance(Collector):

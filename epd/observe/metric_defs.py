@@ -266,6 +266,28 @@ PREFILL_BACKLOG = Figure(
     "until the head of the response: at PD without streaming, until the end of decode. The sum "
     "over all proxies is the backlog of the fleet. Absent without such instances.",
 )
+PREFIX_CACHE_PRECISE = Figure(
+    "epd_prefix_cache_precise",
+    "gauge",
+    "1 while KV events of an instance tell what its prefix cache holds, 0 while that is estimated. "
+    "Absent without --kv-events.",
+    ("role", "instance"),
+    min,
+)
+KV_EVENTS = Figure(
+    "epd_kv_events",
+    "counter",
+    "KV events of an instance that this proxy has read, for each worker. Label event: stored, "
+    "removed or cleared. Absent without --kv-events.",
+    ("role", "instance", "event"),
+)
+KV_EVENT_FAULTS = Figure(
+    "epd_kv_event_faults",
+    "counter",
+    "Faults of an instance's KV events, after which its prefix cache is estimated. Label reason: "
+    "disconnected, gap (events were lost), malformed or restarted (the engine is new).",
+    ("role", "instance", "reason"),
+)
 CIRCUIT_OPEN = Figure(
     "epd_circuit_open",
     "gauge",
@@ -358,6 +380,9 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             PREFILL_BACKLOG,
             PREFIX_TOKENS,
             PREFIX_TOKENS_MATCHED,
+            PREFIX_CACHE_PRECISE,
+            KV_EVENTS,
+            KV_EVENT_FAULTS,
             IN_FLIGHT,
             QUEUED,
             BODY_BYTES,

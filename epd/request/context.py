@@ -23,6 +23,7 @@ from epd.api.endpoint import Endpoint
 from epd.api.items import MMItem
 from epd.config.model import ConfigFields
 from epd.conversations.turn import Turn
+from epd.edge.engine_headers import SESSION
 from epd.errors import ProxyError, Stage, slug_of
 from epd.events import Observer, RequestRecord, StageDone
 from epd.json_or_none import json_or_none
@@ -163,16 +164,22 @@ class RequestContext:
 
     def headers_for(
         self,
-        request_id: str,
+        request_id: str | None,
         span: Span | None = None,
         rank: int | None = None,
         content_type: str = JSON,
+        *,
+        mark: str = "",
     ) -> dict[str, str]:
         """Return the headers of one request to an instance, or to one of its data-parallel ranks.
 
-        The spans of the instance become children of `span`.
+        The spans of the instance become children of `span`. A mark replaces the client's session.
+        Without an id, the request has that of the client's request.
         """
-        own = {**self.headers, "Content-Type": content_type, "X-Request-Id": request_id}
+        own = {**self.headers, "Content-Type": content_type}
+        own["X-Request-Id"] = request_id or self.request_id
+        if mark:
+            own[SESSION] = mark
         if rank is not None:
             own["X-data-parallel-rank"] = str(rank)
         return own if span is None else {**own, **span.headers}

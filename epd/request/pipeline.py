@@ -17,7 +17,7 @@ from epd.request.attempts import (
 from epd.request.context import RequestContext
 from epd.request.encode import Encoder, raw_items
 from epd.request.prefill_decode import DecodeAnswer, PrefillDecodeStages
-from epd.request.prefix import request_prefix
+from epd.request.prefix import marked_prompt, request_prefix
 from epd.request.recovery import MAX_ATTEMPTS, Failure, next_attempt
 from epd.request.request_media import KeyedRequest, RequestMedia, request_work
 from epd.request.targets import Courses, Decoders
@@ -93,6 +93,8 @@ class Pipeline:
         sending.encoded = True
         sending.prompt = self._media.prompt(request, sending)
         sending.prefix = request_prefix(request.body, request.uuids, sending)
+        if sending.context.config.kv_events and sending.prefix.links:
+            sending.prompt = marked_prompt(sending.prompt, sending.prefix)
         sending.work = request_work(request.uuids, sending)
         pair = await self._handovers.choose_pair(sending)
         if pair is None:

@@ -19,7 +19,9 @@ from epd.api.items import MM_KWARGS, Body, MMItem, Path
 from epd.api.prompts import BYTES_PER_TOKEN
 from epd.request.attempts import Sending, item_key
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
+from epd.routing.kv_blocks import mark_of, sampled_prefix
 from epd.routing.prefix import NO_PREFIX, Prefix
+from epd.transfer.encoded import Consumed
 
 PIECE_BYTES = 1024
 """Size of the pieces of long text."""
@@ -53,6 +55,9 @@ By its mark and the depth of its place, the digest of data differs from equal da
 CONTENTS = ("text", "content", "output")
 """Fields of a message or a part with its content, which follow the others."""
 
+SESSION = "session_id"
+"""Field of a request with its session, which precedes vLLM's header."""
+
 FEWEST = 2
 """Number of the fields of most messages and parts: role and content, type and text."""
 
@@ -76,7 +81,19 @@ def request_prefix(body: Body, uuids: Mapping[MMItem, str | None], sending: Send
             tokens = counts.get(item) or TYPICAL_TOKENS[item.modality]
             media[item.path] = item_key(item, uuid), tokens
     chain = Chain(body, media)
-    return Prefix(chain.links, chain.ends, context.session)
+    prefix = Prefix(chain.links, chain.ends, context.session)
+    return sampled_prefix(prefix) if context.config.kv_events else prefix
+
+
+def marked_prompt(prompt: Consumed, prefix: Prefix) -> Consumed:
+    """Return the request with the mark of its prompt, by which KV events name it.
+
+    The mark takes the place of the client's session, which vLLM only repeats in these events.
+    """
+    mark = mark_of(prefix)
+    if SESSION in prompt.body:
+        prompt = prompt._replace(body={**prompt.body, SESSION: mark})
+    return prompt._replace(mark=mark)
 
 
 class Chain:

@@ -146,7 +146,9 @@ class Stages:
             answer = await self._upstream.fetch(
                 instance.url + endpoint.path,
                 stage="prefill",
-                headers=context.headers_for(pair.request_id, span, pair.prefill_rank),
+                headers=context.headers_for(
+                    pair.request_id, span, pair.prefill_rank, mark=sent.mark
+                ),
                 body=endpoint.encode_body(asked, context.cuts),
                 timeout_s=context.config.prefill_timeout_s,
             )
@@ -191,7 +193,7 @@ class Stages:
                 instance.url + endpoint.path,
                 stage="decode",
                 headers=context.headers_for(
-                    request_id or context.request_id, span, rank, endpoint.content_type(body)
+                    request_id, span, rank, endpoint.content_type(body), mark=sent.mark
                 ),
                 body=endpoint.encode_body(body, context.cuts),
                 head_timeout_s=_head_timeout_s(body, context.config),

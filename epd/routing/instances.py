@@ -41,6 +41,7 @@ class Instance:
             none, or if the transfer derives it.
         ec_zmq_addrs: addresses to which encode instances push encoder outputs, one for each
             data-parallel rank.
+        kv_events: address of its KV events; empty for the configured one.
     """
 
     role: Role
@@ -49,6 +50,7 @@ class Instance:
     weight: float = 1.0
     kv_addr: str = ""
     ec_zmq_addrs: tuple[str, ...] = ()
+    kv_events: str = ""
 
     @property
     def key(self) -> tuple[Role, str]:

@@ -243,6 +243,11 @@ class Load:
         caches = self.caches
         return Prompts(sum(one.asked for one in caches), sum(one.matched for one in caches))
 
+    @property
+    def precise(self) -> bool:
+        """Whether events of the engines keep the content of all prefix caches up to date."""
+        return all(one.precise for one in self.caches)
+
     def next_rank(self, prefix: Prefix = NO_PREFIX) -> int | None:
         """Return the rank for a prompt; None if the instance distributes requests itself."""
         return None if self.ranks is None else self.ranks.next_rank(prefix)

@@ -5,13 +5,14 @@ chain of links, each a digest of the whole prompt up to the end of the link. So 
 link in common exactly if they are equal up to its end.
 
 An instance's cache is known approximately: it has what this proxy has sent there, until it is
-evicted. The cache could also be updated by events of the engine (`hold`, `drop`, `clear`).
+evicted. With events of the engine it is known precisely (`epd.routing.kv_blocks`): what it has
+stored, until it is removed. Then only prompts that wait for their prefill are estimated.
 """
 
 import time
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from epd.routing.rendezvous import LoadedSeat, distances, upper_bound
@@ -66,57 +67,102 @@ class PrefixCache:
     """Known content of one engine's prefix cache, and the prompts that wait for its prefill.
 
     Links are evicted as the engine evicts blocks: the least recently used first, and the end of a
-    prompt before its beginning. So a link is never kept without the links before it.
+    prompt before its beginning. So a link is never kept without the links before it. Only an event
+    removes a link that the engine has reported.
 
     Attributes:
-        limit: upper bound of the tokens of all links.
-        tokens: tokens of all links.
+        limit: upper bound of the tokens of the estimated links.
+        tokens: tokens of the estimated links.
+        precise: whether events of the engine keep the content up to date.
         pending: tokens that the engine has to compute for prompts of this proxy.
         asked: tokens of all prompts so far.
         matched: the part of `asked` that was in the cache.
     """
 
-    __slots__ = ("_clock", "_links", "asked", "limit", "matched", "pending", "tokens")
+    __slots__ = (
+        "_clock",
+        "_links",
+        "_reported",
+        "asked",
+        "limit",
+        "matched",
+        "pending",
+        "precise",
+        "tokens",
+    )
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._links: OrderedDict[int, tuple[int, float]] = OrderedDict()
+        self._reported: OrderedDict[int, int] = OrderedDict()
+        self.precise = False
         self.limit = MAX_TOKENS
         self.tokens = self.pending = self.asked = self.matched = 0
 
     def __len__(self) -> int:
-        return len(self._links)
+        return len(self._links) + len(self._reported)
 
     def match(self, prefix: Prefix) -> int:
         """Return the number of links at the beginning of a prompt that are in the cache."""
-        known = self._links
-        if not known:
+        known, reported = self._links, self._reported
+        if not known and not reported:
             return 0
         self._evict()
-        if prefix.links[0] not in known:
-            return 0
-        return bisect_left(prefix.links, True, key=lambda link: link not in known)
+        if not reported:
+            if prefix.links[0] not in known:
+                return 0
+            return bisect_left(prefix.links, True, key=lambda link: link not in known)
+        return bisect_left(
+            prefix.links, True, key=lambda link: link not in reported and link not in known
+        )
 
     def hold(self, prefix: Prefix) -> None:
         """Add the links of a prompt, or mark them as used."""
         known, expires_s, end = self._links, self._clock() + KEPT_S, prefix.tokens
         for index in range(len(prefix.links) - 1, -1, -1):
-            before = prefix.ends[index - 1] if index else 0
-            self.drop(prefix.links[index])
-            known[prefix.links[index]] = end - before, expires_s
-            self.tokens += end - before
+            link, before = prefix.links[index], prefix.ends[index - 1] if index else 0
+            if link in self._reported:
+                self._reported.move_to_end(link)
+            else:
+                self.drop(link)
+                known[link] = end - before, expires_s
+                self.tokens += end - before
             end = before
         self._evict()
 
     def drop(self, link: int) -> None:
         """Remove a link, if it is there."""
+        self._reported.pop(link, None)
         if (found := self._links.pop(link, None)) is not None:
             self.tokens -= found[0]
 
     def clear(self) -> None:
         """Remove all links: the engine has been restarted."""
         self._links.clear()
+        self._reported.clear()
         self.tokens = 0
+        self.precise = False
+
+    def apply_changes(self, changes: Mapping[int, int | None]) -> None:
+        """Record links that the engine reports, with their tokens; None for a link that it lost."""
+        for link, tokens in changes.items():
+            if tokens is None:
+                self.drop(link)
+                continue
+            self.precise = True
+            if link not in self._reported:
+                self.drop(link)
+                self._reported[link] = tokens
+
+    def estimate_reported(self) -> None:
+        """Estimate from now on what the engine has reported: events are missing."""
+        expires_s = self._clock() + KEPT_S
+        for link, tokens in self._reported.items():
+            self._links[link] = tokens, expires_s
+            self.tokens += tokens
+        self._reported.clear()
+        self.precise = False
+        self._evict()
 
     def begin_prompt(self, prefix: Prefix) -> int:
         """Count a prompt that the engine gets now. Return the tokens that it has to compute."""

@@ -80,6 +80,38 @@ def zmq_address(address: str) -> str:
     return address
 
 
+EVENTS_AT = re.compile(
+    r"tcp://(\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})(?:\?replay=([0-9]{1,5}))?"
+)
+EVENTS_IN = re.compile(r"ipc://[!-~]{1,107}")
+EVENTS_OF = re.compile(r"(https?://.+)=((?:tcp|ipc)://.*)")
+
+
+def events_address(address: str) -> str:
+    """Return a valid address such as `tcp://host:5557?replay=5558`, or `ipc:///a/path`.
+
+    Raises:
+        ValueError: the address is invalid.
+    """
+    found = EVENTS_AT.fullmatch(address)
+    if found is not None and all(0 < int(port or 1) < 2**16 for port in found.group(2, 3)):
+        return address
+    if EVENTS_IN.fullmatch(address):
+        return address
+    raise ValueError(f"{address!r} is not an address such as tcp://host:5557?replay=5558")
+
+
+def named_events_address(written: str) -> tuple[str, str]:
+    """Return the instance's URL and the address of `[URL=]ADDRESS`; an empty URL means all others.
+
+    Raises:
+        ValueError: the text is invalid.
+    """
+    if (found := EVENTS_OF.fullmatch(written)) is not None:
+        return service_url(found[1]), events_address(found[2])
+    return "", events_address(written)
+
+
 def is_address(host: str) -> bool:
     """Return whether a host is an IP address and not a name."""
     try:

@@ -27,7 +27,12 @@ from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.keys import Keys
 from epd.events import InstanceChanged, Observer
 from epd.media.fetch import MediaFetcher
-from epd.observe.collectors import ConversationsGlance, InstancesGlance, StoreGlance
+from epd.observe.collectors import (
+    ConversationsGlance,
+    InstancesGlance,
+    KVEventsGlance,
+    StoreGlance,
+)
 from epd.observe.logs import LogObserver, hide_locals, set_level
 from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
@@ -45,6 +50,7 @@ from epd.request.warmup import Warmup
 from epd.routing.fatal import FatalRequests
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Change, Instance, InstanceSource, Registry
+from epd.routing.kv_sources import EventCounts
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
 from epd.server import api_routes, operator_routes
@@ -152,6 +158,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         probe_periodically(table, upstream, live, background),
         poll_load(table, upstream, live, background, lambda: app[POLICIES].compares_costs),
         asking_namespaces(namespaces, upstream, live, background),
+        _kv_events(table, live, background) as event_counts,
         Releases.run_releases(stages := Stages(upstream), fatal) as releases,
     ):
         decoders = Decoders(table, Picker(upstream))
@@ -183,10 +190,9 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         app[BOARD] = Board(app[RECENT], table, app[METRICS], store_kind(config))
         if tracer is not None:
             app[TRACER] = tracer
-        register = app[METRICS].registry.register
-        register(InstancesGlance(table))
-        register(StoreGlance(cache))
-        register(ConversationsGlance(conversations))
+        glances = InstancesGlance(table), KVEventsGlance(table, event_counts), StoreGlance(cache)
+        for glance in (*glances, ConversationsGlance(conversations)):
+            app[METRICS].registry.register(glance)
         live.add_follower(partial(_apply_config, app, registry, table, upstream, cache))
         yield
 
@@ -246,6 +252,17 @@ def _cache(
         lease_s=config.ec_store_lease_s,
         background=background,
     )
+
+
+def _kv_events(
+    table: InstanceTable, live: LiveConfig, background: Background
+) -> AbstractAsyncContextManager[EventCounts]:
+    """Follow the KV events of the instances, if configured. Return a function for their counts."""
+    if not live.current.kv_events:
+        return nullcontext(dict)
+    from epd.request.kv_events import KVEvents  # noqa: PLC0415 - its libraries are optional
+
+    return KVEvents(table, live).run_events(background)
 
 
 async def _no_continue(_: web.Request) -> None:

@@ -137,6 +137,7 @@ class Roster:
         since = None if since_s is None else datetime.fromtimestamp(since_s, UTC)
         report = None if since_s is None else self._table.load(one).report
         said = report and {"waiting": report.waiting, "running": report.running}
+        precise = since_s is not None and self._table.load(one).precise
         return {
             "url": one.url,
             "role": one.role,
@@ -146,6 +147,7 @@ class Roster:
             "load": self._table.under_way.get(one, 0),
             "weight": one.weight,
             "reported": said,
+            "prefix_cache": "precise" if precise else "estimated",
             "sources": sources,
             "since": since and since.isoformat(timespec="seconds"),
         }
@@ -154,7 +156,8 @@ class Roster:
 def _addresses_of(one: Instance) -> list[str]:
     """Return all addresses of an instance that the proxy or other instances connect to, as URLs."""
     kv_addr = one.kv_addr if "://" in one.kv_addr else f"//{one.kv_addr}"
-    return [one.url, *([kv_addr] if one.kv_addr else ()), *one.ec_zmq_addrs]
+    events = [one.kv_events] if one.kv_events and "*" not in one.kv_events else []
+    return [one.url, *([kv_addr] if one.kv_addr else ()), *one.ec_zmq_addrs, *events]
 
 
 def _unwritten() -> Overloaded:

@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
@@ -49,6 +50,10 @@ def read_keys(config: ProxyConfig) -> ApiKeys | None:
     return keys
 
 
+EVENTS_NEED = ("msgspec", "zmq")
+"""Libraries of `--kv-events`."""
+
+
 def unusable_files(config: ProxyConfig) -> Iterator[str]:
     """Yield an error message for each file or library that cannot be used."""
     try:
@@ -68,6 +73,11 @@ def unusable_files(config: ProxyConfig) -> Iterator[str]:
         check_tracing(config)
     except TracesUnavailable as error:
         yield str(error)
+    if config.kv_events and (missing := [one for one in EVENTS_NEED if find_spec(one) is None]):
+        yield (
+            "--kv-events needs pip install '.[kv-events]' in the checkout: there is no "
+            f"{' and no '.join(missing)}"
+        )
     try:
         if config.api_keys_file is not None:
             _keys_in(config.api_keys_file)

@@ -168,12 +168,14 @@ class Consumed(NamedTuple):
             media, or because the consumer waits for a push.
         fetches: whether the instance must fetch media.
         bare: number of items without media.
+        mark: name of the prompt in the KV events of instances; empty for none.
     """
 
     body: Body
     depends: bool = False
     fetches: bool = False
     bare: int = 0
+    mark: str = ""
 
 
 def consumer_body(

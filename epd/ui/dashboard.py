@@ -139,6 +139,7 @@ class Board:
                 requests=under_way.get(one, 0),
                 prompt_tokens=found.tokens,
                 prefix_tokens=found.matched,
+                precise=self._table.load(one).precise,
             )
             for one, found in prompts.items()
         ]

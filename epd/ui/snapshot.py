@@ -113,7 +113,7 @@ class Seen(TypedDict):
     """Instance as one process sees it. `requests` counts those under way.
 
     `prompt_tokens` counts those of requests that came for their content, `prefix_tokens` the part
-    that was expected in the prefix cache.
+    that was expected in the prefix cache. `precise`: what the cache holds is known by KV events.
     """
 
     role: str
@@ -122,6 +122,7 @@ class Seen(TypedDict):
     requests: int
     prompt_tokens: int
     prefix_tokens: int
+    precise: bool
 
 
 class Snapshot(TypedDict):

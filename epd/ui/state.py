@@ -66,6 +66,7 @@ class InstanceShown(Latency):
     requests: int
     prompt_tokens: int
     prefix_tokens: int
+    precise: bool
 
 
 class UiState(TypedDict):
@@ -181,6 +182,7 @@ def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list
         known["requests"] += one["requests"]
         known["prompt_tokens"] += one["prompt_tokens"]
         known["prefix_tokens"] += one["prefix_tokens"]
+        known["precise"] &= one["precise"]
         known["state"] = max(known["state"], one["state"], key=WORST.index)
     return [
         InstanceShown(**one, **flows[SERVES[one["role"]]].latency_of(one["url"]))

@@ -33,6 +33,7 @@ from tests.support.fake_instance import (
 )
 from tests.support.fake_turns import Turns, says
 from tests.support.fleet import until
+from tests.support.kv_publisher import publishers
 from tests.support.strict_encode import Memory, Pushes
 from tests.support.strict_instance import WIRES
 
@@ -578,3 +579,18 @@ async def test_encode_instances_with_unreadable_memory_are_reported(clinic: Clin
         f"encode {clinic.encode.url}",
         "encode: encodes, but its ec_transfer_params have no peer_host",
     ) in await clinic.complaints(**config)
+
+
+async def test_instances_must_accept_subscribers_to_their_events(clinic: Clinic) -> None:
+    following: dict[str, Any] = {"prefill_balance": "content", "kv_events": True}
+    with publishers(1) as [publisher]:
+        findings = await clinic.findings(kv_events_addrs=(publisher.address,), **following)
+        assert [one for one in findings if one.verdict is not Verdict.OK] == []
+        assert "accepts subscribers to its KV events" in {one.seen for one in findings}
+        address = publisher.address
+
+    [found] = await clinic.complaints(kv_events_addrs=(address,), health_timeout_s=0.5, **following)
+    assert found == (
+        f"prefill {clinic.prefill.url}",
+        f"KV events: {address} accepts no subscriber",
+    )

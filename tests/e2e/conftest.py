@@ -88,6 +88,7 @@ def stack(
             store=url,
             kv_extra=spec.kv_extra(),
             ec_both=spec.saving,
+            kv_events=spec.follows,
             flags={role: [*flags, *traces] for role, flags in spec.flags().items()},
             # No result depends on the speed of the machine.
             proxy_flags=[

@@ -38,6 +38,7 @@ class Spec:
             cache.
         saving: whether consumers write what they encode to the store, and the policy `cost` leaves
             small pictures to them.
+        follows: whether the proxy follows the engines' KV events. Their caches are small.
         programs: whether its engines are separate programs, which import vLLM each, instead of
             forks of a process that has imported it.
     """
@@ -51,6 +52,7 @@ class Spec:
     traced: bool = False
     conversing: bool = False
     saving: bool = False
+    follows: bool = False
     programs: bool = False
 
     def __str__(self) -> str:
@@ -58,12 +60,15 @@ class Spec:
         traits += [f"consumer-tp{self.consumer_ranks}"] * (self.consumer_ranks > 1)
         traits += ["traced"] * self.traced + ["conversing"] * self.conversing
         traits += ["saving"] * self.saving
+        traits += ["follows"] * self.follows
         return "-".join([self.model, self.topology, self.store, *traits])
 
     def flags(self) -> Mapping[Role, Sequence[str]]:
         """Return the engines' flags, in addition to those of every stack."""
         every = ["--trust-request-mm-kwargs", *(["--dtype", "bfloat16"] if self.bf16 else [])]
         own = {Role.PREFILL: ["--no-enable-prefix-caching"] * self.conversing}
+        if self.follows:
+            every += ["--block-size", "32", "--num-gpu-blocks-override", str(FEW_BLOCKS)]
         return {role: [*every, *self._ranks_of(role), *own.get(role, [])] for role in Role}
 
     def _ranks_of(self, role: Role) -> Sequence[str]:
@@ -84,6 +89,9 @@ class Spec:
 SMALL_PIXELS = 20_000
 """Size below which a picture is left to its consumer, on the stacks that save it."""
 
+FEW_BLOCKS = 160
+"""Blocks of an engine that soon evicts: some more than one prompt may have."""
+
 BLOCKS_TTL_S = 60
 """Longer than any test's conversation, short enough for decode's memory."""
 
@@ -95,6 +103,7 @@ TRACED = Spec(AUDIO, E_P_D, DISK, traced=True, programs=True)
 CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
 SHARDED = Spec(VISION, E_PD, DISK, consumer_ranks=2)
 SAVING = [Spec(VISION, topology, DISK, saving=True) for topology in (E_PD, E_P_D)]
+FOLLOWS = Spec(VISION, "2pd", DISK, follows=True)
 MODELS = (
     "tiny-internvl",
     "tiny-paddleocr-vl",
@@ -118,6 +127,7 @@ STACKS = [
     CONVERSING,
     SHARDED,
     *SAVING,
+    FOLLOWS,
     *MODEL_STACKS,
 ]
 
@@ -127,6 +137,7 @@ OF_MODULES: Mapping[str, Sequence[Spec]] = {
     "test_conversations": [CONVERSING],
     "test_cost_policy": SAVING[:1],
     "test_kills": [CONVERSING],
+    "test_kv_events": [FOLLOWS],
     "test_models": MODEL_STACKS,
     "test_prefill_decode": [CONVERSING],
     "test_ranks": [SHARDED],

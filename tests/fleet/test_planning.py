@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.routing.instances import Role
+from epd.routing.urls import named_events_address
 from epd.tools.fleet.cache_folder import (
     FolderTaken,
     default_folder,
@@ -233,6 +234,29 @@ def test_prefill_and_decode_are_both_told_of_conversations() -> None:
     for one in (prefill, decode):
         assert one["kv_connector_extra_config"]["kv_recompute_threshold"] == 0
     assert "kv_connector_extra_config" not in kv_configs()[1]
+
+
+@pytest.mark.parametrize(
+    ("topology", "stage"), [("1e1p1d", "prefill"), ("1e2pd", "decode"), ("2pd", "decode")]
+)
+def test_instances_that_prefill_are_chosen_by_their_events(topology: str, stage: str) -> None:
+    fleet = plan(topology=topology, device="cpu", kv_events=True)
+    *engines, proxy = fleet.servers()[-len(fleet.engines) - 1 :]
+    addresses = {}
+    for engine in fleet.engines:
+        given = given_flags(engine)
+        assert ("--kv-events-config" in given) == (engine.role is not Role.ENCODE)
+        if engine.role is not Role.ENCODE:
+            config = json.loads(given["--kv-events-config"])
+            assert config.items() >= {"enable_kv_cache_events": True, "publisher": "zmq"}.items()
+            addresses[engine.url] = config["endpoint"]
+
+    assert len({*addresses.values()}) == len(addresses) <= len(engines)
+    flags = proxy.command
+    assert flags[flags.index(f"--{stage}-balance") + 1] == "content"
+    named = flags[flags.index("--kv-events-addrs") + 1].split(",")
+    assert dict(map(named_events_address, named)) == addresses
+    assert not any("kv-events" in word for one in plan().servers() for word in one.command)
 
 
 def test_the_variable_that_names_devices_is_the_platforms_or_one_that_is_named() -> None:

@@ -8,6 +8,7 @@ the size of its cache as reports, once a second.
 import heapq
 import itertools
 import random
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from epd.request.prefix import Chain
 from epd.routing import BalanceName
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
+from epd.routing.kv_blocks import BlockMap, mark_of, sampled_prefix
 from epd.routing.load import Report
 from epd.routing.prefix import Prefix, PrefixCache
 from epd.routing.table import InFlight, InstanceTable
@@ -121,20 +123,111 @@ class Engine:
         self._cache.clear()
 
 
+BLOCK_TOKENS = 100
+
+
+class Follower:
+    """A proxy's view of one engine, by its events."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._blocks = BlockMap()
+        self.listens = True
+
+    def store(self, blocks: Sequence[int], parent: int | None, mark: str) -> None:
+        if self.listens:
+            self._blocks.record_stored(blocks, parent, BLOCK_TOKENS, mark)
+            self._cache.apply_changes(self._blocks.take_changes())
+
+    def remove(self, blocks: Sequence[int]) -> None:
+        if self.listens:
+            self._blocks.record_removed(blocks)
+            self._cache.apply_changes(self._blocks.take_changes())
+
+    def lose_events(self) -> None:
+        """Miss some events: what was reported is an estimate from now on."""
+        self._blocks.clear_blocks()
+        self._cache.estimate_reported()
+
+    def notice_restart(self) -> None:
+        self._blocks.clear_blocks()
+        self._cache.clear()
+
+
+class BlockEngine(Engine):
+    """An engine that caches blocks, and reports which it stores and removes.
+
+    Its tokens are those that the proxy estimates, times a factor. Its speed and its cache have the
+    same factor, so that only the proxy's estimates are wrong.
+    """
+
+    def __init__(self, instance: Instance, scale: float) -> None:
+        super().__init__(instance)
+        self.followers: list[Follower] = []
+        self.true_caches: list[TrueCache] = []
+        self._scale = scale
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def match(self, prefix: Prefix) -> int:
+        """Return the number of links that end in cached blocks."""
+        cached = self._cached(self._blocks_of(prefix))
+        return bisect_right(self._ends(prefix), (cached + 1) * BLOCK_TOKENS - 1)
+
+    def compute(self, prefix: Prefix) -> int:
+        blocks = self._blocks_of(prefix)
+        cached = self._cached(blocks)
+        computed = self._ends(prefix)[-1] - cached * BLOCK_TOKENS
+        self.computed += computed
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        over = len(self._blocks) - int(CACHE_TOKENS * self._scale) // BLOCK_TOKENS
+        removed = [self._blocks.popitem(last=False)[0] for _ in range(over)]
+        for cache, link in itertools.product(self.true_caches, prefix.links):
+            cache.drop(link)  # it waits no longer
+        mark, parent = mark_of(sampled_prefix(prefix)), blocks[cached - 1] if cached else None
+        for one in self.followers:
+            one.remove(removed)
+            if cached < len(blocks):
+                one.store(blocks[cached:], parent, mark)
+        return round(computed / self._scale)
+
+    def restart(self) -> None:
+        self._blocks.clear()
+
+    def _ends(self, prefix: Prefix) -> list[int]:
+        return [round(end * self._scale) for end in prefix.ends]
+
+    def _blocks_of(self, prefix: Prefix) -> list[int]:
+        """Return a hash for each full block, which depends on the prompt up to its end."""
+        ends = self._ends(prefix)
+        places = range(BLOCK_TOKENS, ends[-1] + 1, BLOCK_TOKENS)
+        return [hash((prefix.links[bisect_left(ends, place)], place)) for place in places]
+
+    def _cached(self, blocks: Sequence[int]) -> int:
+        return sum(1 for _ in itertools.takewhile(self._blocks.__contains__, blocks))
+
+
 class TrueCache(PrefixCache):
-    """The engine's own cache, in the place of what a proxy knows of it."""
+    """The engine's own cache, in the place of what a proxy knows of it.
+
+    Beside an engine that caches blocks, the proxy also knows which of its prompts wait there.
+    """
 
     __slots__ = ("_engine",)
 
     def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
         super().__init__(clock)
         self._engine = engine
+        if isinstance(engine, BlockEngine):
+            engine.true_caches.append(self)
 
     def match(self, prefix: Prefix) -> int:
-        return self._engine.match(prefix)
+        return max(self._engine.match(prefix), super().match(prefix))
 
     def hold(self, prefix: Prefix) -> None:
-        pass
+        if isinstance(self._engine, BlockEngine):
+            super().hold(prefix)
 
 
 @dataclass(slots=True)
@@ -154,6 +247,9 @@ class Fleet:
         size: number of engines.
         proxies: number of proxies, which get requests in turn.
         true_caches: whether the proxies see the engines' own caches.
+        blocks: tokens of the engines, which cache blocks, for each token that proxies estimate;
+            None for engines that cache links.
+        events: whether the proxies get events of these blocks.
         reports_size: whether engines report the size of their caches.
         now_s: simulated time.
         first_s: time from arrival to the end of prefill, of each request.
@@ -164,6 +260,8 @@ class Fleet:
     size: int = 4
     proxies: int = 1
     true_caches: bool = False
+    blocks: float | None = None
+    events: bool = False
     reports_size: bool = True
     now_s: float = 0.0
     first_s: list[float] = field(default_factory=list)
@@ -171,16 +269,23 @@ class Fleet:
 
     def __post_init__(self) -> None:
         instances = [Instance(Role.PREFILL_DECODE, f"http://pd{n}:1") for n in range(self.size)]
-        self.engines = {one: Engine(one) for one in instances}
+        scale = self.blocks
+        self.engines = {
+            one: Engine(one) if scale is None else BlockEngine(one, scale) for one in instances
+        }
         self.tables = [InstanceTable(instances, clock=self._clock) for _ in range(self.proxies)]
         self._choices = [Choice(table, Role.PREFILL_DECODE) for table in self.tables]
         self._turns = itertools.cycle(zip(self.tables, self._choices, strict=True))
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        if self.true_caches:
-            for table in self.tables:
-                for one in instances:
-                    table.load(one).cache = TrueCache(self.engines[one], self._clock)
+        self.followers: list[Follower] = []
+        for table, one in itertools.product(self.tables, instances):
+            engine = self.engines[one]
+            if self.true_caches:
+                table.load(one).cache = TrueCache(engine, self._clock)
+            if self.events and isinstance(engine, BlockEngine):
+                engine.followers.append(follower := Follower(table.load(one).cache))
+                self.followers.append(follower)
 
     @property
     def computed(self) -> int:

@@ -129,6 +129,7 @@ def large(each: int = 20, hostile: str = "") -> UiState:
                     requests=number % 5,
                     prompt_tokens=5000 * number,
                     prefix_tokens=4000 * number,
+                    precise=bool(number % 2),
                 )
             )
             recent.instance_changed(InstanceChanged(url, role, condition))

@@ -1,6 +1,7 @@
 """The balance `content` in a simulated fleet: what engines compute, and how they are loaded."""
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -88,3 +89,83 @@ def test_an_instance_that_restarts_is_sent_its_prefixes_anew(
     assert min(before, after) > 300
     assert fleet.computed <= 0.6 * least_load.computed
     assert table.load(first).prompts.tokens > 0
+
+
+@cache
+def true_fleet(proxies: int = 1, scale: float = 1.0) -> int:
+    """Return what a fleet computes if proxies see the engines' own caches."""
+    fleet = Fleet("content", blocks=scale, true_caches=True, proxies=proxies)
+    return fleet.run(groups(GAP_S)).computed
+
+
+@pytest.mark.parametrize("scale", [0.6, 1.0, 1.3])
+def test_events_are_worth_the_engines_own_caches(requests: list[Asked], scale: float) -> None:
+    """Whether the proxy's estimates of tokens are too high, right or too low."""
+    precise = Fleet("content", blocks=scale, events=True).run(requests)
+
+    assert precise.computed == pytest.approx(true_fleet(scale=scale), rel=0.03)
+
+
+def test_events_tell_each_proxy_what_the_others_have_sent(requests: list[Asked]) -> None:
+    precise = Fleet("content", blocks=1.0, events=True, proxies=4).run(requests)
+    estimated = Fleet("content", blocks=1.0, proxies=4).run(requests)
+
+    assert precise.computed == pytest.approx(true_fleet(proxies=4), rel=0.03)
+    assert precise.computed < 0.97 * estimated.computed
+
+
+def test_proxies_that_miss_events_estimate_until_they_see_some_again(
+    requests: list[Asked],
+) -> None:
+    fleet = Fleet("content", blocks=1.0, events=True)
+    [table], precise = fleet.tables, list[bool]()
+
+    def listen(*, listens: bool) -> None:
+        for one in fleet.followers:
+            one.listens = listens
+            one.lose_events()
+
+    def look() -> None:
+        precise.append(all(table.load(one).precise for one in fleet.engines))
+
+    for at_s in (19.0, 29.0, 60.0):
+        fleet.run_at(at_s, look)
+    fleet.run_at(20.0, lambda: listen(listens=False))
+    fleet.run_at(40.0, lambda: listen(listens=True))
+    fleet.run(requests)
+
+    assert precise == [True, False, True]
+    assert fleet.computed == pytest.approx(true_fleet(), rel=0.1)
+
+
+def test_engines_that_restart_are_known_again_by_their_events(requests: list[Asked]) -> None:
+    computed = []
+    for events in (True, False):
+        fleet = Fleet("content", blocks=1.0, events=events, true_caches=not events)
+
+        def restart(fleet: Fleet = fleet) -> None:
+            for engine in fleet.engines.values():
+                engine.restart()
+            for one in fleet.followers:
+                one.notice_restart()
+
+        fleet.run_at(40.0, restart)
+        computed.append(fleet.run(requests).computed)
+
+    assert computed[0] == pytest.approx(computed[1], rel=0.03)
+
+
+def test_a_proxy_that_starts_later_learns_the_caches_by_what_is_stored(
+    requests: list[Asked],
+) -> None:
+    fleet = Fleet("content", blocks=1.0, events=True)
+
+    def listen(*, listens: bool) -> None:
+        for one in fleet.followers:
+            one.listens = listens
+
+    listen(listens=False)
+    fleet.run_at(requests[-1].at_s / 2, lambda: listen(listens=True))
+    fleet.run(requests)
+
+    assert fleet.computed == pytest.approx(true_fleet(), rel=0.05)

@@ -49,6 +49,7 @@ def seen(condition: str, requests: int = 0, role: str = "encode") -> Seen:
         requests=requests,
         prompt_tokens=10 * requests,
         prefix_tokens=requests,
+        precise=bool(requests),
     )
 
 
@@ -230,6 +231,13 @@ def test_of_workers_that_differ_the_worst_is_shown(
 
     assert (one["state"], one["requests"]) == (expected, 4)
     assert (one["prompt_tokens"], one["prefix_tokens"]) == (40, 4)
+
+
+@pytest.mark.parametrize("requests", [0, 2])
+def test_a_cache_is_known_only_if_every_worker_knows_it(recent: Recent, requests: int) -> None:
+    [one] = shown(*(known(recent, seen("healthy", count)) for count in (2, requests)))["instances"]
+
+    assert one["precise"] is bool(requests)
 
 
 def test_one_url_in_two_roles_is_two_instances(recent: Recent) -> None:

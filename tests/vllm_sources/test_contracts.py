@@ -13,7 +13,9 @@ import pytest
 
 from epd.api.chat import CHAT
 from epd.api.items import PICTURE, TEXTS
+from epd.edge.engine_headers import SESSION
 from epd.errors import BadRequest
+from epd.request.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from epd.routing.instances import Role
 from epd.routing.load import RUNNING, WAITING
 from epd.tools.fleet.engine import FETCHES_ONCE, OFFLINE, PLATFORMS, Engine
@@ -203,6 +205,7 @@ def test_vllm_knows_the_flags_that_epd_up_writes(vllm: Source) -> None:
             max_model_len=1,
             max_num_seqs=1,
             kv_extra={"bidirectional_kv_xfer": True},
+            kv_events=True,
         ).command()
         if word.startswith("--")
     ]
@@ -270,6 +273,28 @@ def test_instances_report_what_the_balance_reads(vllm: Source) -> None:
     words = vllm.words("v1/metrics")
 
     assert {RUNNING.decode(), WAITING.decode()} <= words
+
+
+def test_events_have_what_the_proxy_reads(vllm: Source) -> None:
+    for ours in (BlockStored, BlockRemoved, AllBlocksCleared, EventBatch):
+        assert ours.__struct_fields__ == () or {*ours.__struct_fields__} <= fields(
+            vllm.a_class("distributed/kv_events.py", ours.__name__)
+        )
+    pool = vllm.text("v1/core/block_pool.py")
+    stored = pool.count("BlockStored(\n")
+    assert pool.count("session_id=request.session_id") == stored > 0
+    assert f'SESSION_ID_HEADER = "{SESSION}"' in vllm.text("entrypoints/generate/base/serving.py")
+
+
+def test_a_session_is_used_for_nothing_but_events(vllm: Source) -> None:
+    """The proxy sends its mark in its place."""
+    using = {
+        path.relative_to(vllm.package).as_posix()
+        for path in vllm.files("v1")
+        if re.search(r"\brequest\.session_id", path.read_text())
+    }
+
+    assert using == {"v1/core/block_pool.py", "v1/request.py"}
 
 
 def test_models_with_placeholder_metadata_are_those_that_the_documents_name(vllm: Source) -> None:

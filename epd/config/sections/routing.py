@@ -6,6 +6,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from epd.config.fields import (
     EndpointUrl,
+    EventAddresses,
     HeaderName,
     HostPatterns,
     PolicyNames,
@@ -14,6 +15,7 @@ from epd.config.fields import (
 )
 from epd.policies.plan import MAX_PIXELS, MAX_TOKENS, DecodeChoice, DecodeFrom
 from epd.routing import BalanceName, ItemBalanceName
+from epd.routing.instances import ANSWERING, Role
 
 MIN_LOAD_INTERVAL_S = 0.05
 """Minimum of `load_interval_s`, in seconds: more frequent load reports would slow the instance."""
@@ -100,6 +102,19 @@ class RouteSettings(BaseModel, frozen=True, extra="forbid"):
         default="least_load",
         description="choice of the decode instance of a request, as for --prefill-balance",
     )
+    kv_events: bool = Field(
+        default=False,
+        description="read the KV events of the instances (vLLM's --kv-events-config) for the "
+        "balance content: what their prefix caches hold is then known, and not estimated; needs "
+        "the extra kv-events",
+    )
+    kv_events_addrs: EventAddresses = Field(
+        default=(),
+        description="addresses of KV events, comma-separated: tcp://host:port for all instances "
+        "(* stands for the instance's host), or URL=tcp://host:port for one; with ?replay=PORT, "
+        "lost events are read again; the rank of a data-parallel engine is added to the ports; "
+        "default: tcp://*:5557",
+    )
     load_interval_s: SecondsOrNone = Field(
         default=1.0,
         description="seconds between two reads of an instance's waiting and running requests (its "
@@ -113,4 +128,18 @@ class RouteSettings(BaseModel, frozen=True, extra="forbid"):
     def _check_interval(self) -> Self:
         if 0 < self.load_interval_s < MIN_LOAD_INTERVAL_S:
             raise ValueError(f"--load-interval-s must be 0 or at least {MIN_LOAD_INTERVAL_S}")
+        return self
+
+    @property
+    def content_roles(self) -> tuple[Role, ...]:
+        """Return the roles of the instances that are chosen by content."""
+        prefills = (Role.PREFILL,) if self.prefill_balance == "content" else ()
+        return (*prefills, *(ANSWERING if self.decode_balance == "content" else ()))
+
+    @model_validator(mode="after")
+    def _check_events(self) -> Self:
+        if self.kv_events and not self.content_roles:
+            raise ValueError("--kv-events needs --prefill-balance or --decode-balance content")
+        if self.kv_events_addrs and not self.kv_events:
+            raise ValueError("--kv-events-addrs needs --kv-events")
         return self

@@ -85,6 +85,8 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
         pool.verify_as(called.names)
         reader = InstanceReader(upstream, pool, headers, config.health_timeout_s)
         fleet = Examined(await asyncio.gather(*map(reader.read_instance, called.instances)))
+        if config.kv_events:
+            await _try_events(fleet, config)
         if requests and fleet.model is not None:
             encoded = EC_TRANSFERS[config.ec_transfer]()
             transfer = KV_TRANSFERS[config.kv_transfer]()
@@ -104,6 +106,16 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
         *judge.judge_fleet(fleet.instance_facts),
         *(judge.judge_store(config, store) if EC_TRANSFERS[config.ec_transfer].stored else ()),
     ]
+
+
+async def _try_events(fleet: Examined, config: ProxyConfig) -> None:
+    """Subscribe to the instances that are chosen by content."""
+    from epd.tools.doctor.subscriptions import try_subscription  # noqa: PLC0415 - optional
+
+    for instance in fleet.answering_instances(*config.content_roles):
+        addresses, timeout_s = config.kv_events_addrs, config.health_timeout_s
+        trial = await try_subscription(instance, addresses, timeout_s)
+        fleet.note_trials(instance, {judge.EVENTS: trial})
 
 
 async def _try_encode(fleet: Examined, trials: Trials, model: str) -> None:

@@ -20,6 +20,7 @@ CLIENTS_CLOCKS = frozenset({"ceph", "fuse.ceph", "fuse.ceph-fuse", "lustre", "be
 
 ENCODE, CONSUME, PREFILL, DECODE = "encode", "metadata", "prefill", "decode"
 READ, FORGET = "conversation", "no conversation"
+EVENTS = "KV events"
 RAW = "media"
 """Names of the trial requests."""
 
@@ -44,6 +45,9 @@ ADVICE = {
     "_PORT, or its kv_addr",
     READ: "set bidirectional_kv_xfer in its --kv-transfer-config, as in decode's. It must reach "
     "the connectors of the decode instances: check VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT",
+    EVENTS: "start it with --kv-events-config "
+    '\'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}\', and name its address in '
+    "--kv-events-addrs if it has another host or port. Until then its prefix cache is estimated",
 }
 NO_CHAT = (
     "the model has no chat route, which encode requests need. Models for transcription (Whisper) "
@@ -59,6 +63,7 @@ SEEN = {
     DECODE: "answers requests that a prefill instance prefilled",
     READ: "reads the blocks that decode keeps of a conversation's previous turn",
     RAW: "vLLM reports no placeholder metadata for this model: media go to prefill and decode",
+    EVENTS: "accepts subscribers to its KV events",
     FORGET: "keeps no blocks of a conversation for its next turn: bidirectional_kv_xfer is not set",
 }
 
@@ -114,7 +119,7 @@ def _judge_trial(name: str, stage: str, trial: Trial) -> Finding:
     if trial.problem is None:
         return ok(name, SEEN[stage])
     # Without the blocks, prefill computes every turn, some after a wait of --prefill-timeout-s.
-    say = warn if stage == READ else fail
+    say = warn if stage in {READ, EVENTS} else fail
     unrouted = stage == ENCODE and trial.status == NOT_FOUND and "Not Found" in trial.problem
     return say(name, f"{stage}: {trial.problem}", NO_CHAT if unrouted else ADVICE[stage])
 

@@ -254,6 +254,7 @@ class Engine:
             requests; None: the platform's defaults.
         kv_extra: extra configuration of the KV connector.
         ec_both: whether a consumer of encoder outputs writes those that it makes to the store too.
+        kv_events: whether it publishes its KV events.
         program: command that starts vLLM.
         flags: additional flags; of a repeated flag, vLLM uses the last value.
         inherited: environment of the caller, which takes precedence over the platform's defaults.
@@ -273,6 +274,7 @@ class Engine:
     max_num_seqs: int | None = None
     kv_extra: Mapping[str, Any] = field(default_factory=dict)
     ec_both: bool = False
+    kv_events: bool = False
     program: tuple[str, ...] = VLLM
     flags: tuple[str, ...] = ()
     inherited: Mapping[str, str] = field(default_factory=dict)
@@ -286,6 +288,16 @@ class Engine:
     def url(self) -> str:
         """Base URL of its API."""
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def events_address(self) -> str:
+        """Endpoint of its KV events; empty if it publishes none.
+
+        It is a name in the machine's abstract namespace of sockets. vLLM binds a TCP port on all
+        addresses only, and events contain the tokens of prompts.
+        """
+        published = self.kv_events and self.role is not Role.ENCODE
+        return f"ipc://@epd-kv-events-{self.port}" if published else ""
 
     @property
     def transfers_kv(self) -> bool:
@@ -307,6 +319,7 @@ class Engine:
             "--max-num-seqs": self.max_num_seqs or self.platform.max_num_seqs,
             "--tensor-parallel-size": len(self.devices) if len(self.devices) > 1 else None,
             "--distributed-executor-backend": self._executor(),
+            "--kv-events-config": self._events_config(),
             **self._role_values(),
         }
         given = ((flag, str(value)) for flag, value in values.items() if value is not None)
@@ -336,6 +349,12 @@ class Engine:
         divided = len(self.devices) > 1 or any(DIVIDING.match(flag) for flag in self.flags)
         bound = self.environment().get(BINDING, UNBOUND) != UNBOUND
         return None if divided or bound else self.platform.executor
+
+    def _events_config(self) -> str | None:
+        if not self.events_address:
+            return None
+        config = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        return json.dumps({**config, "endpoint": self.events_address})
 
     def _role_values(self) -> dict[str, Any]:
         consumer = "ec_both" if self.ec_both else "ec_consumer"

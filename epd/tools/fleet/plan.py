@@ -131,9 +131,23 @@ class FleetPlan:
                 f"--{stage}-servers-urls={','.join(engine.url for engine in self.of_roles(*some))}"
                 for stage, some in roles.items()
             ),
+            *self._events_flags(),
             *self.proxy_flags,
         )
         return FleetServer(PROXY, self.url, command, {})
+
+    def _events_flags(self) -> Sequence[str]:
+        named = [f"{one.url}={one.events_address}" for one in self.engines if one.events_address]
+        if not named:
+            return ()
+        stage = "prefill" if self.of_roles(Role.PREFILL) else "decode"
+        return (
+            "--kv-events",
+            f"--{stage}-balance",
+            "content",
+            "--kv-events-addrs",
+            ",".join(named),
+        )
 
 
 NIXL_STEP = 10
@@ -214,6 +228,7 @@ def _engines(
             max_num_seqs=settings.max_num_seqs,
             kv_extra=settings.kv_extra(),
             ec_both=settings.ec_both,
+            kv_events=settings.kv_events,
             program=settings.vllm_command,
             flags=settings.vllm_flags + _flags(settings, role),
             inherited=environ,

@@ -231,6 +231,11 @@ class FleetSettings(BaseSettings):
         description="number of tokens below which prefill computes them again instead of reading "
         "blocks (default: vLLM's own, 64)",
     )
+    kv_events: bool = Field(
+        False,
+        description="choose the instances that prefill by the content of their prefix caches, "
+        "which they publish as KV events",
+    )
     ec_store: Annotated[str, AfterValidator(_store_url)] | None = Field(
         None,
         validation_alias=AliasChoices("EPD_UP_EC_STORE", "EC_SHARED_STORAGE_PATH"),

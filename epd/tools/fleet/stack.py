@@ -189,6 +189,7 @@ class Stack(Fleet):
         store: str | None = None,
         kv_extra: Mapping[str, Any] = MappingProxyType({}),
         ec_both: bool = False,
+        kv_events: bool = False,
         flags: Mapping[Role, Sequence[str]] = MappingProxyType({}),
         proxy_flags: Sequence[str] = (),
         report: Callable[[str], None] = print,
@@ -203,6 +204,7 @@ class Stack(Fleet):
             store: URL of the encoder store; it is unused without encode instances.
             kv_extra: extra configuration of the KV connectors.
             ec_both: whether consumers write the encoder outputs that they make to the store.
+            kv_events: whether engines publish their KV events, and the proxy follows them.
             flags: additional flags of engines, by role.
             proxy_flags: additional flags of the proxy.
             report: function that receives progress lines.
@@ -222,6 +224,7 @@ class Stack(Fleet):
                 local_media=str(local_media),
                 kv_extra=kv_extra,
                 ec_both=ec_both,
+                kv_events=kv_events,
                 flags=tuple(flags.get(role, ())),
             )
             for role, api, side_channel in zip(topology.roles, ports[::2], ports[1::2], strict=True)

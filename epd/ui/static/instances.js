@@ -49,6 +49,7 @@ function update(card, one) {
   load.firstChild.style.width = `${(100 * one.requests) / most}%`;
   say(busy, `${count(one.requests)} under way`);
   const ends = endings(one).map((words) => ` · ${words}`).join("");
-  const prefix = one.prompt_tokens ? ` · prefix ${share(one.prefix_tokens, one.prompt_tokens)}` : "";
+  const events = one.precise ? " by events" : "";
+  const prefix = one.prompt_tokens ? ` · prefix ${share(one.prefix_tokens, one.prompt_tokens)}${events}` : "";
   say(figures, `${rate(one.rate)}/s · p50 ${seconds(one.p50_s)} · p95 ${seconds(one.p95_s)}${prefix}${ends}`);
 }
