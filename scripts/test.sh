@@ -11,8 +11,10 @@ cd "$(dirname "$0")/.."
 # The hundreds of programs that tests start would each compile this project's modules.
 export PYTHONDONTWRITEBYTECODE=
 if [ "${1-}" = --quick ]; then
+    # Each of the processes would import these folders, of which no test is quick or none runs without a GPU.
     exec .venv/bin/python -m pytest -m "not full" --hypothesis-profile quick -n 4 --dist loadfile \
-        --no-loadscope-reorder "${@:2}"
+        --no-loadscope-reorder --ignore tests/e2e --ignore tests/gpu --ignore tests/ui \
+        --ignore tests/vllm_connector "${@:2}"
 fi
 ./scripts/fetch_multi_turn.sh ||
     echo "vLLM's source could not be fetched and unpacked, which a test in tests/e2e/test_conversations.py needs"

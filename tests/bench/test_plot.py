@@ -1,12 +1,13 @@
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from xml.etree import ElementTree as ET
 
 import orjson
 import pytest
 
 from epd.__main__ import main
+from tests.support.programs import called, run
 
 RUN = {
     "name": "epd",
@@ -45,10 +46,10 @@ def written(document: object, folder: Path) -> Path:
     return results
 
 
-def plot(document: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    results = str(written(document, folder))
-    command = [sys.executable, "-m", "epd", "bench", "plot", results, "--folder", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def plot(
+    document: object, folder: Path, *, by: Callable[..., CompletedProcess[str]] = called
+) -> CompletedProcess[str]:
+    return by("bench", "plot", str(written(document, folder)), "--folder", str(folder))
 
 
 def texts(picture: Path) -> set[str]:
@@ -79,9 +80,9 @@ def test_pictures_for_light_and_for_dark_pages_say_what_was_measured(
 
 def test_the_same_results_make_the_same_bytes(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
+    for folder, by in zip(folders, (called, run), strict=True):
         folder.mkdir()
-        assert plot(OVERHEAD, folder).returncode == 0
+        assert plot(OVERHEAD, folder, by=by).returncode == 0
 
     first, second = ((folder / "overhead-dark.svg").read_bytes() for folder in folders)
     assert first == second
@@ -117,8 +118,7 @@ def test_what_holds_no_results_is_said_in_a_line(
 def test_a_folder_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     results.write_bytes(orjson.dumps(OVERHEAD))
-    command = [sys.executable, "-m", "epd", "bench", "plot", str(results), "--folder", "/none"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = called("bench", "plot", str(results), "--folder", "/none")
 
     assert done.returncode == 1
     assert "No such file" in done.stderr

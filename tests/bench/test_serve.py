@@ -127,6 +127,7 @@ async def test_what_vllms_benchmark_says_when_it_fails_is_shown(
     assert "no-tokenizer" in err
 
 
+@pytest.mark.full
 @needs_vllm
 @pytest.mark.e2e
 def test_vllm_reads_the_pictures_in_the_order_of_the_trace(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ MEMORY = 6
 """Index in `parsed` of the fraction of device memory, which pods do not share."""
 
 
+@pytest.mark.full
 @pytest.mark.e2e
 def test_vllm_takes_them_as_it_takes_those_of_epd_up() -> None:
     model = settings("epd-engines")["MODEL"]

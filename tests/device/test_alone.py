@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh installs it")
+pytestmark = pytest.mark.skipif(
+    find_spec("torch") is None, reason="torch is not installed: scripts/test.sh installs it"
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKED = """
@@ -31,6 +34,7 @@ def test_device_modules_import_nothing_else() -> None:
     assert run(imports + "print('ok')") == "ok\n"
 
 
+@pytest.mark.full
 def test_gpu_tests_and_benchmark_say_why_they_are_skipped() -> None:
     benchmark = run(
         "sys.argv = ['bench_gpu']\n"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from epd.api.sse import EventAligner
 from epd.request import stages
 from epd.server import middlewares
+from tests.examples import scaled
 from tests.faults.scripted import (
     LAST_CHUNK,
     STREAM_HEAD,
@@ -335,7 +336,7 @@ def check_cuts(events: list[bytes]) -> None:
 
 @pytest.mark.fault(41)
 @given(st.lists(st.sampled_from(EVENTS), max_size=4))
-@settings(max_examples=50)
+@settings(max_examples=scaled(50))
 def test_a_stream_of_any_events_is_the_same_byte_for_byte_however_it_comes(
     events: list[bytes],
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 
 from epd.api.body import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES
+from tests.examples import scaled
 from tests.requests import audio_url, image, input_audio, request, text, video
 from tests.support.fake_instance import decodes
 from tests.support.fleet import Fleet, Launch
@@ -312,7 +313,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.fault(50, 52)
-@settings(max_examples=150)
+@settings(max_examples=scaled(150))
 @given(
     json_values.map(lambda value: json.dumps(value).encode())
     | mutated().map(lambda value: json.dumps(value, ensure_ascii=False).encode())

@@ -38,6 +38,7 @@ from epd.tools.fleet.engine import (
 )
 from epd.tools.fleet.plan import FleetPlan, plan_fleet, url_of
 from epd.tools.fleet.settings import FleetSettings, Topology
+from tests.examples import scaled
 
 STORE = "file:///ec"
 TWO = MappingProxyType({"CUDA_VISIBLE_DEVICES": "0,1"})
@@ -336,7 +337,7 @@ words = st.lists(
 names = st.from_regex(r"EPD_[A-Z]{1,5}", fullmatch=True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(words, st.dictionaries(names, words.map("-".join), max_size=2))
 def test_a_shell_reads_a_servers_line_as_it_is(args: list[str], environ: dict[str, str]) -> None:
     """`env` prints the environment, `printf` prints its arguments."""

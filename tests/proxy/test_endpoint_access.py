@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-import anthropic
 import pytest
 
 from epd.api.endpoints import ENDPOINTS
-from tests.proxy.endpoints import PLAIN, SALTED, ask, message
+from tests.proxy.endpoints import PLAIN, SALTED, anthropic, ask, message
 from tests.requests import text
 from tests.support.clients import ALICE, BOB, bearer
 from tests.support.fleet import Fleet, Launch
@@ -39,7 +38,7 @@ async def test_anthropics_clients_present_their_key_in_a_header_of_its_own(
 ) -> None:
     async with launch(api_keys_file=keys) as fleet:
         asked = message(text())
-        async with anthropic.AsyncAnthropic(base_url=fleet.url, api_key=ALICE) as client:
+        async with anthropic().AsyncAnthropic(base_url=fleet.url, api_key=ALICE) as client:
             assert (await client.messages.create(**asked)).id == "msg"
         both = {"X-API-Key": ALICE, **bearer("wrong")}
         assert (await ask(fleet, "/v1/messages", asked, both))[0] == 401

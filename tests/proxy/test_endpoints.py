@@ -5,7 +5,6 @@ from io import BytesIO
 from typing import Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
 from aiohttp import web
@@ -16,6 +15,7 @@ from tests.proxy.endpoints import (
     GENERATES,
     PLAIN,
     WORDS,
+    anthropic,
     ask,
     block,
     clients,
@@ -183,7 +183,7 @@ async def test_a_message_that_breaks_off_is_an_error_for_anthropics_client(fleet
     _, client = clients(fleet)
     async with client:
         events = await client.messages.create(**message(text()), stream=True)
-        with pytest.raises(anthropic.APIStatusError) as broken:
+        with pytest.raises(anthropic().APIStatusError) as broken:
             [event async for event in events]
 
     assert isinstance(broken.value.body, dict)

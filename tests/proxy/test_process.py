@@ -20,7 +20,15 @@ from tests.requests import data_url, image, request, text
 from tests.support.fake_instance import FakeInstance, decodes, encodes, hangs
 from tests.support.fake_origin import FakeOrigin
 from tests.support.fleet import until
-from tests.support.programs import ADDRESS, EPD, INSTANCES, refuses_connections, run, serving
+from tests.support.programs import (
+    ADDRESS,
+    EPD,
+    INSTANCES,
+    called,
+    refuses_connections,
+    run,
+    serving,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +63,7 @@ from tests.support.programs import ADDRESS, EPD, INSTANCES, refuses_connections,
     ],
 )
 def test_wrong_flags_end_in_a_line_each_and_code_2(args: list[str], message: str) -> None:
-    ended = run(*args)
+    ended = called(*args)
 
     assert ended.returncode == 2
     assert ended.stdout == ""
@@ -63,12 +71,20 @@ def test_wrong_flags_end_in_a_line_each_and_code_2(args: list[str], message: str
     assert all(": error: " in line for line in ended.stderr.splitlines())
 
 
+@pytest.mark.parametrize("args", [["serve"], ["nothing"]])
+def test_a_process_ends_as_the_call_of_its_entry_point(args: list[str]) -> None:
+    ended, expected = run(*args), called(*args)
+
+    assert ended.returncode == expected.returncode == 2
+    assert (ended.stdout, ended.stderr) == (expected.stdout, expected.stderr)
+
+
 def test_check_says_what_serve_would_do_and_starts_nothing(tmp_path: Path) -> None:
     file = tmp_path / "epd.yaml"
     file.write_text("max_items: 3")
 
     shown = run("check", *INSTANCES, "--config", str(file), "--format", "json")
-    refused = run("check", *INSTANCES, "--config", str(file), "--upstream-ca-file", "/nowhere")
+    refused = called("check", *INSTANCES, "--config", str(file), "--upstream-ca-file", "/nowhere")
 
     assert (shown.returncode, shown.stderr) == (0, "")
     assert json.loads(shown.stdout)["max_items"] == {
@@ -97,7 +113,7 @@ def test_a_closed_output_pipe_is_not_an_error() -> None:
 
 
 def test_help_names_every_flag() -> None:
-    ended = run("serve", "--help")
+    ended = called("serve", "--help")
 
     assert ended.returncode == 0
     for flag in ("--encode-servers-urls", "--prefill-servers-urls", "--decode-servers-urls"):

@@ -1,9 +1,7 @@
 """API keys, and the separation of tenants."""
 
 import asyncio
-import os
 import socket
-import subprocess
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from tests.requests import image, request, text
 from tests.support.clients import ALICE, ALICE_2, BOB, bearer
 from tests.support.fake_instance import FakeInstance, decodes, encodes
 from tests.support.fleet import Fleet, Launch
-from tests.support.programs import EPD, INSTANCES, run, serving
+from tests.support.programs import INSTANCES, called, run, serving
 
 SECRET = "a secret of the proxies"
 
@@ -307,7 +305,7 @@ def test_a_keys_file_that_cannot_be_used_ends_the_start_in_one_line(
     path = tmp_path / "keys"
     if content is not None:
         path.write_text(content)
-    ended = run("serve", *INSTANCES, "--api-keys-file", str(path))
+    ended = called("serve", *INSTANCES, "--api-keys-file", str(path))
 
     assert ended.returncode == 2
     assert f"--api-keys-file {path}: {message}" in ended.stderr.splitlines()[-1]
@@ -316,14 +314,7 @@ def test_a_keys_file_that_cannot_be_used_ends_the_start_in_one_line(
 
 
 def test_a_short_secret_ends_the_start_in_one_line() -> None:
-    ended = subprocess.run(
-        [*EPD, "serve", *INSTANCES],
-        env=os.environ | {"EPD_KEY_SECRET": "sh0rt"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = called("serve", *INSTANCES, env={"EPD_KEY_SECRET": "sh0rt"})
 
     assert ended.returncode == 2
     assert "EPD_KEY_SECRET must have at least 16 characters" in ended.stderr
@@ -343,19 +334,8 @@ def test_a_keys_file_that_others_may_read_is_warned_of(keys: Path, mode: int, wa
     assert ("others may read" in ended.stderr) == warns
 
 
-def hash_key(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*EPD, "hash-key", *args],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 async def test_a_new_key_opens_the_proxy_that_has_its_line(launch: Launch, tmp_path: Path) -> None:
-    made = await asyncio.to_thread(hash_key, "carol")
+    made = await asyncio.to_thread(run, "hash-key", "carol")
     key = made.stderr.strip()
     path = tmp_path / "keys"
     path.write_text(made.stdout)
@@ -369,7 +349,7 @@ async def test_a_new_key_opens_the_proxy_that_has_its_line(launch: Launch, tmp_p
 
 
 def test_a_key_from_stdin_is_hashed_and_not_shown() -> None:
-    made = hash_key("alice", "--stdin", stdin=ALICE + "\n")
+    made = called("hash-key", "alice", "--stdin", stdin=ALICE + "\n")
 
     assert made.stdout == key_line("alice", ALICE) + "\n"
     assert made.stderr == ""
@@ -379,7 +359,7 @@ def test_a_key_from_stdin_is_hashed_and_not_shown() -> None:
     ("args", "stdin"), [(["al:ice"], ""), (["alice", "--stdin"], "short\n"), ([], "")]
 )
 def test_a_line_that_cannot_be_made_ends_in_one_line(args: list[str], stdin: str) -> None:
-    ended = hash_key(*args, stdin=stdin)
+    ended = called("hash-key", *args, stdin=stdin)
 
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.count("\n") == 1

@@ -1,7 +1,6 @@
 """Spans that a collector receives for a request, and trace headers that instances receive."""
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
@@ -28,7 +27,7 @@ from tests.support.fake_instance import (
     refuses,
 )
 from tests.support.fleet import Fleet, Launch, until
-from tests.support.programs import EPD, INSTANCES, serving
+from tests.support.programs import INSTANCES, called, serving
 
 PICTURE = request(image(b"a secret picture"), text("a secret question"))
 CHAT = "POST /v1/chat/completions"
@@ -566,13 +565,9 @@ def test_an_endpoint_without_the_extra_ends_in_one_line() -> None:
 def test_what_cannot_be_exported_to_ends_in_one_line(
     endpoint: str, protocol: str, message: str
 ) -> None:
-    ended = subprocess.run(
-        [*EPD, "serve", *INSTANCES, "--otlp-traces-endpoint", endpoint],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=os.environ | {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": protocol},
+    ended = called(
+        *("serve", *INSTANCES, "--otlp-traces-endpoint", endpoint),
+        env={"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": protocol},
     )
 
     assert ended.returncode == 2

@@ -26,7 +26,7 @@ from tests.requests import image, request, text
 from tests.support.clients import ALICE, bearer
 from tests.support.fake_instance import FakeInstance, decodes, encodes, refuses
 from tests.support.fleet import Fleet, Launch, until
-from tests.support.programs import EPD
+from tests.support.programs import EPD, called
 from tests.support.workers import START_S, some_workers
 
 ADMIN = "admin-key-0123456789"
@@ -272,7 +272,7 @@ async def test_top_prints_one_frame_where_it_is_no_terminal(
     ],
 )
 def test_top_says_in_one_line_what_is_wrong(flags: list[str], message: str) -> None:
-    ended = top("http://127.0.0.1:1", *flags)
+    ended = called("top", "--url", "http://127.0.0.1:1", *flags)
 
     assert ended.returncode in {1, 2}
     assert message in ended.stderr

@@ -1,9 +1,7 @@
 """Access control: the admin key, and no routes except the documented ones."""
 
-import asyncio
-import os
 import socket
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,10 @@ from aiohttp import web
 
 import epd
 from epd.edge.access import ON_BEHALF
-from tests.security.wire import Answer, ask, silent
+from tests.security.wire import ask, silent
 from tests.support.clients import ALICE, bearer
 from tests.support.fleet import Fleet, Launch
-from tests.support.programs import EPD, INSTANCES, serving
+from tests.support.programs import INSTANCES, called, serving
 
 ADMIN = "admin-key-0123456789"
 
@@ -189,21 +187,21 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
+@pytest.fixture(scope="module")
+def open_port() -> Iterator[str]:
+    """Run a proxy that listens on all addresses; yield its port."""
+    with serving(*INSTANCES, "--host", "0.0.0.0") as (url, _):  # noqa: S104
+        yield url.rpartition(":")[2]
+
+
 @pytest.mark.security("S3")
 @pytest.mark.parametrize("headers", [{}, {"X-Forwarded-For": "127.0.0.1"}, {"Host": "localhost"}])
-def test_without_an_admin_key_no_other_machine_may(headers: dict[str, str]) -> None:
-    host = own_address()
-    with serving(*INSTANCES, "--host", "0.0.0.0") as (url, _):  # noqa: S104
-        port = url.rpartition(":")[2]
-
-        async def both() -> tuple[Answer, Answer]:
-            line = "GET /metrics HTTP/1.1"
-            return (
-                await ask(f"http://{host}:{port}", line, headers.items()),
-                await ask(f"http://127.0.0.1:{port}", line),
-            )
-
-        there, here = asyncio.run(both())
+async def test_without_an_admin_key_no_other_machine_may(
+    open_port: str, headers: dict[str, str]
+) -> None:
+    line = "GET /metrics HTTP/1.1"
+    there = await ask(f"http://{own_address()}:{open_port}", line, headers.items())
+    here = await ask(f"http://127.0.0.1:{open_port}", line)
 
     assert (there.status, here.status) == (403, 200)
     assert there.headers["x-epd-error"] == "admin_only"
@@ -240,14 +238,7 @@ async def test_the_admin_key_comes_by_environment(variable: str) -> None:
 
 @pytest.mark.parametrize("variable", ["EPD_ADMIN_API_KEY", "ADMIN_API_KEY"])
 def test_a_short_admin_key_ends_the_start_in_one_line(variable: str) -> None:
-    ended = subprocess.run(
-        [*EPD, "serve", *INSTANCES],
-        env=os.environ | {variable: "sh0rt"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = called("serve", *INSTANCES, env={variable: "sh0rt"})
 
     assert ended.returncode == 2
     assert f"{variable} must have 16 to 512" in ended.stderr

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from ec_store import Entry, EntryKey, Store
 from ec_store.entry import ITEM_BYTES, checksum, payload_bytes
+from tests.examples import scaled
 
 Opened = Callable[[], Store]
 Spoil = Callable[[EntryKey], None]
@@ -49,7 +50,7 @@ JSON = st.dictionaries(
 )
 # A store on a disk or behind a socket is sometimes slow, and keeps entries of earlier examples.
 relaxed = settings(
-    max_examples=60,
+    max_examples=scaled(60),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
 )
 

@@ -16,6 +16,7 @@ from ec_store.fetch_queue import (
     buffer_bytes,
     entry_bytes,
 )
+from tests.examples import scaled
 
 LIMIT = 10 * OVERHEAD_BYTES + 1000
 NAMES = st.sampled_from("abcdefgh")
@@ -175,4 +176,4 @@ class Admission(RuleBasedStateMachine):
 
 
 TestAdmission = Admission.TestCase
-TestAdmission.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestAdmission.settings = settings(max_examples=scaled(150), stateful_step_count=30, deadline=None)

@@ -29,6 +29,7 @@ from ec_store.disk.lock import FileLock
 from ec_store.disk.store import SharedDiskStore
 from ec_store.disk.tree import taken_bytes
 from ec_store.entry import UNUSED_BYTES, Buffers
+from tests.examples import scaled
 from tests.store.contract import assert_same, entry, key, sized
 from tests.store.on_disk import age, entries_bytes, files, opened, path_of
 
@@ -807,4 +808,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=40, stateful_step_count=60)
+TestModel.settings = settings(max_examples=scaled(40), stateful_step_count=60)

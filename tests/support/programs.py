@@ -6,8 +6,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from typing import Any
+from unittest.mock import patch
+
+from epd.__main__ import main
 
 EPD = [sys.executable, "-m", "epd"]
 
@@ -18,6 +22,31 @@ INSTANCES = ["--encode-servers-urls", "http://e:1", "--decode-servers-urls", "ht
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*EPD, *args], capture_output=True, text=True, timeout=120, check=False)
+
+
+def called(
+    *args: str, stdin: str = "", env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Call the program in this process: for a command that ends before it starts anything.
+
+    It does what `run` does without the second that a process takes to import the program.
+    """
+    out, err = StringIO(), StringIO()
+    with (
+        redirect_stdout(out),
+        redirect_stderr(err),
+        patch("sys.stdin", StringIO(stdin)),
+        patch.dict(os.environ, env or {}),
+    ):
+        try:
+            main(args)
+            code = 0
+        except SystemExit as end:
+            # As the interpreter does at its end: a message goes to stderr.
+            code = end.code if isinstance(end.code, int) else 1
+            if isinstance(end.code, str):
+                print(end.code, file=err)
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from epd.media.image_header import MAX_STEPS, Size, image_size
+from tests.examples import scaled
 
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
@@ -113,7 +114,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.security("S10")
-@settings(max_examples=500)
+@settings(max_examples=scaled(500))
 @given(damaged())
 @example(picture("PNG")[:33] + picture("PNG", (1, 1))[8:])
 @example(picture("JPEG", (640, 480))[:-2] + picture("JPEG", (1, 1)))

@@ -25,6 +25,7 @@ from epd.observe.worker_metrics import (
     WorkerMetrics,
     keep_counters,
 )
+from tests.examples import scaled
 
 SEATS = st.integers(0, 2)
 
@@ -144,7 +145,7 @@ async def test_a_scrape_of_several_workers_is_made_on_a_thread(pages: list[Share
 
 
 TestWorkers = Workers.TestCase
-TestWorkers.settings = settings(max_examples=50)
+TestWorkers.settings = settings(max_examples=scaled(50))
 
 
 @pytest.fixture
