@@ -36,6 +36,12 @@ on they stay short, and with several proxies from 8 on (`tests/unit/test_prefix_
 """
 
 
+FEW_REQUESTS = 4
+"""Number of unfinished requests below which an engine is not overloaded, however idle the others
+are. A second engine computes a prompt again, which costs it more than a few requests in one batch.
+"""
+
+
 class Prefix(NamedTuple):
     """A prompt as a chain.
 
@@ -200,7 +206,9 @@ S = TypeVar("S", bound=CachedSeat)
 
 
 def cheapest_seat(seats: Sequence[S], prefix: Prefix) -> S:
-    """Return the seat with the lowest cost of a prompt, among those below the load bound.
+    """Return the seat with the lowest cost of a prompt, among those that are not overloaded.
+
+    Overloaded are seats at the load bound, unless they have fewer than `FEW_REQUESTS`.
 
     The cost is the number of tokens of the prompt that the seat's cache lacks, `COMPUTED_FACTOR`
     times, and of the tokens that wait there. The tokens that every cache lacks cost nothing at
@@ -215,7 +223,7 @@ def cheapest_seat(seats: Sequence[S], prefix: Prefix) -> S:
         prefix: the prompt, not empty.
     """
     most = upper_bound(seats)
-    seats = [seat for seat in seats if seat.value < most(seat)]
+    seats = [seat for seat in seats if seat.value < max(most(seat), FEW_REQUESTS)]
     links = [seat.cache.match(prefix) for seat in seats]
     known = max(links)
     first = prefix.links[min(known, len(prefix.links) - 1)].to_bytes(8, "big")

@@ -135,6 +135,7 @@ EACH_STORE = [ON_DISK, ON_REDIS, ON_CLUSTER]
 
 OF_MODULES: Mapping[str, Sequence[Spec]] = {
     "test_conversations": [CONVERSING],
+    "test_content_balance": [FOLLOWS],
     "test_cost_policy": SAVING[:1],
     "test_kills": [CONVERSING],
     "test_kv_events": [FOLLOWS],

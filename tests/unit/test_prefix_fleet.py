@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from epd.routing.prefix import FEW_REQUESTS
 from epd.routing.rendezvous import LOAD_FACTOR
 from tests.support.prefix_fleet import Asked, Fleet, groups, popular
 
@@ -58,7 +59,8 @@ def test_a_popular_picture_loads_no_instance_above_the_bound(share: float) -> No
     fleet = Fleet("content").run(popular(share, 1500))
 
     for chosen, loads in fleet.loads:
-        assert chosen <= math.ceil(LOAD_FACTOR * sum(loads) / len(loads))
+        assert chosen <= max(math.ceil(LOAD_FACTOR * sum(loads) / len(loads)), FEW_REQUESTS)
+    assert max(chosen for chosen, _ in fleet.loads) > 2 * FEW_REQUESTS
 
 
 def test_a_restart_that_no_proxy_notices_costs_little(
