@@ -1,7 +1,10 @@
 """Options and fixtures for all tests."""
 
+import os
 import signal
+import ssl
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,9 +19,24 @@ NOT_QUICK = frozenset({"stack", "browser", "models", "redis_cluster", "start_clu
 """Fixtures that start engines, a browser or a Redis Cluster, or build models."""
 
 
-def pytest_configure() -> None:
-    """Restore the default handling of SIGHUP, which `nohup` sets to ignore."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Restore the default handling of SIGHUP, which `nohup` sets to ignore; trust less."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    _trust_one_authority(config)
+
+
+def _trust_one_authority(config: pytest.Config) -> None:
+    """Have only one of the system's certificate authorities loaded in this run.
+
+    Every proxy and every process of a test would load them all, which takes most of the CPU time
+    in which a test starts its proxy.
+    """
+    for certificate in ssl.create_default_context().get_ca_certs(binary_form=True)[:1]:
+        folder = TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        file = Path(folder.name) / "authority.pem"
+        file.write_text(ssl.DER_cert_to_PEM_cert(certificate))
+        os.environ["SSL_CERT_FILE"] = str(file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
