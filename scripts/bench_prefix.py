@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def engine_flags() -> list[str]:
-    """Return the flags of engines with a wide model, whose blocks are small beside a question."""
+    """Return the flags of engines with a wide model and blocks that are small beside a question."""
     return [
         *("--load-format", "dummy", "--hf-overrides", json.dumps(WIDE)),
         *("--mm-processor-kwargs", json.dumps({"size": PIXELS})),
