@@ -261,10 +261,11 @@ class Encoder:
                 try:
                     self._fatal.check(watched, [key])
                     if first_try is None:
-                        return await self._ask_next(job, item, tried)
-                    shared, first_try = first_try, None
-                    if (encoded := await shared(item, tried)) is not None:
+                        [encoded] = await self._send(job, self._next_try(job, item, tried))
                         return encoded
+                    shared, first_try = first_try, None
+                    if (output := await shared(item, tried)) is not None:
+                        return output
                 except ProxyError as error:
                     others, elapsed_s = self._choice.has_untried(tried, fits), clock() - started_s
                     local = context.config.on_encode_failure == "local"
@@ -275,8 +276,8 @@ class Encoder:
                         raise
                     await tries.next_try(error, delay_s)
 
-    async def _ask_next(self, job: EncodeJob, item: MMItem, tried: list[Instance]) -> Encoded:
-        """Return the output from the next encode instance, which is added to the tried ones."""
+    def _next_try(self, job: EncodeJob, item: MMItem, tried: list[Instance]) -> EncodeGroup:
+        """Return the item with its next encode instance, which is added to the tried ones."""
         config, key = job.context.config, item_key(item, job.uuids[item])
         instance = self._choice.best_instance(
             tried,
@@ -287,9 +288,7 @@ class Encoder:
             fits=self._fits(job),
         )
         tried.append(instance)
-        group = EncodeGroup(instance, (item,), job.plan_of(item).tokens)
-        [encoded] = await self._send(job, group)
-        return encoded
+        return EncodeGroup(instance, (item,), job.plan_of(item).tokens)
 
     async def _send(self, job: EncodeJob, group: EncodeGroup) -> Sequence[Encoded]:
         """Return the outputs of the items of one request to an encode instance.

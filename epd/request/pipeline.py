@@ -1,8 +1,9 @@
 """Pipeline of a request: encode, optional prefill, decode; retried until its answer has begun."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
-from epd.api.items import Body
+from epd.api.items import Body, MMItem
 from epd.encoder_cache.keys import Keys
 from epd.errors import ProxyError
 from epd.request.attempts import (
@@ -89,7 +90,9 @@ class Pipeline:
         if request.uuids:
             sending.targets = await self._targets(request, sending)
             with sending.targets.consumer or nullcontext():
-                sending.encodings = await self._encode(request, sending)
+                job = self._encode_job(request, sending)
+                if job is not None:
+                    await self._record_outputs(job, sending, await self._encoder.encode(job))
         sending.encoded = True
         sending.prompt = self._media.prompt(request, sending)
         sending.prefix = request_prefix(request.body, request.uuids, sending)
@@ -148,34 +151,41 @@ class Pipeline:
         known = self._namespaces.of_consumers()
         return next(iter(known)) if len(known) == 1 else None
 
-    async def _encode(self, request: KeyedRequest, sending: Sending) -> Encodings:
-        """Return the encoder outputs of all items: those of an earlier attempt, or new ones."""
-        attempt, context, consumer = sending.attempt, sending.context, sending.targets.consumer
+    def _encode_job(self, request: KeyedRequest, sending: Sending) -> EncodeJob | None:
+        """Return the items to encode; None if nothing is encoded, and the outputs are set here.
+
+        That is the case with the outputs of an earlier attempt, and without an encode stage.
+        """
+        attempt, consumer = sending.attempt, sending.targets.consumer
         body, uuids = request
         namespace, known = self._namespace(consumer), attempt.encodings
         spent = attempt.reencode or self._transfer.pushed
         if known is not None and known.namespace == namespace and not spent:
-            return known
-        if attempt.course.encode:
-            job = EncodeJob(
-                body,
-                uuids,
-                context,
-                consumer,
-                namespace,
-                attempt.reencode,
-                rule=attempt.course.items,
-            )
-            items = await self._encoder.encode(job)
-        else:
-            items = raw_items(uuids)
-        if known is None and attempt.course.encode:
+            sending.encodings = known
+            return None
+        if not attempt.course.encode:
+            sending.encodings = _encodings(raw_items(uuids), namespace, uuids)
+            return None
+        return EncodeJob(
+            body,
+            uuids,
+            sending.context,
+            consumer,
+            namespace,
+            attempt.reencode,
+            rule=attempt.course.items,
+        )
+
+    async def _record_outputs(
+        self, job: EncodeJob, sending: Sending, items: Sequence[EncodedItem]
+    ) -> None:
+        """Set the outputs of an attempt, and remember the client's names of the items."""
+        context = sending.context
+        if sending.attempt.encodings is None:
             # Remember the names before the answer, because the client may use them after it.
             named = [one for one in items if one.item.uuid is not None]
-            await self._keys.remember_names(body, named, context.tenant, context.config)
-        local = (one.item for one in items if one.result == "local")
-        keys = tuple(item_key(item, uuids[item]) for item in local)
-        return Encodings(tuple(items), namespace, keys)
+            await self._keys.remember_names(job.body, named, context.tenant, context.config)
+        sending.encodings = _encodings(items, job.namespace, job.uuids)
 
     def _next_attempt(self, sending: Sending, error: ProxyError) -> Attempt | None:
         """Return the attempt after a failed one; None if the client gets the error."""
@@ -188,3 +198,10 @@ class Pipeline:
                 may_prefill_locally=sending.context.config.on_prefill_failure == "local",
             )
         )
+
+
+def _encodings(
+    items: Sequence[EncodedItem], namespace: str | None, uuids: Mapping[MMItem, str | None]
+) -> Encodings:
+    local = (one.item for one in items if one.result == "local")
+    return Encodings(tuple(items), namespace, tuple(item_key(item, uuids[item]) for item in local))

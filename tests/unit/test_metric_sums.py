@@ -18,7 +18,7 @@ from epd.config.live import LiveConfig
 from epd.conversations.conversations import Conversations
 from epd.edge.admission import Admission, limits_of
 from epd.encoder_cache.client import EncoderCache
-from epd.observe.collectors import ConversationsGlance, InstancesGlance, StoreGlance
+from epd.observe.collectors import ConversationsGlance, InstancesGlance, KVEventsGlance, StoreGlance
 from epd.observe.metric_defs import FIGURES
 from epd.observe.metrics import MetricsObserver, WithHitRatio
 from epd.observe.worker_metrics import counted, dump, load, merge_pages
@@ -123,6 +123,7 @@ def families() -> list[Metric]:
     observer = MetricsObserver(Admission(limits_of(config), time.monotonic))
     cache = EncoderCache(partial(open_async_store, "file:///nowhere"), budget_s=1, lease_s=1)
     observer.registry.register(InstancesGlance(InstanceTable(config.instances)))
+    observer.registry.register(KVEventsGlance(InstanceTable(config.instances), dict))
     observer.registry.register(StoreGlance(cache))
     observer.registry.register(ConversationsGlance(Conversations.from_config(LiveConfig(config))))
     return list(WithHitRatio(observer.shown).collect())
