@@ -75,11 +75,13 @@ def request_prefix(body: Body, uuids: Mapping[MMItem, str | None], sending: Send
     if "content" not in balances or not context.endpoint.generates:
         return NO_PREFIX
     media: dict[Path, tuple[str, int]] = {}
-    if uuids:
-        counts = {one.item: media_tokens(one.encoded.metadata) for one in sending.encodings.items}
+    if encoded := sending.encodings.items:
+        for one in encoded:
+            tokens = media_tokens(one.encoded.metadata) or TYPICAL_TOKENS[one.item.modality]
+            media[one.item.path] = item_key(one.item, uuids[one.item]), tokens
+    else:
         for item, uuid in uuids.items():
-            tokens = counts.get(item) or TYPICAL_TOKENS[item.modality]
-            media[item.path] = item_key(item, uuid), tokens
+            media[item.path] = item_key(item, uuid), TYPICAL_TOKENS[item.modality]
     chain = Chain(body, media)
     prefix = Prefix(chain.links, chain.ends, context.session)
     return sampled_prefix(prefix) if context.config.kv_events else prefix
@@ -155,18 +157,18 @@ class Chain:
             if name is None:
                 name, content, depth = value.get("type"), value.get("text"), depth | PART
             if isinstance(name, str) and isinstance(content, str):
-                self._add_head(name.encode(), depth)
+                head = name.encode()
+                self._digest = xxh3_64_intdigest(head, self._digest ^ depth)
+                self._bytes += len(head)
                 self._add_text(content.encode(), depth + 1)
                 return
         others = {key: value[key] for key in value if key not in CONTENTS}
-        self._add_head(dump_json(others, sort_keys=True), depth)
+        head = dump_json(others, sort_keys=True)
+        self._digest = xxh3_64_intdigest(head, self._digest ^ depth)
+        self._bytes += len(head)
         for field in CONTENTS:
             if (content := value.get(field)) is not None:
                 self._add(content, (*path, field), depth + 1)
-
-    def _add_head(self, head: bytes, depth: int) -> None:
-        self._digest = xxh3_64_intdigest(head, self._digest ^ depth)
-        self._bytes += len(head)
 
     def _add_media(self, key: str, tokens: int, depth: int) -> None:
         self._digest = xxh3_64_intdigest(key.encode(), self._digest ^ depth ^ MEDIA)
@@ -178,7 +180,9 @@ class Chain:
         if len(text) <= PIECE_BYTES:
             self._digest = xxh3_64_intdigest(text, self._digest ^ depth)
             self._bytes += len(text)
-            self._add_link()
+            if len(self.links) < MAX_LINKS:  # as in `_add_link`: a call costs as much as a digest
+                self.links.append(self._digest)
+                self.ends.append(self._bytes // BYTES_PER_TOKEN + self._media_tokens)
             return
         view = memoryview(text)
         for start in range(0, len(text), PIECE_BYTES):
