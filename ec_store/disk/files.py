@@ -23,6 +23,9 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 SETTLES_IN_S = 0.05
 """Upper bound in seconds of the time between creating a folder and setting its permissions."""
 
+PRIVATE_S = 1.0
+"""Seconds for which a folder that has not got its permissions is taken for a private one."""
+
 CLOCK = "clock"
 CLOCK_EVERY_S = 30.0
 
@@ -43,12 +46,13 @@ class Modes:
 class Folder:
     """Open folder, shared by threads. Its descriptor is closed with its last reference."""
 
-    __slots__ = ("_listed", "fd", "modes")
+    __slots__ = ("_listed", "_private_until_s", "fd", "modes")
 
     def __init__(self, fd: int, modes: Modes, *, listed: bool = False) -> None:
         self.fd = fd
         self.modes = modes
         self._listed = listed
+        self._private_until_s = 0.0
 
     def __del__(self) -> None:
         try:  # noqa: SIM105 - runs with every lookup, and suppress() is slower
@@ -109,10 +113,16 @@ class Folder:
         """Wait while this folder lacks its permissions.
 
         A folder that another user's process creates has the permissions of its umask, until that
-        process sets them.
+        process sets them. A folder that stays private is waited for once in `PRIVATE_S`, because
+        the caller may be an event loop.
         """
-        until_s = time.monotonic() + SETTLES_IN_S
-        while self._lacks_permissions() and time.monotonic() < until_s:
+        now_s = time.monotonic()
+        if now_s < self._private_until_s:
+            return
+        while self._lacks_permissions():
+            if time.monotonic() >= now_s + SETTLES_IN_S:
+                self._private_until_s = now_s + PRIVATE_S
+                return
             time.sleep(0.001)
 
     def _lacks_permissions(self) -> bool:

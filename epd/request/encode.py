@@ -119,7 +119,9 @@ class Encoder:
             missing = [item for item in uuids if item not in job.found]
             under_way = partial(self._under_way, job, identifiers)
             job = self._placement.plan_items(job, missing, identifiers.__contains__, under_way)
-            record.places = Counter([one.place.labels for one in job.plans.values() if one.place])
+            if job.rule is not None:
+                plans = job.plans.values()
+                record.places = Counter([one.place.labels for one in plans if one.place])
             missing = [item for item in missing if not job.plan_of(item).local]
             if len(missing) == 1:
                 made = [await self._encode_item(job, missing[0])]

@@ -267,6 +267,32 @@ def test_the_open_waits_for_the_permissions_of_a_new_folder(
     assert ended(working) == 0
 
 
+def test_a_folder_that_stays_private_is_waited_for_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = multiprocessing.get_context("fork").Value("i", 0)
+    sleep = time.sleep
+
+    def count(seconds: float) -> None:
+        waits.value += 1
+        sleep(seconds)
+
+    def read() -> None:
+        store = opened(root)
+        assert store.get(key("made")) is None
+        once = waits.value
+        assert once
+        assert [store.get(key("made")) for _ in range(20)] == [None] * 20
+        assert waits.value == once
+
+    by(USERS[0], lambda: opened(root).put(key("made"), sized(10)))
+    [first] = [path for path in (root / "entries").iterdir() if path.is_dir()]
+    first.chmod(0o700)
+    monkeypatch.setattr("ec_store.disk.files.time.sleep", count)
+    monkeypatch.setattr(files, "PRIVATE_S", 600.0)
+    by(USERS[1], read)
+
+
 def test_a_folder_that_stays_private_is_not_waited_for_long(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
