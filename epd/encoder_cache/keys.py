@@ -42,6 +42,18 @@ class Name(NamedTuple):
     own: bool
 
 
+class ItemKeys(NamedTuple):
+    """What a request's items are known by.
+
+    Attributes:
+        uuids: the key of each item; None if an engine makes the key.
+        pixels: number of pixels of each picture in the request; 0 for an unknown format.
+    """
+
+    uuids: Mapping[MMItem, str | None]
+    pixels: Mapping[MMItem, int]
+
+
 class ClientNames:
     """The stored names, visible to every proxy on the store. Belongs to one event loop.
 
@@ -161,8 +173,8 @@ class Keys:
         tenant: Tenant,
         config: ConfigFields,
         cuts: Cuts = NO_CUTS,
-    ) -> Mapping[MMItem, str | None]:
-        """Return the key of each item; None if an engine makes the key.
+    ) -> ItemKeys:
+        """Return the keys of the items, and the sizes of pictures in the request.
 
         Args:
             body: the request.
@@ -177,8 +189,6 @@ class Keys:
             UnknownMedia: a client's name is unknown.
             RequestRefused: 503, the store with the names did not answer.
         """
-        if not items:
-            return {}
         named: list[MMItem] = []
         inline: dict[MMItem, Inline] = {}
         paths: dict[str, str] = {}
@@ -195,10 +205,11 @@ class Keys:
         known = await self._named_items(body, named, tenant, config) if named else {}
         scope = config.scope_of(tenant)
         if sum([len(media.base64) for media in inline.values()]) > IN_THREAD:
-            keys = await asyncio.to_thread(_content_keys, scope, inline, config)
+            keys, pixels = await asyncio.to_thread(_content_keys, scope, inline, config)
         else:
-            keys = _content_keys(scope, inline, config)
-        return {item: known.get(item) or keys.get(item) for item in items}
+            keys, pixels = _content_keys(scope, inline, config)
+        uuids = {item: known.get(item) or keys.get(item) for item in items}
+        return ItemKeys(uuids, pixels)
 
     async def _check_files(self, paths: Mapping[str, str], config: ConfigFields) -> None:
         """Reject files outside the allowed folder. The check has a timeout: a file system may hang.
@@ -296,16 +307,17 @@ class Keys:
         return {item: found[name].key for item, name in names.items()}
 
 
-def _content_keys(
-    scope: Scope, inline: Mapping[MMItem, Inline], config: ConfigFields
-) -> dict[MMItem, str]:
+def _content_keys(scope: Scope, inline: Mapping[MMItem, Inline], config: ConfigFields) -> ItemKeys:
     """Return the keys of media in the request, after checking that an engine can process them."""
-    for item, media in inline.items():
-        if item.modality == "image":
-            check_image(
-                media,
-                min_side=config.min_image_side,
-                max_pixels=config.max_image_pixels,
-                param=item.param_path,
-            )
-    return {item: content_key(scope, item.modality, media) for item, media in inline.items()}
+    pixels = {
+        item: check_image(
+            media,
+            min_side=config.min_image_side,
+            max_pixels=config.max_image_pixels,
+            param=item.param_path,
+        )
+        for item, media in inline.items()
+        if item.modality == "image"
+    }
+    keys = {item: content_key(scope, item.modality, media) for item, media in inline.items()}
+    return ItemKeys(keys, pixels)

@@ -9,13 +9,17 @@ from urllib.parse import unquote, urlsplit
 from epd.api.body import MARK_LENGTH, NO_CUTS, Cuts
 from epd.api.items import MMItem
 from epd.errors import BadRequest
-from epd.media.image_header import image_size
+from epd.media.image_header import Read, image_size
 
 MAX_DATA_URL_HEAD = 1024
 """Maximum length of the text before the comma of a data: URL, in characters."""
 
 GROUP, GROUP_BYTES = 4, 3
 """Number of characters in a group of base64, and number of its bytes."""
+
+WINDOW_BYTES = 768
+"""Number of a picture's bytes that are decoded at once. The whole header of most pictures is
+shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +130,8 @@ def inline_bytes(item: MMItem, cuts: Cuts) -> int:
     return len(text) - text.find(",") - 1 if found is None else len(found)
 
 
-def image_pixels(item: MMItem, cuts: Cuts) -> int:
-    """Return the number of a picture's pixels by its header; 0 if it is unknown."""
-    if item.modality != "image" or not item.has_media:
-        return 0
-    try:
-        media = source(item, cuts)
-        size = image_size(media.read) if isinstance(media, Inline) else None
-    except (BadRequest, ValueError):
-        return 0
-    return 0 if size is None else size[0] * size[1]
-
-
-def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) -> None:
-    """Reject a picture that may harm an engine.
+def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) -> int:
+    """Return the number of a picture's pixels by its header; 0 for an unknown format.
 
     A picture of one pixel has crashed engines (CVE-2026-22773), and a small file may have gigabytes
     of pixels. Unknown formats are left to the engine.
@@ -148,13 +140,13 @@ def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) ->
         BadRequest: the picture is too small, too large, or broken.
     """
     try:
-        size = image_size(media.read)
+        size = image_size(_header_reader(media))
     except ValueError as error:
         # The message of the base64 decoder describes its argument, not the picture.
         reason = "the data is not base64" if isinstance(error, binascii.Error) else str(error)
         raise _invalid(f"the image cannot be read: {reason}", param) from None
     if size is None:
-        return
+        return 0
     width, height = size
     if min(size) < min_side:
         raise _invalid(
@@ -164,6 +156,20 @@ def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) ->
         raise _invalid(
             f"the image has {width} x {height} pixels; at most {max_pixels} are allowed", param
         )
+    return width * height
+
+
+def _header_reader(media: Inline) -> Read:
+    """Return a function that reads media, for many reads of a few bytes near each other."""
+    start, window = 0, b""
+
+    def read(offset: int, size: int) -> bytes:
+        nonlocal start, window
+        if offset < start or offset + size > start + len(window):
+            start, window = offset, media.read(offset, max(size, WINDOW_BYTES))
+        return window[offset - start :][:size]
+
+    return read
 
 
 def _invalid(message: str, param: str) -> BadRequest:

@@ -201,6 +201,7 @@ class EncodeJob(NamedTuple):
     Attributes:
         body: the request.
         uuids: keys of the items; None for a key that an engine makes.
+        pixels: number of pixels of each picture in the request; 0 for an unknown format.
         context: context of the request.
         consumer: the instance that receives the outputs, with a transfer that pushes them.
         namespace: namespace of the consumer, if known.
@@ -214,6 +215,7 @@ class EncodeJob(NamedTuple):
 
     body: Body
     uuids: Mapping[MMItem, str | None]
+    pixels: Mapping[MMItem, int]
     context: RequestContext
     consumer: Reservation | None = None
     namespace: str | None = None

@@ -115,10 +115,10 @@ class Pipeline:
             ProxyError: an item failed.
         """
         items = self._media.items(body, context)
-        body, uuids = await self._media.keyed(body, items, context)
+        request = await self._media.keyed(body, items, context)
         namespace = self._namespace(None)
-        encoded = await self._encoder.encode(EncodeJob(body, uuids, context, namespace=namespace))
-        await self._keys.remember_names(body, encoded, context.tenant, context.config)
+        encoded = await self._encoder.encode(EncodeJob(*request, context, namespace=namespace))
+        await self._keys.remember_names(request.body, encoded, context.tenant, context.config)
         return encoded
 
     async def forget_uuid(self, uuid: str, model: str | None, context: RequestContext) -> None:
@@ -157,18 +157,17 @@ class Pipeline:
         That is the case with the outputs of an earlier attempt, and without an encode stage.
         """
         attempt, consumer = sending.attempt, sending.targets.consumer
-        body, uuids = request
         namespace, known = self._namespace(consumer), attempt.encodings
         spent = attempt.reencode or self._transfer.pushed
         if known is not None and known.namespace == namespace and not spent:
             sending.encodings = known
             return None
         if not attempt.course.encode:
+            uuids = request.uuids
             sending.encodings = _encodings(raw_items(uuids), namespace, uuids)
             return None
         return EncodeJob(
-            body,
-            uuids,
+            *request,
             sending.context,
             consumer,
             namespace,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from epd.api.items import MMItem
-from epd.media.parts import image_pixels
 from epd.policies.plan import ItemFacts, ItemPlace, ItemRule
 from epd.request.attempts import EncodeJob, ItemPlan, item_key
 from epd.request.item_tokens import TokenCounts, media_tokens
@@ -99,7 +98,7 @@ class Placement:
         self._counts.learn_tokens(model, item.modality, job.plan_of(item).pixels, tokens)
 
     def _sized(self, job: EncodeJob, item: MMItem) -> ItemPlan:
-        pixels = image_pixels(item, job.context.cuts)
+        pixels = job.pixels.get(item, 0)
         model = job.body.get("model")
         return ItemPlan(pixels, self._counts.predict_tokens(model, item.modality, pixels))
 

@@ -25,10 +25,12 @@ class KeyedRequest(NamedTuple):
     Attributes:
         body: the client's request, with the media that the proxy fetched.
         uuids: keys of the items; None for a key that an engine makes.
+        pixels: number of pixels of each picture in the request; 0 for an unknown format.
     """
 
     body: Body
-    uuids: Mapping[MMItem, str | None]
+    uuids: Mapping[MMItem, str | None] = {}
+    pixels: Mapping[MMItem, int] = {}
 
 
 class RequestMedia:
@@ -67,18 +69,19 @@ class RequestMedia:
             SuspectedFatal: instances have died of an item.
             ProxyError: a fetch failed, or an item is invalid.
         """
-        uuids: Mapping[MMItem, str | None] = {}
+        keyed = KeyedRequest(body)
         if items:
             inlined, context.cuts = await self._fetcher.inline_media(
                 body, items, context.config, context.cuts, context.held
             )
             if inlined is not body:
                 body, items = inlined, tuple(context.endpoint.items(inlined))
-            uuids = await self._keys.keys_for(
+            keys = await self._keys.keys_for(
                 body, items, context.tenant, context.config, context.cuts
             )
-        self._fatal.check(context.watched, [item_key(*item) for item in uuids.items()])
-        return KeyedRequest(body, uuids)
+            keyed = KeyedRequest(body, *keys)
+        self._fatal.check(context.watched, [item_key(*item) for item in keyed.uuids.items()])
+        return keyed
 
     def prompt(self, request: KeyedRequest, sending: Sending) -> Consumed:
         """Return the body for prefill and decode."""

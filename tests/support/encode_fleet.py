@@ -24,18 +24,12 @@ from epd.routing.encode_work import Speed
 from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InFlight, InstanceTable, Work
-from tests.requests import image, png
+from tests.requests import image
 
 SPEED = Speed(request_s=0.03, token_s=0.0001)
 """Speed of every encode instance. The time of a request is on top of an encode at a PD instance."""
 
 CONFIG = epd.ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://pd:1",))
-
-
-def picture(tokens: int) -> MMItem:
-    """Return a PNG of this many tokens, as far as its header."""
-    path = ("messages", 0, "content", 0)
-    return MMItem(path, "image_url", image(png(PIXELS_PER_TOKEN, tokens)))
 
 
 class Asked(NamedTuple):
@@ -126,7 +120,7 @@ class EncodeFleet:
         if not asked.tokens:
             self._decode(asked, 0)
             return
-        plan = self.plan_item(picture(asked.tokens))
+        plan = self.plan_item(asked.tokens)
         assert plan.tokens == asked.tokens
         if plan.local:
             self.left += 1
@@ -138,10 +132,12 @@ class EncodeFleet:
         self._free_s[chosen] = ends_s = begins_s + SPEED.work_s(1, asked.tokens)
         self._run_at(ends_s, partial(self._encoded, asked, using))
 
-    def plan_item(self, item: MMItem) -> ItemPlan:
-        """Return the plan for an item of a request that arrives now."""
+    def plan_item(self, tokens: int) -> ItemPlan:
+        """Return the plan for a picture of this many tokens, of a request that arrives now."""
+        item = MMItem(("messages", 0, "content", 0), "image_url", image())
         context = RequestContext("r", {}, CONFIG)
-        job = EncodeJob({"model": "m"}, {item: "key"}, context, rule=self.rule)
+        pixels = {item: tokens * PIXELS_PER_TOKEN}
+        job = EncodeJob({"model": "m"}, {item: "key"}, pixels, context, rule=self.rule)
         return self._placement.plan_items(job, [item], lambda _: True, lambda _: False).plan_of(
             item
         )

@@ -11,7 +11,7 @@ import epd
 from epd.policies.plan import Cost, Course, Facts, ItemFacts
 from epd.policies.registry import PolicyInvalid, activate
 from epd.routing.instances import Role
-from tests.support.encode_fleet import EncodeFleet, picture, traffic
+from tests.support.encode_fleet import EncodeFleet, traffic
 
 CHAT = "/v1/chat/completions"
 ALWAYS_LOCAL = Cost(encode_below_pixels=2**40)
@@ -221,7 +221,7 @@ def test_cost_is_faster_than_both_in_a_mix() -> None:
 
 def test_balance_chooses_the_encode_instance_unless_costs_are_compared() -> None:
     static, compared = (
-        EncodeFleet(rule, encoders=2).run(MIXED).plan_item(picture(LARGE))
+        EncodeFleet(rule, encoders=2).run(MIXED).plan_item(LARGE)
         for rule in (Cost(encode_below_pixels=1), Cost(pd_slowdown=1000))
     )
 

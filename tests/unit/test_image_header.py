@@ -1,5 +1,6 @@
 """Picture sizes equal Pillow's, for any file."""
 
+import base64
 import io
 import warnings
 from functools import cache
@@ -9,7 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from epd.errors import BadRequest
 from epd.media.image_header import MAX_STEPS, Size, image_size
+from epd.media.parts import Inline, check_image
 from tests.examples import scaled
 
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -167,3 +170,40 @@ def test_a_header_without_end_is_given_up(endless: bytes) -> None:
     with pytest.raises(ValueError, match=r"too long|too many tags"):
         image_size(read)
     assert reads < 4 * MAX_STEPS
+
+
+@pytest.mark.parametrize(
+    ("content", "decodes"),
+    [(picture("PNG"), 1), (picture("JPEG"), 1), (with_exif(), 2)],
+    ids=["png", "jpeg", "60 KB before the size"],
+)
+def test_a_header_is_decoded_in_large_steps(
+    monkeypatch: pytest.MonkeyPatch, content: bytes, decodes: int
+) -> None:
+    reads: list[int] = []
+    read = Inline.read
+
+    def counted(media: Inline, offset: int, size: int) -> bytes:
+        reads.append(offset)
+        return read(media, offset, size)
+
+    monkeypatch.setattr(Inline, "read", counted)
+    media = Inline("image/x", base64.b64encode(content))
+
+    assert check_image(media, min_side=1, max_pixels=35, param="p") == 35
+    assert len(reads) == decodes
+
+
+@given(content=st.binary(max_size=700) | st.sampled_from(PICTURES))
+def test_a_picture_in_base64_has_the_size_of_its_bytes(content: bytes) -> None:
+    def in_base64() -> int:
+        media = Inline("image/x", base64.b64encode(content))
+        return check_image(media, min_side=0, max_pixels=2**70, param="p")
+
+    try:
+        size = size_of(content)
+    except ValueError:
+        with pytest.raises(BadRequest):
+            in_base64()
+    else:
+        assert in_base64() == (0 if size is None else size[0] * size[1])
