@@ -200,6 +200,22 @@ def slug_of(error: BaseException | None) -> str | None:
     return error.slug if isinstance(error, ProxyError) else "cancelled"
 
 
+def drop_tracebacks(error: BaseException | None) -> None:
+    """Delete the tracebacks of an error that was handled, and of the errors that led to it.
+
+    A frame with an error in a local variable and the error's traceback are a reference cycle: a
+    request that failed once would keep its media until a garbage collection.
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            left += [one.__cause__, one.__context__]
+
+
 class BadRequest(ProxyError):
     """The client's request is invalid."""
 

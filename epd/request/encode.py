@@ -24,6 +24,7 @@ from epd.errors import (
     UpstreamDied,
     UpstreamFailed,
     UpstreamTimeout,
+    drop_tracebacks,
     no_store,
 )
 from epd.request.attempts import (
@@ -198,6 +199,7 @@ class Encoder:
             error = self._error_after_last_try(failure)
             if not self._may_be_local(job, error):
                 raise error.at_param(item.param_path) from error.__cause__
+            drop_tracebacks(failure)
             context.record.degraded.add("encode-local")
             return _local(item, job.uuids[item], job.plan_of(item).tokens)
         mine = made.item is item

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from typing import Self
 
-from epd.errors import ProxyError
+from epd.errors import ProxyError, drop_tracebacks
 
 SHARE = 0.2
 """Maximum share of concurrent requests that may be retries (Envoy's retry budget)."""
@@ -116,6 +116,7 @@ class Tries:
         if not await self._retries.wait_admission():
             raise error
         self._timer = asyncio.get_running_loop().call_later(HELD_S, self._leave)
+        drop_tracebacks(error)
 
     def _leave(self) -> None:
         if self._timer is not None:

@@ -19,7 +19,14 @@ from epd.config import ProxyConfig
 from epd.edge.access import Access, CrossOrigin, Headers, Preflight, client_key
 from epd.edge.drain import DRAIN
 from epd.edge.protocol import ServerConnection
-from epd.errors import BadRequest, ProxyError, RequestRefused, UnknownMedia, WrongMethod
+from epd.errors import (
+    BadRequest,
+    ProxyError,
+    RequestRefused,
+    UnknownMedia,
+    WrongMethod,
+    drop_tracebacks,
+)
 from epd.events import RequestRecord
 from epd.observe.logs import REQUEST_ID as LOGGED
 from epd.request.context import RequestContext, request_id
@@ -94,6 +101,7 @@ async def respond(
     finally:
         _emit_record(request, visit, response, error)
         LOGGED.reset(logged)
+        drop_tracebacks(error)
     if app[DRAIN].began and not response.prepared:
         response.force_close()  # the client's next request goes to another process
     return response

@@ -64,6 +64,9 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_TRIM_THRESHOLD, TRIM_BYTES) and mallopt(M_MMAP_THRESHOLD, MMAP_BYTES))
 
 
+YOUNG_OBJECTS = 5000
+"""New objects after which Python collects garbage among them. Its default of 700, which a few
+requests have, takes 2 to 3.4 % of the CPU time (docs/decisions/016-request-path.md)."""
 AT_ONCE_S = 0.01
 """Shortest timeout for aiohttp, in seconds: 0 would mean no limit."""
 NOW_S = 1.0
@@ -141,6 +144,7 @@ async def run_server(
     if named is not None:
         live.current = named
     gc.freeze()  # these objects live on: each full collection would spend 50 ms on them
+    gc.set_threshold(YOUNG_OBJECTS)
     obeying = [
         asyncio.create_task(app[BACKGROUND].keep_running(order, partial(obey, app, orders)))
         for order, obey in (("drain", _drain), ("reload", _reload))

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from epd.request.context import RequestContext
 from epd.server.app_keys import ADMISSION
-from tests.requests import image, request, text
-from tests.support.fake_instance import Handler, chunk
-from tests.support.fleet import Fleet, Launch
+from tests.requests import image, png, request, text
+from tests.support.fake_instance import Handler, chunk, drops, hangs, refuses
+from tests.support.fleet import Fleet, Launch, until
 
 MB = 1024**2
 PICTURE = b"p" * (3 * MB)
@@ -78,6 +79,52 @@ def traced() -> Iterator[None]:
     tracemalloc.start()
     yield
     tracemalloc.stop()
+
+
+UNREACHABLE = ("http://127.0.0.1:9",)
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize(
+    ("config", "role", "fault", "status"),
+    [
+        ({"min_image_side": 10}, "e", None, 400),
+        ({"on_encode_failure": "fail"}, "e", refuses(500), 502),
+        ({"on_encode_failure": "fail"}, "e", drops, 502),
+        ({"on_encode_failure": "fail", "encode_servers_urls": UNREACHABLE}, "e", None, 502),
+        ({"on_encode_failure": "fail", "encode_timeout_s": 0.2}, "e", hangs, 504),
+        ({}, "e", drops, 200),
+        ({"encode": 2}, "e", drops, 200),
+        ({"prefill": 1}, "p", drops, 200),
+        ({"prefill": 2}, "p", drops, 200),
+        ({}, "d", refuses(500), 500),
+        ({}, "d", drops, 502),
+        ({"decode_servers_urls": UNREACHABLE}, "d", None, 502),
+        ({"decode": 2}, "d", drops, 200),
+    ],
+)
+async def test_failed_requests_leave_no_reference_cycles(
+    launch: Launch, config: dict[str, Any], role: str, fault: Handler | None, status: int
+) -> None:
+    """The body of a request in a cycle would remain until a garbage collection."""
+    async with launch(**config) as fleet:
+        if fault is not None:
+            getattr(fleet, role).chat = fault
+        for number in range(4):
+            assert (await fleet.chat(request(image(png(9, 9) + b"%d" % number))))[0] == status
+        await until(lambda: contexts() <= 1)  # the last one, which the client's connection holds
+
+
+def contexts() -> int:
+    return sum(isinstance(one, RequestContext) for one in gc.get_objects())
 
 
 @pytest.mark.parametrize("topology", [(1, 0, 1), (1, 1, 1)])
