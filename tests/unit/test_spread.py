@@ -6,7 +6,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.routing.spread import spread_costs
+from epd.routing.balance import spread_costs
 
 some_costs = st.lists(st.integers(1, 20000), min_size=1, max_size=16)
 few_costs = st.lists(st.integers(1, 50), min_size=1, max_size=7)
