@@ -27,7 +27,7 @@ from epd.tools.doctor.facts import (
     worst_verdict,
 )
 from epd.tools.doctor.instances import IDLE_S, InstanceReader, read_sources
-from epd.tools.doctor.trials import Trials, Tried, Turns, text
+from epd.tools.doctor.trials import Trials, Tried, Turns, text, try_subscription
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.upstream import Upstream
 
@@ -110,8 +110,6 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
 
 async def _try_events(fleet: Examined, config: ProxyConfig) -> None:
     """Subscribe to the instances that are chosen by content."""
-    from epd.tools.doctor.subscriptions import try_subscription  # noqa: PLC0415 - optional
-
     for instance in fleet.answering_instances(*config.content_roles):
         addresses, timeout_s = config.kv_events_addrs, config.health_timeout_s
         trial = await try_subscription(instance, addresses, timeout_s)
