@@ -12,7 +12,7 @@ from epd.observe import metric_defs
 from epd.routing.forecast import encode_work_s, pending_tokens
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Role
-from epd.routing.kv_sources import EventCounts
+from epd.routing.kv_blocks import EventCounts
 from epd.routing.load import Load
 from epd.routing.table import InstanceTable
 

@@ -24,8 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 from epd.aio import Background
 from epd.config.model import ConfigFields, Live
 from epd.routing.instances import Instance, Role
-from epd.routing.kv_blocks import BlockMap
-from epd.routing.kv_sources import EventCounts, EventSource, event_sources
+from epd.routing.kv_blocks import BlockMap, EventCounts, EventSource, event_sources
 from epd.routing.prefix import MAX_LINKS, PrefixCache
 from epd.routing.table import InstanceTable
 from epd.state_log import StateLog

@@ -1,4 +1,4 @@
-"""Blocks in an engine's KV cache, by its events, and the links of prompts that they hold. No I/O.
+"""KV events of an engine: their addresses, its blocks, and the links of prompts in these. No I/O.
 
 An engine reports the blocks that it stores and removes. A block has a hash over all tokens up to
 its end, and a proxy without a tokenizer cannot compute it. So each request to an engine carries a
@@ -13,11 +13,65 @@ import base64
 import binascii
 import struct
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from ec_store.bounded import BoundedDict
+from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.prefix import MAX_LINKS, NO_PREFIX, Prefix
+from epd.routing.urls import EVENTS_AT, named_events_address
+
+DEFAULT_EVENTS_AT = "tcp://*:5557"
+"""vLLM's default endpoint. `*` stands for the host of the instance."""
+
+MAX_PORT = 65535
+
+EventCounts = Callable[[], Mapping[tuple[Role, str], Mapping[str, int]]]
+"""Returns the number of KV events and of faults, by the key of an instance and kind."""
+
+
+class EventSource(NamedTuple):
+    """Endpoints of one engine.
+
+    Attributes:
+        endpoint: publisher of the events.
+        replay: server of past events; empty for none.
+    """
+
+    endpoint: str
+    replay: str = ""
+
+
+def event_sources(instance: Instance, addresses: Sequence[str]) -> Iterator[EventSource]:
+    """Yield the endpoints of each of an instance's engines.
+
+    vLLM adds the number of a data-parallel rank to the ports.
+
+    Args:
+        instance: the instance.
+        addresses: addresses of instances, as of `named_events_address`.
+    """
+    if instance.dp_size > 1 and instance.role not in CONSUMERS:
+        return  # it chooses the rank itself: which engine has a prompt is not known
+    named = dict(map(named_events_address, addresses))
+    address = instance.kv_events or named.get(instance.url) or named.get("", DEFAULT_EVENTS_AT)
+    found = EVENTS_AT.fullmatch(address)
+    if found is None:
+        yield EventSource(address)
+        return
+    host, port, replay = found.groups()
+    if host == "*":
+        host = urlsplit(instance.url).hostname or ""
+        host = f"[{host}]" if ":" in host else host
+    last = MAX_PORT - max(int(port), int(replay or 0))
+    for rank in range(min(instance.dp_size, last + 1)):
+        yield EventSource(
+            f"tcp://{host}:{int(port) + rank}",
+            f"tcp://{host}:{int(replay) + rank}" if replay else "",
+        )
+
 
 MARK = "epd1."
 """Beginning of each mark: its format, with the version."""

@@ -50,7 +50,7 @@ from epd.request.warmup import Warmup
 from epd.routing.fatal import FatalRequests
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Change, Instance, InstanceSource, Registry
-from epd.routing.kv_sources import EventCounts
+from epd.routing.kv_blocks import EventCounts
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
 from epd.server import api_routes, operator_routes

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from epd.request.kv_events import EventFeed, FeedReport
 from epd.routing.instances import Instance, Role
-from epd.routing.kv_blocks import mark_of
-from epd.routing.kv_sources import event_sources
+from epd.routing.kv_blocks import event_sources, mark_of
 from epd.routing.prefix import Prefix
 from epd.routing.urls import events_address, named_events_address
 from tests.support.kv_publisher import CLEARED, SIZE, batch, removed, stored

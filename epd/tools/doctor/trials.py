@@ -26,7 +26,7 @@ from epd.request.context import RequestContext
 from epd.request.kv_peers import PeerRegistry
 from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
-from epd.routing.kv_sources import EventSource, event_sources
+from epd.routing.kv_blocks import EventSource, event_sources
 from epd.routing.table import Reservation
 from epd.tools.doctor.facts import Trial
 from epd.tools.doctor.judge import DECODE, PREFILL
