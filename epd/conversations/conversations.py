@@ -18,7 +18,7 @@ from epd.conversations.entry import MAX_BYTES, ConversationEntry, Fingerprint, H
 from epd.conversations.stores import ConversationsInMemory, ConversationStore, StoreAway
 from epd.conversations.turn import Turn
 from epd.tenants import ANONYMOUS
-from epd.transfer.readback import BLOCKS_TTL_S, engine_of, kept_params
+from epd.transfer.nixl import BLOCKS_TTL_S, engine_of, kept_params
 
 
 def warn_of(config: TransferSettings, before: TransferSettings | None = None) -> None:

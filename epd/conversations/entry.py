@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from epd.transfer.readback import kept_params
+from epd.transfer.nixl import kept_params
 
 CHUNK = 32
 """Number of tokens between two digests: each token costs half a byte."""

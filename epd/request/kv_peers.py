@@ -20,8 +20,8 @@ from epd.request.stages import RELEASE_TIMEOUT_S, Stages
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance
 from epd.routing.table import InstanceTable
+from epd.transfer import Params
 from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.params import Params
 from epd.upstream import Upstream
 
 KNOWN_S = 10.0

@@ -23,10 +23,10 @@ from epd.request.stages import Stages
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance
 from epd.routing.table import InstanceTable
+from epd.transfer import Params
 from epd.transfer.encoded import EncodedItem
 from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.params import Params
-from epd.transfer.readback import engine_of, shorten_params
+from epd.transfer.nixl import engine_of, shorten_params
 
 REST_S = 60.0
 """Cooldown of a prefill instance for the blocks of one engine after a failed read, in seconds."""

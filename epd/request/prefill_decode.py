@@ -18,8 +18,8 @@ from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.table import NO_WORK, InFlight, InstanceTable
+from epd.transfer import with_params
 from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.params import with_params
 from epd.upstream import Reply
 
 T = TypeVar("T")

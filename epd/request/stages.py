@@ -30,9 +30,9 @@ from epd.json_or_none import json_or_none
 from epd.request.context import RequestContext
 from epd.routing.instances import Instance
 from epd.spans import Span
+from epd.transfer import Params
 from epd.transfer.encoded import Consumed, Encoded, read_encoded, read_group
 from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.params import Params
 from epd.upstream import Answer, Reply, Upstream
 
 MAX_STATUS = 599

@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 
 from epd.errors import EncodeMismatch, NoInstance
 from epd.routing.table import Reservation
+from epd.transfer import Params
 from epd.transfer.encoded import Encoded
-from epd.transfer.params import Params
 
 
 class ECTransfer:

@@ -10,7 +10,7 @@ from epd.api.body import reply_field
 from epd.api.items import MM_KWARGS, Body, MMItem, metadata_part, raw_part, with_parts
 from epd.errors import EncodeMismatch, UnknownMedia
 from epd.events import ItemResult
-from epd.transfer.params import Params
+from epd.transfer import Params
 
 METADATA_ONLY = ("image", "audio")
 """Modalities for which the placeholder metadata are all that a consumer needs."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from epd.errors import UpstreamFailed
 from epd.routing.instances import Instance, Role
-from epd.transfer.params import Params
+from epd.transfer import Params
 
 PORT = re.compile(r"[0-9]{1,5}")
 HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")

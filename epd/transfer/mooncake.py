@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from epd.errors import UpstreamFailed
 from epd.routing.instances import Instance, Role
 from epd.routing.urls import service_url
+from epd.transfer import Params
 from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.params import Params
 
 BOOTSTRAP_PORT = 8998
 """Default port of a prefill instance's bootstrap server (`VLLM_MOONCAKE_BOOTSTRAP_PORT`)."""

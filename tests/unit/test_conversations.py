@@ -15,7 +15,7 @@ from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
 from epd.tenants import ANONYMOUS, Scope, Tenant
-from epd.transfer.readback import kept_params, shorten_params
+from epd.transfer.nixl import kept_params, shorten_params
 
 TOKENS = st.lists(st.integers(0, 3), max_size=5 * CHUNK)
 

@@ -8,6 +8,7 @@ from epd.api.chat import CHAT
 from epd.api.items import Body
 from epd.errors import UnknownMedia, UpstreamFailed
 from epd.routing.instances import Instance, Role
+from epd.transfer import Params
 from epd.transfer.ec import ECStoreTransfer
 from epd.transfer.encoded import (
     Encoded,
@@ -18,7 +19,6 @@ from epd.transfer.encoded import (
 )
 from epd.transfer.kv import Pair
 from epd.transfer.nixl import Nixl
-from epd.transfer.params import Params
 from tests.requests import Part, image, input_audio, request, text, video
 
 GRID = {"image_grid_thw": [1, 36, 54]}

@@ -30,11 +30,11 @@ from epd.routing.kv_blocks import EventSource, event_sources
 from epd.routing.table import Reservation
 from epd.tools.doctor.facts import Trial
 from epd.tools.doctor.judge import DECODE, PREFILL
+from epd.transfer import Params, with_params
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Consumed, Encoded, EncodedItem, consumer_body
 from epd.transfer.kv import KVTransfer, Pair
-from epd.transfer.params import Params, with_params
-from epd.transfer.readback import kept_params
+from epd.transfer.nixl import kept_params
 
 SIDE = 64
 """Width and height of the picture in pixels, above the minimum of models' processors."""
