@@ -14,9 +14,8 @@ from ec_store.config import redacted
 from epd.aio import cancel_after
 from epd.config.model import ConfigFields, Live
 from epd.config.sections.transfers import TransferSettings
-from epd.conversations.entry import MAX_BYTES, ConversationEntry, Fingerprint, HeldBlocks
 from epd.conversations.stores import ConversationsInMemory, ConversationStore, StoreAway
-from epd.conversations.turn import Turn
+from epd.conversations.turn import MAX_ENTRY_BYTES, ConversationEntry, Fingerprint, HeldBlocks, Turn
 from epd.tenants import ANONYMOUS
 from epd.transfer.nixl import BLOCKS_TTL_S, engine_of, kept_params
 
@@ -139,7 +138,7 @@ class Conversations:
         if held is not None:
             self._know(turn.decode, held.engine)
         entry = ConversationEntry(self._clock(), turn.decode, turn.prefill, held)
-        if held is not None and len(entry.to_json()) > MAX_BYTES:
+        if held is not None and len(entry.to_json()) > MAX_ENTRY_BYTES:
             entry = replace(entry, held=None)
         await self._ask(
             lambda: self._store.put(turn.key, entry, self._live.current.conversation_ttl)

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from epd.conversations.entry import ConversationEntry, read
+from epd.conversations.turn import ConversationEntry, parse_entry
 from epd.redis_urls import close, redis_client, redis_errors
 
 
@@ -170,7 +170,7 @@ class ConversationsInRedis:
     async def take_entry(self, key: str) -> ConversationEntry | None:
         with redis_errors(StoreAway):
             written = await self._client.getdel(f"{self._key}:{key}")
-        return None if written is None else read(written)
+        return None if written is None else parse_entry(written)
 
     async def put(self, key: str, entry: ConversationEntry, ttl_s: float) -> None:
         ttl_ms = max(1, round(1000 * ttl_s))

@@ -1,23 +1,159 @@
-"""Turn of a conversation: the entry of the previous turn, and the facts for the entry of this one.
+"""Turn of a conversation, and the entry that it leaves for the next turn. Pure.
 
-The facts are fields in decode's answer for the proxy, not for the client. With `return_token_ids`,
-vLLM sends the tokens in every chunk of a stream. It sends `kv_transfer_params` in the last chunk of
-a stream (since 0.33), or at the end of another answer
+The entry has a fingerprint of the tokens in decode's blocks, by which the length of the prefix that
+the next prompt shares with them is found.
+
+The facts for the entry are fields in decode's answer for the proxy, not for the client. With
+`return_token_ids`, vLLM sends the tokens in every chunk of a stream. It sends `kv_transfer_params`
+in the last chunk of a stream (since 0.33), or at the end of another answer
 (`vllm/entrypoints/openai/chat_completion/protocol.py`). The fields are found by name, and nothing
 else is parsed. A model's text cannot imitate such a field, because quotation marks in a JSON string
-are escaped. Pure.
+are escaped.
 """
 
+import hashlib
 import json
 import re
-from typing import Any, NamedTuple
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import orjson
+from pydantic import TypeAdapter
 
 from epd.api.body import parse_object
 from epd.api.items import Body
-from epd.conversations.entry import ConversationEntry, HeldBlocks
 from epd.errors import BadRequest
+from epd.transfer.nixl import kept_params
+
+CHUNK = 32
+"""Number of tokens between two digests: each token costs half a byte."""
+
+DIGEST_BYTES = 16
+"""Size of a digest. A collision would cause a wrong answer, so it must be infeasible to
+construct."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A fingerprint of a sequence of tokens.
+
+    Attributes:
+        tokens: number of tokens.
+        digests: hexadecimal digests of the first `CHUNK` tokens, the first 2 * `CHUNK` and so on,
+            and of all.
+    """
+
+    tokens: int
+    digests: str
+
+    @classmethod
+    def of_tokens(cls, tokens: Sequence[int], key: bytes = b"") -> Self:
+        """Return the fingerprint of tokens.
+
+        Args:
+            tokens: the tokens.
+            key: secret that prevents guessing the tokens; at most 64 bytes, or empty.
+
+        Raises:
+            ValueError: the values are not tokens.
+        """
+        return cls(len(tokens), "".join(_digests(tokens, len(tokens), key)))
+
+    def shared_prefix_len(self, prompt: Sequence[int], key: bytes = b"") -> int:
+        """Return the length of the shared prefix: a multiple of `CHUNK`, or all tokens.
+
+        Args:
+            prompt: tokens of the prompt.
+            key: key of the fingerprint.
+
+        Raises:
+            ValueError: the values are not tokens.
+        """
+        if len(prompt) < self.tokens:
+            whole = len(prompt) // CHUNK * CHUNK
+            ours = _digests(prompt[:whole], whole, key)
+        else:
+            ours = _digests(prompt, self.tokens, key)
+        shared = 0
+        for number, digest in enumerate(ours):
+            at = 2 * DIGEST_BYTES * number
+            if digest != self.digests[at : at + 2 * DIGEST_BYTES]:
+                break
+            shared = min(CHUNK * (number + 1), self.tokens)
+        return shared
+
+
+def _digests(tokens: Sequence[int], count: int, key: bytes) -> Iterator[str]:
+    """Yield the digests of the prefixes of the first `count` tokens, in order of length."""
+    try:
+        packed = array("I", tokens[:count]).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise ValueError("the values are not tokens") from error
+    size = array("I").itemsize * CHUNK
+    running = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key)
+    for start in range(0, len(packed), size):
+        running.update(packed[start : start + size])
+        yield running.copy().hexdigest()
+
+
+MAX_ENTRY_BYTES = 1024**2
+"""Maximum size of an entry: blocks and fingerprint of some 200,000 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """KV blocks that a decode instance holds for a limited time.
+
+    Attributes:
+        params: `kv_transfer_params` of decode, by which prefill reads them.
+        tokens: fingerprint of the tokens in the blocks.
+        media: keys of the media items among them, in order.
+        form: digest of all other fields that the blocks depend on.
+        engine: id of the engine that holds them; it changes with a restart.
+    """
+
+    params: dict[str, Any]
+    tokens: Fingerprint
+    media: tuple[str, ...]
+    form: str
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationEntry:
+    """The state of a conversation after a turn.
+
+    Attributes:
+        kept_s: time of storing, by `time.time`, because other proxies read it.
+        decode: URL of the decode instance.
+        prefill: URL of the prefill instance; None without prefill.
+        held: blocks that decode holds, if known.
+    """
+
+    kept_s: float
+    decode: str
+    prefill: str | None = None
+    held: HeldBlocks | None = None
+
+    def to_json(self) -> bytes:
+        return _ENTRY.dump_json(self)
+
+
+_ENTRY = TypeAdapter(ConversationEntry)
+
+
+def parse_entry(written: bytes) -> ConversationEntry | None:
+    """Parse an entry; return None for an invalid one, which another version may have written."""
+    try:
+        entry = _ENTRY.validate_json(written)
+        held = entry.held
+        usable = held is None or kept_params(held.params, entry.decode) is not None
+    except ValueError:  # a ValidationError too
+        return None
+    return entry if usable else None
+
 
 _TOKENS = re.compile(rb'((?<!\\)"(prompt_)?token_ids"\s*:\s*)\[([0-9,\s]*)\]')
 _PARAMS = re.compile(rb'(?<!\\)"kv_transfer_params"\s*:\s*(?=\{)')

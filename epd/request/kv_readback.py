@@ -14,8 +14,7 @@ import structlog
 from ec_store.bounded import BoundedDict
 from epd.api.prompts import Prompt, prompt_of
 from epd.conversations.conversations import Conversations
-from epd.conversations.entry import HeldBlocks
-from epd.conversations.turn import Basis, Turn
+from epd.conversations.turn import Basis, HeldBlocks, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
 from epd.request.attempts import Sending
 from epd.request.context import RequestContext

@@ -11,9 +11,8 @@ from epd import redis_urls
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.conversations.conversations import Conversations
-from epd.conversations.entry import ConversationEntry
 from epd.conversations.stores import ConversationsInMemory, ConversationsInRedis, StoreAway
-from epd.conversations.turn import Turn
+from epd.conversations.turn import ConversationEntry, Turn
 from epd.discovery import stores as registrations
 from tests.store.redis_server import Certificates, RedisServer
 from tests.support.fleet import until

@@ -13,14 +13,13 @@ from structlog.testing import capture_logs
 from epd.config import ProxyConfig
 from epd.config.live import LiveConfig
 from epd.conversations.conversations import Conversations
-from epd.conversations.entry import ConversationEntry, Fingerprint, HeldBlocks, read
 from epd.conversations.stores import (
     ConversationsInMemory,
     ConversationsInRedis,
     ConversationStore,
     StoreAway,
 )
-from epd.conversations.turn import Turn
+from epd.conversations.turn import ConversationEntry, Fingerprint, HeldBlocks, Turn, parse_entry
 from epd.redis_urls import MAX_CONNECTIONS
 from tests.store.redis_server import RedisServer
 
@@ -135,16 +134,16 @@ async def test_an_unreachable_redis_is_logged(tmp_path: Path) -> None:
 
 
 def test_an_entry_is_read_as_it_was_written() -> None:
-    assert read(FULL.to_json()) == FULL
-    assert read(BARE.to_json()) == BARE
+    assert parse_entry(FULL.to_json()) == FULL
+    assert parse_entry(BARE.to_json()) == BARE
 
 
 def test_an_entry_without_a_url_of_its_instance_is_invalid() -> None:
     anywhere = replace(HELD, params=PARAMS | {"remote_host": "0.0.0.0"})  # noqa: S104 - the value is data, not an address to bind
     entry = replace(FULL, held=anywhere)
 
-    assert read(entry.to_json()) == entry
-    assert read(replace(entry, decode="http://[").to_json()) is None
+    assert parse_entry(entry.to_json()) == entry
+    assert parse_entry(replace(entry, decode="http://[").to_json()) is None
 
 
 @pytest.mark.parametrize(("age_s", "known"), [(449.0, True), (451.0, False)])

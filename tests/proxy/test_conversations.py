@@ -13,7 +13,7 @@ from aiohttp import web
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from epd.conversations.entry import read
+from epd.conversations.turn import parse_entry
 from tests.requests import image
 from tests.store.redis_server import RedisServer
 from tests.support.clients import ALICE, BOB, bearer
@@ -663,7 +663,7 @@ async def test_two_proxies_share_conversations_in_redis(launch: Launch, tmp_path
                 [key] = server.command("KEYS", "*")
                 assert key.startswith(b"ours:")
                 assert b"talk" not in key
-                entry = read(server.command("GET", key.decode()))
+                entry = parse_entry(server.command("GET", key.decode()))
                 assert entry is not None
                 assert entry.held is not None
                 # A guess of the conversation does not match the stored tokens.

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.api.prompts import ALIKE, NEUTRAL, prompt_of
-from epd.conversations.entry import CHUNK, Fingerprint
-from epd.conversations.turn import ReplyCapture
+from epd.conversations.turn import CHUNK, Fingerprint, ReplyCapture
 from epd.encoder_cache.identity import conversation_key
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
