@@ -21,9 +21,8 @@ from epd.config.model import ConfigFields
 from epd.conversations.turn import Turn
 from epd.edge import engine_headers
 from epd.edge.access import Access, Headers, check_admin, check_registrar, client_key
-from epd.edge.admission import Admission
+from epd.edge.admission import Admission, Slot
 from epd.edge.drain import DRAIN
-from epd.edge.fair_queue import Slot
 from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
 from epd.request.context import RequestContext

@@ -17,8 +17,7 @@ from hypothesis.stateful import (
 )
 
 from epd.config import ProxyConfig
-from epd.edge.admission import Admission, Limits, limits_of
-from epd.edge.fair_queue import FairQueue, QueueFull, RateLimiter, Slot
+from epd.edge.admission import Admission, FairQueue, Limits, QueueFull, RateLimiter, Slot, limits_of
 from epd.errors import Overloaded, TooManyRequests, TryLater
 from epd.tenants import Tenant
 

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.live import FIXED, LiveConfig
-from epd.edge.admission import Admission, Limits
-from epd.edge.fair_queue import FairQueue
+from epd.edge.admission import Admission, FairQueue, Limits
 from epd.errors import TooManyRequests, UpstreamUnreachable
 from epd.routing.balance import Choice
 from epd.routing.health import HealthPolicy, HealthState
