@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from epd.ui.snapshot import ConversationsShown, Notice, Outcome, Request, Second, StageSpan, Totals
-from epd.ui.state import WORST, InstanceShown, StageShown, UiState
+from epd.ui.recent import Notice, Outcome, Request, Second, StageSpan
+from epd.ui.state import WORST, ConversationsShown, InstanceShown, StageShown, Totals, UiState
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 UNITS = ("B", "kB", "MB", "GB", "TB")

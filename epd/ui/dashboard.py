@@ -15,9 +15,8 @@ from epd.observe.metrics import MetricsObserver
 from epd.observe.worker_metrics import PageUnreadable, SharedPage
 from epd.routing.instances import Role
 from epd.routing.table import InstanceTable
-from epd.ui.recent import Recent
-from epd.ui.snapshot import Seen, Snapshot, metric_totals
-from epd.ui.state import Moment, state
+from epd.ui.recent import Recent, Seen, Snapshot
+from epd.ui.state import Moment, metric_totals, state
 
 WRITE_S = 1.0
 """Upper bound of the age of another worker's state, in seconds."""

@@ -1,33 +1,161 @@
-"""Observer that keeps recent events in ring buffers for the operator's page."""
+"""Recent events of this process: an observer that keeps them, and their form as JSON values. Pure.
+
+Samples and seconds are on the monotonic clock, which all processes of a machine share. Requests and
+notices are on the wall clock, so that each response of the page shows the same times for them.
+"""
 
 import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import get_args
+from typing import Literal, TypedDict, get_args
 
+from epd.api.endpoints import is_api
 from epd.errors import Stage
-from epd.events import InstanceChanged, RequestRecord, StageDone
-from epd.ui.snapshot import (
-    KEPT_CHANGES,
-    KEPT_ERRORS,
-    KEPT_REQUESTS,
-    KEPT_SAMPLES,
-    KEPT_SECONDS,
-    Events,
-    Notice,
-    Request,
-    Second,
-    StageSpan,
-    is_work,
-    outcome_of,
-    stage_outcome_of,
-)
+from epd.events import InstanceChanged, ItemResult, RequestRecord, StageDone
+
+KEPT_REQUESTS = 64
+KEPT_ERRORS = 48
+KEPT_CHANGES = 16
+"""Upper bound of the kept changes of instances.
+
+They have a buffer of their own, so that failed requests cannot evict the removal of an instance.
+"""
+KEPT_SAMPLES = 512
+"""Upper bound of the kept samples of each stage."""
+KEPT_SECONDS = 120
 
 SHOWN_SPANS = 16
 """Upper bound of the spans of a request: one with many images has a span for each."""
 SHOWN_TEXT = 300
 """Upper bound of an error's reason, in characters."""
+
+NO_WORK = frozenset({"/v1/models"})
+"""Routes of the API that load balancers and similar clients poll."""
+
+CLIENT_ERROR, SERVER_ERROR = 400, 500
+CLIENT_CLOSED = 499
+"""Statuses of a request: from `CLIENT_ERROR` on a client error, from `SERVER_ERROR` on a failure.
+"""
+
+Outcome = Literal["ok", "rejected", "left", "failed"]
+"""Result of a client request or of an upstream one.
+
+`ok`: answered. `rejected`: the request itself is invalid (4xx). `left`: the client disconnected.
+`failed`: any other error.
+"""
+
+Sample = tuple[str, float, float, Outcome]
+"""Upstream request: instance, time of its end, duration in seconds, outcome."""
+
+
+class Second(TypedDict):
+    """Counts of the requests and items that ended within one second."""
+
+    at_s: int
+    requests: int
+    failed: int
+    rejected: int
+    hit: int
+    encoded: int
+
+
+class StageSpan(TypedDict):
+    """Stage of a request. `after_s` is counted from the request's head."""
+
+    stage: str
+    instance: str
+    after_s: float
+    seconds: float
+    error: str | None
+    outcome: Outcome
+
+
+class Request(TypedDict):
+    """Completed request of a client."""
+
+    id: str
+    engine_id: str
+    path: str
+    status: int
+    ended_s: float
+    seconds: float
+    error: str | None
+    outcome: Outcome
+    items: dict[ItemResult, int]
+    retries: int
+    degraded: list[str]
+    spans: list[StageSpan]
+    more_spans: int
+
+
+class Notice(TypedDict):
+    """Failed client request, with the error and its cause, or a changed instance.
+
+    For an instance, the fields are its URL, its new state and its role; the outcome is `ok`.
+    """
+
+    kind: Literal["request", "instance"]
+    at_s: float
+    what: str
+    said: str
+    more: str
+    outcome: Outcome
+
+
+class Events(TypedDict):
+    """Recent events, oldest first."""
+
+    samples: dict[str, list[Sample]]
+    seconds: list[Second]
+    requests: list[Request]
+    notices: list[Notice]
+
+
+class Seen(TypedDict):
+    """Instance as one process sees it. `requests` counts those under way.
+
+    `prompt_tokens` counts those of requests that came for their content, `prefix_tokens` the part
+    that was expected in the prefix cache. `precise`: what the cache holds is known by KV events.
+    """
+
+    role: str
+    url: str
+    state: str
+    requests: int
+    prompt_tokens: int
+    prefix_tokens: int
+    precise: bool
+
+
+class Snapshot(TypedDict):
+    """State of one process."""
+
+    instances: list[Seen]
+    events: Events
+
+
+def outcome_of(event: RequestRecord) -> Outcome:
+    """Return how a client's request ended. A stream may fail after a status of 200."""
+    if event.error is None:
+        return "ok"
+    if event.status == CLIENT_CLOSED:
+        return "left"
+    return "rejected" if CLIENT_ERROR <= event.status < SERVER_ERROR else "failed"
+
+
+def stage_outcome_of(event: StageDone) -> Outcome:
+    """Return how a request to an instance ended."""
+    if event.error is None:
+        return "ok"
+    if event.rejected:
+        return "rejected"
+    return "left" if event.error == "cancelled" else "failed"
+
+
+def is_work(path: str) -> bool:
+    """Return whether requests of a route are shown: those that cause work of instances."""
+    return is_api(path) and path not in NO_WORK
 
 
 class Recent:

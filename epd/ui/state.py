@@ -1,23 +1,33 @@
-"""Document of `GET /ui/state`, combined from the states of all processes. Pure."""
+"""Document of `GET /ui/state`, combined from the states of all processes. Pure.
+
+The totals are those of `/metrics`, looked up by their names and summed over the labels that the
+page does not use. So the page and `/metrics` agree, over all workers.
+"""
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict, get_args
 
-from epd.ui.snapshot import (
+from prometheus_client.metrics_core import Metric
+
+from epd.events import ItemResult, MediaForm
+from epd.ui.recent import (
+    CLIENT_CLOSED,
+    CLIENT_ERROR,
     KEPT_CHANGES,
     KEPT_ERRORS,
     KEPT_REQUESTS,
     KEPT_SAMPLES,
+    SERVER_ERROR,
     Notice,
     Request,
     Sample,
     Second,
     Seen,
     Snapshot,
-    Totals,
+    is_work,
 )
 from epd.version import __version__
 
@@ -34,6 +44,53 @@ SERVES = {"encode": "encode", "prefill": "prefill", "decode": "decode", "prefill
 """Stage of each role."""
 FLOWS = ("queue", "store", "encode", "prefill", "decode", "release")
 """Stages in their order."""
+
+LABELS = {
+    "epd_requests_total": ("path", "status"),
+    "epd_items_total": ("result",),
+    "epd_items_sent_total": ("form",),
+    "epd_conversation_turns_total": ("result",),
+}
+"""Labels that the page uses, by sample name. All other labels are summed over."""
+
+
+class Saved(TypedDict):
+    """Savings by hits. `bytes`: media that were sent to no instance."""
+
+    encodes: int
+    bytes: int
+    encode_seconds: float
+
+
+class ConversationsShown(TypedDict):
+    """Conversations: `kept` now (0 if they are in Redis), turns, and turns that hit."""
+
+    kept: int
+    turns: int
+    hit: int
+
+
+class Totals(TypedDict):
+    """Totals since the start of the proxy; `in_flight` and `queued` are current values.
+
+    `media` counts items by the form in which they were sent to prefill and decode. `failed` counts
+    5xx, `rejected` 4xx, `left` 499. `refused` is the part of both that admission control rejected.
+    """
+
+    requests: int
+    failed: int
+    rejected: int
+    left: int
+    refused: int
+    retries: int
+    degraded: int
+    in_flight: int
+    queued: int
+    loop_lag_s: float
+    items: dict[str, int]
+    media: dict[str, int]
+    saved: Saved
+    conversations: ConversationsShown
 
 
 class Latency(TypedDict):
@@ -230,3 +287,61 @@ def _notices(snapshots: Iterable[Snapshot]) -> list[Notice]:
 
 def _at(notice: Notice) -> float:
     return notice["at_s"]
+
+
+def metric_totals(families: Iterable[Metric]) -> Totals:
+    """Return the totals of a metrics page."""
+    sums = _sums(families)
+
+    def count(name: str, *labels: str) -> int:
+        return int(sums.get((name, *labels), 0))
+
+    statuses = Counter[int]()
+    for (name, *labels), value in sums.items():
+        if name == "epd_requests_total" and is_work(labels[0]):
+            statuses[int(labels[1])] += int(value)
+    left = statuses[CLIENT_CLOSED]
+    items = {result: count("epd_items_total", result) for result in get_args(ItemResult)}
+    return Totals(
+        requests=statuses.total(),
+        failed=sum(count for status, count in statuses.items() if status >= SERVER_ERROR),
+        rejected=sum(
+            count for status, count in statuses.items() if CLIENT_ERROR <= status < SERVER_ERROR
+        )
+        - left,
+        left=left,
+        refused=count("epd_requests_refused_total"),
+        retries=count("epd_request_retries_total"),
+        degraded=count("epd_requests_degraded_total"),
+        in_flight=count("epd_requests_in_flight"),
+        queued=count("epd_requests_queued"),
+        loop_lag_s=sums.get(("epd_event_loop_lag_seconds",), 0.0),
+        items=items,
+        media={form: count("epd_items_sent_total", form) for form in get_args(MediaForm)},
+        saved=_saved(sums),
+        conversations=ConversationsShown(
+            kept=count("epd_conversations"),
+            turns=int(
+                sum(sums[name] for name in sums if name[0] == "epd_conversation_turns_total")
+            ),
+            hit=count("epd_conversation_turns_total", "hit"),
+        ),
+    )
+
+
+def _sums(families: Iterable[Metric]) -> dict[tuple[str, ...], float]:
+    sums: dict[tuple[str, ...], float] = defaultdict(float)
+    for family in families:
+        for name, labels, value, *_ in family.samples:
+            key = (name, *(labels.get(label, "") for label in LABELS.get(name, ())))
+            sums[key] += value
+    return sums
+
+
+def _saved(sums: Mapping[tuple[str, ...], float]) -> Saved:
+    """Return the savings. A counter without samples is absent from the page and counts as 0."""
+    return Saved(
+        encodes=int(sums.get(("epd_saved_encodes_total",), 0)),
+        bytes=int(sums.get(("epd_saved_bytes_total",), 0)),
+        encode_seconds=sums.get(("epd_saved_encode_seconds_total",), 0.0),
+    )

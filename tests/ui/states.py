@@ -3,9 +3,8 @@
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from epd.events import InstanceChanged, RequestRecord, StageDone
-from epd.ui.recent import Recent
-from epd.ui.snapshot import Seen, Snapshot, metric_totals
-from epd.ui.state import WORST, Moment, UiState, state
+from epd.ui.recent import Recent, Seen, Snapshot
+from epd.ui.state import WORST, Moment, UiState, metric_totals, state
 
 NOW_S = 5000.0
 UNIX_S = 1e9

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from epd.tools.top_screen import bar, frame, seconds, share_text, size, spark, strip_control
-from epd.ui.snapshot import metric_totals
-from epd.ui.state import UiState
+from epd.ui.state import UiState, metric_totals
 from tests.ui.states import large
 
 

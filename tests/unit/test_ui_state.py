@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from epd.errors import Stage
 from epd.events import InstanceChanged
-from epd.ui import snapshot as kept
-from epd.ui.recent import SHOWN_SPANS, SHOWN_TEXT, Recent
-from epd.ui.snapshot import Seen, Snapshot, metric_totals
-from epd.ui.state import FLOWS, SPARK_S, Moment, UiState, quantile, state
+from epd.ui import recent as kept
+from epd.ui.recent import SHOWN_SPANS, SHOWN_TEXT, Recent, Seen, Snapshot
+from epd.ui.state import FLOWS, SPARK_S, Moment, UiState, metric_totals, quantile, state
 from tests.ui.states import NOW_S, UNIX_S, Clock, done, families, large, stage
 
 NOW = Moment(NOW_S, UNIX_S)
