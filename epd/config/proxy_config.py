@@ -7,7 +7,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from ec_store.urls import check_url
 from epd.config.fields import flag_of
-from epd.config.model import ConfigFields
+from epd.config.sections import ConfigFields
 from epd.config.sections.instances import ENCODE_SOURCES
 from epd.policies.registry import Active, activate, check_suited
 from epd.routing.instances import Role

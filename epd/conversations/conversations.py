@@ -12,7 +12,7 @@ import structlog
 from ec_store.concurrency import Breaker
 from ec_store.config import redacted
 from epd.aio import cancel_after
-from epd.config.model import ConfigFields, Live
+from epd.config.sections import ConfigFields, Live
 from epd.config.sections.transfers import TransferSettings
 from epd.conversations.stores import ConversationsInMemory, ConversationStore, StoreAway
 from epd.conversations.turn import MAX_ENTRY_BYTES, ConversationEntry, Fingerprint, HeldBlocks, Turn

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from epd.config.model import ConfigFields
+from epd.config.sections import ConfigFields
 from epd.errors import Overloaded, TooManyRequests, TryLater
 from epd.tenants import Tenant
 

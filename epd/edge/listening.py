@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from epd.aio import Background
-from epd.config.model import Live
+from epd.config.sections import Live
 from epd.config.sections.limits import LimitSettings
 from epd.config.sections.serving import ServingSettings
 from epd.edge import aiohttp_private

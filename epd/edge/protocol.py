@@ -19,7 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.typedefs import Handler
 
-from epd.config.model import ConfigFields, Live
+from epd.config.sections import ConfigFields, Live
 from epd.edge import aiohttp_private, request_head
 from epd.edge.request_head import find_refusal, invalid, without_prefix
 from epd.errors import Overloaded, ProxyError, RequestRefused

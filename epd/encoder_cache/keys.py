@@ -15,7 +15,7 @@ from ec_store.errors import StoreUnavailable
 from ec_store.keys import EntryKey
 from epd.api.body import NO_CUTS, Cuts
 from epd.api.items import MODALITY, Body, MMItem
-from epd.config.model import ConfigFields
+from epd.config.sections import ConfigFields
 from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.identity import content_key, name_key
 from epd.errors import BadRequest, MediaFetchFailed, UnknownMedia, no_store

@@ -18,7 +18,7 @@ from yarl import URL
 from epd.aio import Flights, gather_first
 from epd.api.body import Cuts, join_cuts
 from epd.api.items import Body, MMItem, with_parts
-from epd.config.model import ConfigFields, Live
+from epd.config.sections import ConfigFields, Live
 from epd.errors import BadRequest, MediaFetchFailed, ProxyError
 from epd.media.cache import (
     HEADERS,

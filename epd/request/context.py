@@ -21,7 +21,7 @@ from epd.api.body import JSON, Cuts
 from epd.api.chat import CHAT
 from epd.api.endpoint import Endpoint
 from epd.api.items import MMItem
-from epd.config.model import ConfigFields
+from epd.config.sections import ConfigFields
 from epd.conversations.turn import Turn
 from epd.edge.engine_headers import SESSION
 from epd.errors import ProxyError, Stage, slug_of

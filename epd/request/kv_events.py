@@ -22,7 +22,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from epd.aio import Background
-from epd.config.model import ConfigFields, Live
+from epd.config.sections import ConfigFields, Live
 from epd.routing.instances import Instance, Role
 from epd.routing.kv_blocks import BlockMap, EventCounts, EventSource, event_sources
 from epd.routing.prefix import MAX_LINKS, PrefixCache

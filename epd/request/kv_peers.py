@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 from epd.aio import Flights
 from epd.api.items import Body
-from epd.config.model import Live
+from epd.config.sections import Live
 from epd.config.sections.limits import LimitSettings
 from epd.errors import ProxyError, UpstreamDied
 from epd.json_or_none import json_or_none

@@ -11,7 +11,7 @@ import structlog
 
 from ec_store.bounded import BoundedDict
 from epd.aio import Background
-from epd.config.model import ConfigFields, Live
+from epd.config.sections import ConfigFields, Live
 from epd.config.sections.routing import RouteSettings
 from epd.errors import Overloaded, ProxyError
 from epd.routing import BalanceName, ItemBalanceName

@@ -14,7 +14,7 @@ import orjson
 
 from epd.api.items import Body
 from epd.api.prompts import prompt_tokens
-from epd.config.model import ConfigFields
+from epd.config.sections import ConfigFields
 from epd.errors import (
     BadRequest,
     NoInstance,

@@ -1,1 +1,56 @@
-"""Settings by topic: their fields, bounds and mutual exclusions."""
+"""Settings: a class for each topic, and all of them in one flat model.
+
+The model has no checks that need other components; these are in `epd.config.proxy_config`.
+"""
+
+from typing import Protocol, TypeVar
+
+import orjson
+from pydantic import SecretStr
+
+from epd.config.sections.instances import InstanceSettings
+from epd.config.sections.limits import LimitSettings, MediaSettings
+from epd.config.sections.routing import RouteSettings
+from epd.config.sections.serving import CrossOriginSettings, ServingSettings, TenancySettings
+from epd.config.sections.transfers import TransferSettings
+
+ConfigT_co = TypeVar("ConfigT_co", covariant=True)
+
+
+class ConfigFields(
+    RouteSettings,
+    TransferSettings,
+    InstanceSettings,
+    TenancySettings,
+    MediaSettings,
+    LimitSettings,
+    CrossOriginSettings,
+    ServingSettings,
+):
+    """The fields of all sections.
+
+    A component names the section that it depends on, and is given this model. The components that
+    a field names (transfers, policies, the store) check it in `ProxyConfig`, so that sections need
+    none of them.
+    """
+
+    @property
+    def worker_max_body_bytes(self) -> int:
+        """Maximum size of a body in one process; also the limit of the media of one request."""
+        return min(self.max_body_bytes, max(1, self.max_inflight_bytes // self.workers))
+
+    def to_json(self) -> bytes:
+        """Return all settings as JSON, secrets in plain text: for worker processes only."""
+        values = {
+            name: value.get_secret_value() if isinstance(value, SecretStr) else value
+            for name, value in self
+        }
+        return orjson.dumps(values, default=str)
+
+
+class Live(Protocol[ConfigT_co]):
+    """Configuration in force, as a component sees it that outlives a reload."""
+
+    @property
+    def current(self) -> ConfigT_co:
+        """Immutable configuration; a reload replaces it."""
