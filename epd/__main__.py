@@ -13,8 +13,8 @@ import uvloop
 
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.flags import add_flags
-from epd.config.live import LiveConfig
 from epd.config.load import Loaded, as_json, as_yaml, load
+from epd.config.proxy_config import LiveConfig
 from epd.conversations import conversations
 from epd.edge.listening import CannotListen
 from epd.edge.request_head import raise_limit

@@ -25,7 +25,7 @@ from epd.config.flags import (
     shown_default,
     variables_of,
 )
-from epd.config.live import FIXED
+from epd.config.proxy_config import FIXED
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 BETWEEN = re.compile(r"(<!-- settings -->\n).*(<!-- end of settings -->)", re.DOTALL)

@@ -1,6 +1,5 @@
 """Settings: their fields, their sources, and the configuration in force."""
 
-from epd.config.live import ConfigInvalid
-from epd.config.proxy_config import ProxyConfig
+from epd.config.proxy_config import ConfigInvalid, ProxyConfig
 
 __all__ = ["ConfigInvalid", "ProxyConfig"]

@@ -30,8 +30,7 @@ from epd.config.flags import (
     variables_of,
     with_urls,
 )
-from epd.config.live import ConfigInvalid
-from epd.config.proxy_config import ProxyConfig
+from epd.config.proxy_config import ConfigInvalid, ProxyConfig
 
 OTHERS = ("EPD_UP_", "EPD_BENCH_", "EPD_PYTHON")
 """Prefixes of variables that configure other commands."""

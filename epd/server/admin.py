@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from aiohttp import web
 
 from epd.aio import Flights
-from epd.config.live import LiveConfig
+from epd.config.proxy_config import LiveConfig
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.json_or_none import json_or_none
 from epd.observe.metric_defs import CONVERSATIONS, CONVERSATIONS_EVICTED, Figure

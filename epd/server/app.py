@@ -14,7 +14,7 @@ from ec_store.opening import open_async_store
 from epd.aio import Background
 from epd.api.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
-from epd.config.live import LiveConfig
+from epd.config.proxy_config import LiveConfig
 from epd.conversations import conversations
 from epd.conversations.conversations import Conversations
 from epd.discovery.membership import membership

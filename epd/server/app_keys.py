@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from epd.aio import Background
-from epd.config.live import LiveConfig
+from epd.config.proxy_config import LiveConfig
 from epd.edge.access import Access
 from epd.edge.admission import Admission, AdmittedRequest
 from epd.events import Observer

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from epd.config import ConfigInvalid, ProxyConfig
-from epd.config.live import LiveConfig
+from epd.config.proxy_config import LiveConfig
 
 CUT_S = 5.0
 """Time for cancelled requests to send the end of their responses, in seconds."""

@@ -9,8 +9,7 @@ import structlog
 
 from epd.api.body import parse_object
 from epd.config import ProxyConfig
-from epd.config.live import LiveConfig
-from epd.config.proxy_config import active_policies
+from epd.config.proxy_config import LiveConfig, active_policies
 from epd.config.sections import ConfigFields
 from epd.errors import Overloaded, RequestRefused
 from epd.policies.plan import Course, Facts

@@ -22,7 +22,7 @@ import structlog
 from aiohttp import web
 
 from epd.config import ConfigInvalid, ProxyConfig
-from epd.config.live import LiveConfig
+from epd.config.proxy_config import LiveConfig
 from epd.discovery.entries import EntriesInvalid
 from epd.discovery.watching import check_file
 from epd.edge.listening import server_context

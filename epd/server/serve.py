@@ -17,7 +17,7 @@ import structlog
 from aiohttp import web
 
 from epd.config import ProxyConfig
-from epd.config.live import LiveConfig
+from epd.config.proxy_config import LiveConfig
 from epd.edge.drain import DRAIN
 from epd.edge.listening import (
     BACKLOG,

@@ -15,7 +15,7 @@ import structlog
 import uvloop
 
 from epd.config import ProxyConfig
-from epd.config.live import LiveConfig
+from epd.config.proxy_config import LiveConfig
 from epd.edge.listening import Site, server_context
 from epd.observe import logs
 from epd.observe.metrics import MetricsObserver

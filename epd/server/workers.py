@@ -26,7 +26,7 @@ import structlog
 
 from epd.aio import Background
 from epd.config import ProxyConfig
-from epd.config.live import LiveConfig
+from epd.config.proxy_config import LiveConfig
 from epd.discovery.membership import shared_store
 from epd.edge.listening import BACKLOG, binding_errors, listening_at
 from epd.observe.worker_metrics import SharedPage, keep_counters

@@ -9,7 +9,7 @@ import pytest
 
 from epd import redis_urls
 from epd.config import ProxyConfig
-from epd.config.live import LiveConfig
+from epd.config.proxy_config import LiveConfig
 from epd.conversations.conversations import Conversations
 from epd.conversations.stores import ConversationsInMemory, ConversationsInRedis, StoreAway
 from epd.conversations.turn import ConversationEntry, Turn

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from epd.config import ProxyConfig
-from epd.config.live import LiveConfig
+from epd.config.proxy_config import LiveConfig
 from epd.errors import ProxyError
 from epd.media.fetch import MediaFetcher
 from epd.media.policy import UncountedBytes

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from epd import aio as module
 from epd.aio import Background
 from epd.config import ProxyConfig
-from epd.config.live import LiveConfig
+from epd.config.proxy_config import LiveConfig
 from epd.discovery.membership import membership
 from epd.edge.listening import Handshakes
 from epd.edge.protocol import EdgeServer

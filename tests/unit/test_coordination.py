@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import epd
 from epd.api.prompts import prompt_tokens
-from epd.config.live import LiveConfig
-from epd.config.proxy_config import active_policies
+from epd.config.proxy_config import LiveConfig, active_policies
 from epd.policies.plan import Course, Facts
 from epd.policies.registry import (
     OWN,

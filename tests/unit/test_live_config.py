@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from epd.config import ConfigInvalid, ProxyConfig
-from epd.config.live import FIXED, LiveConfig
+from epd.config.proxy_config import FIXED, LiveConfig
 from epd.edge.admission import Admission, FairQueue, Limits
 from epd.errors import TooManyRequests, UpstreamUnreachable
 from epd.routing.balance import Choice

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 
 from ec_store.opening import open_async_store
 from epd.config import ProxyConfig
-from epd.config.live import LiveConfig
+from epd.config.proxy_config import LiveConfig
 from epd.conversations.conversations import Conversations
 from epd.edge.admission import Admission, limits_of
 from epd.encoder_cache.client import EncoderCache

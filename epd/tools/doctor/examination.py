@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import cycle, islice
 
 from epd.config import ProxyConfig
-from epd.config.live import LiveConfig
+from epd.config.proxy_config import LiveConfig
 from epd.http.pool import Pool
 from epd.http.tls import upstream_context
 from epd.request.kv_peers import PeerRegistry
