@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from epd.api.chat import CHAT, Completions
+from epd.api.chat import CHAT, Completions, Responses
 from epd.api.endpoint import Endpoint
 from epd.api.messages import CountTokens, Messages
 from epd.api.passthrough import (
@@ -20,7 +20,6 @@ from epd.api.passthrough import (
     Transcriptions,
     Translations,
 )
-from epd.api.responses import Responses
 
 ENDPOINTS: Mapping[str, Endpoint] = {
     endpoint.path: endpoint
