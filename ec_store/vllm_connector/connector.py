@@ -27,8 +27,16 @@ from ec_store.vllm_connector.consumer import Consumer
 from ec_store.vllm_connector.metrics import NAMESPACE, StoreConnectorStats, StorePromMetrics
 from ec_store.vllm_connector.namespace import namespace_of
 from ec_store.vllm_connector.producer import Producer, Sharing, by_value, make_region
-from ec_store.vllm_connector.step import EntryLoad, Item, StepMetadata
-from ec_store.vllm_connector.worker import Learner, Saver, is_writer, load, reader
+from ec_store.vllm_connector.worker import (
+    EntryLoad,
+    Item,
+    Learner,
+    Saver,
+    StepMetadata,
+    is_writer,
+    load,
+    reader,
+)
 
 logger = logging.getLogger("vllm.ec_store")
 

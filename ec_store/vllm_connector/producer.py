@@ -20,7 +20,7 @@ from ec_store.device.tensors import as_tensor
 from ec_store.entry import Entry
 from ec_store.fetcher import EntrySource
 from ec_store.keys import EntryKey, key_or_none
-from ec_store.vllm_connector.step import EntryLoad, Item
+from ec_store.vllm_connector.worker import EntryLoad, Item
 
 logger = logging.getLogger("vllm.ec_store")
 

@@ -1,21 +1,27 @@
-"""Worker's side of the connector: loads entries into the encoder cache, and saves them from it."""
+"""Worker's side of the connector: loads entries into the encoder cache, and saves them from it.
+
+`StepMetadata` is what the scheduler's side sends to the workers for each step.
+"""
 
 import functools
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
 from ec_store.backchannel import Sender
 from ec_store.base import Store
 from ec_store.bounded import BoundedDict
 from ec_store.counts import Counts
+from ec_store.device.region import Place, SharedRegion
 from ec_store.device.tensors import DTYPES, HostCopies, HostTensor, Loader
 from ec_store.entry import Entry
 from ec_store.keys import EntryKey, key_or_none
 from ec_store.vllm_connector.accept import FiniteOnly
-from ec_store.vllm_connector.step import Item, StepMetadata
 from ec_store.writer import Writer
 
 MAX_ITEMS = 4096
@@ -24,6 +30,45 @@ are sent to the scheduler."""
 
 MAX_TOLD = 512
 """Upper bound of the results, and of the observations of each name, in one message."""
+
+
+class EntryLoad(NamedTuple):
+    """Entry to put into the encoder cache.
+
+    Attributes:
+        raw: place of the bytes in the shared memory, or the bytes, uint8, as a torch tensor, which
+            vLLM sends to several ranks through shared memory of its own (`ShmTensorArena`).
+        dtype: dtype of the tensor, as `Entry.dtype`.
+        shape: shape of the tensor.
+    """
+
+    raw: torch.Tensor | Place
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Item(NamedTuple):
+    """Modality and metadata of an item, without its tensor."""
+
+    modality: str
+    metadata: Mapping[str, Any]
+
+
+@dataclass
+class StepMetadata(ECConnectorMetadata):
+    """Metadata that the workers need for one step.
+
+    Attributes:
+        loads: entries to put into the encoder cache, by identifier.
+        items: items of new requests, by identifier.
+        learn: modality by identifier of items that are encoded here, to report their width.
+        shared: shared memory that loads may be in; None without one.
+    """
+
+    loads: dict[str, EntryLoad] = field(default_factory=dict)
+    items: dict[str, Item] = field(default_factory=dict)
+    learn: dict[str, str] = field(default_factory=dict)
+    shared: SharedRegion | None = None
 
 
 class Saver:

@@ -45,8 +45,7 @@ from ec_store.vllm_connector import ECStoreConnector
 from ec_store.vllm_connector.accept import Widths
 from ec_store.vllm_connector.consumer import Consumer
 from ec_store.vllm_connector.namespace import layout_of, namespace_of
-from ec_store.vllm_connector.step import StepMetadata
-from ec_store.vllm_connector.worker import Learner, Saver, is_writer, load, reader
+from ec_store.vllm_connector.worker import Learner, Saver, StepMetadata, is_writer, load, reader
 
 TOKENS, WIDTH = 4, 256
 
