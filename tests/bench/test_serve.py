@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from epd.__main__ import main
-from epd.tools.bench import vllm_bench
+from epd.tools.bench import runs
 from epd.tools.bench.dataset import local, media_digests
 from tests.fleet.processes import processes_of
 from tests.support.backed import Backed, caching
@@ -296,6 +296,6 @@ def test_a_signal_ends_the_stack_that_it_started(tmp_path: Path, models: Path) -
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_bench, "NEEDED", ("json", "no_such_package"))
+    monkeypatch.setattr(runs, "NEEDED", ("json", "no_such_package"))
     with pytest.raises(SystemExit, match=r"needs no_such_package: pip install '\.\[vllm,bench\]'"):
         main(["bench", "serve", "--url", NOBODY])

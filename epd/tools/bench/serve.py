@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from epd.parser import Commands, Parser
-from epd.tools.bench import dataset, results, targets, vllm_bench
+from epd.tools.bench import dataset, targets
 from epd.tools.bench.dataset import (
     LOCAL,
     REPLAYS,
@@ -24,9 +24,19 @@ from epd.tools.bench.dataset import (
     rng,
     vision_arena,
 )
-from epd.tools.bench.results import Run
+from epd.tools.bench.runs import (
+    BenchFailed,
+    Run,
+    VllmBenchLoad,
+    bench_command,
+    missing_packages,
+    read_figures,
+    result_document,
+    result_tables,
+    run_bench,
+    run_of,
+)
 from epd.tools.bench.targets import BenchModel, BenchTarget, Items, NoFigures, TargetFailed
-from epd.tools.bench.vllm_bench import BenchFailed, VllmBenchLoad
 from epd.tools.fleet.process import ProcessDied, leave_contexts_on_signals
 from epd.tools.fleet.settings import Topology
 from epd.tools.fleet.stack import Stack
@@ -165,7 +175,7 @@ def _run(parser: Parser, **flags: Any) -> None:
         parser.error("--url or --topology is required")
     if plan.topology and not (plan.model and Path(plan.model, "config.json").is_file()):
         parser.error("--topology needs --model FOLDER with a model that vLLM can load")
-    if missing := vllm_bench.missing_packages():
+    if missing := missing_packages():
         sys.exit(f"epd bench serve: needs {', '.join(missing)}: pip install '.[vllm,bench]'")
     leave_contexts_on_signals()
     try:
@@ -174,7 +184,7 @@ def _run(parser: Parser, **flags: Any) -> None:
         sys.exit(f"epd bench serve: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped")
-    print("\n".join(results.tables(runs)))
+    print("\n".join(result_tables(runs)))
 
 
 def _measure(plan: BenchPlan) -> list[Run]:
@@ -202,7 +212,7 @@ def _measure(plan: BenchPlan) -> list[Run]:
 
 def _write(plan: BenchPlan, runs: Sequence[Run], started_at: datetime) -> None:
     if plan.out is not None:
-        plan.out.write_bytes(results.document(runs, started_at, sys.argv[1:]))
+        plan.out.write_bytes(result_document(runs, started_at, sys.argv[1:]))
 
 
 def _one(plan: BenchPlan, target: BenchTarget, model: BenchModel, dataset: Dataset) -> Run:
@@ -211,10 +221,10 @@ def _one(plan: BenchPlan, target: BenchTarget, model: BenchModel, dataset: Datas
     before = _items(target)
     with TemporaryDirectory(prefix="epd-bench-") as folder:
         file = Path(folder) / "result.json"
-        words = vllm_bench.command(target, model, dataset, plan.load, file)
-        result = vllm_bench.run(words, file)
-    figures = vllm_bench.read(result, dataset.trace, plan.output_len)
-    return results.run_of(target, dataset, figures, (before, _items(target)), plan.store_entries)
+        words = bench_command(target, model, dataset, plan.load, file)
+        result = run_bench(words, file)
+    figures = read_figures(result, dataset.trace, plan.output_len)
+    return run_of(target, dataset, figures, (before, _items(target)), plan.store_entries)
 
 
 def _items(target: BenchTarget) -> Items | str:

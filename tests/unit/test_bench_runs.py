@@ -1,4 +1,4 @@
-"""Results of `epd bench serve`, read from a proxy and from vLLM."""
+"""Runs of `epd bench serve`, read from a proxy and from vLLM."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 from epd.edge.admission import Admission, Limits
 from epd.events import ItemResult, RequestRecord, StageDone
 from epd.observe.metrics import MetricsObserver
-from epd.tools.bench import results, vllm_bench
 from epd.tools.bench.dataset import Dataset
+from epd.tools.bench.runs import (
+    Run,
+    VllmBenchLoad,
+    bench_command,
+    read_figures,
+    result_document,
+    result_tables,
+    run_of,
+)
 from epd.tools.bench.targets import BenchModel, BenchTarget, Items, NoFigures, parse_items
-from epd.tools.bench.vllm_bench import VllmBenchLoad
 
 TARGET = BenchTarget("epd", "http://h:1")
 DATASET = Dataset("local", "/data", ("a", "b", "a", "a"))
@@ -45,7 +52,7 @@ def detailed(ttfts: list[float], tokens: list[int], errors: list[str]) -> dict[s
     }
 
 
-ALL_ANSWERED = vllm_bench.read(
+ALL_ANSWERED = read_figures(
     detailed([0.4, 0.6, 0.1, 0.2], [8] * 4, [""] * 4), DATASET.trace, output_len=8
 )
 
@@ -120,15 +127,15 @@ def test_what_failed_counts_for_nothing_and_says_why_once() -> None:
     result = detailed(
         [0.0, 0.6, 0.0, 0.2], [0, 8, 0, 3], ["Bad Request", "", "Traceback\nBad Request", ""]
     )
-    figures = vllm_bench.read(result, DATASET.trace, output_len=8)
+    figures = read_figures(result, DATASET.trace, output_len=8)
 
     assert (figures.ttft_new_ms, figures.ttft_seen_ms) == pytest.approx((600, 200))
     assert (figures.completed, figures.failed, figures.cut) == (2, 2, 1)
     assert figures.errors == ("Bad Request",)
 
 
-def run(items: Items | str = COUNTED, **figures: Any) -> results.Run:
-    return results.run_of(TARGET, DATASET, replace(ALL_ANSWERED, **figures), (NOTHING, items), 1)
+def run(items: Items | str = COUNTED, **figures: Any) -> Run:
+    return run_of(TARGET, DATASET, replace(ALL_ANSWERED, **figures), (NOTHING, items), 1)
 
 
 def test_a_run_says_how_far_it_is_from_the_ideal() -> None:
@@ -178,7 +185,7 @@ def test_a_cache_that_was_not_empty_is_said() -> None:
 
 def test_the_file_has_all_that_is_known() -> None:
     document = orjson.loads(
-        results.document([run()], datetime(2026, 1, 2, tzinfo=UTC), ["bench", "serve"])
+        result_document([run()], datetime(2026, 1, 2, tzinfo=UTC), ["bench", "serve"])
     )
 
     assert document["kind"] == "serve"
@@ -209,7 +216,7 @@ def test_the_file_has_all_that_is_known() -> None:
 def test_a_table_has_a_column_for_each_target_and_its_share_of_the_first() -> None:
     plain = replace(run("it is not an EPD proxy"), target=BenchTarget("plain", "http://h:2"))
     slower = replace(plain.figures, request_throughput_rps=2.0)
-    lines = list(results.tables([run(), replace(plain, figures=slower)]))
+    lines = list(result_tables([run(), replace(plain, figures=slower)]))
 
     assert "local: 4 prompts, 2 pictures" in lines
     assert "| | epd | plain |" in lines
@@ -219,7 +226,7 @@ def test_a_table_has_a_column_for_each_target_and_its_share_of_the_first() -> No
 
 
 def test_the_command_line_leaves_nothing_to_chance() -> None:
-    words = vllm_bench.command(
+    words = bench_command(
         TARGET,
         BenchModel("m", "/tokenizer"),
         DATASET,
@@ -235,6 +242,6 @@ def test_the_command_line_leaves_nothing_to_chance() -> None:
     # A test request would use the first picture; another order would be another trace.
     assert pairs["--ready-check-timeout-sec"] == "0"
     assert "--disable-shuffle" in words
-    assert "--max-concurrency" not in vllm_bench.command(
+    assert "--max-concurrency" not in bench_command(
         TARGET, BenchModel("m", "t"), DATASET, VllmBenchLoad(2.0, None, 8), Path("one.json")
     )
