@@ -114,9 +114,11 @@ async def test_a_host_that_hangs_ends_in_the_encode_time_out_and_is_no_instances
 async def test_an_encode_instance_that_hangs_on_media_it_has_is_still_ejected(
     launch: Launch,
 ) -> None:
-    async with launch(encode=2, encode_timeout_s=0.3, eject_after=1) as fleet:
+    # By affinity, the ports decide which items the instance gets, and it may get none.
+    config: Any = {"encode_balance": "round_robin", "encode_timeout_s": 0.3, "eject_after": 1}
+    async with launch(encode=2, **config) as fleet:
         fleet.encode[0].chat = hangs
-        for number in range(6):
+        for number in range(2):
             assert (await fleet.chat(request(image(b"%d" % number))))[0] == 200
 
         assert [(one.instance, one.state) for one in fleet.events.changes] == [
