@@ -85,13 +85,6 @@ class ChatCompletions(Endpoint):
 CHAT = ChatCompletions()
 
 
-def feature_count(body: Body, item: MMItem) -> int:
-    """Return the number of encoder outputs of an item: a video's sound has its own."""
-    kwargs = body.get("mm_processor_kwargs")
-    sound = isinstance(kwargs, dict) and bool(kwargs.get("use_audio_in_video"))
-    return 2 if sound and item.modality == "video" else 1
-
-
 def encode_body(
     body: Body,
     named: Mapping[MMItem, str | None],

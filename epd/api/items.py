@@ -360,3 +360,10 @@ def check_mm_kwargs(body: Body) -> None:
                 slug="reserved_field",
                 param=field,
             )
+
+
+def feature_count(body: Body, item: MMItem) -> int:
+    """Return the number of encoder outputs of an item: a video's sound has its own."""
+    kwargs = body.get("mm_processor_kwargs")
+    sound = isinstance(kwargs, dict) and bool(kwargs.get("use_audio_in_video"))
+    return 2 if sound and item.modality == "video" else 1

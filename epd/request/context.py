@@ -13,6 +13,7 @@ import os
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -110,6 +111,9 @@ def _named(answer: bytes) -> str | None:
                 return name
     return None
 
+
+WAIT = "encode wait"
+"""Name of the span of an item that another request or another proxy encodes."""
 
 WITHIN = frozenset[Stage]({"queue", "store"})
 """Stages that involve no instance."""
@@ -218,6 +222,10 @@ class RequestContext:
         Its span starts here if the request is traced.
         """
         return Timed(self, stage, where, item)
+
+    def wait_span(self, item: MMItem) -> AbstractContextManager[Span | None]:
+        """Return the span of a wait for an item's encode; None as its value without tracing."""
+        return nullcontext() if self.span is None else self.span.child(WAIT, item=item)
 
     def record_stage(self, event: StageDone) -> None:
         """Record the end of a stage, which may be after the end of the request, and emit it."""

@@ -14,9 +14,8 @@ from functools import partial
 from typing import NamedTuple
 
 from epd.aio import Flights, gather_first
-from epd.api.chat import encode_body, feature_count
-from epd.api.items import MMItem
-from epd.encoder_cache.claims import Claims, ClaimWait, LookupContext
+from epd.api.items import MMItem, feature_count
+from epd.encoder_cache.claims import Claims, LookupContext
 from epd.errors import (
     NoInstance,
     ProxyError,
@@ -35,7 +34,6 @@ from epd.request.attempts import (
     item_key,
     sent_as,
 )
-from epd.request.context import RequestContext
 from epd.request.encode_groups import EncodeGroup, GroupPlanner
 from epd.request.placement import Placement
 from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
@@ -53,9 +51,6 @@ from epd.transfer.encoded import Encoded, EncodedItem, from_entry
 AT_ONCE = 16
 """Maximum number of concurrent encodes of one request. Connections are shared with all other
 requests, and few fleets have more encode instances."""
-
-WAIT = "encode wait"
-"""Name of the span of an item that another request or another proxy encodes."""
 
 
 class Made(NamedTuple):
@@ -190,7 +185,8 @@ class Encoder:
                 made = Made(await self._ask_instances(job, item), item)
             else:
                 flight = job.flight_key(output)
-                with self._waiting(context, item, flight) as waiting:
+                under_way = flight in self._flights
+                with context.wait_span(item) if under_way else nullcontext() as waiting:
                     work = partial(self._encode_once, job, item, output, waiting)
                     made = await self._flights.try_join(flight, work)
                     if waiting is not None and made.span is not None:
@@ -206,14 +202,6 @@ class Encoder:
         context.record.waits += not mine
         name = sent_as(item, job.uuids[item])
         return EncodedItem(item, name, made.encoded, "encoded" if mine else "hit")
-
-    def _waiting(
-        self, context: RequestContext, item: MMItem, flight: object
-    ) -> AbstractContextManager[Span | None]:
-        """Return the span of a wait for an encode in progress, if the request is traced."""
-        if context.span is None or flight not in self._flights:
-            return nullcontext()
-        return context.span.child(WAIT, item=item)
 
     async def _encode_once(
         self, job: EncodeJob, item: MMItem, output: OutputKey, waiting: Span | None
@@ -234,7 +222,7 @@ class Encoder:
         else:
             wait_s = job.context.config.encode_timeout_s
             with self._claims.queue_claim(output.model, identifier, wait_s, job.namespace) as turn:
-                with _wait_span(turn, item, job.context):
+                with nullcontext() if turn.first else job.context.wait_span(item):
                     found = await turn.wait_turn()
                 if found is not None and found.modality == item.modality:
                     return Made(from_entry(found))
@@ -311,8 +299,7 @@ class Encoder:
         params = asked[0] if len(items) == 1 else self._transfer.group_params(asked)
         try:
             with self._table.track_request(instance, work=Work(0, group.tokens)):
-                sent = encode_body(job.body, named, params)
-                replied = await self._stages.encode(instance, sent, named, context)
+                replied = await self._stages.encode(instance, job.body, named, params, context)
                 encoded = list(map(self._transfer.encoded, replied, asked))
         except UpstreamDied as failure:
             blamed = keys if len(keys) == 1 else ()
@@ -373,15 +360,6 @@ async def _look_up(
         if identifier in infos and infos[identifier].modality == item.modality
     }
     return job._replace(found=found)
-
-
-def _wait_span(
-    turn: ClaimWait, item: MMItem, context: RequestContext
-) -> AbstractContextManager[object]:
-    """Return the span of a wait for an item's claim or its entry."""
-    if context.span is None or turn.first:
-        return nullcontext()
-    return context.span.child(WAIT, item=item)
 
 
 def _in_order(job: EncodeJob, made: list[EncodedItem]) -> list[EncodedItem]:

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from epd.api.body import reply_field
-from epd.api.chat import CHAT
+from epd.api.chat import CHAT, encode_body
 from epd.api.endpoint import encode_json, is_stream
 from epd.api.items import Body, MMItem
 from epd.api.sse import engine_died, may_be_fetch
@@ -83,6 +83,7 @@ class Stages:
         instance: Instance,
         body: Body,
         named: Mapping[MMItem, str | None],
+        params: Params | None,
         context: RequestContext,
     ) -> list[Encoded]:
         """Encode one item, or several of one modality.
@@ -91,8 +92,9 @@ class Stages:
 
         Args:
             instance: the encode instance.
-            body: the encode request.
-            named: the items in it, in order, each with its name in it.
+            body: the client's request.
+            named: the items to encode, in order, each with its name for the instance.
+            params: `ec_transfer_params` of the encode request; None for none.
             context: context of the client's request.
 
         Raises:
@@ -111,7 +113,7 @@ class Stages:
                     instance.url + CHAT.path,
                     stage="encode",
                     headers=headers,
-                    body=encode_json(body, context.cuts),
+                    body=encode_json(encode_body(body, named, params), context.cuts),
                     timeout_s=context.config.encode_timeout_s,
                 )
             except UpstreamTimeout as error:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.api.chat import CHAT, encode_body, feature_count
+from epd.api.chat import CHAT, encode_body
+from epd.api.items import feature_count
 from epd.errors import NoInstance, UpstreamFailed
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable, Reservation

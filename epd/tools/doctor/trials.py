@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image
 
 from epd.api.body import reply_field
-from epd.api.chat import CHAT, Completions, encode_body
+from epd.api.chat import CHAT, Completions
 from epd.api.items import Body
 from epd.config import ProxyConfig
 from epd.conversations.turn import ReplyCapture
@@ -28,8 +28,7 @@ from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
 from epd.routing.kv_blocks import EventSource, event_sources
 from epd.routing.table import Reservation
-from epd.tools.doctor.facts import Trial
-from epd.tools.doctor.judge import DECODE, PREFILL
+from epd.tools.doctor.facts import DECODE, PREFILL, Trial
 from epd.transfer import Params, with_params
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Consumed, Encoded, EncodedItem, consumer_body
@@ -143,8 +142,8 @@ class Trials:
             item = next(CHAT.items(body))
             try:
                 asked = self._encoded.encode_params(consumer, 1)
-                sent = encode_body(body, {item: None}, asked)
-                [replied] = await self._stages.encode(instance, sent, {item: None}, self._context())
+                context = self._context()
+                [replied] = await self._stages.encode(instance, body, {item: None}, asked, context)
                 encoded = self._encoded.encoded(replied, asked)
             except UpstreamRejected as error:
                 refused = refused or error
