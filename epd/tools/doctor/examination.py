@@ -18,14 +18,6 @@ from epd.routing.table import InstanceTable
 from epd.tools.doctor import judge
 from epd.tools.doctor.environment import judge_host, look_at_store
 from epd.tools.doctor.facts import (
-    CONSUME,
-    DECODE,
-    ENCODE,
-    EVENTS,
-    FORGET,
-    PREFILL,
-    RAW,
-    READ,
     Finding,
     InstanceFacts,
     Trial,
@@ -34,8 +26,13 @@ from epd.tools.doctor.facts import (
     as_text,
     worst_verdict,
 )
-from epd.tools.doctor.instances import IDLE_S, InstanceReader, read_sources
-from epd.tools.doctor.trials import Trials, Tried, Turns, text, try_subscription
+from epd.tools.doctor.instances import (
+    IDLE_S,
+    InstanceReader,
+    read_sources,
+    try_subscription,
+)
+from epd.tools.doctor.trials import Trials, Tried, Turns, text
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.upstream import Upstream
 
@@ -121,22 +118,24 @@ async def _try_events(fleet: Examined, config: ProxyConfig) -> None:
     for instance in fleet.answering_instances(*config.content_roles):
         addresses, timeout_s = config.kv_events_addrs, config.health_timeout_s
         trial = await try_subscription(instance, addresses, timeout_s)
-        fleet.note_trials(instance, {EVENTS: trial})
+        fleet.note_trials(instance, {judge.EVENTS: trial})
 
 
 async def _try_encode(fleet: Examined, trials: Trials, model: str) -> None:
     for instance in fleet.answering_instances(Role.ENCODE):
         trial, tried = await trials.encode(instance, model)
-        fleet.note_trials(instance, {ENCODE: trial})
+        fleet.note_trials(instance, {judge.ENCODE: trial})
         if tried is not None:
             fleet.encoded(instance, tried)
             if not tried.encoded.metadata:
-                fleet.note_trials(instance, {RAW: Trial()})
+                fleet.note_trials(instance, {judge.RAW: Trial()})
     if fleet.tried is not None and fleet.tried.encoded.metadata:
         # An engine that sends blocks to an address crashes on a request without one.
         alone = (Role.PREFILL,) if trials.prefills_alone else ()
         for instance in fleet.answering_instances(*alone, Role.PREFILL_DECODE):
-            fleet.note_trials(instance, {CONSUME: await trials.consume(instance, fleet.tried)})
+            fleet.note_trials(
+                instance, {judge.CONSUME: await trials.consume(instance, fleet.tried)}
+            )
 
 
 async def _try_pushes(fleet: Examined, trials: Trials, model: str) -> None:
@@ -150,10 +149,10 @@ async def _try_pushes(fleet: Examined, trials: Trials, model: str) -> None:
     pairs = max(len(encoders), len(ranks))
     for encoder, consumer in islice(zip(cycle(encoders), cycle(ranks), strict=False), pairs):
         trial, tried = await trials.encode(encoder, model, consumer)
-        fleet.note_trials(encoder, {ENCODE: trial})
+        fleet.note_trials(encoder, {judge.ENCODE: trial})
         if tried is not None and tried.encoded.metadata:
             seen = await trials.consume(consumer.instance, tried)
-            fleet.note_trials(consumer.instance, {CONSUME: seen})
+            fleet.note_trials(consumer.instance, {judge.CONSUME: seen})
 
 
 async def _try_handovers(fleet: Examined, trials: Trials, turns: Turns | None, model: str) -> None:
@@ -166,14 +165,14 @@ async def _try_handovers(fleet: Examined, trials: Trials, turns: Turns | None, m
     pairs = max(len(prefills), len(decodes))
     for prefill, decode in islice(zip(cycle(prefills), cycle(decodes), strict=False), pairs):
         became = dict(await trials.transfer(prefill, decode, text(model)))
-        fleet.note_trials(prefill, {PREFILL: became.pop(PREFILL)})
+        fleet.note_trials(prefill, {judge.PREFILL: became.pop(judge.PREFILL)})
         fleet.note_trials(decode, became)
-        if turns is None or DECODE not in became or became[DECODE].problem:
+        if turns is None or judge.DECODE not in became or became[judge.DECODE].problem:
             continue
-        if became[DECODE].keeps:
-            fleet.note_trials(prefill, {READ: await turns.read(prefill, decode, model)})
+        if became[judge.DECODE].keeps:
+            fleet.note_trials(prefill, {judge.READ: await turns.read(prefill, decode, model)})
         else:
-            fleet.note_trials(decode, {FORGET: Trial()})
+            fleet.note_trials(decode, {judge.FORGET: Trial()})
 
 
 @asynccontextmanager

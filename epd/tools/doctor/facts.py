@@ -74,13 +74,6 @@ class ModelFacts:
     max_model_len: int | None = None
 
 
-ENCODE, CONSUME, PREFILL, DECODE = "encode", "metadata", "prefill", "decode"
-READ, FORGET = "conversation", "no conversation"
-EVENTS = "KV events"
-RAW = "media"
-"""Names of the trial requests."""
-
-
 @dataclass(frozen=True, slots=True)
 class Trial:
     """Result of a request that the doctor sent.

@@ -24,10 +24,11 @@ from epd.http.http1 import request_head, target_of
 from epd.http.pool import Pool
 from epd.json_or_none import json_or_none
 from epd.routing.instances import ANSWERING, Change, Instance, InstanceSource, Registry, Role
+from epd.routing.kv_blocks import EventSource, event_sources
 from epd.routing.load import read_namespaces
 from epd.routing.table import InstanceTable
 from epd.routing.urls import at_address
-from epd.tools.doctor.facts import Finding, InstanceFacts, ModelFacts, fail, warn
+from epd.tools.doctor.facts import Finding, InstanceFacts, ModelFacts, Trial, fail, warn
 from epd.transfer.registry import KV_TRANSFERS
 from epd.upstream import KEEP_ALIVE_S, Answer, Upstream
 
@@ -248,3 +249,32 @@ def _judge_roles(config: ProxyConfig, roles: set[Role]) -> Iterator[Finding]:
         yield warn("instances", "none encodes", "add an encode instance")
     if Role.DECODE in roles and Role.PREFILL not in roles:
         yield warn("instances", "none prefills for the decode instances", "add a prefill instance")
+
+
+async def try_subscription(instance: Instance, addresses: Sequence[str], timeout_s: float) -> Trial:
+    """Return whether each engine of an instance accepts a subscriber to its KV events.
+
+    Args:
+        instance: the instance.
+        addresses: addresses of KV events, as configured.
+        timeout_s: deadline of each connection.
+    """
+    sources = [*event_sources(instance, addresses)]
+    return await asyncio.to_thread(_subscribe, sources, timeout_s)
+
+
+def _subscribe(sources: Sequence[EventSource], timeout_s: float) -> Trial:
+    import zmq  # noqa: PLC0415 - of the extra `kv-events`
+
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        for endpoint, _ in sources:
+            socket = context.socket(zmq.SUB)
+            socket.set(zmq.IPV6, 1)
+            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            socket.connect(endpoint)
+            if not monitor.poll(int(1000 * timeout_s)):
+                return Trial(f"{endpoint} accepts no subscriber")
+    finally:
+        context.destroy(0)
+    return Trial()

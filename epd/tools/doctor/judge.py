@@ -5,24 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ec_store.config import size_text
 from epd.config import ProxyConfig
 from epd.routing.instances import Role
-from epd.tools.doctor.facts import (
-    CONSUME,
-    DECODE,
-    ENCODE,
-    EVENTS,
-    FORGET,
-    PREFILL,
-    RAW,
-    READ,
-    Finding,
-    InstanceFacts,
-    Mount,
-    StoreFacts,
-    Trial,
-    fail,
-    ok,
-    warn,
-)
+from epd.tools.doctor.facts import Finding, InstanceFacts, Mount, StoreFacts, Trial, fail, ok, warn
 
 MAX_SKEW_S = 5.0
 """Maximum difference of two clocks. A `Date` header has a resolution of one second."""
@@ -34,6 +17,12 @@ NFS = frozenset({"nfs", "nfs4"})
 
 CLIENTS_CLOCKS = frozenset({"ceph", "fuse.ceph", "fuse.ceph-fuse", "lustre", "beegfs"})
 """File systems that take the time of modification from the client's clock."""
+
+ENCODE, CONSUME, PREFILL, DECODE = "encode", "metadata", "prefill", "decode"
+READ, FORGET = "conversation", "no conversation"
+EVENTS = "KV events"
+RAW = "media"
+"""Names of the trial requests."""
 
 NOT_FOUND = 404
 

@@ -1,8 +1,7 @@
 """Trial requests of `epd doctor`: each stage is tested with small requests of one output token.
 
 `Trials` tests encode, prefill and decode. `Turns` tests with two turns of a conversation whether
-prefill reads the KV blocks that decode keeps of the first turn. `try_subscription` subscribes to
-an instance's KV events instead.
+prefill reads the KV blocks that decode keeps of the first turn.
 """
 
 import asyncio
@@ -26,9 +25,9 @@ from epd.request.context import RequestContext
 from epd.request.kv_peers import PeerRegistry
 from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
-from epd.routing.kv_blocks import EventSource, event_sources
 from epd.routing.table import Reservation
-from epd.tools.doctor.facts import DECODE, PREFILL, Trial
+from epd.tools.doctor.facts import Trial
+from epd.tools.doctor.judge import DECODE, PREFILL
 from epd.transfer import Params, with_params
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Consumed, Encoded, EncodedItem, consumer_body
@@ -314,32 +313,3 @@ def _asking_tokens(model: str, tokens: Sequence[int]) -> Body:
     salt = secrets.token_hex(16)
     asked = {"model": model, "prompt": [*tokens], "max_tokens": 1, "cache_salt": salt}
     return {**asked, "return_token_ids": True}
-
-
-async def try_subscription(instance: Instance, addresses: Sequence[str], timeout_s: float) -> Trial:
-    """Return whether each engine of an instance accepts a subscriber to its KV events.
-
-    Args:
-        instance: the instance.
-        addresses: addresses of KV events, as configured.
-        timeout_s: deadline of each connection.
-    """
-    sources = [*event_sources(instance, addresses)]
-    return await asyncio.to_thread(_subscribe, sources, timeout_s)
-
-
-def _subscribe(sources: Sequence[EventSource], timeout_s: float) -> Trial:
-    import zmq  # noqa: PLC0415 - of the extra `kv-events`
-
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        for endpoint, _ in sources:
-            socket = context.socket(zmq.SUB)
-            socket.set(zmq.IPV6, 1)
-            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-            socket.connect(endpoint)
-            if not monitor.poll(int(1000 * timeout_s)):
-                return Trial(f"{endpoint} accepts no subscriber")
-    finally:
-        context.destroy(0)
-    return Trial()
