@@ -45,6 +45,11 @@ class Facts:
     measure: Callable[[], int] = lambda: 0
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
+    @property
+    def kind(self) -> tuple[bool, bool, frozenset[Role]]:
+        """The facts that most requests share: those with and without media, for example."""
+        return self.prefills, self.items > 0, self.roles
+
     @cached_property
     def prompt_tokens(self) -> int:
         """The estimated number of tokens in its text (`epd.api.prompts`)."""

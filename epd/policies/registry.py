@@ -121,6 +121,13 @@ class Active(NamedTuple):
     common: Common
     options: Mapping[str, Any]
 
+    @property
+    def decides_by_kind(self) -> bool:
+        """Whether a course depends only on the `kind` of the facts. Unknown for other packages."""
+        if isinstance(self.policy, PDOnly):
+            return self.policy.skip_prefill_for_text  # else it counts tokens
+        return type(self.policy) in OWN.values()
+
     def course(self, facts: Facts) -> Course | None:
         """Return the course of a request; None if the policy does not apply to it."""
         course = self.policy.course(facts)

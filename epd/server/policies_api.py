@@ -1,6 +1,6 @@
 """Coordination policies in force, and their changes at `/policies`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
@@ -86,6 +86,8 @@ class Policies:
         self._active_for: tuple[int, ConfigFields] = (UNREAD, live.current)
         self._set: Written | None = None
         self._active: Sequence[Active] = ()
+        # Courses by kind of request, which cannot differ until the policies change.
+        self._courses: dict[Hashable, tuple[str, Course] | None] | None = None
 
     def share_page(self, page: Page) -> None:
         """Use the policies of this page from now on, which any process may write."""
@@ -109,7 +111,12 @@ class Policies:
             config: configuration of the request. Policies set through the API replace its own.
             facts: facts about the request.
         """
-        return choose_policy(self._current(config), facts)
+        active, courses = self._current(config), self._courses
+        if courses is None:
+            return choose_policy(active, facts)
+        if (kind := facts.kind) not in courses:
+            courses[kind] = choose_policy(active, facts)
+        return courses[kind]
 
     @property
     def decodes_elsewhere(self) -> bool:
@@ -224,6 +231,7 @@ class Policies:
                 )
         if self._set is None:
             self._active = active_policies(config, config.policies)
+        self._courses = {} if all(one.decides_by_kind for one in self._active) else None
 
 
 class _Change(Protocol):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from epd.policies.registry import (
     known_names,
 )
 from epd.routing.instances import Role
+from epd.server.policies_api import Policies
 
 EPD = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
 E_PD = frozenset({Role.ENCODE, Role.PREFILL_DECODE})
@@ -298,6 +300,28 @@ def test_no_decode_instance_is_needed_where_others_name_it() -> None:
             epd.ProxyConfig(**settings, **named)
     with pytest.raises(ValueError, match="--decode-servers-urls is required"):
         epd.ProxyConfig(**settings, decode_hosts="10.0.0.0/8")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        ["encode_prefill_decode", "encode_pd"],
+        ["encode_pd?decode_from=header", "prefill_decode"],
+        ["pd_only?skip_prefill_below_tokens=10", "encode_prefill_decode", "encode_pd"],
+        ["pd_only?skip_prefill_for_text=true", "prefill_decode"],
+        ["cost"],
+    ],
+)
+def test_remembered_courses_equal_those_of_the_policies(written: list[str]) -> None:
+    config = epd.ProxyConfig(**URLS, dynamic_registration=True, admin_api_key="k" * 32)
+    policies, active = Policies(LiveConfig(config)), activate(written, {})
+    policies.choose_policy(config, facts(EPD))  # by the configured policies
+    policies.replace(orjson.dumps({"policies": written}))
+    for roles, items, tokens, prefills in product(
+        (EPD, E_PD, PD, ONE, NOBODY), (0, 1, 2), (5, 50), (True, False)
+    ):
+        about = facts(roles, items, tokens, prefills=prefills)
+        assert policies.choose_policy(config, about) == choose_policy(active, about)
 
 
 def test_policies_change_at_a_reload() -> None:
