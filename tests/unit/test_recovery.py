@@ -91,19 +91,19 @@ ROWS: list[tuple[int, Failure, dict[str, Any]]] = [
     (
         1,
         failure(failed("prefill"), reads_back=True),
-        {"prefills": (), "failures": (), "resent": True},
+        {"prefills": ()},
     ),
     (
         2,
         failure(rejected(400)),
-        {"raw": True, "prefills": (P1,), "decodes": (D1,), "failures": ()},
+        {"raw": True, "decodes": (D1,)},
     ),
     (
         3,
         failure(rejected(500)),
         {"reencode": True, "decodes": (D1,), "failures": ("decode",), "doubtful": D1},
     ),
-    (4, failure(failed("prefill")), {"prefills": (P1,), "failures": ("prefill",)}),
+    (4, failure(failed("prefill")), {"failures": ("prefill",)}),
     (
         5,
         failure(failed("prefill"), attempt={"prefills": (P2,), "failures": ("prefill",)}),
@@ -112,12 +112,37 @@ ROWS: list[tuple[int, Failure, dict[str, Any]]] = [
     (
         6,
         failure(rejected(500), prefilled=True, depends=False),
-        {"decodes": (D1,), "failures": ("decode",), "doubtful": D1, "reencode": False},
+        {"decodes": (D1,), "failures": ("decode",), "doubtful": D1},
     ),
     (7, failure(failed("decode")), {"decodes": (D1,), "failures": ("decode",)}),
     (
         8,
         failure(unreachable("decode"), other_decodes=False, attempt=DOUBTFUL),
+        {"decodes": (D1,), "failures": ("decode",)},
+    ),
+    # An instance that failed without dying gets the request again.
+    (4, failure(failed("prefill"), other_prefills=False), {"failures": ("prefill",)}),
+    # Each stage counts its own failures.
+    (
+        4,
+        failure(failed("prefill"), attempt={"failures": ("decode",)}),
+        {"failures": ("decode", "prefill")},
+    ),
+    (
+        7,
+        failure(failed("decode"), attempt={"failures": ("prefill",)}),
+        {"decodes": (D1,), "failures": ("prefill", "decode")},
+    ),
+    # A 500 of prefill makes no decode instance doubtful.
+    (
+        4,
+        failure(failed("prefill", 500), depends=False, attempt={"decodes": (D2,)}),
+        {"decodes": (D2,), "failures": ("prefill",)},
+    ),
+    # Decode has failed, although prefill was asked to read blocks back.
+    (
+        7,
+        failure(failed("decode"), reads_back=True),
         {"decodes": (D1,), "failures": ("decode",)},
     ),
 ]
@@ -130,8 +155,9 @@ def test_a_row_makes_the_next_attempt(row: int, case: Failure, changes: dict[str
 
     attempt = next_attempt(case)
 
-    assert attempt is not None
-    assert {name: getattr(attempt, name) for name in changes} == changes
+    # An attempt keeps the fields of the one before, but for those named here.
+    unsaid = {"prefills": (P1,), "resent": True, "encodings": case.sending.encodings}
+    assert attempt == case.sending.attempt._replace(**unsaid | changes)
 
 
 def test_an_instance_that_was_not_reached_has_not_read_blocks_back() -> None:
@@ -159,23 +185,38 @@ def test_items_are_encoded_again_only_after_the_first_failure_of_a_stage() -> No
 
 
 def test_every_row_has_a_case() -> None:
-    assert [row for row, _, _ in ROWS] == list(range(1, len(RULES) + 1))
+    assert {row for row, _, _ in ROWS} == set(range(1, len(RULES) + 1))
 
 
 @pytest.mark.parametrize(
     "case",
     [
         failure(failed("encode")),
+        failure(rejected(400, "encode")),
+        failure(rejected(500, "encode")),
         failure(BadRequest("x")),
         failure(UpstreamDenied("x", stage="prefill")),
         failure(SuspectedFatal("x", stage="decode")),
         failure(rejected(404)),
         failure(UpstreamTimeout("x", stage="decode")),
         failure(unreachable("decode"), other_decodes=False),
+        failure(unreachable("decode"), other_decodes=False, prefilled=True),
+        failure(
+            unreachable("decode"),
+            other_decodes=False,
+            attempt=DOUBTFUL | {"failures": ("decode", "decode")},
+        ),
+        failure(
+            unreachable("prefill"),
+            other_prefills=False,
+            may_prefill_locally=False,
+            attempt=DOUBTFUL,
+        ),
         failure(
             UpstreamBusy("x", stage="prefill"), other_prefills=False, may_prefill_locally=False
         ),
         failure(failed("decode"), attempt={"failures": ("decode",)}),
+        failure(rejected(500), prefilled=True, depends=False, attempt={"failures": ("decode",)}),
         failure(rejected(400), attempt={"raw": True}),
         failure(rejected(400), attempt={"reencode": True}),
         failure(rejected(400), depends=False),
@@ -186,6 +227,16 @@ def test_every_row_has_a_case() -> None:
 )
 def test_the_client_gets_the_error(case: Failure) -> None:
     assert next_attempt(case) is None
+
+
+@pytest.mark.parametrize("resent", [False, True])
+def test_a_request_gets_a_new_id_only_after_a_prefill_instance_had_it(resent: bool) -> None:
+    case = failure(failed("decode"), attempt={"resent": resent})
+    case.sending.prefill = None
+    attempt = next_attempt(case)
+
+    assert attempt is not None
+    assert attempt.resent is resent
 
 
 def test_metadata_that_were_refused_stay_refused_without_the_media() -> None:
@@ -290,6 +341,23 @@ def test_failures_of_instances_that_were_reached_come_to_an_end(
     assert reached <= MAX_ATTEMPTS
 
 
+def test_a_request_reaches_instances_as_often_as_it_has_attempts() -> None:
+    """The longest course: with it, `MAX_ATTEMPTS` is neither too small nor too large."""
+    facts = Facts("/", prefills=True, items=1, roles=TABLE.roles)
+    attempt: Attempt | None = Attempt(Course(), facts)
+    reached = 0
+    prefill, decode = failed("prefill"), failed("decode")
+    for error in (prefill, rejected(400, "prefill"), prefill, prefill, decode, decode):
+        assert attempt is not None
+        case = failure(error, reads_back=not attempt.resent)
+        case.sending.attempt = attempt
+        attempt = next_attempt(case)
+        reached += 1
+
+    assert attempt is None
+    assert reached == MAX_ATTEMPTS
+
+
 def encode_failure(error: ProxyError, **more: Any) -> EncodeFailure:
     given = {"tries": 1, "elapsed_s": 0.0, "others": True, "may_be_local": True, "patience_s": 5.0}
     return EncodeFailure(error, **(given | more))
@@ -311,7 +379,9 @@ BUSY = UpstreamBusy("x", stage="encode", retry_after_s=4.0)
         (2, encode_failure(DIED, others=False, may_be_local=False, tries=2), None),
         (3, encode_failure(DIED), 0.0),
         (3, encode_failure(failed("encode"), others=False), 0.0),
+        (3, encode_failure(BUSY), 0.0),
         (3, encode_failure(BUSY, others=False), 4.0),
+        (3, encode_failure(BUSY, others=False, patience_s=4.0), 4.0),
         (3, encode_failure(BUSY, others=False, patience_s=3.0), None),
     ],
 )
@@ -334,8 +404,9 @@ def test_a_row_says_when_an_item_is_encoded_again(
         UpstreamDenied("x", stage="encode"),
     ],
 )
-def test_an_item_that_is_at_fault_is_not_encoded_again(error: ProxyError) -> None:
-    assert encode_delay_s(encode_failure(error)) is None
+@pytest.mark.parametrize("others", [True, False])
+def test_an_item_that_is_at_fault_is_not_encoded_again(error: ProxyError, others: bool) -> None:
+    assert encode_delay_s(encode_failure(error, others=others, may_be_local=False)) is None
 
 
 def test_an_attempt_is_not_changed_by_what_follows_it() -> None:
