@@ -10,9 +10,11 @@ from epd.errors import BadRequest
 from tests.requests import image, input_audio, request, text
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=20,
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4)
+    ),
+    max_leaves=10,
 )
 part_like = st.dictionaries(
     st.sampled_from([*items.MODALITY, *items.EMBEDS, "type", "uuid", "text", "url"]),

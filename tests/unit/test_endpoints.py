@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.api.endpoint import RESERVED, Endpoint
@@ -13,6 +13,7 @@ from epd.api.endpoints import ENDPOINTS
 from epd.api.items import EMBEDS, MODALITY, metadata_part, raw_part, with_parts
 from epd.errors import BadRequest, Overloaded, ProxyError
 from epd.transfer.encoded import Encoded, EncodedItem, consumer_body
+from tests.examples import scaled
 from tests.requests import data_url
 
 KV = {"do_remote_decode": True}
@@ -57,6 +58,7 @@ def read(endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.fault(52)
 @pytest.mark.parametrize("path", JSON)
+@settings(max_examples=scaled(25))  # for each of 16 endpoints, which share most of their code
 @given(like_bodies)
 def test_any_body_is_read_or_refused(path: str, body: dict[str, Any]) -> None:
     endpoint = ENDPOINTS[path]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -13,6 +13,7 @@ from epd.routing.health import HealthState
 from epd.routing.instances import CLASHES, Change, Instance, InstanceSource, Registry, Role
 from epd.routing.load import Ranks
 from epd.routing.table import InstanceTable
+from tests.examples import scaled
 
 E1, E2 = (Instance(Role.ENCODE, f"http://e{number}:1") for number in (1, 2))
 P, D = Instance(Role.PREFILL, "http://p:1"), Instance(Role.DECODE, "http://d:1")
@@ -183,6 +184,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestRegistryMachine = RegistryMachine.TestCase
+TestRegistryMachine.settings = settings(max_examples=scaled(40))
 
 
 @given(st.integers(1, 8), st.lists(st.booleans(), max_size=60))
