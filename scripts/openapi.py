@@ -345,7 +345,7 @@ class Operation:
         names = ["X-Request-Id", "X-Trace-Id"][: 1 + is_api(endpoint.path)]
         names += ["Server-Timing", engine_headers.LOAD, engine_headers.METADATA]
         if type(endpoint).items is not Endpoint.items:
-            names += ["x-epd-items", "x-epd-media"]
+            names += ["x-epd-items"] * endpoint.encodes + ["x-epd-media"]
         if endpoint.generates:
             names += ["x-epd-degraded"]
         text, content = "Response of the decode instance, unchanged", _json({"type": "object"})
