@@ -3,7 +3,8 @@
     python scripts/config_reference.py          writes the tables
     python scripts/config_reference.py --check  fails if the tables are out of date
 
-The tables are between `<!-- settings -->` and `<!-- end of settings -->`.
+The tables are between `<!-- settings -->` and `<!-- end of settings -->`. A table of the settings
+that most operators need is between `<!-- first settings -->` and `<!-- end of first settings -->`.
 """
 
 import argparse
@@ -29,6 +30,24 @@ from epd.config.proxy_config import FIXED
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 BETWEEN = re.compile(r"(<!-- settings -->\n).*(<!-- end of settings -->)", re.DOTALL)
+FIRST = (
+    "encode_servers_urls",
+    "prefill_servers_urls",
+    "decode_servers_urls",
+    "ec_store",
+    "kv_transfer",
+    "port",
+    "workers",
+    "max_requests",
+    "api_keys_file",
+    "admin_api_key",
+)
+"""Settings that most operators need, in the order in which they need them."""
+
+BETWEEN_FIRST = re.compile(
+    r"(<!-- first settings -->\n).*(<!-- end of first settings -->)", re.DOTALL
+)
+FIRST_HEADER = "| setting | default | |\n| --- | --- | --- |\n"
 HEADER = "| flag | environment | YAML | value | default | changes at | |\n|" + " --- |" * 7 + "\n"
 TYPES = {"N": "number", "BYTES": "bytes", "SECONDS": "seconds", "URLS": "URLs", "URL": "URL"}
 BINARY = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
@@ -45,6 +64,8 @@ def main() -> None:
     old = DOCUMENT.read_text()
     tables = "\n".join(table(title) for title in TITLES)
     new = BETWEEN.sub(lambda found: f"{found[1]}\n{tables}\n{found[2]}", old)
+    first = "".join(map(first_row, FIRST))
+    new = BETWEEN_FIRST.sub(lambda found: f"{found[1]}\n{FIRST_HEADER}{first}\n{found[2]}", new)
     if not check:
         DOCUMENT.write_text(new)
     elif new != old:
@@ -55,6 +76,14 @@ def table(title: str) -> str:
     """Return the table of one group, with its heading."""
     lines = (row(name, Settings.model_fields[name]) for name in names(title))
     return f"### Settings: {title}\n\n{HEADER}{''.join(lines)}"
+
+
+def first_row(name: str) -> str:
+    """Return the row of one setting in the table of those that most operators need."""
+    field = Settings.model_fields[name]
+    said = code(variables_of(name)[0] if name in SECRETS else flag_of(name))
+    text = (field.description or "").replace("|", "\\|")
+    return f"| {said} | {default(name, field)} | {text} |\n"
 
 
 def names(title: str) -> Iterator[str]:

@@ -139,7 +139,10 @@ def _is_tokens(prompt: Any) -> bool:
 
 
 class Responses(Endpoint):
-    """OpenAI's responses; each request has its whole conversation."""
+    """OpenAI's responses; each request has its whole conversation.
+
+    Responses are not stored: `store` has no effect.
+    """
 
     path = "/v1/responses"
     limits = ("max_output_tokens",)

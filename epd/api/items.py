@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from epd.errors import BadRequest
 
@@ -12,7 +12,9 @@ Body = Mapping[str, Any]
 Part = Mapping[str, Any]
 Path = tuple[str | int, ...]
 
-MODALITY = {
+Modality = Literal["image", "audio", "video"]
+
+MODALITY: Mapping[str, Modality] = {
     "image_url": "image",
     "audio_url": "audio",
     "input_audio": "audio",
@@ -81,8 +83,8 @@ class MMItem:
     form: Form | None = None
 
     @property
-    def modality(self) -> str:
-        """`image`, `audio` or `video`."""
+    def modality(self) -> Modality:
+        """The kind of the media."""
         return MODALITY[self.kind]
 
     @property

@@ -88,10 +88,10 @@ class PassedOn(Endpoint):
 class Embeddings(PassedOn):
     """OpenAI's embeddings of texts, and vLLM's embeddings of conversations.
 
-    A conversation, or a list of conversations, is in `messages` or `input`
-    (`vllm/entrypoints/pooling/embed/protocol.py`).
+    A conversation, or a list of conversations, is in `messages` or `input`.
     """
 
+    # `vllm/entrypoints/pooling/embed/protocol.py`
     path = "/v1/embeddings"
     operation: ClassVar[str | None] = "embeddings"
 

@@ -5,10 +5,17 @@ from typing import Annotated, Any, Self
 
 import orjson
 import yaml
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from epd.routing.instances import CONSUMERS, Instance, Role
-from epd.routing.urls import base_url, check_weight, events_address, zmq_address
+from epd.routing.urls import MAX_WEIGHT, base_url, check_weight, events_address, zmq_address
 from epd.transfer import ECTransferName
 
 VERSION = 1
@@ -45,11 +52,23 @@ class InstanceEntry(BaseModel, frozen=True, extra="forbid"):
 
     role: Role
     url: Annotated[str, AfterValidator(base_url), Field(max_length=2048)]
+    """Base URL with http or https."""
     dp_size: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Number of data-parallel ranks of the instance."""
     kv_addr: str = Field(default="", max_length=256, pattern=f"^{ADDRESS}$")
-    ec_zmq_addrs: tuple[ZmqAddress, ...] = ()
-    weight: Annotated[float, AfterValidator(check_weight)] = 1.0
+    """Address of its KV connector, in the form of `--kv-transfer`."""
+    ec_zmq_addrs: tuple[ZmqAddress, ...] = Field(default=(), max_length=MAX_RANKS)
+    """Addresses at which a consumer receives encoder outputs with Mooncake: `tcp://host:port` for
+    each rank."""
+    weight: Annotated[
+        float,
+        AfterValidator(check_weight),
+        WithJsonSchema({"type": "number", "minimum": 0, "maximum": MAX_WEIGHT}),
+    ] = 1.0
+    """Relative weight of the instance: 0, or from 0.001 to 1000. 0 drains it: no new requests
+    unless no other instance is available."""
     kv_events: EventsAddress = ""
+    """Address of its KV events for `--kv-events`: `tcp://host:port`; `*` stands for its host."""
 
     @model_validator(mode="after")
     def _check_addresses(self) -> Self:

@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Literal, TypedDict
 
 from ec_store.entry import EntryInfo
 from epd.api.body import parse_object
 from epd.api.endpoint import check_model
-from epd.api.items import MM_KWARGS, MODALITY, Body
+from epd.api.items import MM_KWARGS, MODALITY, Body, Modality
 from epd.encoder_cache.client import EncoderCache
 from epd.errors import BadRequest, ProxyError, no_store
+from epd.events import ItemResult
 from epd.request.context import RequestContext
 from epd.transfer.encoded import EncodedItem, metadata_uuid
 
@@ -28,6 +29,27 @@ Encode = Callable[[Body, RequestContext], Awaitable[Sequence[EncodedItem]]]
 """`Pipeline.encode`."""
 
 
+class MediaShown(TypedDict):
+    """Item with its encoder output in the store."""
+
+    object: Literal["media"]
+    modality: Modality
+    uuid: str | None
+    """Name for later requests: the client's, or the proxy's own."""
+    key: str | None
+    result: ItemResult
+    tokens: int
+    bytes: int
+    """Size of the entry."""
+
+
+class MediaPage(TypedDict):
+    """The items of a request, in its order."""
+
+    object: Literal["list"]
+    data: list[MediaShown]
+
+
 class Warmup:
     """Warm-up that encodes media before the request that uses them."""
 
@@ -35,7 +57,7 @@ class Warmup:
         self._encode = encode
         self._cache = cache
 
-    async def push(self, body: Body, context: RequestContext) -> dict[str, Any]:
+    async def push(self, body: Body, context: RequestContext) -> MediaPage:
         """Return the answer to `POST /v1/media`, once all items are stored.
 
         Args:
@@ -109,7 +131,7 @@ def parse(raw: bytes | bytearray) -> Body:
     return {**fields, "messages": [{"role": "user", "content": content}]}
 
 
-def _described(one: EncodedItem, key: str | None, info: EntryInfo) -> dict[str, Any]:
+def _described(one: EncodedItem, key: str | None, info: EntryInfo) -> MediaShown:
     return {
         "object": "media",
         "modality": one.item.modality,

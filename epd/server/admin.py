@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Generic, TypeVar
+from typing import Generic, Literal, NotRequired, TypedDict, TypeVar
 
 from aiohttp import web
 
@@ -31,9 +31,6 @@ CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
 STAGE: Mapping[Role, Stage] = {role: stage for stage, roles in CLUSTERS.values() for role in roles}
 
 
-COUNTS: Mapping[str, Figure] = {"kept": CONVERSATIONS, "evicted": CONVERSATIONS_EVICTED}
-"""Metrics of conversations that `/health` shows, by their name there."""
-
 MAX_VERSION = 64
 """Upper bound of the characters of an instance's version in `/version`."""
 
@@ -43,8 +40,57 @@ KEPT_S = 1.0
 """Lifetime of a cached answer of all instances, in seconds. `GET /health` needs no key: without
 this cache, each request for it would open a connection to every instance."""
 
-Health = tuple[int, dict[str, Any]]
+ClusterState = Literal["healthy", "degraded", "unhealthy", "empty"]
+"""State of a stage. `degraded`: some of its instances are not healthy. `unhealthy`: no instance
+answers."""
+
+
+class InstanceStatus(TypedDict):
+    """Response of one instance to a request that the proxy has sent to all instances."""
+
+    status: int | None
+    """Status of the response; null without a response."""
+    error: NotRequired[str]
+    """Failure, if there was no response."""
+
+
+class InstanceHealth(InstanceStatus):
+    """Health of one instance: its response to `GET /health`, and its condition in each role."""
+
+    roles: list[Role]
+    routing: dict[str, Condition]
+    """Condition of the instance in each role."""
+    state: Condition
+    """The worst of these conditions."""
+
+
+class ConversationCounts(TypedDict):
+    """Numbers of conversations, in all workers; null for a number that is not counted."""
+
+    kept: int | None
+    """Conversations that the next turn can find; null if they are in Redis."""
+    evicted: int | None
+    """Conversations removed before a turn found them: no room, expired, or their decode instance
+    was lost."""
+
+
+class HealthPage(TypedDict):
+    """Health of the proxy, of each stage, and of each instance."""
+
+    proxy: Literal["healthy"]
+    encode_cluster: ClusterState
+    prefill_cluster: ClusterState
+    decode_cluster: ClusterState
+    conversations: ConversationCounts
+    instances: dict[str, InstanceHealth]
+    """Instances by URL."""
+
+
+Health = tuple[int, HealthPage]
 """Status and body of `GET /health`."""
+
+ProfilePage = dict[str, dict[str, InstanceStatus]]
+"""Response of each instance to a command for its profiler, by stage and URL."""
 
 T = TypeVar("T")
 
@@ -133,31 +179,34 @@ class Admin:
             name: _cluster_state([conditions[one] for one in instances])
             for name, instances in groups.items()
         }
-        shown: dict[str, dict[str, Any]] = {}
+        shown: dict[str, InstanceHealth] = {}
         for one, found in conditions.items():
-            entry = shown.setdefault(one.url, {"roles": [], "routing": {}, **_json(results[one])})
+            entry = shown.setdefault(
+                one.url, {"roles": [], "routing": {}, "state": found, **_json(results[one])}
+            )
             entry["roles"].append(one.role)
             entry["routing"][one.role.value] = found
             entry["state"] = max(entry["routing"].values(), key=WORST.index)
         status = 503 if "unhealthy" in clusters.values() else 200
-        return status, {
-            "proxy": "healthy",
-            **clusters,
-            "conversations": self._counts(),
-            "instances": shown,
-        }
+        return status, HealthPage(
+            proxy="healthy",
+            encode_cluster=clusters["encode_cluster"],
+            prefill_cluster=clusters["prefill_cluster"],
+            decode_cluster=clusters["decode_cluster"],
+            conversations=self._counts(),
+            instances=shown,
+        )
 
-    def _counts(self) -> dict[str, int | None]:
+    def _counts(self) -> ConversationCounts:
         """Return the numbers of conversations of all workers; None for a metric without samples."""
         shown = {family.name: family.samples for family in self._metrics.shown.collect()}
-        return {
-            name: int(shown[figure.name][0].value) if shown[figure.name] else None
-            for name, figure in COUNTS.items()
-        }
 
-    async def profile(
-        self, command: str, headers: Mapping[str, str], body: bytes
-    ) -> dict[str, dict[str, Any]]:
+        def count(figure: Figure) -> int | None:
+            return int(shown[figure.name][0].value) if shown[figure.name] else None
+
+        return ConversationCounts(kept=count(CONVERSATIONS), evicted=count(CONVERSATIONS_EVICTED))
+
+    async def profile(self, command: str, headers: Mapping[str, str], body: bytes) -> ProfilePage:
         """Send the command to start or to stop profiling to every instance of every stage.
 
         Returns:
@@ -251,13 +300,13 @@ def _version(result: Answer | ProxyError) -> str | None:
             return None
 
 
-def _json(result: Answer | ProxyError) -> dict[str, Any]:
+def _json(result: Answer | ProxyError) -> InstanceStatus:
     if isinstance(result, Answer):
         return {"status": result.status}
     return {"status": None, "error": result.message}
 
 
-def _cluster_state(conditions: Sequence[Condition]) -> str:
+def _cluster_state(conditions: Sequence[Condition]) -> ClusterState:
     if not conditions:
         return "empty"
     if WELL.issuperset(conditions):

@@ -1,6 +1,10 @@
-"""Client routes: the generation endpoints, media and models. Decode's responses are relayed."""
+"""Client routes: the generation endpoints, media and models. Decode's responses are relayed.
+
+The docstrings of the handlers are published: `scripts/openapi.py` writes them to `openapi.json`.
+"""
 
 import asyncio
+from typing import Literal, TypedDict
 
 from aiohttp import web
 
@@ -16,7 +20,7 @@ from epd.request.stream import StreamRelay
 from epd.server.admin import ADMIN
 from epd.server.app_keys import VISIT, Visit
 from epd.server.intake import read_json, request_body, watch
-from epd.server.responses import as_json, check_key, own_headers
+from epd.server.responses import JsonResponse, as_json, check_key, own_headers
 from epd.upstream import Reply
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
@@ -25,6 +29,14 @@ CONVERSATIONS = web.AppKey("conversations", Conversations)
 
 GUARDED = ("/v1/", "/v2/")
 """Prefixes of the paths at which an instance started with `--api-key` checks the client's key."""
+
+
+class MediaDeleted(TypedDict):
+    """Result of the deletion of a name of media."""
+
+    id: str
+    object: Literal["media.deleted"]
+    deleted: Literal[True]
 
 
 async def answer_request(request: web.Request) -> web.StreamResponse:
@@ -88,8 +100,15 @@ def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:
     return headers | engine_headers.passed_back(reply.headers)
 
 
-async def push_media(request: web.Request) -> web.Response:
-    """Answer `POST /v1/media`: encode media before a request uses them."""
+async def push_media(request: web.Request) -> JsonResponse[warmup.MediaPage]:
+    """Encode media before a request uses them.
+
+    Returns:
+        200: the encoder outputs are in the store.
+
+    Raises:
+        RequestRefused: 503, the proxy has no encoder store, or the outputs did not reach it.
+    """
     context = request[VISIT].context
     await check_key(request)  # for stored media, no instance would check the key
     raw = await read_json(request)
@@ -100,22 +119,36 @@ async def push_media(request: web.Request) -> web.Response:
     return as_json(answer, context)
 
 
-async def forget_media(request: web.Request) -> web.Response:
-    """Answer `DELETE /v1/media/{uuid}?model=…`: forget the name of the client's media."""
+async def forget_media(request: web.Request) -> JsonResponse[MediaDeleted]:
+    """Forget the name of the client's media.
+
+    Returns:
+        200: the name is deleted.
+    """
     context = request[VISIT].context
     await check_key(request)
     uuid, context.model = request.match_info["uuid"], request.query.get("model")
     await request.app[PIPELINE].forget_uuid(uuid, context.model, context)
-    return as_json({"id": uuid, "object": "media.deleted", "deleted": True}, context)
+    return as_json(MediaDeleted(id=uuid, object="media.deleted", deleted=True), context)
 
 
-async def models(request: web.Request) -> web.Response:
-    """Answer `GET /v1/models` with the models of one decode instance."""
+async def list_models(request: web.Request) -> web.Response:
+    """Return the models of one decode instance.
+
+    Returns:
+        200: response of the decode instance, unchanged.
+    """
     return await _of_decode(request, "/v1/models")
 
 
-async def tokenizer_info(request: web.Request) -> web.Response:
-    """Answer `GET /tokenizer_info` as one decode instance does, if it has this route."""
+async def get_tokenizer_info(request: web.Request) -> web.Response:
+    """Return the tokenizer of one decode instance.
+
+    Instances without `--enable-tokenizer-info-endpoint` answer 404.
+
+    Returns:
+        200: response of the decode instance, unchanged.
+    """
     await check_key(request)  # the instance does not check a key at this path
     return await _of_decode(request, "/tokenizer_info")
 
@@ -128,13 +161,26 @@ async def _of_decode(request: web.Request, path: str) -> web.Response:
     )
 
 
-async def kept_response(_: web.Request) -> web.StreamResponse:
-    """Answer `/v1/responses/{id}` with 404: engines do not store responses.
+async def get_response(_: web.Request) -> web.StreamResponse:
+    """Answer 404: responses are not stored.
 
     Raises:
-        RequestRefused: always (404).
+        RequestRefused: 404, always.
     """
-    raise RequestRefused(
+    raise _not_kept()
+
+
+async def cancel_response(_: web.Request) -> web.StreamResponse:
+    """Answer 404: responses are not stored. To cancel one, close its connection.
+
+    Raises:
+        RequestRefused: 404, always.
+    """
+    raise _not_kept()
+
+
+def _not_kept() -> RequestRefused:
+    return RequestRefused(
         404,
         "responses are not kept: send the whole conversation as input",
         slug="unsupported_route",

@@ -295,33 +295,33 @@ _get, _put, _post, _delete, _options, _any = (
 ROUTES = (
     (Access.OPEN, _get("/health", operator_routes.health)),  # a load balancer has no key
     (Access.OPEN, _get("/ready", operator_routes.ready)),
-    (Access.OPEN, _get("/ping", operator_routes.ready)),  # SageMaker's name for it
-    (Access.OPEN, _post("/ping", operator_routes.ready)),
+    (Access.OPEN, _get("/ping", operator_routes.ping)),  # SageMaker's name for it
+    (Access.OPEN, _post("/ping", operator_routes.ping)),
     (Access.OPEN, _get("/openapi.json", operator_routes.openapi)),  # it holds no data of this fleet
     (Access.OPEN, _get("/", operator_routes.root)),
-    (Access.OPEN, _get("/ui", operator_routes.ui_page)),  # nor do these
-    (Access.OPEN, _get("/ui/{file}", operator_routes.asset)),
-    (Access.OPEN, _get("/instances", operator_routes.instances)),  # without a key as /health does
-    (Access.REGISTRAR, _post("/instances", operator_routes.register)),
-    (Access.REGISTRAR, _delete("/instances", operator_routes.unregister)),
+    (Access.OPEN, _get("/ui", operator_routes.page)),  # nor do these
+    (Access.OPEN, _get("/ui/{file}", operator_routes.page_file)),
+    (Access.OPEN, _get("/instances", operator_routes.list_instances)),  # as /health
+    (Access.REGISTRAR, _post("/instances", operator_routes.register_instance)),
+    (Access.REGISTRAR, _delete("/instances", operator_routes.unregister_instance)),
     *((Access.TENANT, _post(path, api_routes.answer_request)) for path in ENDPOINTS),
     (Access.TENANT, _post("/v1/media", api_routes.push_media)),
     (Access.TENANT, _delete("/v1/media/{uuid}", api_routes.forget_media)),
-    (Access.TENANT, _get("/v1/responses/{id}", api_routes.kept_response)),
-    (Access.TENANT, _post("/v1/responses/{id}/cancel", api_routes.kept_response)),
-    (Access.TENANT, _get("/v1/models", api_routes.models)),
-    (Access.TENANT, _get("/tokenizer_info", api_routes.tokenizer_info)),
+    (Access.TENANT, _get("/v1/responses/{id}", api_routes.get_response)),
+    (Access.TENANT, _post("/v1/responses/{id}/cancel", api_routes.cancel_response)),
+    (Access.TENANT, _get("/v1/models", api_routes.list_models)),
+    (Access.TENANT, _get("/tokenizer_info", api_routes.get_tokenizer_info)),
     (Access.TENANT, _get("/version", operator_routes.version)),
     (Access.ADMIN, _get("/metrics", operator_routes.metrics)),
-    (Access.ADMIN, _get("/ui/state", operator_routes.state)),
-    (Access.ADMIN, _get("/policies", operator_routes.policies)),
+    (Access.ADMIN, _get("/ui/state", operator_routes.page_state)),
+    (Access.ADMIN, _get("/policies", operator_routes.list_policies)),
     (Access.ADMIN, _put("/policies", operator_routes.set_policies)),
     (Access.ADMIN, _post("/policies", operator_routes.add_policy)),
     (Access.ADMIN, _delete("/policies", operator_routes.remove_policy)),
-    (Access.ADMIN, _post("/start_profile", partial(operator_routes.profile, "start"))),
-    (Access.ADMIN, _post("/stop_profile", partial(operator_routes.profile, "stop"))),
+    (Access.ADMIN, _post("/start_profile", operator_routes.start_profile)),
+    (Access.ADMIN, _post("/stop_profile", operator_routes.stop_profile)),
 )
-"""Routes of the proxy, with their classes of access.
+"""Routes of the proxy, with their classes of access. `scripts/openapi.py` describes them.
 
 No other path is forwarded to an instance: many of vLLM's routes need no key, such as those that
 change its weights or put it to sleep.

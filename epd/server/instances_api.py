@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Literal, NotRequired, TypedDict
 
 from epd.config import ProxyConfig
 from epd.discovery.entries import EntriesInvalid, TransferMismatch, registration
@@ -17,6 +17,78 @@ from epd.transfer.kv import KVTransfer
 from epd.transfer.registry import EC_TRANSFERS
 
 LIVE = frozenset({HealthState.HEALTHY, HealthState.TRIAL})
+
+OtherSource = Literal[InstanceSource.CONFIG, InstanceSource.FILE, InstanceSource.DNS]
+"""Sources of instances other than their registration."""
+
+
+class RoleUrls(TypedDict):
+    """URLs of the instances of one role."""
+
+    live: list[str]
+    """Instances that get requests."""
+    evicted: list[str]
+    """Instances that are ejected or down."""
+
+
+class ReportedLoad(TypedDict):
+    """Requests at an instance, from all its clients, as it has reported them."""
+
+    waiting: int
+    running: int
+
+
+class InstanceRow(TypedDict):
+    """Details of one instance, as the process that answers sees it."""
+
+    url: str
+    role: Role
+    dp_size: int
+    """Number of data-parallel ranks of the instance."""
+    kv_addr: str
+    """Address of its KV connector."""
+    state: HealthState | Literal["draining"]
+    load: int
+    """Running requests of the process that answers."""
+    weight: float
+    """Relative weight of the instance. 0 drains it: no new requests unless no other instance is
+    available."""
+    reported: ReportedLoad | None
+    """Load that the instance has reported; null if there is no recent report."""
+    prefix_cache: Literal["estimated", "precise"]
+    """Source of what the process that answers knows of the instance's prefix cache. `precise`: its
+    KV events (`--kv-events`)."""
+    sources: list[InstanceSource]
+    since: datetime | None
+    """Time at which the instance was added; null if it was removed."""
+
+
+class InstancesPage(TypedDict):
+    """Instances by role, and their details for operators."""
+
+    encode: RoleUrls
+    prefill: RoleUrls
+    decode: RoleUrls
+    prefill_decode: RoleUrls
+    instances: NotRequired[list[InstanceRow]]
+    """Details of each instance. Removed instances with running requests have the state `draining`.
+    """
+
+
+class Registered(TypedDict):
+    """Result of a registration."""
+
+    registered: bool
+    """Whether the instance is new."""
+
+
+class Unregistered(TypedDict):
+    """Result of the removal of a registration."""
+
+    removed: bool
+    """Whether there was a registration."""
+    still_named_by: NotRequired[list[OtherSource]]
+    """Other sources that name the instance, so that it stays."""
 
 
 class Roster:
@@ -38,23 +110,24 @@ class Roster:
         self._hosts = config.registration_hosts
         self._ec_transfer = config.ec_transfer
 
-    def instances_page(self, *, detailed: bool) -> dict[str, Any]:
+    def instances_page(self, *, detailed: bool) -> InstancesPage:
         """Return the URLs of the live and of the ejected instances (`evicted`), by role.
 
         Args:
             detailed: whether the page describes each instance. It then includes removed instances
                 that still have running requests (`draining`).
         """
-        page: dict[str, Any] = {
-            role.value: {
-                "live": [one.url for one in self._table.of_roles(role) if self._live(one)],
-                "evicted": [one.url for one in self._table.of_roles(role) if not self._live(one)],
-            }
-            for role in Role
-        }
-        return page | {"instances": self._rows()} if detailed else page
+        page = InstancesPage(
+            encode=self._urls(Role.ENCODE),
+            prefill=self._urls(Role.PREFILL),
+            decode=self._urls(Role.DECODE),
+            prefill_decode=self._urls(Role.PREFILL_DECODE),
+        )
+        if detailed:
+            page["instances"] = self._rows()
+        return page
 
-    async def register(self, body: bytes) -> dict[str, Any]:
+    async def register(self, body: bytes) -> Registered:
         """Register the instance that a body describes.
 
         Raises:
@@ -85,7 +158,7 @@ class Roster:
         except StoreFailed as error:
             raise _unwritten() from error
 
-    async def unregister(self, url: str | None) -> dict[str, Any]:
+    async def unregister(self, url: str | None) -> Unregistered:
         """Remove the registration of a URL.
 
         Raises:
@@ -98,13 +171,15 @@ class Roster:
         except ValueError as error:
             raise RequestRefused(422, f"url: {error}", slug="invalid_instance") from None
         try:
-            answer: dict[str, Any] = {"removed": await self._registrations.remove(known)}
+            answer = Unregistered(removed=await self._registrations.remove(known))
         except StoreFailed as error:
             raise _unwritten() from error
         others = [
             source for source in self._registry.sources(known) if source is not InstanceSource.API
         ]
-        return answer | {"still_named_by": others} if others else answer
+        if others:
+            answer["still_named_by"] = others
+        return answer
 
     def _check_open(self) -> None:
         if not self._open:
@@ -118,10 +193,17 @@ class Roster:
         except ValueError as error:
             raise RequestRefused(422, str(error), slug="invalid_instance") from None
 
+    def _urls(self, role: Role) -> RoleUrls:
+        instances = self._table.of_roles(role)
+        return RoleUrls(
+            live=[one.url for one in instances if self._live(one)],
+            evicted=[one.url for one in instances if not self._live(one)],
+        )
+
     def _live(self, instance: Instance) -> bool:
         return self._table.state(instance) in LIVE
 
-    def _rows(self) -> list[dict[str, Any]]:
+    def _rows(self) -> list[InstanceRow]:
         members = self._registry.members
         present = {one for one, *_ in members}
         rows = [
@@ -132,11 +214,15 @@ class Roster:
         return rows + [self._row(one, "draining", (), None) for one in leaving]
 
     def _row(
-        self, one: Instance, state: str, sources: Sequence[InstanceSource], since_s: float | None
-    ) -> dict[str, Any]:
+        self,
+        one: Instance,
+        state: HealthState | Literal["draining"],
+        sources: Sequence[InstanceSource],
+        since_s: float | None,
+    ) -> InstanceRow:
         since = None if since_s is None else datetime.fromtimestamp(since_s, UTC)
         report = None if since_s is None else self._table.load(one).report
-        said = report and {"waiting": report.waiting, "running": report.running}
+        said = report and ReportedLoad(waiting=report.waiting, running=report.running)
         precise = since_s is not None and self._table.load(one).precise
         return {
             "url": one.url,
@@ -148,8 +234,8 @@ class Roster:
             "weight": one.weight,
             "reported": said,
             "prefix_cache": "precise" if precise else "estimated",
-            "sources": sources,
-            "since": since and since.isoformat(timespec="seconds"),
+            "sources": list(sources),
+            "since": since and since.replace(microsecond=0),
         }
 
 

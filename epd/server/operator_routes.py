@@ -1,6 +1,7 @@
 """Operator routes: health, readiness, metrics, `/instances`, `/policies`, profiling and `/ui`.
 
 The page `/ui` consists of static files without data of the fleet, and of the state that they load.
+The docstrings of the handlers are published: `scripts/openapi.py` writes them to `openapi.json`.
 """
 
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 from urllib.parse import urlsplit
 
 import orjson
@@ -17,16 +18,16 @@ from aiohttp import web
 from epd.api.body import check_json_type, parse_json
 from epd.config import ProxyConfig
 from epd.edge.drain import DRAIN
-from epd.errors import BadRequest, NoInstance, Overloaded
+from epd.errors import BadRequest, NoInstance, Overloaded, RequestRefused
 from epd.observe.metrics import MetricsObserver
 from epd.routing.instances import ANSWERING
 from epd.routing.table import InstanceTable
-from epd.server.admin import ADMIN
+from epd.server.admin import ADMIN, HealthPage, ProfilePage
 from epd.server.app_keys import VISIT
-from epd.server.instances_api import Roster
+from epd.server.instances_api import InstancesPage, Registered, Roster, Unregistered
 from epd.server.intake import may_administer, read, read_json
-from epd.server.policies_api import Policies
-from epd.server.responses import as_json, check_key, own_headers
+from epd.server.policies_api import Policies, PoliciesPage
+from epd.server.responses import JsonResponse, as_json, check_key, own_headers
 from epd.ui.dashboard import Board
 from epd.version import __version__
 
@@ -74,26 +75,41 @@ def store_kind(config: ProxyConfig) -> str | None:
     return None if config.ec_store is None else urlsplit(config.ec_store).scheme
 
 
-async def ui_page(request: web.Request) -> web.Response:
-    """Answer `GET /ui` with the page, which holds no data of the fleet."""
+async def page(request: web.Request) -> web.Response:
+    """Return the operator's page, which holds no data of the fleet.
+
+    Returns:
+        200: the page.
+    """
     return _file("index.html", request)
 
 
 async def root(request: web.Request) -> web.Response:
-    """Answer `GET /` with a redirect to the page."""
+    """Redirect to the operator's page.
+
+    Returns:
+        302: to `/ui`.
+    """
     context = request[VISIT].context
     headers = {"Location": f"{context.config.root_path or ''}/ui", **own_headers(context)}
     return web.Response(status=302, headers=headers)
 
 
-async def asset(request: web.Request) -> web.Response:
-    """Answer `GET /ui/{file}` with a static file of the page."""
+async def page_file(request: web.Request) -> web.Response:
+    """Return a static file of the operator's page.
+
+    Returns:
+        200: a style sheet, a JavaScript module or an icon.
+
+    Raises:
+        RequestRefused: 404, the page has no such file.
+    """
     return _file(request.match_info["file"], request)
 
 
 def _file(name: str, request: web.Request) -> web.Response:
     if (found := ASSETS.get(name)) is None:
-        raise web.HTTPNotFound
+        raise RequestRefused(404, "the page has no such file", slug="unknown_route")
     return web.Response(
         body=found.body,
         content_type=found.content_type,
@@ -102,8 +118,14 @@ def _file(name: str, request: web.Request) -> web.Response:
     )
 
 
-async def state(request: web.Request) -> web.Response:
-    """Answer `GET /ui/state` with the data that the page shows."""
+async def page_state(request: web.Request) -> web.Response:
+    """Return the content of the operator's page.
+
+    It has the instances, latencies, saved work, and latest requests and errors of all workers.
+
+    Returns:
+        200: the state, at most 1.5 s old.
+    """
     return web.Response(
         body=await request.app[BOARD].document(),
         content_type="application/json",
@@ -119,21 +141,43 @@ POLICIES = web.AppKey("policies", Policies)
 OPENAPI = Path(__file__).with_name("openapi.json").read_bytes()
 
 
-async def health(request: web.Request) -> web.Response:
-    """Answer `GET /health` with the health of the proxy and of every instance."""
+async def health(request: web.Request) -> JsonResponse[HealthPage]:
+    """Check the health of every instance.
+
+    Returns:
+        200: every stage with instances has at least one that answers.
+        503: a stage has no instance that answers.
+    """
     status, body = await request.app[ADMIN].health()
     return as_json(body, request[VISIT].context, status)
 
 
-async def version(request: web.Request) -> web.Response:
-    """Answer `GET /version` with the proxy's version and the vLLM version of each instance."""
+class Versions(TypedDict):
+    """Versions of the proxy and of its instances."""
+
+    version: str
+    """Version of the proxy."""
+    instances: dict[str, str | None]
+    """Version of vLLM of each instance, by URL; null if it reports none."""
+
+
+async def version(request: web.Request) -> JsonResponse[Versions]:
+    """Return the proxy's version, and the vLLM version of each instance.
+
+    Returns:
+        200: the versions.
+    """
     await check_key(request)
     instances = await request.app[ADMIN].versions()
-    return as_json({"version": __version__, "instances": instances}, request[VISIT].context)
+    return as_json(Versions(version=__version__, instances=instances), request[VISIT].context)
 
 
 async def openapi(request: web.Request) -> web.Response:
-    """Answer `GET /openapi.json` with the description of all routes."""
+    """Return this document.
+
+    Returns:
+        200: this document.
+    """
     context = request[VISIT].context
     headers, prefix = own_headers(context), context.config.root_path
     body = OPENAPI if prefix is None else _document_below(prefix)
@@ -146,13 +190,22 @@ def _document_below(prefix: str) -> bytes:
     return orjson.dumps({**orjson.loads(OPENAPI), "servers": [{"url": prefix}]})
 
 
-async def ready(request: web.Request) -> web.Response:
-    """Answer `/ready` and `/ping`: whether this proxy can serve requests.
+class Readiness(TypedDict):
+    """Statement that the proxy serves requests."""
+
+    status: Literal["ready"]
+
+
+async def ready(request: web.Request) -> JsonResponse[Readiness]:
+    """Report whether this proxy can serve requests: a decode instance has answered.
 
     The proxy sends no request to an instance for it, so frequent probes are cheap.
 
+    Returns:
+        200: the proxy serves requests.
+
     Raises:
-        Overloaded: the proxy is draining.
+        Overloaded: the proxy is about to stop.
         NoInstance: no decode instance is available.
     """
     if request.app[DRAIN].began:
@@ -162,56 +215,145 @@ async def ready(request: web.Request) -> web.Response:
     )
     if not decodes:
         raise NoInstance("no decode instance can be reached", slug="no_decode")
-    return as_json({"status": "ready"}, request[VISIT].context)
+    return as_json(Readiness(status="ready"), request[VISIT].context)
+
+
+async def ping(request: web.Request) -> JsonResponse[Readiness]:
+    """Report the same as `/ready`, under SageMaker's name.
+
+    Returns:
+        200: the proxy serves requests.
+
+    Raises:
+        Overloaded: the proxy is about to stop.
+        NoInstance: no decode instance is available.
+    """
+    return await ready(request)
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Answer `GET /metrics` in a text format of Prometheus, for all workers."""
+    """Return the metrics of all workers for Prometheus.
+
+    Returns:
+        200: a text format of Prometheus.
+    """
     accept = request.headers.get("Accept", "")
     page, content_type = await request.app[METRICS].page_of_all(accept)
     headers = own_headers(request[VISIT].context) | {"Content-Type": content_type}
     return web.Response(body=page, headers=headers)
 
 
-async def instances(request: web.Request) -> web.Response:
-    """Answer `GET /instances`. Only a client that may administer the proxy gets the details."""
-    page = request.app[ROSTER].instances_page(detailed=may_administer(request))
-    return as_json(page, request[VISIT].context)
+async def list_instances(request: web.Request) -> JsonResponse[InstancesPage]:
+    """List the instances.
+
+    With the admin key (or, without a configured one, from the proxy's own machine) the response has
+    details of each instance.
+
+    Returns:
+        200: instances that get requests and ejected instances, by role.
+    """
+    shown = request.app[ROSTER].instances_page(detailed=may_administer(request))
+    return as_json(shown, request[VISIT].context)
 
 
-async def register(request: web.Request) -> web.Response:
-    """Answer `POST /instances`: register an instance."""
+async def register_instance(request: web.Request) -> JsonResponse[Registered]:
+    """Register an instance.
+
+    Needs `--dynamic-registration`.
+
+    Returns:
+        200: whether the instance is new.
+
+    Raises:
+        BadRequest: the instance uses another encoder-cache transfer than the proxy.
+        RequestRefused: 403, its host, or that of one of its addresses, may not be registered.
+        RequestRefused: 404, the proxy runs without `--dynamic-registration`.
+        RequestRefused: 409, it conflicts with a registered instance.
+        RequestRefused: 422, the body does not describe an instance, or the KV transfer does not
+            support it.
+        Overloaded: the store of registrations cannot be used.
+    """
     body = await read_json(request)
     return as_json(await request.app[ROSTER].register(bytes(body)), request[VISIT].context)
 
 
-async def unregister(request: web.Request) -> web.Response:
-    """Answer `DELETE /instances?url=…`: remove the registration of an instance."""
+async def unregister_instance(request: web.Request) -> JsonResponse[Unregistered]:
+    """Remove the registration of an instance.
+
+    Needs `--dynamic-registration`. Running requests are not interrupted.
+
+    Returns:
+        200: whether there was a registration.
+
+    Raises:
+        RequestRefused: 404, the proxy runs without `--dynamic-registration`.
+        RequestRefused: 422, the URL is invalid.
+        Overloaded: the store of registrations cannot be used.
+    """
     url = request.query.get("url")
     return as_json(await request.app[ROSTER].unregister(url), request[VISIT].context)
 
 
-async def policies(request: web.Request) -> web.Response:
-    """Answer `GET /policies` with the policies in force."""
+async def list_policies(request: web.Request) -> JsonResponse[PoliciesPage]:
+    """List the coordination policies in force.
+
+    They are in order of priority: the first policy that applies to a request decides which stages
+    run on which instances.
+
+    Returns:
+        200: policies in force.
+    """
     return as_json(request.app[POLICIES].policies_page(), request[VISIT].context)
 
 
-async def set_policies(request: web.Request) -> web.Response:
-    """Answer `PUT /policies`: replace all policies in force."""
+async def set_policies(request: web.Request) -> JsonResponse[PoliciesPage]:
+    """Replace all policies in force.
+
+    They apply to all workers, until a reload changes a setting about policies or the proxy ends.
+
+    Returns:
+        200: policies in force.
+
+    Raises:
+        BadRequest: the body is not JSON.
+        RequestRefused: 422, the policies are invalid; nothing was changed.
+        Overloaded: another process is changing the policies.
+    """
     body = await read_json(request)
     return as_json(request.app[POLICIES].replace(bytes(body)), request[VISIT].context)
 
 
-async def add_policy(request: web.Request) -> web.Response:
-    """Answer `POST /policies`: add one policy, or change the options of one."""
+async def add_policy(request: web.Request) -> JsonResponse[PoliciesPage]:
+    """Add a policy, or change the options of one.
+
+    Without a priority, a new policy becomes the first one, and a policy with other options keeps
+    its place.
+
+    Returns:
+        200: policies in force.
+
+    Raises:
+        BadRequest: the body is not JSON.
+        RequestRefused: 422, the policy is invalid; nothing was changed.
+        Overloaded: another process is changing the policies.
+    """
     body = await read_json(request)
     return as_json(request.app[POLICIES].add(bytes(body)), request[VISIT].context)
 
 
-async def remove_policy(request: web.Request) -> web.Response:
-    """Answer `DELETE /policies?name=…`: remove one policy.
+async def remove_policy(request: web.Request) -> JsonResponse[PoliciesPage]:
+    """Remove a policy, or return to the configured policies.
 
     Without a name, the configured policies apply again.
+
+    Returns:
+        200: policies in force.
+
+    Raises:
+        BadRequest: the query is neither `name=…` nor empty.
+        RequestRefused: 404, the policy is not in force.
+        RequestRefused: 422, the policy is the only one; nothing was changed.
+        Overloaded: another process is changing the policies.
     """
     match list(request.query.items()):
         case []:
@@ -223,8 +365,35 @@ async def remove_policy(request: web.Request) -> web.Response:
     return as_json(request.app[POLICIES].remove(name), request[VISIT].context)
 
 
-async def profile(command: str, request: web.Request) -> web.Response:
-    """Answer `POST /start_profile` and `/stop_profile`: send the command to every instance."""
+async def start_profile(request: web.Request) -> JsonResponse[ProfilePage]:
+    """Start profiling on every instance.
+
+    The body, if any, is forwarded to the instances.
+
+    Returns:
+        200: status or error of each instance, by stage and URL.
+
+    Raises:
+        RequestRefused: 503, no instance has a profiler.
+    """
+    return await _profile("start", request)
+
+
+async def stop_profile(request: web.Request) -> JsonResponse[ProfilePage]:
+    """Stop profiling on every instance.
+
+    The body, if any, is forwarded to the instances.
+
+    Returns:
+        200: status or error of each instance, by stage and URL.
+
+    Raises:
+        RequestRefused: 503, no instance has a profiler.
+    """
+    return await _profile("stop", request)
+
+
+async def _profile(command: str, request: web.Request) -> JsonResponse[ProfilePage]:
     body = await read(request)
     if body:
         check_json_type(request.headers.get("Content-Type", ""))

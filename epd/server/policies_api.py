@@ -1,8 +1,8 @@
 """Coordination policies in force, and their changes at `/policies`."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 import orjson
 import structlog
@@ -32,6 +32,25 @@ UNREAD = -1
 
 Written = Sequence[str]
 """Policies in text form (`name?option=value`), in order of priority."""
+
+
+class PolicyRow(TypedDict):
+    """One policy in force."""
+
+    policy: str
+    """The policy in text form: `name?option=value`."""
+    name: str
+    options: Mapping[str, Any]
+
+
+_Source = TypedDict("_Source", {"from": Literal["configuration", "api"]})
+
+
+class PoliciesPage(_Source):
+    """Policies in force, in order of priority, their source, and the known policies."""
+
+    policies: list[PolicyRow]
+    known: list[str]
 
 
 class Page(Protocol):
@@ -128,16 +147,19 @@ class Policies:
         """Return whether a policy in force compares the load of instances of different roles."""
         return any(hasattr(one.policy, "place_item") for one in self._current(self._live.current))
 
-    def policies_page(self) -> dict[str, Any]:
+    def policies_page(self) -> PoliciesPage:
         """Return the policies in force, in order of priority, and the known policies."""
         rows = [
-            {"policy": one.written, "name": one.name, "options": one.options}
+            PolicyRow(policy=one.written, name=one.name, options=one.options)
             for one in self._current(self._live.current)
         ]
-        source = "configuration" if self._set is None else "api"
-        return {"policies": rows, "from": source, "known": known_names()}
+        return {
+            "policies": rows,
+            "from": "configuration" if self._set is None else "api",
+            "known": known_names(),
+        }
 
-    def replace(self, body: bytes) -> dict[str, Any]:
+    def replace(self, body: bytes) -> PoliciesPage:
         """Replace all policies in force. The body is `{"policies": [...]}`.
 
         Raises:
@@ -152,7 +174,7 @@ class Policies:
                 return self._write(lambda _: written)
         raise _invalid('the body must be {"policies": ["name?option=value", ...]}')
 
-    def add(self, body: bytes) -> dict[str, Any]:
+    def add(self, body: bytes) -> PoliciesPage:
         """Add one policy, or change its options. The body is `{"policy": ..., "priority": 1}`.
 
         Without a priority, a new policy becomes the first, and one with other options keeps its
@@ -171,7 +193,7 @@ class Policies:
                 raise _invalid("priority must be a whole number from 1, which is the first")
         raise _invalid('the body must be {"policy": "name?option=value", "priority": 1}')
 
-    def remove(self, name: str | None) -> dict[str, Any]:
+    def remove(self, name: str | None) -> PoliciesPage:
         """Remove one policy; without a name, return to the configured policies.
 
         Raises:
@@ -190,7 +212,7 @@ class Policies:
 
         return self._write(without)
 
-    def _write(self, change: "_Change") -> dict[str, Any]:
+    def _write(self, change: "_Change") -> PoliciesPage:
         try:
             with self._page.hold_lock():
                 config = self._live.current

@@ -8,7 +8,7 @@ import hashlib
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import get_args
+from typing import Generic, TypeVar, get_args
 
 import orjson
 from aiohttp import web
@@ -149,9 +149,16 @@ def own_headers(context: RequestContext) -> dict[str, str]:
     return own
 
 
-def as_json(body: object, context: RequestContext, status: int = 200) -> web.Response:
+Body = TypeVar("Body")
+
+
+class JsonResponse(web.Response, Generic[Body]):
+    """Response with a JSON body of this type, from which `scripts/openapi.py` makes its schema."""
+
+
+def as_json(body: Body, context: RequestContext, status: int = 200) -> JsonResponse[Body]:
     """Return a response that the proxy itself answers, as indented JSON."""
-    return web.Response(
+    return JsonResponse(
         status=status,
         body=orjson.dumps(body, option=orjson.OPT_INDENT_2),
         content_type="application/json",

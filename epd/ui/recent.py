@@ -69,6 +69,8 @@ class StageSpan(TypedDict):
     seconds: float
     error: str | None
     outcome: Outcome
+    """`ok`; `rejected`: invalid (4xx); `left`: the client disconnected; `failed`: any other error.
+    """
 
 
 class Request(TypedDict):
@@ -82,6 +84,8 @@ class Request(TypedDict):
     seconds: float
     error: str | None
     outcome: Outcome
+    """`ok`; `rejected`: invalid (4xx); `left`: the client disconnected; `failed`: any other error.
+    """
     items: dict[ItemResult, int]
     retries: int
     degraded: list[str]

@@ -76,7 +76,7 @@ def test_every_content_part_of_vllms_is_known(vllm: Source) -> None:
         body = {"messages": [{"role": "user", "content": [{"type": kind, **more}]}]}
         try:
             items = list(CHAT.items(body))
-            found = items[0].modality if items else "text"
+            found: str = items[0].modality if items else "text"
         except BadRequest:
             found = "refused"
         assert (kind, found) == (kind, expected)
