@@ -156,7 +156,11 @@ def test_a_row_makes_the_next_attempt(row: int, case: Failure, changes: dict[str
     attempt = next_attempt(case)
 
     # An attempt keeps the fields of the one before, but for those named here.
-    unsaid = {"prefills": (P1,), "resent": True, "encodings": case.sending.encodings}
+    unsaid: dict[str, Any] = {
+        "prefills": (P1,),
+        "resent": True,
+        "encodings": case.sending.encodings,
+    }
     assert attempt == case.sending.attempt._replace(**unsaid | changes)
 
 
