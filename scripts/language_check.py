@@ -1,4 +1,4 @@
-"""Check the English of docstrings, comments, strings and documents for phrases to avoid.
+"""Check the English of docstrings, comments, strings, documents and names of tests.
 
 CONTRIBUTING.md has the rules. A place that needs one of the words, such as the rule itself, is
 listed in `ALLOWED`.
@@ -27,6 +27,11 @@ QUAINT = re.compile(
     re.IGNORECASE,
 )
 """Phrases with a plain or technical synonym: again, is not, skipped, released, rejected, ends."""
+
+NO_SUBJECT = re.compile(
+    r"test_(what|where|who|whose|whoever|which|how|that|those|there|it|its|they|their|of|in|as)_"
+)
+"""Beginnings of a test's name without its subject, which is the component."""
 
 MIN_WORDS = 4
 """Words of a docstring below which it repeats the signature; tests are exempt."""
@@ -57,7 +62,9 @@ def hits() -> Iterator[tuple[str, int, str, str]]:
             source = path.read_text()
             texts = [*comments(source), *strings(source)]
             yield from _hits_of(path, texts)
-            if package != "tests":
+            if package == "tests":
+                yield from _names_without_subject(path, source)
+            else:
                 yield from _short_docstrings(path, source)
     for pattern in DOCUMENTS:
         for path in sorted(ROOT.glob(pattern)):
@@ -85,6 +92,14 @@ def _hits_of(path: Path, texts: list[tuple[int, str]]) -> Iterator[tuple[str, in
         for found in (*PERSONS.finditer(text), *QUAINT.finditer(text)):
             word = found[0].lower()
             yield name, line, word, f"{word!r} in {text.strip()[:100]!r}"
+
+
+def _names_without_subject(path: Path, source: str) -> Iterator[tuple[str, int, str, str]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            name = str(path.relative_to(ROOT))
+            if NO_SUBJECT.match(node.name):
+                yield name, node.lineno, "name", f"begin {node.name} with its subject"
 
 
 def _short_docstrings(path: Path, source: str) -> Iterator[tuple[str, int, str, str]]:

@@ -43,12 +43,12 @@ def test_the_command_of_epd_has_all_places_filled() -> None:
 @pytest.mark.parametrize(
     "text", ["", "x", "x=", "=python", "x=python {host}", "x=python {0}", "x={"]
 )
-def test_what_is_no_contender_is_refused(text: str) -> None:
+def test_an_invalid_contender_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"place|form"):
         Contender.parse(text)
 
 
-def test_what_a_child_used_that_has_ended_counts(tmp_path: Path) -> None:
+def test_cpu_time_includes_children_that_have_ended(tmp_path: Path) -> None:
     (tmp_path / "forks.py").write_text(FORKS)
     contender = Contender("forks", (sys.executable, str(tmp_path / "forks.py")))
     log = tmp_path / "log"

@@ -24,7 +24,7 @@ def test_a_ratio_is_the_median_over_rounds_and_not_of_medians() -> None:
     assert RESULT.median("epd").cpu_ms == 2.0
 
 
-def test_what_failed_is_added_up() -> None:
+def test_failed_requests_are_summed() -> None:
     assert RESULT.median("relay").failed == 3
 
 

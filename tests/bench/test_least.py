@@ -8,7 +8,7 @@ from tests.requests import image, request, text
 from tests.support.fake_instance import FakeInstance, decodes, encodes, prefills
 
 
-async def test_it_encodes_each_picture_prefills_and_decodes_without_them() -> None:
+async def test_least_encodes_each_picture_and_decodes_without_media() -> None:
     encode, prefill, decode = FakeInstance(encodes), FakeInstance(prefills), FakeInstance(decodes)
     async with encode.running(), prefill.running(), decode.running():
         app = create_app(Instances(encode.url, prefill.url, decode.url))

@@ -105,7 +105,7 @@ def test_a_target_without_a_cache_is_left_out_of_the_hit_rates(tmp_path: Path) -
         "no",
     ],
 )
-def test_what_holds_no_results_is_said_in_a_line(
+def test_a_file_without_results_is_reported_in_one_line(
     document: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

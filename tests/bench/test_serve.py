@@ -113,9 +113,7 @@ async def test_a_fleet_that_answers_nothing_is_an_error_with_its_reason(
 @pytest.mark.full
 @needs_vllm
 @pytest.mark.e2e
-async def test_what_vllms_benchmark_says_when_it_fails_is_shown(
-    launch: Launch, tmp_path: Path
-) -> None:
+async def test_an_error_of_vllms_benchmark_is_shown(launch: Launch, tmp_path: Path) -> None:
     async with launch() as fleet:
         code, _, err = await bench(
             *("--url", fleet.url, "--tokenizer", tmp_path / "no-tokenizer", "--num-prompts", "1"),
@@ -232,7 +230,7 @@ class TestBeforeItBegins:
         assert code == 1
         assert "/v1/models: 401" in err
 
-    async def test_what_is_no_json(self, flags: list[str | Path]) -> None:
+    async def test_an_invalid_json_option_is_rejected(self, flags: list[str | Path]) -> None:
         async def page(_: web.Request) -> web.Response:
             return web.Response(text="<html>")
 
@@ -295,7 +293,7 @@ def test_a_signal_ends_the_stack_that_it_started(tmp_path: Path, models: Path) -
     assert not processes_of(mark)
 
 
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "NEEDED", ("json", "no_such_package"))
     with pytest.raises(SystemExit, match=r"needs no_such_package: pip install '\.\[vllm,bench\]'"):
         main(["bench", "serve", "--url", NOBODY])

@@ -48,7 +48,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         await in_redis.close()
 
 
-async def test_what_is_put_there_is_taken_once(store: ConversationStore) -> None:
+async def test_an_entry_is_taken_once(store: ConversationStore) -> None:
     for entry in (FULL, BARE):
         await store.put("a", entry, 60)
         assert await store.take_entry("b") is None
@@ -56,7 +56,7 @@ async def test_what_is_put_there_is_taken_once(store: ConversationStore) -> None
         assert await store.take_entry("a") is None
 
 
-async def test_what_is_put_last_counts(store: ConversationStore) -> None:
+async def test_the_latest_entry_of_a_conversation_counts(store: ConversationStore) -> None:
     await store.put("a", FULL, 60)
     await store.put("a", BARE, 60)
 
@@ -162,7 +162,7 @@ def test_a_turn_older_than_its_time_to_live_is_stale_in_any_store(
     asyncio.run(scenario())
 
 
-def test_what_a_decode_instance_held_is_forgotten_with_it() -> None:
+def test_entries_of_a_decode_instance_are_forgotten_with_it() -> None:
     async def scenario() -> None:
         store = ConversationsInMemory(lambda: 100)
         await store.put("a", FULL, 60)
@@ -187,7 +187,7 @@ def test_memory_is_bounded_in_bytes_too() -> None:
     asyncio.run(scenario())
 
 
-def test_what_is_over_is_evicted_where_it_is_met() -> None:
+def test_expired_entries_are_evicted_on_access() -> None:
     async def scenario() -> None:
         now = 0.0
         store = ConversationsInMemory(lambda: 100, clock=lambda: now)

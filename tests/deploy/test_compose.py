@@ -31,7 +31,7 @@ def check_schema(path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_fits_the_compose_specification(tmp_path: Path) -> None:
+def test_the_compose_file_fits_the_specification(tmp_path: Path) -> None:
     wrong = tmp_path / "compose.yaml"
     wrong.write_text(yaml.safe_dump({"services": {"proxy": {"imagine": "epd-proxy"}}}))
     right = check_schema(DEPLOY / "compose.yaml")

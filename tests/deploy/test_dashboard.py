@@ -21,7 +21,7 @@ ROWS = (
 PLOTS = {"stat", "timeseries", "heatmap", "state-timeline"}
 
 
-def test_its_rows_are_those_of_the_guide() -> None:
+def test_dashboard_rows_are_those_of_the_guide() -> None:
     rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
 
     assert rows == list(ROWS)

@@ -99,7 +99,7 @@ async def missing(server: Prometheus, wanted: set[Asked]) -> list[str]:
     return found
 
 
-async def test_what_dashboard_and_rules_ask_for_is_there(scraped: Prometheus) -> None:
+async def test_metrics_of_dashboard_and_rules_exist(scraped: Prometheus) -> None:
     wanted = {one for expr in EXPRESSIONS for one in asked(expr) if one[0].startswith(OURS)}
     nonsense = {("epd_nonsense", frozenset[str]()), ("epd_items_total", frozenset({"nonsense"}))}
 
@@ -128,7 +128,7 @@ def test_probes_and_polling_are_no_traffic(expr: str) -> None:
             assert "path" in labels
 
 
-def test_what_is_recorded_is_used_and_what_is_used_is_recorded() -> None:
+def test_recorded_and_used_metrics_are_the_same() -> None:
     used = {name for expr in EXPRESSIONS for name, _ in asked(expr)}
     recorded = {rule["record"] for rule in rules() if "record" in rule}
 

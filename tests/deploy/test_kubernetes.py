@@ -217,7 +217,7 @@ def test_a_probe_asks_a_port_that_is_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["epd-proxy", "redis"])
-def test_what_needs_no_root_is_restricted(name: str) -> None:
+def test_pods_that_need_no_root_are_restricted(name: str) -> None:
     pod = WORKLOADS[name]["spec"]["template"]["spec"]
 
     assert pod["securityContext"]["runAsNonRoot"]

@@ -92,7 +92,7 @@ def test_steps_refer_to_it_once_all_workers_have_mapped_it() -> None:
     region.close()
 
 
-def test_what_does_not_fit_is_not_placed() -> None:
+def test_an_entry_larger_than_the_region_is_not_placed() -> None:
     region = Region(2 * SIZE, 1)
     views = [region.copy_in(DATA) for _ in range(3)]
 
@@ -162,7 +162,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_it_outlives_a_scheduler_that_is_killed_and_leaves_nothing_behind() -> None:
+def test_a_region_outlives_a_killed_scheduler_and_leaves_nothing_behind() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -181,7 +181,7 @@ def test_it_outlives_a_scheduler_that_is_killed_and_leaves_nothing_behind() -> N
     assert "/dev/shm/" not in maps  # noqa: S108
 
 
-def test_it_is_registered_once_and_each_entry_is_loaded_from_it(
+def test_a_region_is_registered_once_and_each_entry_is_loaded_from_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     registered: list[Any] = []

@@ -35,7 +35,7 @@ async def sees(fleet: Fleet, urls: list[str]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_what_is_written_takes_part_and_what_is_bad_changes_nothing(
+async def test_a_valid_file_is_applied_and_an_invalid_one_changes_nothing(
     launch: Launch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "instances.yaml"

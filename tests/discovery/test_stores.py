@@ -46,7 +46,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         yield opened_store
 
 
-async def test_what_is_put_there_is_read_and_what_is_dropped_is_not(
+async def test_a_registration_is_read_until_it_is_dropped(
     store: RegistrationStore,
 ) -> None:
     assert not await store.read()
@@ -73,7 +73,7 @@ def watched(store: RegistrationStore) -> tuple[Registrations, InstanceTable]:
     return Registrations(store, Registry(table)), table
 
 
-async def test_what_one_proxy_registers_the_other_sees(store: RegistrationStore) -> None:
+async def test_registrations_are_visible_to_other_proxies(store: RegistrationStore) -> None:
     (one, _), (other, table) = watched(store), watched(store)
     assert await one.add(A)
     await other.refresh_store()

@@ -49,7 +49,7 @@ COMMANDS = [
 ]
 
 
-def test_there_are_commands_to_look_at() -> None:
+def test_the_documents_contain_commands() -> None:
     assert len(COMMANDS) > 20
 
 

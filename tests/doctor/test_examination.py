@@ -198,7 +198,7 @@ async def test_a_prefill_that_cannot_read_decodes_blocks_is_found(
     assert seen == "conversation: the prefill instance answered 500"
 
 
-async def test_where_decode_holds_nothing_for_a_next_turn_no_other_is_tried(
+async def test_no_second_turn_is_tried_if_decode_keeps_no_blocks(
     clinic: Clinic,
 ) -> None:
     findings = await clinic.findings(**WITHOUT)
@@ -537,7 +537,7 @@ async def test_sources_that_cannot_be_used_are_found(clinic: Clinic, tmp_path: P
     } <= ill(findings)
 
 
-async def test_what_is_registered_with_a_proxy_alone_is_said_not_to_be_seen(clinic: Clinic) -> None:
+async def test_registrations_in_a_proxys_memory_are_reported_as_not_visible(clinic: Clinic) -> None:
     findings = await clinic.findings(**NOBODY, dynamic_registration=True, admin_api_key=KEY)
 
     assert (

@@ -56,7 +56,7 @@ def bad(findings: Any) -> list[Finding]:
         ({"trials": {"encode": Trial("refused", 400)}}, Verdict.FAIL, "encode: refused"),
     ],
 )
-def test_what_is_wrong_with_an_instance_is_said_with_what_to_change(
+def test_a_finding_about_an_instance_states_the_change(
     changes: dict[str, Any], verdict: Verdict, seen: str
 ) -> None:
     [finding] = bad(judge_instance(facts(**changes)))
@@ -167,7 +167,7 @@ def mount(kind: str, options: str) -> Mount | None:
         (StoreFacts(mount=mount("ceph", "rw")), Verdict.WARN, "clients' clocks"),
     ],
 )
-def test_what_is_wrong_with_the_store_is_said_with_what_to_change(
+def test_a_finding_about_the_store_states_the_change(
     store: StoreFacts | None, verdict: Verdict, seen: str
 ) -> None:
     [finding] = bad(judge_store(config(), store))

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.e2e.served import Served
 
 
-def test_it_measures_a_stack_beside_a_plain_engine(stack: Served, tmp_path: Path) -> None:
+def test_bench_serve_compares_a_stack_with_a_plain_engine(stack: Served, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     [plain] = stack.consumers
     ran = subprocess.run(

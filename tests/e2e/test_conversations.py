@@ -122,7 +122,7 @@ def check_right(turns: Sequence[Turn]) -> None:
 
 
 @pytest.mark.parametrize("encode", [True, False], ids=["E+P+D", "P+D"])
-def test_of_five_turns_with_pictures_prefill_computes_what_is_new(
+def test_prefill_computes_only_the_new_part_of_five_turns_with_pictures(
     stack: Served, encode: bool
 ) -> None:
     talk = Talk(stack)

@@ -18,7 +18,7 @@ def mark() -> str:
     return new_mark()
 
 
-def test_it_answers_shows_where_and_stops_everything(mark: str) -> None:
+def test_the_demo_answers_shows_its_urls_and_stops_everything(mark: str) -> None:
     environ = marked(mark)
     ran = subprocess.run(
         DEMO, env=environ, capture_output=True, text=True, timeout=900, check=False
@@ -58,7 +58,7 @@ def test_a_signal_while_it_starts_leaves_no_process(mark: str, number: signal.Si
     assert processes_of(mark) == {}
 
 
-def test_what_is_no_topology_is_said_in_a_line() -> None:
+def test_an_invalid_topology_is_reported_in_one_line() -> None:
     ran = subprocess.run(
         [*DEMO, "--topology", "2x"], capture_output=True, text=True, timeout=180, check=False
     )

@@ -148,7 +148,7 @@ def test_completions_responses_and_messages_are_prefilled_first(
     assert all("prefill;dur=" in answer.headers["Server-Timing"] for answer in raw)
 
 
-def test_what_is_passed_on_is_answered_as_by_the_engine(stack: Served) -> None:
+def test_passthrough_answers_equal_those_of_the_engine(stack: Served) -> None:
     asked: dict[str, dict[str, Any]] = {
         "/tokenize": {"prompt": "hello"},
         "/detokenize": {"tokens": [104, 105]},

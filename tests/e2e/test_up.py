@@ -72,7 +72,7 @@ def command(models: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.fault(76)
-def test_it_serves_rejects_dead_urls_names_a_killed_engine_and_leaves_nothing(
+def test_up_serves_rejects_dead_urls_names_a_killed_engine_and_leaves_nothing(
     command: list[str],
 ) -> None:
     mark = new_mark()

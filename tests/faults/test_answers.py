@@ -69,7 +69,7 @@ async def test_an_answer_that_comes_a_byte_at_a_time_is_not_waited_for(launch: L
 
 @pytest.mark.fault(10)
 @pytest.mark.parametrize("head", [answer(b"", length=2**30), STREAM_HEAD])
-async def test_of_a_huge_answer_little_is_read(launch: Launch, head: bytes) -> None:
+async def test_little_of_a_huge_answer_is_read(launch: Launch, head: bytes) -> None:
     piece = chunked(b" " * 2**16) if head == STREAM_HEAD else b" " * 2**16
     async with Scripted([read_request(), send(head), send_endlessly(piece)]).running() as encoder:
         assert await refused(launch, encoder) == (502, "encode_bad_response")
@@ -101,7 +101,9 @@ async def test_an_idle_connection_that_is_reset_is_not_worth_a_word(
 
 @pytest.mark.fault(36)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_decode_refuses_arrives_as_it_said_it(launch: Launch, stream: bool) -> None:
+async def test_a_rejection_by_decode_reaches_the_client_unchanged(
+    launch: Launch, stream: bool
+) -> None:
     said = b'{"error": { "message":"no", "type":"BadRequestError", "param":null, "code":422 }}'
     async with Scripted([read_request(), send(answer(said, 422)), hold()]).running() as decode:
         async with (

@@ -74,7 +74,7 @@ def nested(depth: int) -> bytes:
     ],
     ids=lambda body: f"{body[:30]!r}-{len(body)}",
 )
-async def test_what_is_no_json_or_too_much_of_it_is_refused(launch: Launch, body: bytes) -> None:
+async def test_invalid_or_excessive_json_is_rejected(launch: Launch, body: bytes) -> None:
     async with launch() as fleet:
         status, slug, error = await answer(fleet, body)
 
@@ -85,7 +85,7 @@ async def test_what_is_no_json_or_too_much_of_it_is_refused(launch: Launch, body
 
 @pytest.mark.fault(50)
 @pytest.mark.security("S19")
-async def test_what_is_wrong_with_json_is_said_by_position_and_not_by_content(
+async def test_json_errors_state_the_position_and_no_content(
     launch: Launch,
 ) -> None:
     async with launch() as fleet:
@@ -126,7 +126,7 @@ async def test_brackets_and_commas_in_media_and_words_are_no_structure(launch: L
     ],
     ids=["a bias per token", "a long conversation", "many tools"],
 )
-async def test_what_is_large_and_meant_well_is_read(launch: Launch, body: dict[str, Any]) -> None:
+async def test_a_large_valid_body_is_read(launch: Launch, body: dict[str, Any]) -> None:
     async with launch() as fleet:
         assert (await fleet.chat(body))[0] == 200
 
@@ -158,7 +158,7 @@ async def test_media_are_no_text_unless_they_are_escaped(launch: Launch) -> None
         assert fleet.d.calls == []
 
 
-async def test_of_duplicate_keys_all_see_the_last(launch: Launch) -> None:
+async def test_the_last_of_duplicate_keys_counts_for_all_instances(launch: Launch) -> None:
     """Instances receive the body as the proxy parsed it, without duplicate keys."""
     raw_bodies: list[bytes] = []
 
@@ -236,7 +236,7 @@ def content(*parts: object) -> dict[str, Any]:
     ],
     ids=str,
 )
-async def test_what_has_the_wrong_shape_is_refused_where_it_is(
+async def test_a_field_of_the_wrong_shape_is_rejected_by_its_path(
     launch: Launch, body: object, param: str | None
 ) -> None:
     async with launch() as fleet:
@@ -379,7 +379,7 @@ async def test_a_clients_id_is_the_answers(launch: Launch) -> None:
 
 
 @pytest.mark.fault(54)
-async def test_of_two_ids_neither_counts(launch: Launch) -> None:
+async def test_two_request_ids_are_both_ignored(launch: Launch) -> None:
     async with launch() as fleet:
         headers = CIMultiDict([("x-request-id", "one"), ("x-request-id", "two")])
         url = f"{fleet.url}/v1/chat/completions"

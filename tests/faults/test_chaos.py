@@ -54,7 +54,7 @@ def test_nothing_is_lost_wrong_or_left_behind(
     assert seen["faults"].get("worker kill", 0) >= workers - 1
 
 
-def test_what_is_broken_depends_on_the_seed_alone() -> None:
+def test_chaos_faults_depend_only_on_the_seed() -> None:
     targets: list[Breakable] = [
         Target(role.value, tuple(kinds)) for role, kinds in ROLE_KINDS.items()
     ]

@@ -162,7 +162,7 @@ async def test_an_idle_connection_is_not_kept_when_it(more: Step) -> None:
     ],
     ids=["chunked", "content-length", "connection-close"],
 )
-async def test_what_is_not_complete_ends_its_connection(begun: bytes) -> None:
+async def test_an_incomplete_answer_ends_its_connection(begun: bytes) -> None:
     async with asking([read_request(), send(begun), hold()]) as here:
         here.pool.give_back(here.origin, await here.ask())
 
@@ -170,7 +170,7 @@ async def test_what_is_not_complete_ends_its_connection(begun: bytes) -> None:
         await until(lambda: here.server.aborted)
 
 
-async def test_what_is_not_read_for_now_ends_its_connection() -> None:
+async def test_an_unread_answer_ends_its_connection() -> None:
     """A reused connection would not read its next response either."""
     script = [read_request(), send(answer(b"x" * (READ_BUFFER_BYTES + 1))), hold()]
     async with asking(script) as here:
@@ -200,7 +200,7 @@ async def test_a_port_without_a_listener_is_unreachable() -> None:
             assert isinstance(raised.value.__cause__, OSError)
 
 
-async def test_what_cannot_be_a_name_is_unreachable() -> None:
+async def test_an_invalid_host_name_is_unreachable() -> None:
     async with pooling() as pool:
         for url in ("http://a..b:1", f"http://{'a' * 64}.test:1"):
             with pytest.raises(Unreachable):
@@ -366,7 +366,7 @@ async def test_a_shorter_wait_after_a_longer_one_is_short() -> None:
 
 
 @pytest.mark.parametrize("end", [close(), reset()], ids=["closed", "reset"])
-async def test_what_came_before_the_end_is_handed_on(end: Step) -> None:
+async def test_bytes_before_the_end_of_a_connection_are_relayed(end: Step) -> None:
     script = [read_request(), send(STREAM_HEAD + chunked(b"1", b"2")), wait(0.1), end]
     async with asking(script) as here:
         connection = await here.ask()

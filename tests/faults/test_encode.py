@@ -37,7 +37,9 @@ def encoded(*instances: FakeInstance) -> int:
 
 @pytest.mark.fault(1, 6, 7, 8)
 @pytest.mark.parametrize("fault", [refuses(500), refuses(502), refuses(408), drops, hangs])
-async def test_where_one_encoder_fails_another_encodes(launch: Launch, fault: Handler) -> None:
+async def test_another_encode_instance_encodes_after_a_failure(
+    launch: Launch, fault: Handler
+) -> None:
     config: Any = {"encode_timeout_s": 1.0, "encode_balance": "round_robin"}
     async with launch(encode=2, **config) as fleet:
         fleet.encode[0].chat = fault
@@ -50,7 +52,9 @@ async def test_where_one_encoder_fails_another_encodes(launch: Launch, fault: Ha
 
 
 @pytest.mark.fault(1)
-async def test_where_all_encoders_fail_decode_encodes_and_it_is_said(launch: Launch) -> None:
+async def test_decode_encodes_if_all_encode_instances_fail_and_a_header_says_so(
+    launch: Launch,
+) -> None:
     async with launch(encode=3) as fleet:
         for instance in fleet.encode:
             instance.chat = refuses(500)
@@ -67,7 +71,9 @@ async def test_where_all_encoders_fail_decode_encodes_and_it_is_said(launch: Lau
 
 
 @pytest.mark.fault(1)
-async def test_where_it_may_not_be_local_the_client_is_told_to_leave_it(launch: Launch) -> None:
+async def test_a_failed_encode_without_local_fallback_tells_the_client_not_to_retry(
+    launch: Launch,
+) -> None:
     async with launch(on_encode_failure="fail") as fleet:
         fleet.e.chat = refuses(500)
         async with fleet.post(request(image())) as reply:
@@ -152,7 +158,7 @@ async def test_the_only_one_is_asked_again_when_it_said(launch: Launch) -> None:
 
 @pytest.mark.fault(4)
 @pytest.mark.parametrize("retry_after", ["600", None, "Wed, 21 Oct 2037 07:28:00 GMT"])
-async def test_it_is_not_waited_for_longer_than_an_encode_may_take(
+async def test_an_encode_is_waited_for_at_most_its_timeout(
     launch: Launch, retry_after: str | None
 ) -> None:
     async with launch(on_encode_failure="fail", encode_timeout_s=5) as fleet:
@@ -241,7 +247,7 @@ async def test_an_invalid_answer_is_retried_on_another_encoder(launch: Launch, s
 
 
 @pytest.mark.fault(11)
-async def test_where_one_item_fails_all_go_on_with_their_media(launch: Launch) -> None:
+async def test_all_items_are_sent_with_their_media_if_one_encode_fails(launch: Launch) -> None:
     async def fails_one(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         [part] = body["messages"][0]["content"]
         bad = part["image_url"] == image(b"bad!")["image_url"]
@@ -258,7 +264,7 @@ async def test_where_one_item_fails_all_go_on_with_their_media(launch: Launch) -
 
 
 @pytest.mark.fault(11)
-async def test_where_one_item_fails_for_good_the_others_are_cancelled(launch: Launch) -> None:
+async def test_other_encodes_are_cancelled_if_one_item_is_invalid(launch: Launch) -> None:
     async def fails_one(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         bad = body["messages"][0]["content"][0]["image_url"] == image(b"bad!")["image_url"]
         return await (refuses(500) if bad else hangs)(http, body)
@@ -298,7 +304,7 @@ async def test_metadata_that_could_be_anothers_are_refused(launch: Launch, param
 
 
 @pytest.mark.fault(13)
-async def test_where_no_encoder_can_be_reached_decode_encodes_or_503(launch: Launch) -> None:
+async def test_unreachable_encode_instances_end_in_a_local_encode_or_503(launch: Launch) -> None:
     for on_failure, status in (("local", 200), ("fail", 503)):
         config: Any = {"encode_servers_urls": (NOBODY, "http://127.0.0.1:10")}
         async with launch(**config, on_encode_failure=on_failure, eject_after=1) as fleet:

@@ -35,7 +35,7 @@ def after(event: asyncio.Event, then: Handler) -> Handler:
 @streaming
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("fault", [refuses(500), refuses(503), drops])
-async def test_where_prefill_fails_decode_is_aborted_and_asked_again(
+async def test_a_failed_prefill_aborts_decode_and_both_are_retried(
     launch: Launch, fault: Handler, stream: bool
 ) -> None:
     async with strict(launch, "mooncake", prefill=2, **AT_ONCE) as (fleet, wire):
@@ -60,7 +60,7 @@ async def test_where_prefill_fails_decode_is_aborted_and_asked_again(
 
 
 @pytest.mark.fault(30)
-async def test_where_prefill_fails_the_same_decode_is_chosen_again(launch: Launch) -> None:
+async def test_a_failed_prefill_keeps_the_decode_instance_eligible(launch: Launch) -> None:
     balance: Any = {"decode_balance": "session"}
     async with strict(launch, "mooncake", prefill=2, decode=2, **balance) as (fleet, _):
         fleet.p.chat = fails_first(1, refuses(500), fleet.p.chat)
@@ -73,7 +73,7 @@ async def test_where_prefill_fails_the_same_decode_is_chosen_again(launch: Launc
 
 
 @pytest.mark.fault(30)
-async def test_where_all_prefills_fail_decode_is_asked_alone(launch: Launch) -> None:
+async def test_decode_serves_alone_if_all_prefills_fail(launch: Launch) -> None:
     async with strict(launch, "mooncake", prefill=2) as (fleet, wire):
         for one in fleet.prefill:
             one.chat = refuses(500)
@@ -87,7 +87,7 @@ async def test_where_all_prefills_fail_decode_is_asked_alone(launch: Launch) -> 
 
 @streaming
 @pytest.mark.fault(34)
-async def test_where_decode_fails_first_prefill_is_aborted(launch: Launch, stream: bool) -> None:
+async def test_a_failed_decode_aborts_the_concurrent_prefill(launch: Launch, stream: bool) -> None:
     async with strict(launch, "mooncake", prefill=2, decode=2, **AT_ONCE) as (fleet, wire):
         began = asyncio.Event()
 
@@ -276,7 +276,7 @@ async def test_the_engine_id_of_a_replaced_prefill_instance_is_fetched_again(
         wire.wrong.clear()  # decode received the old engine id
 
 
-async def test_what_is_known_of_a_connector_does_not_hold_for_ever(
+async def test_facts_about_a_connector_expire(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_peers, "KNOWN_S", 0.0)

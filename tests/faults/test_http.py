@@ -28,7 +28,7 @@ def slugs(fleet: Fleet) -> list[tuple[int, str | None]]:
 @pytest.mark.fault(57)
 @pytest.mark.security("S19")
 @pytest.mark.parametrize("sent", NOT_HTTP.values(), ids=NOT_HTTP)
-async def test_what_is_not_plainly_one_request_is_a_400_and_the_end(sent: bytes) -> None:
+async def test_an_ambiguous_request_gets_a_400_and_the_connection_ends(sent: bytes) -> None:
     async with launch() as fleet, connected(fleet.url) as (reader, writer):
         writer.write(sent)
         said = await answer(reader)
@@ -41,7 +41,7 @@ async def test_what_is_not_plainly_one_request_is_a_400_and_the_end(sent: bytes)
 
 
 @pytest.mark.fault(57)
-async def test_what_follows_a_bad_request_is_no_request() -> None:
+async def test_bytes_after_a_bad_request_are_not_a_request() -> None:
     async with launch() as fleet, connected(fleet.url) as (reader, writer):
         writer.write(NOT_HTTP["length and chunked"] + post(chat()))
         await answer(reader)
@@ -141,7 +141,7 @@ def _damaged(sent: bytes, dice: random.Random) -> bytes:
 @pytest.mark.security("S19")
 @pytest.mark.parametrize("path", ["/health", "/v1/chat/completions", "/nothing"])
 @pytest.mark.parametrize("expected", [SECRET, f"100-continue, {SECRET}"])
-async def test_what_cannot_be_expected_is_a_417(path: str, expected: str) -> None:
+async def test_an_unknown_expectation_gets_a_417(path: str, expected: str) -> None:
     async with launch() as fleet, connected(fleet.url) as (reader, writer):
         writer.write(post(chat(), path, Expect=expected))
         said = await answer(reader)

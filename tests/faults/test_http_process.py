@@ -24,7 +24,7 @@ from tests.support.raw import answer, connected, ended, post
 
 
 @pytest.mark.fault(57)
-async def test_what_is_no_request_is_a_400_and_the_end() -> None:
+async def test_bytes_that_are_no_request_get_a_400_and_the_connection_ends() -> None:
     with serving(*INSTANCES) as (url, _):
         for sent in NOT_HTTP.values():
             async with connected(url) as (reader, writer):

@@ -16,7 +16,7 @@ def grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariants, "GRACE_S", 0.2)
 
 
-async def test_what_is_still_open_upstream_is_noticed(launch: Launch) -> None:
+async def test_open_upstream_requests_are_detected(launch: Launch) -> None:
     with pytest.raises(AssertionError, match="http://127"):  # noqa: PT012
         async with launch() as fleet:
             fleet.d.chat = hangs

@@ -20,7 +20,7 @@ UNCOUNTED = Background(lambda *_: None)
 pytestmark = pytest.mark.fault(65)
 
 
-async def test_what_holds_the_loop_up_is_measured_and_logged_once() -> None:
+async def test_a_blocked_event_loop_is_measured_and_logged_once() -> None:
     lags: list[float] = []
     with structlog.testing.capture_logs() as lines:
         async with watched(lags.append, UNCOUNTED, window_s=0.5):

@@ -155,7 +155,7 @@ async def test_a_500_of_media_that_the_request_has_is_the_instances(launch: Laun
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
-async def test_what_prefill_and_decode_cannot_fetch_is_no_fault_of_theirs(
+async def test_prefill_and_decode_are_not_blamed_for_media_they_cannot_fetch(
     launch: Launch, prefill: int
 ) -> None:
     config: Any = {"encode_servers_urls": (), "eject_after": 1}

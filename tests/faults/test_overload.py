@@ -151,7 +151,7 @@ async def test_a_request_that_queues_too_long_is_503_and_its_body_is_not_read(
 
 
 @pytest.mark.fault(60)
-async def test_those_that_wait_are_served_in_their_order(launch: Launch) -> None:
+async def test_queued_requests_are_served_in_order(launch: Launch) -> None:
     async with busy(launch, max_requests=1) as (fleet, gate):
         tasks = []
         for number in range(5):

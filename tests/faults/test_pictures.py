@@ -113,7 +113,7 @@ async def test_a_picture_that_cannot_be_read_is_refused(launch: Launch, url: str
         assert "YWJj" not in said
 
 
-async def test_what_is_no_picture_known_here_is_the_engines(launch: Launch) -> None:
+async def test_an_unknown_picture_format_is_left_to_the_engine(launch: Launch) -> None:
     async with launch() as fleet:
         one = bomb(1, 1)
         parts = [image(b"\0\0\0\x1cftypavif"), audio_url(one), input_audio(one + b"x"), video()]
@@ -126,7 +126,7 @@ async def test_a_picture_that_the_proxy_fetches_is_looked_into(launch: Launch) -
         await refused(fleet, text(), image(origin.url))
 
 
-async def test_what_is_refused_is_not_in_the_log(launch: Launch) -> None:
+async def test_a_rejected_picture_is_not_in_the_log(launch: Launch) -> None:
     async with launch() as fleet:
         await refused(fleet, image(bomb(1, 1)))
 

@@ -56,7 +56,9 @@ def releases(instance: FakeInstance) -> list[dict[str, Any]]:
 
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("fault", [refuses(500), refuses(503), drops, hangs])
-async def test_where_one_prefill_fails_another_prefills(launch: Launch, fault: Handler) -> None:
+async def test_another_prefill_instance_prefills_after_a_failure(
+    launch: Launch, fault: Handler
+) -> None:
     async with launch(prefill=2, prefill_timeout_s=1 if fault is hangs else 30) as fleet:
         fleet.prefill[0].chat = fault
         async with fleet.post(request(text(), image())) as reply:
@@ -69,7 +71,7 @@ async def test_where_one_prefill_fails_another_prefills(launch: Launch, fault: H
 
 
 @pytest.mark.fault(30)
-async def test_where_all_prefills_fail_decode_prefills_and_it_is_said(launch: Launch) -> None:
+async def test_decode_prefills_if_all_prefills_fail_and_a_header_says_so(launch: Launch) -> None:
     async with launch(prefill=3) as fleet:
         for instance in fleet.prefill:
             instance.chat = refuses(500)
@@ -92,7 +94,7 @@ async def test_where_all_prefills_fail_decode_prefills_and_it_is_said(launch: La
         (refuses(503), 503, "prefill_overloaded"),
     ],
 )
-async def test_where_decode_may_not_prefill_the_request_fails(
+async def test_a_failed_prefill_without_local_fallback_fails_the_request(
     launch: Launch, fault: Handler, status: int, slug: str
 ) -> None:
     timeout_s = 0.2 if fault is hangs else 30
@@ -107,7 +109,7 @@ async def test_where_decode_may_not_prefill_the_request_fails(
 
 
 @pytest.mark.fault(30)
-async def test_what_prefill_says_of_the_request_is_the_clients(launch: Launch) -> None:
+async def test_a_rejection_by_prefill_reaches_the_client(launch: Launch) -> None:
     async with launch(prefill=2) as fleet:
         for instance in fleet.prefill:
             instance.chat = refuses(400, "too long")
@@ -165,7 +167,7 @@ async def test_decode_that_could_not_fetch_is_retried_if_no_other_is_reachable(
 
 
 @pytest.mark.fault(32, 33)
-async def test_where_decode_cannot_fetch_what_prefill_made_it_is_made_again(
+async def test_prefill_is_repeated_if_decode_cannot_read_its_blocks(
     launch: Launch,
 ) -> None:
     made: list[dict[str, Any]] = []
@@ -189,7 +191,9 @@ async def test_where_decode_cannot_fetch_what_prefill_made_it_is_made_again(
 
 @pytest.mark.fault(33)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_how_long_prefill_keeps_its_blocks_is_measured(launch: Launch, stream: bool) -> None:
+async def test_the_time_for_which_prefill_keeps_its_blocks_is_measured(
+    launch: Launch, stream: bool
+) -> None:
     async with launch(prefill=1) as fleet:
 
         async def queues(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -212,7 +216,7 @@ async def test_how_long_prefill_keeps_its_blocks_is_measured(launch: Launch, str
 
 
 @pytest.mark.fault(32)
-async def test_it_is_made_again_once(launch: Launch) -> None:
+async def test_a_prefill_is_repeated_once(launch: Launch) -> None:
     async with launch(prefill=2) as fleet:
         fleet.d.chat = refuses(500, "KV load failed")
         async with fleet.post(request(text())) as reply:
@@ -226,7 +230,7 @@ async def test_it_is_made_again_once(launch: Launch) -> None:
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("prefill", [0, 1])
 @pytest.mark.parametrize("fault", [refuses(503), refuses(502), drops])
-async def test_where_one_decode_fails_another_decodes(
+async def test_another_decode_instance_decodes_after_a_failure(
     launch: Launch, fault: Handler, prefill: int
 ) -> None:
     async with launch(prefill=prefill, decode=2) as fleet:
@@ -268,7 +272,7 @@ async def test_a_decode_that_is_not_there_is_left_out_and_prefills_are_given_bac
         (hangs, 504, "decode_timeout", 1),
     ],
 )
-async def test_where_decode_fails_twice_the_request_does(
+async def test_two_failed_decodes_fail_the_request(
     launch: Launch, fault: Handler, status: int, slug: str, calls: int
 ) -> None:
     async with launch(decode=3, first_byte_timeout_s=1.0) as fleet:

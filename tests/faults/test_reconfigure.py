@@ -199,7 +199,9 @@ async def test_a_wrong_file_changes_nothing_and_all_its_errors_are_logged(
 
 
 @one_and_two
-async def test_what_needs_a_restart_is_named_and_kept(workers: int, tmp_path: Path) -> None:
+async def test_settings_that_need_a_restart_are_named_and_kept(
+    workers: int, tmp_path: Path
+) -> None:
     async with instances(encodes, decodes) as (e, d):
         urls = {"encode_servers_urls": [e.url], "decode_servers_urls": [d.url]}
         async with proxy(tmp_path, workers, **urls) as running:

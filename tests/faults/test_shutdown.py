@@ -114,7 +114,7 @@ def events(raw: bytes) -> list[Any]:
 
 
 @pytest.mark.fault(61)
-async def test_it_says_so_goes_on_serving_and_lets_what_runs_end(workers: str) -> None:
+async def test_a_draining_proxy_says_so_and_completes_running_requests(workers: str) -> None:
     async with proxy(workers, "--drain-delay-s", "6") as running:
         stream = await running.ask(stream=True)
         running.process.terminate()
@@ -134,7 +134,7 @@ async def test_it_says_so_goes_on_serving_and_lets_what_runs_end(workers: str) -
 
 
 @pytest.mark.fault(61)
-async def test_what_has_not_ended_in_time_is_told_so(workers: str) -> None:
+async def test_requests_beyond_the_drain_timeout_get_an_error(workers: str) -> None:
     async with proxy(workers, "--drain-timeout-s", "0.5") as running:
         stream = await running.ask(stream=True)
         whole = running.ask()

@@ -140,9 +140,7 @@ async def test_clients_certificates_are_verified(
             assert await clients.status() == 200
 
 
-async def test_what_does_not_speak_tls_does_no_harm(
-    authority: Authority, issued: Certificate
-) -> None:
+async def test_a_client_without_tls_does_no_harm(authority: Authority, issued: Certificate) -> None:
     said = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-SECRET\r\n\r\n"
     with serving(*INSTANCES, *issued.flags) as (url, process):
         clients = of(url, authority)

@@ -94,7 +94,7 @@ def test_probes_do_not_push_the_last_words_of_a_server_out(tmp_path: Path) -> No
         ("2026-11-21T17:53:38.099Z [warning  ] instance  a=\x1b[31m1\n", "instance  a=[31m1"),
     ],
 )
-def test_what_a_server_does_is_told_from_its_log(tmp_path: Path, log: str, doing: str) -> None:
+def test_progress_of_a_server_is_read_from_its_log(tmp_path: Path, log: str, doing: str) -> None:
     process = start(tmp_path, "import time; time.sleep(60)")
     process.log.write_text(log)
     said = process.last_message()
@@ -103,7 +103,9 @@ def test_what_a_server_does_is_told_from_its_log(tmp_path: Path, log: str, doing
     assert said == doing
 
 
-def test_what_a_server_does_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_a_server_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("epd.tools.fleet.process.PROGRESS_S", 0.2)
     reports: list[str] = []
     process = start(tmp_path, "import time; time.sleep(60)")
@@ -176,7 +178,7 @@ def test_topologies(name: str, roles: list[str]) -> None:
 @pytest.mark.parametrize(
     "name", ["", "1e", "1p", "1d", "e1p1d", "1e1p", "0e1pd", "1e1pd1d", "e1pd", "100e1pd"]
 )
-def test_what_is_no_topology(name: str) -> None:
+def test_an_invalid_topology_is_rejected(name: str) -> None:
     with pytest.raises(ValueError, match="topology"):
         Topology.parse(name)
 

@@ -43,7 +43,7 @@ def test_a_signal_waits_for_what_is_done_as_a_whole(number: signal.Signals) -> N
         signal.raise_signal(number)
 
 
-def test_what_is_started_meanwhile_is_open_to_signals() -> None:
+def test_processes_started_meanwhile_receive_signals() -> None:
     with hold_signals():
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     child.terminate()

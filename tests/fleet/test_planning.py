@@ -64,7 +64,7 @@ def test_a_stage_may_be_named_once_for_each_instance() -> None:
 
 
 @given(st.text(max_size=20))
-def test_what_names_no_devices_is_a_value_error(text: str) -> None:
+def test_an_invalid_list_of_devices_is_a_value_error(text: str) -> None:
     for read in (parse, parse_instances):
         try:
             read(text)
@@ -73,7 +73,7 @@ def test_what_names_no_devices_is_a_value_error(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "e", "e=", "x=0", "e=0+", "e=:1", "e=0 1", "e=0+0", "e=0;1"])
-def test_what_names_no_devices(text: str) -> None:
+def test_an_invalid_list_of_devices_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="is not of the form"):
         parse(text)
 
@@ -113,7 +113,7 @@ def test_instances_get_what_is_named_or_one_of_the_others(
 
 
 @pytest.mark.parametrize("gpus", ["e=0", "p=0:1", "pd=0"])
-def test_as_many_devices_are_named_as_there_are_instances(gpus: str) -> None:
+def test_the_number_of_devices_equals_that_of_instances(gpus: str) -> None:
     with pytest.raises(ValueError, match="the topology has"):
         assign(ROLES, parse(gpus), "01")
 
@@ -269,7 +269,7 @@ def test_the_variable_that_names_devices_is_the_platforms_or_one_that_is_named()
     assert encode.environment() == {"HIP_VISIBLE_DEVICES": "4", **once}
 
 
-def test_what_the_caller_has_set_goes_before_the_platforms_own() -> None:
+def test_variables_of_the_caller_precede_those_of_the_platform() -> None:
     [_, prefill, _] = plan({**TWO, "UCX_TLS": "rc"}, topology="1e1p1d").engines
 
     assert prefill.environment()["UCX_TLS"] == "rc"

@@ -102,7 +102,7 @@ class Up:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_it_serves_until_it_is_stopped_and_leaves_nothing(
+def test_up_serves_until_it_is_stopped_and_leaves_nothing(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     up = Up(tmp_path, topology="1e1p1d")
@@ -139,7 +139,7 @@ def test_nohup_keeps_it_running_without_its_terminal(tmp_path: Path) -> None:
         assert up.ask().status_code == 200
 
 
-def test_what_is_printed_to_be_pasted_answers(tmp_path: Path) -> None:
+def test_the_printed_example_request_is_answered(tmp_path: Path) -> None:
     up = Up(tmp_path, "--served-model-name", "it's")
     with up.started() as process:
         up.wait_for(process, "ready: ")
@@ -356,7 +356,7 @@ def test_a_folder_is_a_store_that_stays(tmp_path: Path) -> None:
         (("--model", "m", "--nope"), "unrecognized arguments: --nope"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(flags: tuple[str, ...], message: str) -> None:
+def test_an_error_of_up_is_reported_in_one_line(flags: tuple[str, ...], message: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "MODEL"}
     ran = subprocess.run(
         (sys.executable, "-m", "epd", "up", *flags),

@@ -99,7 +99,7 @@ async def test_least_load_uses_reported_load(launch: Launch) -> None:
         assert f"epd_instance_reported_requests{{{labels}}} 9" in page
 
 
-async def test_what_is_under_way_from_here_is_not_counted_once_more_when_it_is_reported(
+async def test_own_requests_in_a_load_report_are_not_counted_twice(
     launch: Launch,
 ) -> None:
     async with launch(decode=2, **OFTEN) as fleet:
@@ -174,7 +174,7 @@ async def test_a_hung_or_wrong_load_report_counts_as_no_report(launch: Launch, n
     assert Endless.sent < 4 * MAX_PAGE_BYTES
 
 
-async def test_what_was_reported_long_ago_is_forgotten(launch: Launch) -> None:
+async def test_old_load_reports_expire(launch: Launch) -> None:
     async with launch(decode=2, **OFTEN) as fleet:
         fleet.d.metrics = reports((0, 50))
         await known(fleet, fleet.d, waiting=0, running=50)

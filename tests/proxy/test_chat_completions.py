@@ -316,7 +316,7 @@ async def test_the_proxys_key_goes_on_where_the_client_has_none(launch: Launch) 
         assert keys == ["Bearer own", "Bearer client"]
 
 
-async def test_where_the_time_went_is_told_to_client_and_observers(launch: Launch) -> None:
+async def test_stage_times_reach_the_client_and_the_observers(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
         async with fleet.post(request(image(b"1"), image(b"2"))) as reply:
             timing = reply.headers["Server-Timing"]

@@ -71,7 +71,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-async def test_what_is_not_there_is_claimed_with_the_look_and_its_turn_asks_no_more(
+async def test_a_lookup_claims_missing_entries_without_a_second_call(
     backed: Backed, url: str, calls: list[str]
 ) -> None:
     async with claiming(url) as claims, looked(claims, "a", "b") as look:
@@ -186,7 +186,7 @@ async def test_a_visit_that_fails_as_its_client_leaves_is_not_worth_a_word(
     assert "never retrieved" not in caplog.text
 
 
-async def test_what_is_found_again_is_not_leased_again(
+async def test_an_entry_found_again_is_not_leased_again(
     backed: Backed, url: str, calls: list[str]
 ) -> None:
     put(backed.store, KEYS[0])

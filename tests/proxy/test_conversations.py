@@ -181,7 +181,7 @@ async def test_another_picture_of_the_same_size_is_not_taken_for_the_last_ones(
         assert (await figures(fleet))["changed"] == 1
 
 
-async def test_of_an_edited_history_only_what_comes_before_the_edit_is_read(
+async def test_only_blocks_before_an_edit_of_the_history_are_read_back(
     launch: Launch,
 ) -> None:
     turns = Turns()
@@ -232,7 +232,7 @@ async def test_without_a_block_size_nothing_is_read_of_an_edited_history(
         {"cache_salt": "mine"},
     ],
 )
-async def test_what_is_another_prompt_is_computed(launch: Launch, other: dict[str, Any]) -> None:
+async def test_a_different_prompt_is_computed(launch: Launch, other: dict[str, Any]) -> None:
     turns = Turns()
     async with talking(launch, turns) as fleet:
         talk = Talk(fleet)
@@ -269,7 +269,7 @@ async def test_a_client_gets_the_token_ids_that_it_requests(launch: Launch) -> N
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, 1, ["c"], {}, True])
-async def test_what_is_no_name_is_refused(launch: Launch, name: object) -> None:
+async def test_an_invalid_conversation_id_is_rejected(launch: Launch, name: object) -> None:
     async with launch() as fleet:
         body = {"model": "m", "messages": [], "conversation_id": name}
         status, said = await fleet.chat(body)
@@ -296,7 +296,9 @@ async def test_no_instance_sees_the_name_at_any_endpoint(launch: Launch) -> None
         assert not any("conversation_id" in call.body for call in calls)
 
 
-async def test_what_is_said_at_other_endpoints_is_handed_on_as_it_is(launch: Launch) -> None:
+async def test_conversation_fields_of_other_endpoints_are_forwarded_unchanged(
+    launch: Launch,
+) -> None:
     """A tool may have arguments with these names, of any type."""
     arguments = {"token_ids": [1, 2], "prompt_token_ids": [3], "kv_transfer_params": {"x": 1}}
     said = {"content": [{"type": "tool_use", "name": "f", "input": arguments}]}
@@ -403,7 +405,7 @@ async def test_after_its_time_a_conversation_is_computed(launch: Launch) -> None
         assert await health(fleet) == {"kept": 0, "evicted": 2}
 
 
-async def test_what_is_too_many_is_evicted_and_counted(launch: Launch) -> None:
+async def test_conversations_above_the_limit_are_evicted_and_counted(launch: Launch) -> None:
     turns = Turns()
     async with talking(launch, turns, max_conversations=2) as fleet:
         for number in range(3):

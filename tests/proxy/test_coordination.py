@@ -127,7 +127,7 @@ async def test_an_early_choice_counts_as_load_from_the_choice_on(launch: Launch)
         assert sorted(len(one.calls) for one in fleet.decode) == [2, 3]
 
 
-async def test_what_prefill_has_no_part_in_goes_to_a_remote_decode_with_its_media(
+async def test_requests_that_prefill_cannot_serve_go_to_a_remote_decode_with_their_media(
     launch: Launch,
 ) -> None:
     stranger = FakeInstance(decodes)
@@ -140,7 +140,9 @@ async def test_what_prefill_has_no_part_in_goes_to_a_remote_decode_with_its_medi
         assert [part["type"] for part in stranger.calls[0].parts] == ["text", "image_url"]
 
 
-async def test_what_the_local_instance_cannot_prefill_decode_does(launch: Launch) -> None:
+async def test_decode_serves_requests_that_the_local_instance_cannot_prefill(
+    launch: Launch,
+) -> None:
     async with launch(1, 2, 1, policies=("prefill_local_decode_remote",)) as fleet:
         fleet.p.chat = refuses(500)
 
@@ -237,7 +239,7 @@ FORBIDDEN, MALFORMED = (403, "host_not_allowed"), (400, "invalid_decode")
         ("a%2f.0.1:80", FORBIDDEN),
     ],
 )
-async def test_of_one_on_an_allowed_host_a_client_names_host_and_port_alone(
+async def test_a_client_names_only_host_and_port_of_an_instance_on_an_allowed_host(
     launch: Launch, value: str, expected: tuple[int, str]
 ) -> None:
     stranger = FakeInstance(decodes)

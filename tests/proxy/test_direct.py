@@ -81,7 +81,7 @@ def a_signal_at_startup(app: web.Application) -> None:
         (a_signal_at_startup, "signal"),
     ],
 )
-async def test_what_is_added_to_the_application_is_called_for_each_request(
+async def test_added_middlewares_and_signals_see_every_request(
     change: Callable[[web.Application], None], added: str | None
 ) -> None:
     async with serving(change) as url:

@@ -278,7 +278,7 @@ async def test_ids_that_an_encode_instance_makes_up_do_not_count(launch: Launch)
         (encodes_without_params, 502, "encode_metadata"),
     ],
 )
-async def test_what_could_not_be_pushed_is_no_consumers_to_encode(
+async def test_an_output_that_was_not_pushed_is_not_encoded_by_the_consumer(
     launch: Launch, chat: Handler, status: int, error: str
 ) -> None:
     async with mooncake(launch, Pushes()) as fleet:
@@ -455,7 +455,7 @@ async def test_a_repeated_item_is_encoded_again_without_lookups(
         assert len(fleet.e.calls) == 2
 
 
-async def test_what_was_evicted_is_encoded_again_and_the_media_go_along(launch: Launch) -> None:
+async def test_an_evicted_entry_is_encoded_again_and_the_media_are_sent(launch: Launch) -> None:
     memory = Memory()
     async with nixl(launch, memory) as fleet:
 
@@ -483,7 +483,7 @@ async def test_media_go_along_where_an_output_has_no_whole_address(
         assert kinds(fleet.d) == ["image_url"]
 
 
-async def test_what_has_no_room_to_be_kept_goes_on_as_media(launch: Launch) -> None:
+async def test_an_output_without_room_in_the_store_is_sent_as_media(launch: Launch) -> None:
     memory = Memory(full=True)
     async with nixl(launch, memory) as fleet:
         await ask(fleet, request(image()))

@@ -89,7 +89,7 @@ async def test_a_conversation_of_ten_turns_encodes_each_picture_once(
         assert not any("image_url" in types for types in media_types(fleet.d))
 
 
-async def test_what_one_proxy_encoded_another_finds(
+async def test_an_entry_of_one_proxy_is_found_by_another(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url) as one, caching(launch, backed, url) as other:
@@ -697,7 +697,7 @@ async def test_a_model_that_is_no_name_is_a_400(
         assert (status, reply["error"]["param"]) == (400, "model")
 
 
-async def test_where_items_came_from_is_counted_and_logged(
+async def test_sources_of_items_are_counted_and_logged(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url) as fleet:

@@ -56,7 +56,7 @@ async def test_a_401_names_the_header_of_the_key(launch: Launch, keys: Path) -> 
     assert messages["error"]["message"].endswith("X-API-Key: <key>")
 
 
-async def test_where_the_proxy_has_no_keys_the_instances_judge_anthropics(fleet: Fleet) -> None:
+async def test_instances_check_anthropic_keys_if_the_proxy_has_none(fleet: Fleet) -> None:
     await ask(fleet, "/v1/messages", message(text()), {"X-API-Key": "k"})
 
     assert fleet.d.calls[0].headers["Authorization"] == "Bearer k"

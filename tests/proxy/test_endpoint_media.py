@@ -86,7 +86,7 @@ async def test_a_picture_of_messages_is_encoded_once_while_the_store_has_it(
         assert len(fleet.e.calls) == 2
 
 
-async def test_what_chat_made_of_a_picture_is_not_taken_for_what_a_message_finds(
+async def test_a_message_does_not_use_the_chats_entry_of_a_picture(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     """The chat's entry has a key that no engine derives from the picture."""

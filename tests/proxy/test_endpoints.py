@@ -216,7 +216,7 @@ async def test_errors_of_anthropics_endpoint_are_in_its_shape(fleet: Fleet) -> N
         ("GET", "/v1/completions", 405, "BadRequestError"),
     ],
 )
-async def test_what_is_not_served_is_an_error_of_the_api_that_it_is_under(
+async def test_an_unknown_route_gets_an_error_of_the_api_above_it(
     fleet: Fleet, method: str, path: str, status: int, kind: str
 ) -> None:
     async with fleet.http.request(method, fleet.url + path) as reply:
@@ -231,7 +231,7 @@ async def test_what_is_not_served_is_an_error_of_the_api_that_it_is_under(
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/embeddings", "/tokenize", "/v1/audio/translations"]
 )
-async def test_there_must_be_a_place_for_what_is_passed_on(launch: Launch, path: str) -> None:
+async def test_passthrough_requests_need_a_slot(launch: Launch, path: str) -> None:
     async with launch(max_requests=1, max_queue=0) as fleet:
         fleet.d.chat = hangs
         first = asyncio.create_task(ask(fleet, "/v1/completions", {"prompt": "a"}))
@@ -246,7 +246,9 @@ async def test_there_must_be_a_place_for_what_is_passed_on(launch: Launch, path:
 
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("path", PLAIN)
-async def test_what_is_passed_on_is_tried_on_another_instance(launch: Launch, path: str) -> None:
+async def test_passthrough_requests_are_retried_on_another_instance(
+    launch: Launch, path: str
+) -> None:
     async with launch(decode=2) as fleet:
         for instance in fleet.decode:
             instance.chat = fails_first(1, drops, decodes)

@@ -146,7 +146,7 @@ def test_a_priority_is_one_integer_of_64_bits(said: list[str], priority: int | N
         given(("endpoint-load-metrics", LOAD)),
     ],
 )
-def test_what_vllm_would_not_take_is_not_sent(headers: CIMultiDictProxy[str]) -> None:
+def test_header_values_that_vllm_rejects_are_not_sent(headers: CIMultiDictProxy[str]) -> None:
     assert sent_on(headers, trusted=True) == {}
 
 

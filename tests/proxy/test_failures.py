@@ -302,7 +302,7 @@ async def test_many_requests_at_once_are_all_under_way(launch: Launch) -> None:
 
 
 @pytest.mark.security("S19")
-async def test_of_an_instances_refusal_all_but_its_text_is_logged(launch: Launch) -> None:
+async def test_a_rejection_by_an_instance_is_logged_without_its_text(launch: Launch) -> None:
     async with launch() as fleet:
         fleet.d.chat = refuses(400, "you wrote PRIVATE-PROMPT")
         await fleet.chat(request(text()))
@@ -515,7 +515,7 @@ async def test_a_body_that_does_not_come(launch: Launch) -> None:
         assert b"x-epd-error: body_timeout" in head
 
 
-async def test_what_is_not_served_is_an_openai_error_too(launch: Launch) -> None:
+async def test_an_unknown_route_gets_an_openai_error(launch: Launch) -> None:
     async with launch() as fleet:
         for method, path, status in [
             ("GET", "/v1/nothing", 404),

@@ -223,7 +223,7 @@ async def test_addresses_are_on_hosts_that_are_allowed_too(
         assert (await register(fleet, body))[0] == status
 
 
-async def test_what_is_configured_too_stays_when_its_registration_is_taken_back(
+async def test_a_configured_instance_stays_when_its_registration_is_removed(
     launch: Launch,
 ) -> None:
     async with launch(dynamic_registration=True, admin_api_key=KEY) as fleet:

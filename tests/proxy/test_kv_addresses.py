@@ -82,7 +82,7 @@ def test_several_instances_may_have_none() -> None:
         ({"kv_transfer": "p2p-nccl"}, "kv-transfer"),
     ],
 )
-def test_what_does_not_fit_the_transfer_is_said_at_the_start(
+def test_addresses_that_do_not_fit_the_transfer_are_rejected_at_the_start(
     settings: dict[str, str], said: str
 ) -> None:
     assert said in wrong(**settings)

@@ -120,7 +120,7 @@ async def test_the_line_of_a_request_names_the_instances_that_answered_it() -> N
     assert 0 < stream["ttft_s"] <= stream["seconds"]
 
 
-async def test_what_fails_at_once_for_several_is_told_apart() -> None:
+async def test_concurrent_failures_are_logged_by_request() -> None:
     async with proxy(decode=refuses(500)) as running:
         names = [f"r-{number}" for number in range(8)]
         await asyncio.gather(*(running.ask(name) for name in names))
@@ -192,7 +192,7 @@ async def test_a_store_that_engines_have_not_made_yet_is_a_line_and_is_found_lat
     assert len([call for call in encode.calls if call.path == "/v1/chat/completions"]) == 1
 
 
-async def test_what_is_done_for_the_store_later_is_in_no_requests_name() -> None:
+async def test_later_work_for_the_store_has_no_request_id() -> None:
     seen: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
     async def work() -> None:

@@ -207,7 +207,7 @@ async def test_forgotten_media_are_not_known_any_more(
         ({"content": [image(b"1")] * 65}, "messages"),
     ],
 )
-async def test_what_is_wrong_is_a_4xx_that_names_it(
+async def test_invalid_media_get_a_4xx_that_names_the_field(
     launch: Launch, backed: Backed, url: str, asked: Any, param: str | None
 ) -> None:
     async with (

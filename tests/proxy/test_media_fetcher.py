@@ -163,7 +163,7 @@ async def test_a_name_of_a_private_address_is_refused_as_one_that_does_not_exist
     assert address not in str(asked[0])
 
 
-async def test_of_several_addresses_only_allowed_ones_are_connected_to(
+async def test_only_allowed_addresses_of_a_host_are_connected_to(
     origin: FakeOrigin,
 ) -> None:
     names = FakeNames("169.254.169.254,127.0.0.1")
@@ -216,7 +216,7 @@ async def says_large(request: web.Request) -> web.StreamResponse:
 
 
 @pytest.mark.parametrize("answer", [endless, says_large])
-async def test_what_is_too_large_is_not_read_on(
+async def test_reading_of_media_ends_at_the_size_limit(
     origin: FakeOrigin, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> None:
     origin.answer = answer
@@ -375,7 +375,7 @@ async def test_a_304_can_make_it_fresh_again(origin: FakeOrigin) -> None:
 
 
 @pytest.mark.parametrize("said", ["no-store", "private, max-age=1000"])
-async def test_what_may_not_be_kept_is_not(origin: FakeOrigin, said: str) -> None:
+async def test_media_that_may_not_be_cached_are_not_cached(origin: FakeOrigin, said: str) -> None:
     origin.headers |= {"Cache-Control": said, "ETag": '"1"'}
     async with fetching() as fetcher:
         await fetcher.fetch(origin.url, "image")
@@ -394,7 +394,7 @@ async def test_tenants_share_nothing(origin: FakeOrigin) -> None:
     assert origin.sent == 2
 
 
-async def test_what_is_behind_a_redirect_is_validated_where_it_is(origin: FakeOrigin) -> None:
+async def test_redirected_media_are_revalidated_at_their_own_url(origin: FakeOrigin) -> None:
     targets = ["/1"]
 
     async def answer(request: web.Request) -> web.Response:
@@ -424,7 +424,7 @@ async def test_what_is_behind_a_redirect_is_validated_where_it_is(origin: FakeOr
     ("said", "asked"),
     [("max-age=1000", 1), ("", 2), ("no-store, max-age=1000", 2), ("private, max-age=1000", 2)],
 )
-async def test_what_is_behind_a_redirect_is_no_fresher_than_the_redirect(
+async def test_redirected_media_are_no_fresher_than_the_redirect(
     origin: FakeOrigin, said: str, asked: int
 ) -> None:
     async def answer(request: web.Request) -> web.Response:
@@ -465,7 +465,7 @@ async def test_a_deleted_picture_is_dropped_and_an_origin_error_is_not_a_deletio
     assert origin.sent == 2
 
 
-async def test_what_does_not_fit_is_fetched_again(origin: FakeOrigin) -> None:
+async def test_media_that_do_not_fit_the_cache_are_fetched_again(origin: FakeOrigin) -> None:
     origin.headers["Cache-Control"] = "max-age=1000"
     async with fetching(media_cache_bytes=0) as fetcher:
         await fetcher.fetch(origin.url, "image")

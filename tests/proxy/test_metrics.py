@@ -385,7 +385,7 @@ async def test_an_abandoned_prefill_is_released_and_counted(
     assert releases == counted("epd_kv_releases_total", result=result)
 
 
-async def test_what_each_instance_is_and_has_to_do_is_shown(launch: Launch) -> None:
+async def test_metrics_show_the_role_and_the_load_of_each_instance(launch: Launch) -> None:
     async with launch(eject_after=1) as fleet:
         labels = {"role": "prefill_decode", "instance": fleet.d.url}
         up, at_it = named("epd_instance_up", **labels), named("epd_instance_requests", **labels)

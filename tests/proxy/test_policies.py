@@ -42,7 +42,7 @@ async def in_force(url: str) -> list[str]:
     return [row["policy"] for row in said["policies"]]
 
 
-async def test_it_shows_what_is_in_force_with_all_options(launch: Launch) -> None:
+async def test_policies_in_force_are_shown_with_all_options(launch: Launch) -> None:
     async with launch(1, 1, 1, skip_prefill_below_tokens=7, **SETTINGS) as fleet:
         status, said = await call(fleet.url, "GET")
 
@@ -62,7 +62,7 @@ async def test_it_shows_what_is_in_force_with_all_options(launch: Launch) -> Non
     assert set(said["known"]) >= {"encode_pd", "pd_only", "prefill_decode"}
 
 
-async def test_what_is_set_is_in_force_at_once(launch: Launch) -> None:
+async def test_a_policy_that_is_set_takes_effect_at_once(launch: Launch) -> None:
     async with launch(1, 1, 1, **SETTINGS) as fleet:
         await fleet.chat(request(text()))
         assert asked(fleet) == (0, 1, 1)
@@ -131,7 +131,7 @@ CANNOT: list[tuple[str, object, int, str]] = [
 
 
 @pytest.mark.parametrize("case", CANNOT)
-async def test_what_cannot_be_in_force_changes_nothing(
+async def test_invalid_policies_change_nothing(
     launch: Launch, case: tuple[str, object, int, str]
 ) -> None:
     method, body, status, message = case
@@ -145,7 +145,7 @@ async def test_what_cannot_be_in_force_changes_nothing(
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "POST", "DELETE"])
-async def test_it_wants_the_admin_key(launch: Launch, method: str) -> None:
+async def test_changes_of_policies_need_the_admin_key(launch: Launch, method: str) -> None:
     async with launch(1, 1, 1, **SETTINGS) as fleet:
         body = {"policies": ["prefill_decode"], "policy": "prefill_decode"}
         for key in ("", "wrong"):
@@ -198,7 +198,7 @@ async def test_a_change_reaches_all_workers_and_a_new_one_has_it(
             await everywhere(running, ["prefill_decode"])
 
 
-async def test_what_is_set_and_not_possible_any_more_gives_way(
+async def test_set_policies_that_became_invalid_are_discarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EPD_ADMIN_API_KEY", ADMIN)

@@ -149,7 +149,7 @@ def test_conversations_that_outlive_decodes_blocks_are_warned_of_once(
     assert ended.stderr.count("decoder_kv_blocks_ttl") == warned
 
 
-def test_what_is_not_the_addresss_fault_is_not_said_to_be() -> None:
+def test_errors_unrelated_to_the_address_do_not_blame_it() -> None:
     few = f"ulimit -n 32; exec {shlex.join([*EPD, 'serve', *INSTANCES, *ADDRESS])} --workers 32"
     ended = subprocess.run(
         ["/bin/sh", "-c", few], capture_output=True, text=True, timeout=120, check=False
@@ -168,7 +168,7 @@ def test_a_signal_ends_it_cleanly(number: signal.Signals) -> None:
         assert process.wait(100) == 0
 
 
-async def test_it_serves_and_logs_one_line_a_request_without_secrets() -> None:
+async def test_serve_logs_one_line_per_request_without_secrets() -> None:
     encode, decode = FakeInstance(encodes), FakeInstance(decodes)
     async with encode.running(), decode.running():
         flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
@@ -261,7 +261,7 @@ async def test_a_second_signal_ends_it_at_once() -> None:
 
 
 @pytest.mark.security("S19")
-def test_what_cannot_be_parsed_is_not_logged() -> None:
+def test_bytes_that_cannot_be_parsed_are_not_logged() -> None:
     with serving(*INSTANCES) as (url, process):
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), 5) as connection:

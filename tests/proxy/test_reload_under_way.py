@@ -38,7 +38,7 @@ def picture() -> dict[str, Any]:
     return request(image(), text())
 
 
-async def test_what_decode_is_sent_is_as_configured_when_the_request_came(
+async def test_decode_requests_follow_the_configuration_at_their_arrival(
     launch: Launch, picture: dict[str, Any]
 ) -> None:
     async with launch(decode_media="metadata") as fleet:
@@ -75,7 +75,7 @@ async def test_time_limits_are_those_of_when_the_request_came(
         assert await read(fleet, picture) == 504
 
 
-async def test_what_follows_a_failure_is_as_configured_when_the_request_came(
+async def test_retries_follow_the_configuration_at_the_requests_arrival(
     launch: Launch, picture: dict[str, Any]
 ) -> None:
     async def refuses(_: web.Request, __: dict[str, Any]) -> web.StreamResponse:

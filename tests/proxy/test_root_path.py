@@ -43,7 +43,7 @@ async def test_every_route_is_answered_with_the_prefix_and_without_it(
         "/x/vllm/v1/models",
     ],
 )
-async def test_what_is_not_below_the_prefix_is_no_route(launch: Launch, target: str) -> None:
+async def test_a_path_outside_the_prefix_is_no_route(launch: Launch, target: str) -> None:
     async with launch(root_path="/vllm") as fleet:
         answer = await ask(fleet.url, f"GET {target} HTTP/1.1")
 

@@ -562,7 +562,7 @@ def test_an_endpoint_without_the_extra_ends_in_one_line() -> None:
         ("http://u:p@c:4317", "grpc", "without a user"),
     ],
 )
-def test_what_cannot_be_exported_to_ends_in_one_line(
+def test_an_unreachable_collector_is_reported_in_one_line(
     endpoint: str, protocol: str, message: str
 ) -> None:
     ended = called(

@@ -45,7 +45,9 @@ def stale(path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "3"])
-async def test_it_serves_on_a_unix_socket_and_removes_its_file(path: Path, workers: str) -> None:
+async def test_serve_listens_on_a_unix_socket_and_removes_its_file(
+    path: Path, workers: str
+) -> None:
     encode, decode = FakeInstance(encodes), FakeInstance(decodes)
     stale(path)
     async with encode.running(), decode.running():
@@ -65,7 +67,7 @@ async def test_it_serves_on_a_unix_socket_and_removes_its_file(path: Path, worke
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 @pytest.mark.parametrize("workers", ["1", "2"])
-async def test_it_serves_tls_on_a_unix_socket(path: Path, workers: str) -> None:
+async def test_serve_speaks_tls_on_a_unix_socket(path: Path, workers: str) -> None:
     pem = await asyncio.to_thread(localhost_certificate, path.parent)
     tls = ssl.create_default_context(cafile=str(pem))
     encode, decode = FakeInstance(encodes), FakeInstance(decodes)

@@ -88,7 +88,7 @@ async def test_a_picture_by_its_name_alone_is_refused(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("field", [{"n": 2}, {"prompt_logprobs": 1}])
-async def test_what_one_engine_alone_can_answer_is_decodes_with_the_media(
+async def test_requests_for_one_engine_go_to_decode_with_their_media(
     launch: Launch, field: dict[str, Any]
 ) -> None:
     """With encode instances too: decode beside prefill does not read encoder outputs."""

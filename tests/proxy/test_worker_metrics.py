@@ -92,7 +92,7 @@ async def test_a_worker_that_is_killed_takes_nothing_back_and_its_replacement_go
     assert workers.rest == ""
 
 
-async def test_what_a_worker_was_doing_ends_with_it() -> None:
+async def test_gauges_of_a_worker_end_with_it() -> None:
     encode, decode = FakeInstance(encodes), FakeInstance(hangs)
     async with encode.running(), decode.running():
         flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]

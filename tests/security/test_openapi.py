@@ -61,7 +61,7 @@ def described() -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield method.upper(), path, item[method]
 
 
-def test_it_has_every_route_and_no_other() -> None:
+def test_openapi_has_every_route_and_no_other() -> None:
     app = epd.create_app(
         epd.ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
     )
@@ -98,12 +98,12 @@ def test_the_document_states_the_keys_of_each_route() -> None:
     }
 
 
-def test_it_is_of_this_version() -> None:
+def test_openapi_states_this_version() -> None:
     assert DOCUMENT["info"]["version"] == __version__
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])
-async def test_it_wants_no_key(launch: Launch, keys: Path, key: str | None) -> None:
+async def test_openapi_needs_no_key(launch: Launch, keys: Path, key: str | None) -> None:
     async with launch(api_keys_file=keys, admin_api_key=ADMIN) as fleet:
         answer = await ask(fleet.url, "GET /openapi.json HTTP/1.1", bearer(key or "").items())
 

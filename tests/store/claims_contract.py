@@ -110,7 +110,7 @@ class ClaimsContract:
         assert store.claim([], "me", 30) == []
         store.release([], "me")
 
-    def test_what_is_there_is_found_in_place_of_claimed(self, opened: Opened) -> None:
+    def test_a_stored_entry_is_found_and_not_claimed(self, opened: Opened) -> None:
         one, other = opened(), opened()
         one.put(key("there"), entry())
         one.put(key("both"), entry())
@@ -224,7 +224,7 @@ class ClaimsContract:
                 store.release([key(str(n)) for n in range(4)], owner)
 
     @RACES
-    def test_of_eight_threads_one_gets_a_claim(self, opened: Opened, race: Race) -> None:
+    def test_one_of_eight_threads_gets_a_claim(self, opened: Opened, race: Race) -> None:
         leave_ended_claims(opened())
         stores, barrier = [opened() for _ in range(8)], threading.Barrier(8)
         with ThreadPoolExecutor(8) as pool:
@@ -233,7 +233,7 @@ class ClaimsContract:
         assert winners(won) == [1] * ROUNDS
 
     @RACES
-    def test_of_four_processes_one_gets_a_claim(self, opened: Opened, race: Race) -> None:
+    def test_one_of_four_processes_gets_a_claim(self, opened: Opened, race: Race) -> None:
         leave_ended_claims(opened())
         barrier, results = FORK.Barrier(4), FORK.Queue()
 

@@ -102,12 +102,12 @@ class StoreContract:
         assert store.put(key(), kept) is True
         assert_same(kept, store.get(key()))
 
-    def test_what_was_put_is_seen_through_every_handle(self, opened: Opened) -> None:
+    def test_an_entry_is_visible_through_every_handle(self, opened: Opened) -> None:
         opened().put(key(), entry())
 
         assert_same(entry(), opened().get(key()))
 
-    def test_what_is_not_there_is_a_miss(self, store: Store) -> None:
+    def test_a_missing_entry_is_a_miss(self, store: Store) -> None:
         assert store.get(key()) is None
         assert store.lookup([key()]) == [None]
         assert store.lease([key()], 5) == [None]
@@ -192,7 +192,7 @@ class StoreContract:
         assert info is not None
         assert info.metadata == kept.metadata
 
-    def test_what_a_store_returns_is_read_only(self, store: Store) -> None:
+    def test_entries_are_returned_read_only(self, store: Store) -> None:
         store.put(key(), entry())
         found = store.get(key())
 
@@ -251,7 +251,7 @@ class StoreContract:
 
         assert_same(sized(2**20, 1), found)
 
-    def test_what_was_deleted_can_be_put_again(self, store: Store) -> None:
+    def test_a_deleted_entry_can_be_put_again(self, store: Store) -> None:
         store.put(key(), sized(10, 1))
         store.delete([key()])
 
@@ -377,7 +377,7 @@ class StoreContract:
         assert store.stats().corrupt == 0
 
     @pytest.mark.fault(22)
-    def test_of_writers_of_one_key_one_writes(self, opened: Opened) -> None:
+    def test_one_of_several_writers_of_a_key_writes(self, opened: Opened) -> None:
         stores = [opened() for _ in range(8)]
         started = threading.Barrier(8)
 

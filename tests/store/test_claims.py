@@ -65,7 +65,7 @@ def names(root: Path) -> set[str]:
 
 @pytest.mark.parametrize("content", [b"30", b"30 ", b"x owner", b"nan owner", b"\xff\xff \xff"])
 @pytest.mark.parametrize("linked", [True, False])
-def test_what_is_no_claim_is_nobodys(
+def test_an_invalid_claim_has_no_holder(
     root: Path, disk: SharedDiskStore, content: bytes, *, linked: bool
 ) -> None:
     if linked:
@@ -188,7 +188,7 @@ def test_a_claim_that_was_renewed_meanwhile_is_not_taken_over(
         assert names(root) == {key().digest}
 
 
-def test_what_was_given_back_within_a_change_is_not_replaced_but_taken(
+def test_a_claim_released_during_a_change_is_taken_and_not_replaced(
     root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process may take the released claim at any moment; a rename would overwrite it."""

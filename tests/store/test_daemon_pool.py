@@ -59,7 +59,7 @@ def test_one_thread_serves_calls_that_come_one_after_the_other() -> None:
     pool.close()
 
 
-def test_what_waits_is_cancelled_when_the_pool_is_closed() -> None:
+def test_closing_the_pool_cancels_waiting_calls() -> None:
     pool = DaemonPool(1, "test")
     go = threading.Event()
     first, second = pool.submit(lambda: go.wait(60)), pool.submit(lambda: 1)
@@ -104,7 +104,7 @@ async def test_a_call_that_an_event_loop_gave_up_is_not_made_or_goes_on_by_itsel
     assert made == [1, 3]
 
 
-async def test_what_an_event_loop_waits_for_is_cancelled_when_the_pool_is_closed() -> None:
+async def test_closing_the_pool_cancels_futures_of_an_event_loop() -> None:
     pool = DaemonPool(1, "test")
     begun, go = threading.Event(), threading.Event()
 

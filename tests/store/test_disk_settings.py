@@ -154,7 +154,7 @@ def test_a_store_without_settings_is_adopted(root: Path) -> None:
     assert held(root).max_bytes == 2**30
 
 
-def test_of_two_that_make_a_store_both_go_by_the_first(
+def test_settings_of_the_first_creator_of_a_store_apply_to_both(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(folder: object) -> StoreSettings | None:
@@ -241,7 +241,7 @@ def test_no_command_that_reads_makes_a_store(
     assert not list(root.iterdir())
 
 
-def test_what_is_left_to_others_is_logged_unless_the_store_has_the_file_system(
+def test_space_left_to_others_is_logged_unless_the_store_owns_the_file_system(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "vllm.ec_store")

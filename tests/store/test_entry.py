@@ -164,7 +164,7 @@ def test_a_part_of_a_key_has_as_many_bytes_as_it_may(character: str) -> None:
         EntryKey("ns", character * (longest + 1))
 
 
-def test_what_is_plain_is_kept_as_what_is_not_is_quoted() -> None:
+def test_plain_and_quoted_strings_make_the_same_header() -> None:
     """Both paths must write the same header."""
     for number in [*range(0x250), 0x2028, 0xD800, 0x1F600]:
         header = encode_header(EntryKey(chr(number), "k"), entry())

@@ -150,7 +150,7 @@ def test_every_cut_is_a_miss(
     assert store.stats().corrupt == len(cuts)
 
 
-def test_what_is_longer_than_its_header_says_is_told_by_a_listing(
+def test_a_listing_reports_an_entry_longer_than_its_header_says(
     store: RedisStore, client: Any
 ) -> None:
     store.put(key(), sized(100))
@@ -396,7 +396,7 @@ def test_use_refreshes_the_time_to_live_and_a_lease_is_not_cut_short(
 
 
 @pytest.mark.parametrize("seconds", [1.0, 6.9 * 86_400, 7 * 86_400, 8 * 86_400])
-def test_what_is_leased_does_not_expire_for_the_time_of_the_lease(
+def test_a_leased_entry_does_not_expire_during_its_lease(
     store: RedisStore, client: Any, seconds: float
 ) -> None:
     store.put(key(), sized(10))
@@ -504,7 +504,9 @@ def address(found: Entry) -> int:
     return int(np.frombuffer(found.data, np.uint8).ctypes.data)
 
 
-def test_what_is_too_large_is_refused_and_not_read(server: RedisServer, store: RedisStore) -> None:
+def test_an_entry_that_is_too_large_is_rejected_and_not_read(
+    server: RedisServer, store: RedisStore
+) -> None:
     store.put(key(), sized(5000))
     with RedisStore.from_url(server.url("max_entry_bytes=4KiB")) as small:
         with pytest.raises(EntryTooLarge):

@@ -242,7 +242,7 @@ def test_an_interrupted_call_leaves_no_answer_for_the_next(
 
 
 @closed_by_the_collector
-def test_what_an_interrupted_call_left_to_be_collected_is_not_used(server: RedisServer) -> None:
+def test_a_connection_of_an_interrupted_call_is_not_reused(server: RedisServer) -> None:
     """The collector closes a connection in a cycle, but the end of its call still puts it back."""
     options = redis_options(server.url())
     node = Node(options.addresses[0], options)

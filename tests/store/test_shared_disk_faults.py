@@ -196,7 +196,7 @@ def test_whichever_thread_reads_last_all_is_checked(
 
 
 @pytest.mark.fault(20)
-def test_what_is_cut_while_two_threads_read_it_is_a_miss(
+def test_a_file_truncated_while_two_threads_read_it_is_a_miss(
     root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put(key(), sized(8 * 2**20, 5))
@@ -214,7 +214,9 @@ def test_what_is_cut_while_two_threads_read_it_is_a_miss(
 
 
 @pytest.mark.fault(29)
-def test_what_was_read_stays_when_its_file_is_cut(root: Path, store: SharedDiskStore) -> None:
+def test_a_read_entry_survives_the_truncation_of_its_file(
+    root: Path, store: SharedDiskStore
+) -> None:
     store.put(key(), sized(8 * 2**20, 5))
     found = store.get(key())
     os.truncate(path_of(root, key()), 0)
@@ -309,7 +311,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_a_miss_and_makes_way(
+def test_a_name_that_is_no_file_is_a_miss_and_is_removed(
     root: Path, store: SharedDiskStore, make: Callable[[Path], None]
 ) -> None:
     store.put(key(), entry())
@@ -413,7 +415,7 @@ def test_writers_sweep_now_and_then_without_being_asked(root: Path) -> None:
 
 
 @pytest.mark.fault(23)
-def test_what_writers_left_is_swept_after_an_hour(
+def test_staging_files_of_writers_are_swept_after_an_hour(
     root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evictor, "STAGING_S", 0.5)
@@ -460,7 +462,7 @@ def test_the_least_recently_used_make_room(root: Path) -> None:
         assert store.stats().bytes == entries_bytes(root)
 
 
-def test_what_is_larger_than_the_store_takes_is_refused(root: Path) -> None:
+def test_an_entry_above_the_size_limit_is_rejected(root: Path) -> None:
     with opened(root, "max_bytes=10KiB") as store, pytest.raises(EntryTooLarge):
         store.put(key(), sized(20_000))
     with opened(root, "max_entry_bytes=1000") as store, pytest.raises(EntryTooLarge):

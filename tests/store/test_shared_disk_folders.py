@@ -52,7 +52,7 @@ def descriptors() -> int:
 
 
 @levels
-def test_what_another_puts_into_a_folder_made_again_is_found(
+def test_an_entry_of_another_process_in_a_recreated_folder_is_found(
     root: Path, store: SharedDiskStore, looks_soon: None, depth: int
 ) -> None:
     store.put(key(), sized(10, 1))
@@ -67,7 +67,7 @@ def test_what_another_puts_into_a_folder_made_again_is_found(
 
 
 @levels
-def test_what_one_puts_into_a_folder_made_again_is_found_at_once(
+def test_an_own_entry_in_a_recreated_folder_is_found_at_once(
     root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
     monkeypatch.setattr(opening, "LOOK_EVERY_S", 3600.0)
@@ -206,7 +206,7 @@ def test_a_sweep_removes_empty_folders_and_no_others(root: Path, store: SharedDi
     assert set(leaves(root)) == {path_of(root, key()).parent, root / "entries" / "00" / "00"}
 
 
-def test_what_another_puts_into_a_folder_removed_as_empty_is_found_at_once(
+def test_an_entry_in_a_folder_that_was_removed_as_empty_is_found_at_once(
     root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "LOOK_EVERY_S", 3600.0)

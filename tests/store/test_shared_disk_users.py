@@ -112,7 +112,7 @@ def test_users_of_a_group_use_each_others_entries(root: Path) -> None:
     by(USERS[1], evict)
 
 
-def test_what_one_user_spoils_the_other_puts_aside(root: Path) -> None:
+def test_a_file_damaged_by_one_user_is_quarantined_by_another(root: Path) -> None:
     def spoil() -> None:
         path = root / "entries" / key().digest[:2] / key().digest[2:4] / key().digest
         raw = bytearray(path.read_bytes())
@@ -209,7 +209,7 @@ def test_another_users_private_store_is_unavailable_when_it_is_opened(root: Path
 
 
 @pytest.mark.fault(26)
-def test_what_becomes_private_later_is_a_miss(root: Path) -> None:
+def test_an_entry_that_becomes_private_is_a_miss(root: Path) -> None:
     """A user removes the group's permissions."""
 
     def put_private() -> None:

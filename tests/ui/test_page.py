@@ -127,7 +127,7 @@ TURNS = "Of 60 turns, 75.% reused decode's KV blocks; 12 conversations kept."
     ],
     ids=["both", "turns alone", "items alone", "items and their form", "kept elsewhere", "neither"],
 )
-async def test_what_was_saved_is_said_of_what_there_was(
+async def test_the_page_shows_savings_out_of_all_requests(
     tab: Tabs, stack: Stack, totals: dict[str, Any], said: str
 ) -> None:
     state = cast("dict[str, Any]", large(1))
@@ -138,7 +138,7 @@ async def test_what_was_saved_is_said_of_what_there_was(
         assert looked.wrong == []
 
 
-async def test_what_clients_did_wrong_is_told_from_what_failed(tab: Tabs, stack: Stack) -> None:
+async def test_rejected_requests_are_shown_apart_from_failed_ones(tab: Tabs, stack: Stack) -> None:
     state = cast("dict[str, Any]", large(1))
     for second in state["seconds"]:
         second["failed"] = second["rejected"] = 0
@@ -169,7 +169,7 @@ async def test_the_page_shows_a_lost_proxy_and_reconnects(stack: Stack, tab: Tab
         await expect(link).to_have_text("live")
 
 
-async def test_it_asks_for_the_key_and_keeps_it_out_of_urls(tab: Tabs) -> None:
+async def test_the_page_asks_for_the_key_and_keeps_it_out_of_urls(tab: Tabs) -> None:
     async with stack_of(env={"EPD_ADMIN_API_KEY": ADMIN}) as stack, tab(stack.url) as looked:
         dialog = looked.page.get_by_role("dialog", name="Admin key")
         entry = dialog.get_by_label("Key")
@@ -197,7 +197,7 @@ async def test_a_proxy_without_a_key_says_why_it_refuses(stack: Stack, tab: Tabs
         await expect(looked.page.get_by_role("dialog")).to_be_hidden()
 
 
-async def test_it_is_dark_or_light_as_the_system_or_the_button_says(
+async def test_the_page_is_dark_or_light_by_the_system_or_the_button(
     stack: Stack, tab: Tabs
 ) -> None:
     async with tab(stack.url, color_scheme="dark") as looked:
@@ -288,7 +288,7 @@ async def test_nothing_moves_where_that_is_not_wanted(stack: Stack, tab: Tabs) -
         assert await looked.page.evaluate("document.getAnimations().length") == 0
 
 
-async def test_what_comes_from_outside_is_text(stack: Stack, tab: Tabs) -> None:
+async def test_values_from_outside_are_shown_as_text(stack: Stack, tab: Tabs) -> None:
     state = cast("dict[str, Any]", large(2, HOSTILE))
     state["version"] = state["store"] = HOSTILE
     for one in state["instances"]:

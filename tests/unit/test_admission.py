@@ -252,7 +252,7 @@ def test_tenants_take_turns_and_each_comes_in_its_own_order() -> None:
     assert order == [alice[0], bob[0], carol, alice[1], bob[1], alice[2]]
 
 
-async def test_in_a_full_queue_the_longest_line_makes_room() -> None:
+async def test_a_full_queue_rejects_from_its_longest_line() -> None:
     admitted = admission(requests=1, queue=4)
     with ExitStack() as stack:
         alice = [stack.enter_context(arriving(admitted, ALICE)) for _ in range(5)]
@@ -315,7 +315,7 @@ def test_a_tenants_bodies_leave_room_for_anothers() -> None:
 
 
 @given(st.integers(1, 200), st.lists(st.floats(0, 40), max_size=120))
-def test_in_no_minute_a_tenant_has_more_than_twice_its_limit(limit: int, gaps: list[float]) -> None:
+def test_a_tenant_has_at_most_twice_its_limit_in_a_minute(limit: int, gaps: list[float]) -> None:
     pace, now_s, admitted = RateLimiter(limit), 1e6, list[float]()
     for gap_s in gaps:
         now_s += gap_s

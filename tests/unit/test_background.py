@@ -199,7 +199,7 @@ async def test_each_cause_of_an_instance_is_logged_once_until_it_answers(counted
     assert {answer for instance, answer in told[:16] if instance is instances[1]} == {"well"}
 
 
-async def test_where_telling_raises_the_instances_under_way_are_asked_again(
+async def test_instances_are_polled_again_after_a_callback_raised(
     counted: Counted,
 ) -> None:
     """The table does not hand out an instance again before it has an answer."""

@@ -110,7 +110,7 @@ def test_the_picked_instance_has_the_least_load_for_its_weight(
     assert all(picked.value / picked.share <= load.value / load.share for load in loads)
 
 
-def test_of_those_with_as_little_to_do_each_is_picked_in_turn() -> None:
+def test_equally_loaded_instances_are_picked_in_turn() -> None:
     balance, loads = LeastLoad(), loads_of((2, 1), (1, 1), (1, 1))
 
     assert {loads.index(balance.pick_load(loads)) for _ in range(4)} == {1, 2}
@@ -132,7 +132,7 @@ def test_requests_are_spread_by_weight(balance: LeastLoad | PowerOfTwo | RoundRo
     assert min(had.values()) > 900
 
 
-def test_of_two_at_random_the_one_with_less_to_do_is_picked() -> None:
+def test_the_less_loaded_of_two_random_instances_is_picked() -> None:
     balance, loads = drawing(2), loads_of((9, 1), (5, 1), (0, 1))
     had = Counter(loads.index(balance.pick_load(loads)) for _ in range(3000))
 
@@ -201,7 +201,7 @@ def test_affinity_picks_an_instance_for_any_reports(
 
 
 @given(had=some_loads, huge=st.integers(0, 10**9), key=st.text(min_size=1))
-def test_what_one_reports_does_not_lift_the_bound_of_the_others(
+def test_a_report_of_one_instance_does_not_raise_the_bound_of_others(
     had: list[tuple[int, float]], huge: int, key: str
 ) -> None:
     loads = loads_of(*had)
@@ -225,7 +225,7 @@ def test_a_huge_report_of_one_does_not_keep_keys_on_a_loaded_instance() -> None:
     assert Rendezvous().pick_load(loads, "key") is not home
 
 
-def test_what_all_report_alike_counts_whole() -> None:
+def test_a_load_that_all_instances_report_counts_in_full() -> None:
     loads = loads_of((1, 1), (1, 1), (1, 1))
     for load in loads:
         report(load, 39)
@@ -287,7 +287,7 @@ def test_one_that_nothing_is_for_is_tried_when_the_others_have_been() -> None:
     assert choice.best_instance([ONES[0]]) == OUT
 
 
-def test_where_nothing_is_for_any_all_share() -> None:
+def test_all_instances_share_requests_if_all_weights_are_zero() -> None:
     outs = [OUT, Instance(Role.DECODE, "http://out2:1", weight=0.0)]
     choice = Choice(InstanceTable(outs), Role.DECODE)
 

@@ -73,7 +73,7 @@ def test_a_target_is_a_url_that_may_have_a_name(text: str, target: BenchTarget) 
 @pytest.mark.parametrize(
     "text", ["", "h:1", "ftp://h", "=http://h", "http://", "a b=http://h", "http://u:p@h"]
 )
-def test_what_is_no_url_is_no_target(text: str) -> None:
+def test_an_invalid_url_is_no_target(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not \[NAME=\]http"):
         BenchTarget.parse(text)
 
@@ -123,7 +123,7 @@ def test_first_tokens_of_new_pictures_are_told_from_those_seen_before() -> None:
     assert (ALL_ANSWERED.completed, ALL_ANSWERED.failed, ALL_ANSWERED.cut) == (4, 0, 0)
 
 
-def test_what_failed_counts_for_nothing_and_says_why_once() -> None:
+def test_failed_runs_count_for_nothing_and_are_explained_once() -> None:
     result = detailed(
         [0.0, 0.6, 0.0, 0.2], [0, 8, 0, 3], ["Bad Request", "", "Traceback\nBad Request", ""]
     )
@@ -147,7 +147,7 @@ def test_a_run_says_how_far_it_is_from_the_ideal() -> None:
     assert ran.notes == ()
 
 
-def test_what_was_encoded_twice_and_elsewhere_is_counted() -> None:
+def test_repeated_and_foreign_encodes_are_counted() -> None:
     ran = run(Items(hits=1, encoded=2, local=1, encodes=3))
 
     assert ran.hit_rate == 0.25
@@ -162,7 +162,7 @@ def test_what_was_encoded_twice_and_elsewhere_is_counted() -> None:
         (Items(1, 1, 0, 1), {}, "several workers"),
     ],
 )
-def test_what_is_not_known_is_left_out_and_said(
+def test_unknown_figures_are_left_out_and_named(
     items: Items | str, figures: Mapping[str, Any], note: str
 ) -> None:
     ran = run(items, **figures)

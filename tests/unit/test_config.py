@@ -149,7 +149,7 @@ zzz: 1
         (f"host: {'a' * 1024**2}", "--config "),
     ],
 )
-def test_what_is_wrong_with_a_file(text: str, reason: str, tmp_path: Path) -> None:
+def test_errors_of_a_configuration_file(text: str, reason: str, tmp_path: Path) -> None:
     reasons = wrong(text, tmp_path)
 
     assert any(one.startswith(reason) for one in reasons), reasons
@@ -179,7 +179,7 @@ def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
         load({**INSTANCES, "config": str(tmp_path / "no.yaml")})
 
 
-def test_what_a_file_that_cannot_be_read_may_have_is_not_said_to_be_missing(tmp_path: Path) -> None:
+def test_settings_of_an_unreadable_file_are_not_called_missing(tmp_path: Path) -> None:
     assert wrong("max_itms: 3", tmp_path, encode_servers_urls="", decode_servers_urls="") == [
         "epd.yaml:1: max_itms is unknown; is max_items meant?"
     ]
@@ -216,7 +216,7 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         load(INSTANCES)
 
 
-def test_what_is_not_utf_8_is_said_by_its_name_alone(
+def test_a_variable_that_is_not_utf_8_is_reported_only_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("EPD_KEY_SECRET", "OPENAI_API_KEY", "EPD_API_KEYS_FILE"):
@@ -263,9 +263,7 @@ def test_a_secret_goes_before_a_file_of_it_that_is_named_further_down(
         (b"short", "at least 16"),
     ],
 )
-def test_what_is_wrong_with_a_file_of_a_secret(
-    content: bytes | None, reason: str, tmp_path: Path
-) -> None:
+def test_errors_of_a_secret_file(content: bytes | None, reason: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     if content is not None:
         secret.write_bytes(content)
@@ -290,7 +288,7 @@ def test_every_secret_may_be_in_a_file() -> None:
     assert {f"{name}_file" for name in SECRETS} <= set(Settings.model_fields)
 
 
-def test_what_is_shown_makes_the_same_and_says_where_it_is_from(
+def test_a_shown_configuration_can_be_read_back_and_states_its_origins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EPD_MAX_QUEUE", "7")
@@ -404,7 +402,7 @@ def test_a_header_of_sessions_has_a_name_of_http(name: str) -> None:
         load({**INSTANCES, "session_header": name})
 
 
-def test_those_that_do_nothing_here_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_without_effect_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--evicted-ttl", "900", "--decode-retries=2"]
 
     assert parsed(*flags) == {}

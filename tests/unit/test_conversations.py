@@ -20,7 +20,7 @@ TOKENS = st.lists(st.integers(0, 3), max_size=5 * CHUNK)
 
 
 @given(TOKENS, TOKENS, st.integers(0, 5 * CHUNK))
-def test_as_many_tokens_are_shared_as_are_the_same(
+def test_the_shared_prefix_ends_at_the_first_different_token(
     held: list[int], other: list[int], cut: int
 ) -> None:
     prompt = held[:cut] + other
@@ -44,7 +44,7 @@ def test_a_fingerprint_matches_only_with_its_key() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[-1], [2**32], ["a"], [1.5], [None], [[1]]])
-def test_what_are_no_tokens_are_refused(wrong: list[Any]) -> None:
+def test_invalid_tokens_are_rejected(wrong: list[Any]) -> None:
     with pytest.raises(ValueError, match="tokens"):
         Fingerprint.of_tokens(wrong)
     with pytest.raises(ValueError, match="tokens"):
@@ -112,7 +112,7 @@ def test_a_stream_is_parsed_for_any_model_output(
         b"",
     ],
 )
-def test_what_says_nothing_goes_on_as_it_came(said: bytes) -> None:
+def test_a_stream_without_own_fields_is_relayed_unchanged(said: bytes) -> None:
     heard = ReplyCapture(cut_tokens=True)
 
     assert heard.capture_fields(said) == said
@@ -135,7 +135,7 @@ SAID = {
 }
 
 
-def test_what_decode_says_is_kept_as_it_is() -> None:
+def test_fields_of_decode_are_stored_unchanged() -> None:
     assert kept_params(SAID, "http://10.0.0.1:8000") == SAID
 
 
@@ -159,7 +159,7 @@ def test_a_wildcard_host_is_replaced_by_the_host_of_the_url(host: str) -> None:
         {"transfer_mode": "push"},
     ],
 )
-def test_what_cannot_be_read_is_not_kept(wrong: dict[str, Any]) -> None:
+def test_invalid_fields_of_decode_are_not_stored(wrong: dict[str, Any]) -> None:
     assert kept_params({**SAID, **wrong}, "http://d:1") is None
 
 
@@ -190,7 +190,7 @@ def test_a_prompt_is_asked_for_with_what_makes_it() -> None:
     assert prompt.tokens is None
 
 
-def test_what_a_prompt_may_depend_on_is_in_its_form() -> None:
+def test_the_form_of_a_prompt_has_every_field_it_depends_on() -> None:
     plain = prompt_of({"messages": []}, CHAT)
     assert plain is not None
     for field in ALIKE:
@@ -209,7 +209,7 @@ def test_a_request_with_an_unknown_field_has_no_known_prompt(field: str) -> None
 
 
 @pytest.mark.parametrize("prompt", ["x", ["x"], [1], [[1]]])
-def test_of_a_chat_with_a_prompt_too_no_prompt_is_known(prompt: Any) -> None:
+def test_a_chat_with_a_prompt_field_has_no_known_prompt(prompt: Any) -> None:
     assert prompt_of({"messages": [], "prompt": prompt}, CHAT) is None
 
 
@@ -234,7 +234,7 @@ def chat_of(*parts: Any) -> dict[str, Any]:
         None,
     ],
 )
-def test_of_a_part_that_is_not_compared_no_prompt_is_known(part: Any) -> None:
+def test_a_chat_with_an_uncompared_part_has_no_known_prompt(part: Any) -> None:
     """Two turns may have the same tokens with different embeddings."""
     assert prompt_of(chat_of("a", part), CHAT) is None
     assert prompt_of(chat_of(part, {"type": "text", "text": "a"}), CHAT) is None

@@ -93,7 +93,7 @@ def test_a_policy_goes_by_the_instances_there_are(
         (1, 1, {"skip_prefill_for_text": True}, False),
     ],
 )
-def test_what_is_short_or_text_skips_prefill(
+def test_short_prompts_and_texts_skip_prefill(
     items: int, tokens: int, settings: dict[str, Any], skips: bool
 ) -> None:
     said = course("pd_only", facts(EPD, items, tokens), **settings)
@@ -101,7 +101,7 @@ def test_what_is_short_or_text_skips_prefill(
     assert said == (Course(False, False, None, "table", "late") if skips else None)
 
 
-def test_what_prefill_cannot_do_is_not_prefilled() -> None:
+def test_requests_that_prefill_cannot_serve_skip_it() -> None:
     for policy in ("encode_prefill_decode", "prefill_decode", "prefill_local_decode_remote"):
         said = course(policy, facts(EPD, prefills=False))
 
@@ -151,7 +151,7 @@ def test_the_first_that_has_something_to_say_decides(names: list[str], about: Fa
 
 
 @given(SOME_ROLES.filter(lambda roles: not roles >= {Role.DECODE, Role.PREFILL_DECODE}), st.data())
-def test_those_of_the_stages_never_both_have_something_to_say(
+def test_at_most_one_policy_of_the_topologies_applies(
     roles: frozenset[Role], data: st.DataObject
 ) -> None:
     about = facts(roles, prefills=data.draw(st.booleans()))
@@ -203,7 +203,7 @@ def test_a_policy_with_another_source_of_decode_needs_none_in_the_table() -> Non
         (["e" * 1025], "at most 1024 characters"),
     ],
 )
-def test_what_is_no_policy_is_refused_with_what_is_wrong(written: list[str], message: str) -> None:
+def test_an_invalid_policy_is_rejected_with_the_reason(written: list[str], message: str) -> None:
     with pytest.raises(PolicyInvalid, match=re.escape(message)):
         activate(written, {})
 

@@ -39,7 +39,7 @@ def test_all_pairs_that_can_be_are_in_a_case_and_no_others(
     )
 
 
-def test_there_are_few_of_them() -> None:
+def test_a_covering_has_few_combinations() -> None:
     factors = {f"f{number}": range(4) for number in range(10)}
 
     assert len(in_pairs(factors)) < 40  # of a million; the minimum is 16

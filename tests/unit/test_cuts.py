@@ -60,7 +60,7 @@ def loaded(raw: bytes | bytearray) -> Any:
 
 
 @given(DOCUMENTS.map(orjson.dumps), BROKEN, st.floats(0, 1))
-def test_what_remains_is_json_exactly_where_the_body_is(
+def test_the_rest_of_a_body_is_json_exactly_if_the_body_is(
     raw: bytes, broken: bytes, where: float
 ) -> None:
     at = int(where * len(raw))
@@ -74,7 +74,7 @@ def test_what_remains_is_json_exactly_where_the_body_is(
 
 
 @given(st.lists(st.sampled_from([0, 1, WINDOW // 2, 2 * WINDOW, 5 * WINDOW + 3]), max_size=4))
-def test_of_several_media_each_is_found_in_its_place(sizes: list[int]) -> None:
+def test_each_of_several_media_is_found_in_its_place(sizes: list[int]) -> None:
     texts = [bytes([65 + n]) * size for n, size in enumerate(sizes)]
     audio = {"input_audio": {"data": "x" * 3 * WINDOW, "format": "wav"}}
     body = {"first": [{"image_url": {"url": url(text)}} for text in texts], "last": audio}
@@ -122,7 +122,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "TYPE", "da
         ("/v1/messages", IMAGE, "image/png;base64,QUJD", ""),
     ],
 )
-def test_what_is_no_base64_gets_no_key(
+def test_media_that_are_no_base64_get_no_key(
     path: str, part: dict[str, Any], kind: str, head: str, size: int
 ) -> None:
     """Otherwise the cache key would be that of the placeholder, which differs each time."""
@@ -139,7 +139,7 @@ def test_what_is_no_base64_gets_no_key(
     assert refused.value.slug == "invalid_media"
 
 
-def test_what_has_an_escape_stays() -> None:
+def test_a_string_with_an_escape_is_not_cut() -> None:
     raw = b'{"url": "data:image/png;base64,%b\\/%b"}' % (BASE64, BASE64)
 
     assert cut_media(raw) == (raw, NO_CUTS)

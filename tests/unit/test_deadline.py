@@ -28,14 +28,14 @@ async def test_work_within_its_deadline_is_not_cancelled() -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_what_does_not_end_is_told_to_until_it_does(lost: bool) -> None:
+async def test_a_task_that_ignores_its_cancellation_is_cancelled_again(lost: bool) -> None:
     with pytest.raises(TimeoutError), cancel_after(0.01):
         await (lose_one() if lost else asyncio.Event().wait())
 
     assert cancelling() == 0
 
 
-async def test_what_fails_when_it_is_told_to_end_fails_by_its_own_error() -> None:
+async def test_an_error_during_cancellation_is_raised() -> None:
     async def work() -> None:
         with cancel_after(0.01):
             try:
@@ -49,7 +49,7 @@ async def test_what_fails_when_it_is_told_to_end_fails_by_its_own_error() -> Non
     assert cancelling() == 0
 
 
-async def test_what_has_its_result_all_the_same_keeps_it() -> None:
+async def test_a_result_despite_cancellation_is_kept() -> None:
     with cancel_after(0.01):
         try:
             await asyncio.Event().wait()

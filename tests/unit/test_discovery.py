@@ -49,7 +49,7 @@ INSTANCES = st.lists(
 
 
 @given(INSTANCES)
-def test_what_is_written_is_read_again_as_json_and_as_yaml(instances: list[Instance]) -> None:
+def test_written_entries_can_be_read_as_json_and_as_yaml(instances: list[Instance]) -> None:
     written = write_json(instances)
 
     assert read_json(written) == read_yaml(written) == tuple(instances)
@@ -125,7 +125,7 @@ def test_a_host_is_allowed_by_name_or_by_network(
 
 
 @pytest.mark.parametrize("pattern", ["", "*", "a b", "http://e", "10.0.0.0/99", "user@e", "a:1"])
-def test_what_is_no_host_is_refused(pattern: str) -> None:
+def test_an_invalid_host_is_rejected(pattern: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         check_pattern(pattern)
 
@@ -186,7 +186,9 @@ def test_stores_of_registrations(url: str) -> None:
         ("redis://host?ssl_ca_certs=/ca.pem", "unknown parameter 'ssl_ca_certs'; known: key"),
     ],
 )
-def test_what_no_store_of_registrations_is_is_refused_and_not_quoted(url: str, reason: str) -> None:
+def test_an_invalid_registration_store_is_rejected_without_quoting_it(
+    url: str, reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason) as refused:
         registration_store_url(url)
 

@@ -25,7 +25,7 @@ async def test_idle_waits_for_the_last_request() -> None:
     assert (await first, await second) == ("ended", "ended")
 
 
-async def test_what_runs_is_cut_and_so_is_what_comes_later() -> None:
+async def test_the_cut_off_ends_running_and_later_requests() -> None:
     drain = Drain()
     early = asyncio.create_task(runs(drain))
     await asyncio.sleep(0)

@@ -301,7 +301,7 @@ def test_prefill_takes_completions_of_one_prompt(prompt: Any, one: bool) -> None
         ({"prompt_logprobs": 0}, False),
     ],
 )
-def test_what_one_engine_alone_can_answer_is_not_prefilled_elsewhere(
+def test_requests_for_one_engine_are_not_prefilled_elsewhere(
     endpoint: Endpoint, fields: dict[str, Any], prefills: bool
 ) -> None:
     assert endpoint.can_prefill({"prompt": "a", "messages": [], **fields}) is prefills
@@ -396,7 +396,7 @@ def test_anthropics_clients_go_by_the_type_of_an_error(error: ProxyError, kind: 
 
 
 @pytest.mark.parametrize("kind", ["", "application/json", "multipart/form-data", "x; boundary=y"])
-def test_what_is_no_form_is_refused(kind: str) -> None:
+def test_an_invalid_form_is_rejected(kind: str) -> None:
     with pytest.raises(ProxyError) as refused:
         ENDPOINTS["/v1/audio/transcriptions"].read(b"", kind, 0)
 
@@ -441,7 +441,7 @@ def test_texts_to_score_have_none(value: Any) -> None:
         {"content": [{"type": "point_cloud_url", "point_cloud_url": {"url": URL}}]},
     ],
 )
-def test_what_no_check_covers_is_not_scored(value: Any) -> None:
+def test_score_inputs_without_a_check_are_rejected(value: Any) -> None:
     with pytest.raises(BadRequest):
         list(SCORE.items({"documents": value}))
 
@@ -488,6 +488,6 @@ def test_images_of_coheres_embeddings_are_strings_and_among_inputs() -> None:
         {"inputs": [{"content": [{"type": "video_url", "video_url": {"url": URL}}]}]},
     ],
 )
-def test_what_is_no_input_of_coheres_is_refused(body: dict[str, Any]) -> None:
+def test_invalid_inputs_of_coheres_api_are_rejected(body: dict[str, Any]) -> None:
     with pytest.raises(BadRequest):
         list(COHERE.items(read(COHERE, body)))

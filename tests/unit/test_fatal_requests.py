@@ -106,7 +106,7 @@ def test_deaths_that_lie_far_apart_do_not_add_up() -> None:
     assert not deaths.die(OTHER)
 
 
-def test_what_was_processed_without_harm_is_forgotten() -> None:
+def test_items_processed_without_harm_are_forgotten() -> None:
     deaths = Deaths()
     deaths.die(ONE, "cat")
     deaths.ledger.record_survival(Watched("t", "b"), ["cat"], body=False)

@@ -256,7 +256,7 @@ def test_the_headers_of_a_part_are_bounded() -> None:
         "x; boundary=y",
     ],
 )
-def test_what_is_no_form_is_refused(kind: str) -> None:
+def test_an_invalid_form_is_rejected(kind: str) -> None:
     error = refusal(form(part(FILE)), kind)
 
     assert (error.status, error.slug) == (415, "unsupported_media_type")
@@ -266,7 +266,7 @@ texts = st.text(st.characters(codec="utf-8"), max_size=40)
 
 
 @given(data=st.binary(max_size=300), name=texts, prompt=texts)
-def test_what_was_written_is_read_again(data: bytes, name: str, prompt: str) -> None:
+def test_a_written_form_can_be_read_back(data: bytes, name: str, prompt: str) -> None:
     parts = [FormPart("file", data, name), FormPart("prompt", prompt.encode())]
     form = new_form(parts)
     raw = b"".join(form.pieces())

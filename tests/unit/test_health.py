@@ -117,7 +117,7 @@ def test_a_trial_that_was_cancelled_is_followed_by_another(one: Watched) -> None
 
 
 @pytest.mark.fault(14)
-def test_what_an_outage_has_left_behind_says_nothing_of_now(one: Watched) -> None:
+def test_failures_before_an_outage_do_not_count_after_it(one: Watched) -> None:
     old = [one.health.request_begun() for _ in range(9)]
     one.ends(*[Outcome.UNREACHABLE] * 5)
     one.probe(well=True)
@@ -303,7 +303,7 @@ def test_an_overloaded_instance_is_busy_and_not_ejected(one: Watched) -> None:
         (ProxyError("x"), Outcome.NOTHING),
     ],
 )
-def test_what_an_error_says_of_the_instance(error: ProxyError, outcome: Outcome) -> None:
+def test_errors_judge_the_instance_by_their_class(error: ProxyError, outcome: Outcome) -> None:
     assert error.outcome is outcome
 
 
@@ -322,7 +322,7 @@ def test_what_an_error_says_of_the_instance(error: ProxyError, outcome: Outcome)
         (503, Outcome.BUSY),
     ],
 )
-def test_what_a_status_says_of_the_instance(status: int, outcome: Outcome) -> None:
+def test_statuses_judge_the_instance(status: int, outcome: Outcome) -> None:
     error = UpstreamRejected(status, b"", stage="decode", headers={})
 
     assert error.outcome is outcome

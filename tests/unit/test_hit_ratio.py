@@ -45,7 +45,7 @@ def ratios(page: Collector) -> dict[str, float]:
     }
 
 
-def test_it_is_of_each_models_items_and_what_prefill_encodes_is_no_hit() -> None:
+def test_the_hit_ratio_is_per_model_and_excludes_items_that_prefill_encodes() -> None:
     page = Page(
         [items({("a", "hit"): 3, ("a", "encoded"): 2, ("a", "local"): 1, ("b", "encoded"): 5})]
     )
@@ -65,7 +65,7 @@ def test_one_worker_with_few_items_weighs_little() -> None:
 
 
 @given(st.lists(COUNTS, min_size=1, max_size=4))
-def test_of_several_workers_it_is_of_all_their_items(works: list[Counts]) -> None:
+def test_the_hit_ratio_includes_the_items_of_all_workers(works: list[Counts]) -> None:
     pages = [load(dump([items(counts)])) for counts in works]
     hits, every = dict.fromkeys("ab", 0), dict.fromkeys("ab", 0)
     for counts in works:

@@ -129,7 +129,7 @@ def test_an_end_completes_only_what_says_no_length(answer: bytes, complete: bool
         b"HTTP/1.1 101 Switching\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\nframe",
     ],
 )
-def test_what_is_no_answer_is_refused(answer: bytes) -> None:
+def test_an_invalid_answer_is_rejected(answer: bytes) -> None:
     with pytest.raises(Malformed):
         read(answer)
     with pytest.raises(Malformed):

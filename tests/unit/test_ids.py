@@ -8,7 +8,7 @@ import sys
 from epd.request.context import child_id, request_id
 
 
-def test_they_are_as_long_as_they_were_and_begin_with_the_clients() -> None:
+def test_request_ids_have_their_length_and_begin_with_the_clients() -> None:
     assert re.fullmatch("[0-9a-f]{32}", request_id(None))
     assert re.fullmatch("mine-[0-9a-f]{8}", request_id("mine"))
     assert re.fullmatch("mine:3:[0-9a-f]{6}", child_id("mine", 3))

@@ -121,7 +121,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 @given(damaged())
 @example(picture("PNG")[:33] + picture("PNG", (1, 1))[8:])
 @example(picture("JPEG", (640, 480))[:-2] + picture("JPEG", (1, 1)))
-def test_what_an_engine_would_open_has_the_size_it_would_see(content: bytes) -> None:
+def test_pictures_that_an_engine_opens_have_the_size_it_sees(content: bytes) -> None:
     """A file that two parsers read differently must not get past the limits."""
     try:
         found = size_of(content)

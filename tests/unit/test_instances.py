@@ -72,7 +72,7 @@ def test_one_that_fails_is_left_out() -> None:
     assert usable(table) == [B]
 
 
-def test_where_more_than_half_fail_all_are_used() -> None:
+def test_all_instances_are_used_if_more_than_half_fail() -> None:
     table, _ = table_of(A, B, C)
     fails(table, A, UpstreamFailed("x"))
     assert usable(table) == [B, C]
@@ -91,7 +91,7 @@ def test_one_that_cannot_be_reached_is_left_out_however_many_there_are() -> None
 
 
 @pytest.mark.fault(13)
-def test_where_none_can_be_reached_all_are_tried() -> None:
+def test_all_instances_are_tried_if_none_is_reachable() -> None:
     table, _ = table_of(A, B)
     for instance in (A, B):
         fails(table, instance, UpstreamUnreachable("x"))

@@ -53,7 +53,7 @@ async def test_an_accepted_key_is_asked_about_again_after_its_time(
 
 @pytest.mark.security("S2")
 @pytest.mark.parametrize("error", [rejected(401), rejected(403), rejected(500), UpstreamFailed("")])
-async def test_what_is_not_accepted_is_not_remembered(error: ProxyError) -> None:
+async def test_a_rejected_key_is_not_cached(error: ProxyError) -> None:
     asked = Asked(error)
     judge = KeyJudge(asked)
     for _ in range(2):

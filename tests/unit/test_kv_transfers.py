@@ -83,7 +83,7 @@ def test_a_push_learns_nothing_from_half_of_them(missing: str) -> None:
     assert NixlPush().facts_of_reply(Pair("r", prefill()), COORDINATES | {missing: None}) is None
 
 
-def test_of_a_rank_that_the_instance_has_chosen_a_push_learns_nothing() -> None:
+def test_a_push_learns_nothing_from_a_rank_that_the_instance_chose() -> None:
     replied = COORDINATES | {"remote_engine_id": "e_dp1"}
 
     assert NixlPush().facts_of_reply(Pair("r", prefill()), replied) is None
@@ -208,7 +208,7 @@ def test_the_addresses_that_decode_instances_may_have(
 
 @pytest.mark.parametrize("transfer", EVERY, ids=NAMES)
 @given(address=st.text(max_size=40))
-def test_what_is_taken_for_an_address_can_be_sent(transfer: KVTransfer, address: str) -> None:
+def test_accepted_addresses_can_be_sent(transfer: KVTransfer, address: str) -> None:
     for instance in (prefill(address), decode(address)):
         if transfer.accepts_instance(instance) and address:
             assert not set(address) & set("\r\n\0")

@@ -119,7 +119,7 @@ async def test_a_stream_that_takes_less_gets_the_rest(stream: Written) -> None:
     assert stream.getvalue() == b"a line of some length\n"
 
 
-async def test_what_logs_while_a_line_is_written_does_not_wait_for_itself(stream: Written) -> None:
+async def test_a_log_call_during_a_write_does_not_deadlock(stream: Written) -> None:
     """A finalizer that a garbage collection calls may log like this."""
     lines = LineWriter(stream)
     stream.meanwhile = lambda: lines.write("found")
@@ -195,7 +195,7 @@ def test_the_line_of_a_request_is_what_structlog_makes_of_it(
         assert ours == its
 
 
-def test_what_waits_is_written_when_the_process_exits() -> None:
+def test_buffered_lines_are_written_at_exit() -> None:
     [line] = ran(REQUESTS.format(log_format="json", worker=None) + EXIT, 3)
 
     assert orjson.loads(line)["request_id"] == "a b"

@@ -60,7 +60,7 @@ def test_followers_are_told_of_changes_alone() -> None:
     assert told == [(2, config().max_items)]
 
 
-def test_what_needs_a_restart_stays() -> None:
+def test_settings_that_need_a_restart_stay() -> None:
     live = LiveConfig(config())
 
     change = live.apply_config(config(port=1, workers=3, max_items=2))
@@ -83,7 +83,7 @@ def test_prefill_may_become_a_stage_of_its_own_and_cease_to_be_one() -> None:
     assert [one.role for one in live.current.instances] == [Role.ENCODE, Role.PREFILL_DECODE]
 
 
-def test_what_does_not_go_with_what_stays_changes_nothing() -> None:
+def test_a_reload_that_conflicts_with_fixed_settings_changes_nothing() -> None:
     live = LiveConfig(config())
 
     with pytest.raises(ConfigInvalid, match="api_keys_file cannot change without a restart"):
@@ -92,7 +92,7 @@ def test_what_does_not_go_with_what_stays_changes_nothing() -> None:
     assert live.current == config()
 
 
-def test_what_stays_are_fields() -> None:
+def test_fixed_settings_are_fields() -> None:
     assert set(ProxyConfig.model_fields) >= FIXED
 
 

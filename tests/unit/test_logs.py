@@ -50,7 +50,7 @@ def written() -> list[dict[str, str]]:
     return [orjson.loads(line) for line in ran.stderr.splitlines()]
 
 
-def test_what_a_library_warns_of_is_a_line_like_ours(written: list[dict[str, str]]) -> None:
+def test_a_warning_of_a_library_is_a_line_of_the_log(written: list[dict[str, str]]) -> None:
     [line] = [line for line in written if line["level"] == "warning"]
 
     assert (line["event"], line["level"], line["logger"]) == (
@@ -61,7 +61,7 @@ def test_what_a_library_warns_of_is_a_line_like_ours(written: list[dict[str, str
 
 
 @pytest.mark.parametrize("level", ["info", "debug"])
-def test_what_a_library_says_beside_is_not_written(
+def test_other_messages_of_libraries_are_not_written(
     written: list[dict[str, str]], level: str
 ) -> None:
     assert level not in [line["level"] for line in written]

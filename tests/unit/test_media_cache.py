@@ -52,7 +52,7 @@ def at(seconds: int) -> str:
         ({"Last-Modified": at(-(10**6)), "Date": at(0)}, 0),
     ],
 )
-def test_how_long_an_answer_is_fresh(headers: dict[str, str], seconds: int) -> None:
+def test_freshness_of_an_answer_follows_its_headers(headers: dict[str, str], seconds: int) -> None:
     assert seconds == fresh_s(headers)
 
 
@@ -67,7 +67,7 @@ def test_how_long_an_answer_is_fresh(headers: dict[str, str], seconds: int) -> N
         ({"Vary": "Accept"}, True, True),
     ],
 )
-def test_what_may_be_kept_for_one_tenant_and_for_all(
+def test_cacheability_of_an_answer_per_tenant_and_for_all(
     headers: dict[str, str], alone: bool, shared: bool
 ) -> None:
     assert alone == may_keep(headers, scope="tenant")
@@ -88,7 +88,9 @@ def test_what_may_be_kept_for_one_tenant_and_for_all(
         ({"Last-Modified": "yesterday", "Date": at(0)}, {}),
     ],
 )
-def test_what_a_version_is_told_by(headers: dict[str, str], asked: dict[str, str]) -> None:
+def test_versions_of_media_differ_by_their_validators(
+    headers: dict[str, str], asked: dict[str, str]
+) -> None:
     assert asked == revalidation_headers(headers)
 
 

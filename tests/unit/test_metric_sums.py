@@ -98,7 +98,7 @@ def test_a_gauge_is_of_all_what_its_name_says(values: dict[str, list[int]]) -> N
     assert said == {name: GAUGES[name](by_worker) for name, by_worker in values.items()}
 
 
-def test_of_all_workers_the_slowest_and_the_one_that_failed_are_shown() -> None:
+def test_the_slowest_and_the_failed_worker_are_shown() -> None:
     def gauges(lag_s: float, success: float, inside: float) -> Iterable[Metric]:
         registry = CollectorRegistry()
         Gauge("epd_event_loop_lag_seconds", "", registry=registry).set(lag_s)
@@ -139,7 +139,7 @@ def test_every_family_is_one_that_can_be_added() -> None:
     assert {family.type for family in families()} == {"counter", "gauge", "histogram"}
 
 
-def test_what_has_ended_leaves_its_counts() -> None:
+def test_counters_of_an_ended_worker_remain() -> None:
     left = counted(families())
 
     assert {family.type for family in left} == {"counter", "histogram"}
@@ -165,6 +165,6 @@ def test_a_family_keeps_its_name_kind_and_words() -> None:
         b'[["a", "", "b", []]]',
     ],
 )
-def test_what_is_no_page_is_a_value_error(page: bytes) -> None:
+def test_an_invalid_page_is_a_value_error(page: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         load(page)

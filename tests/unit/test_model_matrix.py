@@ -73,7 +73,7 @@ def test_an_answer_equals_itself() -> None:
         (replace(ANSWER, usage={**USAGE, "prompt_tokens": 19}), "usage"),
     ],
 )
-def test_what_differs_is_named(got: Answer, expected: str) -> None:
+def test_differences_are_named(got: Answer, expected: str) -> None:
     assert found(got) == [expected]
 
 
@@ -185,7 +185,7 @@ def test_cases_in_which_the_same_was_seen_share_a_row() -> None:
     assert "| Qwen3-VL | E+PD | two; twice | refused by both: one alone |" in lines
 
 
-def test_what_is_written_by_hand_stays() -> None:
+def test_handwritten_parts_stay() -> None:
     once = written(DOCUMENT, [RESULT])
     by_hand = [text for text in DOCUMENT.splitlines() if text.endswith("by hand.")]
 

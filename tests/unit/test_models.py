@@ -36,7 +36,7 @@ def test_an_alias_is_called_what_the_instance_answers_as() -> None:
 
 
 @given(st.text())
-def test_what_a_model_says_is_no_name(content: str) -> None:
+def test_text_of_a_model_is_no_model_name(content: str) -> None:
     names = ModelNames()
     names.learn_name("m", orjson.dumps({"choices": [{"content": '"model": "x" ' + content}]}))
 
@@ -56,7 +56,7 @@ def test_what_a_model_says_is_no_name(content: str) -> None:
         b'event: message_start\ndata: {"message": {"content": [], "model": "m"}}\n\n',
     ],
 )
-def test_what_a_client_or_a_tools_call_says_within_an_answer_is_no_name(answer: bytes) -> None:
+def test_fields_of_clients_and_tool_calls_are_no_model_name(answer: bytes) -> None:
     names = ModelNames()
     names.learn_name("alias", answer)
 
@@ -66,7 +66,7 @@ def test_what_a_client_or_a_tools_call_says_within_an_answer_is_no_name(answer: 
 @pytest.mark.parametrize(
     "answer", [b"", b'"model"', b'{"model"', b'["model", {"model": "x"}]', b'{"model": ["x"]}']
 )
-def test_what_is_no_answer_names_nothing(answer: bytes) -> None:
+def test_an_invalid_answer_names_no_model(answer: bytes) -> None:
     names = ModelNames()
     names.learn_name("m", answer)
 

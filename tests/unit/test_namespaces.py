@@ -69,7 +69,7 @@ def test_an_answer_that_does_not_come_changes_nothing(namespaces: Namespaces) ->
     assert namespaces.namespace_of(D1) is None
 
 
-def test_what_is_remembered_is_bounded_by_the_instances(
+def test_remembered_namespaces_are_bounded_by_the_instances(
     namespaces: Namespaces, table: InstanceTable
 ) -> None:
     for number in range(100):

@@ -72,9 +72,7 @@ def test_values_are_counted_and_not_what_words_look_like(value: object) -> None:
 
 @pytest.mark.fault(49)
 @pytest.mark.parametrize(("limit", "times"), [(10**6, 2), (10**5, 1)])
-def test_what_is_wrong_with_a_large_body_is_not_looked_for_in_its_media(
-    limit: int, times: int
-) -> None:
+def test_errors_of_a_large_body_are_not_searched_in_its_media(limit: int, times: int) -> None:
     """To locate an error in the whole body, its media would be parsed too."""
     raw = b'{"x": "data:image/png;base64,%s", "y": }' % (b"A" * 500_000)
     sizes: list[int] = []

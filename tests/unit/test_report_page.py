@@ -58,7 +58,7 @@ def test_labels_are_in_any_order_and_may_be_none() -> None:
     "value",
     ["NaN", "-1", "-Inf", "+Inf", "1e300", f"{MAX_REQUESTS + 1}", "many", "", "0x3", "1_0_"],
 )
-def test_what_is_no_number_of_requests_is_no_report(value: str) -> None:
+def test_an_invalid_number_of_requests_is_no_report(value: str) -> None:
     assert read_report(page(*gauges(value, "1"))) is None
     assert read_report(page(*gauges("1", value))) is None
     assert read_report(page(*gauges("1", "1"), *gauges("1", value, engine=1))) is None
@@ -79,7 +79,7 @@ def test_what_is_no_number_of_requests_is_no_report(value: str) -> None:
         b"\nvllm:num_requests_running{",
     ],
 )
-def test_what_is_no_page_of_it_is_no_report(raw: bytes) -> None:
+def test_an_invalid_metrics_page_is_no_report(raw: bytes) -> None:
     assert read_report(raw) is None
 
 

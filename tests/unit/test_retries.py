@@ -53,7 +53,7 @@ def at_once(_: ProxyError) -> float | None:
     return 0.0
 
 
-async def test_it_tries_until_one_succeeds() -> None:
+async def test_tries_end_with_the_first_success() -> None:
     calls: list[int] = []
 
     assert await run(Retries(), fails(2, calls), tries=3, again=at_once) == "done"
@@ -68,7 +68,7 @@ async def test_the_last_failure_is_the_one_that_is_told() -> None:
     assert len(calls) == 3
 
 
-async def test_what_is_not_worth_it_is_not_tried_again() -> None:
+async def test_hopeless_failures_are_not_retried() -> None:
     calls: list[int] = []
 
     with pytest.raises(UpstreamFailed, match="number 1"):
@@ -184,7 +184,7 @@ async def test_places_of_those_that_are_cancelled_are_free_again() -> None:
         (EncodeMismatch("x"), True, None),
     ],
 )
-def test_what_is_tried_again_and_when(
+def test_retries_follow_the_class_of_the_error(
     error: ProxyError, others: bool, delay_s: float | None
 ) -> None:
     assert retry_delay_s(error, others=others, patience_s=5.0) == delay_s

@@ -61,7 +61,7 @@ def test_an_unwritten_page_reads_as_none(page: SharedPage) -> None:
 
 
 @given(st.lists(st.binary(max_size=300), min_size=1))
-def test_what_was_written_last_is_read(contents: list[bytes]) -> None:
+def test_the_latest_page_is_read(contents: list[bytes]) -> None:
     with closing(SharedPage.new_page()) as page:
         for content in contents:
             page.write(content)
@@ -106,7 +106,7 @@ def test_half_a_page_is_not_seen(torn: bytes, at: int) -> None:
         assert page.read() == b"third"
 
 
-def test_what_is_damaged_is_not_taken_for_a_page(page: SharedPage) -> None:
+def test_a_damaged_page_is_not_read(page: SharedPage) -> None:
     page.write(b"first")
     os.pwrite(page.descriptor, b"F", 2 * HEAD.size + HALF_BYTES)
 
@@ -124,7 +124,7 @@ def test_a_page_that_is_not_the_newest_is_not_taken_for_it(page: SharedPage) -> 
         page.read()
 
 
-def test_what_does_not_fit_changes_nothing(page: SharedPage) -> None:
+def test_a_page_that_does_not_fit_changes_nothing(page: SharedPage) -> None:
     page.write(b"first")
     with pytest.raises(OSError, match="File too large") as refused:
         page.write(bytes(HALF_BYTES))

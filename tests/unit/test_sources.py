@@ -10,7 +10,7 @@ SOURCES = sorted(path for package in ("epd", "ec_store") for path in (ROOT / pac
 UNSAFE = re.compile(r"\b(pickle|cPickle|cloudpickle|dill|shelve|marshal|torch\.load|yaml\.load)\b")
 
 
-def test_there_are_sources() -> None:
+def test_the_sources_of_vllm_are_found() -> None:
     assert len(SOURCES) > 50
     assert UNSAFE.search("import pickle")
 

@@ -34,7 +34,9 @@ WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_dec
         ({"architectures": ["T5ForConditionalGeneration"]}, "accepts only text"),
     ],
 )
-def test_what_has_no_encoder_that_runs_apart(config: Mapping[str, Any], reason: str) -> None:
+def test_models_without_a_separate_encoder_are_named(
+    config: Mapping[str, Any], reason: str
+) -> None:
     assert reason in str(why_unservable(config, TEXT))
 
 
@@ -73,7 +75,7 @@ def test_a_doubt_is_left_to_vllm(config: Mapping[str, Any]) -> None:
         ({"model_type": ["qwen3_5"], "text_config": None}, False),
     ],
 )
-def test_which_models_a_cpu_computes_in_bfloat16(config: Any, expected: bool) -> None:
+def test_models_that_a_cpu_computes_in_bfloat16_are_known(config: Any, expected: bool) -> None:
     assert needs_bfloat16(config) is expected
 
 

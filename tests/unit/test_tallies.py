@@ -53,7 +53,7 @@ def test_a_spread_is_a_histogram(values: list[tuple[tuple[str, int, bool], float
 
 
 @given(st.lists(st.tuples(LABELS, st.integers(0, 9)), max_size=20))
-def test_what_is_counted_is_a_counter(values: list[tuple[tuple[str, int, bool], int]]) -> None:
+def test_counted_values_are_counters(values: list[tuple[tuple[str, int, bool], int]]) -> None:
     registry = CollectorRegistry()
     theirs = Counter("c", "Counts.", NAMES, registry=registry)
     ours = CounterValues(Figure("c", "counter", "Counts.", NAMES))

@@ -126,7 +126,7 @@ def test_new_keys_are_long_and_different() -> None:
     [("", ALICE), ("al:ice", ALICE), ("a" * 65, ALICE), ("a\n", ALICE)]
     + [("alice", key) for key in ("short", "a key with spaces in it", "é" * 20, "x" * 513)],
 )
-def test_what_a_line_cannot_hold_is_refused(tenant: str, key: str) -> None:
+def test_tenant_names_that_a_line_cannot_hold_are_rejected(tenant: str, key: str) -> None:
     with pytest.raises(ValueError, match=r"a (tenant's name|key) has"):
         key_line(tenant, key)
 

@@ -60,14 +60,14 @@ def test_an_encode_instance_that_has_saved_nothing_yet_is_said_to() -> None:
     assert "Conversations" not in text
 
 
-def test_of_conversations_in_redis_the_turns_are_known() -> None:
+def test_turns_of_conversations_in_redis_are_shown() -> None:
     shown = large(1)
     shown["totals"]["conversations"]["kept"] = 0
 
     assert "Conversations  hit rate 75 % of 60 turns" in "\n".join(drawn(shown, 80, 24))
 
 
-def test_of_an_older_proxy_that_tells_nothing_of_conversations_the_rest_is_shown() -> None:
+def test_an_older_proxy_without_conversations_is_shown() -> None:
     shown = cast("dict[str, Any]", large(1))
     del shown["totals"]["conversations"]
     del shown["totals"]["media"]
@@ -85,7 +85,7 @@ def test_a_short_frame_shows_unhealthy_instances_first() -> None:
     assert "more" in text
 
 
-def test_what_clients_did_wrong_is_told_from_what_failed() -> None:
+def test_rejected_requests_are_shown_apart_from_failed_ones() -> None:
     shown = large(1)
     for second in shown["seconds"]:
         second["failed"] = second["rejected"] = 0
@@ -102,7 +102,7 @@ def test_what_clients_did_wrong_is_told_from_what_failed() -> None:
     assert [line.split()[-2:] for line in lines if line.startswith("Stage")] == [["failed", "rej."]]
 
 
-def test_of_an_older_proxy_that_tells_no_rejections_the_rest_is_shown() -> None:
+def test_an_older_proxy_without_rejections_is_shown() -> None:
     shown = cast("dict[str, Any]", large(1))
     told = ("instances", "stages", "seconds", "requests", "notices")
     for one in (one for name in told for one in shown[name]):

@@ -109,7 +109,7 @@ def test_no_bad_requests_push_out_an_instance_that_went(clock: Clock) -> None:
     assert notices[-1]["what"] == E
 
 
-def test_what_is_asked_of_the_proxy_itself_is_not_shown(recent: Recent) -> None:
+def test_requests_to_the_proxy_itself_are_not_shown(recent: Recent) -> None:
     for path in ("/metrics", "/ui/state", "unknown", "/v1/models"):
         recent.request_done(done(path=path, error="unknown_route"))
     document = shown(known(recent))
@@ -160,7 +160,7 @@ def test_a_rate_is_right_where_the_ring_reaches_back_less_far(recent: Recent) ->
     assert 900 < decode["rate"] < 1100
 
 
-def test_what_is_older_than_the_window_and_what_failed_is_in_no_quantile(recent: Recent) -> None:
+def test_old_and_failed_requests_are_in_no_quantile(recent: Recent) -> None:
     recent.stage_done(stage("encode", E, NOW_S - 400, 9.0))
     recent.stage_done(stage("encode", E, NOW_S - 5, 5.0, "encode_timeout"))
     recent.stage_done(stage("encode", E, NOW_S - 1, 0.5))
@@ -169,7 +169,7 @@ def test_what_is_older_than_the_window_and_what_failed_is_in_no_quantile(recent:
     assert (one["p50_s"], one["p99_s"], one["failed"], one["count"]) == (0.5, 0.5, 1, 2)
 
 
-def test_what_a_client_did_wrong_is_no_failure_of_an_instance(recent: Recent) -> None:
+def test_rejected_requests_are_no_failures_of_an_instance(recent: Recent) -> None:
     rejected = stage("encode", E, NOW_S - 3, 0.1, "encode_rejected")
     recent.stage_done(rejected._replace(rejected=True))
     recent.stage_done(stage("encode", E, NOW_S - 2, 0.1, "encode_failed"))
@@ -223,7 +223,7 @@ def test_requests_that_were_rejected_are_told_from_those_that_failed(
         (("down", "ejected"), "down"),
     ],
 )
-def test_of_workers_that_differ_the_worst_is_shown(
+def test_the_worst_state_of_several_workers_is_shown(
     recent: Recent, states: tuple[str, ...], expected: str
 ) -> None:
     [one] = shown(*(known(recent, seen(condition, 2)) for condition in states))["instances"]

@@ -194,7 +194,7 @@ def test_a_stages_time_is_from_its_first_request_to_its_last_answer() -> None:
         (b"and/or 3/4", "and/or 3/4"),
     ],
 )
-def test_what_is_not_vllms_own_error_shows_no_insides(said: bytes, shown: str) -> None:
+def test_errors_that_are_not_vllms_show_no_internals(said: bytes, shown: str) -> None:
     error = UpstreamRejected(500, said, stage="decode", headers={})
 
     assert shown in error.message

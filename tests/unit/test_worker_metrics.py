@@ -167,7 +167,7 @@ def test_a_worker_goes_on_counting_where_the_one_before_it_ended(pages: list[Sha
     assert (other.figures()["c_total"], other.figures()["g"]) == (7, 0)
 
 
-def test_what_was_shown_is_known_to_the_others(pages: list[SharedPage]) -> None:
+def test_a_published_page_is_visible_to_other_workers(pages: list[SharedPage]) -> None:
     one, other = Worker(pages, 0), Worker(pages, 1)
     one.counter.inc(3)
     one.figures()

@@ -178,7 +178,7 @@ def test_without_a_known_encoder_the_whole_checkpoint_counts(
     assert (before.apart, after.digest != before.digest) == (False, True)
 
 
-def test_what_is_read_of_a_large_checkpoint_is_bounded(checkpoint: Any, tmp_path: Path) -> None:
+def test_reads_of_a_large_checkpoint_are_bounded(checkpoint: Any, tmp_path: Path) -> None:
     """The encoder has 500 tensors of 4 MiB; the language models have 20 GB and 40 GB."""
     encoder = {f"visual.blocks.{n}.weight": 4 * 1024**2 for n in range(500)}
 
@@ -193,7 +193,7 @@ def test_what_is_read_of_a_large_checkpoint_is_bounded(checkpoint: Any, tmp_path
     assert large.read_bytes - small.read_bytes < 80 * 128
 
 
-def test_of_very_many_tensors_one_sample_each_is_read(checkpoint: Any, tmp_path: Path) -> None:
+def test_one_sample_of_each_of_very_many_tensors_is_read(checkpoint: Any, tmp_path: Path) -> None:
     def reads(tensors: int) -> int:
         sizes = {f"experts.{n}.weight": 64 * 1024 for n in range(tensors)}
         counted: int = checkpoint.fingerprint([sparse(tmp_path / "a.safetensors", sizes)]).reads

@@ -256,7 +256,9 @@ def test_a_store_that_hangs_holds_no_call_up(
     [{"queue_length": 3}, {"timeout_s": 0}, {"memory_bytes": "much"}, {"fetch_threads": 0}],
     ids=str,
 )
-def test_what_is_wrong_in_the_options_is_said(connect: Connect, options: dict[str, Any]) -> None:
+def test_errors_of_connector_options_are_reported(
+    connect: Connect, options: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         connect(**options)
 
@@ -395,7 +397,7 @@ def test_a_producer_does_not_name_what_was_dropped_until_it_is_stored(
     assert named(connector, request) == {"a", "b"}
 
 
-def test_what_the_queue_has_no_room_for_is_not_named_in_the_reply_of_its_own_step(
+def test_outputs_without_room_in_the_queue_are_not_named_in_their_reply(
     vllm: Any, connect: Connect
 ) -> None:
     connector = connect()
@@ -510,7 +512,7 @@ def test_a_request_that_encodes_its_item_does_not_keep_others_from_its_entry(
     assert connector.has_cache_item("a")
 
 
-def test_what_an_aborted_request_waited_for_is_forgotten(
+def test_entries_of_an_aborted_request_are_forgotten(
     vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connector = connect()
@@ -631,7 +633,7 @@ def test_an_invalid_message_is_skipped() -> None:
     sender.close()
 
 
-def test_what_is_written_during_a_step_leaves_room_for_what_the_step_tells(
+def test_writes_during_a_step_leave_room_for_its_reports(
     vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connector = connect()

@@ -121,7 +121,7 @@ def test_any_number_of_consumers_reads_what_the_encode_instance_has_in_memory(
         one.take_unavailable_requests()
 
 
-def test_what_is_not_in_memory_has_no_address_and_no_metadata(
+def test_an_output_outside_memory_has_no_address_and_no_metadata(
     vllm: Any, transfers: Any, side_channel: int
 ) -> None:
     del side_channel
