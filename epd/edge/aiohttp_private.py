@@ -1,6 +1,6 @@
 """Private names of aiohttp that the proxy uses, each under a name of the proxy's.
 
-A minor release of aiohttp may remove them: `tests/unit/test_aiohttp.py` names each, and
+A minor release of aiohttp may remove them: `tests/edge/test_aiohttp_private.py` names each, and
 `pyproject.toml` bounds the version.
 """
 

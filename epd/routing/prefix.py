@@ -32,7 +32,7 @@ COMPUTED_FACTOR = 8
 
 A token that another engine has in its cache also evicts a token of other prompts, and delays all
 later prompts. With a weight of 1 a busy fleet computes so much again that its queues grow. From 4
-on they stay short, and with several proxies from 8 on (`tests/unit/test_prefix_fleet.py`).
+on they stay short, and with several proxies from 8 on (`tests/request/test_prefix_fleet.py`).
 """
 
 
