@@ -52,8 +52,9 @@ class Attempt(NamedTuple):
     Attributes:
         course: stages of the request.
         facts: facts by which the policies decided the course.
-        prefills: prefill instances that have had the request. Others are preferred.
-        decodes: decode instances that have had the request. Others are preferred.
+        avoided_prefills: prefill instances to which any other is preferred: they have had the
+            request, and may be at fault.
+        avoided_decodes: the same of decode instances.
         failures: stages that failed before. An unreachable instance does not count.
         doubtful: a decode instance that may have failed because of a missing entry or block, so
             that an earlier stage may be at fault.
@@ -68,8 +69,8 @@ class Attempt(NamedTuple):
 
     course: Course
     facts: Facts
-    prefills: tuple[Instance, ...] = ()
-    decodes: tuple[Instance, ...] = ()
+    avoided_prefills: tuple[Instance, ...] = ()
+    avoided_decodes: tuple[Instance, ...] = ()
     failures: tuple[Stage, ...] = ()
     doubtful: Instance | None = None
     encodings: Encodings | None = None
@@ -119,8 +120,12 @@ class Sending:
 
     @property
     def decodes(self) -> tuple[Instance, ...]:
-        """All decode instances that have had the request, in this and earlier attempts."""
-        return self.attempt.decodes if self.decode is None else (*self.attempt.decodes, self.decode)
+        """The decode instances that this attempt avoids, and the one that has its request."""
+        return (
+            self.attempt.avoided_decodes
+            if self.decode is None
+            else (*self.attempt.avoided_decodes, self.decode)
+        )
 
     @property
     def prefill_prefix(self) -> Prefix:

@@ -42,7 +42,7 @@ class Pipeline:
         keys: Keys,
         encoder: Encoder,
         transfer: ECTransfer,
-        handovers: PrefillDecodeStages,
+        prefill_decode: PrefillDecodeStages,
         decoders: Decoders,
     ) -> None:
         self._table = table
@@ -52,7 +52,7 @@ class Pipeline:
         self._keys = keys
         self._encoder = encoder
         self._transfer = transfer
-        self._handovers = handovers
+        self._prefill_decode = prefill_decode
         self._decoders = decoders
         self._retries = Retries()
 
@@ -99,13 +99,13 @@ class Pipeline:
         if sending.context.config.kv_events and sending.prefix.links:
             sending.prompt = marked_prompt(sending.prompt, sending.prefix)
         sending.work = request_work(request.uuids, sending)
-        pair = await self._handovers.choose_pair(sending)
+        pair = await self._prefill_decode.choose_pair(sending)
         if pair is None:
-            return await self._handovers.decode(sending, sending.prompt.body)
-        if self._handovers.at_once(pair):
-            return await self._handovers.prefill_and_decode(sending, pair)
-        prefilled = await self._handovers.prefill(sending, pair)
-        return await self._handovers.decode_prefilled(sending, pair, prefilled)
+            return await self._prefill_decode.decode(sending, sending.prompt.body)
+        if self._prefill_decode.at_once(pair):
+            return await self._prefill_decode.prefill_and_decode(sending, pair)
+        prefilled = await self._prefill_decode.prefill(sending, pair)
+        return await self._prefill_decode.decode_prefilled(sending, pair, prefilled)
 
     async def encode(self, body: Body, context: RequestContext) -> list[EncodedItem]:
         """Encode the items of a request that asks for nothing else, and remember their keys.
@@ -142,7 +142,7 @@ class Pipeline:
         if not (self._transfer.pushed or differ):
             return NO_TARGETS
         sending.prefix = request_prefix(request.body, request.uuids, sending)
-        return await self._handovers.choose_targets(sending, request.body)
+        return await self._prefill_decode.choose_targets(sending, request.body)
 
     def _namespace(self, consumer: Reservation | None) -> str | None:
         """Return the namespace in which the consumer looks up outputs; None if unknown."""
@@ -192,7 +192,7 @@ class Pipeline:
             Failure(
                 sending,
                 error,
-                other_prefills=self._handovers.other_prefills(sending),
+                other_prefills=self._prefill_decode.other_prefills(sending),
                 other_decodes=self._decoders.has_untried(sending.attempt.course, sending.decodes),
                 may_prefill_locally=sending.context.config.on_prefill_failure == "local",
             )

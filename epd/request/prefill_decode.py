@@ -91,7 +91,7 @@ class PrefillDecodeStages:
 
     def other_prefills(self, sending: Sending) -> bool:
         """Return whether there is an eligible prefill instance that has not had the request."""
-        attempt, tried = sending.attempt, sending.attempt.prefills
+        attempt, tried = sending.attempt, sending.attempt.avoided_prefills
         if sending.prefill is not None:
             tried = (*tried, sending.prefill.instance)
         return attempt.course.prefill_url is None and self._prefills.has_untried(tried)
@@ -210,7 +210,7 @@ class PrefillDecodeStages:
         url, context = sending.attempt.course.prefill_url, sending.context
         if url is None:
             prefers = None if context.turn is None else context.turn.prefers_prefill
-            tried = sending.attempt.prefills
+            tried = sending.attempt.avoided_prefills
             balance = context.config.prefill_balance
             return self._prefills.best_instance(
                 tried,

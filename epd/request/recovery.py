@@ -88,8 +88,8 @@ class Failure(NamedTuple):
         prefills = () if sending.prefill is None else (sending.prefill.instance,)
         # An attempt that failed before its encode has no encoder outputs to reuse.
         return attempt._replace(
-            prefills=attempt.prefills + prefills,
-            decodes=sending.decodes,
+            avoided_prefills=attempt.avoided_prefills + prefills,
+            avoided_decodes=sending.decodes,
             failures=self.failures,
             doubtful=sending.decodes[-1] if failed_load else attempt.doubtful,
             encodings=sending.encodings if sending.encoded else attempt.encodings,
@@ -174,8 +174,8 @@ def _not_counted(failure: Failure) -> Attempt:
 
 def _without_doubt(failure: Failure) -> Attempt:
     attempt = failure.next_attempt
-    decodes = tuple(one for one in attempt.decodes if one != attempt.doubtful)
-    return attempt._replace(decodes=decodes)
+    others = tuple(one for one in attempt.avoided_decodes if one != attempt.doubtful)
+    return attempt._replace(avoided_decodes=others)
 
 
 RULES = (
@@ -183,7 +183,9 @@ RULES = (
         "prefill fails while it reads decode's blocks of the previous turn",
         "prefill computes them; the same instance may be chosen",
         _read_back_failed,
-        lambda failure: _not_counted(failure)._replace(prefills=failure.sending.attempt.prefills),
+        lambda failure: _not_counted(failure)._replace(
+            avoided_prefills=failure.sending.attempt.avoided_prefills
+        ),
     ),
     Rule(
         "prefill or decode answers 400 to metadata in place of media",

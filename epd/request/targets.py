@@ -204,7 +204,7 @@ class Decoders:
             named = await self._picked(attempt, context, prefill)
         prefers = None if context.turn is None else context.turn.prefers_decode
         return named or self._choice.best_instance(
-            attempt.decodes,
+            attempt.avoided_decodes,
             balance=context.config.decode_balance,
             session=context.session,
             prefix=prefix,
@@ -264,7 +264,7 @@ class Decoders:
             NoInstance: neither the picker nor the table has one.
         """
         usable = [one.instance for one in self._table.usable_candidates(*ANSWERING)]
-        tried = attempt.decodes
+        tried = attempt.avoided_decodes
         try:
             named = await self._picker.ask_picker(attempt.facts, context, prefill, usable, tried)
             found = self._at(named, context.config.decode_hosts)

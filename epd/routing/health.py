@@ -157,8 +157,9 @@ class Health:
         Args:
             outcome: result of the request.
             now_s: current time.
-            begun: token from `begun`. A failure counts only if the request began after the last
-                change of state: requests from before an outage may fail long after it.
+            begun: value that `request_begun` returned. A failure counts only if the request began
+                after the last change of state: requests from before an outage may fail long after
+                it.
             rest_s: seconds for which an overloaded instance asks for no requests.
         """
         if begun == self._changes:

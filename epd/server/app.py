@@ -164,7 +164,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         decoders = Decoders(table, Picker(upstream))
         peers = PeerRegistry(table, transfer, upstream, live)
         readbacks = Readbacks(table, stages, transfer, conversations)
-        handovers = PrefillDecodeStages(
+        prefill_decode = PrefillDecodeStages(
             table, stages, transfer, peers, decoders, releases, readbacks, fatal
         )
         encoded = EC_TRANSFERS[config.ec_transfer]()
@@ -178,7 +178,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
             keys,
             Encoder(stages, namespaces, table, claims, encoded, fatal),
             encoded,
-            handovers,
+            prefill_decode,
             decoders,
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)

@@ -189,7 +189,7 @@ class Policies:
             case {"policy": str() as written, **rest} if rest.keys() <= {"priority"}:
                 priority = rest.get("priority")
                 if priority is None or (type(priority) is int and priority > 0):
-                    return self._write(lambda there: _with(there, written, priority))
+                    return self._write(lambda current: _with(current, written, priority))
                 raise _invalid("priority must be a whole number from 1, which is the first")
         raise _invalid('the body must be {"policy": "name?option=value", "priority": 1}')
 
@@ -204,9 +204,9 @@ class Policies:
         if name is None:
             return self._write(lambda _: None)
 
-        def without(there: Written) -> Written:
-            left = [one for one in there if _name(one) != name]
-            if len(left) == len(there):
+        def without(current: Written) -> Written:
+            left = [one for one in current if _name(one) != name]
+            if len(left) == len(current):
                 raise RequestRefused(404, "this policy is not in force", slug="unknown_policy")
             return left
 
@@ -240,8 +240,8 @@ class Policies:
         return self._active
 
     def _activate(self, config: ConfigFields) -> None:
-        said = self._page.read()
-        self._set = orjson.loads(said) if said else None
+        content = self._page.read()
+        self._set = orjson.loads(content) if content else None
         if self._set is not None:
             try:
                 self._active = active_policies(config, self._set)
@@ -259,7 +259,7 @@ class Policies:
 class _Change(Protocol):
     """Function from the policies in force to the new ones; None stands for the configured ones."""
 
-    def __call__(self, there: Written, /) -> Written | None: ...
+    def __call__(self, current: Written, /) -> Written | None: ...
 
 
 def said_otherwise(before: ConfigFields, after: ConfigFields) -> bool:
@@ -267,15 +267,15 @@ def said_otherwise(before: ConfigFields, after: ConfigFields) -> bool:
     return any(getattr(before, name) != getattr(after, name) for name in SETTINGS)
 
 
-def _with(there: Written, written: str, priority: int | None) -> Written:
-    names = [_name(one) for one in there]
+def _with(current: Written, written: str, priority: int | None) -> Written:
+    names = [_name(one) for one in current]
     with suppress(ValueError):
         at = names.index(_name(written))
         if priority is None:
-            return [*there[:at], written, *there[at + 1 :]]
-        there = [*there[:at], *there[at + 1 :]]
+            return [*current[:at], written, *current[at + 1 :]]
+        current = [*current[:at], *current[at + 1 :]]
     at = (priority or 1) - 1
-    return [*there[:at], written, *there[at:]]
+    return [*current[:at], written, *current[at:]]
 
 
 def _check(config: ConfigFields, written: Written) -> None:

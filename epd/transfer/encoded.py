@@ -220,7 +220,7 @@ def consumer_body(
 
 
 def metadata_uuids(items: Sequence[EncodedItem], body: Body, *, raw: bool) -> dict[MMItem, str]:
-    """Return the items to send metadata-only, with the `uuid` of each: all of them, or none.
+    """Return the items to send metadata-only, with the `uuid` of each: all or none if possible.
 
     vLLM rejects a request that mixes metadata-only and raw items of one modality
     (`vllm/renderers/chat_utils.py`, `_resolve_items`). Whether it accepts a mixture of modalities

@@ -85,40 +85,40 @@ def unreachable(stage: Stage) -> UpstreamUnreachable:
     return UpstreamUnreachable("x", stage=stage)
 
 
-DOUBTFUL: dict[str, Any] = {"decodes": (D2,), "doubtful": D2, "failures": ("decode",)}
+DOUBTFUL: dict[str, Any] = {"avoided_decodes": (D2,), "doubtful": D2, "failures": ("decode",)}
 
 ROWS: list[tuple[int, Failure, dict[str, Any]]] = [
     (
         1,
         failure(failed("prefill"), reads_back=True),
-        {"prefills": ()},
+        {"avoided_prefills": ()},
     ),
     (
         2,
         failure(rejected(400)),
-        {"raw": True, "decodes": (D1,)},
+        {"raw": True, "avoided_decodes": (D1,)},
     ),
     (
         3,
         failure(rejected(500)),
-        {"reencode": True, "decodes": (D1,), "failures": ("decode",), "doubtful": D1},
+        {"reencode": True, "avoided_decodes": (D1,), "failures": ("decode",), "doubtful": D1},
     ),
     (4, failure(failed("prefill")), {"failures": ("prefill",)}),
     (
         5,
-        failure(failed("prefill"), attempt={"prefills": (P2,), "failures": ("prefill",)}),
-        {"prefills": (P2, P1), "failures": ("prefill", "prefill"), "without_prefill": True},
+        failure(failed("prefill"), attempt={"avoided_prefills": (P2,), "failures": ("prefill",)}),
+        {"avoided_prefills": (P2, P1), "failures": ("prefill", "prefill"), "without_prefill": True},
     ),
     (
         6,
         failure(rejected(500), prefilled=True, depends=False),
-        {"decodes": (D1,), "failures": ("decode",), "doubtful": D1},
+        {"avoided_decodes": (D1,), "failures": ("decode",), "doubtful": D1},
     ),
-    (7, failure(failed("decode")), {"decodes": (D1,), "failures": ("decode",)}),
+    (7, failure(failed("decode")), {"avoided_decodes": (D1,), "failures": ("decode",)}),
     (
         8,
         failure(unreachable("decode"), other_decodes=False, attempt=DOUBTFUL),
-        {"decodes": (D1,), "failures": ("decode",)},
+        {"avoided_decodes": (D1,), "failures": ("decode",)},
     ),
     # An instance that failed without dying gets the request again.
     (4, failure(failed("prefill"), other_prefills=False), {"failures": ("prefill",)}),
@@ -131,19 +131,19 @@ ROWS: list[tuple[int, Failure, dict[str, Any]]] = [
     (
         7,
         failure(failed("decode"), attempt={"failures": ("prefill",)}),
-        {"decodes": (D1,), "failures": ("prefill", "decode")},
+        {"avoided_decodes": (D1,), "failures": ("prefill", "decode")},
     ),
     # A 500 of prefill makes no decode instance doubtful.
     (
         4,
-        failure(failed("prefill", 500), depends=False, attempt={"decodes": (D2,)}),
-        {"decodes": (D2,), "failures": ("prefill",)},
+        failure(failed("prefill", 500), depends=False, attempt={"avoided_decodes": (D2,)}),
+        {"avoided_decodes": (D2,), "failures": ("prefill",)},
     ),
     # Decode has failed, although prefill was asked to read blocks back.
     (
         7,
         failure(failed("decode"), reads_back=True),
-        {"decodes": (D1,), "failures": ("decode",)},
+        {"avoided_decodes": (D1,), "failures": ("decode",)},
     ),
 ]
 
@@ -157,7 +157,7 @@ def test_a_row_makes_the_next_attempt(row: int, case: Failure, changes: dict[str
 
     # An attempt keeps the fields of the one before, but for those named here.
     unsaid: dict[str, Any] = {
-        "prefills": (P1,),
+        "avoided_prefills": (P1,),
         "resent": True,
         "encodings": case.sending.encodings,
     }
@@ -168,7 +168,7 @@ def test_an_instance_that_was_not_reached_has_not_read_blocks_back() -> None:
     attempt = next_attempt(failure(unreachable("prefill"), reads_back=True))
 
     assert attempt is not None
-    assert attempt.prefills == (P1,)
+    assert attempt.avoided_prefills == (P1,)
 
 
 def test_items_are_encoded_again_once() -> None:
@@ -276,7 +276,7 @@ def test_an_instance_that_was_not_reached_has_not_failed() -> None:
     attempt = next_attempt(failure(unreachable("prefill")))
 
     assert attempt is not None
-    assert (attempt.prefills, attempt.failures) == ((P1,), ())
+    assert (attempt.avoided_prefills, attempt.failures) == ((P1,), ())
 
 
 def test_an_attempt_keeps_the_encoder_outputs_of_the_one_before() -> None:
