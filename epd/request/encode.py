@@ -112,13 +112,8 @@ class Encoder:
             if looking is not None:
                 job = await _look_up(looking, job, identifiers)
             record.at = "encode"
-            missing = [item for item in uuids if item not in job.found]
-            under_way = partial(self._under_way, job, identifiers)
-            job = self._placement.plan_items(job, missing, identifiers.__contains__, under_way)
-            if job.rule is not None:
-                plans = job.plans.values()
-                record.places = Counter([one.place.labels for one in plans if one.place])
-            missing = [item for item in missing if not job.plan_of(item).local]
+            job = self._planned(job, identifiers)
+            missing = [item for item, plan in job.plans.items() if not plan.local]
             if len(missing) == 1:
                 made = [await self._encode_item(job, missing[0])]
             else:
@@ -142,6 +137,16 @@ class Encoder:
             and (output := job.output(item)) is not None
             and (identifier := self._identifiers.identifier_of(output))
         }
+
+    def _planned(self, job: EncodeJob, identifiers: Mapping[MMItem, str]) -> EncodeJob:
+        """Return the job with a plan for each item that is not stored."""
+        missing = [item for item in job.uuids if item not in job.found]
+        under_way = partial(self._under_way, job, identifiers)
+        job = self._placement.plan_items(job, missing, identifiers.__contains__, under_way)
+        if job.rule is not None:
+            places = [plan.place.labels for plan in job.plans.values() if plan.place]
+            job.context.record.places = Counter(places)
+        return job
 
     def _under_way(self, job: EncodeJob, identifiers: Mapping[MMItem, str], item: MMItem) -> bool:
         """Return whether this or another proxy on the same store is encoding an item."""
