@@ -114,7 +114,7 @@ PLAIN: Mapping[object, Json] = {
 
 
 class Undescribed(ValueError):
-    """The code or scripts/openapi.yaml lacks a description, or has one of something unknown."""
+    """The code or scripts/openapi.yaml lacks a description, or describes something unknown."""
 
 
 class Documented(NamedTuple):

@@ -47,7 +47,7 @@ class Facts:
 
     @property
     def kind(self) -> tuple[bool, bool, frozenset[Role]]:
-        """The facts that most requests share: those with and without media, for example."""
+        """Whether prefill can serve it, whether it has media, and the roles with instances."""
         return self.prefills, self.items > 0, self.roles
 
     @cached_property

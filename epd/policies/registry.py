@@ -123,7 +123,10 @@ class Active(NamedTuple):
 
     @property
     def decides_by_kind(self) -> bool:
-        """Whether a course depends only on the `kind` of the facts. Unknown for other packages."""
+        """Whether a course depends only on the `kind` of the facts.
+
+        False for a policy of another package, which may read any fact.
+        """
         if isinstance(self.policy, PDOnly):
             return self.policy.skip_prefill_for_text  # else it counts tokens
         return type(self.policy) in OWN.values()

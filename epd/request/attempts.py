@@ -54,7 +54,7 @@ class Attempt(NamedTuple):
         facts: facts by which the policies decided the course.
         avoided_prefills: prefill instances to which any other is preferred: they have had the
             request, and may be at fault.
-        avoided_decodes: the same of decode instances.
+        avoided_decodes: decode instances to which any other is preferred, for the same reason.
         failures: stages that failed before. An unreachable instance does not count.
         doubtful: a decode instance that may have failed because of a missing entry or block, so
             that an earlier stage may be at fault.
