@@ -1,13 +1,12 @@
 """Attempts of a request: the items to encode with their keys, the plan, and the results. No I/O."""
 
-from collections.abc import Awaitable, Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, Self
 
 from ec_store.bounded import BoundedDict
 from epd.api.body import dump_json
 from epd.api.items import MM_KWARGS, Body, MMItem
-from epd.errors import Stage
+from epd.errors import ProxyError, Stage
 from epd.policies.plan import Course, Facts, ItemPlace, ItemRule
 from epd.request.context import RequestContext
 from epd.routing.instances import Instance
@@ -29,6 +28,17 @@ class Encodings(NamedTuple):
     namespace: str | None = None
     local_keys: tuple[str, ...] = ()
 
+    @classmethod
+    def of_items(
+        cls,
+        items: Sequence[EncodedItem],
+        namespace: str | None,
+        uuids: Mapping[MMItem, str | None],
+    ) -> Self:
+        """Return the outputs of items with these keys."""
+        local = (one.item for one in items if one.result == "local")
+        return cls(tuple(items), namespace, tuple(item_key(item, uuids[item]) for item in local))
+
 
 class Targets(NamedTuple):
     """Instances chosen before the items are encoded.
@@ -42,8 +52,13 @@ class Targets(NamedTuple):
     consumer: Reservation | None = None
     decode: Instance | None = None
 
+    @property
+    def instance(self) -> Instance | None:
+        """The instance that answers the request unless another one prefills it, if chosen."""
+        return self.decode if self.consumer is None else self.consumer.instance
 
-NO_ENCODINGS, NO_TARGETS, NO_PROMPT = Encodings(), Targets(), Consumed({})
+
+NO_ENCODINGS, NO_TARGETS = Encodings(), Targets()
 
 
 class Attempt(NamedTuple):
@@ -80,71 +95,94 @@ class Attempt(NamedTuple):
     without_prefill: bool = False
 
 
-@dataclass(slots=True)
-class Sending:
-    """Attempt in progress. A field below `context` is set by the step that determines it.
+class KeyedRequest(NamedTuple):
+    """Request, and the keys of its media items.
 
     Attributes:
-        attempt: the plan. It changes once: decode may take over prefill's part.
-        context: context of the request.
-        targets: instances chosen before the items were encoded.
-        encodings: encoder outputs of the items.
-        encoded: whether `encodings` is set, also of a request without items.
-        prompt: body for prefill and decode.
-        prefix: content of the prompt, if instances are chosen by it.
-        work: predicted work of the instance that prefills.
-        prefill: place at the prefill instance that has the request.
-        decode: the decode instance that has the request.
-        reads_back: whether prefill was asked to read decode's blocks of the previous turn.
-        prefilled: whether decode received parameters of a prefill instance.
-        accepted: whether decode has begun a 2xx answer.
+        body: the client's request, with the media that the proxy fetched.
+        uuids: keys of the items; None for a key that an engine makes.
+        pixels: number of pixels of each picture in the request; 0 for an unknown format.
     """
 
+    body: Body
+    uuids: Mapping[MMItem, str | None] = {}
+    pixels: Mapping[MMItem, int] = {}
+
+
+class Sending(NamedTuple):
+    """Input of the stages: a request, the plan of one attempt, and the context."""
+
+    request: KeyedRequest
     attempt: Attempt
     context: RequestContext
-    targets: Targets = NO_TARGETS
-    encodings: Encodings = NO_ENCODINGS
-    encoded: bool = False
-    prompt: Consumed = NO_PROMPT
+
+
+class PreparedRequest(NamedTuple):
+    """Request as prefill and decode get it, after its items are encoded.
+
+    Attributes:
+        sending: the attempt.
+        encodings: encoder outputs of the items.
+        consumed: body for prefill and decode.
+        prefix: content of the prompt, if instances are chosen by it.
+        work: predicted work of the instance that prefills.
+    """
+
+    sending: Sending
+    encodings: Encodings
+    consumed: Consumed
     prefix: Prefix = NO_PREFIX
     work: Work = NO_WORK
-    prefill: Reservation | None = None
-    decode: Instance | None = None
-    reads_back: bool = False
-    prefilled: bool = False
-    accepted: bool = False
-
-    def record_answer(self) -> None:
-        """Record that decode has begun a 2xx answer."""
-        self.accepted = True
-
-    @property
-    def decodes(self) -> tuple[Instance, ...]:
-        """The decode instances that this attempt avoids, and the one that has its request."""
-        return (
-            self.attempt.avoided_decodes
-            if self.decode is None
-            else (*self.attempt.avoided_decodes, self.decode)
-        )
 
     @property
     def prefill_prefix(self) -> Prefix:
         """Content of the prompt, if the prefill instance is chosen by it."""
-        chosen = self.context.config.prefill_balance == "content"
+        chosen = self.sending.context.config.prefill_balance == "content"
         return self.prefix if chosen else NO_PREFIX
 
     @property
     def decode_prefix(self) -> Prefix:
         """Content of the prompt, if the decode instance is chosen by it."""
-        return self.prefix if self.context.config.decode_balance == "content" else NO_PREFIX
+        chosen = self.sending.context.config.decode_balance == "content"
+        return self.prefix if chosen else NO_PREFIX
 
-    def blames_instance(self, stage: Stage) -> bool:
+    def blames_instance(self, stage: Stage, *, loads_blocks: bool) -> bool:
         """Return whether a 500 of this stage is the instance's own fault.
 
         The first 500 of a stage that loads entries or blocks may mean that they are missing.
         """
-        loads = self.prefilled if stage == "decode" else self.reads_back
-        return not (self.prompt.depends or loads) or stage in self.attempt.failures
+        loads = self.consumed.depends or loads_blocks
+        return not loads or stage in self.sending.attempt.failures
+
+
+class FailedAttempt(NamedTuple):
+    """Failure of an attempt, with the results of the steps before.
+
+    Attributes:
+        attempt: the plan.
+        error: error of the step that failed.
+        encodings: encoder outputs of the items; None if a step up to the encode failed.
+        depends: whether the request fails if an encoder output is missing (`Consumed.depends`).
+        prefill: the prefill instance that was chosen; None if none was.
+        reads_back: whether it was asked to read decode's blocks of the previous turn.
+        prefilled: whether a prefill instance provides KV blocks for decode.
+        decode: the decode instance that was chosen; None if none was.
+    """
+
+    attempt: Attempt
+    error: ProxyError
+    encodings: Encodings | None = None
+    depends: bool = False
+    prefill: Instance | None = None
+    reads_back: bool = False
+    prefilled: bool = False
+    decode: Instance | None = None
+
+    @property
+    def failed_decodes(self) -> tuple[Instance, ...]:
+        """The decode instances that this attempt avoids, and the one that failed in it."""
+        avoided, decode = self.attempt.avoided_decodes, self.decode
+        return avoided if decode is None or self.error.stage != "decode" else (*avoided, decode)
 
 
 MAX_LEARNED = 65536

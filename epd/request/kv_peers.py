@@ -5,8 +5,9 @@ decode to release the KV blocks of abandoned prefills.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from types import TracebackType
 from typing import NamedTuple, Self
 
 from epd.aio import Flights
@@ -15,12 +16,14 @@ from epd.config.sections import Live
 from epd.config.sections.limits import LimitSettings
 from epd.errors import ProxyError, UpstreamDied
 from epd.json_or_none import json_or_none
+from epd.request.attempts import PreparedRequest
 from epd.request.context import RequestContext
-from epd.request.stages import RELEASE_TIMEOUT_S, Stages
+from epd.request.stages import RELEASE_TIMEOUT_S, Prefilled, Stages
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance
-from epd.routing.table import InstanceTable
-from epd.transfer import Params
+from epd.routing.table import InstanceTable, Reservation
+from epd.transfer import Params, with_params
+from epd.transfer.encoded import Consumed
 from epd.transfer.kv import KVTransfer, Pair
 from epd.upstream import Upstream
 
@@ -109,32 +112,134 @@ def _member(pair: Pair) -> Member:
     return pair.prefill, pair.prefill_rank
 
 
+OtherDecode = Callable[[Sequence[Instance], RequestContext], Instance | None]
+"""Returns a decode instance that is not among these; None if there is none."""
+
+
+class KVHandover:
+    """KV blocks of a prefill, until decode has read them.
+
+    If an error ends the context before that, decode is asked to release them.
+
+    Attributes:
+        prepared: the request.
+        place: place at the prefill instance.
+        pair: the prefill, and what decode needs to know of it.
+        prefilled: reply of prefill; None without one.
+        params: `kv_transfer_params` of the decode request; None for none.
+        decode: the decode instance that got the request; None before that.
+        accepted: whether decode has begun a 2xx answer.
+    """
+
+    __slots__ = (
+        "_other_decode",
+        "_releases",
+        "accepted",
+        "decode",
+        "pair",
+        "params",
+        "place",
+        "prefilled",
+        "prepared",
+    )
+
+    def __init__(
+        self,
+        releases: "Releases",
+        other_decode: OtherDecode,
+        prepared: PreparedRequest,
+        place: Reservation,
+        pair: Pair,
+    ) -> None:
+        self._releases = releases
+        self._other_decode = other_decode
+        self.prepared = prepared
+        self.place = place
+        self.pair = pair
+        self.prefilled: Prefilled | None = None
+        self.params: Params | None = None
+        self.decode: Instance | None = None
+        self.accepted = False
+
+    def begin_decode(self, instance: Instance) -> Consumed:
+        """Return the request for the decode instance."""
+        self.decode = instance
+        consumed, context = self.prepared.consumed, self.prepared.sending.context
+        body = with_params(consumed.body, self.params)
+        if self.prefilled is not None and context.turn is not None and context.endpoint.tokenized:
+            body = context.turn.with_tokens(body)
+        return consumed._replace(body=body)
+
+    def record_answer(self) -> None:
+        """Record that decode has begun a 2xx answer."""
+        self.accepted = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        params = None if self.prefilled is None else self.prefilled.params
+        if error is None or params is None or not self._is_held(error):
+            return
+        _, attempt, context = self.prepared.sending
+        tried = attempt.avoided_decodes
+        if self.decode is not None:
+            tried = (*tried, self.decode)
+        # The instance that received the request, or another one if that failed.
+        instance = tried[-1] if tried else None
+        if isinstance(error, ProxyError) or instance is None:
+            instance = self._other_decode(tried, context) or instance
+        if instance is not None:
+            body = with_params(self.prepared.consumed.body, params)
+            self._releases.begin_release(instance, body, context)
+
+    def _is_held(self, error: BaseException) -> bool:
+        """Return whether prefill still holds the blocks, and decode can be asked to release them.
+
+        A release is skipped in three cases. If a decode instance may have died of the request, no
+        other one receives it, and the blocks stay until their lease expires. After a 500, decode's
+        engine has notified prefill itself (after a 4xx it has not, because it rejected the request
+        earlier). If decode has sent the head of its answer, aborting it notifies prefill, and a
+        release would then read blocks that prefill has freed.
+        """
+        if self.accepted or self.prepared.sending.context.watched.deaths is not None:
+            return False
+        return not (isinstance(error, ProxyError) and (error.died or error.engine_failed))
+
+
 class Releases:
     """Releases of KV blocks in progress."""
 
-    def __init__(self, stages: Stages, fatal: FatalRequests) -> None:
+    def __init__(self, stages: Stages, transfer: KVTransfer, fatal: FatalRequests) -> None:
         self._stages = stages
+        self._transfer = transfer
         self._fatal = fatal
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
     @asynccontextmanager
-    async def run_releases(cls, stages: Stages, fatal: FatalRequests) -> AsyncIterator[Self]:
+    async def run_releases(
+        cls, stages: Stages, transfer: KVTransfer, fatal: FatalRequests
+    ) -> AsyncIterator[Self]:
         """Wait at the exit for the releases in progress, at most `RELEASE_TIMEOUT_S`."""
-        releases = cls(stages, fatal)
+        releases = cls(stages, transfer, fatal)
         try:
             yield releases
         finally:
             await releases._ended()
 
     def begin_release(self, instance: Instance, body: Body, context: RequestContext) -> None:
-        """Send a release to a decode instance in the background.
+        """Send a release to a decode instance in the background, if the transfer needs one.
 
         Args:
             instance: the decode instance.
             body: the decode request, with its `kv_transfer_params`.
             context: context of the request.
         """
+        if not self._transfer.released:
+            return
         task = asyncio.create_task(self._release(instance, body, context))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

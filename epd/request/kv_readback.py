@@ -16,7 +16,7 @@ from epd.api.prompts import Prompt, prompt_of
 from epd.conversations.conversations import Conversations
 from epd.conversations.turn import Basis, HeldBlocks, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
-from epd.request.attempts import Sending
+from epd.request.attempts import PreparedRequest
 from epd.request.context import RequestContext
 from epd.request.stages import Stages
 from epd.routing.health import HealthState
@@ -144,20 +144,20 @@ class Readbacks:
             there = {one.url for one in some if self._table.state(one) != HealthState.DOWN}
             await self._conversations.begin_turn(context.turn, there)
 
-    async def previous_params(self, sending: Sending, prefill: Instance) -> Params | None:
+    async def previous_params(self, prepared: PreparedRequest, prefill: Instance) -> Params | None:
         """Return `kv_transfer_params` of the previous turn; None if this prefill can use none.
 
         Args:
-            sending: the attempt. Only the first attempt of a request receives them.
+            prepared: the request. Only its first attempt receives them.
             prefill: the instance that would read the blocks. It also tokenizes the prompt.
         """
-        context = sending.context
+        context = prepared.sending.context
         turn = context.turn
         if turn is None or not self._transfer.bidirectional:
             return None
         held = turn.take_blocks()
-        prompt = prompt_of(sending.prompt.body, context.endpoint.tokenized)
-        turn.basis = None if prompt is None else _basis(prompt, sending)
+        prompt = prompt_of(prepared.consumed.body, context.endpoint.tokenized)
+        turn.basis = None if prompt is None else _basis(prompt, prepared.encodings.items)
         if held is None:
             return None
         if not self._rests.may_read(prefill.url, held.engine):
@@ -240,9 +240,9 @@ def _warn(prefill: Instance, earlier: Params, rest: Cooldown) -> None:
     )
 
 
-def _basis(prompt: Prompt, sending: Sending) -> Basis | None:
+def _basis(prompt: Prompt, items: Sequence[EncodedItem]) -> Basis | None:
     """Return what the blocks of a request depend on; None if that is unknown."""
-    media = _media(sending.encodings.items)
+    media = _media(items)
     return None if media is None else Basis(prompt.form, media)
 
 

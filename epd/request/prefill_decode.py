@@ -7,18 +7,16 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from epd.aio import StrictTaskGroup
-from epd.api.items import Body
 from epd.errors import NoInstance, ProxyError, SuspectedFatal, UpstreamDied, slug_of
-from epd.request.attempts import Sending, Targets
-from epd.request.kv_peers import PeerRegistry, Releases
+from epd.request.attempts import FailedAttempt, PreparedRequest, Targets
+from epd.request.kv_peers import KVHandover, PeerRegistry
 from epd.request.kv_readback import Readbacks
 from epd.request.stages import Opened, Prefilled, Stages
 from epd.request.targets import Decoders
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import CONSUMERS, Instance, Role
-from epd.routing.table import NO_WORK, InFlight, InstanceTable
-from epd.transfer import with_params
+from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
 from epd.transfer.kv import KVTransfer, Pair
 from epd.upstream import Reply
 
@@ -75,7 +73,6 @@ class PrefillDecodeStages:
         transfer: KVTransfer,
         peers: PeerRegistry,
         decoders: Decoders,
-        releases: Releases,
         readbacks: Readbacks,
         fatal: FatalRequests,
     ) -> None:
@@ -85,138 +82,197 @@ class PrefillDecodeStages:
         self._transfer = transfer
         self._peers = peers
         self._decoders = decoders
-        self._releases = releases
         self._readbacks = readbacks
         self._prefills = Choice(table, Role.PREFILL)
 
-    def other_prefills(self, sending: Sending) -> bool:
+    def other_prefills(self, failed: FailedAttempt) -> bool:
         """Return whether there is an eligible prefill instance that has not had the request."""
-        attempt, tried = sending.attempt, sending.attempt.avoided_prefills
-        if sending.prefill is not None:
-            tried = (*tried, sending.prefill.instance)
-        return attempt.course.prefill_url is None and self._prefills.has_untried(tried)
+        tried = failed.attempt.avoided_prefills
+        if failed.prefill is not None:
+            tried = (*tried, failed.prefill)
+        return failed.attempt.course.prefill_url is None and self._prefills.has_untried(tried)
 
-    async def choose_targets(self, sending: Sending, body: Body) -> Targets:
+    async def choose_targets(self, prepared: PreparedRequest) -> Targets:
         """Choose the consumer of a request, with its data-parallel rank, before the encode.
 
         Raises:
             NoInstance: no instance is available.
         """
-        await self._readbacks.begin_turn(sending.context)
-        if self._needs_prefill(sending, body):
-            prefill = self._prefill_instance(sending)
-            return Targets(self._table.reserve_place(prefill, prefix=sending.prefill_prefix))
+        _, attempt, context = prepared.sending
+        await self._readbacks.begin_turn(context)
+        if self._needs_prefill(prepared):
+            prefix = prepared.prefill_prefix
+            return Targets(
+                self._table.reserve_place(self._prefill_instance(prepared), prefix=prefix)
+            )
         if not self._table.has(Role.PREFILL_DECODE):
             return Targets()  # a decode instance loads no outputs, and is chosen later
-        prefix = sending.decode_prefix
-        decode = await self._decoders.pick_instance(sending.attempt, sending.context, prefix=prefix)
+        prefix = prepared.decode_prefix
+        decode = await self._decoders.pick_instance(attempt, context, prefix=prefix)
         if decode.role in CONSUMERS:
             return Targets(self._table.reserve_place(decode, prefix=prefix))
         return Targets(decode=decode)  # keep the choice: a picker is called only once
 
-    async def choose_pair(self, sending: Sending) -> Pair | None:
-        """Choose the prefill instance, and collect what it and decode need about each other.
+    async def choose_prefill(
+        self, prepared: PreparedRequest, consumer: Reservation | None
+    ) -> Reservation | None:
+        """Return a place at the prefill instance; None if decode serves the request alone.
 
-        Returns:
-            The pair; None if decode serves the request alone.
+        Args:
+            prepared: the request.
+            consumer: place at the consumer of its encoder outputs, if that is chosen already.
+
+        Raises:
+            NoInstance: no instance is available.
+        """
+        if prepared.sending.context.turn is not None:
+            await self._readbacks.begin_turn(prepared.sending.context)
+        if not self._needs_prefill(prepared):
+            return None
+        instance = consumer.instance if consumer else self._prefill_instance(prepared)
+        return self._table.reserve_place(instance, consumer, prefix=prepared.prefill_prefix)
+
+    async def make_pair(self, prepared: PreparedRequest, place: Reservation) -> Pair:
+        """Collect what prefill and decode need to know of each other.
 
         Raises:
             ProxyError: no instance is available, or a request to one failed.
         """
-        attempt, context = sending.attempt, sending.context
-        await self._readbacks.begin_turn(context)
-        if not self._needs_prefill(sending, sending.prompt.body):
-            return None
+        _, attempt, context = prepared.sending
+        prefill = place.instance
         request_id = context.child_id() if attempt.resent else context.request_id
-        consumer = sending.targets.consumer
-        prefill = consumer.instance if consumer else self._prefill_instance(sending)
-        prefix = sending.prefill_prefix
-        sending.prefill = self._table.reserve_place(prefill, consumer, prefix=prefix)
         try:
-            earlier = await self._readbacks.previous_params(sending, prefill)
+            earlier = await self._readbacks.previous_params(prepared, prefill)
         except UpstreamDied as error:
-            raise self._counted(error, prefill, sending) from error.__cause__
-        sending.reads_back = earlier is not None
-        pair = Pair(request_id, prefill, sending.prefill.rank, earlier=earlier)
+            raise self._counted(error, prefill, prepared) from error.__cause__
+        pair = Pair(request_id, prefill, place.rank, earlier=earlier)
         if attempt.course.decode_choice == "early" or self._transfer.eager:
             pair = pair._replace(
                 decode=await self._decoders.pick_instance(
-                    attempt, context, prefill, prefix=sending.decode_prefix
+                    attempt, context, prefill, prefix=prepared.decode_prefix
                 )
             )
         return pair._replace(peer=await self._peers.params_for(pair))
+
+    async def choose_decode(
+        self, prepared: PreparedRequest, chosen: Instance | None, pair: Pair | None = None
+    ) -> Instance:
+        """Return the decode instance.
+
+        Args:
+            prepared: the request.
+            chosen: the instance, if it was chosen in an earlier step.
+            pair: the prefill; None if decode prefills the request.
+
+        Raises:
+            ProxyError: no instance is available, or the choice failed.
+        """
+        _, attempt, context = prepared.sending
+        return chosen or await self._decoders.pick_instance(
+            attempt, context, pair and pair.prefill, prefix=prepared.decode_prefix
+        )
 
     def at_once(self, pair: Pair) -> bool:
         """Return whether prefill and decode of this pair run at the same time."""
         return self._transfer.decode_concurrent(pair)
 
-    async def prefill(self, sending: Sending, pair: Pair) -> Prefilled:
+    async def prefill(self, handover: KVHandover) -> None:
         """Send the request to prefill. If decode is chosen already, count it as its load.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        with nullcontext() if pair.decode is None else self._table.reserve_place(pair.decode):
-            return await self._prefilled(sending, pair)
+        decode = handover.pair.decode
+        with nullcontext() if decode is None else self._table.reserve_place(decode):
+            handover.prefilled = await self._prefilled(handover)
+        handover.params = handover.prefilled.params
 
-    async def decode_prefilled(
-        self, sending: Sending, pair: Pair, prefilled: Prefilled
+    async def decode(
+        self,
+        prepared: PreparedRequest,
+        instance: Instance,
+        consumer: Reservation | None = None,
+        handover: KVHandover | None = None,
     ) -> DecodeAnswer:
-        """Return the answer of decode, which reads the blocks of a completed prefill.
+        """Return decode's answer, opened.
+
+        Args:
+            prepared: the request.
+            instance: the decode instance.
+            consumer: place at the consumer of the encoder outputs, if that was chosen early.
+            handover: KV blocks that decode reads; None if it prefills the request.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        context = sending.context
-        body = with_params(sending.prompt.body, prefilled.params)
-        if context.turn is not None and context.endpoint.tokenized:
-            body = context.turn.with_tokens(body)
-        sending.prefilled = True
+        consumed, work, context = prepared.consumed, prepared.work, prepared.sending.context
+        request_id = on_head = prefill = None
+        if handover is not None:
+            consumed, work = handover.begin_decode(instance), NO_WORK
+            request_id, prefill = handover.pair.request_id, handover.pair.prefill
+            on_head = handover.record_answer
+        using = self._table.track_request(
+            instance,
+            alone=prepared.blames_instance("decode", loads_blocks=handover is not None),
+            promised=consumer,
+            prefix=prepared.decode_prefix,
+            work=work,
+        ).begin_request()
+        if handover is None:
+            context.record.prefix_tokens = using.matched
         try:
-            return await self.decode(sending, body, pair)
+            opened = await self._stages.decode(
+                instance, consumed, context, using.rank, request_id, on_head=on_head
+            )
         except BaseException as error:
-            self._release(sending, prefilled, error)
-            raise
+            using.end_request(error)
+            if not isinstance(error, ProxyError):
+                raise
+            if prefill is not None and not error.rejects_request:
+                self._peers.forget_instance(prefill)
+            raise self._counted(error, instance, prepared) from error.__cause__
+        using.record_answer()
+        if context.turn is not None:
+            context.turn.decode = instance.url
+            context.turn.prefill = None if prefill is None else prefill.url
+        return DecodeAnswer(opened, using, self._judging(instance, prepared))
 
-    async def prefill_and_decode(self, sending: Sending, pair: Pair) -> DecodeAnswer:
+    async def prefill_and_decode(self, handover: KVHandover, instance: Instance) -> DecodeAnswer:
         """Decode while prefill runs. Decode's head may precede its tokens by a long time.
 
         Raises:
             ProxyError: the first failure of the two.
         """
-        body = with_params(sending.prompt.body, self._transfer.decode_params(pair, {}))
-        sending.prefilled = True
+        handover.params = self._transfer.decode_params(handover.pair, {})
         halves = Halves()
         with ExitStack() as stack:
             try:
                 async with StrictTaskGroup() as group:
-                    prefill = self._prefilled(sending, pair)
+                    prefill = self._prefilled(handover)
                     prefilling = group.create_task(halves.run("prefill", prefill))
-                    decode = self.decode(sending, body, pair)
+                    decode = self.decode(handover.prepared, instance, handover=handover)
                     opening = group.create_task(halves.run("decode", decode))
                     stack.callback(_close, opening)
                     await asyncio.wait((prefilling, opening))
             except ExceptionGroup as failed:
                 first = failed.exceptions[0]
-                if isinstance(first, ProxyError) and first.stage == "prefill":
-                    sending.decode = None  # decode did not fail
-                elif _is_done(prefilling):
-                    self._release(sending, prefilling.result(), first)
+                of_prefill = isinstance(first, ProxyError) and first.stage == "prefill"
+                if not of_prefill and _is_done(prefilling):
+                    handover.prefilled = prefilling.result()
                 raise first from first.__cause__
             stack.pop_all()
         return opening.result()
 
-    def _prefill_instance(self, sending: Sending) -> Instance:
-        url, context = sending.attempt.course.prefill_url, sending.context
+    def _prefill_instance(self, prepared: PreparedRequest) -> Instance:
+        _, attempt, context = prepared.sending
+        url = attempt.course.prefill_url
         if url is None:
             prefers = None if context.turn is None else context.turn.prefers_prefill
-            tried = sending.attempt.avoided_prefills
-            balance = context.config.prefill_balance
             return self._prefills.best_instance(
-                tried,
-                balance=balance,
+                attempt.avoided_prefills,
+                balance=context.config.prefill_balance,
                 session=context.session,
-                prefix=sending.prefill_prefix,
+                prefix=prepared.prefill_prefix,
                 prefer=prefers,
             )
         if (local := self._table.find_instance(url, Role.PREFILL)) is None:
@@ -227,101 +283,52 @@ class PrefillDecodeStages:
             )
         return local
 
-    def _needs_prefill(self, sending: Sending, body: Body) -> bool:
-        attempt = sending.attempt
+    def _needs_prefill(self, prepared: PreparedRequest) -> bool:
+        _, attempt, context = prepared.sending
         wanted = attempt.course.prefill and not attempt.without_prefill
-        return wanted and sending.context.endpoint.can_prefill(body)
+        return wanted and context.endpoint.can_prefill(prepared.consumed.body)
 
-    async def _prefilled(self, sending: Sending, pair: Pair) -> Prefilled:
-        blames = sending.blames_instance("prefill")
+    async def _prefilled(self, handover: KVHandover) -> Prefilled:
+        prepared, pair = handover.prepared, handover.pair
+        context = prepared.sending.context
+        reads_back = pair.earlier is not None
         try:
             with self._table.track_request(
                 pair.prefill,
-                alone=blames,
-                promised=sending.prefill,
-                prefix=sending.prefill_prefix,
-                work=sending.work,
+                alone=prepared.blames_instance("prefill", loads_blocks=reads_back),
+                promised=handover.place,
+                prefix=prepared.prefill_prefix,
+                work=prepared.work,
             ) as using:
-                sending.context.record.prefix_tokens = using.matched
+                context.record.prefix_tokens = using.matched
                 prefilled = await self._stages.prefill(
-                    self._transfer, pair, sending.prompt, sending.context
+                    self._transfer, pair, prepared.consumed, context
                 )
         except ProxyError as error:
             if not error.rejects_request:
                 self._peers.forget_instance(pair.prefill)
             if pair.earlier is not None:
                 self._readbacks.record_result(pair, pair.earlier, error)
-            raise self._counted(error, pair.prefill, sending) from error.__cause__
+            raise self._counted(error, pair.prefill, prepared) from error.__cause__
         self._peers.learn_facts(pair, prefilled.replied)
         if pair.earlier is not None:
             self._readbacks.record_result(pair, pair.earlier)
         return prefilled
 
-    async def decode(self, sending: Sending, body: Body, pair: Pair | None = None) -> DecodeAnswer:
-        """Return decode's answer, opened.
-
-        Args:
-            sending: the attempt.
-            body: body for decode.
-            pair: the prefill of the request; None if decode prefills it.
-
-        Raises:
-            ProxyError: the instance failed, or rejected the request.
-        """
-        context = sending.context
-        consumer = sending.targets.consumer if pair is None else None
-        prefill = None if pair is None else pair.prefill
-        instance = consumer.instance if consumer else sending.targets.decode
-        if pair is not None and pair.decode is not None:
-            instance = pair.decode
-        if instance is None:
-            instance = await self._decoders.pick_instance(
-                sending.attempt, context, prefill, prefix=sending.decode_prefix
-            )
-        sending.decode = instance
-        request_id = None if pair is None else pair.request_id
-        blames = sending.blames_instance("decode")
-        using = self._table.track_request(
-            instance,
-            alone=blames,
-            promised=consumer,
-            prefix=sending.decode_prefix,
-            work=sending.work if pair is None else NO_WORK,
-        ).begin_request()
-        if pair is None:
-            context.record.prefix_tokens = using.matched
-        sent = sending.prompt
-        if body is not sent.body:
-            sent = sent._replace(body=body)
-        try:
-            opened = await self._stages.decode(
-                instance, sent, context, using.rank, request_id, on_head=sending.record_answer
-            )
-        except BaseException as error:
-            using.end_request(error)
-            if not isinstance(error, ProxyError):
-                raise
-            if prefill is not None and not error.rejects_request:
-                self._peers.forget_instance(prefill)
-            raise self._counted(error, instance, sending) from error.__cause__
-        using.record_answer()
-        if context.turn is not None:
-            context.turn.decode = instance.url
-            context.turn.prefill = None if prefill is None else prefill.url
-        return DecodeAnswer(opened, using, self._judging(instance, sending))
-
-    def _counted(self, error: ProxyError, instance: Instance, sending: Sending) -> ProxyError:
+    def _counted(
+        self, error: ProxyError, instance: Instance, prepared: PreparedRequest
+    ) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
         if not isinstance(error, UpstreamDied):
             return error
-        watched, keys = sending.context.watched, sending.encodings.local_keys
+        watched, keys = prepared.sending.context.watched, prepared.encodings.local_keys
         return self._fatal.after(error, instance, watched, keys)
 
     def _judging(
-        self, instance: Instance, sending: Sending
+        self, instance: Instance, prepared: PreparedRequest
     ) -> Callable[[BaseException | None], None]:
         """Return a callback for the end of an opened answer, without a reference to the request."""
-        watched, local_keys = sending.context.watched, sending.encodings.local_keys
+        watched, local_keys = prepared.sending.context.watched, prepared.encodings.local_keys
 
         def record_result(error: BaseException | None) -> None:
             if isinstance(error, UpstreamDied):
@@ -333,28 +340,6 @@ class PrefillDecodeStages:
                 self._fatal.record_survival(watched, local_keys)
 
         return record_result
-
-    def _release(self, sending: Sending, prefilled: Prefilled, error: BaseException) -> None:
-        """Ask decode to release the KV blocks of a prefill after its decode failed.
-
-        A release is skipped in three cases. If a decode instance may have died of the request, no
-        other one receives it, and the blocks stay until their lease expires. After a 500, decode's
-        engine has notified prefill itself (after a 4xx it has not, because it rejected the request
-        earlier). If decode has sent the head of its answer, aborting it notifies prefill, and a
-        release would then read blocks that prefill has freed.
-        """
-        failure = error if isinstance(error, ProxyError) else None
-        told = sending.accepted or (failure is not None and failure.engine_failed)
-        fatal = (failure is not None and failure.died) or sending.context.watched.deaths is not None
-        if not self._transfer.released or prefilled.params is None or told or fatal:
-            return
-        # The instance that received the request, or another one if that failed.
-        instance = sending.decodes[-1] if sending.decodes else None
-        if failure is not None or instance is None:
-            instance = self._decoders.untried_instance(sending.decodes, sending.context) or instance
-        if instance is not None:
-            body = with_params(sending.prompt.body, prefilled.params)
-            self._releases.begin_release(instance, body, sending.context)
 
 
 class Halves:

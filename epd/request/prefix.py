@@ -9,19 +9,19 @@ The digests are the same in every process. They are no secrets, but they include
 which the proxy derives from the tenant: isolated tenants have no link in common.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
 from epd.api.body import dump_json
-from epd.api.items import MM_KWARGS, Body, MMItem, Path
+from epd.api.items import MM_KWARGS, Body, Path
 from epd.api.prompts import BYTES_PER_TOKEN
 from epd.request.attempts import Sending, item_key
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
 from epd.routing.kv_blocks import mark_of, sampled_prefix
 from epd.routing.prefix import NO_PREFIX, Prefix
-from epd.transfer.encoded import Consumed
+from epd.transfer.encoded import Consumed, EncodedItem
 
 PIECE_BYTES = 1024
 """Size of the pieces of long text."""
@@ -62,20 +62,19 @@ FEWEST = 2
 """Number of the fields of most messages and parts: role and content, type and text."""
 
 
-def request_prefix(body: Body, uuids: Mapping[MMItem, str | None], sending: Sending) -> Prefix:
+def request_prefix(sending: Sending, encoded: Sequence[EncodedItem] = ()) -> Prefix:
     """Return the prompt of a request; `NO_PREFIX` if no instance is chosen by its content.
 
     Args:
-        body: the client's request, with its media.
-        uuids: keys of the items.
-        sending: the attempt, with the encoder outputs as far as they exist.
+        sending: the attempt.
+        encoded: encoder outputs of the items; empty before the encode.
     """
-    context = sending.context
+    (body, uuids, _), _, context = sending
     balances = context.config.prefill_balance, context.config.decode_balance
     if "content" not in balances or not context.endpoint.generates:
         return NO_PREFIX
     media: dict[Path, tuple[str, int]] = {}
-    if encoded := sending.encodings.items:
+    if encoded:
         for one in encoded:
             tokens = media_tokens(one.encoded.metadata) or TYPICAL_TOKENS[one.item.modality]
             media[one.item.path] = item_key(one.item, uuids[one.item]), tokens
@@ -87,15 +86,15 @@ def request_prefix(body: Body, uuids: Mapping[MMItem, str | None], sending: Send
     return sampled_prefix(prefix) if context.config.kv_events else prefix
 
 
-def marked_prompt(prompt: Consumed, prefix: Prefix) -> Consumed:
+def marked_prompt(consumed: Consumed, prefix: Prefix) -> Consumed:
     """Return the request with the mark of its prompt, by which KV events name it.
 
     The mark takes the place of the client's session, which vLLM only repeats in these events.
     """
     mark = mark_of(prefix)
-    if SESSION in prompt.body:
-        prompt = prompt._replace(body={**prompt.body, SESSION: mark})
-    return prompt._replace(mark=mark)
+    if SESSION in consumed.body:
+        consumed = consumed._replace(body={**consumed.body, SESSION: mark})
+    return consumed._replace(mark=mark)
 
 
 class Chain:

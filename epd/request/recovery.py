@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
-from epd.request.attempts import Attempt, Sending
+from epd.request.attempts import Attempt, FailedAttempt
 
 MAX_PREFILLS = 2
 """Maximum number of prefill instances for one request. After that, decode works without prefill."""
@@ -51,18 +51,20 @@ class Failure(NamedTuple):
     """Failed attempt, and the remaining options.
 
     Attributes:
-        sending: the attempt.
-        error: its error.
+        failed: the attempt and its error.
         other_prefills: whether there is a prefill instance that has not had the request.
         other_decodes: whether there is such a decode instance.
         may_prefill_locally: whether decode may do prefill's work (`--on-prefill-failure local`).
     """
 
-    sending: Sending
-    error: ProxyError
+    failed: FailedAttempt
     other_prefills: bool
     other_decodes: bool
     may_prefill_locally: bool
+
+    @property
+    def error(self) -> ProxyError:
+        return self.failed.error
 
     def failed_at(self, stage: Stage) -> bool:
         return self.error.stage == stage
@@ -70,7 +72,7 @@ class Failure(NamedTuple):
     @property
     def failures(self) -> tuple[Stage, ...]:
         """The stages that have failed, including this one if its instance was reached."""
-        before = self.sending.attempt.failures
+        before = self.failed.attempt.failures
         unreached = isinstance(self.error, UpstreamUnreachable)
         return before if unreached else (*before, self.error.stage)
 
@@ -83,16 +85,16 @@ class Failure(NamedTuple):
     @property
     def next_attempt(self) -> Attempt:
         """The next attempt, which avoids the instances that have had the request."""
-        sending, attempt = self.sending, self.sending.attempt
+        failed, attempt, decodes = self.failed, self.failed.attempt, self.failed.failed_decodes
         failed_load = self.failed_at("decode") and self.error.engine_failed
-        prefills = () if sending.prefill is None else (sending.prefill.instance,)
+        prefills = () if failed.prefill is None else (failed.prefill,)
         # An attempt that failed before its encode has no encoder outputs to reuse.
         return attempt._replace(
             avoided_prefills=attempt.avoided_prefills + prefills,
-            avoided_decodes=sending.decodes,
+            avoided_decodes=decodes,
             failures=self.failures,
-            doubtful=sending.decodes[-1] if failed_load else attempt.doubtful,
-            encodings=sending.encodings if sending.encoded else attempt.encodings,
+            doubtful=decodes[-1] if failed_load else attempt.doubtful,
+            encodings=attempt.encodings if failed.encodings is None else failed.encodings,
             resent=attempt.resent or bool(prefills),
         )
 
@@ -114,24 +116,25 @@ class Rule(NamedTuple):
 
 
 def _read_back_failed(failure: Failure) -> bool:
-    return failure.failed_at("prefill") and failure.sending.reads_back and failure.error.worked
+    return failure.failed_at("prefill") and failure.failed.reads_back and failure.error.worked
 
 
 def _metadata_refused(failure: Failure) -> bool:
-    sending, attempt = failure.sending, failure.sending.attempt
+    failed, attempt = failure.failed, failure.failed.attempt
     return (
-        failure.error.answered == HTTPStatus.BAD_REQUEST
-        and sending.prompt.depends
+        failed.error.answered == HTTPStatus.BAD_REQUEST
+        and failed.depends
         and not (attempt.raw or attempt.reencode)
-        and all(one.item.has_media for one in sending.encodings.items)
+        and failed.encodings is not None
+        and all(one.item.has_media for one in failed.encodings.items)
     )
 
 
 def _entry_lost(failure: Failure) -> bool:
-    sending = failure.sending
-    lost = failure.error.engine_failed and not sending.attempt.reencode
-    first = failure.failures.count(failure.error.stage) == 1
-    return lost and first and sending.prompt.depends
+    failed = failure.failed
+    lost = failed.error.engine_failed and not failed.attempt.reencode
+    first = failure.failures.count(failed.error.stage) == 1
+    return lost and first and failed.depends
 
 
 def _prefill_again(failure: Failure) -> bool:
@@ -153,7 +156,7 @@ def _may_decode_again(failure: Failure) -> bool:
 
 def _blocks_lost(failure: Failure) -> bool:
     # As with vLLM's `kv_load_failure_policy` "fail".
-    lost = failure.error.engine_failed and failure.sending.prefilled
+    lost = failure.error.engine_failed and failure.failed.prefilled
     return _may_decode_again(failure) and lost
 
 
@@ -162,14 +165,14 @@ def _decode_again(failure: Failure) -> bool:
 
 
 def _doubtful_is_left(failure: Failure) -> bool:
-    left = failure.next_attempt.doubtful in failure.sending.decodes
+    left = failure.next_attempt.doubtful in failure.failed.failed_decodes
     unreached = isinstance(failure.error, UpstreamUnreachable)
     return _may_decode_again(failure) and unreached and left
 
 
 def _not_counted(failure: Failure) -> Attempt:
     """Return the next attempt, without counting this one as a failure of its stage."""
-    return failure.next_attempt._replace(failures=failure.sending.attempt.failures)
+    return failure.next_attempt._replace(failures=failure.failed.attempt.failures)
 
 
 def _without_doubt(failure: Failure) -> Attempt:
@@ -184,7 +187,7 @@ RULES = (
         "prefill computes them; the same instance may be chosen",
         _read_back_failed,
         lambda failure: _not_counted(failure)._replace(
-            avoided_prefills=failure.sending.attempt.avoided_prefills
+            avoided_prefills=failure.failed.attempt.avoided_prefills
         ),
     ),
     Rule(

@@ -1,15 +1,12 @@
 """Media items of a request: their keys, and the body in which prefill and decode get them."""
 
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
-
 from epd.api.body import NO_CUTS
 from epd.api.items import Body, MMItem, at_most, check_mm_kwargs
 from epd.api.prompts import BYTES_PER_TOKEN
 from epd.encoder_cache.keys import Keys
 from epd.media.fetch import MediaFetcher
 from epd.media.parts import inline_bytes
-from epd.request.attempts import Sending, item_key
+from epd.request.attempts import Encodings, KeyedRequest, Sending, item_key
 from epd.request.context import RequestContext
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
 from epd.routing.fatal import FatalRequests
@@ -17,20 +14,6 @@ from epd.routing.instances import Role
 from epd.routing.table import InstanceTable, Work
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Consumed, consumer_body, metadata_uuids
-
-
-class KeyedRequest(NamedTuple):
-    """Request, and the keys of its media items.
-
-    Attributes:
-        body: the client's request, with the media that the proxy fetched.
-        uuids: keys of the items; None for a key that an engine makes.
-        pixels: number of pixels of each picture in the request; 0 for an unknown format.
-    """
-
-    body: Body
-    uuids: Mapping[MMItem, str | None] = {}
-    pixels: Mapping[MMItem, int] = {}
 
 
 class RequestMedia:
@@ -83,44 +66,40 @@ class RequestMedia:
         self._fatal.check(context.watched, [item_key(*item) for item in keyed.uuids.items()])
         return keyed
 
-    def prompt(self, request: KeyedRequest, sending: Sending) -> Consumed:
-        """Return the body for prefill and decode."""
-        attempt, record = sending.attempt, sending.context.record
-        items = sending.encodings.items
+    def consumed(self, sending: Sending, encodings: Encodings) -> Consumed:
+        """Return the body for prefill and decode, with the encoder outputs of its items."""
+        (body, *_), attempt, context = sending
+        record, items = context.record, encodings.items
         record.saved_bytes = 0
         if attempt.without_prefill:
             record.degraded.add("prefill-local")
         if not items:
-            return Consumed(request.body)
+            return Consumed(body)
         # A decode-only instance looks up no encoder outputs.
         alone = not attempt.course.prefill and self._table.has(Role.DECODE)
         lost = attempt.reencode or attempt.without_prefill
-        raw = sending.context.config.decode_media == "raw" or lost or alone or attempt.raw
+        raw = context.config.decode_media == "raw" or lost or alone or attempt.raw
         params = self._transfer.consumer_params(one.encoded for one in items)
-        prompt = consumer_body(request.body, items, params, raw=raw)
-        record.media = {"metadata": prompt.bare, "raw": len(items) - prompt.bare}
+        consumed = consumer_body(body, items, params, raw=raw)
+        record.media = {"metadata": consumed.bare, "raw": len(items) - consumed.bare}
         if record.hits:
-            unsent = metadata_uuids(items, request.body, raw=raw)
+            unsent = metadata_uuids(items, body, raw=raw)
             hits = [one.item for one in items if one.result == "hit"]
-            cuts = sending.context.cuts
-            record.saved_bytes = sum(inline_bytes(item, cuts) for item in hits if item in unsent)
+            record.saved_bytes = sum(
+                inline_bytes(item, context.cuts) for item in hits if item in unsent
+            )
         # A consumer that expects a push blocks on it even where the media are in the body too.
         waits = bool(params and self._transfer.pushed)
-        return prompt._replace(depends=prompt.depends or waits)
+        return consumed._replace(depends=consumed.depends or waits)
 
 
-def request_work(uuids: Collection[MMItem], sending: Sending) -> Work:
-    """Return the predicted work of the instance that prefills a request.
-
-    Args:
-        uuids: the items.
-        sending: the attempt, with its encoder outputs.
-    """
-    text_bytes = sending.context.text_bytes
+def request_work(sending: Sending, encodings: Encodings) -> Work:
+    """Return the predicted work of the instance that prefills a request."""
+    uuids, text_bytes = sending.request.uuids, sending.context.text_bytes
     if not uuids:
         return Work(text_bytes // BYTES_PER_TOKEN)
     text_bytes -= sum([inline_bytes(item, NO_CUTS) for item in uuids])  # short media are not cut
-    items = sending.encodings.items
+    items = encodings.items
     tokens = [
         one.tokens or media_tokens(one.encoded.metadata) or TYPICAL_TOKENS[one.item.modality]
         for one in items

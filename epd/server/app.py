@@ -159,13 +159,13 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         poll_load(table, upstream, live, background, lambda: app[POLICIES].compares_costs),
         asking_namespaces(namespaces, upstream, live, background),
         _kv_events(table, live, background) as event_counts,
-        Releases.run_releases(stages := Stages(upstream), fatal) as releases,
+        Releases.run_releases(stages := Stages(upstream), transfer, fatal) as releases,
     ):
         decoders = Decoders(table, Picker(upstream))
         peers = PeerRegistry(table, transfer, upstream, live)
         readbacks = Readbacks(table, stages, transfer, conversations)
         prefill_decode = PrefillDecodeStages(
-            table, stages, transfer, peers, decoders, releases, readbacks, fatal
+            table, stages, transfer, peers, decoders, readbacks, fatal
         )
         encoded = EC_TRANSFERS[config.ec_transfer]()
         keys = Keys(cache)
@@ -180,6 +180,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
             encoded,
             prefill_decode,
             decoders,
+            releases,
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
         app[ADMIN] = Admin(table, upstream, live, app[METRICS])

@@ -16,7 +16,7 @@ from epd.api.items import Body
 from epd.encoder_cache.identity import with_salt
 from epd.errors import UpstreamUnreachable
 from epd.policies.plan import Course, Facts
-from epd.request.attempts import Attempt, Encodings, Sending
+from epd.request.attempts import Attempt, KeyedRequest, Sending
 from epd.request.context import RequestContext
 from epd.request.item_tokens import media_tokens
 from epd.request.prefix import MAX_LINKS as MAX_OF_PROMPT
@@ -51,12 +51,9 @@ def prefix_of(body: Body, path: str = CHAT, metadata: dict[str, Any] | None = No
     items = list(endpoint.items(body))
     encoded = [EncodedItem(item, None, Encoded(metadata=metadata or {}), "hit") for item in items]
     facts = Facts(path, prefills=True, items=len(items), roles=frozenset())
-    sending = Sending(
-        Attempt(Course(), facts),
-        RequestContext("r", {}, CONFIG, endpoint),
-        encodings=Encodings(tuple(encoded)),
-    )
-    return request_prefix(body, {item: str(item.part["image_url"]) for item in items}, sending)
+    keyed = KeyedRequest(body, {item: str(item.part["image_url"]) for item in items})
+    context = RequestContext("r", {}, CONFIG, endpoint)
+    return request_prefix(Sending(keyed, Attempt(Course(), facts), context), encoded)
 
 
 def common(one: Prefix, other: Prefix) -> int:
@@ -215,9 +212,10 @@ def test_isolated_tenants_have_no_link_in_common(
 def test_nothing_is_computed_unless_instances_are_chosen_by_content() -> None:
     facts = Facts(CHAT, prefills=True, items=0, roles=frozenset())
     config = epd.ProxyConfig(encode_servers_urls=(), decode_servers_urls=("http://d:1",))
-    sending = Sending(Attempt(Course(), facts), RequestContext("r", {}, config))
+    context = RequestContext("r", {}, config)
+    sending = Sending(KeyedRequest({}), Attempt(Course(), facts), context)
 
-    assert request_prefix({}, {}, sending) is NO_PREFIX
+    assert request_prefix(sending) is NO_PREFIX
     assert prefix_of({"text_1": "a", "text_2": "b"}, "/v1/score") is NO_PREFIX
 
 

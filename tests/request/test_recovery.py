@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from epd.api.chat import CHAT
 from epd.api.items import MMItem
-from epd.config import ProxyConfig
 from epd.errors import (
     BadRequest,
     EncodeMismatch,
@@ -26,8 +25,7 @@ from epd.errors import (
     UpstreamUnreachable,
 )
 from epd.policies.plan import Course, Facts
-from epd.request.attempts import Attempt, Encodings, Sending
-from epd.request.context import RequestContext
+from epd.request.attempts import Attempt, Encodings, FailedAttempt
 from epd.request.recovery import (
     ENCODE_RULES,
     FETCH_AGAIN_S,
@@ -40,7 +38,7 @@ from epd.request.recovery import (
 )
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
-from epd.transfer.encoded import Consumed, Encoded, EncodedItem
+from epd.transfer.encoded import Encoded, EncodedItem
 from tests.requests import image, request, text
 
 P1, P2 = (Instance(Role.PREFILL, f"http://p{number}:1") for number in (1, 2))
@@ -57,20 +55,19 @@ def item(*, has_media: bool = True) -> MMItem:
 def failure(error: ProxyError, **more: Any) -> Failure:
     """Return a failure of the first attempt at P1 and D1, with an encoder output in the request."""
     facts = Facts("/v1/chat/completions", prefills=True, items=1, roles=TABLE.roles)
-    attempt = Attempt(Course(), facts, **more.pop("attempt", {}))
-    sending = Sending(
+    attempt = Attempt(Course(), facts)._replace(**more.pop("attempt", {}))
+    failed_attempt = FailedAttempt(
         attempt,
-        RequestContext("r", {}, ProxyConfig.model_construct()),
-        encodings=Encodings((EncodedItem(item(), "u", Encoded(), "encoded"),)),
-        encoded=True,
-        prompt=Consumed({}, depends=more.pop("depends", True)),
-        prefill=TABLE.reserve_place(P1),
-        decode=more.pop("decode", D1 if error.stage == "decode" else None),
+        error,
+        more.pop("encodings", Encodings((EncodedItem(item(), "u", Encoded(), "encoded"),))),
+        depends=more.pop("depends", True),
+        prefill=more.pop("prefill", P1),
         reads_back=more.pop("reads_back", False),
         prefilled=more.pop("prefilled", False),
+        decode=more.pop("decode", D1 if error.stage == "decode" else None),
     )
     others = {"other_prefills": True, "other_decodes": True, "may_prefill_locally": True} | more
-    return Failure(sending, error, **others)
+    return Failure(failed_attempt, **others)
 
 
 def failed(stage: Stage, answered: int | None = None) -> UpstreamFailed:
@@ -159,9 +156,9 @@ def test_a_row_makes_the_next_attempt(row: int, case: Failure, changes: dict[str
     unsaid: dict[str, Any] = {
         "avoided_prefills": (P1,),
         "resent": True,
-        "encodings": case.sending.encodings,
+        "encodings": case.failed.encodings,
     }
-    assert attempt == case.sending.attempt._replace(**unsaid | changes)
+    assert attempt == case.failed.attempt._replace(**unsaid | changes)
 
 
 def test_an_instance_that_was_not_reached_has_not_read_blocks_back() -> None:
@@ -235,8 +232,7 @@ def test_the_client_gets_the_error(case: Failure) -> None:
 
 @pytest.mark.parametrize("resent", [False, True])
 def test_a_request_gets_a_new_id_only_after_a_prefill_instance_had_it(resent: bool) -> None:
-    case = failure(failed("decode"), attempt={"resent": resent})
-    case.sending.prefill = None
+    case = failure(failed("decode"), attempt={"resent": resent}, prefill=None)
     attempt = next_attempt(case)
 
     assert attempt is not None
@@ -244,11 +240,11 @@ def test_a_request_gets_a_new_id_only_after_a_prefill_instance_had_it(resent: bo
 
 
 def test_metadata_that_were_refused_stay_refused_without_the_media() -> None:
-    case = failure(rejected(400))
+    whole = EncodedItem(item(), "u", Encoded(), "encoded")
     bare = EncodedItem(item(has_media=False), "u", Encoded(), "hit")
-    case.sending.encodings = Encodings((*case.sending.encodings.items, bare))
 
-    assert next_attempt(case) is None
+    assert next_attempt(failure(rejected(400), encodings=Encodings((whole, bare)))) is None
+    assert next_attempt(failure(rejected(400), encodings=Encodings((whole, whole)))) is not None
 
 
 @pytest.mark.parametrize(
@@ -284,16 +280,15 @@ def test_an_attempt_keeps_the_encoder_outputs_of_the_one_before() -> None:
     attempt = next_attempt(case)
 
     assert attempt is not None
-    assert attempt.encodings is case.sending.encodings
+    assert attempt.encodings is case.failed.encodings
 
 
 @pytest.mark.parametrize("known", [None, Encodings(namespace="n")])
 def test_an_attempt_that_failed_before_its_encode_leaves_no_encoder_outputs(
     known: Encodings | None,
 ) -> None:
-    case = failure(NoInstance("x", stage="prefill"), attempt={"encodings": known})
-    unsent = Sending(case.sending.attempt, case.sending.context)
-    attempt = next_attempt(case._replace(sending=unsent))
+    error = NoInstance("x", stage="prefill")
+    attempt = next_attempt(failure(error, attempt={"encodings": known}, encodings=None))
 
     assert attempt is not None
     assert attempt.encodings is known
@@ -334,9 +329,13 @@ def test_failures_of_instances_that_were_reached_come_to_an_end(
         assert attempt is not None
         if attempt.without_prefill and error.stage == "prefill":
             continue  # prefill instances are not used any more
-        case = failure(error, may_prefill_locally=local, other_prefills=other)
-        case.sending.attempt = attempt
-        case.sending.reads_back = not attempt.resent  # a turn leaves its blocks to one attempt
+        case = failure(
+            error,
+            attempt=attempt._asdict(),
+            reads_back=not attempt.resent,  # a turn leaves its blocks to one attempt
+            may_prefill_locally=local,
+            other_prefills=other,
+        )
         reached += not isinstance(error, UpstreamUnreachable)
         attempt = next_attempt(case)
         if attempt is None:
@@ -353,8 +352,7 @@ def test_a_request_reaches_instances_as_often_as_it_has_attempts() -> None:
     prefill, decode = failed("prefill"), failed("decode")
     for error in (prefill, rejected(400, "prefill"), prefill, prefill, decode, decode):
         assert attempt is not None
-        case = failure(error, reads_back=not attempt.resent)
-        case.sending.attempt = attempt
+        case = failure(error, attempt=attempt._asdict(), reads_back=not attempt.resent)
         attempt = next_attempt(case)
         reached += 1
 
@@ -415,7 +413,7 @@ def test_an_item_that_is_at_fault_is_not_encoded_again(error: ProxyError, others
 
 def test_an_attempt_is_not_changed_by_what_follows_it() -> None:
     case = failure(failed("prefill"))
-    before = case.sending.attempt._replace()
+    before = case.failed.attempt._replace()
 
     assert next_attempt(case) != before
-    assert case.sending.attempt == before
+    assert case.failed.attempt == before

@@ -9,9 +9,10 @@ from epd.api.endpoints import ENDPOINTS
 from epd.api.items import MMItem
 from epd.encoder_cache.keys import Keys
 from epd.policies.plan import Course, Facts
-from epd.request.attempts import Attempt, Encodings, Sending
+from epd.request.attempts import Attempt, Encodings, KeyedRequest, Sending
 from epd.request.context import RequestContext
 from epd.request.request_media import request_work
+from epd.routing.table import Work
 from epd.tenants import ANONYMOUS
 from epd.transfer.encoded import Encoded, EncodedItem
 from tests.requests import Part, data_url, image, input_audio, png, request, video
@@ -26,14 +27,16 @@ def item_of(part: Part) -> MMItem:
     return item
 
 
-def sending_of(*items: EncodedItem, text_bytes: int = 0, **more: Any) -> Sending:
-    facts = Facts(CHAT, prefills=True, items=len(items), roles=frozenset())
-    context = RequestContext("r", {}, CONFIG, text_bytes=text_bytes, **more)
-    return Sending(Attempt(Course(), facts), context, encodings=Encodings(items))
+def work_of(*encoded: EncodedItem, text_bytes: int) -> Work:
+    """Return the predicted work of a request with these items."""
+    facts = Facts(CHAT, prefills=True, items=len(encoded), roles=frozenset())
+    context = RequestContext("r", {}, CONFIG, text_bytes=text_bytes)
+    keyed = KeyedRequest({}, {one.item: one.uuid for one in encoded})
+    return request_work(Sending(keyed, Attempt(Course(), facts), context), Encodings(encoded))
 
 
 def test_text_counts_by_its_bytes() -> None:
-    assert request_work((), sending_of(text_bytes=4003)) == (1000, 0)
+    assert work_of(text_bytes=4003) == (1000, 0)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,7 @@ def test_items_count_by_their_tokens_and_those_left_are_encoded_too(
     item = item_of(image("http://x/a"))
     encoded = EncodedItem(item, "key", Encoded(metadata=metadata), "local", tokens)
 
-    assert request_work([item], sending_of(encoded, text_bytes=400)) == expected
+    assert work_of(encoded, text_bytes=400) == expected
 
 
 def test_short_media_are_no_text() -> None:
@@ -59,7 +62,7 @@ def test_short_media_are_no_text() -> None:
     media = len(data_url(PICTURE).partition(",")[2])
     encoded = EncodedItem(item, "key", Encoded(), "local", 10)
 
-    assert request_work([item], sending_of(encoded, text_bytes=400 + media)) == (110, 10)
+    assert work_of(encoded, text_bytes=400 + media) == (110, 10)
 
 
 @pytest.mark.parametrize(
