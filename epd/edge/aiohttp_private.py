@@ -8,8 +8,11 @@ import asyncio
 from abc import abstractmethod
 
 from aiohttp import web
+from aiohttp.helpers import rfc822_formatted_time as http_date
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
+
+__all__ = ["AppRunner", "BaseSite", "RequestHandler", "http_date"]
 
 
 class RequestHandler(web.RequestHandler):

@@ -75,9 +75,15 @@ def target_of(url: str) -> Target:
         ValueError: the text is not an HTTP URL.
     """
     parts = http_url(url)
-    host, port = parts.raw_host or "", parts.port or 0
-    origin = Origin(host, port, parts.scheme == "https", _is_name(host))
+    host = parts.raw_host or ""
+    origin = _origin(host, parts.port or 0, tls=parts.scheme == "https")
     return Target(origin, parts.raw_path_qs, parts.host_port_subcomponent or host)
+
+
+@lru_cache(maxsize=1024)
+def _origin(host: str, port: int, *, tls: bool) -> Origin:
+    """Return the same object for all URLs of an origin: a lookup then compares no fields."""
+    return Origin(host, port, tls, _is_name(host))
 
 
 def _is_name(host: str) -> bool:

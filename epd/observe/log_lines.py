@@ -4,15 +4,15 @@ import asyncio
 import atexit
 import select
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import BinaryIO
 
 BATCH_S = 0.05
 """Upper bound of the time that a request's line waits in a batch, in seconds."""
 
-BATCH_BYTES = 64 * 1024
-"""Upper bound of a batch, in bytes."""
+BATCH_LINES = 256
+"""Upper bound of the lines of a batch. A request's line has about 250 bytes."""
 
 WHOLE_BYTES = select.PIPE_BUF
 """Size of the largest write that a pipe takes as one piece, in bytes.
@@ -21,13 +21,17 @@ Several workers share a pipe, and their lines must not be mixed.
 """
 
 
+Rendering = Callable[[], str | bytes]
+"""Returns a line, without its end."""
+
+
 class LineWriter:
     """Writer of lines to a stream, in the order in which they arrive. Safe for threads.
 
     A write for each request is a tenth of what a request costs. Therefore the lines of requests
-    wait up to `BATCH_S` and are written together. Any other line is written at once, after the
-    waiting ones. Waiting lines are also written when the process exits. A process that is killed
-    loses the last 50 ms.
+    wait up to `BATCH_S`, and are rendered and written together: rendered one after the other they
+    take half the time. Any other line is written at once, after the waiting ones. Waiting lines are
+    also written when the process exits. A process that is killed loses the last 50 ms.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -35,24 +39,21 @@ class LineWriter:
         self._stream = stream
         # Reentrant: a garbage collection that runs under the lock may log on this thread.
         self._lock = threading.RLock()
-        self._waiting: list[bytes] = []
-        self._waiting_bytes = 0
+        self._waiting: list[Rendering] = []
         self._flushing: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
         atexit.register(self.flush)
 
     def write(self, line: str | bytes) -> None:
         """Write the waiting lines, then this line."""
         with self._lock:
-            self._waiting.append(_ended(line))
+            self._waiting.append(lambda: line)
         self.flush()
 
-    def write_soon(self, line: str | bytes) -> None:
-        """Write a line within `BATCH_S`. Call it on the event loop's thread."""
-        line = _ended(line)
+    def write_soon(self, line: Rendering) -> None:
+        """Render and write a line within `BATCH_S`. Call it on the event loop's thread."""
         with self._lock:
             self._waiting.append(line)
-            self._waiting_bytes += len(line)
-            full = self._waiting_bytes >= BATCH_BYTES
+            full = len(self._waiting) >= BATCH_LINES
         loop = asyncio.get_running_loop()
         if full:
             self.flush()
@@ -62,9 +63,9 @@ class LineWriter:
     def flush(self) -> None:
         """Write the waiting lines. They are lost if the reader has closed the stream."""
         with self._lock:
-            lines, self._waiting, self._waiting_bytes = self._waiting, [], 0
+            waiting, self._waiting = self._waiting, []
             with suppress(OSError):
-                for part in _parts(lines):
+                for part in _parts(_ended(render()) for render in waiting):
                     self._write(part)
 
     def _write(self, part: bytes) -> None:
@@ -93,7 +94,7 @@ class LineLogger:
     debug = info = warning = error = critical = exception = fatal = log = msg
 
 
-def _parts(lines: Sequence[bytes]) -> Iterator[bytes]:
+def _parts(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Join lines to parts that a pipe takes as one piece; a longer line is a part by itself."""
     part, size = list[bytes](), 0
     for line in lines:

@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -129,10 +129,15 @@ class RequestLines:
         """Return whether structlog still renders these lines; a test may capture them instead."""
         return self._render in processors
 
-    def write(self, event: EventDict) -> None:
-        """Write an event of level info within `BATCH_S`."""
-        event.update(self._named, event="request", level="info", timestamp=self._clock())
-        self._lines.write_soon(self._render(None, "info", event))
+    def write(self, fields: Callable[[], EventDict]) -> None:
+        """Write a line of level info within `BATCH_S`, with the fields that `fields` returns."""
+        self._lines.write_soon(partial(self._rendered, time.time_ns(), fields))
+
+    def _rendered(self, now_ns: int, fields: Callable[[], EventDict]) -> str | bytes:
+        when = self._clock.format_time(now_ns)
+        event = {**fields(), **self._named, "event": "request", "level": "info", "timestamp": when}
+        line: str | bytes = self._render(None, "info", event)
+        return line
 
 
 def set_level(level: str) -> None:
@@ -194,9 +199,9 @@ class _Clock:
         self._second = 0
         self._date = ""
 
-    def __call__(self) -> str:
-        microseconds = time.time_ns() // 1000
-        second, fraction = divmod(microseconds, 1_000_000)
+    def format_time(self, now_ns: int) -> str:
+        """Return a time in nanoseconds since the epoch, in ISO format with microseconds."""
+        second, fraction = divmod(now_ns // 1000, 1_000_000)
         if second != self._second:
             self._second = second
             self._date = datetime.fromtimestamp(second, UTC).isoformat().removesuffix("+00:00")
@@ -278,6 +283,14 @@ class LogObserver:
         level = self._level(event, failed=bool(failures))
         if not self._log.is_enabled_for(level):
             return
+        fields, lines = partial(self._fields, event, failures), self._lines
+        if level == logging.INFO and lines is not None and lines.renders(self._processors):
+            lines.write(fields)
+        else:
+            self._log.log(level, "request", **fields())
+
+    def _fields(self, event: RequestRecord, failures: Sequence[str]) -> Fields:
+        """Return the fields of a request's line, the most important ones first."""
         fields: Fields = {"status": event.status, "seconds": round(event.seconds, 4)}
         if event.error is not None:
             fields["error"] = event.error
@@ -289,11 +302,7 @@ class LogObserver:
         if failures:
             fields["failures"] = ",".join(failures)
         self._add_names(fields, event)
-        lines = self._lines
-        if level == logging.INFO and lines is not None and lines.renders(self._processors):
-            lines.write(fields)
-        else:
-            self._log.log(level, "request", **fields)
+        return fields
 
     def _level(self, event: RequestRecord, *, failed: bool) -> int:
         if failed or event.error is not None or self._is_long_wait(event):

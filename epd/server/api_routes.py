@@ -4,6 +4,7 @@ The docstrings of the handlers are published: `scripts/openapi.py` writes them t
 """
 
 import asyncio
+from http import HTTPStatus
 from typing import Literal, TypedDict
 
 from aiohttp import web
@@ -20,7 +21,7 @@ from epd.request.stream import StreamRelay
 from epd.server.admin import ADMIN
 from epd.server.app_keys import VISIT, Visit
 from epd.server.intake import read_json, request_body, watch
-from epd.server.responses import JsonResponse, as_json, check_key, own_headers
+from epd.server.responses import JsonResponse, WholeResponse, as_json, check_key, own_headers
 from epd.upstream import Reply
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
@@ -58,6 +59,10 @@ async def answer_request(request: web.Request) -> web.StreamResponse:
         if context.turn is not None:
             whole = context.turn.capture_fields(whole)
             await visit.app[CONVERSATIONS].store_turn(context.turn)
+        context.record.answer_bytes = len(whole)
+        # A response to a page of another origin gets its CORS headers by a signal.
+        if reply.status == HTTPStatus.OK and not visit.app.on_response_prepare:
+            return WholeResponse(whole, headers)
         return web.Response(status=reply.status, body=whole, headers=headers)
 
 

@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import orjson
 import pytest
 
-from epd.observe.log_lines import BATCH_BYTES, BATCH_S, WHOLE_BYTES, LineLogger, LineWriter
+from epd.observe.log_lines import BATCH_LINES, BATCH_S, WHOLE_BYTES, LineLogger, LineWriter
 
 REQUESTS = """
 import asyncio, logging, re, structlog, sys
@@ -70,20 +71,20 @@ def stream() -> Written:
 async def test_lines_of_requests_are_one_write(stream: Written) -> None:
     lines = LineWriter(stream)
     for number in range(100):
-        lines.write_soon(str(number))
+        lines.write_soon(partial(str, number))
     assert stream.parts == []
     await asyncio.sleep(3 * BATCH_S)
 
     assert len(stream.parts) == 1
     assert stream.getvalue().split() == [b"%d" % number for number in range(100)]
-    lines.write_soon("later")
+    lines.write_soon(lambda: "later")
     await asyncio.sleep(3 * BATCH_S)
     assert stream.getvalue().endswith(b"99\nlater\n")
 
 
 async def test_any_other_line_is_written_at_once_behind_those_that_wait(stream: Written) -> None:
     lines = LineWriter(stream)
-    lines.write_soon("request")
+    lines.write_soon(lambda: "request")
     LineLogger(lines).warning("warning")
 
     assert stream.getvalue() == b"request\nwarning\n"
@@ -92,7 +93,9 @@ async def test_any_other_line_is_written_at_once_behind_those_that_wait(stream: 
 
 @pytest.mark.parametrize(("left", "written"), [(1, False), (0, True)])
 async def test_no_more_than_a_batch_waits(stream: Written, left: int, written: bool) -> None:
-    LineWriter(stream).write_soon("x" * (BATCH_BYTES - 1 - left))
+    lines = LineWriter(stream)
+    for _ in range(BATCH_LINES - left):
+        lines.write_soon(lambda: "request")
 
     assert bool(stream.getvalue()) is written
 
@@ -101,8 +104,8 @@ async def test_a_batch_is_written_in_parts_that_a_pipe_takes_as_one_piece(stream
     """Several workers share a pipe; a longer write may be interleaved with another's."""
     lines = LineWriter(stream)
     for number in range(100):
-        lines.write_soon(f"{number} " + "x" * 300)
-    lines.write_soon("y" * 2 * WHOLE_BYTES)
+        lines.write_soon(partial("{} {}".format, number, "x" * 300))
+    lines.write_soon(lambda: "y" * 2 * WHOLE_BYTES)
     lines.flush()
 
     assert b"".join(stream.parts) == stream.getvalue()
@@ -132,7 +135,7 @@ def test_lines_of_a_second_loop_are_written_too(stream: Written) -> None:
     lines = LineWriter(stream)
 
     async def write(line: str, *, wait: bool) -> None:
-        lines.write_soon(line)
+        lines.write_soon(lambda: line)
         await asyncio.sleep(3 * BATCH_S if wait else 0)
 
     asyncio.run(write("first", wait=False))
@@ -152,7 +155,7 @@ async def test_lines_of_threads_are_whole(stream: Written) -> None:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        lines.write_soon("request")
+        lines.write_soon(lambda: "request")
         await asyncio.sleep(0)
     for thread in threads:
         thread.join()
@@ -168,9 +171,11 @@ async def test_an_unread_log_stream_fails_no_request(stream: Written) -> None:
         raise BrokenPipeError
 
     lines = LineWriter(stream)
-    for write in (lines.write_soon, lines.write):
+    for _ in range(BATCH_LINES):
         stream.meanwhile = fail
-        write("x" * BATCH_BYTES)
+        lines.write_soon(lambda: "request")
+    stream.meanwhile = fail
+    lines.write("warning")
     lines.write("later")
 
     assert stream.getvalue() == b"later\n"

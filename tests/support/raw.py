@@ -26,6 +26,7 @@ class Answer:
     status: int
     headers: dict[str, str]
     body: bytes
+    version: str = "HTTP/1.1"
 
     @property
     def error(self) -> dict[str, Any]:
@@ -44,7 +45,8 @@ async def answer(reader: asyncio.StreamReader, timeout_s: float = 20) -> Answer:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
         body = await reader.readexactly(int(headers.get("content-length", 0)))
-    return Answer(int(head[0].split(" ")[1]), headers, body)
+    version, status, _ = head[0].split(" ", 2)
+    return Answer(int(status), headers, body, version)
 
 
 async def ended(reader: asyncio.StreamReader, timeout_s: float = 9) -> bool:
