@@ -334,6 +334,28 @@ async def test_a_decode_death_sends_no_release_to_another_instance(launch: Launc
         assert sent(fleet.decode) == 2
 
 
+async def test_a_client_that_disconnects_after_a_decode_death_causes_no_release(
+    launch: Launch,
+) -> None:
+    async with launch(prefill=2, decode=2) as fleet:
+        first = iter([drops])
+        for instance in fleet.decode:
+
+            async def dies_then_hangs(
+                request: web.Request, body: dict[str, Any]
+            ) -> web.StreamResponse:
+                return await next(first, hangs)(request, body)
+
+            instance.chat = dies_then_hangs
+        task = asyncio.create_task(fleet.chat(request(text())))
+        await until(lambda: sent(fleet.decode) == 2)
+        task.cancel()
+        await until(lambda: fleet.events.requests)
+        await asyncio.sleep(0.2)  # a release would have been sent by now
+
+        assert sent(fleet.decode) == 2
+
+
 async def test_a_reused_connection_hides_no_death(launch: Launch) -> None:
     """A dying server closes its connection, like one that closes an idle connection.
 
