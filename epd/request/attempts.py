@@ -249,11 +249,7 @@ class EncodeJob(NamedTuple):
         consumer: the instance that receives the outputs, with a transfer that pushes them.
         namespace: namespace of the consumer, if known.
         reencode: whether to ignore stored outputs, because a consumer could not load them.
-        found: stored outputs, by item.
-        answered: whether the store answered the lookup.
         rule: the policy's rule for items that are not in the store; None: all are encoded.
-        plans: plans for these items.
-        first_try: first try of each item; None if each item is sent by itself.
     """
 
     body: Body
@@ -263,25 +259,12 @@ class EncodeJob(NamedTuple):
     consumer: Reservation | None = None
     namespace: str | None = None
     reencode: bool = False
-    found: Mapping[MMItem, Encoded] = {}
-    answered: bool = False
     rule: ItemRule | None = None
-    plans: Mapping[MMItem, ItemPlan] = {}
-    first_try: FirstTry | None = None
-
-    @property
-    def skips_claims(self) -> bool:
-        """Whether to ignore other proxies' claims, because their outputs would be unusable."""
-        return self.reencode or not self.answered
 
     @property
     def has_all_media(self) -> bool:
         """Whether the request contains the media of all its items, so that all can be sent raw."""
         return all(item.has_media for item in self.uuids)
-
-    def plan_of(self, item: MMItem) -> ItemPlan:
-        """Return the plan of an item."""
-        return self.plans.get(item, UNPLANNED)
 
     def output(self, item: MMItem) -> OutputKey | None:
         """Return the output that an item needs; None if an engine makes the item's key."""
@@ -293,12 +276,48 @@ class EncodeJob(NamedTuple):
         model = body.get("model")
         return OutputKey(model if isinstance(model, str) else None, uuid, item.is_named, encoded)
 
-    def flight_key(self, output: OutputKey) -> Hashable:
-        """Return the key under which requests share the encode of an output.
 
-        Only requests with the same Authorization share it: a 401 must not fail the others.
-        """
-        return output, self.namespace, self.context.headers.get("Authorization"), self.skips_claims
+class StoreLookup(NamedTuple):
+    """Result of the lookup of a request's items.
+
+    Attributes:
+        answered: whether the store answered.
+        found: stored outputs, by item.
+    """
+
+    answered: bool = False
+    found: Mapping[MMItem, Encoded] = {}
+
+
+class PlannedJob(NamedTuple):
+    """Items of one request after their lookup in the store.
+
+    Attributes:
+        job: the items.
+        lookup: result of the lookup.
+        plans: plans for the items that are not in the store.
+    """
+
+    job: EncodeJob
+    lookup: StoreLookup
+    plans: Mapping[MMItem, ItemPlan]
+
+    @property
+    def skips_claims(self) -> bool:
+        """Whether to ignore other proxies' claims, because their outputs would be unusable."""
+        return self.job.reencode or not self.lookup.answered
+
+    def plan_of(self, item: MMItem) -> ItemPlan:
+        """Return the plan of an item."""
+        return self.plans.get(item, UNPLANNED)
+
+
+def flight_key(job: EncodeJob, output: OutputKey, *, skips_claims: bool) -> Hashable:
+    """Return the key under which requests share the encode of an output.
+
+    Only requests with the same Authorization share it: a 401 must not fail the others.
+    """
+    return output, job.namespace, job.context.headers.get("Authorization"), skips_claims
 
 
 class Identifiers:

@@ -31,6 +31,9 @@ from epd.request.attempts import (
     FirstTry,
     Identifiers,
     OutputKey,
+    PlannedJob,
+    StoreLookup,
+    flight_key,
     item_key,
     sent_as,
 )
@@ -106,27 +109,26 @@ class Encoder:
             return raw_items(uuids)
         record = context.record
         record.hits, record.waits = {}, 0
-        job = job._replace(answered=self._claims is not None)
-        identifiers = self._askable(job)
-        with self._lookup_items(job, identifiers) as looking:
-            if looking is not None:
-                job = await _look_up(looking, job, identifiers)
+        identifiers = self._lookup_keys(job)
+        with self._start_lookup(job, identifiers) as looking:
+            lookup = await self._lookup(job, looking, identifiers)
             record.at = "encode"
-            job = self._planned(job, identifiers)
-            missing = [item for item, plan in job.plans.items() if not plan.local]
+            planned = self._planned(job, lookup, identifiers)
+            missing = [item for item, plan in planned.plans.items() if not plan.local]
             if len(missing) == 1:
-                made = [await self._encode_item(job, missing[0])]
+                made = [await self._encode_item(planned, None, missing[0])]
             else:
-                job = job._replace(first_try=self._first_try(job))
-                made = await gather_first(partial(self._encode_item, job), missing, AT_ONCE)
-        encoded = made if len(made) == len(uuids) else _in_order(job, made)
+                first_try = self._first_try(planned)
+                encode_item = partial(self._encode_item, planned, first_try)
+                made = await gather_first(encode_item, missing, AT_ONCE)
+        encoded = made if len(made) == len(uuids) else _in_order(planned, made)
         results = [one.result for one in encoded]
         record.items = {result: results.count(result) for result in results}
         if "hit" in record.items:
             record.hits = Counter([one.item.modality for one in encoded if one.result == "hit"])
         return encoded
 
-    def _askable(self, job: EncodeJob) -> Mapping[MMItem, str]:
+    def _lookup_keys(self, job: EncodeJob) -> Mapping[MMItem, str]:
         """Return the store keys to look up, by item."""
         if self._claims is None:
             return {}
@@ -138,28 +140,7 @@ class Encoder:
             and (identifier := self._identifiers.identifier_of(output))
         }
 
-    def _planned(self, job: EncodeJob, identifiers: Mapping[MMItem, str]) -> EncodeJob:
-        """Return the job with a plan for each item that is not stored."""
-        missing = [item for item in job.uuids if item not in job.found]
-        under_way = partial(self._under_way, job, identifiers)
-        job = self._placement.plan_items(job, missing, identifiers.__contains__, under_way)
-        if job.rule is not None:
-            places = [plan.place.labels for plan in job.plans.values() if plan.place]
-            job.context.record.places = Counter(places)
-        return job
-
-    def _under_way(self, job: EncodeJob, identifiers: Mapping[MMItem, str], item: MMItem) -> bool:
-        """Return whether this or another proxy on the same store is encoding an item."""
-        if (output := job.output(item)) is None:
-            return False
-        if job.flight_key(output) in self._flights:
-            return True
-        if self._claims is None or not job.answered or item not in identifiers:
-            return False
-        model, identifier = output.model, identifiers[item]
-        return not self._claims.queue_claim(model, identifier, 0.0, job.namespace).first
-
-    def _lookup_items(
+    def _start_lookup(
         self, job: EncodeJob, identifiers: Mapping[MMItem, str]
     ) -> AbstractContextManager[LookupContext | None]:
         """Return a lookup in the store. It holds its claims until the items are encoded."""
@@ -172,27 +153,82 @@ class Encoder:
             namespace=job.namespace,
         )
 
-    async def _encode_item(self, job: EncodeJob, item: MMItem) -> EncodedItem:
+    async def _lookup(
+        self, job: EncodeJob, looking: LookupContext | None, identifiers: Mapping[MMItem, str]
+    ) -> StoreLookup:
+        """Return the outputs that are stored."""
+        if looking is None:
+            return StoreLookup(answered=self._claims is not None)
+        with job.context.time_stage("store", "lookup"):
+            look = await looking.lookup_result()
+        if look is None:
+            return StoreLookup()
+        infos = {key.identifier: info for key, info in (look.found or {}).items()}
+        found = {
+            item: from_entry(infos[identifier])
+            for item, identifier in identifiers.items()
+            if identifier in infos and infos[identifier].modality == item.modality
+        }
+        return StoreLookup(answered=True, found=found)
+
+    def _planned(
+        self, job: EncodeJob, lookup: StoreLookup, identifiers: Mapping[MMItem, str]
+    ) -> PlannedJob:
+        """Return the job with a plan for each item that is not stored."""
+        under_way = partial(self._under_way, job, lookup, identifiers)
+        plans = self._placement.plan_items(job, lookup, identifiers.__contains__, under_way)
+        if job.rule is not None:
+            places = [plan.place.labels for plan in plans.values() if plan.place]
+            job.context.record.places = Counter(places)
+        return PlannedJob(job, lookup, plans)
+
+    def _under_way(
+        self,
+        job: EncodeJob,
+        lookup: StoreLookup,
+        identifiers: Mapping[MMItem, str],
+        item: MMItem,
+    ) -> bool:
+        """Return whether this or another proxy on the same store is encoding an item."""
+        if (output := job.output(item)) is None:
+            return False
+        skips_claims = job.reencode or not lookup.answered
+        if flight_key(job, output, skips_claims=skips_claims) in self._flights:
+            return True
+        if self._claims is None or not lookup.answered or item not in identifiers:
+            return False
+        model, identifier = output.model, identifiers[item]
+        return not self._claims.queue_claim(model, identifier, 0.0, job.namespace).first
+
+    async def _encode_item(
+        self, planned: PlannedJob, first_try: FirstTry | None, item: MMItem
+    ) -> EncodedItem:
         """Return the output of an item that is not stored.
 
         All requests of this process that need an output at the same time share its encode. Two
         kinds of output are not shared: one that is pushed to a consumer, and one with a key that
         an engine makes.
 
+        Args:
+            planned: all items of the request.
+            first_try: common first try of the items; None if each is sent by itself.
+            item: the item.
+
         Raises:
             ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
+        job = planned.job
         context, output = job.context, job.output(item)
         if not item.has_media:
-            raise _unknown(item, job)
+            raise _unknown(item, planned.lookup)
         try:
             if output is None or self._transfer.pushed:
-                made = Made(await self._ask_instances(job, item), item)
+                made = Made(await self._ask_instances(planned, first_try, item), item)
             else:
-                flight = job.flight_key(output)
+                flight = flight_key(job, output, skips_claims=planned.skips_claims)
                 under_way = flight in self._flights
                 with context.wait_span(item) if under_way else nullcontext() as waiting:
-                    work = partial(self._encode_once, job, item, output, waiting)
+                    work = partial(self._encode_once, planned, first_try, item, output, waiting)
                     made = await self._flights.try_join(flight, work)
                     if waiting is not None and made.span is not None:
                         waiting.link(made.span)
@@ -202,28 +238,35 @@ class Encoder:
                 raise error.at_param(item.param_path) from error.__cause__
             drop_tracebacks(failure)
             context.record.degraded.add("encode-local")
-            return _local(item, job.uuids[item], job.plan_of(item).tokens)
-        mine = made.item is item
-        context.record.waits += not mine
+            return _local(item, job.uuids[item], planned.plan_of(item).tokens)
+        own = made.item is item  # and not the result of another request
+        context.record.waits += not own
         name = sent_as(item, job.uuids[item])
-        return EncodedItem(item, name, made.encoded, "encoded" if mine else "hit")
+        return EncodedItem(item, name, made.encoded, "encoded" if own else "hit")
 
     async def _encode_once(
-        self, job: EncodeJob, item: MMItem, output: OutputKey, waiting: Span | None
+        self,
+        planned: PlannedJob,
+        first_try: FirstTry | None,
+        item: MMItem,
+        output: OutputKey,
+        waiting: Span | None,
     ) -> Made:
         """Return the output of an item: encode it, unless another proxy already does.
 
         Args:
-            job: the items.
+            planned: all items of the request.
+            first_try: common first try of the items; None if each is sent by itself.
             item: the item.
             output: identity of the output.
             waiting: span of the wait for an encode that failed.
         """
         if waiting is not None:
             waiting.end_span()
-        identifier = None if job.skips_claims else self._identifiers.identifier_of(output)
+        job = planned.job
+        identifier = None if planned.skips_claims else self._identifiers.identifier_of(output)
         if self._claims is None or identifier is None:
-            encoded = await self._ask_instances(job, item)
+            encoded = await self._ask_instances(planned, first_try, item)
         else:
             wait_s = job.context.config.encode_timeout_s
             with self._claims.queue_claim(output.model, identifier, wait_s, job.namespace) as turn:
@@ -231,7 +274,7 @@ class Encoder:
                     found = await turn.wait_turn()
                 if found is not None and found.modality == item.modality:
                     return Made(from_entry(found))
-                encoded = await self._ask_instances(job, item)
+                encoded = await self._ask_instances(planned, first_try, item)
                 turn.made = encoded.identifier is not None
         if self._claims is not None and encoded.namespace is not None:
             self._claims.cache.learn_namespace(output.model, encoded.namespace)
@@ -240,7 +283,9 @@ class Encoder:
         span = job.context.span
         return Made(encoded, item, None if span is None else span.latest_child("encode", item))
 
-    async def _ask_instances(self, job: EncodeJob, item: MMItem) -> Encoded:
+    async def _ask_instances(
+        self, planned: PlannedJob, first_try: FirstTry | None, item: MMItem
+    ) -> Encoded:
         """Return the output from an encode instance, or from the next one after a failure.
 
         Items of one request may share their first try. Further ones are the item's own.
@@ -248,7 +293,7 @@ class Encoder:
         Raises:
             ProxyError: all tries failed, or the item itself is invalid.
         """
-        context, first_try = job.context, job.first_try
+        job, context = planned.job, planned.job.context
         key, watched, fits = item_key(item, job.uuids[item]), context.watched, self._fits(job)
         clock = asyncio.get_running_loop().time
         tried: list[Instance] = []
@@ -258,7 +303,7 @@ class Encoder:
                 try:
                     self._fatal.check(watched, [key])
                     if first_try is None:
-                        [encoded] = await self._send(job, self._next_try(job, item, tried))
+                        [encoded] = await self._send(job, self._next_try(planned, item, tried))
                         return encoded
                     shared, first_try = first_try, None
                     if (output := await shared(item, tried)) is not None:
@@ -273,19 +318,20 @@ class Encoder:
                         raise
                     await tries.next_try(error, delay_s)
 
-    def _next_try(self, job: EncodeJob, item: MMItem, tried: list[Instance]) -> EncodeGroup:
+    def _next_try(self, planned: PlannedJob, item: MMItem, tried: list[Instance]) -> EncodeGroup:
         """Return the item with its next encode instance, which is added to the tried ones."""
+        job, plan = planned.job, planned.plan_of(item)
         config, key = job.context.config, item_key(item, job.uuids[item])
         instance = self._choice.best_instance(
             tried,
             balance=config.encode_balance,
             item=key,
             session=job.context.session,
-            prefer=job.plan_of(item).instance,
+            prefer=plan.instance,
             fits=self._fits(job),
         )
         tried.append(instance)
-        return EncodeGroup(instance, (item,), job.plan_of(item).tokens)
+        return EncodeGroup(instance, (item,), plan.tokens)
 
     async def _send(self, job: EncodeJob, group: EncodeGroup) -> Sequence[Encoded]:
         """Return the outputs of the items of one request to an encode instance.
@@ -319,10 +365,10 @@ class Encoder:
         self, encoded: Encoded, instance: Instance, namespace: str | None
     ) -> Encoded:
         """Return an output if the consumer can find it; an empty one if its namespace differs."""
-        told = encoded.namespace
-        if told is not None:
-            self._namespaces.record_namespace(instance, told)
-        return encoded if namespace is None or told in {None, namespace} else Encoded()
+        written_to = encoded.namespace
+        if written_to is not None:
+            self._namespaces.record_namespace(instance, written_to)
+        return encoded if namespace is None or written_to in {None, namespace} else Encoded()
 
     def _error_after_last_try(self, error: ProxyError) -> ProxyError:
         """Return the final error of an item's encode, after the last try."""
@@ -338,9 +384,10 @@ class Encoder:
         local = job.context.config.on_encode_failure == "local" and not self._transfer.pushed
         return local and error.retryable and job.has_all_media and not job.context.watched.is_spent
 
-    def _first_try(self, job: EncodeJob) -> FirstTry | None:
+    def _first_try(self, planned: PlannedJob) -> FirstTry | None:
         """Return the common first try of a job's items, if there is one."""
-        return self._planner.first_try(job, self._fits(job), partial(self._send, job))
+        send = partial(self._send, planned.job)
+        return self._planner.first_try(planned, self._fits(planned.job), send)
 
     def _fits(self, job: EncodeJob) -> Callable[[Instance], bool] | None:
         """Return the predicate of instances with the consumer's namespace; None for all."""
@@ -350,38 +397,21 @@ class Encoder:
         return self._namespaces.shares_namespace(instance, namespace)
 
 
-async def _look_up(
-    looking: LookupContext, job: EncodeJob, identifiers: Mapping[MMItem, str]
-) -> EncodeJob:
-    """Return the job with the outputs that are stored."""
-    with job.context.time_stage("store", "lookup"):
-        look = await looking.lookup_result()
-    if look is None:
-        return job._replace(answered=False)
-    infos = {key.identifier: info for key, info in (look.found or {}).items()}
-    found = {
-        item: from_entry(infos[identifier])
-        for item, identifier in identifiers.items()
-        if identifier in infos and infos[identifier].modality == item.modality
-    }
-    return job._replace(found=found)
-
-
-def _in_order(job: EncodeJob, made: list[EncodedItem]) -> list[EncodedItem]:
+def _in_order(planned: PlannedJob, made: Sequence[EncodedItem]) -> list[EncodedItem]:
     """Return the stored and the encoded outputs in the order of the items."""
-    others = iter(made)
+    others, found = iter(made), planned.lookup.found
     return [
-        EncodedItem(item, sent_as(item, uuid), job.found[item], "hit")
-        if item in job.found
-        else _local(item, uuid, job.plan_of(item).tokens)
-        if job.plan_of(item).local
+        EncodedItem(item, sent_as(item, uuid), found[item], "hit")
+        if item in found
+        else _local(item, uuid, planned.plan_of(item).tokens)
+        if planned.plan_of(item).local
         else next(others)
-        for item, uuid in job.uuids.items()
+        for item, uuid in planned.job.uuids.items()
     ]
 
 
-def _unknown(item: MMItem, job: EncodeJob) -> ProxyError:
-    if not job.answered:
+def _unknown(item: MMItem, lookup: StoreLookup) -> ProxyError:
+    if not lookup.answered:
         return no_store("the encoder store did not answer; retry later, or send the media")
     return UnknownMedia(
         "no media are stored under this uuid; send them again", param=item.param_path

@@ -14,7 +14,7 @@ from typing import Any
 from epd.aio import Flights
 from epd.api.items import MMItem
 from epd.errors import ProxyError
-from epd.request.attempts import EncodeJob, FirstTry, item_key
+from epd.request.attempts import EncodeJob, FirstTry, PlannedJob, item_key
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance
@@ -54,23 +54,23 @@ class GroupPlanner:
         self._fatal = fatal
 
     def first_try(
-        self, job: EncodeJob, fits: Callable[[Instance], bool] | None, send: Send
+        self, planned: PlannedJob, fits: Callable[[Instance], bool] | None, send: Send
     ) -> FirstTry | None:
         """Return the first try of a job with several items; None if each item is sent by itself.
 
         Args:
-            job: the job.
+            planned: the job.
             fits: predicate of the instances that can serve it; None for all.
             send: function that sends the request of a group.
         """
-        config = job.context.config
+        config = planned.job.context.config
         if config.encode_group_items == 1 and config.encode_balance != "least_load":
             return None
-        return FirstTries(partial(self._plan_groups, job, fits), send).encode_item
+        return FirstTries(partial(self._plan_groups, planned, fits), send).encode_item
 
     def _plan_groups(
         self,
-        job: EncodeJob,
+        planned: PlannedJob,
         fits: Callable[[Instance], bool] | None,
         items: Sequence[MMItem],
     ) -> Sequence[EncodeGroup]:
@@ -79,8 +79,8 @@ class GroupPlanner:
         Raises:
             NoInstance: there is no instance.
         """
-        context = job.context
-        plans = {item: job.plan_of(item) for item in items}
+        job, context = planned.job, planned.job.context
+        plans = {item: planned.plan_of(item) for item in items}
         instances = self._choice.spread_items(
             [item_key(item, job.uuids[item]) for item in items],
             [plan.tokens for plan in plans.values()],

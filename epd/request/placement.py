@@ -4,12 +4,12 @@ Only items that are not in the store have a choice. The policy decides by their 
 and by the speeds of the instances (`epd.policies.plan.ItemRule`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from epd.api.items import MMItem
 from epd.policies.plan import ItemFacts, ItemPlace, ItemRule
-from epd.request.attempts import EncodeJob, ItemPlan, item_key
+from epd.request.attempts import EncodeJob, ItemPlan, StoreLookup, item_key
 from epd.request.item_tokens import TokenCounts, media_tokens
 from epd.routing.forecast import Forecast
 from epd.routing.namespaces import Namespaces
@@ -47,24 +47,24 @@ class Placement:
     def plan_items(
         self,
         job: EncodeJob,
-        missing: Iterable[MMItem],
+        lookup: StoreLookup,
         keyed: Callable[[MMItem], bool],
         under_way: Callable[[MMItem], bool],
-    ) -> EncodeJob:
-        """Return the job with plans for the items that are not in the store.
+    ) -> dict[MMItem, ItemPlan]:
+        """Return plans for the items that are not in the store.
 
         Args:
             job: the items.
-            missing: items to plan.
+            lookup: result of their lookup.
             keyed: returns whether the proxy knows the item's key in the store.
             under_way: returns whether the item is being encoded for another request.
         """
-        plans = {item: self._sized(job, item) for item in missing}
+        plans = {item: self._sized(job, item) for item in job.uuids if item not in lookup.found}
         rule = job.rule
         if rule is None or not plans:
-            return job._replace(plans=plans)
-        if (place := self._forced_place(job)) is not None:
-            return job._replace(plans={it: one._replace(place=place) for it, one in plans.items()})
+            return plans
+        if (place := self._forced_place(job, lookup)) is not None:
+            return {item: plan._replace(place=place) for item, plan in plans.items()}
         forecast = self._forecast(job)
         stored = self._namespaces.consumers_write()
         for item, plan in plans.items():
@@ -75,14 +75,14 @@ class Placement:
                 plans[item] = _placed(
                     rule, forecast, item, plan, key, stored=stored and keyed(item)
                 )
-        return job._replace(plans=plans)
+        return plans
 
-    def _forced_place(self, job: EncodeJob) -> ItemPlace | None:
+    def _forced_place(self, job: EncodeJob, lookup: StoreLookup) -> ItemPlace | None:
         """Return the place of all items of a request that gives the policy no choice."""
         if self._pushed or job.reencode or not job.has_all_media:
             return REQUIRED
         shrinks = job.context.config.decode_media == "metadata"
-        if shrinks and any(encoded.metadata for encoded in job.found.values()):
+        if shrinks and any(encoded.metadata for encoded in lookup.found.values()):
             return BESIDE_STORED
         return None
 
@@ -95,7 +95,7 @@ class Placement:
     def learn_reply(self, job: EncodeJob, item: MMItem, encoded: Encoded) -> None:
         """Learn the number of an item's tokens from the reply of an encode instance."""
         model, tokens = job.body.get("model"), media_tokens(encoded.metadata)
-        self._counts.learn_tokens(model, item.modality, job.plan_of(item).pixels, tokens)
+        self._counts.learn_tokens(model, item.modality, job.pixels.get(item, 0), tokens)
 
     def _sized(self, job: EncodeJob, item: MMItem) -> ItemPlan:
         pixels = job.pixels.get(item, 0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import epd
 from epd.api.items import MMItem
 from epd.policies.plan import ItemRule
-from epd.request.attempts import EncodeJob, ItemPlan
+from epd.request.attempts import EncodeJob, ItemPlan, StoreLookup
 from epd.request.context import RequestContext
 from epd.request.item_tokens import PIXELS_PER_TOKEN
 from epd.request.placement import Placement
@@ -138,9 +138,10 @@ class EncodeFleet:
         context = RequestContext("r", {}, CONFIG)
         pixels = {item: tokens * PIXELS_PER_TOKEN}
         job = EncodeJob({"model": "m"}, {item: "key"}, pixels, context, rule=self.rule)
-        return self._placement.plan_items(job, [item], lambda _: True, lambda _: False).plan_of(
-            item
+        plans = self._placement.plan_items(
+            job, StoreLookup(answered=True), lambda _: True, lambda _: False
         )
+        return plans[item]
 
     def _encoded(self, asked: Asked, using: InFlight) -> None:
         using.end_request()
