@@ -12,9 +12,7 @@ from typing import Literal, Self
 
 from epd.config.sections import ConfigFields
 from epd.errors import Overloaded, TooManyRequests, TryLater
-from epd.tenants import Tenant
-
-MINUTE_S = 60.0
+from epd.tenants import RateLimiter, Tenant, TenantUse
 
 
 @dataclass(slots=True, eq=False)
@@ -123,29 +121,6 @@ class FairQueue:
         self.waiting -= 1
 
 
-class RateLimiter:
-    """Rate limit per tenant: a token bucket that fills at a constant rate.
-
-    The bucket holds the tokens of one minute. So a tenant within its limit in each minute is never
-    rejected, even if its requests come in bursts. After a pause, a tenant may send the requests of
-    two minutes in one.
-    """
-
-    def __init__(self, per_minute: float) -> None:
-        self._full = max(1.0, per_minute)
-        self._per_s = per_minute / MINUTE_S
-        self._buckets: dict[Tenant, tuple[float, float]] = {}
-        """Tokens and the time of their count, in seconds. The keys file bounds the tenants."""
-
-    def take_token(self, tenant: Tenant, now_s: float) -> float:
-        """Return the seconds until the tenant's next request; 0 admits this one and counts it."""
-        tokens, counted_s = self._buckets.get(tenant, (self._full, now_s))
-        tokens = min(self._full, tokens + (now_s - counted_s) * self._per_s)
-        admitted = tokens >= 1
-        self._buckets[tenant] = (tokens - admitted, now_s)
-        return 0.0 if admitted else (1 - tokens) / self._per_s
-
-
 Reason = Literal[
     "tenant_rate", "tenant_requests", "queue_full", "queue_timeout", "body_bytes", "tenant_bytes"
 ]
@@ -197,15 +172,12 @@ class Limits:
 
 
 def limits_of(config: ConfigFields) -> Limits:
-    """Return one worker's share of the configured limits.
+    """Return one worker's limits: its share of places and bytes, and the limits of tenants.
 
-    The workers together keep the configured limits, for any distribution of the requests.
+    The workers together keep the configured limits, for any distribution of the requests: they
+    share the requests and the rates of tenants (`TenantLedger`).
     """
-    share, most, pace = (
-        config.workers,
-        config.tenant_max_requests,
-        config.tenant_requests_per_minute,
-    )
+    share = config.workers
     body_bytes = max(1, config.max_inflight_bytes // share)
     # A tenant gets half: bodies that it announces and never sends cannot lock out the other
     # tenants. One body of the largest size always fits.
@@ -215,23 +187,10 @@ def limits_of(config: ConfigFields) -> Limits:
         queue=config.max_queue // share,
         queue_timeout_s=config.queue_timeout_s,
         body_bytes=body_bytes,
-        tenant_requests=None if most is None else max(1, most // share),
-        tenant_per_minute=None if pace is None else pace / share,
+        tenant_requests=config.tenant_max_requests,
+        tenant_per_minute=config.tenant_requests_per_minute,
         tenant_body_bytes=None if config.api_keys_file is None else tenants,
     )
-
-
-@dataclass(slots=True)
-class TenantUse:
-    """Requests and bytes of one tenant in this process.
-
-    Attributes:
-        requests: number of requests that are admitted or queued.
-        body_bytes: bytes of the bodies of these requests.
-    """
-
-    requests: int = 0
-    body_bytes: int = 0
 
 
 class AdmittedRequest:
@@ -256,7 +215,7 @@ class AdmittedRequest:
     def __exit__(self, *_: object) -> None:
         self.release()
         if self._ticket is not None:
-            self._use.requests -= 1
+            self._use.end_request()
             self._admission.door.leave_queue(self._ticket)
 
     def enter_queue(self) -> Slot:
@@ -318,6 +277,7 @@ class Admission:
         self._clock = clock
         self._rate = _rate(limits)
         self._uses: dict[str, TenantUse] = {}
+        self._new_use: Callable[[str], TenantUse] = lambda _: TenantUse()
         self.door = FairQueue(limits.requests, limits.queue)
         self.body_bytes = 0
         self.refused: Counter[Reason] = Counter()
@@ -326,8 +286,18 @@ class Admission:
         """Replace the limits; admitted and queued requests stay."""
         if limits.tenant_per_minute != self._limits.tenant_per_minute:
             self._rate = _rate(limits)
+            for use in self._uses.values():
+                use.set_full_at_s(0.0)
         self._limits = limits
         self.door.resize(limits.requests, limits.queue)
+
+    def share_uses(self, new_use: Callable[[str], TenantUse]) -> None:
+        """Share the requests and rates of tenants with other workers, before the first request.
+
+        Args:
+            new_use: returns the use of a tenant by its name.
+        """
+        self._new_use = new_use
 
     def keep_pace(self, tenant: Tenant) -> None:
         """Count a request for the tenant's rate limit.
@@ -335,7 +305,9 @@ class Admission:
         Raises:
             TooManyRequests: the tenant has reached its requests per minute.
         """
-        wait_s = 0.0 if self._rate is None else self._rate.take_token(tenant, self._clock())
+        if self._rate is None:
+            return
+        wait_s = self._rate.take_token(self.use_of(tenant), self._clock())
         if wait_s:
             raise self._refusal("tenant_rate", wait_s)
 
@@ -346,20 +318,23 @@ class Admission:
         """Return the use of a tenant. One object is kept per tenant: the keys file bounds them."""
         use = self._uses.get(tenant.name)
         if use is None:
-            use = self._uses[tenant.name] = TenantUse()
+            use = self._uses[tenant.name] = self._new_use(tenant.name)
         return use
 
     def enter_queue(self, tenant: Tenant, use: TenantUse) -> Slot:
         """Count a new request. Only `AdmittedRequest` calls this."""
         most = self._limits.tenant_requests
-        if most is not None and use.requests >= most:
-            raise self._refusal("tenant_requests")
+        use.begin_request()  # counted before the others' are read: see `TenantLedger`
         try:
-            ticket = self.door.enter_queue(tenant)
+            if most is not None and use.total_requests() > most:
+                raise self._refusal("tenant_requests")
+            return self.door.enter_queue(tenant)
         except QueueFull:
+            use.end_request()
             raise self._refusal("queue_full") from None
-        use.requests += 1
-        return ticket
+        except TooManyRequests:
+            use.end_request()
+            raise
 
     async def wait_place(self, ticket: Slot) -> None:
         """Wait until the ticket has a place.

@@ -1,6 +1,7 @@
 """Orders to a process: from signals, or from the first process through a pipe."""
 
 import asyncio
+import mmap
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import orjson
 
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.proxy_config import LiveConfig
+from epd.tenants import TenantLedger
 
 CUT_S = 5.0
 """Time for cancelled requests to send the end of their responses, in seconds."""
@@ -77,6 +79,7 @@ class Inherited:
         recents: shared pages with the recent events of each worker.
         registrations: URL of the shared store of registrations; None without one.
         policies: shared page with the policies that were set.
+        tenants: shared memory with the counts of tenants.
     """
 
     number: int
@@ -86,11 +89,23 @@ class Inherited:
     recents: Sequence[int]
     registrations: str | None
     policies: int
+    tenants: int
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        files = self.files.values()
-        return (*self.sockets, *files, *self.pages, *self.recents, self.policies)
+        files, single = self.files.values(), (self.policies, self.tenants)
+        return (*self.sockets, *files, *self.pages, *self.recents, *single)
+
+
+def mapped_ledger(descriptor: int, workers: int) -> TenantLedger:
+    """Map the counts of tenants that workers share.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    size = TenantLedger.size_bytes(workers)
+    os.ftruncate(descriptor, size)
+    return TenantLedger(memoryview(mmap.mmap(descriptor, size)), workers)
 
 
 class Pipe:

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 
 import orjson
 import structlog
@@ -20,9 +21,9 @@ from epd.edge.listening import Site, server_context
 from epd.observe import logs
 from epd.observe.metrics import MetricsObserver
 from epd.observe.worker_metrics import SharedPage, WorkerMetrics
-from epd.server.app_keys import BACKGROUND
+from epd.server.app_keys import ADMISSION, BACKGROUND
 from epd.server.operator_routes import BOARD, METRICS, POLICIES
-from epd.server.orders import Inherited, Pipe
+from epd.server.orders import Inherited, Pipe, mapped_ledger
 from epd.server.reload import read_from
 from epd.server.serve import run_server
 
@@ -47,6 +48,8 @@ async def work(config: ProxyConfig, inherited: Inherited) -> None:
         board = runner.app[BOARD]
         board.share_pages([SharedPage(one) for one in inherited.recents], inherited.number - 1)
         runner.app[POLICIES].share_page(SharedPage(inherited.policies))
+        ledger = mapped_ledger(inherited.tenants, first.workers)
+        runner.app[ADMISSION].share_uses(partial(ledger.use_of, inherited.number - 1))
         background = runner.app[BACKGROUND]
         writing = [
             asyncio.create_task(background.keep_running(page, one.keep_writing))

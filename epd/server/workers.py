@@ -39,11 +39,13 @@ from epd.server.orders import (
     Orders,
     first_of,
     listening_url,
+    mapped_ledger,
     orders_by_signal,
     topology_name,
 )
 from epd.server.policies_api import said_otherwise
 from epd.server.reload import LastGood
+from epd.tenants import TenantLedger
 from epd.ui.dashboard import clear_page
 
 STEADY_S = 30.0
@@ -77,12 +79,16 @@ class SharedState:
         recents: pages with the recent events of each worker, in the same order.
         registrations: URL of the store of registrations; None without one.
         policies: page with the policies that were set.
+        tenants: memory with the counts of tenants.
+        ledger: these counts.
     """
 
     pages: Sequence[SharedPage]
     recents: Sequence[SharedPage]
     registrations: str | None
     policies: SharedPage
+    tenants: SharedPage
+    ledger: TenantLedger
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,7 @@ class Seat:
         """Mark the pages of the dead worker, so that the others do not read it as alive."""
         keep_counters(self.shared.pages[self.number - 1])
         clear_page(self.shared.recents[self.number - 1])
+        self.shared.ledger.forget_requests(self.number - 1)
 
 
 async def supervise(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
@@ -115,10 +122,12 @@ async def supervise(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
     with (
         _pages(config.workers) as pages,
         _pages(config.workers) as recents,
-        _pages(1) as (policies,),
+        _pages(2) as (policies, tenants),
         shared_store(config) as registrations,
     ):
-        await _supervise(live, read, SharedState(pages, recents, registrations, policies))
+        ledger = mapped_ledger(tenants.descriptor, config.workers)
+        shared = SharedState(pages, recents, registrations, policies, tenants, ledger)
+        await _supervise(live, read, shared)
 
 
 async def _supervise(
@@ -248,6 +257,7 @@ async def _start(
         [page.descriptor for page in seat.shared.recents],
         seat.shared.registrations,
         seat.shared.policies.descriptor,
+        seat.shared.tenants.descriptor,
     )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "epd.server.worker"),

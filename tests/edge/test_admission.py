@@ -17,9 +17,9 @@ from hypothesis.stateful import (
 )
 
 from epd.config import ProxyConfig
-from epd.edge.admission import Admission, FairQueue, Limits, QueueFull, RateLimiter, Slot, limits_of
+from epd.edge.admission import Admission, FairQueue, Limits, QueueFull, Slot, limits_of
 from epd.errors import Overloaded, TooManyRequests, TryLater
-from epd.tenants import Tenant
+from epd.tenants import RateLimiter, Tenant, TenantUse
 
 ALICE, BOB, CAROL = (Tenant(name) for name in ("alice", "bob", "carol"))
 TENANTS = (ALICE, BOB, CAROL)
@@ -316,10 +316,10 @@ def test_a_tenants_bodies_leave_room_for_anothers() -> None:
 
 @given(st.integers(1, 200), st.lists(st.floats(0, 40), max_size=120))
 def test_a_tenant_has_at_most_twice_its_limit_in_a_minute(limit: int, gaps: list[float]) -> None:
-    pace, now_s, admitted = RateLimiter(limit), 1e6, list[float]()
+    pace, use, now_s, admitted = RateLimiter(limit), TenantUse(), 1e6, list[float]()
     for gap_s in gaps:
         now_s += gap_s
-        if not pace.take_token(ALICE, now_s):
+        if not pace.take_token(use, now_s):
             admitted.append(now_s)
     for start_s in admitted:
         assert sum(start_s <= at < start_s + 60 for at in admitted) <= 2 * limit
@@ -329,21 +329,21 @@ def test_a_tenant_has_at_most_twice_its_limit_in_a_minute(limit: int, gaps: list
 def test_a_tenant_within_its_limit_per_minute_is_never_refused(gaps: list[int]) -> None:
     times = [1e6 + sum(gaps[: n + 1]) for n in range(len(gaps))]
     busiest = max(sum(start <= at <= start + 60 for at in times) for start in times)
-    pace = RateLimiter(busiest)
+    pace, use = RateLimiter(busiest), TenantUse()
 
-    assert [pace.take_token(ALICE, at) for at in times] == [0.0] * len(times)
+    assert [pace.take_token(use, at) for at in times] == [0.0] * len(times)
 
 
 @given(st.floats(0.1, 500), st.integers(1, 40))
 def test_the_wait_that_is_told_is_enough_and_not_too_long(per_minute: float, count: int) -> None:
-    pace, now_s, waits = RateLimiter(per_minute), 0.0, list[float]()
+    pace, use, now_s, waits = RateLimiter(per_minute), TenantUse(), 0.0, list[float]()
     for _ in range(count):
-        while (wait_s := pace.take_token(ALICE, now_s)) > 0:
+        while (wait_s := pace.take_token(use, now_s)) > 0:
             waits.append(wait_s)
             now_s += wait_s + 1e-9
     assert all(wait_s <= 60 / per_minute * (1 + 1e-6) for wait_s in waits)
     assert len(waits) <= count
-    assert pace.take_token(BOB, now_s) == 0.0
+    assert pace.take_token(TenantUse(), now_s) == 0.0
 
 
 @pytest.mark.fault(66)
@@ -368,7 +368,7 @@ def config(**more: int) -> ProxyConfig:
     return ProxyConfig.model_validate(urls | {"api_keys_file": "keys"} | more)
 
 
-def test_workers_share_the_limits() -> None:
+def test_a_worker_has_its_share_of_places_and_all_limits_of_tenants() -> None:
     limits = limits_of(
         config(
             workers=4,
@@ -385,8 +385,8 @@ def test_workers_share_the_limits() -> None:
         queue=0,
         queue_timeout_s=10,
         body_bytes=1024,
-        tenant_requests=1,
-        tenant_per_minute=0.5,
+        tenant_requests=2,
+        tenant_per_minute=2,
         tenant_body_bytes=1024,
     )
     assert limits_of(config()).tenant_requests is None

@@ -5,6 +5,7 @@ import os
 import signal
 from collections import Counter
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -13,6 +14,7 @@ from aiohttp import web
 
 from tests.requests import request, text
 from tests.support.backed import Backed
+from tests.support.clients import ALICE, BOB, bearer
 from tests.support.fake_instance import FakeInstance, decodes, encodes, hangs
 from tests.support.fleet import until
 from tests.support.programs import INSTANCES, refuses_connections, run, serving
@@ -167,3 +169,66 @@ async def test_two_proxies_of_two_workers_encode_a_new_picture_once(
     assert len(encode.calls) == 1
     items = Counter(items for _, items in replies)
     assert items == {"hit=0,encoded=1,local=0": 1, "hit=1,encoded=0,local=0": 63}
+
+
+def chats(url: str, count: int, key: str) -> list[asyncio.Task[int]]:
+    """Begin requests of a tenant, each on a connection of its own; return their statuses."""
+
+    async def chat() -> int:
+        async with (
+            aiohttp.ClientSession(headers=bearer(key)) as http,
+            http.post(f"{url}/v1/chat/completions", json=request(text())) as reply,
+        ):
+            return reply.status
+
+    return [asyncio.create_task(chat()) for _ in range(count)]
+
+
+async def test_a_tenant_gets_its_whole_limit_over_all_workers(keys: Path) -> None:
+    """A share per worker would be one request, and the connections are not spread evenly."""
+    decode = FakeInstance(hangs)
+    async with decode.running():
+        flags = ["--encode-servers-urls", decode.url, "--decode-servers-urls", decode.url]
+        flags += ["--api-keys-file", str(keys), "--tenant-max-requests", "4"]
+        async with some_workers(4, *flags) as workers:
+            running: list[asyncio.Task[int]] = []
+            for number in range(1, 5):
+                running += chats(workers.url, 1, ALICE)
+                await until(lambda number=number: len(decode.calls) == number)  # type: ignore[misc]
+            assert await asyncio.gather(*chats(workers.url, 12, ALICE)) == [429] * 12
+            others = chats(workers.url, 4, BOB)
+            await until(lambda: len(decode.calls) == 8)
+
+            for task in (*running, *others):
+                task.cancel()
+            await asyncio.gather(*running, *others, return_exceptions=True)
+            await until(lambda: decode.aborted == 8)
+            running = chats(workers.url, 4, ALICE)
+            await until(lambda: len(decode.calls) == 12)
+            # A worker that dies takes its requests with it, and nothing else.
+            dead = workers.pids()
+            for pid in dead:
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.gather(*running, return_exceptions=True)
+            await until(lambda: len(workers.pids()) == 8, START_S)
+            running = chats(workers.url, 4, ALICE)
+            await until(lambda: len(decode.calls) == 16)
+            assert await asyncio.gather(*chats(workers.url, 4, ALICE)) == [429] * 4
+            for task in running:
+                task.cancel()
+
+
+async def test_a_tenant_has_one_rate_over_all_workers(keys: Path) -> None:
+    decode = FakeInstance(decodes)
+    async with decode.running():
+        flags = ["--encode-servers-urls", decode.url, "--decode-servers-urls", decode.url]
+        flags += ["--api-keys-file", str(keys), "--tenant-requests-per-minute", "10"]
+        async with some_workers(4, *flags) as workers:
+            statuses = Counter[int]()
+            for _ in range(24):
+                statuses.update(await asyncio.gather(*chats(workers.url, 1, ALICE)))
+            assert await asyncio.gather(*chats(workers.url, 1, BOB)) == [200]
+
+    # One more token at most fills up in the six seconds after the first request.
+    assert statuses[200] in {10, 11}
+    assert statuses[200] + statuses[429] == 24
