@@ -14,8 +14,8 @@ from epd.conversations.conversations import Conversations
 from epd.conversations.stores import ConversationsInMemory, ConversationsInRedis, StoreAway
 from epd.conversations.turn import ConversationEntry, Turn
 from epd.discovery import stores as registrations
-from tests.store.redis_server import Certificates, RedisServer
 from tests.support.fleet import until
+from tests.support.redis_server import Certificates, RedisServer
 
 ANSWERED = ConversationEntry(2.5, "http://d:2")
 Asking = AbstractAsyncContextManager[Callable[[], Awaitable[object]]]

@@ -21,7 +21,7 @@ from epd.conversations.stores import (
 )
 from epd.conversations.turn import ConversationEntry, Fingerprint, HeldBlocks, Turn, parse_entry
 from epd.redis_urls import MAX_CONNECTIONS
-from tests.store.redis_server import RedisServer
+from tests.support.redis_server import RedisServer
 
 PARAMS = {
     "do_remote_decode": True,

@@ -13,8 +13,8 @@ import yaml
 
 from epd.config.flags import Settings
 from tests.deploy.tools import DEPLOY, load, load_all
-from tests.store.redis_server import binary
 from tests.support.fleet import Fleet, Launch
+from tests.support.redis_server import binary
 
 COMPOSE = load(DEPLOY / "compose.yaml")
 SERVICES = COMPOSE["services"]

@@ -31,7 +31,7 @@ from tests.deploy.manifests import (
     settings,
 )
 from tests.deploy.tools import load_all
-from tests.store.redis_server import RedisServer
+from tests.support.redis_server import RedisServer
 
 OLDEST, NEWEST = "1.29", "1.34"
 """Versions of Kubernetes with schemas that the manifests must match."""

@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 
 from tests.discovery.name_server import NameServer
-from tests.store.redis_server import RedisServer
 from tests.support.fake_instance import FakeInstance, decodes, encodes
 from tests.support.fleet import until
 from tests.support.programs import serving
+from tests.support.redis_server import RedisServer
 from tests.support.workers import START_S, Workers, ask, some_workers
 
 pytestmark = pytest.mark.full

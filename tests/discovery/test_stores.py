@@ -22,7 +22,7 @@ from epd.discovery.stores import (
 )
 from epd.routing.instances import Instance, Registry, Role
 from epd.routing.table import InstanceTable
-from tests.store.redis_server import RedisServer
+from tests.support.redis_server import RedisServer
 
 A, B, C = (Instance(Role.ENCODE, f"http://{name}:1") for name in "abc")
 WIDE = Instance(Role.PREFILL_DECODE, "http://pd:1", dp_size=4)

@@ -22,7 +22,7 @@ from tests.e2e.served import Served
 from tests.e2e.stacks import CLUSTER, REDIS, STACKS, Spec, stacks_of
 from tests.models import written
 from tests.paths import MEDIA
-from tests.store.redis_server import RedisServer, cluster
+from tests.support.redis_server import RedisServer, cluster
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

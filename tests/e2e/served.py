@@ -16,7 +16,7 @@ from tests.collector import Collector
 from tests.e2e.stacks import (
     Spec,
 )
-from tests.store.redis_server import RedisServer
+from tests.support.redis_server import RedisServer
 
 
 @dataclass

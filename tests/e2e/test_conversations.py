@@ -30,7 +30,7 @@ from tests.e2e.load import until
 from tests.e2e.proxies import another_proxy
 from tests.e2e.served import READ, Served, metric
 from tests.requests import Part, text
-from tests.store.redis_server import RedisServer
+from tests.support.redis_server import RedisServer
 
 TTL = ("--conversation-ttl", "40")
 """Shorter than decode's own TTL, `BLOCKS_TTL_S`."""

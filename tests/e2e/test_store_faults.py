@@ -25,7 +25,7 @@ from tests.e2e.asking import PICTURES, ask, picture, unseen
 from tests.e2e.served import Served, metric, stored
 from tests.requests import Part, text
 from tests.small_disk import SmallDisk, small_disk
-from tests.store.redis_server import wait_until_whole
+from tests.support.redis_server import wait_until_whole
 
 GRID = {"image_grid_thw": [1, 28, 42]}
 DROPS = "vllm:ec_store_drops_total"

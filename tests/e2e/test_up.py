@@ -17,8 +17,8 @@ from epd.tools.fleet.plan import plan_fleet
 from epd.tools.fleet.process import free_ports
 from epd.tools.fleet.settings import FleetSettings
 from tests.e2e.stacks import VISION
-from tests.fleet.processes import left, marked, new_mark, processes_of
 from tests.paths import MEDIA
+from tests.tools.fleet.processes import left, marked, new_mark, processes_of
 from tests.vllm_parser import parsed
 
 

@@ -11,9 +11,9 @@ from structlog.testing import capture_logs
 
 from ec_store import open_store
 from tests.requests import image, request
-from tests.store.redis_server import RedisServer
 from tests.support.backed import NAMESPACE, Backed, caching, items_of
 from tests.support.fleet import Fleet, Launch, until
+from tests.support.redis_server import RedisServer
 from tests.support.relay import Relay, Way
 
 

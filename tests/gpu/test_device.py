@@ -1,4 +1,4 @@
-"""Copies between a real device and host memory. tests/device checks their order on a fake one."""
+"""Copies between a real device and host memory. tests/ec_store/device checks their order."""
 
 import time
 from collections.abc import Callable

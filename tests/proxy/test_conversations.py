@@ -15,11 +15,11 @@ from structlog.testing import capture_logs
 
 from epd.conversations.turn import parse_entry
 from tests.requests import image
-from tests.store.redis_server import RedisServer
 from tests.support.clients import ALICE, BOB, bearer
 from tests.support.fake_instance import FakeInstance, drops, fails_first, hangs, page, refuses
 from tests.support.fake_turns import PICTURE, WRONG, Turns, rendered
 from tests.support.fleet import Fleet, Launch, until
+from tests.support.redis_server import RedisServer
 
 BUDGET_S = 5.0
 """Time budget of lookups; large, so that results do not depend on the speed of the machine."""

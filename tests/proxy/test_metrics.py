@@ -18,7 +18,6 @@ from structlog.testing import capture_logs
 from epd.observe.metric_defs import FIGURES
 from epd.version import __version__
 from tests.requests import data_url, image, input_audio, request, text
-from tests.store.redis_server import RedisServer
 from tests.support.backed import Backed, caching
 from tests.support.fake_instance import (
     STREAM,
@@ -31,6 +30,7 @@ from tests.support.fake_instance import (
     refuses,
 )
 from tests.support.fleet import Fleet, Launch, until
+from tests.support.redis_server import RedisServer
 from tests.support.relay import Relay, Way
 from tests.support.workers import START_S, some_workers
 

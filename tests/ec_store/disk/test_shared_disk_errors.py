@@ -1,0 +1,182 @@
+"""Store on a file system with failing calls: ESTALE, as on NFS, EIO or EDQUOT."""
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ec_store import StoreUnavailable
+from ec_store.disk.store import SharedDiskStore
+from tests.ec_store.contract import assert_same, key, sized
+
+LENGTH = 2000
+READING = ("open", "stat", "fstat", "read", "pread", "scandir", "preadv")
+WRITING = ("pwritev", "write", "pwrite", "rename", "link", "unlink", "mkdir", "utime", "fchmod")
+
+CALLS: dict[str, Callable[[SharedDiskStore], Any]] = {
+    "get": lambda store: store.get(key("kept")),
+    "get, large": lambda store: store.get(key("large")),
+    "get, missing": lambda store: store.get(key("none")),
+    "lookup": lambda store: store.lookup([key("kept"), key("none")]),
+    "lease": lambda store: store.lease([key("kept")], 60),
+    "put": lambda store: store.put(key("new"), sized(LENGTH, 2)),
+    "put, large": lambda store: store.put(key("new"), sized(2**20 + 2, 2)),
+    "put, there": lambda store: store.put(key("kept"), sized(LENGTH, 1)),
+    "delete": lambda store: store.delete([key("gone")]),
+    "purge": lambda store: store.purge("other"),
+    "ls": lambda store: list(store.ls()),
+    "verify": lambda store: list(store.verify()),
+    "evict": lambda store: store.evict(),
+    "stats": lambda store: store.stats(),
+    "register": lambda store: store.register_namespace("m", "n"),
+    "namespaces": lambda store: store.namespaces(),
+}
+
+
+@contextmanager
+def failing(name: str, first: int, last: int, code: int) -> Iterator[list[int]]:
+    """Let calls `first` to `last` of a function of `os` fail; yield the number of calls."""
+    real, calls = getattr(os, name), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if first <= calls[0] <= last:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    setattr(os, name, call)
+    try:
+        yield calls
+    finally:
+        setattr(os, name, real)
+
+
+def opened(root: Path) -> SharedDiskStore:
+    return SharedDiskStore.from_url(root.as_uri())
+
+
+def staging(root: Path) -> list[Path]:
+    return list((root / "entries").rglob("*.tmp"))
+
+
+def entries_bytes(root: Path) -> int:
+    return sum(path.stat().st_size for path in (root / "entries").rglob("*" + "[0-9a-f]" * 64))
+
+
+def check(root: Path, store: SharedDiskStore, name: str) -> None:
+    """Check that the store works without being reopened, and has not lost or leaked anything."""
+    assert_same(sized(LENGTH, 1), store.get(key("kept")))
+    found = store.get(key("new"))
+    assert found is None or found.data in {
+        sized(length, 2).data.tobytes() for length in (LENGTH, 2**20 + 2)
+    }
+    assert name == "unlink" or not staging(root)
+    assert (store.stats().bytes or 0) >= entries_bytes(root)
+    assert store.stats().corrupt == 0
+    store.delete([key("new")])
+    assert store.put(key("new"), sized(10)) is True
+    store.delete([key("new")])
+
+
+@pytest.mark.fault(17)
+@pytest.mark.fault(25)
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", [*READING, *WRITING])
+def test_whichever_call_fails_is_a_miss_or_unavailable_and_leaves_nothing(
+    tmp_path: Path, name: str, code: int
+) -> None:
+    root = tmp_path / "store"
+    with opened(root) as store:
+        store.put(key("kept"), sized(LENGTH, 1))
+        store.put(key("large"), sized(2**20 + 2, 1))
+        for what, call in CALLS.items():
+            failed, first = True, 0
+            while failed and first < 40:
+                first += 1
+                for last in (first, 10_000):
+                    store.put(key("gone"), sized(10))
+                    with failing(name, first, last, code) as calls:
+                        try:
+                            call(store)
+                        except StoreUnavailable as error:
+                            assert what not in {"get", "get, large", "lookup", "lease"}, error
+                    failed = calls[0] >= first
+                    check(root, store, name)
+
+
+@pytest.mark.fault(25)
+def test_an_entry_with_a_stale_handle_is_a_miss_and_not_corrupt(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with opened(root) as store:
+        store.put(key(), sized(LENGTH))
+        with failing("pread", 1, 10_000, errno.ESTALE):
+            assert list(store.verify(fix=True)) == []
+
+        assert store.get(key()) is not None
+
+
+@pytest.mark.fault(25)
+def test_after_a_stale_handle_each_call_opens_the_directory_again(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as store:
+        for call in (store.stats, lambda: list(store.ls()), store.namespaces, store.evict):
+            before = store._opening.tree()  # noqa: SLF001 - not visible from outside
+            with failing("scandir", 1, 1, errno.ESTALE), pytest.raises(StoreUnavailable):
+                call()
+            assert store._opening.tree() is not before  # noqa: SLF001
+            call()
+
+
+@pytest.fixture
+def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
+    """Yield a disk of 16 MiB and a function that cuts it; reads beyond the cut fail."""
+    image, mount = tmp_path / "image", tmp_path / "disk"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(2**24)
+    made = subprocess.run(
+        ["/usr/sbin/mkfs.ext4", "-q", "-F", "-b", "4096", "-O", "^has_journal", str(image)],
+        check=False,
+        capture_output=True,
+    )
+    mounted = not os.geteuid() and not made.returncode and not subprocess.run(
+        ["/bin/mount", "-o", "loop,errors=continue", str(image), str(mount)],
+        check=False,
+        capture_output=True,
+    ).returncode  # fmt: skip
+    if not mounted:
+        pytest.skip("needs to mount a file system in a file")
+
+    def cut(size: int) -> None:
+        subprocess.run(["/bin/sync", "-f", str(mount)], check=False)
+        os.truncate(image, size)
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+
+    yield mount, cut
+    subprocess.run(["/bin/umount", "-l", str(mount)], check=True)
+
+
+@pytest.mark.fault(17)
+def test_on_a_disk_that_fails_what_can_be_read_is_and_the_rest_is_a_miss(
+    failing_disk: tuple[Path, Callable[[int], None]],
+) -> None:
+    mount, cut = failing_disk
+    with SharedDiskStore.from_url(
+        f"{(mount / 'store').as_uri()}?durability=fsync&max_share=1"
+    ) as store:
+        store.put(key("small"), sized(LENGTH, 1))
+        store.put(key("large"), sized(12 * 2**20))
+        cut(2**23)
+
+        assert store.get(key("large")) is None
+        assert_same(sized(LENGTH, 1), store.get(key("small")))
+        assert store.stats().corrupt == 0
+        with pytest.raises(StoreUnavailable, match="Input/output error"):
+            list(store.verify(fix=True))
+        cut(2**16)
+        with pytest.raises(StoreUnavailable):
+            store.put(key("new"), sized(2**20))

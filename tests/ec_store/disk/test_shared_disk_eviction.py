@@ -1,0 +1,724 @@
+"""Eviction of a shared directory: its cost, the entries it keeps, and concurrent evictors."""
+
+import errno
+import mmap
+import multiprocessing
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ec_store import Entry, EntryTooLarge, StoreUnavailable
+from ec_store.disk import evictor, housekeeping, tree
+from ec_store.disk.claims import LONGEST_S, Leases
+from ec_store.disk.config import GivenSettings
+from ec_store.disk.entry_files import EntryFiles
+from ec_store.disk.files import Folder, Modes, StoreClock
+from ec_store.disk.ledger import Ledger
+from ec_store.disk.lock import FileLock
+from ec_store.disk.store import SharedDiskStore
+from ec_store.disk.tree import EvictionCandidate, taken_bytes
+from tests.ec_store.contract import key, sized
+from tests.ec_store.disk.on_disk import age, counted, entries_bytes, files, opened, path_of
+from tests.small_disk import small_disk
+
+FORK = multiprocessing.get_context("fork")
+BLOCK = 4096
+
+
+def fill(root: Path, number: int, size: int = 100) -> None:
+    """Create entry files that eviction sees, without writing each through a store."""
+    for _ in range(number):
+        digest = secrets.token_hex(32)
+        folder = root / "entries" / digest[:2] / digest[2:4]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / digest).write_bytes(bytes(size))
+        used_s = time.time() - 10_000 * secrets.randbelow(1000) / 1000
+        os.utime(folder / digest, (used_s, used_s))
+    Ledger().charge(
+        Folder.open_path(str(root / "usage"), Modes()), number * taken_bytes(size), number
+    )
+
+
+# Cost
+
+
+@pytest.fixture(scope="module", params=[3_000, 30_000])
+def filled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, int]:
+    root = tmp_path_factory.mktemp(f"filled-{request.param}") / "store"
+    with opened(root):
+        fill(root, request.param)
+    return root, request.param
+
+
+def test_put_into_a_full_store_costs_the_same_however_many_entries_there_are(
+    filled: tuple[Path, int],
+) -> None:
+    root, number = filled
+    with opened(root) as store:
+        store.configure(GivenSettings(max_bytes=number * BLOCK))
+        store.put(key("first"), sized(100))
+        with counted() as counts:
+            for n in range(16):
+                store.put(key(f"{number}-{n}"), sized(100))
+        stats = store.stats()
+
+    assert stats.drops == 0
+    assert 16 <= stats.evictions <= 64
+    assert stats.bytes is not None
+    assert stats.bytes <= number * BLOCK
+    # At most two evictions with two samples of 64 each; a leaf has half an entry to a dozen.
+    assert counts["seen"] <= 16 * 40
+    assert counts.total() <= 16 * 180
+
+
+def test_eviction_looks_at_few_entries_where_nothing_or_one_has_to_go(
+    filled: tuple[Path, int],
+) -> None:
+    root, number = filled
+    with opened(root) as store:
+        store.configure(GivenSettings(max_bytes=100 * number * BLOCK))
+        store.evict()
+        with counted() as counts:
+            assert store.evict() == 0
+
+    assert counts["seen"] <= 24
+    assert counts.total() <= 200
+
+
+def test_put_costs_the_same_beside_many_writers(root: Path) -> None:
+    totals = []
+    with opened(root) as store:
+        usage = Folder.open_path(str(root / "usage"), Modes())
+        for writers in (1, 63, 256):
+            for _ in range(writers):
+                Ledger().charge(usage, 10)
+            store.put(key(f"warm-{writers}"), sized(100))
+            with counted() as counts:
+                store.put(key(str(writers)), sized(100))
+            totals.append(counts.total())
+
+    assert max(totals) - min(totals) <= 4  # a folder may have to be created
+    assert max(totals) < 40
+
+
+def test_sweep_finds_what_expired_and_corrects_the_ledger(root: Path) -> None:
+    with opened(root, "ttl=1h") as store:
+        for n in range(60):
+            store.put(key(str(n)), sized(100))
+            if n % 3:
+                age(path_of(root, key(str(n))), 7200)
+        usage = Folder.open_path(str(root / "usage"), Modes())
+        Ledger().charge(usage, 99 * BLOCK, 99)
+
+        assert store.sweep() == 40
+        assert store.stats().entries == len(list(store.ls())) == 20
+        assert store.stats().bytes == entries_bytes(root)
+        Ledger().release(usage, 15 * BLOCK, 15)
+        assert store.sweep(every_s=3600) == 0
+        assert store.stats().entries == 5
+        assert store.sweep() == 0
+        assert store.stats().entries == 20
+
+
+# Duration
+
+
+def test_put_observes_the_time_of_each_eviction_that_it_has_to_do(root: Path) -> None:
+    with opened(root, "max_bytes=64KiB") as store:
+        for n in range(12):
+            store.put(key(str(n)), sized(100))
+        assert store.counts.take_observations() == {}
+        for n in range(12, 48):
+            store.put(key(str(n)), sized(100))
+        observed = store.counts.take_observations()
+        evictions = store.stats().evictions
+
+    assert list(observed) == ["eviction_seconds"]
+    assert 1 <= len(observed["eviction_seconds"]) <= evictions
+    assert min(observed["eviction_seconds"]) > 0
+
+
+def test_look_that_has_nothing_to_free_is_not_observed(root: Path) -> None:
+    with opened(root, "ttl=1h") as store:
+        for n in range(4):
+            store.put(key(str(n)), sized(100))
+            age(path_of(root, key(str(n))), 7200)
+        store.evict()
+
+        assert store.sweep() + store.stats().evictions >= 4
+        assert store.counts.take_observations() == {}
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_sweep_that_lost_its_lock_corrects_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    """The other sweep corrects the ledger; if both did, the error would be as large in reverse."""
+    with opened(root) as store:
+        store.put(key(), sized(100))
+        Ledger().charge(Folder.open_path(str(root / "usage"), Modes()), 9 * BLOCK, 9)
+        scan = vars(tree)["_scan"]
+
+        def scanned(*args: Any) -> Any:
+            if taken:
+                (root / "sweeping").write_text("elsewhere/1 1 token")
+            return scan(*args)
+
+        monkeypatch.setitem(vars(tree), "_scan", scanned)
+        # Not `store.sweep`, which also evicts: with so few entries it would see all, and correct.
+        store._keeper.sweep(store._opening.tree(), 0.0)  # noqa: SLF001
+
+        assert store.stats().entries == (10 if taken else 1)
+        assert (root / "sweeping").exists() == taken
+
+
+# Entries that are kept
+
+
+def choosing(
+    monkeypatch: pytest.MonkeyPatch, then: Callable[[Sequence[EvictionCandidate]], None]
+) -> None:
+    """Call `then` once, after victims are chosen and before any is removed."""
+    choose = tree.choose_victims
+
+    def chosen(sample: Sequence[EvictionCandidate], **more: Any) -> list[EvictionCandidate]:
+        monkeypatch.setattr(evictor, "choose_victims", choose)
+        going = choose(sample, **more)
+        then(going)
+        return going
+
+    monkeypatch.setattr(evictor, "choose_victims", chosen)
+
+
+def test_entry_that_is_read_since_it_was_chosen_is_not_evicted(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(root) as store, opened(root) as reader:
+        for name, age_s in (("read", 7200), ("unread", 3600), ("younger", 1800)):
+            store.put(key(name), sized(100))
+            age(path_of(root, key(name)), age_s)
+        store.configure(GivenSettings(max_bytes=BLOCK + 400))  # room for one
+        choosing(monkeypatch, lambda _: assert_there(reader, "read"))
+
+        assert store.evict() == 2
+        assert store.get(key("read")) is not None
+        assert store.lookup([key("unread"), key("younger")]) == [None, None]
+        assert store.stats().bytes == entries_bytes(root)
+
+
+def assert_there(store: SharedDiskStore, name: str) -> None:
+    assert store.get(key(name)) is not None
+
+
+def test_evictor_that_lost_its_lock_ends(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(root) as store:
+        for n in range(200):
+            store.put(key(str(n)), sized(100))
+            age(path_of(root, key(str(n))), 1000)
+        store.configure(GivenSettings(max_bytes=100 * BLOCK))
+
+        def taken_by_another(_: Sequence[EvictionCandidate]) -> None:
+            (root / "evicting").write_text("elsewhere/1 1 token")
+
+        choosing(monkeypatch, taken_by_another)
+        store.evict()
+
+        # Only one batch, and the lock of the other evictor stays.
+        assert 0 < store.stats().evictions <= 16
+        assert (root / "evicting").read_text() == "elsewhere/1 1 token"
+
+
+def test_entry_that_replaced_a_corrupt_one_is_not_quarantined(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(root) as store, opened(root) as other:
+        store.put(key(), sized(100, 1))
+        path_of(root, key()).write_bytes(b"no entry")
+        load = EntryFiles.load
+
+        def late(*args: Any) -> Entry:
+            other.put(key(), sized(100, 2), replace=True)
+            return load(*args)
+
+        monkeypatch.setattr(EntryFiles, "load", late)
+
+        assert store.get(key()) is None
+        monkeypatch.undo()
+        assert files(root, "quarantine") == []
+        assert store.stats().corrupt == 0
+        found = other.get(key())
+        assert found is not None
+        assert found.data == sized(100, 2).data
+
+
+@pytest.mark.parametrize("asked_s", [LONGEST_S + 1, 1e9, 365.25 * 86400 * 1000])
+def test_no_lease_ends_later_than_the_longest(root: Path, asked_s: float) -> None:
+    with opened(root) as store:
+        store.put(key(), sized(10))
+        store.lease([key()], asked_s)
+        [ending] = [int(path.name) for path in (root / "leases").iterdir()]
+
+        assert LONGEST_S - 5 <= ending - time.time() <= LONGEST_S * 1.125 + 5
+
+
+def test_lease_of_a_thousand_years_that_is_found_keeps_nothing_and_is_swept(root: Path) -> None:
+    leases, now_s = Leases(), time.time()
+    folder = Folder.open_path(str(root), Modes())
+    digest = key().digest
+    for ending in (now_s + 1.24 * LONGEST_S, now_s + 1.26 * LONGEST_S, now_s + 3e10):
+        ended = folder.open_or_create(str(int(ending)))
+        os.close(ended.create(digest if ending > now_s + 1.25 * LONGEST_S else "0" * 64))
+
+    assert leases.leased(folder, [digest, "0" * 64], now_s) == {"0" * 64}
+    leases.sweep(folder, now_s)
+    assert folder.names() == [str(int(now_s + 1.24 * LONGEST_S))]
+
+
+# Concurrent evictors
+
+
+@contextmanager
+def evicting(root: Path) -> Iterator[Callable[[], None]]:
+    """Hold the lock of a living evictor."""
+    folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting")
+    assert lock.acquire(folder, time.time)
+    yield lambda: lock.release(folder)
+    lock.release(folder)
+
+
+TEN = [key(str(n)) for n in range(10)]
+
+
+def fill_ten(store: SharedDiskStore, root: Path) -> None:
+    """Fill a store that has room for ten entries; the first is the oldest."""
+    for n, one in enumerate(TEN):
+        store.put(one, sized(100))
+        age(path_of(root, one), 1000 - n)
+
+
+def test_writer_frees_what_its_entry_takes_beside_an_eviction_that_hangs(root: Path) -> None:
+    with opened(root, f"max_bytes={10 * BLOCK}") as store, evicting(root):
+        fill_ten(store, root)
+        for n in range(3):
+            assert store.put(key(f"next {n}"), sized(100)) is True
+            # Evict only what is needed: parallel writers that evict ahead would empty the store.
+            assert store.stats().evictions == n + 1
+
+        assert store.stats().drops == 0
+        assert store.stats().bytes == entries_bytes(root) == 10 * BLOCK
+        # The oldest of eight of the ten is evicted: in the worst case the third-oldest, three
+        # times.
+        assert None not in store.lookup(TEN[5:])
+
+
+def test_writers_beside_each_other_keep_the_quota_and_what_is_young(root: Path) -> None:
+    with opened(root, f"max_bytes={64 * BLOCK}") as store:
+        for n in range(64):
+            store.put(key(str(n)), sized(100))
+            age(path_of(root, key(str(n))), 1000)
+        writers = [threading.Thread(target=put_many, args=(root, n, 4)) for n in range(8)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
+
+        assert store.stats().bytes == entries_bytes(root) <= 64 * BLOCK
+        assert store.stats().entries == len(list(store.ls())) > 48
+        young = [row for row in store.ls() if row.info and "of" in row.info.key.identifier]
+        # Half of all entries stay old: one in 256 samples of eight contains none of them.
+        assert len(young) >= 32 - 3
+
+
+def put_many(root: Path, writer: int, number: int) -> None:
+    with opened(root) as store:
+        for n in range(number):
+            assert store.put(key(f"{n} of {writer}"), sized(100)) is True
+
+
+def test_store_is_not_full_where_another_process_removed_what_was_chosen(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the store would be taken for full of unevictable entries for a second."""
+    with opened(root, f"max_bytes={10 * BLOCK}") as store, opened(root) as other:
+        fill_ten(store, root)
+
+        def replace_oldest(_: Sequence[EvictionCandidate]) -> None:
+            other.delete(TEN[:1])
+            other.put(key("x"), sized(100))
+
+        choosing(monkeypatch, replace_oldest)
+
+        assert store.put(key("next"), sized(100)) is True
+        assert store.stats().drops == 0
+        assert store.stats().bytes == entries_bytes(root) <= 10 * BLOCK
+
+
+def test_store_is_not_full_where_what_was_chosen_is_read_meanwhile(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(root, f"max_bytes={10 * BLOCK}") as store, opened(root) as reader:
+        fill_ten(store, root)
+
+        def use_all(going: Sequence[EvictionCandidate]) -> None:
+            for kept in going:
+                [used] = [one for one in TEN if one.digest == kept.digest]
+                assert reader.get(used) is not None
+
+        choosing(monkeypatch, use_all)
+
+        assert store.put(key("next"), sized(100)) is True
+        assert [one is None for one in store.lookup(TEN[:5])] == [False, False, True, True, False]
+
+
+def test_writer_that_waits_looks_at_the_ledger_and_makes_no_files(root: Path) -> None:
+    with opened(root, f"max_bytes={10 * BLOCK}") as store:
+        fill_ten(store, root)
+        store.lease(TEN, 60)  # the writer itself can evict nothing
+
+        def other_frees() -> None:
+            time.sleep(0.3)
+            with opened(root) as other:
+                other.delete(TEN[:2])
+
+        other = threading.Thread(target=other_frees)
+        with evicting(root):
+            with counted() as counts:
+                other.start()
+                assert store.put(key("next"), sized(100)) is True
+            other.join()
+        assert counts["link"] <= 1 + 8  # its own entry; the other store probes and opens
+        # Pauses double: about ten polls in 0.3 s, instead of fifty.
+        assert counts["fstatvfs"] <= 20
+
+
+def test_writer_drops_its_entry_where_it_can_evict_nothing_beside_another(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(housekeeping, "WAIT_S", 0.2)
+    with opened(root, f"max_bytes={10 * BLOCK}") as store:
+        fill_ten(store, root)
+        store.lease(TEN, 60)
+        with (
+            evicting(root),
+            pytest.raises(StoreUnavailable, match="another process is still evicting"),
+        ):
+            store.put(key("next"), sized(100))
+
+        assert store.stats().drops == 1
+        assert store.stats().bytes == entries_bytes(root)
+
+
+def test_store_is_full_of_entries_that_this_process_may_not_remove(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entries are in folders of another user; the writer does not wait for other evictors."""
+    rename = Folder.rename
+
+    def denied(folder: Folder, name: str, *more: Any) -> None:
+        if name in {one.digest for one in TEN}:
+            raise PermissionError(errno.EACCES, "denied")
+        rename(folder, name, *more)
+
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with opened(root, f"max_bytes={10 * BLOCK}") as store:
+        fill_ten(store, root)
+        monkeypatch.setattr(Folder, "rename", denied)
+        with pytest.raises(StoreUnavailable, match="none of its entries can be evicted"):
+            store.put(key("next"), sized(100))
+
+        assert pauses == []
+        assert store.stats().bytes == entries_bytes(root)
+
+
+def test_writer_does_not_evict_a_whole_store_beside_another_for_longer_than_it_waits(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quota was lowered, and the other evictor hangs: each round frees a little."""
+    now_s = [time.monotonic()]
+
+    def passed() -> float:
+        now_s[0] += housekeeping.WAIT_S / 20
+        return now_s[0]
+
+    with opened(root) as store:
+        for n in range(200):
+            store.put(key(str(n)), sized(100))
+        store.configure(GivenSettings(max_bytes=2 * BLOCK))
+        with evicting(root):
+            monkeypatch.setattr(time, "monotonic", passed)
+            with pytest.raises(StoreUnavailable, match="another process is still evicting"):
+                store.put(key("next"), sized(100))
+
+        assert 0 < store.stats().evictions < 50
+
+
+def test_full_disk_is_waited_for_while_another_evicts_from_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(root) as store, evicting(root) as end:
+        fill_ten(store, root)
+        store.lease(TEN, 60)
+        full = [True]
+        write = os.pwritev
+
+        def pwritev(*args: Any) -> int:
+            if full[0]:
+                raise OSError(errno.ENOSPC, "full")
+            return write(*args)
+
+        def other_ends() -> None:
+            time.sleep(0.3)
+            full[0] = False
+            end()
+
+        monkeypatch.setattr(os, "pwritev", pwritev)
+        other = threading.Thread(target=other_ends)
+        other.start()
+        assert store.put(key("next"), sized(100)) is True
+        other.join()
+
+
+def test_full_disk_frees_what_is_needed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer evicts for its entry only, and not for a sixteenth of the quota in addition."""
+    with opened(root) as store:
+        for n in range(20):
+            store.put(key(str(n)), sized(100))
+        write, failures = os.pwritev, iter([OSError(errno.ENOSPC, "full")])
+
+        def pwritev(*args: Any) -> int:
+            for error in failures:
+                raise error
+            return write(*args)
+
+        monkeypatch.setattr(os, "pwritev", pwritev)
+
+        assert store.put(key("next"), sized(100)) is True
+        assert store.stats().evictions == 1
+        assert store.stats().entries == 20
+
+
+# File systems
+
+
+def test_quota_counts_blocks(root: Path) -> None:
+    """Entries without a tensor have names that clients choose; only the quota limits them."""
+    with opened(root, f"max_bytes={20 * BLOCK}") as store:
+        for n in range(50):
+            store.put(key(str(n)), Entry(memoryview(b""), "BF16", (0,), "image"))
+
+        assert (store.stats().entries or 0) <= 20
+        assert (store.stats().bytes or 0) <= 20 * BLOCK
+
+
+def test_entry_is_closed_before_it_is_published(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_, close, link = os.open, os.close, os.link
+    order: list[str] = []
+    written: set[int] = set()
+
+    def opening(name: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        fd = open_(name, flags, *args, **kwargs)
+        if str(name).startswith(f".{key().digest}"):
+            written.add(fd)
+        return fd
+
+    def closing(fd: int) -> None:
+        if fd in written:
+            written.discard(fd)
+            order.append("closed")
+        close(fd)
+
+    def linking(*args: Any, **kwargs: Any) -> None:
+        if args[1] == key().digest:
+            order.append("published")
+        link(*args, **kwargs)
+
+    with opened(root) as store:
+        monkeypatch.setattr(os, "open", opening)
+        monkeypatch.setattr(os, "close", closing)
+        monkeypatch.setattr(os, "link", linking)
+        store.put(key(), sized(100))
+
+    assert order == ["closed", "published"]
+
+
+def test_an_entry_with_a_failed_close_is_not_published_and_not_charged(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = os.close
+
+    def closing(fd: int) -> None:
+        try:
+            name = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
+        except OSError:
+            name = ""
+        close(fd)
+        if f".{key().digest}" in name:
+            raise OSError(errno.EDQUOT, "over quota")
+
+    with opened(root) as store:
+        store.put(key("kept"), sized(100))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "close", closing)
+            with pytest.raises(StoreUnavailable):
+                store.put(key(), sized(100))
+
+        assert store.get(key()) is None
+        assert not [path for path in files(root, "entries") if path.suffix]
+        assert store.stats().bytes == entries_bytes(root)
+        assert store.stats().entries == len(list(store.ls()))
+
+
+def test_a_link_with_a_lost_reply_counts_as_made(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def repeated(*args: Any, **kwargs: Any) -> None:
+        link(*args, **kwargs)
+        link(*args, **kwargs)
+
+    monkeypatch.setattr(os, "link", repeated)
+    with opened(root) as store:
+        assert store.put(key(), sized(100)) is True
+        assert store.stats().entries == 1
+        assert store.evict() == 0
+        assert not (root / "evicting").exists()
+
+
+def test_clock_makes_no_file_each_time(root: Path) -> None:
+    folder = Folder.open_path(str(root), Modes())
+    now_s = StoreClock().now(folder)
+    inode = folder.stat("clock").st_ino
+    with counted() as counts:
+        assert StoreClock().now(folder) == pytest.approx(now_s, abs=1)
+
+    assert folder.names() == ["clock"]
+    assert folder.stat("clock").st_ino == inode
+    assert counts["open"] == 0
+
+
+def touch_shared_memory(path: Path, size: int, go: Any) -> None:
+    """Touch memory as vLLM's queues do: the size is set first, the pages are touched much later."""
+    with path.open("w+b") as file:
+        file.truncate(size)
+        memory = mmap.mmap(file.fileno(), size)
+        go.wait()
+        for place in range(0, size, BLOCK):
+            memory[place] = 1
+
+
+@pytest.mark.fault(17)
+def test_process_with_shared_memory_beside_the_store_gets_no_sigbus(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "32m") as disk:
+        go = FORK.Event()
+        sizes = {"small": 2**20, "large": 14 * 2**20}
+        beside = [
+            FORK.Process(target=touch_shared_memory, args=(disk.path / name, size, go))
+            for name, size in sizes.items()
+        ]
+        for process in beside:
+            process.start()
+        with opened(disk.path / "store") as store:
+            for n in range(60):
+                store.put(key(str(n)), sized(2**20))
+            stats = store.stats()
+        go.set()
+        for process in beside:
+            process.join()
+
+    assert [process.exitcode for process in beside] == [0, 0], signal.SIGBUS
+    assert stats.max_bytes == 16 * 2**20
+    assert stats.drops == 0
+    assert 10 <= (stats.entries or 0) <= 15
+
+
+def test_share_of_the_file_system_may_be_chosen(tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "disk", "8m") as disk,
+        opened(disk.path / "store", "max_share=0.25") as store,
+    ):
+        assert store.stats().max_bytes == 2 * 2**20
+        with pytest.raises(EntryTooLarge):
+            store.put(key(), sized(2 * 2**20))
+        assert store.stats().entries == 0
+
+
+def test_reserve_is_evicted_to_before_writing_and_a_warning_says_where_it_cannot_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm.ec_store")
+    with small_disk(tmp_path / "disk", "20m") as disk, opened(disk.path / "store") as store:
+        for n in range(9):
+            store.put(key(str(n)), sized(2**20 - 2**14))
+        free = 3 * 2**20 + 2**19
+        others = os.statvfs(disk.path)
+        (disk.path / "others").write_bytes(bytes(others.f_bavail * others.f_frsize - free))
+        for n in range(9, 30):
+            store.put(key(str(n)), sized(2**20 - 2**14))
+            left = os.statvfs(disk.path)
+            assert left.f_bavail * left.f_frsize >= 2**20
+        assert store.stats().drops == 0
+        assert store.stats().evictions >= 17
+
+        store.lease([key(str(n)) for n in range(30)], 600)
+        left = os.statvfs(disk.path)
+        (disk.path / "more").write_bytes(bytes(left.f_bavail * left.f_frsize - 2**19))
+        for n in range(3):
+            with pytest.raises(StoreUnavailable, match="none of its entries can be evicted"):
+                store.put(key(f"more-{n}"), sized(2**20))
+        warned = [one for one in caplog.records if one.levelname == "WARNING"]
+
+    assert len([one for one in caplog.records if "takes at most" in one.message]) == 1
+    assert len(warned) == 1
+    assert "reserved for others" in warned[0].message
+
+
+# Children of fork
+
+
+@pytest.mark.parametrize("call", ["get", "put", "lookup", "stats", "evict"])
+def test_child_of_a_fork_waits_for_no_lock_of_its_parent(root: Path, call: str) -> None:
+    calls: dict[str, Callable[[SharedDiskStore], object]] = {
+        "get": lambda store: store.get(key()),
+        "put": lambda store: store.put(key("new"), sized(2**20 + 2)),
+        "lookup": lambda store: store.lookup([key()]),
+        "stats": lambda store: store.stats(),
+        "evict": lambda store: store.evict(),
+    }
+    with opened(root) as store:
+        store.put(key(), sized(2**20 + 2))
+        assert store.get(key()) is not None
+        keeper, held = store._keeper, store._files  # noqa: SLF001
+        locks = [
+            held._lock,  # noqa: SLF001
+            held._buffers._lock,  # noqa: SLF001
+            keeper.ledger._lock,  # noqa: SLF001
+            keeper.clock._lock,  # noqa: SLF001
+            keeper._evictor._counting,  # noqa: SLF001
+        ]
+        for lock in locks:
+            lock.acquire()
+        child = FORK.Process(target=calls[call], args=(store,))
+        child.start()
+        for lock in locks:
+            lock.release()
+        child.join(60)
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+
+        assert child.exitcode == 0
+        assert store.get(key()) is not None

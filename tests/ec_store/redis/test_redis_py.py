@@ -1,0 +1,28 @@
+"""Names of redis-py that the store uses. A release may change them."""
+
+import tomllib
+from pathlib import Path
+
+import redis
+from redis.crc import key_slot
+
+PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
+
+
+def test_redis_py_parses_the_addresses_in_redirections() -> None:
+    moved = redis.exceptions.MovedError("7 h:1")
+    ask = redis.exceptions.AskError("8 ::1:2")
+
+    assert (moved.slot_id, moved.host, moved.port) == (7, "h", 1)
+    assert (ask.slot_id, ask.host, ask.port) == (8, "::1", 2)
+
+
+def test_redis_py_computes_the_slot_of_a_key_by_its_tag() -> None:
+    assert key_slot(b"{a}b") == key_slot(b"a")
+
+
+def test_the_next_major_version_of_redis_py_is_not_installed_unseen() -> None:
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    [bound] = [one for one in project["dependencies"] if one.startswith("redis[hiredis]>=")]
+
+    assert bound.endswith(f",<{int(redis.__version__.split('.')[0]) + 1}")

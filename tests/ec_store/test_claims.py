@@ -1,0 +1,402 @@
+"""Faults of claims, on disk and in Redis."""
+
+import errno
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ec_store import EntryKey, StoreUnavailable
+from ec_store.base import LONGEST_CLAIM_S
+from ec_store.disk import claims as disk_claims
+from ec_store.disk.files import Folder
+from ec_store.disk.store import SharedDiskStore
+from ec_store.redis.client import RedisClient
+from ec_store.redis.link import Command, Reply
+from ec_store.redis.store import RedisStore
+from tests.ec_store.claims_contract import running
+from tests.ec_store.contract import key
+from tests.support.redis_server import RedisServer
+
+FORK = multiprocessing.get_context("fork")
+KILLS = 40
+
+
+@pytest.fixture
+def disk(root: Path) -> Iterator[SharedDiskStore]:
+    with opened(root) as store:
+        yield store
+
+
+@pytest.fixture
+def in_redis(server: RedisServer, client: Any) -> Iterator[RedisStore]:
+    with RedisStore.from_url(server.url()) as store:
+        yield store
+
+
+def opened(root: Path) -> SharedDiskStore:
+    return SharedDiskStore.from_url(root.as_uri())
+
+
+def file_of(root: Path, claimed: EntryKey) -> Path:
+    return root / "claims" / claimed.digest
+
+
+def change_of(root: Path, claimed: EntryKey) -> Path:
+    return root / "claims" / f"{claimed.digest}.next"
+
+
+def age(path: Path, seconds: float) -> None:
+    then = path.lstat().st_mtime - seconds
+    os.utime(path, (then, then), follow_symlinks=False)
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in (root / "claims").iterdir()}
+
+
+# On disk
+
+
+@pytest.mark.parametrize("content", [b"30", b"30 ", b"x owner", b"nan owner", b"\xff\xff \xff"])
+@pytest.mark.parametrize("linked", [True, False])
+def test_an_invalid_claim_has_no_holder(
+    root: Path, disk: SharedDiskStore, content: bytes, *, linked: bool
+) -> None:
+    if linked:
+        file_of(root, key()).symlink_to(os.fsdecode(content))
+    else:
+        file_of(root, key()).write_bytes(content)
+
+    assert disk.claim([key()], "a", 30) == [True]
+    assert disk.claim([key()], "b", 30) == [False]
+
+
+@pytest.mark.parametrize("seconds", ["inf", "1e300"])
+def test_no_claim_is_found_to_live_for_ever(
+    root: Path, disk: SharedDiskStore, seconds: str
+) -> None:
+    path = file_of(root, key())
+    path.symlink_to(f"{seconds} other")
+    assert disk.claim([key()], "a", 30) == [False]
+    age(path, LONGEST_CLAIM_S + 1)
+
+    assert disk.claim([key()], "a", 30) == [True]
+
+
+@pytest.mark.fault(27)
+def test_a_claim_from_the_future_is_nobodys(root: Path, disk: SharedDiskStore) -> None:
+    disk.claim([key()], "other", 30)
+    age(file_of(root, key()), -3600)
+
+    assert disk.claim([key()], "a", 30) == [True]
+
+
+@pytest.mark.fault(27)
+@pytest.mark.parametrize("skew", [-7200, 7200])
+def test_claims_end_by_the_stores_clock(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch, skew: int
+) -> None:
+    disk.claim([key()], "a", 60)
+    ours = time.time() + skew
+    monkeypatch.setattr(time, "time", lambda: ours)
+    with opened(root) as skewed:
+        assert skewed.claim([key()], "b", 60) == [False]
+        age(file_of(root, key()), 61)
+        assert skewed.claim([key()], "b", 60) == [True]
+        assert disk.claim([key()], "a", 60) == [False]
+
+
+def test_a_change_left_by_a_crash_blocks_only_briefly(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_claims, "WAIT_S", 0.01)
+    both = [key("held"), key("ended")]
+    disk.claim(both, "a", 30)
+    age(file_of(root, key("ended")), 31)
+    for each in both:
+        change_of(root, each).symlink_to("30")
+
+    assert disk.claim(both, "b", 30) == [False, False]
+    assert disk.claim(both, "a", 30) == [True, False]
+    for each in both:
+        age(change_of(root, each), disk_claims.STALE_S + 1)
+    assert disk.claim(both, "b", 30) == [False, True]
+    assert disk.claim(both, "a", 30) == [True, False]
+    assert names(root) == {each.digest for each in both}
+
+
+def test_changes_that_crashes_left_hold_all_keys_of_a_call_up_for_one_wait(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    start_s = time.monotonic()
+    # Time passes only in `sleep`.
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.setattr(time, "monotonic", lambda: start_s + sum(waits))
+    keys = [key(str(n)) for n in range(16)]
+    for each in keys:
+        disk.claim([each], "a", 30)
+        age(file_of(root, each), 31)
+        change_of(root, each).symlink_to("30")
+
+    assert disk.claim(keys, "b", 30) == [False] * 16
+    assert disk_claims.WAIT_S <= sum(waits) <= disk_claims.WAIT_S + 16 * 0.005
+
+
+def test_a_process_stopped_within_a_change_does_not_complete_it_later(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has = Folder.has
+
+    def stopped_meanwhile(folder: Folder, name: str) -> bool:
+        monkeypatch.undo()
+        age(change_of(root, key()), disk_claims.STALE_S + 1)
+        assert other.claim([key()], "other", 30) == [True]
+        return has(folder, name)
+
+    with opened(root) as other:
+        other.claim([key()], "dead", 30)
+        age(file_of(root, key()), 31)
+        monkeypatch.setattr(Folder, "has", stopped_meanwhile)
+
+        assert disk.claim([key()], "a", 30) == [False]
+        assert disk.claim([key()], "other", 30) == [True]
+
+
+def test_a_claim_that_was_renewed_meanwhile_is_not_taken_over(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = disk_claims._changed  # noqa: SLF001
+
+    def renewed_before(*args: Any) -> bool:
+        monkeypatch.undo()
+        assert other.claim([key()], "holder", 30) == [True]
+        return changed(*args)
+
+    with opened(root) as other:
+        other.claim([key()], "holder", 30)
+        age(file_of(root, key()), 31)
+        monkeypatch.setattr(disk_claims, "_changed", renewed_before)
+
+        assert disk.claim([key()], "a", 30) == [False]
+        assert names(root) == {key().digest}
+
+
+def test_a_claim_released_during_a_change_is_taken_and_not_replaced(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may take the released claim at any moment; a rename would overwrite it."""
+    has, renamed = Folder.has, list[object]()
+
+    def has_disappeared(folder: Folder, name: str) -> bool:
+        file_of(root, key()).unlink()
+        return has(folder, name)
+
+    disk.claim([key()], "a", 30)
+    monkeypatch.setattr(Folder, "has", has_disappeared)
+    monkeypatch.setattr(Folder, "rename", lambda *names: renamed.append(names))
+
+    assert disk.claim([key()], "a", 30) == [True]
+    assert not renamed
+    assert names(root) == {key().digest}
+
+
+def test_a_claim_that_is_about_to_end_is_left_to_end(root: Path, disk: SharedDiskStore) -> None:
+    disk.claim([key()], "a", disk_claims.SURE_S / 2)  # the file server's clock is not known exactly
+    disk.release([key()], "a")
+    assert names(root) == {key().digest}
+
+    disk.claim([key()], "a", 30)
+    disk.release([key()], "a")
+    assert names(root) == set()
+
+
+def test_without_hard_links_each_claim_succeeds(
+    disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> bool:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Folder, "link", no_links)
+    assert disk.claim([key()], "a", 30) == [True]
+    assert disk.claim([key()], "b", 30) == [True]
+    disk.release([key()], "a")
+
+
+def test_claims_that_ended_are_swept_and_others_are_not(root: Path, disk: SharedDiskStore) -> None:
+    disk.claim([key(name) for name in ("ended", "live")], "a", 30)
+    age(file_of(root, key("ended")), 31)
+    change_of(root, key("crashed")).symlink_to("30")
+    age(change_of(root, key("crashed")), disk_claims.STALE_S + 1)
+    (root / "claims" / "README").write_text("not a claim")
+    disk.evict()
+
+    assert names(root) == {key("live").digest, "README"}
+
+
+def test_a_claimer_killed_at_any_instruction_blocks_no_other(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_claims, "STALE_S", 0.1)
+    chance = random.Random(1)  # noqa: S311
+
+    def claim_again_and_again() -> None:
+        with opened(root) as store:
+            while True:
+                if all(store.claim([key()], "dead", 0.01)):
+                    store.release([key()], "dead")
+
+    with opened(root) as store:
+        for _ in range(KILLS):
+            with running([FORK.Process(target=claim_again_and_again)]):
+                time.sleep(0.01 + chance.random() / 100)
+            deadline = time.monotonic() + 60
+            while store.claim([key()], "b", 30) != [True]:
+                assert time.monotonic() < deadline
+            store.release([key()], "b")
+        store.evict()
+
+    assert names(root) == set()
+
+
+def test_claims_that_cannot_be_written_are_unavailable(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.claim([key("held")], "a", 30)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Folder, "link", full)
+    with pytest.raises(StoreUnavailable, match="No space"):
+        disk.claim([key()], "a", 30)
+    assert names(root) == {key("held").digest}
+    disk.release([key("held")], "a")
+    assert names(root) == set()
+    disk.close()
+    with pytest.raises(StoreUnavailable):
+        disk.claim([key()], "a", 30)
+
+
+# In Redis
+
+
+def name_of(claimed: EntryKey) -> str:
+    return f"epd:ec:{{{claimed.digest}}}:c"
+
+
+def reads(client: Any) -> int:
+    return int(client.info("stats")["total_reads_processed"])
+
+
+def round_trips(client: Any, call: Callable[[], object]) -> int:
+    """Return how many reads the server needed for a call, without the reads of INFO."""
+    between = -reads(client) + reads(client)
+    before = reads(client)
+    call()
+    return reads(client) - before - between
+
+
+def test_claims_are_taken_in_one_round_trip_and_renewed_in_two(
+    in_redis: RedisStore, client: Any
+) -> None:
+    keys = [key(str(n)) for n in range(64)]
+    in_redis.claim([key("first")], "a", 30)
+
+    assert round_trips(client, lambda: in_redis.claim(keys, "a", 30)) == 1
+    assert round_trips(client, lambda: in_redis.claim(keys, "b", 30)) == 1
+    assert round_trips(client, lambda: in_redis.claim(keys, "a", 30)) == 2
+    assert round_trips(client, lambda: in_redis.release(keys, "a")) == 2
+    assert round_trips(client, lambda: in_redis.claim_or_find(keys[:16], "a", 30)) == 1
+    in_redis.release(keys, "a")
+    assert list(client.scan_iter()) == [name_of(key("first")).encode()]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 0.0001, 30, 1e9, float("inf")])
+def test_every_claim_in_redis_ends(in_redis: RedisStore, client: Any, seconds: float) -> None:
+    for _ in range(2):
+        assert in_redis.claim([key()], "a", seconds) == [True]
+        left = client.pttl(name_of(key()))
+        assert left <= min(max(1, seconds * 1000), LONGEST_CLAIM_S * 1000)
+        assert left != -1
+        time.sleep(0.01 if seconds < 1 else 0)
+
+
+def between(
+    monkeypatch: pytest.MonkeyPatch, first: str, happens: Callable[[], object]
+) -> list[str]:
+    """Run `happens` once, just before the first commands that begin with `first` are sent."""
+    run = RedisClient.run
+    done: list[str] = []
+
+    def watched(self: RedisClient, commands: Sequence[Command], **more: Any) -> list[Reply]:
+        if commands and commands[0][0] == first and not done:
+            done.append(first)
+            happens()
+        return run(self, commands, **more)
+
+    monkeypatch.setattr(RedisClient, "run", watched)
+    return done
+
+
+def test_a_renewal_of_a_claim_that_was_just_taken_over_fails(
+    in_redis: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_redis.claim([key()], "a", 30)
+    done = between(monkeypatch, "PEXPIRE", lambda: client.set(name_of(key()), "other", px=10_000))
+
+    assert in_redis.claim([key()], "a", 20) == [False]
+    assert done
+    assert client.get(name_of(key())) == b"other"
+
+
+def test_a_renewal_of_a_claim_that_just_ended_reports_it(
+    in_redis: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_redis.claim([key()], "a", 30)
+    done = between(monkeypatch, "PEXPIRE", lambda: client.delete(name_of(key())))
+
+    assert in_redis.claim([key()], "a", 20) == [False]
+    assert done
+    assert in_redis.claim([key()], "a", 20) == [True]
+
+
+def test_a_foreign_value_under_the_name_of_a_claim_is_not_ours(
+    in_redis: RedisStore, client: Any
+) -> None:
+    client.hset(name_of(key()), "a", "b")
+
+    assert in_redis.claim([key()], "a", 30) == [False]
+    in_redis.release([key()], "a")
+    assert client.hgetall(name_of(key())) == {b"a": b"b"}
+
+
+def test_a_claim_with_a_lost_reply_is_held(in_redis: RedisStore, client: Any) -> None:
+    client.set(name_of(key()), "a", px=30_000)
+
+    assert in_redis.claim([key()], "a", 30) == [True]
+
+
+def test_a_server_that_cannot_take_claims_is_unavailable(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server, RedisStore.from_url(server.url()) as store:
+        store.claim([key("held")], "a", 30)
+        server.command("CONFIG", "SET", "maxmemory", "1")
+        with pytest.raises(StoreUnavailable, match="full"):
+            store.claim([key()], "a", 30)
+        store.release([key("held")], "a")
+        server.command("CONFIG", "SET", "maxmemory", "0")
+        assert store.claim([key("held")], "b", 30) == [True]
+        server.command("REPLICAOF", "127.0.0.1", "1")
+        with pytest.raises(StoreUnavailable):
+            store.claim([key()], "a", 30)
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            store.claim([key()], "a", 30)
+        with pytest.raises(StoreUnavailable):
+            store.release([key()], "a")

@@ -1,0 +1,661 @@
+"""Guarantees of the connector to the engine, for each of its methods."""
+
+import threading
+import time
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable, open_store
+from ec_store.backchannel import Receiver, Sender
+from ec_store.counts import Counts
+from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle, until
+
+
+def test_an_entry_is_here_before_its_request_is_scheduled_and_stays(
+    vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = connect()
+    put(connector, url, "a", vllm.entry(3.0))
+    request = vllm.request(vllm.feature("a", media=False))
+
+    assert not connector.ensure_cache_available(request, 0)
+    assert settle(connector, request) == set()
+    with open_store(url) as store:
+        assert store.delete([EntryKey(connector.namespace, "a")]) == 1
+    assert connector.has_cache_item("a")
+    connector.update_state_after_alloc(request, 0)
+    worker = vllm.worker(monkeypatch)
+    worker.bind_connector_metadata(connector.build_connector_meta(Step(request)))
+    cache: dict[str, Any] = {}
+    worker.start_load_caches(cache)
+    worker.shutdown()
+
+    assert cache["a"].equal(vllm.tensor(3.0))
+    assert connector.build_connector_meta(Step()).loads == {}
+    connector.request_finished(request)
+    assert not connector.has_cache_item("a")
+
+
+@pytest.mark.fault(21)
+@pytest.mark.parametrize("media", [True, False])
+def test_a_miss_is_encoded_here_or_fails_alone(vllm: Any, connect: Connect, media: bool) -> None:
+    connector = connect()
+    request = vllm.request(vllm.feature("missing", media=media))
+
+    assert settle(connector, request) == (set() if media else {"r"})
+    assert not connector.has_cache_item("missing")
+    assert counted(connector).get("failed_requests", 0) == (0 if media else 1)
+
+
+def test_items_with_computed_tokens_are_not_looked_up(vllm: Any, connect: Connect) -> None:
+    connector = connect()
+    request = vllm.request(vllm.feature("a", media=False, offset=2))
+
+    assert connector.ensure_cache_available(request, 6)
+    assert counted(connector) == {}
+    assert not connector.ensure_cache_available(request, 5)
+
+
+def test_a_preempted_request_starts_again(vllm: Any, connect: Connect, url: str) -> None:
+    connector = connect()
+    put(connector, url, "a", vllm.entry())
+    request = vllm.request(vllm.feature("a"))
+    settle(connector, request)
+    request.num_preemptions += 1
+
+    assert settle(connector, request) == set()
+    assert connector.has_cache_item("a")
+    connector.request_finished(request)
+    assert not connector.has_cache_item("a")
+
+
+@pytest.mark.fault(20)
+def test_a_corrupt_entry_is_a_miss_and_counted(
+    vllm: Any, connect: Connect, url: str, tmp_path: Path
+) -> None:
+    connector = connect()
+    put(connector, url, "a", vllm.entry())
+    [path] = [path for path in (tmp_path / "store" / "entries").rglob("*") if path.is_file()]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.chmod(0o640)
+    path.write_bytes(content)
+
+    assert settle(connector, vllm.request(vllm.feature("a"))) == set()
+    figures = counted(connector)
+    assert (figures["misses"], figures["corrupt"]) == (1, 1)
+
+
+@pytest.mark.parametrize("media", [True, False])
+def test_an_exception_has_media_encoded_here_or_fails_the_request_alone(
+    vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch, media: bool
+) -> None:
+    connector = connect()
+
+    def acquire(*_: object, **__: object) -> None:
+        raise KeyError("bug")
+
+    monkeypatch.setattr("ec_store.fetcher.Fetcher.acquire", acquire)
+    request = vllm.request(vllm.feature("a", media=media))
+
+    assert connector.ensure_cache_available(request, 0) == media
+    assert connector.take_unavailable_requests() == (set() if media else {"r"})
+    figures = counted(connector)
+    assert (figures["exceptions"], figures.get("failed_requests", 0)) == (1, 0 if media else 1)
+    assert not connector.has_cache_item("a")
+
+
+def test_an_exception_fails_a_request_if_its_item_is_held_for_another(
+    vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine would otherwise use the held entry, which may not fit the request."""
+    connector = connect()
+    put(connector, url, "a", vllm.entry())
+    ask(connector, vllm, "held", vllm.feature("a", media=False))
+
+    def acquire(*_: object, **__: object) -> None:
+        raise KeyError("bug")
+
+    monkeypatch.setattr("ec_store.fetcher.Fetcher.acquire", acquire)
+    request = vllm.request(vllm.feature("a", tokens=9))
+    assert not connector.ensure_cache_available(request, 0)
+    assert connector.take_unavailable_requests() == {"r"}
+
+
+def test_an_exception_that_stays_fails_the_request(
+    vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = connect()
+
+    def has_media(*_: object) -> None:
+        raise KeyError("bug")
+
+    monkeypatch.setattr("ec_store.vllm_connector.consumer.Consumer._has_media", has_media)
+    request = vllm.request(vllm.feature("missing"))
+    assert settle(connector, request) == {"r"}
+
+
+def test_all_calls_of_vllm_tolerate_more_arguments(connect: Connect) -> None:
+    """A TypeError from a signature is raised outside of the guard, and ends the engine."""
+    connector = connect()
+    calls = [
+        "build_connector_meta",
+        "build_connector_worker_meta",
+        "ensure_cache_available",
+        "get_ec_connector_stats",
+        "has_cache_item",
+        "request_finished",
+        "save_caches",
+        "start_load_caches",
+        "start_save_caches",
+        "take_unavailable_requests",
+        "update_state_after_alloc",
+    ]
+    for name in calls:
+        kinds = {one.kind for one in signature(getattr(connector, name)).parameters.values()}
+        assert {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= kinds, name
+
+
+def test_counts_are_told_later_if_the_scheduler_does_not_listen(
+    vllm: Any, connect: Connect
+) -> None:
+    connector = connect()
+    learner, saver = vllm.learner(), vllm.saver(connector, Failing())
+    for worker in (learner, saver):
+        worker._counts.add(exceptions=2)  # noqa: SLF001
+    connector.shutdown()
+    for worker in (learner, saver):
+        worker.send_reports()
+        worker._counts.add(exceptions=1)  # noqa: SLF001
+    receiver = vllm.receiver()
+    for worker in (learner, saver):
+        worker.send_reports()
+    told = [message["counts"] for message in receiver.drain()]
+    for part in (learner, saver, receiver):
+        part.close()
+
+    assert told == [{"exceptions": 3}, {"exceptions": 3}]
+
+
+def test_observations_of_a_worker_reach_the_scheduler_in_as_many_messages_as_they_need(
+    vllm: Any, connect: Connect
+) -> None:
+    from ec_store.vllm_connector.worker import MAX_TOLD  # noqa: PLC0415 - needs torch
+
+    connector = connect()
+    store = Failing()
+    saver = vllm.saver(connector, store)
+    connector.shutdown()
+    store.counts.observe("eviction_seconds", 0.1)
+    saver._counts.observe("save_seconds", *range(MAX_TOLD))  # noqa: SLF001
+    saver.send_reports()  # no receiver
+    store.counts.observe("eviction_seconds", 0.2)
+    saver._counts.observe("save_seconds", MAX_TOLD)  # noqa: SLF001
+    receiver = vllm.receiver()
+    for _ in range(3):
+        saver.send_reports()
+    told = [message["observations"] for message in receiver.drain()]
+    for part in (saver, receiver):
+        part.close()
+
+    assert len(told) == 2
+    assert sorted(told[0]["eviction_seconds"]) == [0.1, 0.2]
+    assert [len(one["save_seconds"]) for one in told] == [MAX_TOLD, 1]
+    assert sorted(told[0]["save_seconds"] + told[1]["save_seconds"]) == list(range(MAX_TOLD + 1))
+
+
+def test_arguments_of_other_releases_are_tolerated(vllm: Any, connect: Connect) -> None:
+    connector = connect()
+    request = vllm.request(vllm.feature("a"))
+    until(lambda: connector.ensure_cache_available(request, 0, {"a"}, local_cache_hashes={"a"}))
+    assert connector.ensure_cache_available(request)
+    assert counted(connector).get("exceptions", 0) == 0
+
+
+@pytest.mark.fault(74)
+@pytest.mark.parametrize("params", [1, "a", "", [], ["a"], True, None, {}, {"a": 1}, {"a": None}])
+def test_transfer_parameters_of_any_type_are_tolerated(
+    vllm: Any, connect: Connect, params: object
+) -> None:
+    """Without a proxy, a client's parameters reach the connector unchanged."""
+    connector = connect(promise_timeout_s=0.05)
+    request = vllm.request(vllm.feature("a"))
+    request.ec_transfer_params = params
+
+    assert settle(connector, request) == set()
+    connector.request_finished(request)
+    assert counted(connector).get("exceptions", 0) == 0
+
+
+@pytest.mark.fault(16)
+@pytest.mark.fault(25)
+def test_a_store_that_hangs_holds_no_call_up(
+    vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = connect(timeout_s=0.2)
+    go = threading.Event()
+    monkeypatch.setattr(type(connector._store), "get", lambda *_: go.wait(30) and None)  # noqa: SLF001
+    request = vllm.request(*(vllm.feature(str(n), offset=4 * n) for n in range(8)))
+    try:
+        started = time.monotonic()
+        assert not connector.ensure_cache_available(request, 0)
+        assert settle(connector, request) == set()
+        # Eight hanging gets would take a minute on four threads.
+        assert time.monotonic() - started < 15
+    finally:
+        go.set()
+    figures = counted(connector)
+    assert (figures["timeouts"], figures["bypassed"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"queue_length": 3}, {"timeout_s": 0}, {"memory_bytes": "much"}, {"fetch_threads": 0}],
+    ids=str,
+)
+def test_errors_of_connector_options_are_reported(
+    connect: Connect, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        connect(**options)
+
+
+@pytest.mark.parametrize(
+    ("said", "size"), [("2GiB", 2 * 2**30), ("64MB", 64 * 10**6), ("1000", 1000), (1000, 1000)]
+)
+def test_sizes_have_units(
+    vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch, said: object, size: int
+) -> None:
+    connector = connect(memory_bytes=said, queue_bytes=said)
+    worker = vllm.worker(monkeypatch)
+    worker.shutdown()
+
+    assert connector._fetcher._memory._limit_bytes == size  # noqa: SLF001
+    assert worker._saver._writer._queue_bytes == size  # noqa: SLF001
+
+
+def test_the_served_name_is_registered(connect: Connect, url: str) -> None:
+    connector = connect()
+    with open_store(url) as store:
+        until(lambda: store.namespaces() == {"tiny": connector.namespace})
+
+
+def test_an_engine_starts_without_its_store_and_uses_it_later(
+    connect: Connect,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 0.05)
+    blocked = tmp_path / "blocked"
+    blocked.write_text("")
+    connector = connect(store=f"file://{blocked}/store")
+    until(lambda: "the encoder store cannot be used" in caplog.text)
+    assert connector.namespace
+
+    blocked.unlink()
+    with open_store(f"file://{blocked}/store") as store:
+        until(lambda: store.namespaces() == {"tiny": connector.namespace})
+    warnings = [line for line in caplog.messages if "cannot be used" in line]
+    assert len(warnings) == 1
+
+
+def test_a_store_that_takes_no_names_is_no_reason_not_to_serve(
+    vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def register_namespace(*_: object) -> None:
+        raise StoreUnavailable("read-only")
+
+    monkeypatch.setattr(
+        "ec_store.disk.store.SharedDiskStore.register_namespace", register_namespace
+    )
+    assert settle(connect(), vllm.request(vllm.feature("a"))) == set()
+
+
+class Failing:
+    """Store that cannot be written to."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.go = threading.Event()
+        self.go.set()
+
+    def lease(self, keys: list[EntryKey], _: float) -> list[EntryInfo | None]:
+        self.go.wait(30)
+        return [None for _ in keys]
+
+    def put(self, key: EntryKey, entry: Entry) -> bool:
+        raise StoreUnavailable("full")
+
+
+def named(connector: Any, request: Any) -> set[str]:
+    """Return the keys that the reply reports."""
+    _, reported = connector.request_finished(request)
+    return set(reported or {})
+
+
+def test_a_producer_names_what_is_stored_or_on_its_way(
+    vllm: Any, connect: Connect, url: str
+) -> None:
+    connector = connect()
+    request = vllm.request(vllm.feature("a"), vllm.feature("b", offset=10))
+    step = connector.build_connector_meta(Step(request))
+    with open_store(url) as store:
+        saver = vllm.saver(connector, store)
+        saver.expect_items(step.items, {"a": vllm.tensor(1.0)})
+        saver.save("b", vllm.tensor(2.0))
+        _, reported = connector.request_finished(request)
+        saver.close()
+
+        for item in reported.values():
+            assert item.pop("modality", "image") == "image"  # from 0.33 on
+        assert reported == {
+            name: {
+                "item_indices": [index],
+                "metadata": {"image_grid_thw": [1, 1, 1]},
+                "namespace": connector.namespace,
+            }
+            for index, name in enumerate("ab")
+        }
+        for name, fill in (("a", 1.0), ("b", 2.0)):
+            assert store.get(EntryKey(connector.namespace, name)) == vllm.entry(fill)
+    assert counted(connector)["saves"] == 2
+
+
+def test_answer_of_more_than_one_token_names_no_entries(vllm: Any, connect: Connect) -> None:
+    connector = connect()
+    named = [
+        connector.request_finished(vllm.request(vllm.feature("a"), max_tokens=count))[1]
+        for count in (1, 2)
+    ]
+
+    assert [one and [*one] for one in named] == [["a"], None]
+
+
+def test_a_producer_does_not_name_what_was_dropped_until_it_is_stored(
+    vllm: Any, connect: Connect, url: str
+) -> None:
+    connector = connect()
+    request = vllm.request(vllm.feature("a"), vllm.feature("b", offset=10))
+    step = connector.build_connector_meta(Step(request))
+    saver = vllm.saver(connector, Failing())
+    saver.expect_items(step.items, {})
+    saver.save("a", vllm.tensor())
+    saver.close()
+
+    assert named(connector, request) == {"b"}
+    assert counted(connector)["drops"] == 1
+
+    with open_store(url) as store:
+        saver = vllm.saver(connector, store)
+        saver.expect_items(step.items, {"a": vllm.tensor()})
+        saver.close()
+    assert named(connector, request) == {"a", "b"}
+
+
+def test_outputs_without_room_in_the_queue_are_not_named_in_their_reply(
+    vllm: Any, connect: Connect
+) -> None:
+    connector = connect()
+    request = vllm.request(vllm.feature("a"), vllm.feature("b", offset=10))
+    step = connector.build_connector_meta(Step(request))
+    store = Failing()
+    store.go.clear()
+    saver = vllm.saver(connector, store, queue_bytes=1)
+    saver.expect_items(step.items, {})
+    saver.save("a", vllm.tensor())
+    saver.save("b", vllm.tensor())
+    saver.send_reports()
+    names = named(connector, request)
+    store.go.set()
+    saver.close()
+
+    assert names == {"a"}
+
+
+def test_outcomes_wait_for_a_scheduler_that_does_not_listen(vllm: Any, connect: Connect) -> None:
+    """There are more outcomes than fit into a message, and more messages than the kernel queues."""
+    connector = connect()
+    items = [vllm.feature(str(number), offset=4 * number) for number in range(1500)]
+    request = vllm.request(*items)
+    step = connector.build_connector_meta(Step(request))
+    store = Failing()
+    store.go.clear()
+    saver = vllm.saver(connector, store, queue_bytes=1)
+    saver.expect_items(step.items, {})
+    for item in items:
+        saver.save(item.identifier, vllm.tensor())
+    sender = Sender(vllm.engine)
+    while sender.send({}):
+        pass
+    sender.close()
+    # The first one waits to be written, the others were dropped.
+    saver.send_reports()
+    unheard = named(connector, request)
+    for _ in range(3):
+        saver.send_reports()
+        connector.get_ec_connector_stats()
+    heard = named(connector, request)
+    store.go.set()
+    saver.close()
+
+    assert len(unheard) == len(items)
+    assert heard == {"0"}
+
+
+def test_messages_of_other_users_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"users-{time.monotonic_ns()}"
+    receiver, sender = Receiver(name), Sender(name)
+    assert sender.send({"counts": {}})
+    assert list(receiver.drain()) == [{"counts": {}}]
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    assert sender.send({"counts": {}})
+
+    assert list(receiver.drain()) == []
+    receiver.close()
+    assert not sender.send({"counts": {}})
+    sender.close()
+
+
+def ask(connector: Any, vllm: Any, name: str, *features: Any) -> tuple[Any, set[str]]:
+    """Settle a request of this name; return it and the requests that must fail for it."""
+    request = vllm.request(*features)
+    request.request_id = name
+    return request, settle(connector, request)
+
+
+def test_an_entry_held_for_one_request_is_not_given_to_another_it_does_not_fit(
+    vllm: Any, connect: Connect, url: str
+) -> None:
+    connector = connect()
+    put(connector, url, "a", vllm.entry())
+    _, none = ask(connector, vllm, "held", vllm.feature("a", media=False))
+    misfit, failed = ask(connector, vllm, "misfit", vllm.feature("a", tokens=9))
+
+    assert (none, failed) == (set(), {"misfit"})
+    connector.request_finished(misfit)
+    assert connector.has_cache_item("a")
+    _, failed = ask(connector, vllm, "twice", vllm.feature("a"), vllm.feature("a", tokens=9))
+    assert failed == {"twice"}
+
+
+@pytest.mark.parametrize("media", [True, False])
+def test_nothing_is_held_that_does_not_fit_a_request_that_encodes_its_item(
+    vllm: Any, connect: Connect, url: str, media: bool
+) -> None:
+    connector = connect()
+    put(connector, url, "a", vllm.entry())
+    local, failed = ask(connector, vllm, "local", vllm.feature("a", tokens=9))
+    later = vllm.feature("a", media=media)
+
+    assert failed == set()
+    assert ask(connector, vllm, "later", later)[1] == (set() if media else {"later"})
+    assert not connector.has_cache_item("a")
+    # Its tokens are computed, so it does not get the entry.
+    assert connector.ensure_cache_available(local, 11)
+    assert ask(connector, vllm, "last", vllm.feature("a", media=False))[1] == set()
+    assert connector.has_cache_item("a")
+
+
+def test_a_request_that_encodes_its_item_does_not_keep_others_from_its_entry(
+    vllm: Any, connect: Connect, url: str
+) -> None:
+    connector = connect()
+    ask(connector, vllm, "local", vllm.feature("a"))
+    put(connector, url, "a", vllm.entry())
+
+    assert ask(connector, vllm, "later", vllm.feature("a", media=False))[1] == set()
+    assert connector.has_cache_item("a")
+
+
+def test_entries_of_an_aborted_request_are_forgotten(
+    vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = connect()
+    go = threading.Event()
+    monkeypatch.setattr(type(connector._store), "get", lambda *_: go.wait(30) and None)  # noqa: SLF001
+    memory = connector._fetcher._memory  # noqa: SLF001
+    first, second = vllm.request(vllm.feature("a")), vllm.request(vllm.feature("a"))
+    second.request_id = "second"
+    for request in (first, second):
+        connector.ensure_cache_available(request, 0)
+
+    connector.request_finished(first)
+    assert memory.is_claimed("a")
+    connector.request_finished(second)
+    assert not memory.is_claimed("a")
+    go.set()
+
+
+def test_a_request_that_failed_is_counted_once_and_looks_no_further(
+    vllm: Any, connect: Connect
+) -> None:
+    connector = connect()
+    items = [
+        vllm.feature(name, media=False, offset=offset) for name, offset in (("a", 2), ("b", 8))
+    ]
+    request = vllm.request(*items)
+    consumer = connector._consumer  # noqa: SLF001
+    until(lambda: connector.ensure_cache_available(request, 0) or consumer._unavailable)  # noqa: SLF001
+    for _ in range(3):
+        time.sleep(0.05)
+        assert not connector.ensure_cache_available(request, 0)
+
+    assert connector.take_unavailable_requests() == {"r"}
+    assert counted(connector)["failed_requests"] == 1
+
+
+def test_a_preempted_request_keeps_what_is_held_for_it(
+    vllm: Any, connect: Connect, url: str
+) -> None:
+    connector = connect()
+    put(connector, url, "a", vllm.entry())
+    request, _ = ask(connector, vllm, "r", vllm.feature("a", media=False))
+    with open_store(url) as store:
+        assert store.delete([EntryKey(connector.namespace, "a")]) == 1
+    request.num_preemptions += 1
+
+    assert settle(connector, request) == set()
+    assert connector.has_cache_item("a")
+    connector.request_finished(request)
+    assert not connector.has_cache_item("a")
+
+
+def test_a_key_that_no_store_holds_is_a_miss_and_is_not_named(
+    vllm: Any, connect: Connect, url: str
+) -> None:
+    connector = connect()
+    put(connector, url, "a", vllm.entry())
+    long = [f"{number}" + "u" * 70_000 for number in range(4)]
+    for name in long:
+        request, failed = ask(connector, vllm, "r", vllm.feature(name))
+        assert failed == set()
+        connector.request_finished(request)
+    assert ask(connector, vllm, "b", vllm.feature("a", media=False))[1] == set()
+
+    request = vllm.request(vllm.feature("a"), vllm.feature(long[0], offset=10))
+    step = connector.build_connector_meta(Step(request))
+    assert named(connector, request) == {"a"}
+    with open_store(url) as store:
+        saver = vllm.saver(connector, store)
+        saver.expect_items(step.items, {long[0]: vllm.tensor()})
+        saver.close()
+    figures = counted(connector)
+    assert "errors" not in figures
+    assert "exceptions" not in figures
+
+
+def test_an_exception_in_one_part_leaves_the_others_alone(
+    vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = connect()
+    put(connector, url, "a", vllm.entry())
+    request, _ = ask(connector, vllm, "r", vllm.feature("a", media=False))
+    connector.update_state_after_alloc(request, 0)
+    assert set(connector.build_connector_meta(Step(object())).loads) == {"a"}
+
+    closed = []
+
+    def close(*_: object) -> None:
+        raise OSError("bug")
+
+    monkeypatch.setattr("ec_store.vllm_connector.consumer.Consumer.close", close)
+    monkeypatch.setattr(connector._store, "close", lambda: closed.append(1))  # noqa: SLF001
+    connector.shutdown()
+    assert closed == [1]
+    monkeypatch.undo()
+
+
+def test_engines_start_with_any_name(connect: Connect, vllm: Any) -> None:
+    name = f"{time.monotonic_ns()}" + "x" * 200
+    first, second, sender = Receiver(name), Receiver(name), Sender(name)
+    assert sender.send({"counts": {}})
+
+    assert list(second.drain()) == []
+    assert list(first.drain()) == [{"counts": {}}]
+    for end in (first, second, sender):
+        end.close()
+
+
+def test_an_invalid_message_is_skipped() -> None:
+    name = f"malformed-{time.monotonic_ns()}"
+    receiver, sender = Receiver(name), Sender(name)
+    for sent in (b"{", b"\xff", b"[]"):
+        sender._socket.sendto(sent, sender._address)  # noqa: SLF001
+    assert sender.send({"counts": {}})
+
+    assert list(receiver.drain()) == [{"counts": {}}]
+    receiver.close()
+    sender.close()
+
+
+def test_writes_during_a_step_leave_room_for_its_reports(
+    vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = connect()
+    items = [vllm.feature(str(number), offset=4 * number) for number in range(40)]
+    request = vllm.request(*items)
+    step = connector.build_connector_meta(Step(request))
+    with open_store(url) as store:
+        saver = vllm.saver(connector, store)
+        saver.expect_items(step.items, {})
+        for item in items[1:]:
+            saver.save(item.identifier, vllm.tensor())
+            until(lambda: not saver._writer._waiting)  # noqa: SLF001
+        failed = threading.Event()
+
+        def fails(*_: object) -> bool:
+            failed.set()
+            raise StoreUnavailable("full")
+
+        monkeypatch.setattr(store, "put", fails)
+        saver.save("0", vllm.tensor())
+        assert failed.wait(60)
+        time.sleep(0.05)
+        saver.send_reports()
+        assert "0" not in named(connector, request)
+        saver.close()

@@ -1,0 +1,258 @@
+"""Connector in workers: which ranks write and load, and vLLM's model runner V2."""
+
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ec_store import EntryKey, open_store
+from tests.ec_store.vllm_connector.steps import Connect
+
+
+@pytest.mark.parametrize(
+    ("tensor_rank", "context_rank", "written"),
+    [(0, 0, True), (1, 0, False), (0, 1, False), (1, 1, False)],
+)
+def test_one_rank_of_those_with_the_same_tensors_writes(
+    vllm: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tensor_rank: int,
+    context_rank: int,
+    written: bool,
+) -> None:
+    state = "vllm.distributed.parallel_state"
+    monkeypatch.setattr(f"{state}.get_tensor_model_parallel_rank", lambda: tensor_rank)
+    monkeypatch.setattr(
+        f"{state}.get_pcp_group", lambda: SimpleNamespace(rank_in_group=context_rank)
+    )
+    assert vllm.writes() == written
+
+
+@pytest.fixture
+def runner(vllm: Any, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Yield the part of vLLM's model runner V2 that calls our connector, in one process."""
+    both = vllm.engine_of_one_process({"store": url}, monkeypatch)
+    yield both
+    for connector in (both.scheduler, both.worker):
+        connector.shutdown()
+
+
+def test_model_runner_v2_saves_what_a_step_has_encoded(runner: Any, vllm: Any, url: str) -> None:
+    request = vllm.request(vllm.feature("a"), vllm.feature("b", offset=10))
+    with runner.step(request) as output:
+        runner.cache["a"] = vllm.tensor(1.0)
+        runner.cache["b"] = vllm.tensor(2.0)
+    assert output is not None
+    _, named = runner.scheduler.request_finished(request)
+    runner.worker.shutdown()
+
+    assert set(named) == {"a", "b"}
+    with open_store(url) as store:
+        for name, fill in (("a", 1.0), ("b", 2.0)):
+            assert store.get(EntryKey(runner.worker.namespace, name)) == vllm.entry(fill)
+
+
+def test_model_runner_v2_loads_before_a_step_and_does_not_save_that_again(
+    runner: Any, vllm: Any, url: str
+) -> None:
+    with open_store(url) as store:
+        store.put(EntryKey(runner.scheduler.namespace, "a"), vllm.entry(3.0))
+    request = vllm.request(vllm.feature("a", media=False))
+    runner.settle(request)
+    runner.scheduler.update_state_after_alloc(request, 0)
+    with runner.step(request):
+        assert runner.cache["a"].equal(vllm.tensor(3.0))
+    runner.worker.shutdown()
+
+    figures = runner.scheduler.get_ec_connector_stats().data
+    assert (figures["hits"], figures.get("saves", 0)) == (1, 0)
+
+
+def test_model_runner_v2_takes_a_step_without_a_forward_pass(runner: Any, vllm: Any) -> None:
+    request = vllm.request(vllm.feature("a"))
+    runner.cache["a"] = vllm.tensor()
+    output = runner.active.no_forward(runner.scheduled(request))
+
+    assert output.req_ids == []
+    runner.worker.shutdown()
+    figures = runner.scheduler.get_ec_connector_stats().data
+    assert figures["saves"] == len(figures["save_seconds"]) == 1
+
+
+def test_time_that_a_write_spends_evicting_reaches_the_scheduler(
+    vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = f"file://{tmp_path}/small?max_bytes=32KiB"
+    runner = vllm.engine_of_one_process({"store": store}, monkeypatch)
+    names = [str(number) for number in range(6)]
+    request = vllm.request(
+        *(vllm.feature(name, offset=10 * number) for number, name in enumerate(names))
+    )
+    with runner.step(request):
+        for name in names:
+            runner.cache[name] = vllm.tensor()
+    runner.worker.shutdown()
+    figures = runner.scheduler.get_ec_connector_stats().data
+    runner.scheduler.shutdown()
+
+    assert figures["saves"] == len(figures["save_seconds"]) == len(names)
+    assert len(figures["eviction_seconds"]) >= 1
+    assert sum(figures["eviction_seconds"]) < sum(figures["save_seconds"])
+
+
+def step_that_loads(connector: Any, vllm: Any, url: str, name: str, rows: int) -> Any:
+    """Return the metadata of a step that loads an entry, after its request has ended."""
+    with open_store(url) as store:
+        store.put(EntryKey(connector.namespace, name), vllm.entry(3.0, rows))
+    request = vllm.request(vllm.feature(name, media=False, tokens=rows))
+    request.request_id = name
+    deadline = time.monotonic() + 60
+    while not connector.ensure_cache_available(request, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    connector.update_state_after_alloc(request, 0)
+    step = connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[request]))
+    connector.request_finished(request)
+    return step
+
+
+@pytest.mark.parametrize("rows", [4, 4000])
+def test_a_step_for_several_workers_has_places_in_shared_memory(
+    vllm: Any, connect: Connect, url: str, rows: int
+) -> None:
+    from ec_store.device.tensors import Loader  # noqa: PLC0415 - needs torch
+
+    with vllm.ranks(2, stages=2):
+        connector = connect(memory_bytes=1, region_bytes="16MiB")
+    workers = [Loader(number) for number in range(2)]
+    region = connector._sharing._region  # noqa: SLF001
+
+    first = step_that_loads(connector, vllm, url, "a", rows)
+    assert [vllm.load(one, first)["a"].equal(vllm.tensor(3.0, rows)) for one in workers] == [
+        True,
+        True,
+    ]
+    deadline = time.monotonic() + 60
+    while not region.is_mapped():
+        assert time.monotonic() < deadline
+    sent = [step_that_loads(connector, vllm, url, name, rows) for name in "bc"]
+    steps = [pickle.loads(pickle.dumps(step)) for step in sent]  # noqa: S301 - vLLM sends it like this
+    held = region.taken_bytes()
+    loaded = [vllm.load(one, step) for step in steps for one in workers]
+
+    assert max(len(pickle.dumps(step)) for step in sent) < 1500
+    assert [cache.popitem()[1].equal(vllm.tensor(3.0, rows)) for cache in loaded] == [True] * 4
+    assert held >= 2 * rows * 1024
+    connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[]))
+    assert region.taken_bytes() <= max(4096, rows * 1024)  # the fetcher keeps this entry
+
+
+def test_an_entry_that_shared_memory_has_no_room_for_comes_with_the_step(
+    vllm: Any, connect: Connect, url: str
+) -> None:
+    from ec_store.device.tensors import Loader  # noqa: PLC0415 - needs torch
+
+    with vllm.ranks(2):
+        connector = connect(region_bytes=8192)
+    worker, other = Loader(0), Loader(1)
+    empty = connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[]))
+    assert [vllm.load(one, empty) for one in (worker, other)] == [{}, {}]
+    while not connector._sharing._region.is_mapped():  # noqa: SLF001
+        time.sleep(0.002)
+    step = step_that_loads(connector, vllm, url, "a", 64)
+
+    assert vllm.load(worker, step)["a"].equal(vllm.tensor(3.0, 64))
+
+
+@pytest.mark.parametrize("method", ["find_place", "is_mapped", "send", "shared_region"])
+def test_shared_memory_that_fails_keeps_no_entry_from_a_step(
+    vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """An absent entry of the plan ends the engine, as an exception does."""
+    from ec_store.device.tensors import Loader  # noqa: PLC0415 - needs torch
+
+    def fail(*_: object) -> None:
+        raise ValueError("mmap closed or invalid")
+
+    with vllm.ranks(2):
+        connector = connect()
+    workers = [Loader(number) for number in range(2)]
+    region = connector._sharing._region  # noqa: SLF001
+    empty = connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[]))
+    assert [vllm.load(one, empty) for one in workers] == [{}, {}]
+    while not region.is_mapped():
+        time.sleep(0.002)
+    with monkeypatch.context() as patch:
+        patch.setattr(region, method, fail)
+        step = step_that_loads(connector, vllm, url, "a", 4)
+    step = pickle.loads(pickle.dumps(step))  # noqa: S301 - vLLM sends it like this
+    loaded = [vllm.load(one, step)["a"] for one in workers]
+
+    assert [one.equal(vllm.tensor(3.0)) for one in loaded] == [True, True]
+    assert connector.get_ec_connector_stats().data["exceptions"] == 1
+    later = step_that_loads(connector, vllm, url, "b", 4)
+    assert vllm.load(workers[0], later)["b"].equal(vllm.tensor(3.0))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        ({"tensor": 2, "hosts": 2}, {}),
+        ({"tensor": 2}, {"region_bytes": 0}),
+        ({"tensor": 1, "stages": 2}, {}),
+        (None, {}),
+    ],
+    ids=["hosts", "off", "one reader", "one process"],
+)
+def test_steps_bring_entries_where_no_memory_is_shared(
+    vllm: Any, connect: Connect, url: str, ranks: Any, options: Any
+) -> None:
+    if ranks is None:
+        connector = connect(**options)
+    else:
+        with vllm.ranks(**ranks):
+            connector = connect(**options)
+    step = step_that_loads(connector, vllm, url, "a", 4)
+
+    assert step.shared is None
+    assert step.loads["a"].raw.nbytes == vllm.tensor().nbytes
+
+
+def test_steps_bring_entries_where_there_is_no_memory_to_share(
+    vllm: Any,
+    connect: Connect,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with vllm.ranks(2):
+        connector = connect()
+    step = step_that_loads(connector, vllm, url, "a", 4)
+
+    assert step.shared is None
+    [record] = [one for one in caplog.records if "Cannot allocate memory" in one.getMessage()]
+    assert "region_bytes" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [((True, 0, 0), 0), ((True, 0, 3), 3), ((True, 1, 2), 6), ((False, 0, 0), None)],
+)
+def test_ranks_of_the_first_stage_load_and_are_numbered(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, rank: tuple[bool, int, int], number: int | None
+) -> None:
+    first, context, tensor = rank
+    state = "vllm.distributed.parallel_state"
+    monkeypatch.setattr(f"{state}.get_tensor_model_parallel_rank", lambda: tensor)
+    monkeypatch.setattr(f"{state}.get_tensor_model_parallel_world_size", lambda: 4)
+    monkeypatch.setattr(f"{state}.get_pp_group", lambda: SimpleNamespace(is_first_rank=first))
+    monkeypatch.setattr(f"{state}.get_pcp_group", lambda: SimpleNamespace(rank_in_group=context))
+    assert vllm.reader() == number

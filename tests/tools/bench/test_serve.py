@@ -1,0 +1,299 @@
+"""`epd bench serve`: the real `vllm bench serve` on the real proxy, and the error messages."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from os import environ
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from aiohttp import web
+
+from epd.__main__ import main
+from epd.tools.bench import runs
+from epd.tools.bench.dataset import local, media_digests
+from tests.support.backed import Backed, caching
+from tests.support.fake_instance import FakeInstance, decodes, refuses
+from tests.support.fixtures import backed, keys, launch, store, url
+from tests.support.fleet import Launch
+from tests.tools.fleet.processes import processes_of
+
+__all__ = ["backed", "keys", "launch", "store", "url"]
+
+NOBODY = "http://127.0.0.1:9"
+needs_vllm = pytest.mark.skipif(
+    find_spec("vllm") is None, reason="vLLM is not installed: scripts/test.sh installs it"
+)
+
+
+async def bench(
+    *args: str | Path, env: dict[str, str] | None = None
+) -> tuple[int | None, str, str]:
+    """Return exit code, stdout and stderr of `epd bench serve`."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "epd", "bench", "serve", *map(str, args)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environ | {"HF_HUB_OFFLINE": "1"} | (env or {}),
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+def first_pictures(instance: FakeInstance) -> list[str]:
+    """Return the `uuid` of each request's picture, in order, without the warm-up requests."""
+    return [
+        part["uuid"]
+        for call in instance.calls
+        for part in call.parts
+        if part["type"] != "text" and call.body.get("max_completion_tokens") == 3
+    ]
+
+
+@pytest.mark.full
+@needs_vllm
+@pytest.mark.e2e
+async def test_vllms_benchmark_sends_the_replay_and_each_picture_is_encoded_once(
+    launch: Launch, backed: Backed, url: str, models: Path, tmp_path: Path
+) -> None:
+    plain = FakeInstance(decodes)
+    async with caching(launch, backed, url) as fleet, plain.running():
+        code, out, err = await bench(
+            *("--url", f"epd={fleet.url}", "--url", f"plain={plain.url}"),
+            *("--tokenizer", models / "tiny-qwen2.5-vl", "--dataset", "window"),
+            *("--num-prompts", "15", "--max-concurrency", "1", "--output-len", "3"),
+            *("--data-dir", tmp_path / "data", "--out", tmp_path / "out.json"),
+            *("--store-entries", "1"),
+        )
+
+        assert code == 0, err
+        trace = local(tmp_path / "data", "window", 15, seed=0).trace
+        sent = first_pictures(fleet.d)
+        assert [sent.index(uuid) for uuid in sent] == [trace.index(one) for one in trace]
+    through, beside = json.loads((tmp_path / "out.json").read_bytes())["runs"]
+    assert (through["name"], beside["name"]) == ("epd", "plain")
+    assert (through["prompts"], through["distinct_pictures"]) == (15, 3)
+    assert (through["completed"], through["failed"]) == (15, 0)
+    assert through["hit_rate"] == through["ideal_hit_rate"] == 12 / 15
+    assert through["lru_hit_rate"] < 12 / 15
+    assert through["encodes_per_distinct_picture"] == 1
+    assert through["ttft_ms"]["p99"] >= through["ttft_ms"]["p50"] > 0
+    assert beside["completed"] == 15
+    assert beside["hit_rate"] is None
+    assert "its /metrics answered 404" in beside["notes"][0]
+    assert "| | epd | plain |" in out
+
+
+@pytest.mark.full
+@needs_vllm
+@pytest.mark.e2e
+async def test_a_fleet_that_answers_nothing_is_an_error_with_its_reason(
+    launch: Launch, backed: Backed, url: str, models: Path, tmp_path: Path
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        fleet.d.chat = refuses(400, "no pictures today")
+        flags: list[str | Path] = [
+            *("--url", fleet.url, "--tokenizer", models / "tiny-qwen2.5-vl", "--output-len", "3"),
+            *("--dataset", "pool", "--num-prompts", "2", "--data-dir", tmp_path),
+        ]
+        code, _, err = await bench(*flags)
+
+        assert code == 1
+        assert "failed a request with a picture: 400, no pictures today" in err
+
+        code, _, err = await bench(*flags, "--warmups", "0")
+
+        assert code == 1
+        assert "no request was answered: Bad Request" in err
+
+
+@pytest.mark.full
+@needs_vllm
+@pytest.mark.e2e
+async def test_an_error_of_vllms_benchmark_is_shown(launch: Launch, tmp_path: Path) -> None:
+    async with launch() as fleet:
+        code, _, err = await bench(
+            *("--url", fleet.url, "--tokenizer", tmp_path / "no-tokenizer", "--num-prompts", "1"),
+            *("--dataset", "local", "--data-dir", tmp_path),
+        )
+
+    assert code == 1
+    assert "vllm bench serve ended with code" in err
+    assert "no-tokenizer" in err
+
+
+@pytest.mark.full
+@needs_vllm
+@pytest.mark.e2e
+def test_vllm_reads_the_pictures_in_the_order_of_the_trace(tmp_path: Path) -> None:
+    made = local(tmp_path, "pool", 20, seed=1)
+    read = list(media_digests(made.path))
+
+    assert [read.index(one) for one in read] == [made.trace.index(one) for one in made.trace]
+    assert len(set(read)) == made.distinct_count < 20
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {
+        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def test_a_data_set_is_the_same_wherever_it_is_made(tmp_path: Path) -> None:
+    for folder in ("one", "other"):
+        local(tmp_path / folder, "window", 6, seed=1)
+
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "other")
+    local(tmp_path / "other", "window", 6, seed=2)
+    assert len(files_of(tmp_path / "other")) == 2 * len(files_of(tmp_path / "one"))
+
+
+def test_a_longer_data_set_keeps_the_pictures_of_a_shorter_one(tmp_path: Path) -> None:
+    short = local(tmp_path, "local", 4, seed=1)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jpg")}
+    longer = local(tmp_path, "local", 30, seed=1)
+
+    assert longer.trace[:4] == short.trace
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    rows = (Path(longer.path) / "train" / "metadata.jsonl").read_text().splitlines()
+    assert [json.loads(row)["images_file_names"] for row in rows] == [[one] for one in longer.trace]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "--url or --topology is required"),
+        (["--url", "localhost"], "'localhost' is not [NAME=]http://HOST:PORT"),
+        (["--topology", "3x"], "'3x' is not a topology"),
+        (["--topology", "1e1pd"], "--topology needs --model FOLDER"),
+        (["--topology", "1e1pd", "--model", "org/name"], "--topology needs --model FOLDER"),
+        (["--url", NOBODY, "--num-prompts", "0"], "'0' is not a number above 0"),
+        (["--url", NOBODY, "--request-rate", "-1"], "'-1' is not a rate above 0"),
+        (["--url", NOBODY, "--request-rate", "nan"], "'nan' is not a rate above 0"),
+        (["--url", NOBODY, "--dataset", "mnist"], "invalid choice: 'mnist'"),
+    ],
+)
+def test_wrong_flags_end_in_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serve", *args])
+    err = capsys.readouterr().err
+
+    assert ended.value.code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@needs_vllm
+@pytest.mark.e2e
+class TestBeforeItBegins:
+    """Checks of the target and the hub before the benchmark starts."""
+
+    @pytest.fixture
+    def flags(self, tmp_path: Path) -> list[str | Path]:
+        return ["--dataset", "pool", "--num-prompts", "1", "--data-dir", tmp_path]
+
+    async def test_a_file_that_cannot_be_written(
+        self, flags: list[str | Path], tmp_path: Path
+    ) -> None:
+        code, _, err = await bench("--url", NOBODY, *flags, "--out", tmp_path / "no" / "out.json")
+
+        assert code == 1
+        assert "No such file or directory" in err
+        assert "cannot be reached" not in err
+
+    async def test_a_target_without_a_server(self, flags: list[str | Path]) -> None:
+        code, _, err = await bench("--url", NOBODY, *flags)
+
+        assert code == 1
+        assert f"{NOBODY}/v1/models cannot be reached" in err
+
+    async def test_a_model_that_the_target_does_not_have(
+        self, launch: Launch, flags: list[str | Path]
+    ) -> None:
+        async with launch() as fleet:
+            code, _, err = await bench("--url", fleet.url, "--model", "other", *flags)
+
+        assert code == 1
+        assert "no model 'other'; its models: m" in err
+
+    async def test_a_key_that_is_missing(
+        self, launch: Launch, keys: Path, flags: list[str | Path]
+    ) -> None:
+        async with launch(api_keys_file=keys) as fleet:
+            code, _, err = await bench("--url", fleet.url, *flags)
+
+        assert code == 1
+        assert "/v1/models: 401" in err
+
+    async def test_an_invalid_json_option_is_rejected(self, flags: list[str | Path]) -> None:
+        async def page(_: web.Request) -> web.Response:
+            return web.Response(text="<html>")
+
+        app = web.Application()
+        app.router.add_get("/v1/models", page)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        code, _, err = await bench("--url", f"http://127.0.0.1:{port}", *flags)
+        await runner.cleanup()
+
+        assert code == 1
+        assert "its answer is not JSON" in err
+
+    async def test_an_unreachable_hub_is_an_error_if_its_data_set_is_requested(
+        self, flags: list[str | Path]
+    ) -> None:
+        away = {"HF_ENDPOINT": NOBODY, "HF_HUB_OFFLINE": "0"}
+        code, _, err = await bench("--url", NOBODY, *flags, "--dataset", "visionarena", env=away)
+
+        assert code == 1
+        assert "VisionArena-Chat cannot be read" in err
+        assert len(err.splitlines()) == 1
+
+    async def test_an_unreachable_hub_is_reported_if_another_data_set_suffices(
+        self, flags: list[str | Path]
+    ) -> None:
+        away = {"HF_ENDPOINT": NOBODY, "HF_HUB_OFFLINE": "0"}
+        code, _, err = await bench("--url", NOBODY, *flags, "--dataset", "auto", env=away)
+
+        assert code == 1
+        first, second, third = err.splitlines()
+        assert "using the local data set" in first
+        assert "pictures of local" in second
+        assert "cannot be reached" in third
+
+
+@needs_vllm
+@pytest.mark.e2e
+def test_a_signal_ends_the_stack_that_it_started(tmp_path: Path, models: Path) -> None:
+    mark = f"TEST_MARK_{uuid4().hex}"
+    words = f"--topology 1e1pd --model {models}/tiny-qwen2.5-vl --dataset pool --num-prompts 1"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "epd", "bench", "serve", *words.split(), "--data-dir", tmp_path],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ | {mark: "1"},
+    )
+    with process:
+        assert process.stderr is not None
+        while "starting proxy" not in process.stderr.readline():
+            pass
+        started = processes_of(mark)
+        process.terminate()
+        process.stderr.read()  # read to the end, else SIGPIPE ends the process instead
+
+    assert len(started) > 2
+    assert process.returncode == 1
+    assert not processes_of(mark)
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "NEEDED", ("json", "no_such_package"))
+    with pytest.raises(SystemExit, match=r"needs no_such_package: pip install '\.\[vllm,bench\]'"):
+        main(["bench", "serve", "--url", NOBODY])

@@ -1,0 +1,333 @@
+"""Starting and stopping of servers, with small servers instead of engines."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from epd.routing.instances import Role
+from epd.tools.fleet.engine import Engine
+from epd.tools.fleet.process import Process, ProcessDied, free_ports, stop, wait_until_ready
+from epd.tools.fleet.settings import Topology
+from epd.tools.fleet.stack import Stack
+
+SERVER = """
+import subprocess, sys, http.server
+if sys.argv[2] == "with-child":
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+if sys.argv[2] == "stubborn":
+    import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def start(tmp_path: Path, code: str = SERVER, how: str = "plain") -> Process:
+    [port] = free_ports(1)
+    command = [sys.executable, "-c", code, str(port), how]
+    return Process("server", f"http://127.0.0.1:{port}", command, {}, tmp_path / "server.log")
+
+
+def group_is_gone(pid: int) -> bool:
+    """Return whether a process group has no process left, except zombies not yet reaped."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == pid and fields[0] != "Z":
+            return False
+    return True
+
+
+@pytest.mark.parametrize("how", ["plain", "with-child"])
+def test_a_server_is_waited_for_and_stopped_with_its_children(tmp_path: Path, how: str) -> None:
+    reports: list[str] = []
+    process = start(tmp_path, how=how)
+    wait_until_ready([process], 30, reports.append)
+    assert not group_is_gone(process.pid)
+    stop([process])
+
+    assert group_is_gone(process.pid)
+    assert any("server is ready after" in line for line in reports)
+
+
+def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
+    process = start(tmp_path, "print('about to fail'); raise SystemExit(3)")
+    with pytest.raises(ProcessDied, match=r"code 3[\s\S]*about to fail"):
+        wait_until_ready([process], 30, lambda _: None)
+    stop([process])
+
+
+def test_probes_do_not_push_the_last_words_of_a_server_out(tmp_path: Path) -> None:
+    process = start(tmp_path, "import time; time.sleep(60)")
+    access = '(APIServer pid=7) INFO:     127.0.0.1:39174 - "{} HTTP/1.1" {}\n'
+    lines = [access.format("GET /health", "500 Internal Server Error"), "the engine is out\n"]
+    probes = [access.format(f"GET {path}", "200 OK") for path in ("/health", "/metrics")] * 40
+    process.log.write_text("".join([*lines, *probes]))
+    tail = process.tail()
+    stop([process])
+
+    assert tail == "".join(lines).rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("log", "doing"),
+    [
+        ("", "its log is empty"),
+        ("anything\n", "anything"),
+        (
+            "(Core pid=7) INFO 11-21 17:53:40 [a.py:71] Loading\n(Core pid=7) reserved_cpus=[]\n",
+            "Loading",
+        ),
+        ("INFO 11-21 17:53:40 [a.py:1] x\n(Worker pid=7) shards:  50% done\r", "shards:  50% done"),
+        ("2026-11-21T17:53:38.099Z [warning  ] instance  a=\x1b[31m1\n", "instance  a=[31m1"),
+    ],
+)
+def test_progress_of_a_server_is_read_from_its_log(tmp_path: Path, log: str, doing: str) -> None:
+    process = start(tmp_path, "import time; time.sleep(60)")
+    process.log.write_text(log)
+    said = process.last_message()
+    stop([process])
+
+    assert said == doing
+
+
+def test_progress_of_a_server_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.tools.fleet.process.PROGRESS_S", 0.2)
+    reports: list[str] = []
+    process = start(tmp_path, "import time; time.sleep(60)")
+    with pytest.raises(TimeoutError):
+        wait_until_ready([process], 3, reports.append)
+    stop([process])
+
+    assert re.fullmatch(r"server after \d+ s: its log is empty", reports[0])
+    assert re.fullmatch(r"waiting for server: \d+ s", reports[1])
+
+
+def test_the_last_server_is_reported_only_when_the_others_are_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.tools.fleet.process.PROGRESS_S", 0.2)
+    reports: list[str] = []
+    processes = []
+    for name in ("first", "last"):
+        (tmp_path / name).mkdir()
+        processes.append(start(tmp_path / name, "import time; time.sleep(60)"))
+        processes[-1].name = name
+    with pytest.raises(TimeoutError, match="first, last"):
+        wait_until_ready(processes, 3, reports.append)
+    stop(processes)
+
+    assert reports
+    assert not any("last" in one for one in reports)
+
+
+def test_a_server_that_never_serves_is_reported(tmp_path: Path) -> None:
+    process = start(tmp_path, "import time; print('loading', flush=True); time.sleep(60)")
+    with pytest.raises(TimeoutError, match=r"server[\s\S]*loading"):
+        wait_until_ready([process], 1, lambda _: None)
+    stop([process])
+
+    assert group_is_gone(process.pid)
+
+
+def test_a_server_that_ignores_sigterm_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.tools.fleet.process.STOP_TIMEOUT_S", 0.5)
+    process = start(tmp_path, how="stubborn")
+    wait_until_ready([process], 30, lambda _: None)
+    stop([process])
+
+    assert group_is_gone(process.pid)
+
+
+def test_ports_are_free_and_different() -> None:
+    ports = free_ports(20)
+
+    assert len(set(ports)) == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("1e1pd", ["encode", "prefill_decode"]),
+        ("1E1P1D", ["encode", "prefill", "decode"]),
+        ("2e1p2d", ["encode", "encode", "prefill", "decode", "decode"]),
+        ("1p2d", ["prefill", "decode", "decode"]),
+        ("2pd", ["prefill_decode", "prefill_decode"]),
+    ],
+)
+def test_topologies(name: str, roles: list[str]) -> None:
+    assert [role.value for role in Topology.parse(name).roles] == roles
+
+
+@pytest.mark.parametrize(
+    "name", ["", "1e", "1p", "1d", "e1p1d", "1e1p", "0e1pd", "1e1pd1d", "e1pd", "100e1pd"]
+)
+def test_an_invalid_topology_is_rejected(name: str) -> None:
+    with pytest.raises(ValueError, match="topology"):
+        Topology.parse(name)
+
+
+def engine(role: Role, *more: str) -> Engine:
+    return Engine(
+        role=role, model="m", port=8001, store="file:///store", side_channel_port=5600, flags=more
+    )
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.PREFILL_DECODE])
+def test_consumers_write_their_encodes_to_the_store_if_asked(role: Role) -> None:
+    command = replace(engine(role), ec_both=True).command()
+    config = json.loads(command[command.index("--ec-transfer-config") + 1])
+
+    assert config["ec_role"] == "ec_both"
+
+
+def flags(role: Role) -> dict[str, str]:
+    command = engine(role).command()
+    return dict(zip(command, [*command[1:], ""], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("role", "ec_role", "kv_role"),
+    [
+        (Role.ENCODE, "ec_producer", None),
+        (Role.PREFILL, "ec_consumer", "kv_producer"),
+        (Role.DECODE, None, "kv_consumer"),
+        (Role.PREFILL_DECODE, "ec_consumer", None),
+    ],
+)
+def test_each_role_has_its_connectors(role: Role, ec_role: str | None, kv_role: str | None) -> None:
+    given = flags(role)
+    ec = json.loads(given.get("--ec-transfer-config", "{}"))
+    kv = json.loads(given.get("--kv-transfer-config", "{}"))
+
+    assert (ec.get("ec_role"), kv.get("kv_role")) == (ec_role, kv_role)
+    assert ("--no-enable-prefix-caching" in given) == (role is Role.ENCODE)
+
+
+def test_more_flags_are_given_after_all_others() -> None:
+    """Later flags override those that all engines get."""
+    more = ("--dtype", "bfloat16")
+
+    assert engine(Role.ENCODE, *more).command()[-2:] == more
+
+
+@pytest.mark.parametrize(
+    ("more", "inside"),
+    [
+        ((), True),
+        (("--seed", "1", "--port-pool", "tp"), True),
+        (("--tensor-parallel-size", "2"), False),
+        (("-tp", "2"), False),
+        (("-tp=2",), False),
+        (("--pipeline_parallel_size=2",), False),
+        (("--data-parallel-size-local", "2"), False),
+        (("--config", "engine.yaml"), False),
+        (("-n", "2"), False),
+        (("--nnodes=2",), False),
+    ],
+)
+def test_on_a_cpu_a_model_of_one_rank_runs_in_the_engines_process(
+    more: tuple[str, ...], inside: bool
+) -> None:
+    command = engine(Role.ENCODE, *more).command()
+
+    assert ("--distributed-executor-backend" in command) is inside
+
+
+@pytest.mark.parametrize(("cores", "inside"), [("nobind", True), ("0-7", False), ("auto", False)])
+def test_vllm_binds_a_model_to_the_cores_that_the_caller_names(cores: str, inside: bool) -> None:
+    bound = replace(engine(Role.ENCODE), inherited={"VLLM_CPU_OMP_THREADS_BIND": cores})
+
+    assert ("--distributed-executor-backend" in bound.command()) is inside
+
+
+def test_a_stack_gives_flags_to_the_engines_of_a_role(tmp_path: Path) -> None:
+    more = ["--tensor-parallel-size", "2"]
+    stack = Stack(
+        tmp_path,
+        Topology.parse("2e1pd"),
+        tmp_path,
+        local_media=tmp_path,
+        flags={Role.ENCODE: more},
+    )
+
+    assert [engine.flags for engine in stack.all_engines] == [tuple(more), tuple(more), ()]
+
+
+def test_stopping_twice_at_once_leaves_nothing(tmp_path: Path) -> None:
+    """The test sends a second Ctrl-C while servers are being stopped."""
+    pid_file = tmp_path / "pid"
+    script = f"""
+import signal
+import sys
+from pathlib import Path
+from tests.tools.fleet.test_fleet import start
+from epd.tools.fleet.process import stop, wait_until_ready
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+process = start(Path({str(tmp_path)!r}), how="stubborn")
+wait_until_ready([process], 30, lambda _: None)
+Path({str(pid_file)!r}).write_text(str(process.pid))
+stop([process])
+"""
+    root = Path(__file__).resolve().parents[3]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=root, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while not pid_file.exists() or not pid_file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.kill(parent.pid, signal.SIGINT)
+    parent.wait(60)
+
+    assert group_is_gone(int(pid_file.read_text()))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from epd.tools.fleet.process import Guard, Process
+
+log, *command = sys.argv[1:]
+process = Process("server", "http://127.0.0.1:1", command, {}, Path(log), Guard())
+print(process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_ends_if_its_parent_is_killed_during_the_start(tmp_path: Path) -> None:
+    sleeps = (sys.executable, "-c", "import time; time.sleep(600)")
+    ran = subprocess.run(
+        (sys.executable, "-c", KILLED, tmp_path / "log", *sleeps),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    group = int(ran.stdout)
+    try:
+        assert ran.returncode == -signal.SIGKILL
+        deadline_s = time.monotonic() + 60
+        while not group_is_gone(group) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert group_is_gone(group)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)

@@ -1,0 +1,487 @@
+"""`epd up` as a process, with small servers instead of vLLM."""
+
+import base64
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import pytest
+from PIL import Image
+
+from epd.tools.fleet.process import free_ports
+from tests.tools.fleet.processes import left, marked, new_mark, processes_of
+
+pytestmark = pytest.mark.full
+
+FAKE = f"{sys.executable} {Path(__file__).with_name('fake_vllm.py')}"
+EPD_UP = (sys.executable, "-m", "epd", "up", "--device", "cpu", "--vllm-command", FAKE)
+SERVERS = ("encode", "prefill", "decode", "prefill-decode", "nixl", "ec-store")
+PORTS = ("port", *(f"{server}-port" for server in SERVERS))
+WITHIN_S = 300
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+"""Environment in which no test asks the hub for a model."""
+
+
+class Up:
+    """Running `epd up`."""
+
+    def __init__(self, tmp_path: Path, *flags: str, topology: str = "1e1pd") -> None:
+        self.ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+        given = {"model": "a/model", "log-path": tmp_path / "logs", "topology": topology}
+        words = [f"--{name}={value}" for name, value in {**self.ports, **given}.items()]
+        self.command = (*EPD_UP, *words, *flags)
+        self.url = f"http://127.0.0.1:{self.ports['port']}"
+        self.mark = new_mark()
+        self.said: list[str] = []
+
+    def run(self, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Run `epd up` until it ends."""
+        given = marked(self.mark) | OFFLINE | dict(environ or {})
+        return subprocess.run(
+            self.command, env=given, capture_output=True, text=True, timeout=WITHIN_S, check=False
+        )
+
+    @contextmanager
+    def started(self) -> Iterator[subprocess.Popen[str]]:
+        """Run `epd up`, and kill the remaining processes at the end."""
+        with subprocess.Popen(
+            # If the tests run under nohup, the started processes would inherit the ignored SIGHUP.
+            ("/usr/bin/env", "--default-signal=HUP", *self.command),
+            env=marked(self.mark) | OFFLINE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            timer = threading.Timer(WITHIN_S, process.kill)
+            timer.start()
+            try:
+                yield process
+            finally:
+                timer.cancel()
+                for pid in processes_of(self.mark):
+                    os.kill(pid, signal.SIGKILL)
+
+    def wait_for(self, process: subprocess.Popen[str], words: str) -> str:
+        """Read until a line contains these words."""
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.said.append(line)
+            if words in line:
+                return line
+        raise AssertionError("".join(self.said))
+
+    def end_of(self, process: subprocess.Popen[str]) -> str:
+        """Read the remaining output."""
+        assert process.stdout is not None
+        rest = process.stdout.read()
+        process.wait(WITHIN_S)
+        return rest
+
+    def pid(self, port: str) -> int:
+        """Return the process id of the server with this port in its flags."""
+        words = f"--port {self.ports[port]} "
+        [pid] = [pid for pid, line in processes_of(self.mark).items() if words in f"{line} "]
+        return pid
+
+    def ask(self) -> httpx.Response:
+        """Send a request without media."""
+        body = {"model": "a/model", "messages": [{"role": "user", "content": "Hello"}]}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_up_serves_until_it_is_stopped_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    up = Up(tmp_path, topology="1e1p1d")
+    cache = Path(f"/dev/shm/epd-up-{os.getuid()}-{up.ports['port']}")  # noqa: S108
+    with up.started() as process:
+        ready = up.wait_for(process, "ready: ")
+        assert up.ask().json()["choices"][0]["message"]["content"] == "a fake answer"
+        # A store, three engines with one child each, a proxy, a guard, and `epd up`.
+        assert len(processes_of(up.mark)) == 10
+        process.send_signal(number)
+        said = up.end_of(process)
+
+    assert ready == f"ready: {up.url}\n"
+    assert f"curl {up.url}/v1/chat/completions" in said
+    assert f" {up.url}/ui or run `epd top --url {up.url}`." in said
+    assert said.endswith("All servers are stopped.\n")
+    assert process.returncode == 0
+    assert left(up.mark, 0) == {}
+    assert not cache.exists()
+    logs = {path.name for path in tmp_path.glob("logs/*/*.log")}
+    assert logs == {"proxy.log", "store.log"} | {
+        f"{role}-{up.ports[f'{role}-port']}.log" for role in ("encode", "prefill", "decode")
+    }
+
+
+def test_nohup_keeps_it_running_without_its_terminal(tmp_path: Path) -> None:
+    up = Up(tmp_path)
+    up.command = ("nohup", *up.command)
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        process.send_signal(signal.SIGHUP)
+        os.kill(up.pid("encode-port"), signal.SIGKILL)
+        up.wait_for(process, "The other servers continue")
+        assert up.ask().status_code == 200
+
+
+def test_the_printed_example_request_is_answered(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--served-model-name", "it's")
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        line = up.wait_for(process, "curl")
+        argv = shlex.split(line)
+
+    assert argv[:2] == ["curl", f"{up.url}/v1/chat/completions"]
+    body = json.loads(argv[argv.index("-d") + 1])
+    picture = body["messages"][0]["content"][0]["image_url"]["url"]
+    with Image.open(io.BytesIO(base64.b64decode(picture.partition(",")[2]))) as opened:
+        opened.load()
+        assert opened.size == (64, 64)
+    assert body["model"] == "it's"
+    assert body["max_tokens"] == 64  # a model with random weights never emits the end token
+
+
+def test_the_cache_of_a_run_that_was_killed_is_removed_by_the_next(tmp_path: Path) -> None:
+    killed, up = Up(tmp_path), Up(tmp_path)
+    cache = Path(f"/dev/shm/epd-up-{os.getuid()}-{killed.ports['port']}")  # noqa: S108
+    with killed.started() as process:
+        killed.wait_for(process, "ready: ")
+        process.kill()
+        process.wait(WITHIN_S)
+        assert left(killed.mark) == {}
+    with up.started() as process:
+        up.wait_for(process, "starting ")
+        assert not cache.exists()  # a run of another test may have removed the folder
+        process.send_signal(signal.SIGINT)
+        up.end_of(process)
+
+
+def test_an_engine_that_ends_while_it_starts_ends_all(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--encode-flags", "--fake fail", "--decode-flags", "--fake slow")
+    ran = up.run()
+
+    assert ran.returncode == 1
+    assert f"encode-{up.ports['encode-port']} ended with code 1" in ran.stderr
+    assert "this model is too strange" in ran.stderr
+    assert left(up.mark, 0) == {}
+
+
+def test_engines_that_never_serve_end_all(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--decode-flags", "--fake slow", "--timeout-s", "10")
+    ran = up.run()
+
+    assert ran.returncode == 1
+    assert "epd up: not ready after 10 s: " in ran.stderr
+    assert f"prefill-decode-{up.ports['prefill-decode-port']}" in ran.stderr
+    assert "Loading what is not there" in ran.stderr
+    assert left(up.mark, 0) == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    up = Up(tmp_path, "--decode-flags", "--fake slow")
+    with up.started() as process:
+        up.wait_for(process, "encode-")
+        up.wait_for(process, "is ready")
+        process.send_signal(number)
+        said = up.end_of(process)
+
+    assert process.returncode == 1
+    assert said.endswith("epd up: stopped\n")
+    assert left(up.mark, 0) == {}
+
+
+def test_a_second_ctrl_c_kills_all_servers_at_once(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--vllm-flags", "--fake stubborn")
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        process.send_signal(signal.SIGINT)
+        up.wait_for(process, "stopping")
+        process.send_signal(signal.SIGINT)
+        said = up.end_of(process)
+
+    assert process.returncode == 1
+    assert "All servers are stopped." not in said
+    assert left(up.mark, 0) == {}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--proxy-flags=--drain-timeout-s 0.5",), ("--decode-flags", "--fake patient")],
+    ids=["the engine cuts streams off", "the engine waits for streams"],
+)
+def test_a_stream_that_runs_ends_in_an_error_event(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    up = Up(tmp_path, *flags)
+    body = {"model": "a/model", "messages": [{"role": "user", "content": "Hello"}], "stream": True}
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        with httpx.stream("POST", f"{up.url}/v1/chat/completions", json=body, timeout=30) as answer:
+            events = (line for line in answer.iter_lines() if line)
+            assert '"content": "a"' in next(events)
+            process.send_signal(signal.SIGINT)
+            *_, error = (event for event in events if "[DONE]" not in event)
+        said = up.end_of(process)
+    [log] = tmp_path.glob("logs/*/proxy.log")
+    [line] = [one for one in log.read_text().splitlines() if " request " in one]
+
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == (
+        "the proxy is shutting down"
+    )
+    assert "error=shutting_down" in line
+    assert "stopping (up to 35 s)\nAll servers are stopped.\n" in said
+    assert process.returncode == 0
+
+
+def test_the_others_go_on_without_an_engine_that_ended(tmp_path: Path) -> None:
+    """The children of the engine end too. Without the last decode engine everything ends."""
+    up = Up(tmp_path, topology="1e2pd")
+    second = up.ports["prefill-decode-port"] + 1
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        processes = len(processes_of(up.mark))
+        for port in ("encode-port", "prefill-decode-port"):
+            name = f"{port.removesuffix('-port')}-{up.ports[port]}"
+            os.kill(up.pid(port), signal.SIGKILL)
+            up.wait_for(process, f"{name} ended by SIGKILL. The end of ")
+            up.wait_for(process, "Loading what is not there")
+            up.wait_for(process, f"The other servers continue without {name}.")
+            processes -= 2
+            assert len(left(up.mark, most=processes)) == processes
+            assert up.ask().status_code == 200
+        up.ports["prefill-decode-port"] = second
+        os.kill(up.pid("prefill-decode-port"), signal.SIGTERM)
+        said = up.end_of(process)
+
+    assert process.returncode == 1
+    assert f"epd up: prefill-decode-{second} ended by SIGTERM" in said
+    assert said.endswith("\nNo instance that decodes is left: stopping all servers.\n")
+    assert left(up.mark, 0) == {}
+
+
+def test_nothing_goes_on_without_the_proxy(tmp_path: Path) -> None:
+    up = Up(tmp_path)
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        os.kill(up.pid("port"), signal.SIGKILL)
+        said = up.end_of(process)
+
+    assert process.returncode == 1
+    assert "epd up: proxy ended by SIGKILL" in said
+    assert said.endswith("\nThe proxy has ended: stopping all servers.\n")
+    assert left(up.mark, 0) == {}
+
+
+def test_no_server_is_left_after_a_kill(tmp_path: Path) -> None:
+    up = Up(tmp_path)
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        process.kill()
+        process.wait(WITHIN_S)
+        assert left(up.mark) == {}
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    up = Up(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", up.ports["encode-port"]))
+        taken.listen()
+        ran = up.run()
+
+    port = up.ports["encode-port"]
+    assert ran.returncode == 1
+    assert f"127.0.0.1:{port}, the port of encode-{port}: Address already in use" in ran.stderr
+    assert "starting" not in ran.stdout
+
+
+def test_an_unreachable_redis_is_reported_before_the_start(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--ec-store", "redis://127.0.0.1:1")
+    ran = up.run()
+
+    assert ran.returncode == 1
+    assert "epd up: Redis: " in ran.stderr
+    assert "starting" not in ran.stdout
+
+
+def test_a_folder_is_a_store_that_stays(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--ec-store", str(tmp_path / "ec store"))
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        process.send_signal(signal.SIGINT)
+        up.end_of(process)
+
+    assert (tmp_path / "ec store").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "--model is required"),
+        (("--model", "/nope"), "--model '/nope' is not a directory with a model's config.json"),
+        (("--model", "m", "--topology", "2x"), "--topology '2x' is not a topology such as 1e1pd"),
+        (("--model", "m", "--gpus", "e0"), "--gpus 'e0' is not of the form e=0"),
+        (("--model", "m", "--device", "cpu", "--gpus", "e=0"), "--gpus needs --device cuda or"),
+        (("--model", "m", "--device", "cuda"), "no device is visible"),
+        (
+            ("--model", "m", "--ec-store", "foo://x"),
+            "--ec-store 'foo://x' is not the URL of a store",
+        ),
+        (
+            ("--model", "m", "--bidirectional-kv"),
+            "--bidirectional-kv needs separate prefill and decode",
+        ),
+        (("--model", "m", "--kv-recompute-threshold", "1"), "threshold needs --bidirectional-kv"),
+        (
+            ("--model", "m", "--topology", "1p1d", "--ec-store", "redis://h"),
+            "--ec-store needs encode instances",
+        ),
+        (("--model", "m", "--encode-flags", "'"), "--encode-flags No closing quotation"),
+        (("--model", "m", "--proxy-flags", "--ssl-keyfile x"), "--proxy-flags cannot have TLS"),
+        (("--model", "m", "--port", "8200", "--device", "cpu"), "port 8200 is assigned to the pro"),
+        (("--model", "m", "--allowed-local-media-path", "/nope"), "'/nope' is not a folder"),
+        (("--model", "m", "--nope"), "unrecognized arguments: --nope"),
+    ],
+)
+def test_an_error_of_up_is_reported_in_one_line(flags: tuple[str, ...], message: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "MODEL"}
+    ran = subprocess.run(
+        (sys.executable, "-m", "epd", "up", *flags),
+        env={**environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+
+    assert ran.returncode == 2
+    assert message in ran.stderr
+    assert ran.stderr.count("\n") == 1
+
+
+def _model(tmp_path: Path, **config: object) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("LlamaForCausalLM", "accepts only text (LlamaForCausalLM), so it has no encoder"),
+        ("WhisperForConditionalGeneration", "is an encoder-decoder model (Whisper"),
+    ],
+)
+def test_a_model_without_a_separate_encoder_is_refused_before_the_start(
+    tmp_path: Path, architecture: str, message: str
+) -> None:
+    if find_spec("vllm") is None:
+        pytest.skip(
+            "vLLM, which has the list of models, is not installed: scripts/test.sh installs it"
+        )
+    model = _model(tmp_path, architectures=[architecture])
+    refused = Up(tmp_path, "--model", str(model)).run()
+    dry = Up(tmp_path, "--model", str(model), "--dry-run", topology="1pd").run()
+
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"--model '{model}' {message}" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert not (tmp_path / "logs").exists()
+    assert dry.returncode == 0
+
+
+def test_flags_that_describe_another_model_are_left_to_vllm(tmp_path: Path) -> None:
+    model = _model(tmp_path, architectures=["LlamaForCausalLM"])
+    flags = ("--dry-run", "--vllm-flags=--hf_overrides '{}'")
+
+    assert Up(tmp_path, "--model", str(model), *flags).run().returncode == 0
+
+
+def test_a_model_that_needs_bfloat16_on_a_cpu_gets_it(tmp_path: Path) -> None:
+    model = _model(tmp_path, model_type="qwen3_5")
+    ran = Up(tmp_path, "--model", str(model), "--dry-run").run()
+
+    assert ran.stdout.count("--dtype bfloat16") == 2
+    assert "float32" not in ran.stdout
+
+
+def test_a_hub_that_cannot_be_reached_does_not_keep_a_fleet_from_starting(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts and never answers
+        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "HF_HUB_OFFLINE": "0"}
+        ran = Up(tmp_path, "--dry-run").run(hub | {"HF_HOME": str(tmp_path)})
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "# encode-" in ran.stdout
+
+
+def test_a_fleet_without_an_encode_stage_serves(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--bidirectional-kv", topology="1p1d")
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        body = json.loads(shlex.split(up.wait_for(process, "curl"))[-1])
+        assert up.ask().json()["choices"][0]["message"]["content"] == "a fake answer"
+        health = httpx.get(f"{up.url}/health", timeout=30)
+        process.send_signal(signal.SIGINT)
+        up.end_of(process)
+
+    assert (health.status_code, health.json()["encode_cluster"]) == (200, "empty")
+    assert (body["messages"][0]["content"], body["conversation_id"]) == ("What is a proxy?", "1")
+    assert process.returncode == 0
+    logs = {path.name for path in tmp_path.glob("logs/*/*.log")}
+    assert not any(name.startswith(("store", "encode")) for name in logs)
+
+
+def test_a_variable_that_is_wrong_is_named(tmp_path: Path) -> None:
+    ran = Up(tmp_path).run({"GPU_E": "0,1"})
+
+    assert ran.returncode == 2
+    assert "GPU_E '0,1' is not of the form 0, 0:1 (two instances) or 2+3" in ran.stderr
+
+
+def test_the_lines_of_a_dry_run_start_what_would_be_started(tmp_path: Path) -> None:
+    """Each engine gets the same arguments and environment when its line is pasted into a shell."""
+    record = tmp_path / "it's $HOME"
+    record.mkdir()
+    up = Up(tmp_path, "--vllm-flags", shlex.join(["--fake-record", str(record)]), topology="1e1p1d")
+    up.command = (*up.command, "--dry-run")
+    ran = up.run()
+    blocks = dict(re.findall(r"^# (\S+)\n((?:.+\n?)+)", ran.stdout, re.MULTILINE))
+    engines = [block for name, block in blocks.items() if name not in {"store", "proxy"}]
+    for block in engines:
+        subprocess.run(["bash", "-c", block], check=True, timeout=WITHIN_S)  # noqa: S607
+    seen = [json.loads(path.read_text()) for path in sorted(record.iterdir())]
+
+    assert [*blocks][::4] == ["store", "proxy"]
+    assert left(up.mark, 0) == {}
+    assert len(seen) == 3
+    for one in seen:
+        assert one["argv"][:2] == ["serve", "a/model"]
+        assert one["argv"][-1] == str(record)
+        assert one["environ"]["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert not any(Path("/dev/shm").glob(f"epd-up-*-{up.ports['port']}"))  # noqa: S108
+
+
+def test_flags_go_before_the_variables_of_the_example(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--dry-run", "--device", "cuda")
+    environ = {"PROXY_PORT": "1", "MODEL": "not/this", "MAX_MODEL_LEN": "77", "GPU_PD": "5"}
+    ran = up.run(environ | {"CUDA_VISIBLE_DEVICES": "3,4"})
+
+    assert "not/this" not in ran.stdout
+    assert f"--port {up.ports['port']}" in ran.stdout
+    assert "--max-model-len 77" in ran.stdout
+    assert "CUDA_VISIBLE_DEVICES=5" in ran.stdout
+    assert "CUDA_VISIBLE_DEVICES=3" in ran.stdout
