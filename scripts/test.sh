@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every test: first those without engines, which mostly wait, in four processes; then the ones on
+# Runs every test: first those without engines, which often wait, in five processes; then the ones on
 # real vLLM, in two. With arguments, which go to pytest, it is one run of what they choose.
 #
 #   scripts/test.sh            # all of them
@@ -12,9 +12,8 @@ cd "$(dirname "$0")/.."
 export PYTHONDONTWRITEBYTECODE=
 if [ "${1-}" = --quick ]; then
     # Each of the processes would import these, of which no test is quick or none runs without a GPU.
-    exec .venv/bin/python -m pytest -m "not full" --hypothesis-profile quick -n 4 --dist loadfile \
-        --no-loadscope-reorder --ignore tests/e2e --ignore tests/gpu --ignore tests/ui/test_page.py \
-        --ignore tests/ec_store/vllm_connector "${@:2}"
+    exec .venv/bin/python -m pytest -m "not full" --hypothesis-profile quick -n 4 --ignore tests/e2e \
+        --ignore tests/gpu --ignore tests/ui/test_page.py --ignore tests/ec_store/vllm_connector "${@:2}"
 fi
 ./scripts/fetch_multi_turn.sh ||
     echo "vLLM's source could not be fetched and unpacked, which a test in tests/e2e/test_conversations.py needs"
@@ -24,7 +23,7 @@ other=0.33.0
     echo "vLLM $other could not be fetched and unpacked: the contract tests read the installed release alone"
 [ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
 failed=0
-.venv/bin/python -m pytest --ignore tests/e2e -n 4 --dist loadfile --no-loadscope-reorder || failed=$?
+.venv/bin/python -m pytest --ignore tests/e2e -n 5 || failed=$?
 .venv/bin/python -m pytest tests/e2e -n 2 || failed=$?
 [ ! -d ".run/vllm-sources/$other" ] || ./scripts/check_vllm.sh "$other" || failed=$?
 exit $failed

@@ -5,9 +5,11 @@ import signal
 import ssl
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.models import written
 
@@ -17,6 +19,37 @@ settings.load_profile("untimed")
 
 NOT_QUICK = frozenset({"stack", "browser", "models", "redis_cluster", "start_cluster"})
 """Fixtures that start engines, a browser or a Redis Cluster, or build models."""
+
+
+TOGETHER = ("tests/ec_store/vllm_connector/",)
+"""Folders whose tests run in one process. Each process would import vLLM, for 20 s of CPU time."""
+
+LONGEST = (
+    *TOGETHER,
+    "tests/faults/test_chaos.py",
+    "tests/security/test_openapi.py",
+    "tests/tools/bench/",
+    "tests/tools/fleet/",
+    "tests/proxy/test_workers.py",
+)
+"""Files that take longest. They start first, so that no process waits for them at the end."""
+
+
+class WholeFiles(LoadScopeScheduling):  # type: ignore[misc]  # the base class is untyped
+    """Distribution of tests over processes: a file runs in one, and so does a folder of `TOGETHER`.
+
+    A fixture of a module is then made once.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return next((folder for folder in TOGETHER if file.startswith(folder)), file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeFiles:
+    """Return the distribution for `pytest -n`."""
+    config.option.loadscopereorder = False  # the order is that of `LONGEST`
+    return WholeFiles(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,7 +73,8 @@ def _trust_one_authority(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with the tier that its fixtures need."""
+    """Mark each test with the tier that its fixtures need, and sort by `LONGEST`."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     for item in items:
         if NOT_QUICK.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("full")
