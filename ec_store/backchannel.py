@@ -10,7 +10,7 @@ The socket has an abstract name (unix(7)): it leaves no file, and the kernel rem
 process. The receiver drops messages of other users.
 
 An abstract name is valid in one network namespace. Messages of a worker on another host or in
-another container do not arrive (docs/configuration.md).
+another container do not arrive (docs/configuration/store.md).
 """
 
 import hashlib

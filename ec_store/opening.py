@@ -14,7 +14,7 @@ def open_store(url: str, *, create: bool = True, lazy: bool = False) -> Store:
 
     Args:
         url: `file:///path?max_bytes=64GiB&ttl=7d&durability=none`, `redis://…`, `rediss://…` or
-            `redis+cluster://…`; docs/configuration.md lists the parameters of each.
+            `redis+cluster://…`; docs/configuration/store.md lists the parameters of each.
         create: whether to create a store in a directory without one.
         lazy: whether the first use opens the directory, and the next use after each failure reopens
             it. Redis is always opened lazily.

@@ -1,10 +1,11 @@
-"""Write the tables of settings in docs/configuration.md, from the settings' fields.
+"""Write the tables of settings in docs/configuration/settings.md, from the settings' fields.
 
     python scripts/config_reference.py          writes the tables
     python scripts/config_reference.py --check  fails if the tables are out of date
 
 The tables are between `<!-- settings -->` and `<!-- end of settings -->`. A table of the settings
-that most operators need is between `<!-- first settings -->` and `<!-- end of first settings -->`.
+that most operators need is in docs/configuration.md, between `<!-- first settings -->` and
+`<!-- end of first settings -->`.
 """
 
 import argparse
@@ -28,7 +29,8 @@ from epd.config.flags import (
 )
 from epd.config.proxy_config import FIXED
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+OVERVIEW, REFERENCE = DOCS / "configuration.md", DOCS / "configuration" / "settings.md"
 BETWEEN = re.compile(r"(<!-- settings -->\n).*(<!-- end of settings -->)", re.DOTALL)
 FIRST = (
     "encode_servers_urls",
@@ -61,21 +63,29 @@ def main() -> None:
         "--check", action="store_true", help="fail if the tables are out of date; write nothing"
     )
     check = parser.parse_args().check
-    old = DOCUMENT.read_text()
     tables = "\n".join(table(title) for title in TITLES)
-    new = BETWEEN.sub(lambda found: f"{found[1]}\n{tables}\n{found[2]}", old)
-    first = "".join(map(first_row, FIRST))
-    new = BETWEEN_FIRST.sub(lambda found: f"{found[1]}\n{FIRST_HEADER}{first}\n{found[2]}", new)
-    if not check:
-        DOCUMENT.write_text(new)
-    elif new != old:
-        sys.exit(f"{DOCUMENT.name}: out of date; run scripts/config_reference.py")
+    first = FIRST_HEADER + "".join(map(first_row, FIRST))
+    for document, place, content in (
+        (REFERENCE, BETWEEN, tables),
+        (OVERVIEW, BETWEEN_FIRST, first),
+    ):
+        old = document.read_text()
+        new = filled(old, place, content)
+        if not check:
+            document.write_text(new)
+        elif new != old:
+            sys.exit(f"{document.name}: out of date; run scripts/config_reference.py")
+
+
+def filled(text: str, place: re.Pattern[str], content: str) -> str:
+    """Return a document with this content at a place."""
+    return place.sub(lambda found: f"{found[1]}\n{content}\n{found[2]}", text)
 
 
 def table(title: str) -> str:
     """Return the table of one group, with its heading."""
     lines = (row(name, Settings.model_fields[name]) for name in names(title))
-    return f"### Settings: {title}\n\n{HEADER}{''.join(lines)}"
+    return f"## Settings: {title}\n\n{HEADER}{''.join(lines)}"
 
 
 def first_row(name: str) -> str:

@@ -22,7 +22,7 @@ NOT_QUICK = frozenset({"stack", "browser", "models", "redis_cluster", "start_clu
 
 
 TOGETHER = ("tests/ec_store/vllm_connector/",)
-"""Folders whose tests run in one process. Each process would import vLLM, for 20 s of CPU time."""
+"""Folders of tests that run in one process. To import vLLM takes 20 s of CPU time."""
 
 LONGEST = (
     *TOGETHER,

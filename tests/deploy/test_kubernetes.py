@@ -39,7 +39,7 @@ UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 READ_TO_THE_END_S = 5
 """Seconds for a client to read the final error when draining cuts it off."""
 MEMORY_OF_A_BODY = 7
-"""Memory of a request body, in multiples of its size; see docs/configuration.md."""
+"""Memory of a request body, in multiples of its size; see docs/configuration/operation.md."""
 REACHES = {
     ("epd-proxy", "encode", "http"),
     ("epd-proxy", "prefill", "http"),

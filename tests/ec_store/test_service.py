@@ -257,7 +257,7 @@ async def test_dashboard_and_rules_ask_for_metrics_that_the_service_has(
 async def test_every_metric_of_the_service_is_documented(client: TestClient[Any, Any]) -> None:
     async with client.get("/metrics") as reply:
         page = await reply.text()
-    document = (ROOT / "docs" / "configuration.md").read_text()
+    document = (ROOT / "docs" / "configuration" / "store.md").read_text()
     names = re.findall(r"^# TYPE (ec_store_\w+)", page, re.MULTILINE)
     metrics = [name for name in names if not name.endswith("_created")]
 

@@ -34,7 +34,7 @@ def root() -> Iterator[Path]:
     root = parent / "store"
     root.mkdir()
     os.chown(root, USERS[0], GROUP)
-    root.chmod(SHARED_DIRECTORY)  # as docs/configuration.md recommends
+    root.chmod(SHARED_DIRECTORY)  # as docs/configuration/store.md recommends
     # Import everything now: after `setuid`, the process may not be able to read root's Python.
     with opened(parent / "warm") as store:
         store.put(key(), sized(2**20 + 2))

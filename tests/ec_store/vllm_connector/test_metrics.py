@@ -21,7 +21,7 @@ from tests.deploy.expressions import asked, queries
 from tests.deploy.tools import DASHBOARD, rules
 from tests.ec_store.vllm_connector.steps import Connect, put, settle
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "configuration" / "store.md"
 
 
 @pytest.fixture
