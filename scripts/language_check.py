@@ -29,7 +29,8 @@ QUAINT = re.compile(
 """Phrases with a plain or technical synonym: again, is not, skipped, released, rejected, ends."""
 
 NO_SUBJECT = re.compile(
-    r"test_(what|where|who|whose|whoever|which|how|that|those|there|it|its|they|their|of|in|as)_"
+    r"test_(what|where|who|whose|whoever|which|how|that|those|there|it|its|they|their|of|in|as|so"
+    r"|one_that|this|these|no_one)_"
 )
 """Beginnings of a test's name without its subject, which is the component."""
 

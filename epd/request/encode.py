@@ -56,7 +56,7 @@ AT_ONCE = 16
 requests, and few fleets have more encode instances."""
 
 
-class Made(NamedTuple):
+class SharedOutput(NamedTuple):
     """Encoder output of one item, shared by all requests that need it.
 
     Attributes:
@@ -90,7 +90,7 @@ class Encoder:
         self._fatal = fatal
         self._identifiers = Identifiers()
         self._placement = Placement(table, namespaces, pushed=transfer.pushed)
-        self._flights: Flights[object, Made] = Flights()
+        self._flights: Flights[object, SharedOutput] = Flights()
         self._choice = Choice(table, Role.ENCODE)
         self._planner = GroupPlanner(self._choice, fatal)
         self._retries = Retries()
@@ -223,7 +223,7 @@ class Encoder:
             raise _unknown(item, planned.lookup)
         try:
             if output is None or self._transfer.pushed:
-                made = Made(await self._ask_instances(planned, first_try, item), item)
+                made = SharedOutput(await self._ask_instances(planned, first_try, item), item)
             else:
                 flight = flight_key(job, output, skips_claims=planned.skips_claims)
                 under_way = flight in self._flights
@@ -251,7 +251,7 @@ class Encoder:
         item: MMItem,
         output: OutputKey,
         waiting: Span | None,
-    ) -> Made:
+    ) -> SharedOutput:
         """Return the output of an item: encode it, unless another proxy already does.
 
         Args:
@@ -273,7 +273,7 @@ class Encoder:
                 with nullcontext() if turn.first else job.context.wait_span(item):
                     found = await turn.wait_turn()
                 if found is not None and found.modality == item.modality:
-                    return Made(from_entry(found))
+                    return SharedOutput(from_entry(found))
                 encoded = await self._ask_instances(planned, first_try, item)
                 turn.made = encoded.identifier is not None
         if self._claims is not None and encoded.namespace is not None:
@@ -281,7 +281,9 @@ class Encoder:
         if encoded.identifier is not None:
             self._identifiers.learn_identifier(output, encoded.identifier)
         span = job.context.span
-        return Made(encoded, item, None if span is None else span.latest_child("encode", item))
+        return SharedOutput(
+            encoded, item, None if span is None else span.latest_child("encode", item)
+        )
 
     async def _ask_instances(
         self, planned: PlannedJob, first_try: FirstTry | None, item: MMItem

@@ -150,7 +150,7 @@ def host_and_ports(address: str, ports: int) -> list[str]:
     return [host, *found]
 
 
-class Untold(KVTransfer):
+class WithoutParams(KVTransfer):
     """Transfer without parameters: vLLM's ExampleConnector, OffloadingConnector, a shared store."""
 
     name = "none"

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from epd.transfer import ECTransferName, KVTransferName
 from epd.transfer.ec import ECMooncake, ECNixl, ECStoreTransfer, ECTransfer, Example
-from epd.transfer.kv import KVTransfer, LMCache, Untold
+from epd.transfer.kv import KVTransfer, LMCache, WithoutParams
 from epd.transfer.mooncake import Mooncake
 from epd.transfer.nixl import Multi, Nixl, NixlPush
 
@@ -16,9 +16,9 @@ KV_TRANSFERS: Mapping[KVTransferName, type[KVTransfer]] = MappingProxyType(
         "mooncake": Mooncake,
         "lmcache": LMCache,
         "multi": Multi,
-        "example": Untold,
-        "offloading": Untold,
-        "none": Untold,
+        "example": WithoutParams,
+        "offloading": WithoutParams,
+        "none": WithoutParams,
     }
 )
 

@@ -38,7 +38,7 @@ def test_a_prefill_that_has_never_read_and_hangs_is_told_of_none() -> None:
     assert resting.may_read("p", "b")
 
 
-def test_one_that_has_read_hangs_by_the_engines_fault_until_it_hangs_again() -> None:
+def test_a_cooldown_blames_the_engine_if_the_prefill_instance_has_read_before() -> None:
     resting = Cooldowns(Clock())
     resting.read("p")
 

@@ -27,7 +27,7 @@ def test_calls_are_made_and_their_ends_told() -> None:
     pool.close()
 
 
-def test_so_many_run_at_once_and_no_more() -> None:
+def test_a_daemon_pool_runs_its_number_of_calls_at_once() -> None:
     pool = DaemonPool(3, "test")
     go, running = threading.Event(), threading.Semaphore(0)
     most = []

@@ -173,7 +173,9 @@ async def test_an_encode_is_waited_for_at_most_its_timeout(
 
 
 @pytest.mark.fault(5)
-async def test_one_that_is_not_there_is_passed_over_and_then_left_out(launch: Launch) -> None:
+async def test_an_unreachable_encode_instance_is_retried_elsewhere_and_then_down(
+    launch: Launch,
+) -> None:
     async with launch(encode=1) as up:
         urls = (NOBODY, "http://no-such-host.invalid:1", up.e.url)
         config: Any = {"encode_servers_urls": urls, "encode_balance": "round_robin"}
@@ -205,7 +207,9 @@ async def test_a_reset_before_the_answer_is_tried_again(launch: Launch, script: 
 
 
 @pytest.mark.fault(7)
-async def test_one_that_hangs_is_cancelled_and_counts_as_failed(launch: Launch) -> None:
+async def test_an_encode_that_times_out_is_cancelled_and_counts_as_a_failure(
+    launch: Launch,
+) -> None:
     config: Any = {"encode_timeout_s": 0.1, "eject_after": 2, "on_encode_failure": "fail"}
     async with launch(**config) as fleet:
         fleet.e.chat = hangs
@@ -320,7 +324,7 @@ async def test_unreachable_encode_instances_end_in_a_local_encode_or_503(launch:
 
 
 @pytest.mark.fault(14)
-async def test_one_that_comes_back_serves_again(launch: Launch) -> None:
+async def test_an_encode_instance_that_recovers_serves_again(launch: Launch) -> None:
     fast: Any = {"probe_interval_s": 0.2, "probe_backoff_s": 0.2, "probe_backoff_max_s": 0.2}
     async with launch(encode=2, encode_balance="round_robin", eject_after=2, **fast) as fleet:
         fleet.encode[0].healthy = False

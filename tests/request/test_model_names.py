@@ -73,7 +73,7 @@ def test_an_invalid_answer_names_no_model(answer: bytes) -> None:
     assert names.name_of("m") == OTHER
 
 
-def test_so_many_names_and_no_more() -> None:
+def test_model_names_are_bounded() -> None:
     names = ModelNames()
     for number in range(10 * MAX_NAMES):
         names.learn_name(f"asked {number}", said(f"served {number}"))

@@ -136,7 +136,7 @@ async def test_comments_are_neither_the_first_token_nor_gaps(
     after=st.lists(st.sampled_from(COMMENTS), max_size=3),
     points=st.lists(st.integers(min_value=0)),
 )
-async def test_so_it_is_wherever_a_stream_is_cut(
+async def test_a_stream_is_relayed_unchanged_wherever_it_is_cut(
     path: str, before: list[bytes], after: list[bytes], points: list[int]
 ) -> None:
     event, last = STREAMS[path]

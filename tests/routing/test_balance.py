@@ -280,7 +280,7 @@ def test_weight_0_gets_requests_only_if_no_other_instance_can(name: ItemBalanceN
     assert {best(item=key, session=key) for key in KEYS[:40]} == {OUT}
 
 
-def test_one_that_nothing_is_for_is_tried_when_the_others_have_been() -> None:
+def test_an_instance_of_weight_zero_is_chosen_after_the_others_were_tried() -> None:
     choice = Choice(InstanceTable([OUT, ONES[0]]), Role.DECODE)
 
     assert choice.has_untried([ONES[0]])

@@ -146,7 +146,7 @@ def test_a_rank_that_begins_more_while_it_is_asked_is_not_counted_twice() -> Non
     assert [ranks.next_rank() for _ in range(4)] == [0, 1, 0, 1]
 
 
-def test_one_that_gives_no_report_is_asked_ever_less_often() -> None:
+def test_an_instance_without_a_report_is_asked_ever_less_often() -> None:
     load, asked = Load(URL), []
     for now_s in range(600):
         if load.report_due(float(now_s), INTERVAL_S):
@@ -249,7 +249,7 @@ def test_requests_of_one_that_comes_back_are_still_counted() -> None:
     assert table.load(A).value == 0
 
 
-def test_one_that_takes_no_part_is_known_for_as_long_as_it_has_requests() -> None:
+def test_an_instance_outside_the_table_is_known_while_it_has_requests() -> None:
     table, _ = table_of(A)
     for number in range(100):
         with table.track_request(Instance(Role.DECODE, f"http://picked{number}:1")):

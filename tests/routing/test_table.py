@@ -44,7 +44,7 @@ def test_an_empty_table_has_no_choice() -> None:
         Choice(InstanceTable(), Role.DECODE).best_instance()
 
 
-def test_one_that_was_tried_is_chosen_again_only_where_there_is_no_other() -> None:
+def test_a_tried_instance_is_chosen_again_only_if_all_were_tried() -> None:
     choice = Choice(InstanceTable([A, B]), Role.DECODE)
 
     assert {choice.best_instance(tried=[A]) for _ in range(4)} == {B}
@@ -65,7 +65,7 @@ def test_an_instance_that_is_down_is_tried_before_a_request_fails() -> None:
     assert not choice.has_untried([A, B])
 
 
-def test_one_that_fails_is_left_out() -> None:
+def test_a_failing_instance_is_not_usable() -> None:
     table, _ = table_of(A, B)
     fails(table, A, UpstreamFailed("x"))
 
@@ -81,7 +81,7 @@ def test_all_instances_are_used_if_more_than_half_fail() -> None:
     assert usable(table) == [A, B, C]
 
 
-def test_one_that_cannot_be_reached_is_left_out_however_many_there_are() -> None:
+def test_unreachable_instances_are_not_usable_even_if_they_are_most() -> None:
     table, _ = table_of(A, B, C, D)
     for instance in (A, B, C):
         fails(table, instance, UpstreamUnreachable("x"))
@@ -100,7 +100,7 @@ def test_all_instances_are_tried_if_none_is_reachable() -> None:
     assert not table.any_serving(Role.DECODE)
 
 
-def test_one_that_asks_for_a_rest_gets_it_unless_all_do() -> None:
+def test_a_busy_instance_is_not_usable_unless_all_are_busy() -> None:
     table, clock = table_of(A, B)
     fails(table, A, UpstreamBusy("x", retry_after_s=10.0), times=1)
     assert usable(table) == [B]
@@ -120,7 +120,7 @@ def test_an_internal_error_does_not_eject_an_instance() -> None:
 
 
 @pytest.mark.fault(64)
-def test_one_that_is_removed_ends_what_it_has_and_gets_no_more() -> None:
+def test_a_removed_instance_ends_its_requests_and_gets_no_more() -> None:
     table, _ = table_of(A, B)
     with table.track_request(A):
         table.remove(A)
@@ -133,7 +133,7 @@ def test_one_that_is_removed_ends_what_it_has_and_gets_no_more() -> None:
     assert set(usable(table)) == {A, B}
 
 
-def test_one_that_is_there_is_not_added_twice() -> None:
+def test_an_instance_of_the_table_is_not_added_twice() -> None:
     table, _ = table_of(A)
     table.add(A)
 

@@ -36,7 +36,7 @@ def test_no_two_pictures_are_the_same_where_none_is_reused() -> None:
     assert len({*first, *other}) == 200
 
 
-def test_so_many_are_reused_as_the_scenario_says() -> None:
+def test_pictures_are_reused_at_the_rate_of_the_scenario() -> None:
     scenario = Scenario("x", "x", pictures=1, picture_bytes=4000, reuse=0.9)
     sent = [pictures(body)[0] for body in islice(Bodies(scenario, 1), 2000)]
 

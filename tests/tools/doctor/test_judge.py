@@ -293,7 +293,7 @@ def test_a_kernel_that_holds_few_connections_is_found(
 
 
 @pytest.mark.fault(72)
-def test_this_machines_backlog_is_looked_at() -> None:
+def test_the_doctor_judges_the_backlog_of_this_machine() -> None:
     assert "backlog" in {one.subject for one in judge_host(config())}
 
 
