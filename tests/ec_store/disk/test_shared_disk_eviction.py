@@ -103,9 +103,12 @@ def test_put_costs_the_same_beside_many_writers(root: Path) -> None:
             for _ in range(writers):
                 Ledger().charge(usage, 10)
             store.put(key(f"warm-{writers}"), sized(100))
-            with counted() as counts:
-                store.put(key(str(writers)), sized(100))
-            totals.append(counts.total())
+            of_puts = []
+            for number in range(3):  # other threads of this process may do I/O beside one of them
+                with counted() as counts:
+                    store.put(key(f"{writers}-{number}"), sized(100))
+                of_puts.append(counts.total())
+            totals.append(min(of_puts))
 
     assert max(totals) - min(totals) <= 4  # a folder may have to be created
     assert max(totals) < 40
