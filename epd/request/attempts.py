@@ -36,8 +36,8 @@ class Encodings(NamedTuple):
         uuids: Mapping[MMItem, str | None],
     ) -> Self:
         """Return the outputs of items with these keys."""
-        local = (one.item for one in items if one.result == "local")
-        return cls(tuple(items), namespace, tuple(item_key(item, uuids[item]) for item in local))
+        local = [one.item for one in items if one.result == "local"]
+        return cls(tuple(items), namespace, tuple([item_key(item, uuids[item]) for item in local]))
 
 
 class Targets(NamedTuple):
@@ -210,6 +210,10 @@ class OutputKey(NamedTuple):
         return self.named and not self.kwargs
 
 
+Outputs = Mapping[MMItem, OutputKey | None]
+"""The output that each item needs; None if an engine makes the item's key."""
+
+
 class ItemPlan(NamedTuple):
     """Plan for one item that is not in the store.
 
@@ -294,11 +298,13 @@ class PlannedJob(NamedTuple):
 
     Attributes:
         job: the items.
+        outputs: output that each item needs; None if an engine makes the item's key.
         lookup: result of the lookup.
         plans: plans for the items that are not in the store.
     """
 
     job: EncodeJob
+    outputs: Outputs
     lookup: StoreLookup
     plans: Mapping[MMItem, ItemPlan]
 
@@ -311,13 +317,13 @@ class PlannedJob(NamedTuple):
         """Return the plan of an item."""
         return self.plans.get(item, UNPLANNED)
 
+    def flight_key(self, output: OutputKey) -> Hashable:
+        """Return the key under which requests share the encode of an output.
 
-def flight_key(job: EncodeJob, output: OutputKey, *, skips_claims: bool) -> Hashable:
-    """Return the key under which requests share the encode of an output.
-
-    Only requests with the same Authorization share it: a 401 must not fail the others.
-    """
-    return output, job.namespace, job.context.headers.get("Authorization"), skips_claims
+        Only requests with the same Authorization share it: a 401 must not fail the others.
+        """
+        job = self.job
+        return output, job.namespace, job.context.headers.get("Authorization"), self.skips_claims
 
 
 class Identifiers:

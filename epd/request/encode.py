@@ -31,9 +31,9 @@ from epd.request.attempts import (
     FirstTry,
     Identifiers,
     OutputKey,
+    Outputs,
     PlannedJob,
     StoreLookup,
-    flight_key,
     item_key,
     sent_as,
 )
@@ -109,11 +109,12 @@ class Encoder:
             return raw_items(uuids)
         record = context.record
         record.hits, record.waits = {}, 0
-        identifiers = self._lookup_keys(job)
+        outputs = {item: job.output(item) for item in uuids}
+        identifiers = self._lookup_keys(job, outputs)
         with self._start_lookup(job, identifiers) as looking:
             lookup = await self._lookup(job, looking, identifiers)
             record.at = "encode"
-            planned = self._planned(job, lookup, identifiers)
+            planned = self._planned(job, outputs, lookup, identifiers)
             missing = [item for item, plan in planned.plans.items() if not plan.local]
             if len(missing) == 1:
                 made = [await self._encode_item(planned, None, missing[0])]
@@ -128,15 +129,15 @@ class Encoder:
             record.hits = Counter([one.item.modality for one in encoded if one.result == "hit"])
         return encoded
 
-    def _lookup_keys(self, job: EncodeJob) -> Mapping[MMItem, str]:
+    def _lookup_keys(self, job: EncodeJob, outputs: Outputs) -> Mapping[MMItem, str]:
         """Return the store keys to look up, by item."""
         if self._claims is None:
             return {}
         return {
             item: identifier
-            for item in job.uuids
+            for item, output in outputs.items()
             if not (job.reencode and item.has_media)
-            and (output := job.output(item)) is not None
+            and output is not None
             and (identifier := self._identifiers.identifier_of(output))
         }
 
@@ -172,33 +173,32 @@ class Encoder:
         return StoreLookup(answered=True, found=found)
 
     def _planned(
-        self, job: EncodeJob, lookup: StoreLookup, identifiers: Mapping[MMItem, str]
+        self,
+        job: EncodeJob,
+        outputs: Outputs,
+        lookup: StoreLookup,
+        identifiers: Mapping[MMItem, str],
     ) -> PlannedJob:
         """Return the job with a plan for each item that is not stored."""
-        under_way = partial(self._under_way, job, lookup, identifiers)
+        under_way = partial(self._under_way, PlannedJob(job, outputs, lookup, {}), identifiers)
         plans = self._placement.plan_items(job, lookup, identifiers.__contains__, under_way)
         if job.rule is not None:
             places = [plan.place.labels for plan in plans.values() if plan.place]
             job.context.record.places = Counter(places)
-        return PlannedJob(job, lookup, plans)
+        return PlannedJob(job, outputs, lookup, plans)
 
     def _under_way(
-        self,
-        job: EncodeJob,
-        lookup: StoreLookup,
-        identifiers: Mapping[MMItem, str],
-        item: MMItem,
+        self, planned: PlannedJob, identifiers: Mapping[MMItem, str], item: MMItem
     ) -> bool:
         """Return whether this or another proxy on the same store is encoding an item."""
-        if (output := job.output(item)) is None:
+        if (output := planned.outputs[item]) is None:
             return False
-        skips_claims = job.reencode or not lookup.answered
-        if flight_key(job, output, skips_claims=skips_claims) in self._flights:
+        if planned.flight_key(output) in self._flights:
             return True
-        if self._claims is None or not lookup.answered or item not in identifiers:
+        if self._claims is None or not planned.lookup.answered or item not in identifiers:
             return False
-        model, identifier = output.model, identifiers[item]
-        return not self._claims.queue_claim(model, identifier, 0.0, job.namespace).first
+        namespace = planned.job.namespace
+        return not self._claims.queue_claim(output.model, identifiers[item], 0.0, namespace).first
 
     async def _encode_item(
         self, planned: PlannedJob, first_try: FirstTry | None, item: MMItem
@@ -218,14 +218,14 @@ class Encoder:
             ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
         job = planned.job
-        context, output = job.context, job.output(item)
+        context, output = job.context, planned.outputs[item]
         if not item.has_media:
             raise _unknown(item, planned.lookup)
         try:
             if output is None or self._transfer.pushed:
                 made = SharedOutput(await self._ask_instances(planned, first_try, item), item)
             else:
-                flight = flight_key(job, output, skips_claims=planned.skips_claims)
+                flight = planned.flight_key(output)
                 under_way = flight in self._flights
                 with context.wait_span(item) if under_way else nullcontext() as waiting:
                     work = partial(self._encode_once, planned, first_try, item, output, waiting)

@@ -23,7 +23,10 @@ KEPT_S = 600.0
 again, even if the policy would avoid it."""
 
 
-NO_SUMS: tuple[float, ...] = (0.0,) * 5
+Sums = tuple[float, float, float, float, float]
+"""Weighted sums of ones, tokens, seconds, and their products."""
+
+NO_SUMS: Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Speed(NamedTuple):
@@ -77,7 +80,11 @@ class EncodeWork:
     @property
     def speed(self) -> Speed | None:
         """The speed; None if unknown or expired."""
-        return self._speed if self._clock() < self._until_s else None
+        if self._clock() >= self._until_s:
+            return None
+        if self._speed is None:  # not since the last answer: few policies need the speed
+            self._speed = _fit(*self._sums)
+        return self._speed
 
     def begin_tokens(self, tokens: int) -> float:
         """Count tokens that the instance gets now. Return the time."""
@@ -105,10 +112,10 @@ class EncodeWork:
         if now_s >= self._until_s:
             self._sums = NO_SUMS
         seconds = (now_s - max(started_s, ended_s)) * share
-        new = 1.0, tokens, seconds, tokens * tokens, tokens * seconds
-        sums = tuple(DECAY * old + one for old, one in zip(self._sums, new, strict=True))
-        self._sums = sums
-        self._speed, self.mean_tokens = _fit(*sums), sums[1] / sums[0]
+        count, x, y, xx, xy = self._sums
+        count, x, y = DECAY * count + 1.0, DECAY * x + tokens, DECAY * y + seconds
+        self._sums = count, x, y, DECAY * xx + tokens * tokens, DECAY * xy + tokens * seconds
+        self._speed, self.mean_tokens = None, x / count
         self._until_s = now_s + KEPT_S
 
     def forget_speed(self) -> None:
