@@ -324,6 +324,22 @@ def test_remembered_courses_equal_those_of_the_policies(written: list[str]) -> N
         assert policies.choose_policy(config, about) == choose_policy(active, about)
 
 
+def test_remembered_courses_are_bounded_by_the_kinds_of_requests() -> None:
+    config = epd.ProxyConfig(**URLS)
+    policies, every = Policies(LiveConfig(config)), [*Role]
+    rolesets = [
+        frozenset(role for role, there in zip(every, chosen, strict=True) if there)
+        for chosen in product((False, True), repeat=len(every))
+    ]
+    for items, tokens, prefills in product(range(8), range(8), (True, False)):
+        for roles in rolesets:
+            policies.choose_policy(config, facts(roles, items, tokens, prefills=prefills))
+
+    courses = policies._courses  # noqa: SLF001 - no public name counts them
+    assert courses is not None
+    assert len(courses) == 2 * 2 * 2 ** len(every)
+
+
 def test_policies_change_at_a_reload() -> None:
     live = LiveConfig(epd.ProxyConfig(**URLS))
     change = live.apply_config(epd.ProxyConfig(**URLS, skip_prefill_below_tokens=8))
