@@ -192,9 +192,10 @@ class LedgerRow:
 class TenantLedger:
     """Counts of tenants in memory that all workers share.
 
-    A worker writes its count before it reads those of the others. So two workers that admit at the
-    same moment see each other, and at most one request too few is admitted. Processors may delay a
-    write behind a read by nanoseconds: within that time, each worker may admit one too many.
+    A worker writes its count before it reads those of the others. So workers that admit at the same
+    moment see each other. If their requests together exceed the limit, all of these are rejected.
+    Processors may delay a write behind a read by nanoseconds: within that time, each worker may
+    admit one request too many.
     """
 
     def __init__(self, memory: memoryview, workers: int) -> None:
