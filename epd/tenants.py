@@ -169,6 +169,7 @@ class LedgerRow:
     """
 
     BYTES = 3 * 8 * MAX_SHARED
+    """Size of a row in shared memory."""
 
     def __init__(self, memory: memoryview) -> None:
         size = 8 * MAX_SHARED
@@ -184,7 +185,8 @@ class LedgerRow:
             first: slot at which the search begins.
         """
         for slot in range(first, MAX_SHARED):
-            if self.keys[slot] in {key, 0}:
+            found = self.keys[slot]
+            if found == key or not found:
                 return slot
         return MAX_SHARED
 
@@ -208,7 +210,12 @@ class TenantLedger:
         return LedgerRow.BYTES * workers
 
     def use_of(self, worker: int, name: str) -> TenantUse:
-        """Return the use of a tenant in a worker, which counts from 0."""
+        """Return the use of a tenant. The first one in a worker takes time with its tenants.
+
+        Args:
+            worker: number of the worker, from 0.
+            name: name of the tenant.
+        """
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         key, row = int.from_bytes(digest) | 1, self._rows[worker]
         slot = row.find_slot(key)
@@ -227,6 +234,8 @@ class TenantLedger:
 
 class SlotReader:
     """Slot of a tenant in the row of another worker, once that worker has one."""
+
+    __slots__ = ("_found", "_key", "_row", "_slot")
 
     def __init__(self, row: LedgerRow, key: int) -> None:
         self._row = row

@@ -285,9 +285,7 @@ class Admission:
     def apply_config(self, limits: Limits) -> None:
         """Replace the limits; admitted and queued requests stay."""
         if limits.tenant_per_minute != self._limits.tenant_per_minute:
-            self._rate = _rate(limits)
-            for use in self._uses.values():
-                use.set_full_at_s(0.0)
+            self._rate = _rate(limits)  # a bucket keeps the time at which it will be full
         self._limits = limits
         self.door.resize(limits.requests, limits.queue)
 

@@ -1,6 +1,7 @@
 """Configuration that changes at run time, and the components that follow it."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,3 +168,14 @@ async def test_limits_change_under_requests_that_are_here() -> None:
             admission.keep_pace(ALICE)
         admission.apply_config(limits)
         admission.keep_pace(ALICE)
+
+
+def test_a_changed_rate_keeps_the_time_at_which_a_bucket_is_full() -> None:
+    limits = Limits(requests=9, queue=0, queue_timeout_s=1, body_bytes=9, tenant_per_minute=1)
+    admission = Admission(limits, lambda: 100.0)
+    admission.keep_pace(ALICE)
+    admission.apply_config(replace(limits, tenant_per_minute=2))
+
+    with pytest.raises(TooManyRequests) as refused:
+        admission.keep_pace(ALICE)
+    assert refused.value.headers["Retry-After"] == "30"

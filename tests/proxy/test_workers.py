@@ -4,7 +4,8 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -184,51 +185,53 @@ def chats(url: str, count: int, key: str) -> list[asyncio.Task[int]]:
     return [asyncio.create_task(chat()) for _ in range(count)]
 
 
+@asynccontextmanager
+async def limited(decode: FakeInstance, keys: Path, *limits: str) -> AsyncIterator[Workers]:
+    """Run four workers with limits for tenants, and with one instance."""
+    async with decode.running():
+        flags = ["--encode-servers-urls", decode.url, "--decode-servers-urls", decode.url]
+        async with some_workers(4, *flags, "--api-keys-file", str(keys), *limits) as workers:
+            yield workers
+
+
 async def test_a_tenant_gets_its_whole_limit_over_all_workers(keys: Path) -> None:
     """A share per worker would be one request, and the connections are not spread evenly."""
     decode = FakeInstance(hangs)
-    async with decode.running():
-        flags = ["--encode-servers-urls", decode.url, "--decode-servers-urls", decode.url]
-        flags += ["--api-keys-file", str(keys), "--tenant-max-requests", "4"]
-        async with some_workers(4, *flags) as workers:
-            running: list[asyncio.Task[int]] = []
-            for number in range(1, 5):
-                running += chats(workers.url, 1, ALICE)
-                await until(lambda number=number: len(decode.calls) == number)  # type: ignore[misc]
-            assert await asyncio.gather(*chats(workers.url, 12, ALICE)) == [429] * 12
-            others = chats(workers.url, 4, BOB)
-            await until(lambda: len(decode.calls) == 8)
+    async with limited(decode, keys, "--tenant-max-requests", "4") as workers:
+        running: list[asyncio.Task[int]] = []
+        for number in range(1, 5):
+            running += chats(workers.url, 1, ALICE)
+            await until(lambda number=number: len(decode.calls) == number)  # type: ignore[misc]
+        assert await asyncio.gather(*chats(workers.url, 12, ALICE)) == [429] * 12
+        others = chats(workers.url, 4, BOB)
+        await until(lambda: len(decode.calls) == 8)
 
-            for task in (*running, *others):
-                task.cancel()
-            await asyncio.gather(*running, *others, return_exceptions=True)
-            await until(lambda: decode.aborted == 8)
-            running = chats(workers.url, 4, ALICE)
-            await until(lambda: len(decode.calls) == 12)
-            # A worker that dies takes its requests with it, and nothing else.
-            dead = workers.pids()
-            for pid in dead:
-                os.kill(pid, signal.SIGKILL)
-            await asyncio.gather(*running, return_exceptions=True)
-            await until(lambda: len(workers.pids()) == 8, START_S)
-            running = chats(workers.url, 4, ALICE)
-            await until(lambda: len(decode.calls) == 16)
-            assert await asyncio.gather(*chats(workers.url, 4, ALICE)) == [429] * 4
-            for task in running:
-                task.cancel()
+        for task in (*running, *others):
+            task.cancel()
+        await asyncio.gather(*running, *others, return_exceptions=True)
+        await until(lambda: decode.aborted == 8)
+        running = chats(workers.url, 4, ALICE)
+        await until(lambda: len(decode.calls) == 12)
+        # A worker that dies takes its requests with it, and nothing else.
+        for pid in workers.pids():
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.gather(*running, return_exceptions=True)
+        await until(lambda: len(workers.pids()) == 8, START_S)
+        running = chats(workers.url, 4, ALICE)
+        await until(lambda: len(decode.calls) == 16)
+        assert await asyncio.gather(*chats(workers.url, 4, ALICE)) == [429] * 4
+        for task in running:
+            task.cancel()
 
 
 async def test_a_tenant_has_one_rate_over_all_workers(keys: Path) -> None:
-    decode = FakeInstance(decodes)
-    async with decode.running():
-        flags = ["--encode-servers-urls", decode.url, "--decode-servers-urls", decode.url]
-        flags += ["--api-keys-file", str(keys), "--tenant-requests-per-minute", "10"]
-        async with some_workers(4, *flags) as workers:
-            statuses = Counter[int]()
-            for _ in range(24):
-                statuses.update(await asyncio.gather(*chats(workers.url, 1, ALICE)))
-            assert await asyncio.gather(*chats(workers.url, 1, BOB)) == [200]
+    """The next token comes after 30 s, so that a slow machine gets no more of them."""
+    async with limited(FakeInstance(decodes), keys, "--tenant-requests-per-minute", "2") as workers:
+        statuses = [
+            status
+            for _ in range(24)
+            for status in await asyncio.gather(*chats(workers.url, 1, ALICE))
+        ]
+        assert await asyncio.gather(*chats(workers.url, 1, BOB)) == [200]
 
-    # One more token at most fills up in the six seconds after the first request.
-    assert statuses[200] in {10, 11}
-    assert statuses[200] + statuses[429] == 24
+    assert statuses == [200] * 2 + [429] * 22

@@ -102,15 +102,6 @@ def test_a_dead_worker_leaves_its_rates_and_no_requests() -> None:
     assert pace.take_token(TenantLedger(memory, 2).use_of(0, "alice"), 100.0) == pytest.approx(60)
 
 
-def test_a_reset_rate_is_reset_for_all_workers_once_each_has_reloaded() -> None:
-    pace, uses = RateLimiter(1), uses_of("alice", new_memory())
-    assert [pace.take_token(use, 100.0) for use in uses] == [0.0, *[pytest.approx(60)] * 2]
-    for use in uses:
-        use.set_full_at_s(0.0)
-
-    assert pace.take_token(uses[2], 100.0) == 0.0
-
-
 def test_tenants_beyond_the_shared_ones_are_counted_by_each_worker_alone() -> None:
     memory = new_memory(2)
     ledger = TenantLedger(memory, 2)
