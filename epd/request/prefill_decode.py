@@ -125,8 +125,7 @@ class PrefillDecodeStages:
         Raises:
             NoInstance: no instance is available.
         """
-        if prepared.sending.context.turn is not None:
-            await self._readbacks.begin_turn(prepared.sending.context)
+        await self._readbacks.begin_turn(prepared.sending.context)
         if not self._needs_prefill(prepared):
             return None
         instance = consumer.instance if consumer else self._prefill_instance(prepared)

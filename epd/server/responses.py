@@ -174,7 +174,8 @@ JOINED_BYTES = 16 * 1024
 class WholeResponse(web.StreamResponse):
     """Response with status 200 and a complete body. Head and body are sent by one write.
 
-    It needs a third of the time of `web.Response`. The signal `on_response_prepare` is not sent.
+    A text request takes 5 % less CPU time with it than with `web.Response`. The signal
+    `on_response_prepare` is not sent.
     """
 
     def __init__(self, body: bytes, headers: Mapping[str, str]) -> None:

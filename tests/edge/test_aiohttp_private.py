@@ -3,12 +3,14 @@
 import inspect
 import re
 import tomllib
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import pytest
 from aiohttp import __version__, web, web_protocol
 
-from epd.edge.aiohttp_private import AppRunner, BaseSite, RequestHandler
+from epd.edge.aiohttp_private import AppRunner, BaseSite, RequestHandler, http_date
 
 ATTRIBUTES = ("_messages", "_request_count", "_waiter")
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +27,13 @@ def test_a_site_closes_the_server_that_it_keeps() -> None:
 
 def test_a_runner_makes_its_server_by_one_method() -> None:
     assert inspect.iscoroutinefunction(web.AppRunner._make_server)  # noqa: SLF001
+
+
+def test_the_date_of_a_response_is_the_time_in_gmt() -> None:
+    sent = parsedate_to_datetime(http_date())
+
+    assert http_date().endswith(" GMT")
+    assert abs(datetime.now(UTC) - sent) < timedelta(minutes=1)
 
 
 def test_an_error_of_the_parser_is_a_message_of_its_own() -> None:

@@ -24,7 +24,7 @@ ROOM = buffer_bytes(payload_bytes("F32", (TOKENS, COLUMNS)))
 WITHIN_S = 30.0
 
 
-class Made:
+class FakeStore:
     """Store that has every entry, and answers while `go` is set."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ def schedule(vllm: Any) -> Any:
 
 def test_oldest_request_is_admitted_first_and_whole(schedule: Any) -> None:
     """The second request waits until both of its entries have room; the third does not pass it."""
-    store = Made()
+    store = FakeStore()
     scheduler = schedule(store, 3.5)
     first, second, third = (
         scheduler.request("1", "a", "b"),
@@ -115,7 +115,7 @@ def test_oldest_request_is_admitted_first_and_whole(schedule: Any) -> None:
 
 
 def test_request_larger_than_the_budget_is_admitted_alone(schedule: Any) -> None:
-    scheduler = schedule(Made(), 2.5)
+    scheduler = schedule(FakeStore(), 2.5)
     small, large, last = (
         scheduler.request("small", "a"),
         scheduler.request("large", *"bcdef"),
@@ -134,7 +134,7 @@ def test_request_larger_than_the_budget_is_admitted_alone(schedule: Any) -> None
 
 
 def test_pin_ends_when_the_tokens_of_its_item_are_computed(schedule: Any) -> None:
-    scheduler = schedule(Made(), 100)
+    scheduler = schedule(FakeStore(), 100)
     request = scheduler.request("r", *"abc")
     scheduler.until(lambda: scheduler.step(request))
     pinned = []
@@ -150,7 +150,7 @@ def test_pin_ends_when_the_tokens_of_its_item_are_computed(schedule: Any) -> Non
 
 def test_entry_that_came_for_an_item_computed_meanwhile_is_not_pinned(schedule: Any) -> None:
     """The prefix cache has the item's tokens by then, computed by another request."""
-    store = Made()
+    store = FakeStore()
     store.go.clear()
     scheduler = schedule(store, 100)
     request, other = scheduler.request("r", "a", "b"), scheduler.request("s", "c")
@@ -168,7 +168,7 @@ def test_entry_that_came_for_an_item_computed_meanwhile_is_not_pinned(schedule: 
 
 def test_requests_that_only_decode_hold_nothing(schedule: Any) -> None:
     """A hundred requests with one entry each pass through a budget of two, and all keep running."""
-    scheduler = schedule(Made(), 2.5)
+    scheduler = schedule(FakeStore(), 2.5)
     running: list[Any] = []
     for number in range(100):
         request = scheduler.request(f"r{number}", f"k{number}")
@@ -183,7 +183,7 @@ def test_requests_that_only_decode_hold_nothing(schedule: Any) -> None:
 
 def test_a_preempted_request_releases_its_budget_and_is_admitted_again(schedule: Any) -> None:
     """Each request holds half of what the other needs; without a release, both would hang."""
-    scheduler = schedule(Made(), 2.5)
+    scheduler = schedule(FakeStore(), 2.5)
     preempted = scheduler.request("preempted", "a", "b")
     scheduler.until(lambda: scheduler.step(preempted))
     preempted.num_computed_tokens = 2 + TOKENS
@@ -201,7 +201,7 @@ def test_a_preempted_request_releases_its_budget_and_is_admitted_again(schedule:
 
 def test_request_that_lost_tokens_while_it_runs_does_not_wait_for_room(schedule: Any) -> None:
     """It holds blocks of the KV cache that the admitted request may need."""
-    scheduler = schedule(Made(), 1.5)
+    scheduler = schedule(FakeStore(), 1.5)
     running = scheduler.request("running", "a", "b")
     scheduler.until(lambda: scheduler.step(running))
     running.num_computed_tokens = 2 + 2 * TOKENS
@@ -214,7 +214,7 @@ def test_request_that_lost_tokens_while_it_runs_does_not_wait_for_room(schedule:
 
 
 def test_items_added_to_a_session_are_fetched(schedule: Any) -> None:
-    store = Made()
+    store = FakeStore()
     scheduler = schedule(store, 10)
     session = scheduler.request("s", "a")
     scheduler.until(lambda: scheduler.step(session))
@@ -230,7 +230,7 @@ def test_items_added_to_a_session_are_fetched(schedule: Any) -> None:
 
 
 def test_one_picture_twice_in_a_prompt_is_held_until_its_last_place(schedule: Any) -> None:
-    store = Made()
+    store = FakeStore()
     scheduler = schedule(store, 10)
     request = scheduler.request("r", "a", "a")
     scheduler.until(lambda: scheduler.step(request))
@@ -248,7 +248,7 @@ def test_one_picture_twice_in_a_prompt_is_held_until_its_last_place(schedule: An
 def test_all_requests_finish_for_any_sequence_of_events(schedule: Any, seed: int) -> None:
     """Requests arrive, are computed in parts, preempted and aborted; none waits forever."""
     dice = random.Random(seed)  # noqa: S311 - no secret
-    scheduler = schedule(Made(), dice.choice([1.5, 2.5, 4.5]))
+    scheduler = schedule(FakeStore(), dice.choice([1.5, 2.5, 4.5]))
     arriving = [
         scheduler.request(f"r{n}", *(f"k{dice.randrange(20)}" for _ in range(dice.randint(1, 5))))
         for n in range(40)
@@ -304,7 +304,7 @@ def lines_of(call: Callable[[], object]) -> int:
 
 def settled_at_once(schedule: Any, number: int) -> tuple[Scheduler, list[Any]]:
     """Return requests of two pictures each, with entries that arrived after the first step."""
-    store = Made()
+    store = FakeStore()
     store.go.clear()
     scheduler: Scheduler = schedule(store, 10 * number, timeout_s=WITHIN_S)
     requests = [scheduler.request(f"r{n}", f"a{n}", f"b{n}") for n in range(number)]
@@ -345,7 +345,7 @@ def test_a_step_costs_what_has_changed(schedule: Any, what: str, most: int) -> N
 def test_requests_that_wait_for_room_cost_one_look_each(schedule: Any) -> None:
 
     def lines(number: int) -> int:
-        scheduler = schedule(Made(), 1.5)
+        scheduler = schedule(FakeStore(), 1.5)
         requests = [scheduler.request(f"r{n}", f"a{n}", f"b{n}") for n in range(number)]
         scheduler.until(lambda: scheduler.step(*requests))
         return lines_of(lambda: scheduler.step(*requests))
