@@ -15,7 +15,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 from epd.routing.instances import Role
 from epd.tools.fleet.settings import Topology
-from epd.tools.fleet.stack import Stack
 from scripts.forked import ForkedStack
 from tests.collector import over_http
 from tests.e2e.served import Served
@@ -80,7 +79,7 @@ def stack(
         collector = running.enter_context(over_http())
         traces = ["--otlp-traces-endpoint", collector.url] if spec.traced else []
         redis, url = running.enter_context(redis_servers(spec.store, directory / "redis"))
-        described = (Stack if spec.programs else ForkedStack)(
+        described = ForkedStack(
             written(spec.model) / spec.model,
             Topology.parse(spec.topology),
             directory,

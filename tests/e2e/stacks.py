@@ -39,8 +39,6 @@ class Spec:
         saving: whether consumers write what they encode to the store, and the policy `cost` leaves
             small pictures to them.
         follows: whether the proxy follows the engines' KV events. Their caches are small.
-        programs: whether its engines are separate programs, which import vLLM each, instead of
-            forks of a process that has imported it.
     """
 
     model: str
@@ -53,7 +51,6 @@ class Spec:
     conversing: bool = False
     saving: bool = False
     follows: bool = False
-    programs: bool = False
 
     def __str__(self) -> str:
         traits = ["bf16"] * self.bf16 + [f"tp{self.ranks}"] * (self.ranks > 1)
@@ -99,7 +96,7 @@ ON_DISK = Spec(VISION, E_PD, DISK)
 ON_REDIS = Spec(VISION, E_PD, REDIS, bf16=not AMX)
 ON_CLUSTER = Spec(VISION, E_P_D, CLUSTER, ranks=2)
 ON_AUDIO = Spec(AUDIO, E_PD, DISK)
-TRACED = Spec(AUDIO, E_P_D, DISK, traced=True, programs=True)
+TRACED = Spec(AUDIO, E_P_D, DISK, traced=True)
 CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
 SHARDED = Spec(VISION, E_PD, DISK, consumer_ranks=2)
 SAVING = [Spec(VISION, topology, DISK, saving=True) for topology in (E_PD, E_P_D)]
