@@ -61,7 +61,7 @@ async def test_a_result_despite_cancellation_is_kept() -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_a_shorter_limit_around_it_is_the_one_that_is_over(lost: bool) -> None:
+async def test_the_shorter_of_two_nested_deadlines_raises_the_timeout(lost: bool) -> None:
     inner: list[type[BaseException]] = []
 
     async def work() -> None:

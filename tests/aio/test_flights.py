@@ -122,7 +122,7 @@ async def test_a_failed_run_is_not_shared_with_requests_that_joined_it() -> None
     assert runs == [0, 1]
 
 
-async def test_a_try_of_ones_own_that_fails_is_shared_and_not_repeated() -> None:
+async def test_a_failed_flight_fails_all_its_callers_and_runs_once() -> None:
     flights: Flights[str, int] = Flights()
     runs: list[int] = []
 

@@ -60,7 +60,7 @@ def loaded(raw: bytes | bytearray) -> Any:
 
 
 @given(DOCUMENTS.map(orjson.dumps), BROKEN, st.floats(0, 1))
-def test_the_rest_of_a_body_is_json_exactly_if_the_body_is(
+def test_a_body_without_its_media_is_json_exactly_if_the_body_is(
     raw: bytes, broken: bytes, where: float
 ) -> None:
     at = int(where * len(raw))
@@ -74,7 +74,7 @@ def test_the_rest_of_a_body_is_json_exactly_if_the_body_is(
 
 
 @given(st.lists(st.sampled_from([0, 1, WINDOW // 2, 2 * WINDOW, 5 * WINDOW + 3]), max_size=4))
-def test_each_of_several_media_is_found_in_its_place(sizes: list[int]) -> None:
+def test_all_media_of_a_body_are_cut_and_keep_their_places(sizes: list[int]) -> None:
     texts = [bytes([65 + n]) * size for n, size in enumerate(sizes)]
     audio = {"input_audio": {"data": "x" * 3 * WINDOW, "format": "wav"}}
     body = {"first": [{"image_url": {"url": url(text)}} for text in texts], "last": audio}

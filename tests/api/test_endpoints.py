@@ -347,7 +347,7 @@ def test_a_stream_has_the_operators_interval(endpoint: Endpoint, asked: dict[str
         (EMBEDDINGS, {"stream": True}),
     ],
 )
-def test_no_other_request_has_the_operators_interval(
+def test_stream_interval_of_the_operator_leaves_all_other_requests_unchanged(
     endpoint: Endpoint, body: dict[str, Any]
 ) -> None:
     assert endpoint.at_interval(body, 4) is body
@@ -411,7 +411,7 @@ IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": URL}}
     "field",
     ["queries", "documents", "items", "data_1", "data_2", "text_1", "text_2", "query"],
 )
-def test_both_sides_of_scores_have_items_by_each_of_vllms_names(field: str) -> None:
+def test_score_requests_have_items_in_both_fields_under_all_names_of_vllm(field: str) -> None:
     alone = list(SCORE.items({field: {"content": [IMAGE]}}))
     among = list(SCORE.items({field: ["a", {"content": ["b", {"type": "text"}, IMAGE]}]}))
 

@@ -97,7 +97,7 @@ def test_a_file_may_be_named_in_the_environment(
     assert load(INSTANCES).config.max_items == 3
 
 
-def test_all_that_is_wrong_with_a_file_is_said_at_once_with_its_lines(tmp_path: Path) -> None:
+def test_load_reports_all_errors_of_a_file_at_once_with_line_numbers(tmp_path: Path) -> None:
     text = """
 max_itemz: 3
 max_queue: many

@@ -70,7 +70,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_only_the_pair_that_failed_has_a_cooldown(
+def test_a_cooldown_applies_only_to_the_pair_that_failed(
     steps: list[tuple[str, str, str]],
 ) -> None:
     clock = Clock()

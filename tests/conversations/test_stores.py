@@ -63,7 +63,9 @@ async def test_the_latest_entry_of_a_conversation_counts(store: ConversationStor
     assert await store.take_entry("a") == BARE
 
 
-async def test_one_of_several_concurrent_takes_gets_the_entry(store: ConversationStore) -> None:
+async def test_an_entry_is_taken_by_one_of_several_concurrent_calls(
+    store: ConversationStore,
+) -> None:
     await store.put("a", FULL, 60)
     taken = await asyncio.gather(*(store.take_entry("a") for _ in range(20)))
 
@@ -91,7 +93,7 @@ async def test_an_invalid_value_in_redis_is_a_miss(tmp_path: Path) -> None:
         await store.close()
 
 
-async def test_many_turns_at_once_share_a_few_connections(tmp_path: Path) -> None:
+async def test_concurrent_turns_share_a_few_connections_to_redis(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         store = ConversationsInRedis(server.url())
         before = server.client.info("stats")["total_connections_received"]

@@ -152,7 +152,7 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_different_sounds_give_different_answers": [ON_AUDIO, TRACED],
     "test_text_only": [ON_DISK, ON_CLUSTER],
     # Where items are encoded and stored: each store, and a model without pictures.
-    "test_only_the_encode_engine_encodes": [*EACH_STORE, ON_AUDIO],
+    "test_media_are_preprocessed_only_by_the_encode_engine": [*EACH_STORE, ON_AUDIO],
     "test_encoder_output_is_stored_under_its_content_key": [*EACH_STORE, ON_AUDIO],
     "test_prefill_fetches_from_the_store": [*EACH_STORE, ON_AUDIO],
     "test_an_item_seen_before_is_neither_encoded_nor_preprocessed_again": [*EACH_STORE, ON_AUDIO],

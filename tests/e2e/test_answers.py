@@ -80,7 +80,7 @@ def test_different_sounds_give_different_answers(stack: Served) -> None:
     assert len(answers) == len(SOUNDS)
 
 
-def test_only_the_encode_engine_encodes(stack: Served) -> None:
+def test_media_are_preprocessed_only_by_the_encode_engine(stack: Served) -> None:
     """By the engines' own metrics, the encode engine did all preprocessing.
 
     Prefill and decode received no media, only references to the encoder outputs.

@@ -80,7 +80,7 @@ def test_a_prompt_goes_where_its_blocks_are(stack: Served, pictures: int) -> Non
         assert found > 1500
 
 
-def test_another_proxy_knows_the_prompt_by_the_events(stack: Served, other: str) -> None:
+def test_a_second_proxy_learns_prefixes_from_the_kv_events(stack: Served, other: str) -> None:
     with openai.OpenAI(base_url=f"{other}/v1", api_key="k", max_retries=0) as client:
         ask(client, stack, words())  # until both subscriptions are there
         prompts = [words() for _ in range(4)]

@@ -217,7 +217,7 @@ def test_a_claim_that_is_about_to_end_is_left_to_end(root: Path, disk: SharedDis
     assert names(root) == set()
 
 
-def test_without_hard_links_each_claim_succeeds(
+def test_claims_succeed_on_file_systems_without_hard_links(
     disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_links(*_: object) -> bool:

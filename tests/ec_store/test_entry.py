@@ -69,7 +69,7 @@ def test_a_header_that_is_known_is_checked_all_the_same() -> None:
 @pytest.mark.fault(20)
 @pytest.mark.fault(24)
 @pytest.mark.security("S16")
-def test_every_cut_and_every_addition_is_corrupt() -> None:
+def test_decode_rejects_truncated_and_extended_entries() -> None:
     whole = blob()
     for length in range(len(whole)):
         with pytest.raises(CorruptEntry):
@@ -96,7 +96,7 @@ def test_any_header_is_read_or_corrupt(text: bytes) -> None:
 @pytest.mark.fault(20)
 @pytest.mark.fault(28)
 @pytest.mark.security("S16")
-def test_another_keys_entry_is_corrupt() -> None:
+def test_decode_rejects_the_entry_of_another_key() -> None:
     for other in (EntryKey("ns", "other"), EntryKey("other", "k")):
         with pytest.raises(CorruptEntry):
             decode(other, memoryview(blob()))
@@ -151,7 +151,7 @@ def test_parts_of_a_key_do_not_run_together() -> None:
     assert EntryKey("a", "bc").digest != EntryKey("ab", "c").digest
 
 
-def test_a_key_that_no_header_could_hold_is_refused() -> None:
+def test_entry_key_rejects_identifiers_longer_than_a_header() -> None:
     with pytest.raises(ValueError, match="longer"):
         EntryKey("ns", "x" * 70_000)
 

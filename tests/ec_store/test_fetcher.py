@@ -559,7 +559,9 @@ def test_refused_entries_leave_memory_on_their_thread(fetching: Make) -> None:
 
 
 @pytest.mark.parametrize("waiting", [100, 1000])
-def test_a_look_at_fetches_costs_what_has_changed(fetching: Make, waiting: int) -> None:
+def test_poll_checks_only_running_fetches_and_not_at_every_call(
+    fetching: Make, waiting: int
+) -> None:
     """A call checks only running fetches, and not at every call."""
     clock, held = Clock(), Held()
     asked = fetching(held, threads=4, clock=clock)

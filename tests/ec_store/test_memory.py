@@ -57,7 +57,7 @@ def test_budget_is_reached_and_not_exceeded() -> None:
     assert memory.has_room({"a": 10**9})
 
 
-def test_more_than_the_budget_is_admitted_alone() -> None:
+def test_a_request_larger_than_the_budget_is_admitted_alone() -> None:
     memory = EntryMemory(LIMIT)
     assert memory.has_room({"a": 10 * LIMIT})
     memory.reserve("a", 10 * LIMIT)

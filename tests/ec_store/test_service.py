@@ -35,7 +35,7 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store?max_bytes=1MiB"
 
 
-async def test_the_same_calls_awaited(url: str) -> None:
+async def test_async_store_has_the_calls_of_the_store(url: str) -> None:
     async with await open_async_store(url) as store:
         assert await store.put(KEY, entry())
         assert not await store.put(KEY, entry())
@@ -119,7 +119,9 @@ async def client(url: str) -> AsyncIterator[TestClient[Any, Any]]:
         yield made
 
 
-async def test_a_lookup_over_http(client: TestClient[Any, Any], url: str) -> None:
+async def test_service_lookup_returns_stored_and_missing_entries(
+    client: TestClient[Any, Any], url: str
+) -> None:
     with open_store(url) as store:
         store.put(KEY, entry())
     asked = {"namespace": "ns", "identifiers": ["k", "none"]}
@@ -140,7 +142,9 @@ async def test_an_invalid_lookup(client: TestClient[Any, Any], body: bytes) -> N
         assert (await reply.json())["error"]
 
 
-async def test_all_but_health_needs_the_key(client: TestClient[Any, Any]) -> None:
+async def test_service_needs_the_key_for_all_routes_but_health(
+    client: TestClient[Any, Any],
+) -> None:
     wrong = {"Authorization": "Bearer wrong"}
     statuses = {}
     for path in ("/health", "/v1/stats", "/metrics", "/nothing"):

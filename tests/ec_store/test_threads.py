@@ -267,7 +267,7 @@ def test_observations_are_taken_a_few_at_a_time_and_the_latest_are_kept() -> Non
     assert len(counts.take_observations()["seconds"]) == MAX_OBSERVATIONS - 3
 
 
-def test_nothing_ends_the_writer(store: Store) -> None:
+def test_writer_survives_exceptions_of_entries_and_callbacks(store: Store) -> None:
     told: list[bool] = []
 
     def done(_: EntryKey, stored: bool) -> None:

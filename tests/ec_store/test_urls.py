@@ -9,6 +9,6 @@ def test_a_path_is_answered_with_the_url_that_is_meant() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "ec", "http://host/ec", "file//dev/shm/ec"])
-def test_another_scheme_is_answered_with_the_schemes_of_stores(url: str) -> None:
+def test_check_url_names_the_schemes_of_stores_for_any_other_scheme(url: str) -> None:
     with pytest.raises(ValueError, match="is not the URL of a store: use file://, redis://"):
         check_url(url)

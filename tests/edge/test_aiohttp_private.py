@@ -49,7 +49,7 @@ def test_the_adapters_names_are_not_names_of_aiohttp(adapter: type) -> None:
     assert not own & set(dir(adapter.__base__))
 
 
-def test_no_other_module_of_the_proxy_imports_a_private_name_of_aiohttp() -> None:
+def test_private_names_of_aiohttp_are_imported_in_one_module() -> None:
     importing = re.compile(r"^from aiohttp\S* import .*\b_\w+", re.MULTILINE)
     modules = [*ROOT.glob("epd/**/*.py"), *ROOT.glob("ec_store/**/*.py")]
 

@@ -68,7 +68,7 @@ def test_tenants_have_keys_of_their_own_and_share_where_they_shall() -> None:
 
 
 @pytest.mark.security("S11")
-def test_without_the_secret_a_tenants_key_cannot_be_computed() -> None:
+def test_content_keys_and_salts_depend_on_the_secret() -> None:
     known = Scope(Tenant("alice"), b"secret")
 
     assert content_key(known, "image", CAT) != content_key(ALICE, "image", CAT)

@@ -29,7 +29,7 @@ def test_a_slow_look_up_on_a_thread_keeps_the_next_there() -> None:
     assert not judge.allows_inline(1, 0.0)
 
 
-def test_a_look_up_of_many_entries_is_made_on_a_thread() -> None:
+def test_a_lookup_of_many_keys_runs_on_a_thread() -> None:
     assert trusted().allows_inline(MOST_KEYS, 0.0)
     assert not trusted().allows_inline(MOST_KEYS + 1, 0.0)
 
@@ -44,7 +44,7 @@ def test_one_look_up_that_holds_the_loop_up_ends_that_for_a_while() -> None:
     assert judge.allows_inline(1, 100.0 + THREADS_S)
 
 
-def test_a_process_that_loses_the_core_during_a_look_up_stays_on_the_loop() -> None:
+def test_a_stall_of_the_process_during_a_lookup_keeps_lookups_on_the_loop() -> None:
     judge = trusted()
     judge.took_on_loop(STALLED_S - SLOW_S, 100.0)
     assert judge.allows_inline(1, 100.0)

@@ -316,7 +316,7 @@ async def test_an_error_event_of_decode_arrives_as_it_was_sent(launch: Launch) -
 
 
 @pytest.mark.fault(41)
-def test_every_cut_of_every_pair_of_events_gives_whole_events() -> None:
+def test_the_relay_sends_whole_events_for_all_splits_of_a_stream() -> None:
     for first in EVENTS:
         for second in EVENTS:
             check_cuts([first, second, DONE])

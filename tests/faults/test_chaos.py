@@ -31,7 +31,7 @@ class Target:
     ("topology", "store", "seconds", "workers"),
     [("2e2p2d", "redis", 30, 1), ("2e2pd", "file", 20, 1), ("2e2p2d", "redis", 20, 3)],
 )
-def test_nothing_is_lost_wrong_or_left_behind(
+def test_proxy_under_random_faults_loses_no_request_and_leaks_nothing(
     topology: str, store: str, seconds: int, workers: int
 ) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--json", "--seed", "1"]

@@ -131,7 +131,7 @@ async def test_a_connection_is_used_again() -> None:
         assert len(here.server.exchanges) == 1
 
 
-async def test_two_at_a_time_need_two_connections() -> None:
+async def test_concurrent_requests_open_separate_connections() -> None:
     async with asking([read_request(), send(answer(b"1")), hold()]) as here:
         await asyncio.gather(here.ask(), here.ask())
 
@@ -355,7 +355,7 @@ async def test_a_head_that_trickles_is_late_all_the_same() -> None:
             await here.ask(timeout_s=0.3)
 
 
-async def test_a_shorter_wait_after_a_longer_one_is_short() -> None:
+async def test_a_wait_ends_at_its_own_deadline_after_a_longer_one() -> None:
     script = [read_request(), send(STREAM_HEAD + chunked(b"1")), hold()]
     async with asking(script) as here:
         connection = await here.ask(timeout_s=1000)
@@ -440,7 +440,7 @@ async def test_an_answer_may_come_before_the_body_is_taken() -> None:
         assert not connection.is_usable
 
 
-async def test_the_rest_of_a_body_is_not_sent_after_a_rejection() -> None:
+async def test_connection_stops_sending_a_body_after_a_rejection() -> None:
     body = b"x" * 64 * PIECE_BYTES
     got = 0
 

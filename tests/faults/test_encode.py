@@ -37,7 +37,7 @@ def encoded(*instances: FakeInstance) -> int:
 
 @pytest.mark.fault(1, 6, 7, 8)
 @pytest.mark.parametrize("fault", [refuses(500), refuses(502), refuses(408), drops, hangs])
-async def test_another_encode_instance_encodes_after_a_failure(
+async def test_a_failed_encode_is_retried_at_another_instance(
     launch: Launch, fault: Handler
 ) -> None:
     config: Any = {"encode_timeout_s": 1.0, "encode_balance": "round_robin"}

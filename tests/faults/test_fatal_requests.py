@@ -286,7 +286,7 @@ async def test_requests_with_the_same_fatal_item_at_once_meet_two_instances(
 
 
 @pytest.mark.parametrize("topology", [(0, 0, 3), (1, 0, 3), (3, 0, 3), (1, 3, 3)])
-async def test_nothing_is_rejected_where_the_operator_says_so(
+async def test_suspect_s_0_rejects_no_request_after_deaths(
     launch: Launch, topology: tuple[int, int, int]
 ) -> None:
     """A request still tries only two instances."""

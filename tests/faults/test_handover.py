@@ -150,7 +150,7 @@ async def test_decode_that_has_sent_its_head_gets_no_release(launch: Launch, lea
         assert sum(len(one.calls) for one in fleet.decode) == 1
 
 
-async def test_nothing_is_answered_before_both_have(launch: Launch) -> None:
+async def test_mooncake_request_is_answered_after_both_prefill_and_decode(launch: Launch) -> None:
     async with strict(launch, "mooncake") as (fleet, wire):
         go = asyncio.Event()
         fleet.p.chat = after(go, fleet.p.chat)

@@ -46,7 +46,7 @@ async def test_a_window_forgets_the_one_before() -> None:
     assert lags[1] < lags[0]
 
 
-async def test_nothing_is_told_once_the_context_is_left() -> None:
+async def test_loop_lag_is_not_reported_after_the_context() -> None:
     lags: list[float] = []
     async with watched(lags.append, UNCOUNTED, window_s=0.05):
         await until(lambda: lags)

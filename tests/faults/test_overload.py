@@ -397,7 +397,7 @@ async def test_bodies_that_one_tenant_announces_shut_no_other_out(
 
 
 @pytest.mark.security("S24")
-async def test_without_a_key_a_request_costs_nothing(launch: Launch, keys: Path) -> None:
+async def test_requests_without_a_key_take_no_place_and_no_rate(launch: Launch, keys: Path) -> None:
     config = {
         "api_keys_file": keys,
         "max_requests": 1,
@@ -422,7 +422,7 @@ def peak_bytes(pid: int) -> int:
 
 
 @pytest.mark.fault(59)
-async def test_many_large_bodies_at_once_leave_memory_bounded() -> None:
+async def test_memory_is_bounded_for_many_concurrent_large_bodies() -> None:
     """Row 59 at a smaller scale: 40 bodies of 8 MB with a limit of 64 MB."""
     encode, decode = FakeInstance(encodes), FakeInstance(decodes)
     body = sized(8 * 10**6)

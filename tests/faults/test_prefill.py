@@ -56,7 +56,7 @@ def releases(instance: FakeInstance) -> list[dict[str, Any]]:
 
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("fault", [refuses(500), refuses(503), drops, hangs])
-async def test_another_prefill_instance_prefills_after_a_failure(
+async def test_a_failed_prefill_is_retried_at_another_instance(
     launch: Launch, fault: Handler
 ) -> None:
     async with launch(prefill=2, prefill_timeout_s=1 if fault is hangs else 30) as fleet:
@@ -230,7 +230,7 @@ async def test_a_prefill_is_repeated_once(launch: Launch) -> None:
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("prefill", [0, 1])
 @pytest.mark.parametrize("fault", [refuses(503), refuses(502), drops])
-async def test_another_decode_instance_decodes_after_a_failure(
+async def test_a_failed_decode_is_retried_at_another_instance(
     launch: Launch, fault: Handler, prefill: int
 ) -> None:
     async with launch(prefill=prefill, decode=2) as fleet:

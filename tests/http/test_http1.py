@@ -80,14 +80,14 @@ def test_answers_follow_each_other(answer: bytes) -> None:
         OK + b"Content-Length: 0\r\n\r\nnonsense",
     ],
 )
-def test_some_connections_bring_no_other_answer(answer: bytes) -> None:
+def test_connection_is_not_reusable_after_these_answers(answer: bytes) -> None:
     reader = read(answer)
 
     assert (reader.status, reader.complete, reader.reusable) == (200, True, False)
 
 
 @pytest.mark.parametrize("status", [204, 304])
-def test_some_answers_have_no_body(status: int) -> None:
+def test_answers_with_status_204_and_304_have_no_body(status: int) -> None:
     assert read(b"HTTP/1.1 %d X\r\n\r\n" % status).complete
 
 

@@ -42,7 +42,7 @@ def test_private_addresses_are_allowed_only_by_flag(address: str) -> None:
 
 @pytest.mark.parametrize("address", NEVER)
 @pytest.mark.security("S7")
-def test_some_addresses_are_never_allowed(address: str) -> None:
+def test_media_policy_never_allows_these_addresses(address: str) -> None:
     assert not PUBLIC.allows_address(address)
     assert not INSIDE.allows_address(address)
 
@@ -101,7 +101,7 @@ def test_urls_that_may_be_fetched() -> None:
     assert MediaPolicy(allow_http=True).check("http://a.test/").scheme == "http"
 
 
-def test_only_named_hosts_are_allowed_where_hosts_are_named() -> None:
+def test_media_policy_with_hosts_allows_only_these_hosts() -> None:
     for good in ("https://media.test/", "https://MEDIA.test.:8443/", "https://127.0.0.1/"):
         INSIDE.check(good)
     for bad in ("https://x.media.test/", "https://media.test.evil/", "https://127.0.0.2/"):

@@ -53,7 +53,7 @@ def test_the_hit_ratio_is_per_model_and_excludes_items_that_prefill_encodes() ->
     assert ratios(page) == {"a": 0.5, "b": 0.0}
 
 
-def test_without_items_there_is_no_hit_ratio() -> None:
+def test_hit_ratio_is_missing_before_the_first_item() -> None:
     assert ratios(Page([items({})])) == {}
     assert ratios(CollectorRegistry()) == {}
 

@@ -79,7 +79,7 @@ def test_merged_is_as_if_all_were_added_to_one(these: list[float], those: list[f
     assert abs(one.sum - both.sum) < 1e-9
 
 
-def test_without_labels_there_is_something_to_see_from_the_start() -> None:
+def test_metrics_without_labels_appear_before_their_first_count() -> None:
     counted = CounterValues(Figure("c", "counter", "Counts."))
     spread = HistogramValues(Figure("h", "histogram", "Times."), BOUNDS)
 

@@ -133,7 +133,7 @@ def test_a_page_that_does_not_fit_changes_nothing(page: SharedPage) -> None:
     assert page.read() == b"first"
 
 
-def test_no_other_user_may_read_it(page: SharedPage) -> None:
+def test_shared_page_is_readable_only_by_its_user(page: SharedPage) -> None:
     assert os.fstat(page.descriptor).st_mode & 0o777 == 0o600
 
 

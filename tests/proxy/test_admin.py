@@ -36,7 +36,7 @@ async def test_health_without_prefill_instances(launch: Launch) -> None:
         assert body["instances"][fleet.d.url]["roles"] == ["prefill_decode"]
 
 
-async def test_one_of_two_unhealthy_is_degraded_and_still_serves(launch: Launch) -> None:
+async def test_health_is_degraded_and_200_if_one_of_two_instances_fails(launch: Launch) -> None:
     async with launch(encode=2) as fleet:
         fleet.encode[1].healthy = False
         async with fleet.http.get(fleet.url + "/health") as reply:

@@ -113,7 +113,7 @@ async def test_encoded_items_go_on_as_metadata_under_the_same_uuid(launch: Launc
             assert set(uuids.values()) == set(call.body["ec_transfer_params"])
 
 
-async def test_the_same_picture_has_the_same_uuid_and_another_has_another(launch: Launch) -> None:
+async def test_uuids_of_pictures_follow_their_content(launch: Launch) -> None:
     async with launch() as fleet:
         await fleet.chat(request(image(b"1"), image(b"1"), image(b"2")))
 
@@ -210,7 +210,7 @@ async def test_prefill_then_decode_with_its_kv_transfer_params(launch: Launch) -
 
 @pytest.mark.fault(56)
 @pytest.mark.security("S5")
-async def test_without_prefill_instances_decode_gets_no_kv_transfer_params(launch: Launch) -> None:
+async def test_decode_gets_no_kv_transfer_params_without_prefill_instances(launch: Launch) -> None:
     async with launch() as fleet:
         await fleet.chat(request(image(), kv_transfer_params={"do_remote_prefill": True}))
 

@@ -71,7 +71,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-async def test_a_lookup_claims_missing_entries_without_a_second_call(
+async def test_lookup_claims_missing_entries_without_a_second_call(
     backed: Backed, url: str, calls: list[str]
 ) -> None:
     async with claiming(url) as claims, looked(claims, "a", "b") as look:

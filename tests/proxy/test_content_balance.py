@@ -89,7 +89,7 @@ async def test_matched_tokens_are_in_the_metrics_the_record_and_the_page(launch:
         assert sum(one["prompt_tokens"] for one in shown) == counts[1]
 
 
-async def test_without_the_balance_nothing_is_counted(launch: Launch) -> None:
+async def test_prefix_tokens_are_not_counted_without_the_content_balance(launch: Launch) -> None:
     async with launch(decode=2, admin_api_key=KEY) as fleet:
         await served(fleet, fleet.decode, ask(b"picture", "first"))
         async with fleet.http.get(f"{fleet.url}/metrics", headers=ADMIN) as reply:

@@ -168,7 +168,7 @@ async def test_a_conversation_with_pictures_is_continued(launch: Launch) -> None
         assert turns.read[-1] > 2 * len(PICTURE)
 
 
-async def test_another_picture_of_the_same_size_is_not_taken_for_the_last_ones(
+async def test_a_changed_picture_of_the_same_size_prevents_the_readback(
     launch: Launch,
 ) -> None:
     turns = Turns()
@@ -181,7 +181,7 @@ async def test_another_picture_of_the_same_size_is_not_taken_for_the_last_ones(
         assert (await figures(fleet))["changed"] == 1
 
 
-async def test_only_blocks_before_an_edit_of_the_history_are_read_back(
+async def test_readback_ends_at_an_edit_of_the_history(
     launch: Launch,
 ) -> None:
     turns = Turns()
@@ -206,7 +206,7 @@ async def test_thoughts_that_the_template_drops_are_not_read(launch: Launch) -> 
 
 
 @pytest.mark.parametrize("metrics", ["", "vllm:cache_config_info{} 1.0\n"])
-async def test_without_a_block_size_nothing_is_read_of_an_edited_history(
+async def test_an_edited_history_is_not_read_back_without_a_block_size(
     launch: Launch, metrics: str
 ) -> None:
     turns = Turns()
@@ -496,7 +496,7 @@ async def test_a_prefill_that_cannot_read_is_asked_once_more_to_compute(launch: 
         assert len(turns.read) == 1
 
 
-async def test_only_instances_with_unreadable_blocks_have_a_cooldown(
+async def test_a_cooldown_applies_only_to_instances_with_unreadable_blocks(
     launch: Launch,
 ) -> None:
     turns = Turns()
@@ -677,7 +677,9 @@ async def test_two_proxies_share_conversations_in_redis(launch: Launch, tmp_path
                 assert len(turns.read) == 3
 
 
-async def test_without_its_redis_every_turn_is_answered(launch: Launch, tmp_path: Path) -> None:
+async def test_turns_are_answered_without_the_redis_of_conversations(
+    launch: Launch, tmp_path: Path
+) -> None:
     turns = Turns()
     with RedisServer(tmp_path / "redis") as server:
         async with talking(launch, turns, conversation_store=server.url()) as fleet:
@@ -701,7 +703,7 @@ async def test_workers_that_share_nothing_say_so_once(launch: Launch) -> None:
         assert warning["log_level"] == "warning"
 
 
-async def test_without_a_prefill_stage_the_same_instance_answers(launch: Launch) -> None:
+async def test_turns_stay_at_one_instance_without_a_prefill_stage(launch: Launch) -> None:
     async with launch(decode=2) as fleet:
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
         for _ in range(4):

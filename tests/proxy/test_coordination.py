@@ -58,7 +58,7 @@ async def test_each_policy_asks_its_stages_in_turn(
     assert types == ["text", "image_url" if policy == "prefill_decode" else "image_embeds"]
 
 
-async def test_without_an_encode_stage_media_go_on_under_our_own_keys(launch: Launch) -> None:
+async def test_media_without_an_encode_stage_keep_the_keys_of_the_proxy(launch: Launch) -> None:
     async with launch(1, 1, 1, policies=("prefill_decode",)) as fleet:
         assert await answered(fleet, request(image(uuid="mine"))) == 200
         [part] = fleet.p.calls[0].parts
@@ -281,7 +281,7 @@ async def test_an_instance_named_by_the_client_is_retried_and_no_other(launch: L
         assert fleet.decode[1].calls == []  # the request might kill it too
 
 
-async def test_another_instance_releases_the_blocks_for_the_one_that_a_client_names(
+async def test_blocks_are_released_by_another_instance_if_the_named_one_fails(
     launch: Launch,
 ) -> None:
     async with launch(1, 1, 2, decode_from="header") as fleet:
@@ -342,7 +342,7 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 @pytest.mark.parametrize("decode", [0, 1], ids=["no list", "a list"])
-async def test_without_a_picker_the_table_is_used_or_decode_fails(
+async def test_a_failing_picker_is_replaced_by_the_table_or_fails_the_request(
     launch: Launch, what: str, decode: int
 ) -> None:
     bad = BAD[what]

@@ -153,7 +153,7 @@ async def test_prefill_gets_the_items_that_stay(launch: Launch, both: Both, url:
         assert encoded(fleet) == 0
 
 
-async def test_nothing_stays_with_consumers_that_do_not_write(
+async def test_items_are_encoded_if_their_consumers_write_no_outputs(
     launch: Launch, both: Both, url: str
 ) -> None:
     async with running(launch, both, url, writes=False, **STATIC) as fleet:

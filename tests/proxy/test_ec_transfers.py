@@ -215,7 +215,7 @@ async def test_an_encode_that_is_tried_again_has_new_ids(launch: Launch, fault: 
 
 @STREAMING
 @pytest.mark.parametrize("fault", [drops, refuses(503), refuses(500)])
-async def test_another_consumer_has_everything_encoded_again(
+async def test_all_items_are_encoded_again_for_another_consumer(
     launch: Launch, stream: bool, fault: Handler
 ) -> None:
     pushes = Pushes()

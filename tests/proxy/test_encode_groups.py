@@ -119,7 +119,7 @@ async def test_a_group_has_at_most_the_configured_number_of_items(launch: Launch
         assert len(set(uuids(fleet))) == 4
 
 
-async def test_only_items_of_one_modality_share_a_request_and_videos_do_not(
+async def test_encode_groups_have_one_modality_and_no_videos(
     launch: Launch,
 ) -> None:
     async with launch(**ON) as fleet:

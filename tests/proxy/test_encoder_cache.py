@@ -60,7 +60,9 @@ async def test_a_picture_seen_before_costs_no_encode_and_no_upload(
         assert first_part == second_part
 
 
-async def test_another_picture_is_another_encode(launch: Launch, backed: Backed, url: str) -> None:
+async def test_each_distinct_picture_is_encoded_once(
+    launch: Launch, backed: Backed, url: str
+) -> None:
     async with caching(launch, backed, url) as fleet:
         for content in (b"1", b"2", b"1", b"2"):
             await items_of(fleet, request(image(content)))
@@ -249,7 +251,7 @@ async def test_a_refused_request_without_its_media_is_not_retried(
 
 @pytest.mark.fault(16)
 @pytest.mark.parametrize("away", ["redis://127.0.0.1:9", "file:///proc/nowhere/store"])
-async def test_without_the_store_requests_are_served(
+async def test_requests_are_served_without_the_store(
     launch: Launch, backed: Backed, away: str
 ) -> None:
     async with caching(launch, backed, away) as fleet:

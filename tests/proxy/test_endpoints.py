@@ -79,7 +79,7 @@ async def test_answers_of_tokens_begin_with_a_prefill(fleet: Fleet, path: str) -
 
 
 @pytest.mark.parametrize("path", sorted(PLAIN.keys() - set(GENERATES)))
-async def test_others_are_decodes_alone(fleet: Fleet, path: str) -> None:
+async def test_endpoints_without_generation_use_decode_alone(fleet: Fleet, path: str) -> None:
     await ask(fleet, path, PLAIN[path])
 
     assert fleet.p.calls == fleet.e.calls == []

@@ -89,7 +89,7 @@ async def test_a_message_has_its_priority_in_the_header(launch: Launch) -> None:
 
 @pytest.mark.security("S24")
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/embeddings"])
-async def test_only_trusted_tenants_have_priorities_and_see_loads(
+async def test_priorities_and_loads_are_for_trusted_tenants_only(
     launch: Launch, keys: Path, path: str
 ) -> None:
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": "hi"}], "priority": 7}

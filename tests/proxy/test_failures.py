@@ -285,7 +285,7 @@ async def test_redirects_are_not_followed(launch: Launch, role: str) -> None:
         assert fleet.d.other_calls == []
 
 
-async def test_many_requests_at_once_are_all_under_way(launch: Launch) -> None:
+async def test_100_concurrent_requests_reach_decode_together(launch: Launch) -> None:
     go_on = asyncio.Event()
 
     async def waits(_: web.Request, __: dict[str, Any]) -> web.Response:

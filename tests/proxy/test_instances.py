@@ -84,7 +84,7 @@ async def test_a_fleet_comes_together_by_registration(launch: Launch) -> None:
 @pytest.mark.parametrize(
     ("policy", "status", "error"), [("local", 200, None), ("fail", 503, "no_encode")]
 )
-async def test_without_an_encode_instance_the_policy_for_its_failure_holds(
+async def test_on_encode_failure_applies_without_an_encode_instance(
     launch: Launch, policy: str, status: int, error: str | None
 ) -> None:
     async with (
@@ -98,7 +98,7 @@ async def test_without_an_encode_instance_the_policy_for_its_failure_holds(
 @pytest.mark.parametrize(
     ("policy", "status", "error"), [("local", 200, None), ("fail", 503, "no_prefill")]
 )
-async def test_without_a_prefill_instance_the_policy_for_its_failure_holds(
+async def test_on_prefill_failure_applies_without_a_prefill_instance(
     launch: Launch, policy: str, status: int, error: str | None
 ) -> None:
     async with (
@@ -188,7 +188,7 @@ async def test_registration_needs_an_admin_key_even_from_loopback(launch: Launch
 
 
 @pytest.mark.security("S21")
-async def test_only_hosts_that_are_allowed_are_registered(launch: Launch) -> None:
+async def test_registration_hosts_bound_the_hosts_of_instances(launch: Launch) -> None:
     hosts = "10.0.0.0/8,*.encode.svc"
     async with empty(launch, registration_hosts=hosts) as fleet:
         for url, status in {

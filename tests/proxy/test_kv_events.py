@@ -272,7 +272,7 @@ async def test_prefill_and_decode_get_one_mark(launch: Launch) -> None:
         assert len(read_mark(marks.pop()).links) == 2
 
 
-async def test_without_events_the_session_is_forwarded(launch: Launch) -> None:
+async def test_session_header_is_forwarded_without_kv_events(launch: Launch) -> None:
     async with launch(decode=1, decode_balance="content") as fleet:
         assert (await fleet.chat(request(text()), {"X-Session-ID": "s"}))[0] == 200
 

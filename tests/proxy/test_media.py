@@ -107,7 +107,7 @@ async def test_a_name_that_is_not_known_is_a_404(
         assert fleet.d.calls == []
 
 
-async def test_without_a_store_names_are_not_known(launch: Launch) -> None:
+async def test_names_of_media_are_unknown_without_a_store(launch: Launch) -> None:
     async with launch() as fleet:
         await fleet.chat(request(image(b"cat", uuid="cat")))
         assert (await fleet.chat(request(named("cat"))))[0] == 404
@@ -433,7 +433,7 @@ def judging(fleet: Fleet) -> None:
 
 @pytest.mark.security("S2")
 @pytest.mark.parametrize("key", [None, "wrong"])
-async def test_a_key_that_the_instances_refuse_changes_and_learns_nothing(
+async def test_a_client_with_a_rejected_key_neither_changes_media_nor_learns_of_them(
     launch: Launch, backed: Backed, url: str, key: str | None
 ) -> None:
     async with caching(launch, backed, url, prefill=1) as fleet:

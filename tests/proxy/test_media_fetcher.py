@@ -163,7 +163,7 @@ async def test_a_name_of_a_private_address_is_refused_as_one_that_does_not_exist
     assert address not in str(asked[0])
 
 
-async def test_only_allowed_addresses_of_a_host_are_connected_to(
+async def test_media_fetcher_connects_only_to_allowed_addresses(
     origin: FakeOrigin,
 ) -> None:
     names = FakeNames("169.254.169.254,127.0.0.1")

@@ -134,7 +134,7 @@ def _prefills_of(backed: Backed) -> Any:
     return chat
 
 
-async def test_another_prefill_of_another_namespace_has_its_items_encoded_for_it(
+async def test_a_retry_at_a_prefill_of_another_namespace_encodes_the_items_for_it(
     launch: Launch, url: str, both: dict[str, Backed]
 ) -> None:
     async with updating(launch, url, both, encode="on", prefill="on", decode="n") as fleet:
@@ -150,7 +150,7 @@ async def test_another_prefill_of_another_namespace_has_its_items_encoded_for_it
         assert {str(one) for one in media_types(second)} == {"['text', 'image_embeds']"}
 
 
-async def test_a_look_up_goes_to_the_namespace_of_the_one_consumer(
+async def test_lookup_uses_the_namespace_of_the_consumer(
     launch: Launch, url: str, both: dict[str, Backed]
 ) -> None:
     """The store names the namespace of the instance that was started last."""
@@ -162,7 +162,7 @@ async def test_a_look_up_goes_to_the_namespace_of_the_one_consumer(
         assert calls(fleet.encode) == [1]
 
 
-async def test_without_an_encode_instance_of_its_namespace_a_consumer_encodes_itself(
+async def test_a_consumer_encodes_without_an_encode_instance_of_its_namespace(
     launch: Launch, url: str, both: dict[str, Backed]
 ) -> None:
     async with updating(launch, url, both, encode="o", decode="on") as fleet:

@@ -163,7 +163,7 @@ async def test_a_claim_that_fails_on_the_event_loop_leaves_the_answer(
         assert cache.operations["claim", "error"] == 1
 
 
-async def test_a_look_up_that_holds_the_loop_up_sends_the_next_ones_to_threads(
+async def test_a_slow_lookup_on_the_loop_moves_the_next_ones_to_threads(
     url: str, seen: Seen
 ) -> None:
     def slow(here: bool) -> None:
@@ -179,9 +179,7 @@ async def test_a_look_up_that_holds_the_loop_up_sends_the_next_ones_to_threads(
         assert seen.look_ups == [True, False, False]
 
 
-async def test_a_look_up_that_hangs_on_its_thread_is_never_made_on_the_loop(
-    url: str, seen: Seen
-) -> None:
+async def test_lookups_stay_on_threads_while_they_hang(url: str, seen: Seen) -> None:
     go = threading.Event()
     seen.behaves = lambda here: None if here else (go.wait(60), None)[1]
     async with opened_cache(url, lease_s=60) as cache:
@@ -194,7 +192,7 @@ async def test_a_look_up_that_hangs_on_its_thread_is_never_made_on_the_loop(
         assert True not in seen.look_ups
 
 
-async def test_a_look_up_that_its_client_cancels_does_not_count(url: str, seen: Seen) -> None:
+async def test_a_cancelled_lookup_does_not_count_as_slow(url: str, seen: Seen) -> None:
     go = threading.Event()
     seen.behaves = lambda here: None if here else (go.wait(60), None)[1]
     async with opened_cache(url, lease_s=60) as cache:

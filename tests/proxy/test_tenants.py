@@ -103,7 +103,9 @@ async def test_tenants_that_share_have_the_same_keys_and_no_salt(
         assert given == "mine"
 
 
-async def test_without_keys_all_is_as_with_shared_ones(launch: Launch, keys: Path) -> None:
+async def test_names_without_keys_equal_those_of_shared_isolation(
+    launch: Launch, keys: Path
+) -> None:
     async with launch(api_keys_file=keys, isolation="shared") as fleet:
         shared = await names(fleet, ALICE)
     async with launch() as fleet:
@@ -141,7 +143,7 @@ WRONG = [
 
 @pytest.mark.security("S1")
 @pytest.mark.parametrize("headers", WRONG)
-async def test_without_a_key_nothing_is_asked_of_an_instance(
+async def test_a_request_without_a_key_reaches_no_instance(
     launch: Launch, keys: Path, headers: dict[str, str]
 ) -> None:
     async with launch(api_keys_file=keys) as fleet:
@@ -180,7 +182,7 @@ async def test_two_keys_are_none(launch: Launch, keys: Path) -> None:
         ("GET", "/start_profile", 401),
     ],
 )
-async def test_only_health_is_open(
+async def test_health_is_the_only_route_without_a_key(
     launch: Launch, keys: Path, method: str, path: str, status: int
 ) -> None:
     async with launch(api_keys_file=keys) as fleet:

@@ -300,7 +300,9 @@ async def test_a_wait_for_the_encode_of_another_proxy_is_marked(
     assert names(collector.children(collector.roots[1])) == ["store", "encode wait", "decode"]
 
 
-async def test_each_further_try_is_a_further_child(launch: Launch, collector: Collector) -> None:
+async def test_each_retry_is_a_child_span_with_its_resend_count(
+    launch: Launch, collector: Collector
+) -> None:
     async with launch(2, 2, 2, otlp_traces_endpoint=collector.url) as fleet:
         for group, then in ((fleet.encode, encodes), (fleet.decode, decodes)):
             fault = fails_first(1, refuses(502), then)
@@ -513,7 +515,7 @@ def test_every_process_exports_what_is_left_when_it_ends(
         assert root.trace_id in said
 
 
-def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
+def test_opentelemetry_is_not_imported_without_an_endpoint() -> None:
     code = (
         "import asyncio, sys\n"
         "import epd.__main__\n"

@@ -122,7 +122,7 @@ async def test_a_browser_is_told_to_run_nothing_else(launch: Launch, path: str) 
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "..%2fboard.py", "%2e%2e/board.py", "__init__.py"])
-async def test_no_other_file_is_served(launch: Launch, name: str) -> None:
+async def test_ui_serves_no_files_but_its_own(launch: Launch, name: str) -> None:
     async with launch() as fleet:
         assert (await asked(fleet, f"/ui/{name}"))[0] == 404
 
@@ -191,7 +191,7 @@ async def test_a_board_is_written_only_while_it_is_read(
                 writing.cancel()
 
 
-async def test_a_look_does_not_wait_for_a_worker_that_writes_nothing(
+async def test_ui_state_does_not_wait_for_a_silent_worker(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard, "AWAKE_S", 0.05)

@@ -48,7 +48,9 @@ async def test_prefill_and_decode_name_media_alike_and_other_media_otherwise(
 
 
 @topologies
-async def test_nothing_is_degraded(launch: Launch, prefill: int) -> None:
+async def test_requests_without_an_encode_stage_are_not_degraded(
+    launch: Launch, prefill: int
+) -> None:
     async with launch(encode=0, prefill=prefill) as fleet:
         async with fleet.post(request(*MEDIA)) as reply:
             headers = reply.headers

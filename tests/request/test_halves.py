@@ -41,7 +41,9 @@ async def test_a_death_a_moment_after_the_other_is_seen() -> None:
     assert await ended(0.05, 0.0) == ["decode", "prefill"]
 
 
-async def test_a_half_that_lives_on_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_surviving_stage_is_cancelled_after_the_death_of_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prefill_decode, "DIES_WITHIN_S", 0.05)
 
     assert await ended(0.0, None) == ["prefill"]

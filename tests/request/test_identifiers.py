@@ -16,7 +16,7 @@ def test_a_named_item_is_found_under_its_own_key() -> None:
 
 
 @pytest.mark.parametrize("more", [{"named": False}, {"kwargs": b"{}"}])
-def test_only_an_engine_can_tell_the_key_of_any_other(more: dict[str, Any]) -> None:
+def test_identifiers_of_other_outputs_are_learned_from_engines(more: dict[str, Any]) -> None:
     identifiers = Identifiers()
     assert identifiers.identifier_of(of("a", **more)) is None
 
@@ -35,7 +35,7 @@ def test_one_answer_tells_the_prefix_of_an_adapter() -> None:
     assert identifiers.identifier_of(of("b", model="base")) == "b"
 
 
-def test_a_key_that_has_nothing_of_the_items_is_remembered_for_it_alone() -> None:
+def test_an_identifier_without_the_uuid_is_kept_for_its_item_alone() -> None:
     identifiers = Identifiers()
     identifiers.learn_identifier(of("a"), "hash")
 

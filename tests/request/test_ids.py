@@ -33,7 +33,7 @@ if child:
 """
 
 
-def test_a_process_that_is_forked_has_others() -> None:
+def test_request_ids_of_a_forked_process_differ() -> None:
     # A process without threads: forking with threads causes a warning.
     said = subprocess.check_output([sys.executable, "-c", FORKS], text=True).split()
 

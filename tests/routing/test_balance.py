@@ -48,7 +48,7 @@ def drawing(seed: int) -> PowerOfTwo:
 
 @pytest.mark.parametrize("name", BALANCES)
 @given(had=some_loads, key=st.text())
-def test_one_of_the_candidates_is_picked(
+def test_each_balance_picks_a_candidate(
     name: ItemBalanceName, had: list[tuple[int, float]], key: str
 ) -> None:
     loads = loads_of(*had)
@@ -235,7 +235,7 @@ def test_a_load_that_all_instances_report_counts_in_full() -> None:
         home.begin_request()
 
 
-def test_a_key_that_has_to_go_elsewhere_always_goes_to_the_same_one() -> None:
+def test_rendezvous_has_a_stable_second_choice() -> None:
     balance, loads = Rendezvous(), idle(*[1] * 5)
     home = balance.pick_load(loads, "key")
     for _ in range(50):

@@ -161,7 +161,7 @@ def test_an_instance_without_a_report_is_asked_ever_less_often() -> None:
 
 
 @pytest.mark.parametrize("said", [report(3), None])
-def test_another_interval_counts_from_the_last_answer(said: Report | None) -> None:
+def test_a_changed_report_interval_counts_from_the_last_report(said: Report | None) -> None:
     load = Load(URL)
     load.report_due(0.0, 600.0)
     load.record_report(said, 0.0, 600.0)

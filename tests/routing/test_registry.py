@@ -89,7 +89,7 @@ def test_other_details_are_another_instance_and_the_first_source_counts() -> Non
     assert member.sources == (InstanceSource.API, InstanceSource.DNS)
 
 
-def test_another_weight_changes_nothing_but_the_weight() -> None:
+def test_a_changed_weight_keeps_health_and_load_of_the_instance() -> None:
     told = Told(E1, E2)
     told.table.probes_due()
     for _ in range(3):

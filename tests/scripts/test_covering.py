@@ -20,7 +20,7 @@ def problems(draw: st.DrawFn) -> tuple[dict[str, list[int]], set[Pair]]:
 
 
 @given(problems())
-def test_all_pairs_that_can_be_are_in_a_case_and_no_others(
+def test_pairwise_cases_cover_exactly_the_possible_pairs(
     problem: tuple[dict[str, list[int]], set[Pair]],
 ) -> None:
     factors, apart = problem

@@ -97,7 +97,7 @@ WRONG: list[dict[str, str]] = [
 
 @pytest.mark.security("S3")
 @pytest.mark.parametrize("headers", WRONG)
-async def test_nothing_else_does_where_there_is_an_admin_key(
+async def test_admin_routes_accept_only_the_admin_key(
     launch: Launch, keys: Path, headers: dict[str, str]
 ) -> None:
     """Clients on loopback need the admin key too."""
@@ -147,7 +147,9 @@ async def test_the_admin_key_reaches_no_instance(launch: Launch, headers: dict[s
 
 
 @pytest.mark.security("S3")
-async def test_without_an_admin_key_this_machine_may(launch: Launch, keys: Path) -> None:
+async def test_admin_routes_without_an_admin_key_are_open_to_this_machine(
+    launch: Launch, keys: Path
+) -> None:
     async with launch(api_keys_file=keys) as fleet:
         for method, path in ADMIN_ROUTES:
             assert await status_of(fleet, method, path) == 200
@@ -196,7 +198,7 @@ def open_port() -> Iterator[str]:
 
 @pytest.mark.security("S3")
 @pytest.mark.parametrize("headers", [{}, {"X-Forwarded-For": "127.0.0.1"}, {"Host": "localhost"}])
-async def test_without_an_admin_key_no_other_machine_may(
+async def test_admin_routes_without_an_admin_key_reject_other_machines(
     open_port: str, headers: dict[str, str]
 ) -> None:
     line = "GET /metrics HTTP/1.1"
@@ -248,7 +250,7 @@ def test_a_short_admin_key_ends_the_start_in_one_line(variable: str) -> None:
 
 @pytest.mark.security("S4")
 @pytest.mark.parametrize("path", ENGINE_ROUTES)
-async def test_no_other_route_of_an_engine_is_reached(launch: Launch, path: str) -> None:
+async def test_clients_reach_no_other_route_of_an_engine(launch: Launch, path: str) -> None:
     async with (
         silent() as instance,
         launch(
@@ -290,7 +292,7 @@ async def test_no_other_route_of_an_engine_is_reached(launch: Launch, path: str)
         "PUT / HTTP/1.1",
     ],
 )
-async def test_no_other_method_and_no_other_target_is_served(launch: Launch, line: str) -> None:
+async def test_proxy_rejects_other_methods_and_request_targets(launch: Launch, line: str) -> None:
     async with (
         silent() as instance,
         launch(encode_servers_urls=(instance.url,), decode_servers_urls=(instance.url,)) as fleet,

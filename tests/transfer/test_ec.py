@@ -35,7 +35,7 @@ def entry(index: int = 0, **more: Any) -> dict[str, Any]:
     return {"item_indices": [index], "metadata": GRID, **more}
 
 
-def test_each_is_found_by_its_name() -> None:
+def test_ec_transfers_are_registered_under_their_names() -> None:
     assert {name: found.name for name, found in EC_TRANSFERS.items()} == {
         name: name for name in EC_TRANSFERS
     }
@@ -88,7 +88,7 @@ def test_most_have_no_parameters_of_a_group(transfer: ECTransfer) -> None:
 
 
 @pytest.mark.parametrize("consumer", [None, place()])
-def test_nothing_is_pushed_without_an_address(consumer: Reservation | None) -> None:
+def test_mooncake_refuses_a_consumer_without_an_address(consumer: Reservation | None) -> None:
     with pytest.raises(NoInstance, match="--ec-consumer-zmq-addrs"):
         ECMooncake().encode_params(consumer, 1)
 

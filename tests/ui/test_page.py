@@ -217,7 +217,7 @@ async def test_the_page_is_dark_or_light_by_the_system_or_the_button(
 
 
 @pytest.mark.parametrize("width", [360, 800, 1280])
-async def test_nothing_is_wider_than_the_window(stack: Stack, tab: Tabs, width: int) -> None:
+async def test_page_is_no_wider_than_the_window(stack: Stack, tab: Tabs, width: int) -> None:
     async with tab(stack.url, width=width, state=large(20)) as looked:
         await expect(looked.page.locator("#instances li")).to_have_count(60)
         await looked.page.locator(".open").first.click()
@@ -248,7 +248,7 @@ async def test_axe_finds_nothing(stack: Stack, tab: Tabs, scheme: str, width: in
     assert wrong == []
 
 
-async def test_all_can_be_reached_by_keyboard(stack: Stack, tab: Tabs) -> None:
+async def test_page_controls_are_reachable_by_keyboard(stack: Stack, tab: Tabs) -> None:
     async with tab(stack.url, state=large(1)) as looked:
         await expect(looked.page.locator("#instances li")).to_have_count(3)
         reached = []
@@ -281,7 +281,7 @@ async def test_pause_stops_it(stack: Stack, tab: Tabs) -> None:
         await expect(looked.page.locator("#link")).to_have_text("live")
 
 
-async def test_nothing_moves_where_that_is_not_wanted(stack: Stack, tab: Tabs) -> None:
+async def test_page_has_no_animations_with_reduced_motion(stack: Stack, tab: Tabs) -> None:
     async with tab(stack.url, state=large(2), reduced_motion="reduce") as looked:
         await expect(looked.page.locator("#instances li")).to_have_count(6)
 

@@ -119,7 +119,7 @@ def test_requests_to_the_proxy_itself_are_not_shown(recent: Recent) -> None:
     assert sum(one["requests"] for one in document["seconds"]) == 0
 
 
-def test_nothing_grows_without_end(recent: Recent, clock: Clock) -> None:
+def test_recent_events_are_bounded(recent: Recent, clock: Clock) -> None:
     spans = [stage("encode", E, clock.now_s, 0.1)] * 100
     for number in range(3000):
         clock.now_s += 1

@@ -110,7 +110,9 @@ def test_pages_are_allocated_when_it_is_made() -> None:
     region.close()
 
 
-def test_without_memory_it_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_region_without_free_memory_raises_and_leaks_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

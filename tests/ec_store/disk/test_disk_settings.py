@@ -168,7 +168,7 @@ def test_settings_of_the_first_creator_of_a_store_apply_to_both(
     assert held(root).max_bytes == 2**30
 
 
-def test_another_format_version_is_refused(root: Path) -> None:
+def test_open_refuses_a_store_with_another_format_version(root: Path) -> None:
     opened(root).close()
     content = json.loads((root / NAME).read_bytes()) | {"format": FORMAT + 1}
     (root / NAME).write_text(json.dumps(content))

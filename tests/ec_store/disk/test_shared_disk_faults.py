@@ -113,9 +113,7 @@ def test_every_flipped_byte_is_a_miss_and_put_aside(root: Path, large: bool) -> 
 
 @pytest.mark.fault(20)
 @pytest.mark.fault(24)
-def test_every_cut_is_a_miss_for_get_and_lookup_and_put_aside(
-    root: Path, store: SharedDiskStore
-) -> None:
+def test_a_truncated_entry_is_a_miss_and_quarantined(root: Path, store: SharedDiskStore) -> None:
     store.put(key(), sized(64))
     path = path_of(root, key())
     whole = path.read_bytes()
@@ -353,7 +351,7 @@ def test_using_an_entry_makes_it_young(root: Path, use: str) -> None:
         assert path_of(root, key()).stat().st_mtime > before + HOUR - 120
 
 
-def test_a_lookup_is_no_use(root: Path, store: SharedDiskStore) -> None:
+def test_lookup_does_not_mark_an_entry_as_used(root: Path, store: SharedDiskStore) -> None:
     store.put(key(), entry())
     age(path_of(root, key()), 600)
     before = path_of(root, key()).stat().st_mtime

@@ -193,7 +193,7 @@ def test_put_uses_an_empty_folder_that_another_user_created_again(
 
 
 @pytest.mark.fault(26)
-def test_another_users_private_store_is_unavailable_when_it_is_opened(root: Path) -> None:
+def test_open_fails_for_a_private_store_of_another_user(root: Path) -> None:
     private = root.parent / "private"
 
     def refused() -> None:

@@ -133,7 +133,7 @@ def test_every_flipped_byte_is_a_miss_and_is_removed(store: RedisStore, client: 
 
 @pytest.mark.fault(20)
 @pytest.mark.parametrize("windows", [1, 0])
-def test_every_cut_is_a_miss(
+def test_a_truncated_value_is_a_miss(
     store: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch, windows: int
 ) -> None:
     if windows:
@@ -463,7 +463,7 @@ def test_round_trips(store: RedisStore, client: Any, monkeypatch: pytest.MonkeyP
     assert trips(lambda: store.delete(keys)) == 1
 
 
-def test_a_lookup_of_64_keys_is_read_in_one_go(store: RedisStore, client: Any) -> None:
+def test_lookup_of_64_keys_is_one_read_of_the_server(store: RedisStore, client: Any) -> None:
     keys = [key(str(n)) for n in range(64)]
     for each in keys:
         store.put(each, sized(1000))

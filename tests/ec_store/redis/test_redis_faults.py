@@ -333,7 +333,7 @@ def test_a_cluster_serves_during_moves_of_slots_and_the_rest_without_a_node(
             assert time.monotonic() - began < 10
 
 
-def test_a_lookup_in_a_cluster_asks_every_node_once_and_none_that_hangs(
+def test_cluster_lookup_queries_each_node_once_and_skips_hanging_nodes(
     start_cluster: StartCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [key(str(n)) for n in range(64)]

@@ -167,7 +167,7 @@ def test_layers_of_mistrals_format_are_left_out_there_alone(checkpoint: Any) -> 
     assert checkpoint.encoder_names({*names, embeddings}) == kept
 
 
-def test_without_a_known_encoder_the_whole_checkpoint_counts(
+def test_fingerprint_covers_the_whole_checkpoint_without_a_known_encoder(
     checkpoint: Any, tmp_path: Path
 ) -> None:
     text = LANGUAGE | EMBEDDINGS

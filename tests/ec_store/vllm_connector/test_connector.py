@@ -484,7 +484,7 @@ def test_an_entry_held_for_one_request_is_not_given_to_another_it_does_not_fit(
 
 
 @pytest.mark.parametrize("media", [True, False])
-def test_nothing_is_held_that_does_not_fit_a_request_that_encodes_its_item(
+def test_connector_holds_no_entry_that_does_not_fit_a_request_with_the_media(
     vllm: Any, connect: Connect, url: str, media: bool
 ) -> None:
     connector = connect()
@@ -565,7 +565,7 @@ def test_a_preempted_request_keeps_what_is_held_for_it(
     assert not connector.has_cache_item("a")
 
 
-def test_a_key_that_no_store_holds_is_a_miss_and_is_not_named(
+def test_a_key_too_long_for_the_store_is_a_miss_and_not_named(
     vllm: Any, connect: Connect, url: str
 ) -> None:
     connector = connect()

@@ -283,7 +283,7 @@ def test_models_share_a_namespace_only_where_their_configuration_is_the_same(
         assert vllm.namespace() != derived
 
 
-def test_the_same_weights_at_another_path_have_the_same_namespace(vllm: Any, folder: Path) -> None:
+def test_namespace_does_not_depend_on_the_path_of_the_weights(vllm: Any, folder: Path) -> None:
     derived = vllm.namespace()
     moved = folder.rename(folder.with_name("current"))
     for file in moved.iterdir():
@@ -435,7 +435,7 @@ def test_weights_in_object_storage_are_known_by_their_name(
     assert (record.levelname, "generation" in record.getMessage()) == ("WARNING", True)
 
 
-def test_another_generation_has_another_namespace(vllm: Any) -> None:
+def test_namespace_contains_the_generation(vllm: Any) -> None:
     first, second = vllm.namespace(), vllm.namespace(1)
     assert first.startswith("qwen2_5_vl@0:")
     assert second == first.replace("@0:", "@1:")

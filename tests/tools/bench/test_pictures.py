@@ -61,7 +61,7 @@ def test_users_and_models_take_turns_in_the_columns_of_vision_arena(seed: int) -
     assert all(message["content"] for turn in turns for message in turn)
 
 
-def test_some_conversations_have_one_turn_and_some_have_more() -> None:
+def test_conversations_differ_in_their_number_of_turns() -> None:
     lengths = {len(conversation(rng(seed))) for seed in range(100)}
 
     assert lengths > {2, 4, 6}

@@ -78,7 +78,7 @@ def test_pictures_for_light_and_for_dark_pages_say_what_was_measured(
         assert light.read_bytes() != dark.read_bytes()
 
 
-def test_the_same_results_make_the_same_bytes(tmp_path: Path) -> None:
+def test_plot_is_deterministic(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder, by in zip(folders, (called, run), strict=True):
         folder.mkdir()

@@ -32,7 +32,7 @@ def test_a_longer_trace_of_a_seed_begins_like_a_shorter_one(
 
 
 @pytest.mark.parametrize("name", REPLAYS)
-def test_another_seed_makes_another_trace(name: str) -> None:
+def test_replays_depend_on_the_seed(name: str) -> None:
     assert REPLAYS[name](rng(1, name), 100) != REPLAYS[name](rng(2, name), 100)
 
 
@@ -96,6 +96,6 @@ def test_an_lru_cache_holds_what_was_used_last(trace: list[int], entries: int) -
     assert ideal_hit_rate(trace, entries) == hits / len(trace)
 
 
-def test_nothing_has_no_hit_rate() -> None:
+def test_an_empty_trace_has_no_hit_rate() -> None:
     with pytest.raises(ValueError, match="empty trace"):
         ideal_hit_rate([])

@@ -106,7 +106,7 @@ def test_a_proxy_that_has_answered_nothing_has_counted_nothing() -> None:
     assert parse_items(metrics.metrics_page()[0].decode()) == NOTHING
 
 
-def test_another_servers_figures_are_no_proxys() -> None:
+def test_parse_items_rejects_metrics_of_other_servers() -> None:
     with pytest.raises(NoFigures, match="not an EPD proxy"):
         parse_items("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 1.0\n")
 

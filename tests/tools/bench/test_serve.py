@@ -221,7 +221,7 @@ class TestBeforeItBegins:
         assert code == 1
         assert "no model 'other'; its models: m" in err
 
-    async def test_a_key_that_is_missing(
+    async def test_bench_serve_reports_a_missing_key(
         self, launch: Launch, keys: Path, flags: list[str | Path]
     ) -> None:
         async with launch(api_keys_file=keys) as fleet:

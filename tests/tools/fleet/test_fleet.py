@@ -220,7 +220,7 @@ def test_each_role_has_its_connectors(role: Role, ec_role: str | None, kv_role: 
     assert ("--no-enable-prefix-caching" in given) == (role is Role.ENCODE)
 
 
-def test_more_flags_are_given_after_all_others() -> None:
+def test_additional_flags_of_an_engine_are_the_last_ones() -> None:
     """Later flags override those that all engines get."""
     more = ("--dtype", "bfloat16")
 

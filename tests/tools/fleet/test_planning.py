@@ -209,7 +209,7 @@ def test_each_stage_is_started_on_its_devices_as_it_has_to_be() -> None:
 
 
 @pytest.mark.parametrize("topology", ["2p2d", "1pd"])
-def test_without_encode_instances_there_is_no_encoder_cache(topology: str) -> None:
+def test_plan_without_encode_instances_has_no_encoder_store(topology: str) -> None:
     fleet = plan(topology=topology, device="cpu")
     *engines, proxy = [server.command for server in fleet.servers()]
 
@@ -283,7 +283,7 @@ def test_a_model_in_a_directory_asks_no_hub(tmp_path: Path) -> None:
     assert "HF_HUB_OFFLINE" not in plan().engines[0].environment()
 
 
-def test_only_a_store_of_files_is_looked_after() -> None:
+def test_plan_has_a_store_service_only_for_a_file_store() -> None:
     assert plan().servers()[0].name == "store"
     assert "store" not in [server.name for server in plan(store="redis://host").servers()]
 

@@ -247,7 +247,7 @@ def test_a_stream_that_runs_ends_in_an_error_event(tmp_path: Path, flags: tuple[
     assert process.returncode == 0
 
 
-def test_the_others_go_on_without_an_engine_that_ended(tmp_path: Path) -> None:
+def test_up_keeps_the_other_servers_after_the_death_of_an_engine(tmp_path: Path) -> None:
     """The children of the engine end too. Without the last decode engine everything ends."""
     up = Up(tmp_path, topology="1e2pd")
     second = up.ports["prefill-decode-port"] + 1
@@ -273,7 +273,7 @@ def test_the_others_go_on_without_an_engine_that_ended(tmp_path: Path) -> None:
     assert left(up.mark, 0) == {}
 
 
-def test_nothing_goes_on_without_the_proxy(tmp_path: Path) -> None:
+def test_up_stops_all_servers_after_the_death_of_the_proxy(tmp_path: Path) -> None:
     up = Up(tmp_path)
     with up.started() as process:
         up.wait_for(process, "ready: ")

@@ -122,7 +122,7 @@ def test_a_narrow_frame_keeps_names_and_failures_of_instances() -> None:
     assert {line.split()[0] for line in lines if "● healthy" in line} == {"E1", "P1", "D1"}
 
 
-def test_without_an_end_all_instances_are_there() -> None:
+def test_top_shows_all_instances_without_a_height() -> None:
     text = "\n".join(drawn(large(20), 100, None))
 
     for name in ("E1 ", "E20", "P20", "D20"):
@@ -156,7 +156,7 @@ def test_a_state_that_is_not_known_is_shown_as_it_is() -> None:
 
 
 @given(st.text())
-def test_nothing_that_is_printed_is_a_control(text: str) -> None:
+def test_top_prints_no_control_characters(text: str) -> None:
     assert strip_control(text).isprintable()
 
 
