@@ -87,7 +87,7 @@ async def test_an_error_is_every_waiters() -> None:
             await task
 
 
-async def test_closing_ends_what_runs() -> None:
+async def test_close_cancels_running_flights() -> None:
     flights, work = Flights[str, int](), Work()
     tasks = await joined(flights, work, 2)
     await flights.close()

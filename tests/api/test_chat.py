@@ -46,7 +46,7 @@ def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
         assert error.status == 400
 
 
-def test_items_say_where_they_stand() -> None:
+def test_items_have_their_position_in_the_request() -> None:
     body = {"messages": [{"content": "a"}, {"content": [text(), image(), input_audio()]}]}
     found = CHAT.items(body)
 
@@ -56,7 +56,7 @@ def test_items_say_where_they_stand() -> None:
     ]
 
 
-def test_an_item_knows_what_its_client_calls_it() -> None:
+def test_an_item_has_the_uuid_of_its_client() -> None:
     found = CHAT.items(request(image(uuid="cat:1"), image(uuid=None), image()))
 
     assert [item.uuid for item in found] == ["cat:1", None, None]

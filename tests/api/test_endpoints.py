@@ -94,7 +94,7 @@ def picture(**more: Any) -> dict[str, Any]:
     return {"type": "input_image", "image_url": URL, **more}
 
 
-def test_pictures_of_a_response_are_in_messages_and_in_what_tools_answered() -> None:
+def test_items_of_responses_are_found_in_messages_and_tool_outputs() -> None:
     body = read(
         RESPONSES,
         {
@@ -184,7 +184,7 @@ def test_no_engine_keeps_a_response_or_knows_it_by_its_clients_id() -> None:
 BASE64 = {"type": "base64", "media_type": "image/png", "data": "MQ=="}
 
 
-def test_pictures_of_a_message_are_in_its_content_and_in_what_tools_answered() -> None:
+def test_items_of_messages_are_found_in_content_and_tool_results() -> None:
     tool = {"type": "tool_result", "tool_use_id": "1"}
     body = read(
         MESSAGES,
@@ -377,7 +377,7 @@ def test_errors_have_the_shape_that_clients_of_the_endpoint_expect() -> None:
         (None, "no", "no"),
     ],
 )
-def test_an_error_says_once_where_it_is(param: str | None, message: str, shown: str) -> None:
+def test_an_error_names_its_position_once(param: str | None, message: str, shown: str) -> None:
     error = orjson.loads(MESSAGES.error(BadRequest(message, param=param)))
 
     assert error["error"]["message"] == shown

@@ -56,7 +56,7 @@ def values(value: object) -> tuple[int, int, int]:
         lambda inner: st.lists(inner) | st.dictionaries(st.text(',[{"\\'), inner),
     )
 )
-def test_values_are_counted_and_not_what_words_look_like(value: object) -> None:
+def test_values_in_strings_are_not_counted(value: object) -> None:
     every, containers, empty = values(value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(body, "MAX_CONTAINERS", 2)

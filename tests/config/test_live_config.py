@@ -28,7 +28,7 @@ def config(**more: Any) -> ProxyConfig:
     return ProxyConfig.model_validate(urls | more)
 
 
-def test_a_reload_replaces_the_configuration_and_leaves_the_one_before_as_it_was() -> None:
+def test_a_reload_does_not_change_the_previous_configuration() -> None:
     live = LiveConfig(config(max_items=1))
     before = live.current
 
@@ -50,7 +50,7 @@ def test_a_configuration_cannot_be_changed() -> None:
         hash(getattr(frozen, name))  # nor a value of it
 
 
-def test_followers_are_told_of_changes_alone() -> None:
+def test_followers_are_called_only_after_changes() -> None:
     live, told = LiveConfig(config()), list[tuple[int, int]]()
     live.add_follower(lambda new, before: told.append((new.max_items, before.max_items)))
 

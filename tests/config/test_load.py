@@ -551,7 +551,7 @@ def test_hosts_and_ports_that_do_not_pair_up_are_refused(flags: str, message: st
         ("discover_prefill_decode", "HOST:PORT"),
     ],
 )
-def test_the_help_says_what_stands_for_a_value(name: str, metavar: str) -> None:
+def test_help_has_a_placeholder_for_each_value(name: str, metavar: str) -> None:
     assert metavar_of(name, Settings.model_fields[name]) == metavar
 
 

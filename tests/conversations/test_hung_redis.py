@@ -81,7 +81,7 @@ async def test_a_cancelled_connect_ends_at_every_step(
             assert asked.cancelled()
 
 
-async def test_a_store_that_loses_what_it_is_told_costs_a_turn_its_prefix_alone() -> None:
+async def test_a_turn_loses_only_its_prefix_if_the_store_loses_entries() -> None:
     class Deaf(ConversationsInMemory):
         async def take_entry(self, key: str) -> ConversationEntry | None:
             try:

@@ -135,7 +135,7 @@ async def test_an_unreachable_redis_is_logged(tmp_path: Path) -> None:
         await store.close()
 
 
-def test_an_entry_is_read_as_it_was_written() -> None:
+def test_conversation_store_returns_the_written_entry() -> None:
     assert parse_entry(FULL.to_json()) == FULL
     assert parse_entry(BARE.to_json()) == BARE
 

@@ -214,7 +214,7 @@ def test_a_chat_with_a_prompt_field_has_no_known_prompt(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["documents", "reasoning_effort", "functions", "x", "echo"])
-def test_a_field_that_is_null_says_nothing(field: str) -> None:
+def test_null_fields_of_an_answer_are_ignored(field: str) -> None:
     assert prompt_of({"messages": [], field: None}, CHAT) == prompt_of({"messages": []}, CHAT)
 
 

@@ -236,7 +236,7 @@ def assert_fires(name: str, case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_alert_says_what_is_seen_and_what_to_do(name: str) -> None:
+def test_alerts_state_symptom_and_action(name: str) -> None:
     texts = ALERTS[name]["annotations"]
     used = set(re.findall(r"\$labels\.(\w+)", " ".join(texts.values())))
 

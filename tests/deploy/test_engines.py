@@ -13,7 +13,7 @@ MEMORY = 6
 
 @pytest.mark.full
 @pytest.mark.e2e
-def test_vllm_takes_them_as_it_takes_those_of_epd_up() -> None:
+def test_vllm_parses_the_flags_of_deploy_as_those_of_epd_up() -> None:
     model = settings("epd-engines")["MODEL"]
     pods = [
         ["serve", *(word.replace("$(MODEL)", model) for word in container(name)["args"])]

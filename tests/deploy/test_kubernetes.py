@@ -192,7 +192,7 @@ def test_every_secret_that_is_used_is_in_the_example() -> None:
     assert used | {"api-keys"} == set(SECRET["stringData"])
 
 
-def test_probes_ask_for_what_the_proxy_has() -> None:
+def test_probes_use_routes_of_the_proxy() -> None:
     proxy = container("epd-proxy")
     paths = {
         probe: proxy[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")
@@ -239,7 +239,7 @@ def test_no_pod_has_a_token_or_may_gain_privileges(name: str) -> None:
 
 
 @pytest.mark.security("S23")
-def test_the_policies_let_pass_what_is_needed_and_nothing_else() -> None:
+def test_network_policies_allow_only_the_needed_connections() -> None:
     reached = {
         (source, target, name)
         for source, target in product(WORKLOADS, WORKLOADS)

@@ -54,7 +54,7 @@ async def test_a_machine_without_name_servers_is_no_answer(
         await DnsNames().resolve_addresses("a.test")
 
 
-async def test_a_server_that_fails_is_not_one_that_says_none(server: NameServer) -> None:
+async def test_a_failing_name_server_differs_from_an_empty_answer(server: NameServer) -> None:
     server.addresses, server.failing = {"e.svc": ["10.0.0.1"]}, True
 
     with pytest.raises(LookUpFailed):

@@ -164,13 +164,13 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_media_are_encoded_again_after_their_entry_was_deleted": EACH_STORE,
     "test_an_entry_that_was_deleted_after_it_was_encoded": [ON_DISK, ON_REDIS],
     "test_a_promised_entry_that_never_comes_fails_alone": [ON_DISK, ON_REDIS],
-    "test_engines_count_what_they_store_and_fetch": [ON_DISK, ON_REDIS],
+    "test_engine_metrics_count_stored_and_loaded_entries": [ON_DISK, ON_REDIS],
     "test_the_store_stops_while_requests_run": [ON_REDIS],
     "test_redis_is_paused_while_serving": [ON_REDIS],
-    "test_redis_is_stopped_while_serving_and_comes_back": [ON_REDIS],
+    "test_requests_survive_a_stop_and_a_restart_of_redis": [ON_REDIS],
     # In bfloat16, requests that are batched with others get other tokens.
     "test_entries_come_and_go_while_requests_want_them": [ON_DISK, ON_CLUSTER],
-    "test_a_cluster_is_stopped_while_serving_and_comes_back": [ON_CLUSTER],
+    "test_requests_survive_a_stop_and_a_restart_of_a_redis_cluster": [ON_CLUSTER],
     "test_one_rank_of_the_encode_engine_writes": [ON_CLUSTER],
     # Differences with a separate prefill engine.
     "test_small_picture_is_encoded_by_its_consumer_and_found_by_the_next_request": SAVING,
@@ -184,7 +184,7 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     # Media that only some models accept.
     "test_a_sound_heard_before_is_a_hit": OMNI_STACKS,
     "test_a_picture_and_a_video_in_one_request": VIDEO_STACKS,
-    "test_a_video_with_timestamps_goes_on_as_metadata": TIMED_STACKS,
+    "test_a_video_with_timestamps_is_sent_as_metadata": TIMED_STACKS,
 }
 """Stacks of a test, if they differ from those of its module.
 

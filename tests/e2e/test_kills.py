@@ -43,7 +43,7 @@ def long_stream(stack: Served) -> Iterator[Any]:
     ],
     ids=["encode", "prefill", "decode"],
 )
-def test_an_engine_is_killed_under_load_and_comes_back(
+def test_requests_survive_the_death_and_restart_of_an_engine(
     stack: Served, role: Role, may_end: set[str]
 ) -> None:
     """No answer is lost or wrong, and only unavoidable errors occur, and only for a while."""

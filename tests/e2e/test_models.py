@@ -147,7 +147,7 @@ def test_a_picture_and_a_video_in_one_request(stack: Served) -> None:
     assert again.items == "hit=2,encoded=0,local=0"
 
 
-def test_a_video_with_timestamps_goes_on_as_metadata(stack: Served) -> None:
+def test_a_video_with_timestamps_is_sent_as_metadata(stack: Served) -> None:
     """Qwen3-VL writes the times of frames into the prompt, and its encode reply reports them."""
     film = frames(1)
     options = [{"media_io_kwargs": {"video": {"fps": rate}}} for rate in (1, 2, 8)]

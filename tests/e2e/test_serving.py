@@ -76,7 +76,7 @@ def test_a_file_outside_the_folder_is_refused(stack: Served) -> None:
         stack.client.chat.completions.create(model=stack.model, messages=messages)
 
 
-def test_engines_count_what_they_store_and_fetch(stack: Served) -> None:
+def test_engine_metrics_count_stored_and_loaded_entries(stack: Served) -> None:
     """A worker's counts are reported with the engine's next step."""
     figures = {
         "vllm:ec_store_saves_total": stack.encode,

@@ -340,7 +340,7 @@ def test_redis_is_paused_while_serving(stack: Served) -> None:
 
 
 @pytest.mark.fault(16)
-def test_redis_is_stopped_while_serving_and_comes_back(stack: Served) -> None:
+def test_requests_survive_a_stop_and_a_restart_of_redis(stack: Served) -> None:
     [server] = stack.redis
     server.kill()
     reply = to_decode(stack, {**unseen(stack), "uuid": "raw-while-stopped"}, text())
@@ -517,7 +517,7 @@ def test_entries_come_and_go_while_requests_want_them(stack: Served) -> None:
 
 
 @pytest.mark.fault(16)
-def test_a_cluster_is_stopped_while_serving_and_comes_back(stack: Served) -> None:
+def test_requests_survive_a_stop_and_a_restart_of_a_redis_cluster(stack: Served) -> None:
     for name in PICTURES:
         ask(stack.client, stack.model, picture(name), text("keep it"))
     assert len(stored(stack)) >= len(PICTURES)

@@ -17,7 +17,7 @@ from ec_store.concurrency import DaemonPool
 from ec_store.disk import entry_files
 
 
-def test_calls_are_made_and_their_ends_told() -> None:
+def test_pool_runs_calls_and_reports_their_results() -> None:
     pool = DaemonPool(3, "test")
     done = [pool.submit(lambda number=number: 10 // number) for number in (1, 2, 0)]  # type: ignore[misc]
 
@@ -73,7 +73,7 @@ def test_closing_the_pool_cancels_waiting_calls() -> None:
         pool.submit(lambda: 1).result(60)
 
 
-async def test_the_ends_of_calls_are_told_to_an_event_loop() -> None:
+async def test_pool_reports_results_to_an_event_loop() -> None:
     pool = DaemonPool(1, "test")
 
     assert await on_thread(pool, lambda: 10) == 10

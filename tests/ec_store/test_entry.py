@@ -40,7 +40,7 @@ def blob(key: EntryKey = KEY, value: Entry | None = None) -> bytes:
 
 
 @given(keys, entries())
-def test_any_entry_under_any_key_comes_back(key: EntryKey, value: Entry) -> None:
+def test_decode_returns_any_encoded_entry(key: EntryKey, value: Entry) -> None:
     assert decode(key, memoryview(blob(key, value))) == value
 
 
@@ -102,7 +102,7 @@ def test_decode_rejects_the_entry_of_another_key() -> None:
             decode(other, memoryview(blob()))
 
 
-def test_a_header_that_says_the_same_in_other_words_is_corrupt() -> None:
+def test_decode_rejects_a_header_in_another_spelling() -> None:
     """Each entry has exactly one encoding."""
     whole = blob()
     size = 8 + int.from_bytes(whole[:8], "little")
@@ -157,7 +157,7 @@ def test_entry_key_rejects_identifiers_longer_than_a_header() -> None:
 
 
 @pytest.mark.parametrize("character", ["x", "\xe9", "\u20ac", "\U0001f600", "\ud800"])
-def test_a_part_of_a_key_has_as_many_bytes_as_it_may(character: str) -> None:
+def test_entry_key_bounds_the_bytes_of_its_parts(character: str) -> None:
     longest = MAX_PART_BYTES // len(character.encode("utf-8", "surrogatepass"))
     EntryKey("ns", character * longest)
     with pytest.raises(ValueError, match="longer"):

@@ -14,7 +14,7 @@ class Renewed:
         self.times += 1
 
 
-def test_methods_are_called_in_a_child_while_their_object_lives() -> None:
+def test_fork_hooks_run_in_the_child_while_their_object_exists() -> None:
     """Registered objects must not stay alive: a proxy waiting for its store grew."""
     gc.collect()  # garbage of other tests
     kept, before = Renewed(), len(counts._renewed)  # noqa: SLF001

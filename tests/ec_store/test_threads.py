@@ -74,7 +74,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_writer_drops_an_entry_that_must_not_be_stored_and_goes_on(store: Store) -> None:
+def test_writer_drops_an_unstorable_entry_and_continues(store: Store) -> None:
     outcomes: dict[str, bool] = {}
     writer = Writer(store, done=lambda key, stored: outcomes.update({key.identifier: stored}))
     for number in range(FAILURES + 1):
@@ -87,7 +87,7 @@ def test_writer_drops_an_entry_that_must_not_be_stored_and_goes_on(store: Store)
     assert (figures["drops"], figures["saves"]) == (FAILURES + 1, 1)
 
 
-def test_the_writer_writes_what_is_not_there(store: Store) -> None:
+def test_writer_writes_only_missing_entries(store: Store) -> None:
     writer = Writer(store)
     made = []
 
@@ -156,7 +156,7 @@ def test_writer_observes_the_time_of_each_write_also_of_one_that_fails(paused: P
     assert writer.counts.take_observations() == {"save_seconds": [2.0, 0.0, 3.0]}
 
 
-def test_writer_observes_no_write_of_what_is_there_or_must_not_be_stored(store: Store) -> None:
+def test_writer_reports_no_write_of_stored_or_unstorable_entries(store: Store) -> None:
     writer = Writer(store)
     store.put(EntryKey(NAMESPACE, "k"), entry())
     writer.submit(EntryKey(NAMESPACE, "k"), SIZE, entry)

@@ -3,7 +3,7 @@ import pytest
 from ec_store import check_url
 
 
-def test_a_path_is_answered_with_the_url_that_is_meant() -> None:
+def test_check_url_suggests_the_url_for_a_path() -> None:
     with pytest.raises(ValueError, match=r"is file:///dev/shm/ec meant\?$"):
         check_url("/dev/shm/ec")  # noqa: S108 - nothing is opened
 

@@ -335,7 +335,7 @@ def test_a_tenant_within_its_limit_per_minute_is_never_refused(gaps: list[int]) 
 
 
 @given(st.floats(0.1, 500), st.integers(1, 40))
-def test_the_wait_that_is_told_is_enough_and_not_too_long(per_minute: float, count: int) -> None:
+def test_retry_after_of_a_rate_limit_is_exact(per_minute: float, count: int) -> None:
     pace, use, now_s, waits = RateLimiter(per_minute), TenantUse(), 0.0, list[float]()
     for _ in range(count):
         while (wait_s := pace.take_token(use, now_s)) > 0:

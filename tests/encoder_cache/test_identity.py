@@ -75,14 +75,14 @@ def test_content_keys_and_salts_depend_on_the_secret() -> None:
     assert with_salt({}, known) != with_salt({}, ALICE)
 
 
-def test_names_are_what_vllm_and_any_store_accept() -> None:
+def test_uuids_are_valid_for_vllm_and_all_stores() -> None:
     salt = with_salt({"cache_salt": "@/\\\0"}, ALICE)["cache_salt"]
     for name in (content_key(ALICE, "image", CAT), name_key(ALICE, "image", "cat"), salt):
         assert len(name) == 64
         assert set(name) <= set("0123456789abcdef")
 
 
-def test_keys_stay_what_they_were() -> None:
+def test_keys_are_the_same_as_in_earlier_versions() -> None:
     """A changed key turns every stored entry into a miss; if that is needed, raise `VERSION`."""
     key = content_key(Scope(), "image", CAT)
 

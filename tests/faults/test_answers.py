@@ -304,7 +304,7 @@ async def test_wherever_the_network_cuts_a_stream_it_ends_in_an_error_and_never_
 
 
 @pytest.mark.fault(40)
-async def test_an_error_event_of_decode_arrives_as_it_was_sent(launch: Launch) -> None:
+async def test_error_events_of_decode_are_relayed_unchanged(launch: Launch) -> None:
     said = chunk("a") + b'data: {"error": {"message": "late", "code": 400}}\n\n'
     script = [read_request(), send(STREAM_HEAD + chunked(said) + LAST_CHUNK), hold()]
     async with (

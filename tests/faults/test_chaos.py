@@ -89,7 +89,7 @@ def outcome(result: Result, status: int = 200, slug: str = "") -> Outcome:
         (outcome("broken off", 504), Fault("break", "prefill_decode", "pd", 9.0), False),
     ],
 )
-def test_an_error_is_excused_by_what_may_cause_it(
+def test_chaos_report_excuses_errors_with_an_active_cause(
     ended: Outcome, fault: Fault, may_be: bool
 ) -> None:
     faults = [fault] if fault.felt(ended) else []
@@ -97,7 +97,7 @@ def test_an_error_is_excused_by_what_may_cause_it(
     assert excused(ended, faults) is may_be
 
 
-def test_two_deaths_excuse_the_rejection_of_what_instances_died_of() -> None:
+def test_chaos_report_excuses_suspected_fatal_after_two_deaths() -> None:
     rejected = outcome("error", 503, "suspected_fatal")
     of_encode, of_decode = (
         Fault("kill", "encode", "e", 3.0, 6.0),
@@ -174,7 +174,9 @@ ALL_WELL = Left(
         ("right", replace(ALL_WELL, surprises=["Traceback"]), ["surprises in the log"]),
     ],
 )
-def test_a_run_fails_by_what_it_must_not_show(ended: Result, left: Left, broken: list[str]) -> None:
+def test_chaos_run_fails_by_any_violated_invariant(
+    ended: Result, left: Left, broken: list[str]
+) -> None:
     run = seen(outcome(ended), left=left)
 
     assert run.broken == broken

@@ -310,7 +310,7 @@ async def test_a_connection_is_made_in_time_for_itself_and_for_its_request(
         assert not limit.expired()
 
 
-async def test_the_kernel_is_told_to_find_dead_hosts() -> None:
+async def test_connections_have_keep_alive_probes_for_dead_hosts() -> None:
     async with asking([hold()]) as here:
         transport, connection = await asyncio.get_running_loop().create_connection(
             Connection, here.origin.host, here.origin.port
@@ -514,7 +514,7 @@ async def test_a_sink_that_is_full_is_poured_nothing_more() -> None:
     ],
     ids=["closed", "reset", "malformed", "silent"],
 )
-async def test_a_sink_is_told_of_the_end_of_the_body(
+async def test_pour_body_raises_if_the_connection_breaks(
     then: list[Step], error: type[Exception]
 ) -> None:
     script = [read_request(), send(KEPT + chunked(b"1")), wait(0.1), *then]
@@ -526,7 +526,7 @@ async def test_a_sink_is_told_of_the_end_of_the_body(
         assert got == [b"1"]
 
 
-async def test_a_trickle_is_poured_for_as_long_as_it_takes() -> None:
+async def test_pour_body_continues_while_bytes_arrive() -> None:
     trickle = [step for _ in range(8) for step in (wait(0.1), send(chunked(b"x")))]
     async with asking([read_request(), send(KEPT), *trickle, hold()]) as here:
         connection = await here.ask()

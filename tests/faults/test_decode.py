@@ -45,7 +45,7 @@ async def test_a_client_that_leaves_when_it_has_all_has_not_left_early(launch: L
 
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("status", [429, 503])
-async def test_a_decode_that_has_too_much_to_do_says_when_to_come_again(
+async def test_retry_after_of_an_overloaded_decode_reaches_the_client(
     launch: Launch, status: int
 ) -> None:
     async with launch() as fleet:

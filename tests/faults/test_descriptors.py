@@ -39,7 +39,7 @@ def highest_open() -> int:
 
 
 @pytest.mark.fault(58)
-async def test_connections_above_the_limit_are_told_to_come_later() -> None:
+async def test_connections_above_the_limit_get_503_with_retry_after() -> None:
     async with launch(max_connections=2) as fleet:
         async with connected(fleet.url), connected(fleet.url) as (reader, writer):
             async with connected(fleet.url) as (third, asking):

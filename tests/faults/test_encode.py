@@ -52,7 +52,7 @@ async def test_a_failed_encode_is_retried_at_another_instance(
 
 
 @pytest.mark.fault(1)
-async def test_decode_encodes_if_all_encode_instances_fail_and_a_header_says_so(
+async def test_decode_encodes_if_all_encode_instances_fail_with_a_degraded_header(
     launch: Launch,
 ) -> None:
     async with launch(encode=3) as fleet:
@@ -71,7 +71,7 @@ async def test_decode_encodes_if_all_encode_instances_fail_and_a_header_says_so(
 
 
 @pytest.mark.fault(1)
-async def test_a_failed_encode_without_local_fallback_tells_the_client_not_to_retry(
+async def test_a_failed_encode_without_local_fallback_has_x_should_retry_false(
     launch: Launch,
 ) -> None:
     async with launch(on_encode_failure="fail") as fleet:

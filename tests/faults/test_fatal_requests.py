@@ -401,7 +401,7 @@ async def test_one_death_fails_no_request_of_many_items(
         assert await waiting == (200, None)
 
 
-async def test_an_engine_that_says_in_its_stream_that_it_is_dead_has_died(launch: Launch) -> None:
+async def test_an_engine_error_in_a_stream_counts_as_a_death(launch: Launch) -> None:
     """In vLLM, a dead engine sends an error event and ends the stream."""
     error = f'data: {{"error": {{"message": "{ENGINE_DEAD}", "code": 500}}}}\n\n'
 

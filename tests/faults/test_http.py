@@ -413,7 +413,7 @@ async def test_a_client_that_leaves_in_decode_closes_its_socket(stream: bool) ->
 
 
 @pytest.mark.fault(49)
-async def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
+async def test_a_body_with_a_too_large_length_is_not_read() -> None:
     async with launch(max_body_bytes=10_000) as fleet, connected(fleet.url) as (reader, writer):
         writer.write(post(10_001))  # only the head
         said = await answer(reader)
@@ -424,7 +424,7 @@ async def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
 
 
 @pytest.mark.fault(49)
-async def test_a_client_that_waits_for_continue_need_not_send_what_is_too_large() -> None:
+async def test_a_client_that_waits_for_continue_gets_413_before_its_body() -> None:
     async with launch(max_body_bytes=10_000) as fleet, connected(fleet.url) as (reader, writer):
         writer.write(post(10_001, Expect="100-continue"))
 

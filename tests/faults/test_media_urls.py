@@ -69,7 +69,7 @@ async def test_dead_urls_eject_no_instance_and_harm_no_other_request(launch: Lau
         assert 'failed="rejected",model_name="m",stage="encode"' in figures
 
 
-async def test_one_more_instance_may_fetch_what_the_first_could_not(launch: Launch) -> None:
+async def test_a_failed_media_fetch_is_retried_at_one_more_instance(launch: Launch) -> None:
     async with launch(encode=2, encode_balance="round_robin") as fleet:
         fleet.encode[0].chat = refuses(500, SAID[0])
         async with fleet.post(request(image(DEAD))) as reply:

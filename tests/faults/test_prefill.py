@@ -71,7 +71,7 @@ async def test_a_failed_prefill_is_retried_at_another_instance(
 
 
 @pytest.mark.fault(30)
-async def test_decode_prefills_if_all_prefills_fail_and_a_header_says_so(launch: Launch) -> None:
+async def test_decode_prefills_if_all_prefills_fail_with_a_degraded_header(launch: Launch) -> None:
     async with launch(prefill=3) as fleet:
         for instance in fleet.prefill:
             instance.chat = refuses(500)
@@ -322,7 +322,7 @@ async def leave_in_decode(fleet: Fleet, *, stream: bool) -> None:
 
 @pytest.mark.fault(44)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_decode_is_told_of_an_abandoned_prefill(launch: Launch, stream: bool) -> None:
+async def test_decode_gets_a_release_for_an_abandoned_prefill(launch: Launch, stream: bool) -> None:
     async with launch(prefill=1) as fleet:
         fleet.d.chat = hangs
         await leave_in_decode(fleet, stream=stream)
@@ -374,7 +374,7 @@ async def test_the_end_of_the_proxy_waits_for_releases(launch: Launch) -> None:
 
 
 @pytest.mark.fault(36, 44)
-async def test_a_prefill_of_what_only_decode_refuses_is_given_back(launch: Launch) -> None:
+async def test_blocks_are_released_if_decode_rejects_the_request(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
         fleet.d.chat = fails_first(1, refuses(400, "max_tokens must be at least 1"), decodes)
         status, _ = await fleet.chat(request(text(), max_tokens=0))
@@ -385,7 +385,7 @@ async def test_a_prefill_of_what_only_decode_refuses_is_given_back(launch: Launc
 
 
 @pytest.mark.fault(32)
-async def test_decode_is_not_blamed_for_what_prefill_made(launch: Launch) -> None:
+async def test_decode_is_not_judged_by_failures_of_prefill(launch: Launch) -> None:
     async with launch(prefill=1, decode=2, eject_after=2) as fleet:
         fleet.decode[0].chat = fails_first(6, refuses(500, "KV load failed"), decodes)
         for _ in range(6):

@@ -119,7 +119,7 @@ async def test_limits_and_policies_change_under_load(workers: int, tmp_path: Pat
 
 
 @one_and_two
-async def test_balance_and_conversations_change_and_what_they_are_kept_in_does_not(
+async def test_a_reload_changes_balance_and_conversations_but_not_their_stores(
     workers: int, tmp_path: Path
 ) -> None:
     asked: list[str] = []
@@ -273,7 +273,7 @@ async def test_a_secret_file_is_reloaded(tmp_path: Path) -> None:
     assert "SECRET" not in str(running.lines)
 
 
-async def test_a_worker_that_replaces_another_has_what_is_in_force(tmp_path: Path) -> None:
+async def test_a_replaced_worker_has_the_configuration_in_force(tmp_path: Path) -> None:
     async with instances(encodes, decodes) as (e, d):
         urls = {"encode_servers_urls": [e.url], "decode_servers_urls": [d.url]}
         async with proxy(tmp_path, 2, **urls) as running:

@@ -114,7 +114,9 @@ def events(raw: bytes) -> list[Any]:
 
 
 @pytest.mark.fault(61)
-async def test_a_draining_proxy_says_so_and_completes_running_requests(workers: str) -> None:
+async def test_a_draining_proxy_fails_its_readiness_and_completes_running_requests(
+    workers: str,
+) -> None:
     async with proxy(workers, "--drain-delay-s", "6") as running:
         stream = await running.ask(stream=True)
         running.process.terminate()
@@ -254,7 +256,7 @@ async def test_ctrl_c_does_not_wait_for_load_balancers(workers: str) -> None:
 @pytest.mark.fault(62)
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-async def test_a_second_signal_aborts_what_runs(
+async def test_a_second_signal_aborts_running_requests(
     workers: str, first: signal.Signals, second: signal.Signals
 ) -> None:
     async with proxy(workers, "--drain-delay-s", LONG) as running:

@@ -62,7 +62,7 @@ async def test_a_relay_is_late_and_slow() -> None:
         assert clock() - began > 0.25
 
 
-async def test_a_relay_does_not_accept_and_resets_what_it_has() -> None:
+async def test_relay_can_stop_accepting_and_reset_its_connections() -> None:
     async with (
         Scripted([read_head(), hold()]).running() as server,
         Relay(server.listener).running() as relay,

@@ -102,7 +102,9 @@ def test_answers_with_status_204_and_304_have_no_body(status: int) -> None:
         (b"", False),
     ],
 )
-def test_an_end_completes_only_what_says_no_length(answer: bytes, complete: bool) -> None:
+def test_the_end_of_a_connection_completes_only_answers_without_a_length(
+    answer: bytes, complete: bool
+) -> None:
     reader = read(answer)
 
     assert not reader.complete
@@ -156,7 +158,7 @@ def test_a_body_may_be_larger_than_a_head() -> None:
     assert reader.held == len(reader.take_body()) == 1_000_000
 
 
-def test_a_header_comes_as_it_was_sent() -> None:
+def test_headers_of_answers_are_unchanged() -> None:
     reader = read(OK + b"X: caf\xe9\r\nx: 2\r\nContent-Length: 0\r\n\r\n")
 
     assert reader.headers.getall("X") == ["caf\udce9", "2"]
@@ -173,7 +175,7 @@ def test_a_header_comes_as_it_was_sent() -> None:
         ("http://h", Origin("h", 80, tls=False, named=True), "/", "h"),
     ],
 )
-def test_a_url_says_where_to_go(url: str, origin: Origin, path: str, authority: str | None) -> None:
+def test_target_of_a_url(url: str, origin: Origin, path: str, authority: str | None) -> None:
     target = target_of(url)
 
     assert (target.origin, target.path) == (origin, path)

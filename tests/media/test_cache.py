@@ -94,7 +94,7 @@ def test_versions_of_media_differ_by_their_validators(
     assert asked == revalidation_headers(headers)
 
 
-def test_a_304_renews_what_it_names() -> None:
+def test_a_304_renews_the_cached_media() -> None:
     old = {"ETag": '"1"', "Cache-Control": "max-age=60", "Age": "50", "Date": at(0)}
 
     assert revalidated_headers(old, {"Date": at(70)}) == {

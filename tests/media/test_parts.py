@@ -31,7 +31,7 @@ def test_a_data_url_is_inline() -> None:
     assert inline(item(frames)) == ("video/jpeg", b"YWJj,YWJj")
 
 
-def test_input_audio_is_what_its_data_url_would_be() -> None:
+def test_input_audio_equals_its_data_url() -> None:
     part = {"input_audio": {"data": "YWJj", "format": "WAV"}}
     url = item(data_url(b"abc", "audio/wav"), "audio_url")
 

@@ -49,7 +49,7 @@ def test_media_policy_never_allows_these_addresses(address: str) -> None:
 
 @pytest.mark.security("S7")
 @given(st.ip_addresses())
-def test_no_policy_allows_what_python_calls_special(address: IPv4Address | IPv6Address) -> None:
+def test_media_policies_allow_no_special_addresses(address: IPv4Address | IPv6Address) -> None:
     if PUBLIC.allows_address(str(address)):
         assert address.is_global
         assert not address.is_multicast

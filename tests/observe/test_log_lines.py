@@ -183,9 +183,7 @@ async def test_an_unread_log_stream_fails_no_request(stream: Written) -> None:
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
 @pytest.mark.parametrize("worker", [None, 3])
-def test_the_line_of_a_request_is_what_structlog_makes_of_it(
-    log_format: str, worker: int | None
-) -> None:
+def test_request_lines_equal_those_of_structlog(log_format: str, worker: int | None) -> None:
     first, second = ran(REQUESTS.format(log_format=log_format, worker=worker) + TWICE, 0)
 
     if log_format == "json":

@@ -74,7 +74,7 @@ def test_other_messages_of_libraries_are_not_written(
         NAMES.filter(lambda name: name not in {"event", "level", "timestamp"}), VALUES, max_size=4
     ),
 )
-def test_a_line_for_people_is_what_structlog_makes_of_it(
+def test_console_lines_equal_those_of_structlog(
     text: str, level: str, fields: dict[str, object]
 ) -> None:
     special: dict[str, object] = {
@@ -91,7 +91,7 @@ def test_a_line_for_people_is_what_structlog_makes_of_it(
     assert plain_line(FULL, None, level, dict(event)) == FULL(None, level, dict(event))
 
 
-def test_each_line_says_which_worker_wrote_it() -> None:
+def test_log_lines_contain_the_worker_number() -> None:
     code = "from epd.observe.logs import configure; configure('{}', 'info', worker=3); "
     code += "import structlog; "
     code += "structlog.get_logger('epd').info('listening', url='http://a b', n=2)"

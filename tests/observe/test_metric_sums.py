@@ -61,7 +61,7 @@ def samples(families: Iterable[Metric]) -> Samples:
 
 
 @given(st.lists(WORK, min_size=1, max_size=5))
-def test_the_sum_is_what_one_process_would_have_counted(
+def test_sums_of_workers_equal_the_counts_of_one_process(
     works: list[list[tuple[str, str, int]]],
 ) -> None:
     alone = Process(one for work in works for one in work)

@@ -154,7 +154,7 @@ def pages() -> Iterator[list[SharedPage]]:
         yield [one, other]
 
 
-def test_a_worker_goes_on_counting_where_the_one_before_it_ended(pages: list[SharedPage]) -> None:
+def test_a_replaced_worker_continues_the_counters(pages: list[SharedPage]) -> None:
     for _ in range(3):
         worker = Worker(pages, 0)
         worker.counter.inc(2)
@@ -213,7 +213,7 @@ def test_a_page_that_cannot_be_read_is_left_out_and_warned_of_once(
     ]
 
 
-def test_a_worker_that_cannot_write_says_so_once_and_goes_on(pages: list[SharedPage]) -> None:
+def test_a_worker_that_cannot_write_its_metrics_warns_once(pages: list[SharedPage]) -> None:
     one, other = Worker(pages, 0), Worker(pages, 1)
     other.counter.inc()
     other.metrics.write()

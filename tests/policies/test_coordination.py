@@ -142,7 +142,7 @@ def test_an_option_goes_before_the_setting_of_its_name() -> None:
 
 
 @given(st.permutations(list(OWN)), SOME_FACTS)
-def test_the_first_that_has_something_to_say_decides(names: list[str], about: Facts) -> None:
+def test_the_first_policy_with_a_decision_decides(names: list[str], about: Facts) -> None:
     policies = activate(names, SETTINGS)
     said = [one.name for one in policies if one.policy.course(about) is not None]
     decided = choose_policy(policies, about)
@@ -255,7 +255,7 @@ def test_policies_that_may_serve_something_are_not_refused(settings: dict[str, A
         ),
     ],
 )
-def test_the_configuration_says_which_are_in_force(
+def test_policies_in_force_are_those_of_the_configuration(
     settings: dict[str, Any], policies: tuple[str, ...]
 ) -> None:
     assert epd.ProxyConfig(**URLS | settings).policies == policies

@@ -173,7 +173,7 @@ async def test_asking_for_models_moves_no_turn(launch: Launch) -> None:
         assert [len(instance.calls) for instance in fleet.decode] == [2, 2]
 
 
-async def test_profiling_that_fails_says_where(launch: Launch) -> None:
+async def test_a_failed_profiling_names_the_instance(launch: Launch) -> None:
     async with launch(decode_servers_urls=("http://127.0.0.1:9",)) as fleet:
         fleet.e.profiler = False
         async with fleet.http.post(f"{fleet.url}/start_profile", json={}) as reply:

@@ -233,7 +233,7 @@ async def test_the_header_of_sessions_has_another_name_where_it_is_set(launch: L
         assert sorted(await had(fleet, 6, {"X-Session-Id": "a"})) == [2, 2, 2]
 
 
-async def test_configured_instances_get_what_their_weights_say(launch: Launch) -> None:
+async def test_configured_instances_get_requests_by_weight(launch: Launch) -> None:
     async with AsyncExitStack() as stack:
         ones = [await stack.enter_async_context(FakeInstance(decodes).running()) for _ in range(3)]
         weights = tuple(f"{one.url}={weight}" for one, weight in zip(ones, (3, 1, 0), strict=True))

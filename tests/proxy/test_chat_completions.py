@@ -89,7 +89,7 @@ async def test_encode_is_sent_kwargs_and_no_priority(launch: Launch) -> None:
         assert (more | {"priority": 3}).items() <= fleet.d.calls[0].body.items()
 
 
-async def test_encoded_items_go_on_as_metadata_under_the_same_uuid(launch: Launch) -> None:
+async def test_encoded_items_are_sent_as_metadata_under_the_same_uuid(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
         await fleet.chat(request(text(), image(b"1"), input_audio()))
 
@@ -122,7 +122,7 @@ async def test_uuids_of_pictures_follow_their_content(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
-async def test_media_go_on_raw_where_the_encoder_reports_nothing(
+async def test_media_are_sent_raw_if_the_encoder_reports_no_metadata(
     launch: Launch, prefill: int
 ) -> None:
     async with launch(prefill=prefill) as fleet:
@@ -135,7 +135,7 @@ async def test_media_go_on_raw_where_the_encoder_reports_nothing(
             assert "ec_transfer_params" not in call.body
 
 
-async def test_media_go_on_raw_where_the_operator_wants_it(launch: Launch) -> None:
+async def test_media_are_sent_raw_with_decode_media_raw(launch: Launch) -> None:
     async with launch(decode_media="raw") as fleet:
         await fleet.chat(request(image(b"1")))
 
@@ -144,7 +144,7 @@ async def test_media_go_on_raw_where_the_operator_wants_it(launch: Launch) -> No
         assert list(fleet.d.calls[0].body["ec_transfer_params"]) == [uuid]
 
 
-async def test_remote_media_are_keyed_by_what_the_encoder_reports(launch: Launch) -> None:
+async def test_remote_media_are_keyed_by_the_report_of_the_encoder(launch: Launch) -> None:
     async with launch() as fleet:
         await fleet.chat(request(image("https://example.com/a.png", uuid="mine")))
 
@@ -279,7 +279,7 @@ async def test_a_large_picture_arrives_whole(launch: Launch) -> None:
 @pytest.mark.security("S5")
 @pytest.mark.fault(54)
 @pytest.mark.fault(55)
-async def test_headers_that_go_on_and_headers_that_do_not(launch: Launch) -> None:
+async def test_headers_that_are_forwarded_and_headers_that_are_not(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
         sent = {
             "Authorization": "Bearer client",
@@ -307,7 +307,7 @@ async def test_headers_that_go_on_and_headers_that_do_not(launch: Launch) -> Non
         assert (item, len(random)) == ("0", 6)
 
 
-async def test_the_proxys_key_goes_on_where_the_client_has_none(launch: Launch) -> None:
+async def test_the_key_of_the_proxy_is_sent_for_clients_without_one(launch: Launch) -> None:
     async with launch(openai_api_key="own") as fleet:
         await fleet.chat(request(image()))
         await fleet.chat(request(image()), headers={"Authorization": "Bearer client"})

@@ -153,9 +153,7 @@ async def test_a_store_that_takes_no_claims_is_still_looked_into(
             assert found is None
 
 
-async def test_a_cache_that_is_left_as_it_is_told_to_look_again_ends(
-    backed: Backed, url: str
-) -> None:
+async def test_a_cache_can_close_while_it_learns_a_namespace(backed: Backed, url: str) -> None:
     async with asyncio.timeout(30):
         for steps in range(4):
             async with opened_cache(url, lease_s=1) as cache:

@@ -123,7 +123,7 @@ async def test_each_turn_reads_all_of_the_last_one_that_was_computed(
         assert sorted(len(one.calls) > 0 for one in fleet.decode) == [False] * (decode - 1) + [True]
 
 
-async def test_a_turn_without_a_conversation_goes_on_as_it_came(launch: Launch) -> None:
+async def test_a_request_without_a_conversation_is_sent_unchanged(launch: Launch) -> None:
     turns = Turns()
     async with talking(launch, turns) as fleet:
         body = {"model": "m", "messages": [{"role": "user", "content": LONG}], "stream": False}
@@ -693,7 +693,7 @@ async def test_turns_are_answered_without_the_redis_of_conversations(
             assert (await figures(fleet))["unknown"] == 3
 
 
-async def test_workers_that_share_nothing_say_so_once(launch: Launch) -> None:
+async def test_workers_without_a_shared_conversation_store_warn_once(launch: Launch) -> None:
     turns = Turns()
     async with talking(launch, turns, workers=2) as fleet:
         with capture_logs() as lines:

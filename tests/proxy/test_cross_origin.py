@@ -171,9 +171,7 @@ async def test_options_that_is_no_preflight_is_answered_as_without_cors(launch: 
         ({"allowed_headers": '["A\\nB"]'}, "not the name"),
     ],
 )
-def test_settings_that_allow_what_was_not_meant_are_refused(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_unsafe_settings_of_origins_are_refused(settings: dict[str, Any], message: str) -> None:
     urls = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d:1"}
     with pytest.raises(ValueError, match="(?s)" + message):
         epd.ProxyConfig.model_validate(urls | settings)

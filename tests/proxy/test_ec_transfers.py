@@ -288,7 +288,7 @@ async def test_an_output_that_was_not_pushed_is_not_encoded_by_the_consumer(
         assert fleet.d.calls == []
 
 
-async def test_a_consumer_that_registers_says_where_it_takes_outputs(
+async def test_a_consumer_registers_with_its_address_for_pushed_outputs(
     launch: Launch, tmp_path: Path
 ) -> None:
     pushes = Pushes()

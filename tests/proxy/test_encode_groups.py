@@ -165,7 +165,9 @@ async def test_pictures_of_a_group_with_processor_arguments_are_mapped_by_place(
         assert sizes(fleet) == [4, 4]
 
 
-async def test_a_group_goes_on_as_media_if_the_instance_reports_nothing(launch: Launch) -> None:
+async def test_items_of_a_group_are_sent_raw_if_the_instance_reports_no_metadata(
+    launch: Launch,
+) -> None:
     async with launch(**ON) as fleet:
         fleet.e.chat = encodes_without_params
         await items_of(fleet, request(*FOUR))
@@ -230,7 +232,7 @@ async def test_an_invalid_item_of_a_group_fails_with_its_own_place(launch: Launc
         assert fleet.events.changes == []
 
 
-async def test_a_failing_item_of_a_group_goes_on_alone_to_decode(launch: Launch) -> None:
+async def test_a_failing_item_of_a_group_is_sent_raw_alone(launch: Launch) -> None:
     async with launch(**ON) as fleet:
         fleet.e.chat = with_part(FOUR[0], refuses(500))
         async with fleet.post(request(*FOUR)) as reply:

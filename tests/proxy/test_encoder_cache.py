@@ -373,7 +373,7 @@ async def test_processor_kwargs_make_another_entry_which_is_found_again(
     [(input_audio(), "audio_embeds"), (video(), "video_url"), (image(), "image_embeds")],
     ids=["audio", "video", "image"],
 )
-async def test_a_hit_goes_on_as_its_modality_can(
+async def test_the_form_of_a_hit_depends_on_its_modality(
     launch: Launch, backed: Backed, url: str, part: Part, kind: str
 ) -> None:
     async with caching(launch, backed, url) as fleet:
@@ -387,7 +387,7 @@ async def test_a_hit_goes_on_as_its_modality_can(
 
 @pytest.mark.fault(75)
 @pytest.mark.parametrize("part", [image(), input_audio()], ids=["image", "audio"])
-async def test_a_hit_beside_a_video_goes_on_raw_and_is_not_encoded_again(
+async def test_a_hit_beside_a_video_is_sent_raw_and_not_encoded_again(
     launch: Launch, backed: Backed, url: str, part: Part
 ) -> None:
     async with caching(launch, backed, url) as fleet:
@@ -622,7 +622,7 @@ async def test_a_wrong_key_fails_only_its_own_request(
         assert [status for status, _ in replies[2:]] == [200, 200]
 
 
-async def test_each_client_is_told_which_of_its_items_failed(launch: Launch) -> None:
+async def test_errors_name_the_failed_item_of_each_client(launch: Launch) -> None:
     async def fails(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await asyncio.sleep(0.2)
         return await refuses(400, "no picture")(request, body)

@@ -78,7 +78,7 @@ async def test_instances_judge_the_key_of_paths_that_theirs_does_not_guard(
 
 
 @pytest.mark.security("S2")
-async def test_the_tokenizer_is_told_by_a_decode_instance_to_clients_with_a_key(
+async def test_tokenizer_info_is_for_clients_with_a_valid_key(
     fleet: Fleet,
 ) -> None:
     fleet.d.api_key = "sk-instances"

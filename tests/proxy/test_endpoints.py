@@ -46,7 +46,7 @@ def test_every_endpoint_is_asked_here() -> None:
 
 
 @pytest.mark.parametrize("path", PLAIN)
-async def test_decodes_answer_comes_as_it_is(fleet: Fleet, path: str) -> None:
+async def test_answers_of_decode_are_relayed_unchanged(fleet: Fleet, path: str) -> None:
     status, reply = await ask(fleet, path, PLAIN[path] | {"model": "m", "seed": 1})
 
     assert status == 200
@@ -268,7 +268,7 @@ async def test_the_version_is_ours_and_of_each_instance_its_own(fleet: Fleet) ->
     }
 
 
-async def test_vectors_as_bytes_come_with_what_tells_them_apart(fleet: Fleet) -> None:
+async def test_embeddings_as_bytes_keep_their_metadata_header(fleet: Fleet) -> None:
     async def encoded(_: web.Request, __: dict[str, Any]) -> web.Response:
         headers = {"Content-Type": "application/octet-stream", "metadata": '{"data": []}'}
         return web.Response(body=b"\0\x80", headers=headers)

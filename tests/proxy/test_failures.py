@@ -317,7 +317,7 @@ async def test_a_rejection_by_an_instance_is_logged_without_its_text(launch: Lau
         assert (unknown.path, unknown.reason) == ("unknown", "there is no such route")
 
 
-async def test_a_client_is_told_which_path_is_no_route_and_where_all_are_described(
+async def test_a_404_names_the_path_and_openapi_json(
     launch: Launch,
 ) -> None:
     async with launch() as fleet:
@@ -371,7 +371,7 @@ async def leave(fleet: Fleet, at: FakeInstance, body: dict[str, Any]) -> None:
 @pytest.mark.fault(45)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
-async def test_a_client_that_leaves_cancels_what_runs_for_it(
+async def test_a_disconnected_client_cancels_its_upstream_requests(
     launch: Launch, role: str, stream: bool
 ) -> None:
     async with launch(prefill=1) as fleet:

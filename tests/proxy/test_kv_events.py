@@ -109,7 +109,7 @@ async def figures(fleet: Fleet, name: str, **labels: str) -> float:
     return sum(float(one.split()[-1]) for one in found)
 
 
-async def test_requests_follow_what_engines_store_and_remove(launch: Launch) -> None:
+async def test_the_content_balance_follows_stored_and_removed_blocks(launch: Launch) -> None:
     async with following(launch) as (fleet, pairs):
         home = await asked(fleet, pairs, "a")
         blocks = home.store_prompt()

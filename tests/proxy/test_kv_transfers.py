@@ -20,7 +20,7 @@ transfers = pytest.mark.parametrize("transfer", WIRES)
 
 @transfers
 @pytest.mark.parametrize("fields", REQUESTS.values(), ids=REQUESTS)
-async def test_decode_gets_what_prefill_has_made(
+async def test_decode_gets_the_kv_transfer_params_of_prefill(
     launch: Launch, transfer: str, fields: dict[str, Any]
 ) -> None:
     async with strict(launch, transfer, prefill=2, decode=3) as (fleet, wire):

@@ -38,7 +38,7 @@ def sent(region: Region, data: memoryview = DATA) -> Place:
     return place
 
 
-def test_every_worker_reads_what_was_put_there() -> None:
+def test_all_workers_read_the_entries_of_the_region() -> None:
     region = Region(4 * SIZE, 2)
     readers = [RegionReader(region.shared_region().handle, number) for number in range(2)]
     place = sent(region)

@@ -101,7 +101,7 @@ def test_a_setting_out_of_range_is_refused(change: dict[str, object]) -> None:
         StoreSettings.from_json(json.dumps(content).encode())
 
 
-def test_a_store_keeps_what_it_was_made_with(root: Path) -> None:
+def test_a_store_keeps_the_settings_of_its_creation(root: Path) -> None:
     opened(root, "max_bytes=1GiB&ttl=30d&dir_mode=0700&file_mode=0600").close()
 
     with opened(root) as store:

@@ -60,7 +60,7 @@ def test_reserve_is_kept_after_the_next_entry_too() -> None:
     assert FileSystem(100 * GIB, 0).lacking_bytes(4096) == GIB + 4096
 
 
-def test_file_system_that_tells_no_size_limits_nothing() -> None:
+def test_a_file_system_without_a_size_sets_no_quota() -> None:
     assert FileSystem(0, 0).quota_bytes(64 * GIB, 0.5) == 64 * GIB
     assert FileSystem(0, 0).lacking_bytes(GIB) == 0
 
@@ -75,7 +75,7 @@ def test_sample_is_bounded(excess: int, mean: float) -> None:
     assert SAMPLED <= sample_size(excess, mean) <= SAMPLED * BATCH
 
 
-def test_sample_grows_with_what_has_to_go() -> None:
+def test_eviction_sample_grows_with_the_bytes_to_free() -> None:
     assert [sample_size(n * 2**20, 2**20) for n in (0, 1, 2, 3, 16, 17)] == [
         SAMPLED * n for n in (1, 1, 2, 3, 16, 16)
     ]

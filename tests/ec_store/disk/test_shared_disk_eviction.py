@@ -114,7 +114,7 @@ def test_put_costs_the_same_beside_many_writers(root: Path) -> None:
     assert max(totals) < 40
 
 
-def test_sweep_finds_what_expired_and_corrects_the_ledger(root: Path) -> None:
+def test_sweep_removes_expired_entries_and_corrects_the_ledger(root: Path) -> None:
     with opened(root, "ttl=1h") as store:
         for n in range(60):
             store.put(key(str(n)), sized(100))
@@ -492,7 +492,9 @@ def test_full_disk_is_waited_for_while_another_evicts_from_it(
         other.join()
 
 
-def test_full_disk_frees_what_is_needed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_on_a_full_disk_evicts_the_needed_bytes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The writer evicts for its entry only, and not for a sixteenth of the quota in addition."""
     with opened(root) as store:
         for n in range(20):

@@ -391,7 +391,7 @@ def test_a_slow_server_is_not_mistaken_for_a_fast_clock(
     )
 
 
-def test_evict_removes_what_expired(root: Path) -> None:
+def test_evict_removes_expired_entries(root: Path) -> None:
     with opened(root, "ttl=1h") as store:
         store.put(key("old"), entry())
         store.put(key("new"), entry())
@@ -732,7 +732,7 @@ def test_durable_entries_are_synced(root: Path, monkeypatch: pytest.MonkeyPatch)
         assert {"entries", key().digest[:2], key().digest[2:4]} < names
 
 
-def test_a_closed_store_says_so(root: Path) -> None:
+def test_get_of_a_closed_store_raises_store_unavailable(root: Path) -> None:
     store = opened(root)
     store.close()
 

@@ -79,7 +79,7 @@ def test_an_entry_is_one_value_that_expires(store: RedisStore, client: Any, leng
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
-def test_an_entry_as_long_as_what_is_read_at_first(
+def test_get_of_an_entry_of_exactly_the_first_window(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch, extra: int
 ) -> None:
     kept = sized(1000)

@@ -40,7 +40,7 @@ def own_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @pytest.mark.fault(18)
-def test_out_of_memory_stops_writing_for_a_while_and_reads_go_on(
+def test_redis_without_memory_pauses_writes_and_serves_reads(
     own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client: Any = own_server.client

@@ -99,7 +99,7 @@ def test_the_language_model_does_not_matter(checkpoint: Any, tmp_path: Path) -> 
     assert after.digest == before.digest
 
 
-def test_a_quantised_encoder_is_told(checkpoint: Any, tmp_path: Path) -> None:
+def test_fingerprint_reports_a_quantised_encoder(checkpoint: Any, tmp_path: Path) -> None:
     plain, quantised = (
         checkpoint.fingerprint([write(tmp_path / "a.safetensors", ENCODER | LANGUAGE, dtype)])
         for dtype in ("BF16", "F8_E4M3")

@@ -159,7 +159,7 @@ def test_all_calls_of_vllm_tolerate_more_arguments(connect: Connect) -> None:
         assert {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= kinds, name
 
 
-def test_counts_are_told_later_if_the_scheduler_does_not_listen(
+def test_counts_of_workers_are_sent_again_if_the_scheduler_missed_them(
     vllm: Any, connect: Connect
 ) -> None:
     connector = connect()
@@ -338,9 +338,7 @@ def named(connector: Any, request: Any) -> set[str]:
     return set(reported or {})
 
 
-def test_a_producer_names_what_is_stored_or_on_its_way(
-    vllm: Any, connect: Connect, url: str
-) -> None:
+def test_producer_names_stored_and_queued_items(vllm: Any, connect: Connect, url: str) -> None:
     connector = connect()
     request = vllm.request(vllm.feature("a"), vllm.feature("b", offset=10))
     step = connector.build_connector_meta(Step(request))
@@ -376,7 +374,7 @@ def test_answer_of_more_than_one_token_names_no_entries(vllm: Any, connect: Conn
     assert [one and [*one] for one in named] == [["a"], None]
 
 
-def test_a_producer_does_not_name_what_was_dropped_until_it_is_stored(
+def test_producer_does_not_name_dropped_items_until_they_are_stored(
     vllm: Any, connect: Connect, url: str
 ) -> None:
     connector = connect()
@@ -549,9 +547,7 @@ def test_a_request_that_failed_is_counted_once_and_looks_no_further(
     assert counted(connector)["failed_requests"] == 1
 
 
-def test_a_preempted_request_keeps_what_is_held_for_it(
-    vllm: Any, connect: Connect, url: str
-) -> None:
+def test_a_preempted_request_keeps_its_held_entries(vllm: Any, connect: Connect, url: str) -> None:
     connector = connect()
     put(connector, url, "a", vllm.entry())
     request, _ = ask(connector, vllm, "r", vllm.feature("a", media=False))

@@ -152,7 +152,7 @@ def test_video_pruning_appends_columns_of_positions(vllm: Any) -> None:
             assert vllm.widths().known_columns("video") is None
 
 
-def test_a_width_that_the_configuration_does_not_say_is_not_known(vllm: Any) -> None:
+def test_width_is_unknown_without_it_in_the_configuration(vllm: Any) -> None:
     config = qwen3_vl()
     config.deepstack_layer_map = [[-1, 0], [-2, 1]]
     with vllm.model(hf_config=config):
@@ -177,7 +177,7 @@ def test_stated_widths_that_are_not_positive_are_refused(connect: Connect, width
 
 
 @pytest.mark.fault(69)
-def test_width_is_learned_from_what_this_engine_encodes(
+def test_width_is_learned_from_outputs_of_the_engine(
     vllm: Any, connect: Connect, url: str, models: Path
 ) -> None:
     """The model's configuration does not contain the width of its encoder outputs."""
@@ -219,7 +219,7 @@ def test_widths_of_a_model_without_media_are_no_error(vllm: Any) -> None:
         assert vllm.widths().known_columns("image") == COLUMNS
 
 
-def test_learner_tells_one_width_for_each_modality(vllm: Any, connect: Connect) -> None:
+def test_learner_reports_one_width_per_modality(vllm: Any, connect: Connect) -> None:
     connector = connect()
     learner = vllm.learner()
     pictures = {f"picture-{number}": "image" for number in range(9)}
@@ -235,7 +235,7 @@ def test_learner_tells_one_width_for_each_modality(vllm: Any, connect: Connect) 
     assert told == [{"image": 7, "audio": 5}]
 
 
-def test_learner_tells_later_what_the_scheduler_does_not_hear_yet(
+def test_learner_reports_a_width_again_if_the_scheduler_missed_it(
     vllm: Any, connect: Connect
 ) -> None:
     """Workers start before their scheduler."""

@@ -82,7 +82,7 @@ def test_vllm_reads_reserved_fields_of_a_form_that_the_proxy_refuses(engine: Tes
     assert refused.value.slug == "reserved_field"
 
 
-def test_vllm_reads_what_the_proxy_writes(engine: TestClient) -> None:
+def test_vllm_parses_the_forms_of_the_proxy(engine: TestClient) -> None:
     raw = b"--b\r\n" + SOUND
     for name, value in (("vllm_xargs", '{"a": 1}'), ("stream", "true"), ("prompt", "\u00e9")):
         head = f'\r\n--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n'

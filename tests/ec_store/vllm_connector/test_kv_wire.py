@@ -69,7 +69,7 @@ def test_mooncake_bootstrap_servers_answer_is_read() -> None:
     assert Mooncake().parse_peer(client.get("/query").json()) == {"0": "engine-0", "1": "engine-1"}
 
 
-def test_mooncake_decode_pulls_what_prefill_sends() -> None:
+def test_mooncake_decode_pulls_the_blocks_of_prefill() -> None:
     transfer, pair = Mooncake(), PAIR._replace(peer={"0": "engine-0"})
     decode, prefill = mooncake(producer=False), mooncake(producer=True)
     decode.update_state_after_alloc(asked(transfer.decode_params(pair, {})), BLOCKS, 16)

@@ -128,7 +128,7 @@ def test_namespace_of_the_scheduler_is_published_and_a_disagreement_is_one_error
 @pytest.mark.parametrize(
     ("role", "writes"), [("ec_producer", True), ("ec_both", True), ("ec_consumer", False)]
 )
-def test_page_says_whether_the_engine_writes(
+def test_metrics_show_whether_the_engine_writes(
     metrics: Any, vllm: Any, role: str, writes: bool
 ) -> None:
     registry = CollectorRegistry()
@@ -139,7 +139,7 @@ def test_page_says_whether_the_engine_writes(
     assert writes_outputs(b"\n" + generate_latest(registry)) is writes
 
 
-def test_scheduler_tells_its_namespace_which_is_no_figure(
+def test_scheduler_reports_its_namespace_beside_its_metrics(
     vllm: Any, connect: Connect, metrics: Any
 ) -> None:
     connector = connect()
@@ -152,7 +152,7 @@ def test_scheduler_tells_its_namespace_which_is_no_figure(
     assert connector.get_ec_connector_stats() is None
 
 
-def test_scheduler_tells_gauges_when_they_change(vllm: Any, connect: Connect, url: str) -> None:
+def test_scheduler_reports_gauges_only_after_changes(vllm: Any, connect: Connect, url: str) -> None:
     connector = connect()
     put(connector, url, "a", vllm.entry())
     request = vllm.request(vllm.feature("a"))

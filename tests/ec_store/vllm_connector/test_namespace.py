@@ -479,7 +479,7 @@ def another_override(config: Any) -> Any:
     return config
 
 
-def test_an_overriding_function_is_told_by_its_name(vllm: Any) -> None:
+def test_namespace_depends_on_the_name_of_an_overriding_function(vllm: Any) -> None:
     def namespace(function: object) -> str:
         with vllm.model(hf_overrides=function):
             derived: str = vllm.namespace()

@@ -34,9 +34,7 @@ def encoded(
 
 
 @pytest.mark.parametrize("keys", ["a", "ab", "aba", "aab", "abba"])
-def test_mooncakes_consumer_waits_for_what_its_producer_pushes(
-    vllm: Any, transfers: Any, keys: str
-) -> None:
+def test_mooncake_consumer_waits_for_pushed_outputs(vllm: Any, transfers: Any, keys: str) -> None:
     consumer = Instance(Role.PREFILL_DECODE, "http://pd:1", ec_zmq_addrs=(ADDRESS,))
     place = InstanceTable([consumer]).reserve_place(consumer)
     mooncake, producer = ECMooncake(), transfers.MooncakeProducer()

@@ -41,7 +41,7 @@ def runner(vllm: Any, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
         connector.shutdown()
 
 
-def test_model_runner_v2_saves_what_a_step_has_encoded(runner: Any, vllm: Any, url: str) -> None:
+def test_model_runner_v2_saves_the_outputs_of_a_step(runner: Any, vllm: Any, url: str) -> None:
     request = vllm.request(vllm.feature("a"), vllm.feature("b", offset=10))
     with runner.step(request) as output:
         runner.cache["a"] = vllm.tensor(1.0)
