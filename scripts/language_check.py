@@ -30,7 +30,7 @@ QUAINT = re.compile(
 
 NO_SUBJECT = re.compile(
     r"test_(what|where|who|whose|whoever|which|how|that|those|there|it|its|they|their|of|in|as|so"
-    r"|one_that|this|these|no_one)_"
+    r"|one_that|this|these|no_one|nothing|another|without|both|some|others)_"
 )
 """Beginnings of a test's name without its subject, which is the component."""
 

@@ -113,7 +113,7 @@ class StoreContract:
         assert store.lease([key()], 5) == [None]
         assert store.delete([key()]) == 0
 
-    def test_nothing_asked_is_nothing_answered(self, store: Store) -> None:
+    def test_calls_without_keys_return_empty_results(self, store: Store) -> None:
         assert store.lookup([]) == []
         assert store.lease([], 5) == []
         assert store.delete([]) == 0

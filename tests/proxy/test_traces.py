@@ -199,7 +199,7 @@ async def test_a_client_without_a_valid_trace_gets_one_of_its_own(
     assert "tracestate" not in fleet.d.calls[0].headers
 
 
-async def test_nothing_secret_is_exported(
+async def test_exported_spans_contain_no_secrets(
     launch: Launch, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "x-collector-key=k")

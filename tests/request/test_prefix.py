@@ -209,7 +209,7 @@ def test_isolated_tenants_have_no_link_in_common(
     assert shared == prefix_of(body)
 
 
-def test_nothing_is_computed_unless_instances_are_chosen_by_content() -> None:
+def test_prefixes_are_computed_only_for_the_content_balance() -> None:
     facts = Facts(CHAT, prefills=True, items=0, roles=frozenset())
     config = epd.ProxyConfig(encode_servers_urls=(), decode_servers_urls=("http://d:1",))
     context = RequestContext("r", {}, config)

@@ -17,6 +17,6 @@ def test_the_sources_of_vllm_are_found() -> None:
 
 @pytest.mark.security("S15")
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_is_unpickled(path: Path) -> None:
+def test_sources_unpickle_no_data(path: Path) -> None:
     """S15 of SECURITY.md."""
     assert UNSAFE.search(path.read_text()) is None
