@@ -39,6 +39,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "writes to the client's socket": [
         "aiohttp/http_writer.py:StreamWriter._write",
         "epd/request/stream.py:StreamRelay._write",
+        "epd/server/responses.py:WholeResponse.prepare",
     ],
     "aiohttp's server: heads, bodies as they arrive, the task of a request": [
         "aiohttp/streams.py",

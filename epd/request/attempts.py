@@ -71,8 +71,8 @@ class Attempt(NamedTuple):
             request, and may be at fault.
         avoided_decodes: decode instances to which any other is preferred, for the same reason.
         failures: stages that failed before. An unreachable instance does not count.
-        doubtful: a decode instance that may have failed because of a missing entry or block, so
-            that an earlier stage may be at fault.
+        doubtful: an instance that may have failed because of a missing entry or block, so that an
+            earlier stage may be at fault.
         encodings: encoder outputs of an earlier attempt.
         resent: whether a prefill instance had the request before. The request then gets a new id,
             because connectors must not confuse the attempts.

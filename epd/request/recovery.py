@@ -16,9 +16,10 @@ MAX_PREFILLS = 2
 MAX_DECODES = 2
 """Maximum number of decode instances for one request."""
 
-MAX_ATTEMPTS = 2 + MAX_PREFILLS + MAX_DECODES
-"""Two more attempts are possible: after a prefill that could not read the blocks of an earlier
-turn, and after an instance rejected metadata in place of media."""
+MAX_ATTEMPTS = 4 + MAX_PREFILLS + MAX_DECODES
+"""Four more attempts are possible: after a prefill that could not read the blocks of an earlier
+turn, after an instance rejected metadata in place of media, after a lost entry, and at the instance
+that lacked it."""
 
 MAX_ENCODES = 3
 """Maximum number of encode instances for one item."""
@@ -86,14 +87,18 @@ class Failure(NamedTuple):
     def next_attempt(self) -> Attempt:
         """The next attempt, which avoids the instances that have had the request."""
         failed, attempt, decodes = self.failed, self.failed.attempt, self.failed.failed_decodes
-        failed_load = self.failed_at("decode") and self.error.engine_failed
         prefills = () if failed.prefill is None else (failed.prefill,)
+        doubtful = attempt.doubtful
+        if self.error.engine_failed and self.failed_at("decode"):
+            doubtful = decodes[-1]
+        elif self.error.engine_failed and failed.depends:
+            doubtful = failed.prefill
         # An attempt that failed before its encode has no encoder outputs to reuse.
         return attempt._replace(
             avoided_prefills=attempt.avoided_prefills + prefills,
             avoided_decodes=decodes,
             failures=self.failures,
-            doubtful=decodes[-1] if failed_load else attempt.doubtful,
+            doubtful=doubtful,
             encodings=attempt.encodings if failed.encodings is None else failed.encodings,
             resent=attempt.resent or bool(prefills),
         )
@@ -132,9 +137,7 @@ def _metadata_refused(failure: Failure) -> bool:
 
 def _entry_lost(failure: Failure) -> bool:
     failed = failure.failed
-    lost = failed.error.engine_failed and not failed.attempt.reencode
-    first = failure.failures.count(failed.error.stage) == 1
-    return lost and first and failed.depends
+    return failed.error.engine_failed and failed.depends and not failed.attempt.reencode
 
 
 def _prefill_again(failure: Failure) -> bool:
@@ -164,10 +167,30 @@ def _decode_again(failure: Failure) -> bool:
     return _may_decode_again(failure) and failure.can_repeat
 
 
-def _doubtful_is_left(failure: Failure) -> bool:
-    left = failure.next_attempt.doubtful in failure.failed.failed_decodes
-    unreached = isinstance(failure.error, UpstreamUnreachable)
-    return _may_decode_again(failure) and unreached and left
+def _doubtful_prefill_is_left(failure: Failure) -> bool:
+    attempt = failure.failed.attempt
+    left = attempt.doubtful in attempt.avoided_prefills and not failure.error.engine_failed
+    return failure.failed_at("prefill") and failure.error.retryable and left
+
+
+def _doubtful_decode_is_left(failure: Failure) -> bool:
+    attempt, late = failure.failed.attempt, isinstance(failure.error, UpstreamTimeout)
+    left = attempt.doubtful in attempt.avoided_decodes
+    return failure.failed_at("decode") and failure.error.retryable and left and not late
+
+
+def _encoded_again(failure: Failure) -> Attempt:
+    """Return the next attempt with new encoder outputs.
+
+    The instance that lacked one is not avoided if all others have had the request: they failed for
+    other reasons.
+    """
+    attempt, before = failure.next_attempt._replace(reencode=True), failure.failed.attempt
+    if failure.failed_at("prefill") and not failure.other_prefills:
+        return attempt._replace(avoided_prefills=before.avoided_prefills)
+    if failure.failed_at("decode") and not failure.other_decodes:
+        return attempt._replace(avoided_decodes=before.avoided_decodes)
+    return attempt
 
 
 def _not_counted(failure: Failure) -> Attempt:
@@ -177,8 +200,11 @@ def _not_counted(failure: Failure) -> Attempt:
 
 def _without_doubt(failure: Failure) -> Attempt:
     attempt = failure.next_attempt
-    others = tuple(one for one in attempt.avoided_decodes if one != attempt.doubtful)
-    return attempt._replace(avoided_decodes=others)
+    prefills, decodes = (
+        tuple(one for one in avoided if one != attempt.doubtful)
+        for avoided in (attempt.avoided_prefills, attempt.avoided_decodes)
+    )
+    return attempt._replace(avoided_prefills=prefills, avoided_decodes=decodes, doubtful=None)
 
 
 RULES = (
@@ -197,16 +223,22 @@ RULES = (
         lambda failure: _not_counted(failure)._replace(raw=True),
     ),
     Rule(
-        "the first failure of prefill or decode is a 500 to a request that names encoder outputs",
+        "prefill or decode answers 500 to a request that names encoder outputs, the first time",
         "all items are encoded again, and their media are sent too",
         _entry_lost,
-        lambda failure: failure.next_attempt._replace(reencode=True),
+        _encoded_again,
     ),
     Rule(
         f"prefill fails, fewer than {MAX_PREFILLS} times, and an instance may succeed",
         "another prefill instance, or the only one",
         _prefill_again,
         lambda failure: failure.next_attempt,
+    ),
+    Rule(
+        "prefill fails, and another instance may have failed only because an entry was lost",
+        "that other prefill instance, because the entry has been encoded again",
+        _doubtful_prefill_is_left,
+        _without_doubt,
     ),
     Rule(
         "prefill fails otherwise, with `--on-prefill-failure local`",
@@ -227,9 +259,9 @@ RULES = (
         lambda failure: failure.next_attempt,
     ),
     Rule(
-        "decode is unreachable, and the other instance failed only because an entry was lost",
-        "that other decode instance, because the entry has been encoded again",
-        _doubtful_is_left,
+        "decode fails without a timeout, and another may have failed only because of lost state",
+        "that other decode instance, because entry or KV blocks have been computed again",
+        _doubtful_decode_is_left,
         _without_doubt,
     ),
 )

@@ -30,7 +30,7 @@ async def test_retries_that_were_made_are_counted_and_the_one_that_was_not_is_no
     launch: Launch,
 ) -> None:
     """Each prefill instance refuses connections; the proxy tries the next one, up to a limit."""
-    unreached: Any = tuple(f"http://127.0.0.{number}:9" for number in range(1, 10))
+    unreached: Any = tuple(f"http://127.0.0.{number}:9" for number in range(1, MAX_ATTEMPTS + 4))
     async with launch(prefill_servers_urls=unreached) as fleet:
         async with fleet.post(request(text())) as reply:
             assert (reply.status, reply.headers["x-epd-stage"]) == (502, "prefill")
@@ -310,6 +310,24 @@ async def test_an_entry_that_cannot_be_loaded_is_encoded_again_once(
         first, second = consumer.calls
         assert "data:" not in str(first.parts[0])
         assert "data:" in str(second.parts[0])
+
+
+@pytest.mark.fault(15, 35)
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("fault", [refuses(503, "overloaded"), refuses(502), drops])
+@pytest.mark.parametrize("prefill", [0, 2])
+async def test_a_request_survives_a_lost_entry_beside_a_faulty_instance(
+    launch: Launch, prefill: int, fault: Handler, bad: int
+) -> None:
+    topology = {"prefill": 2, "decode": 1} if prefill else {"decode": 2}
+    async with launch(**topology, on_prefill_failure="fail") as fleet:
+        consumers, then = (fleet.prefill, prefills) if prefill else (fleet.decode, decodes)
+        consumers[bad].chat = fault
+        consumers[1 - bad].chat = fails_first(1, refuses(500, "EC load failed"), then)
+        status, _ = await fleet.chat(request(image()))
+
+        assert status == 200
+        assert [len(one.calls) for one in consumers] == ([1, 2] if bad == 0 else [2, 1])
 
 
 async def leave_in_decode(fleet: Fleet, *, stream: bool) -> None:

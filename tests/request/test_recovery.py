@@ -83,6 +83,11 @@ def unreachable(stage: Stage) -> UpstreamUnreachable:
 
 
 DOUBTFUL: dict[str, Any] = {"avoided_decodes": (D2,), "doubtful": D2, "failures": ("decode",)}
+DOUBTFUL_PREFILL: dict[str, Any] = {
+    "avoided_prefills": (P2,),
+    "doubtful": P2,
+    "failures": ("prefill",),
+}
 
 ROWS: list[tuple[int, Failure, dict[str, Any]]] = [
     (
@@ -102,20 +107,74 @@ ROWS: list[tuple[int, Failure, dict[str, Any]]] = [
     ),
     (4, failure(failed("prefill")), {"failures": ("prefill",)}),
     (
-        5,
+        6,
         failure(failed("prefill"), attempt={"avoided_prefills": (P2,), "failures": ("prefill",)}),
         {"avoided_prefills": (P2, P1), "failures": ("prefill", "prefill"), "without_prefill": True},
     ),
     (
-        6,
+        7,
         failure(rejected(500), prefilled=True, depends=False),
         {"avoided_decodes": (D1,), "failures": ("decode",), "doubtful": D1},
     ),
-    (7, failure(failed("decode")), {"avoided_decodes": (D1,), "failures": ("decode",)}),
+    (8, failure(failed("decode")), {"avoided_decodes": (D1,), "failures": ("decode",)}),
     (
-        8,
+        9,
         failure(unreachable("decode"), other_decodes=False, attempt=DOUBTFUL),
-        {"avoided_decodes": (D1,), "failures": ("decode",)},
+        {"avoided_decodes": (D1,), "failures": ("decode",), "doubtful": None},
+    ),
+    *(
+        (
+            9,
+            failure(error, attempt=DOUBTFUL),
+            {"avoided_decodes": (D1,), "failures": ("decode", "decode"), "doubtful": None},
+        )
+        for error in (rejected(503), failed("decode"), UpstreamDied("x", stage="decode"))
+    ),
+    *(
+        (
+            5,
+            failure(error, other_prefills=False, attempt=DOUBTFUL_PREFILL),
+            {"avoided_prefills": (P1,), "failures": ("prefill", "prefill"), "doubtful": None},
+        )
+        for error in (
+            UpstreamBusy("x", stage="prefill"),
+            UpstreamTimeout("x", stage="prefill"),
+            failed("prefill"),
+        )
+    ),
+    # The instance that lacked an entry is not avoided if the others have failed before.
+    (
+        3,
+        failure(
+            rejected(500),
+            other_decodes=False,
+            attempt={"avoided_decodes": (D2,), "failures": ("decode",)},
+        ),
+        {
+            "reencode": True,
+            "avoided_decodes": (D2,),
+            "failures": ("decode", "decode"),
+            "doubtful": D1,
+        },
+    ),
+    (
+        3,
+        failure(
+            failed("prefill", 500),
+            other_prefills=False,
+            attempt={"avoided_prefills": (P2,), "failures": ("prefill",)},
+        ),
+        {
+            "reencode": True,
+            "avoided_prefills": (P2,),
+            "failures": ("prefill", "prefill"),
+            "doubtful": P1,
+        },
+    ),
+    (
+        3,
+        failure(failed("prefill", 500)),
+        {"reencode": True, "failures": ("prefill",), "doubtful": P1},
     ),
     # An instance that failed without dying gets the request again.
     (4, failure(failed("prefill"), other_prefills=False), {"failures": ("prefill",)}),
@@ -126,7 +185,7 @@ ROWS: list[tuple[int, Failure, dict[str, Any]]] = [
         {"failures": ("decode", "prefill")},
     ),
     (
-        7,
+        8,
         failure(failed("decode"), attempt={"failures": ("prefill",)}),
         {"avoided_decodes": (D1,), "failures": ("prefill", "decode")},
     ),
@@ -138,7 +197,7 @@ ROWS: list[tuple[int, Failure, dict[str, Any]]] = [
     ),
     # Decode has failed, although prefill was asked to read blocks back.
     (
-        7,
+        8,
         failure(failed("decode"), reads_back=True),
         {"avoided_decodes": (D1,), "failures": ("decode",)},
     ),
@@ -176,15 +235,6 @@ def test_items_are_encoded_again_once() -> None:
     assert next_attempt(case) is None
 
 
-def test_items_are_encoded_again_only_after_the_first_failure_of_a_stage() -> None:
-    case = failure(rejected(500), attempt={"failures": ("prefill",)})
-    attempt = next_attempt(case)
-    assert attempt is not None
-    assert attempt.reencode
-
-    assert next_attempt(failure(rejected(500), attempt={"failures": ("decode",)})) is None
-
-
 def test_every_row_has_a_case() -> None:
     assert {row for row, _, _ in ROWS} == set(range(1, len(RULES) + 1))
 
@@ -202,11 +252,27 @@ def test_every_row_has_a_case() -> None:
         failure(UpstreamTimeout("x", stage="decode")),
         failure(unreachable("decode"), other_decodes=False),
         failure(unreachable("decode"), other_decodes=False, prefilled=True),
+        failure(unreachable("decode"), other_decodes=False, attempt=DOUBTFUL | {"doubtful": D1}),
+        failure(UpstreamTimeout("x", stage="decode"), attempt=DOUBTFUL),
+        failure(rejected(500), attempt=DOUBTFUL | {"reencode": True}),
         failure(
-            unreachable("decode"),
-            other_decodes=False,
-            attempt=DOUBTFUL | {"failures": ("decode", "decode")},
+            failed("prefill", 500),
+            other_prefills=False,
+            may_prefill_locally=False,
+            attempt=DOUBTFUL_PREFILL | {"reencode": True},
         ),
+        failure(
+            failed("prefill"),
+            other_prefills=False,
+            may_prefill_locally=False,
+            attempt=DOUBTFUL_PREFILL | {"doubtful": P1},
+        ),
+        failure(
+            UpstreamDenied("x", stage="prefill"),
+            may_prefill_locally=False,
+            attempt=DOUBTFUL_PREFILL,
+        ),
+        failure(rejected(404), attempt=DOUBTFUL),
         failure(
             unreachable("prefill"),
             other_prefills=False,
@@ -350,7 +416,8 @@ def test_a_request_reaches_instances_as_often_as_it_has_attempts() -> None:
     attempt: Attempt | None = Attempt(Course(), facts)
     reached = 0
     prefill, decode = failed("prefill"), failed("decode")
-    for error in (prefill, rejected(400, "prefill"), prefill, prefill, decode, decode):
+    prefills = (prefill, rejected(400, "prefill"), prefill, failed("prefill", 500), prefill)
+    for error in (*prefills, prefill, decode, decode):
         assert attempt is not None
         case = failure(error, attempt=attempt._asdict(), reads_back=not attempt.resent)
         attempt = next_attempt(case)
