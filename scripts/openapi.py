@@ -68,7 +68,7 @@ PARAMETER = re.compile(r"\{(\w+)\}")
 REFERENCE = re.compile(r'"#/components/(\w+)/([\w.-]+)')
 
 TAGS = {
-    Access.OPEN: "everybody",
+    Access.OPEN: "public",
     Access.TENANT: "clients",
     Access.ADMIN: "operator",
     Access.REGISTRAR: "operator",
