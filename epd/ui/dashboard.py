@@ -15,7 +15,7 @@ from epd.observe.metrics import MetricsObserver
 from epd.observe.worker_metrics import PageUnreadable, SharedPage
 from epd.routing.instances import Role
 from epd.routing.table import InstanceTable
-from epd.ui.recent import Recent, Seen, Snapshot
+from epd.ui.recent import InstanceState, Recent, Snapshot
 from epd.ui.state import Moment, metric_totals, state
 
 WRITE_S = 1.0
@@ -127,11 +127,11 @@ class Board:
     def _known(self) -> Snapshot:
         return Snapshot(instances=self._instances(), events=self._recent.events())
 
-    def _instances(self) -> list[Seen]:
+    def _instances(self) -> list[InstanceState]:
         under_way = self._table.under_way
         prompts = {one: self._table.load(one).prompts for one in self._table.of_roles(*Role)}
         return [
-            Seen(
+            InstanceState(
                 role=one.role,
                 url=one.url,
                 state=self._table.state(one),

@@ -116,7 +116,7 @@ class Events(TypedDict):
     notices: list[Notice]
 
 
-class Seen(TypedDict):
+class InstanceState(TypedDict):
     """Instance as one process sees it. `requests` counts those under way.
 
     `prompt_tokens` counts those of requests that came for their content, `prefix_tokens` the part
@@ -135,7 +135,7 @@ class Seen(TypedDict):
 class Snapshot(TypedDict):
     """State of one process."""
 
-    instances: list[Seen]
+    instances: list[InstanceState]
     events: Events
 
 

@@ -21,11 +21,11 @@ from epd.ui.recent import (
     KEPT_REQUESTS,
     KEPT_SAMPLES,
     SERVER_ERROR,
+    InstanceState,
     Notice,
     Request,
     Sample,
     Second,
-    Seen,
     Snapshot,
     is_work,
 )
@@ -114,16 +114,8 @@ class StageShown(Latency):
     stage: str
 
 
-class InstanceShown(Latency):
+class InstanceShown(Latency, InstanceState):
     """Latency and state of one instance."""
-
-    role: str
-    url: str
-    state: str
-    requests: int
-    prompt_tokens: int
-    prefix_tokens: int
-    precise: bool
 
 
 class UiState(TypedDict):
@@ -230,7 +222,7 @@ def _rates(ring: Sequence[Sample], now_s: float) -> Iterator[tuple[str, float]]:
 
 
 def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list[InstanceShown]:
-    seen: dict[tuple[str, str], Seen] = {}
+    seen: dict[tuple[str, str], InstanceState] = {}
     for one in (one for snapshot in snapshots for one in snapshot["instances"]):
         key = one["role"], one["url"]
         if (known := seen.get(key)) is None:

@@ -3,7 +3,7 @@
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from epd.events import InstanceChanged, RequestRecord, StageDone
-from epd.ui.recent import Recent, Seen, Snapshot
+from epd.ui.recent import InstanceState, Recent, Snapshot
 from epd.ui.state import WORST, Moment, UiState, metric_totals, state
 
 NOW_S = 5000.0
@@ -121,7 +121,7 @@ def large(each: int = 20, hostile: str = "") -> UiState:
         for number, url in enumerate(of_role):
             condition = WORST[number % 4]
             seen.append(
-                Seen(
+                InstanceState(
                     role=role,
                     url=url,
                     state=condition,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from epd.errors import Stage
 from epd.events import InstanceChanged
 from epd.ui import recent as kept
-from epd.ui.recent import SHOWN_SPANS, SHOWN_TEXT, Recent, Seen, Snapshot
+from epd.ui.recent import SHOWN_SPANS, SHOWN_TEXT, InstanceState, Recent, Snapshot
 from epd.ui.state import FLOWS, SPARK_S, Moment, UiState, metric_totals, quantile, state
 from tests.ui.states import NOW_S, UNIX_S, Clock, done, families, large, stage
 
@@ -29,7 +29,7 @@ def recent(clock: Clock) -> Recent:
     return Recent(clock, clock.unix)
 
 
-def known(recent: Recent, *instances: Seen) -> Snapshot:
+def known(recent: Recent, *instances: InstanceState) -> Snapshot:
     """Return the snapshot as another process reads it."""
     snapshot = Snapshot(instances=list(instances), events=recent.events())
     read: Snapshot = orjson.loads(orjson.dumps(snapshot))
@@ -40,8 +40,8 @@ def shown(*snapshots: Snapshot) -> UiState:
     return state(snapshots, metric_totals(families()), "redis", NOW)
 
 
-def seen(condition: str, requests: int = 0, role: str = "encode") -> Seen:
-    return Seen(
+def seen(condition: str, requests: int = 0, role: str = "encode") -> InstanceState:
+    return InstanceState(
         role=role,
         url=E,
         state=condition,
