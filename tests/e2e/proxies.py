@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from epd.routing.instances import ANSWERING, Role
@@ -33,10 +34,15 @@ def another_proxy(stack: Served, *flags: str, encode: bool = True) -> Iterator[s
         *("--log-format", "json", "--drain-delay-s", "0"),
         *flags,
     ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with (
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process,
+        ThreadPoolExecutor(1) as reading,
+    ):
         assert process.stderr is not None
         try:
-            yield json.loads(process.stderr.readline())["url"]
+            url = json.loads(process.stderr.readline())["url"]
+            # The proxy would wait for a reader once the pipe is full.
+            reading.submit(process.stderr.read)
+            yield url
         finally:
             process.terminate()
-            process.stderr.read()
