@@ -24,6 +24,10 @@ LINK = re.compile(r"\]\(([^)#:\s]*)#([^)\s]+)\)")
 REFERENCE = re.compile(r"\b(docs/[\w/.-]+\.md)#([\w-]+)")
 
 
+FILE = re.compile(r"`((?:docs|epd|scripts|tests)/[\w/.-]+)`")
+"""File or folder of the repository, as documents name it."""
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as MkDocs builds them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
@@ -79,6 +83,15 @@ def test_a_link_to_a_heading_leads_to_one(page: Path) -> None:
     ]
 
     assert lost == []
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=lambda page: page.name
+)
+def test_files_that_documents_name_exist(page: Path) -> None:
+    named = FILE.findall(page.read_text())
+
+    assert [file for file in named if not (ROOT / file).exists()] == []
 
 
 def test_every_alert_is_in_the_guide_and_its_runbook_leads_to_headings() -> None:
