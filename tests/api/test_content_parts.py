@@ -53,7 +53,7 @@ def test_a_part_of_an_unknown_type_is_refused(path: str, kind: str) -> None:
 @pytest.mark.security("S26")
 @pytest.mark.parametrize("kind", [0, [], {}, True, ["text"]])
 @pytest.mark.parametrize("path", [*CONVERSATIONS, "/v1/responses", "/v1/messages"])
-def test_a_type_that_is_no_string_is_refused(path: str, kind: Any) -> None:
+def test_a_type_that_is_not_a_string_is_rejected(path: str, kind: Any) -> None:
     assert refusal(path, {"type": kind, "text": "a"}).status == 400
 
 
@@ -137,7 +137,7 @@ def test_a_uuid_of_null_is_none(path: str, kind: str) -> None:
 
 @pytest.mark.fault(74)
 @pytest.mark.parametrize("path", CONVERSATIONS)
-def test_a_url_alone_is_refused_where_vllm_refuses_it(path: str) -> None:
+def test_a_part_with_only_a_url_is_rejected_where_vllm_rejects_it(path: str) -> None:
     """With a type and without a `uuid`, vLLM's API requires the object form."""
     [item] = items(path, [{"type": "image_url", "image_url": URL}])
     with pytest.raises(BadRequest):

@@ -89,7 +89,7 @@ def test_all_media_of_a_body_are_cut_and_keep_their_places(sizes: list[int]) -> 
     assert len(rest) < 3 * WINDOW
 
 
-def test_a_part_that_is_used_twice_or_elsewhere_has_its_text_everywhere() -> None:
+def test_a_part_used_twice_or_elsewhere_is_written_at_every_place() -> None:
     rest, cuts = cut_media(orjson.dumps({"messages": [url(BASE64)]}))
     value = orjson.loads(rest)
     body = {"again": value["messages"], "not": 1, "messages": value["messages"]}
@@ -102,7 +102,7 @@ def test_a_part_that_is_used_twice_or_elsewhere_has_its_text_everywhere() -> Non
 
 
 @pytest.mark.parametrize("space", ["", " ", "\r\n\t "])
-def test_the_key_of_an_object_stays(space: str) -> None:
+def test_the_key_of_an_object_is_stable(space: str) -> None:
     """Otherwise two spellings of a key would differ, and an engine might read the other one."""
     raw = f'{{"data": {{"{url(BASE64)}"{space}: 1}}}}'.encode()
 
@@ -122,7 +122,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "TYPE", "da
         ("/v1/messages", IMAGE, "image/png;base64,QUJD", ""),
     ],
 )
-def test_media_that_are_no_base64_get_no_key(
+def test_media_that_are_not_base64_get_no_key(
     path: str, part: dict[str, Any], kind: str, head: str, size: int
 ) -> None:
     """Otherwise the cache key would be that of the placeholder, which differs each time."""
@@ -163,7 +163,7 @@ def test_a_mark_is_another_each_time_and_no_clients() -> None:
     assert source(claimed, cuts=cut_media(raw)[1]) == Inline("image/png", mark.encode())
 
 
-def test_a_picture_that_is_cut_is_looked_into() -> None:
+def test_a_cut_picture_can_be_inspected() -> None:
     item = MMItem((), "image_url", {"image_url": {"url": 7}})
     with pytest.raises(BadRequest):
         source(item, cuts=cut_media(orjson.dumps({"url": url(BASE64)}))[1])

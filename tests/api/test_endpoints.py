@@ -116,7 +116,7 @@ def test_items_of_responses_are_found_in_messages_and_tool_outputs() -> None:
     assert items[0].media_param == "input[0].content[1].image_url"
 
 
-def test_parts_of_a_response_say_their_key_and_come_without_their_picture() -> None:
+def test_parts_of_a_response_with_a_key_are_sent_without_their_picture() -> None:
     body = read(RESPONSES, {"input": [{"role": "user", "content": [picture(uuid="own")]}]})
     [item] = RESPONSES.items(body)
     named = with_parts(body, {item: raw_part(item, "key")})
@@ -175,7 +175,7 @@ def test_a_response_that_would_need_a_memory_is_refused(field: str) -> None:
     assert (refused.value.slug, refused.value.param) == ("unsupported_field", field)
 
 
-def test_no_engine_keeps_a_response_or_knows_it_by_its_clients_id() -> None:
+def test_engines_store_no_response_and_get_no_previous_response_id() -> None:
     parsed = read(RESPONSES, {"input": "hi", "store": True, "request_id": "mine"})
 
     assert parsed == {"input": "hi", "store": False}
@@ -218,7 +218,7 @@ def test_items_of_messages_are_found_in_content_and_tool_results() -> None:
     assert changed["messages"][0] is body["messages"][0]
 
 
-def test_a_message_never_goes_on_without_its_picture() -> None:
+def test_a_message_is_always_sent_with_its_picture() -> None:
     """Anthropic's messages cannot contain a key instead of the picture."""
     body = read(
         MESSAGES,
@@ -307,7 +307,7 @@ def test_requests_for_one_engine_are_not_prefilled_elsewhere(
     assert endpoint.can_prefill({"prompt": "a", "messages": [], **fields}) is prefills
 
 
-def test_prompts_that_are_no_tokens_are_not_prefilled_elsewhere() -> None:
+def test_prompts_that_are_not_tokens_are_not_prefilled_separately() -> None:
     assert not COMPLETIONS.can_prefill({"prompt": "a", "prompt_embeds": "b"})
 
 

@@ -120,7 +120,7 @@ def test_a_reserved_field_in_a_forms_extra_arguments_is_refused(reserved: str, v
 @pytest.mark.parametrize(
     "xargs", ["", "{", "[]", '"kv_transfer_params"', "0", "NaN", "[" * 200 + "]" * 200]
 )
-def test_extra_arguments_of_a_form_that_are_no_object_are_refused(xargs: str) -> None:
+def test_extra_arguments_of_a_form_must_be_an_object(xargs: str) -> None:
     error = refusal(form(part(FILE), field("vllm_xargs", xargs)))
 
     assert (error.status, error.param) == (400, "vllm_xargs")

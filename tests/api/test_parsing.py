@@ -11,7 +11,7 @@ from epd.errors import BadRequest
 
 
 @pytest.mark.fault(65)
-def test_no_garbage_is_looked_for_among_what_is_parsed() -> None:
+def test_parsing_disables_garbage_collection() -> None:
     """A collection per 700 new lists would visit all earlier ones, and block the event loop."""
     raw = b"[%s 1]" % (b"[]," * (body.MAX_CONTAINERS - 1))
     begun: list[str] = []

@@ -126,7 +126,7 @@ def test_the_tail_of_a_broken_stream_is_held_back() -> None:
         (b"", False),
     ],
 )
-def test_a_stream_has_ended_once_it_said_so(stream: bytes, ended: bool) -> None:
+def test_a_stream_has_ended_after_its_last_event(stream: bytes, ended: bool) -> None:
     aligner = EventAligner()
     aligner.feed(stream)
 

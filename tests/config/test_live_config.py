@@ -70,7 +70,7 @@ def test_settings_that_need_a_restart_stay() -> None:
     assert (set(change.changed), set(change.kept)) == ({"max_items"}, {"port", "workers"})
 
 
-def test_prefill_may_become_a_stage_of_its_own_and_cease_to_be_one() -> None:
+def test_a_reload_can_add_and_remove_the_prefill_stage() -> None:
     live = LiveConfig(config())
     split = {"prefill_servers_urls": "http://p:1", "decode_servers_urls": "http://d:1"}
 
@@ -97,7 +97,7 @@ def test_fixed_settings_are_fields() -> None:
     assert set(ProxyConfig.model_fields) >= FIXED
 
 
-def test_an_instance_that_stays_keeps_its_health_and_one_that_goes_its_requests() -> None:
+def test_a_kept_instance_keeps_its_health_and_a_removed_one_its_requests() -> None:
     a, b, c = ONES[:3]
     table = InstanceTable(policy=HealthPolicy(eject_after=1))
     registry = Registry(table, [a, b])

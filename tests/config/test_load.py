@@ -174,7 +174,7 @@ def test_words_for_true_and_false_are_those_of_the_environment(tmp_path: Path) -
     assert (config.allow_http_media, config.trust_request_mm_kwargs) == (True, False)
 
 
-def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match=r"no\.yaml: No such file"):
         load({**INSTANCES, "config": str(tmp_path / "no.yaml")})
 
@@ -243,7 +243,7 @@ def test_a_secret_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert made.config.key_secret.get_secret_value() == SECRET
 
 
-def test_a_secret_goes_before_a_file_of_it_that_is_named_further_down(
+def test_a_secret_has_precedence_over_its_file_at_a_lower_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ADMIN_API_KEY", SECRET)
@@ -430,7 +430,7 @@ def test_a_script_for_mooncake_written_for_vllms_example_runs(prefill: dict[str,
 
 
 @pytest.mark.parametrize("none", ["", "none", "disable"])
-def test_no_addresses_are_no_transfer(none: str) -> None:
+def test_missing_addresses_mean_no_transfer(none: str) -> None:
     assert load({**URLS, "ec_consumer_zmq_addrs": none}).config.ec_transfer == "store"
 
 
@@ -492,7 +492,7 @@ def test_hosts_and_ports_of_vllms_multi_turn_proxy_are_taken(
     assert not config.encodes
 
 
-def test_with_encode_urls_there_is_an_encode_stage_beside_them() -> None:
+def test_encode_urls_add_an_encode_stage() -> None:
     config = load(
         parsed("--prefiller-port", "1", "--encode-servers-urls", "http://e:1,http://e:2")
     ).config

@@ -26,7 +26,7 @@ def test_a_prefill_that_could_not_read_of_one_engine_reads_of_the_others() -> No
     assert resting.may_read("p", "a")
 
 
-def test_a_prefill_that_has_never_read_and_hangs_is_told_of_none() -> None:
+def test_a_prefill_that_never_read_blocks_and_hangs_gets_none() -> None:
     clock = Clock()
     resting = Cooldowns(clock)
 

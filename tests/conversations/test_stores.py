@@ -72,7 +72,7 @@ async def test_an_entry_is_taken_by_one_of_several_concurrent_calls(
     assert [one for one in taken if one] == [FULL]
 
 
-async def test_after_its_time_nothing_is_there(store: ConversationStore) -> None:
+async def test_an_expired_entry_is_not_found(store: ConversationStore) -> None:
     await store.put("a", FULL, 0.02)
     await asyncio.sleep(0.05)
 

@@ -172,7 +172,7 @@ def test_the_first_tokens_are_in_the_first_blocks(tokens: int) -> None:
     assert short["remote_block_ids"] == [[29, 30, 31][: -(-tokens // 128)]]
 
 
-def test_blocks_of_another_size_or_of_several_kinds_are_not_told_apart() -> None:
+def test_blocks_of_other_sizes_or_kinds_have_no_digests() -> None:
     assert shorten_params(SAID, 100, 16) is None
     assert shorten_params({**SAID, "remote_block_ids": [[1, 2, 3], [4, 5, 6]]}, 100, 128) is None
     assert shorten_params({**SAID, "remote_block_ids": [1, 2, 3]}, 100, 128) is None
@@ -181,7 +181,7 @@ def test_blocks_of_another_size_or_of_several_kinds_are_not_told_apart() -> None
 CHAT = ("messages", "tools")
 
 
-def test_a_prompt_is_asked_for_with_what_makes_it() -> None:
+def test_a_prompt_is_requested_with_the_fields_that_render_it() -> None:
     body = {"model": "m", "messages": [1], "tools": [2], "temperature": 1, "stream": True}
     prompt = prompt_of(body, CHAT)
 
@@ -269,7 +269,7 @@ def test_the_key_of_a_conversation_is_a_tenants_own_of_a_model_and_a_salt() -> N
     assert all(len(key) == 64 for key in keys)
 
 
-def test_the_preferred_instance_is_chosen_until_it_has_too_much_to_do() -> None:
+def test_the_preferred_instance_is_chosen_unless_it_is_overloaded() -> None:
     instances = [Instance(Role.DECODE, f"http://d:{port}") for port in range(3)]
     table = InstanceTable(instances)
     choice = Choice(table, Role.DECODE)

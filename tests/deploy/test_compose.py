@@ -127,7 +127,7 @@ def test_redis_reads_its_password_from_standard_input(tmp_path: Path, command: s
             server.terminate()
 
 
-def test_prometheus_has_the_key_where_it_looks_for_it() -> None:
+def test_prometheus_key_is_mounted_where_its_configuration_reads_it() -> None:
     [proxy, *_] = load(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]
     path = Path(proxy["authorization"]["credentials_file"])
 

@@ -29,7 +29,7 @@ def test_dashboard_rows_are_those_of_the_guide() -> None:
     assert [row for row in ROWS if f"**{row}**" not in guide] == []
 
 
-def test_every_panel_has_an_id_of_its_own() -> None:
+def test_panel_ids_are_unique() -> None:
     ids = Counter(panel["id"] for panel in BOARD["panels"])
 
     assert set(ids.values()) == {1}
@@ -46,7 +46,7 @@ def test_no_panel_lies_on_another_or_outside() -> None:
 
 
 @pytest.mark.parametrize("panel", panels(BOARD), ids=lambda panel: str(panel["title"]))
-def test_a_panel_asks_the_data_source_that_is_chosen(panel: dict[str, Any]) -> None:
+def test_panels_query_the_selected_data_source(panel: dict[str, Any]) -> None:
     assert panel["type"] in PLOTS
     assert panel["title"]
     assert "unit" in panel["fieldConfig"]["defaults"] or panel["type"] not in {"stat", "timeseries"}
@@ -62,7 +62,7 @@ def test_a_query_is_promql_of_known_variables(expr: str) -> None:
     assert set(re.findall(r"\$\w+", expr)) <= set(GRAFANA)
 
 
-def test_the_variables_are_there_and_used() -> None:
+def test_the_variables_are_defined_and_used() -> None:
     variables = {one["name"]: one for one in BOARD["templating"]["list"]}
 
     assert list(variables) == ["datasource", "model", "proxy"]

@@ -121,7 +121,7 @@ def documented() -> list[str]:
 
 
 @pytest.mark.parametrize("expr", [*EXPRESSIONS, *documented()])
-def test_probes_and_polling_are_no_traffic(expr: str) -> None:
+def test_probes_and_polling_are_not_counted_as_requests(expr: str) -> None:
     """A `GET /health` that answers 503 every second does not count as a failed request."""
     for name, labels in asked(expr):
         if name.startswith(("epd_requests_total", "epd_request_seconds")):

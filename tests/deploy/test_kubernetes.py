@@ -70,7 +70,7 @@ def test_a_resource_fits_the_schema(resource: dict[str, Any], version: str) -> N
     kubernetes_validate.validate(resource, version, strict=True)
 
 
-def test_a_field_that_is_misspelt_does_not_fit() -> None:
+def test_a_misspelt_field_is_invalid() -> None:
     wrong = {**of_kind("Service")["redis"], "spec": {"selectors": {}}}
 
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -146,7 +146,7 @@ def test_the_proxy_looks_up_the_service_of_every_stage(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_that_is_to_end_is_looked_up_no_more_before_it_refuses(
+def test_a_terminating_engine_leaves_dns_before_it_refuses_requests(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = environment(monkeypatch, "0123456789abcdef" * 2)
@@ -185,7 +185,7 @@ def test_the_proxy_refuses_the_values_of_the_example(monkeypatch: pytest.MonkeyP
         environment(monkeypatch, value)
 
 
-def test_every_secret_that_is_used_is_in_the_example() -> None:
+def test_the_example_defines_every_used_secret() -> None:
     text = yaml.safe_dump(RESOURCES)
     used = set(re.findall(r"secretKeyRef:\s+key: (\S+)\s+name: epd\b", text))
 
@@ -208,7 +208,7 @@ def test_probes_use_routes_of_the_proxy() -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_probe_asks_a_port_that_is_there(name: str) -> None:
+def test_probes_use_declared_ports(name: str) -> None:
     for probe in ("livenessProbe", "readinessProbe"):
         asked = container(name)[probe]
         action = asked.get("httpGet") or asked.get("tcpSocket")

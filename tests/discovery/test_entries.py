@@ -130,7 +130,7 @@ def test_an_invalid_host_is_rejected(pattern: str) -> None:
         check_pattern(pattern)
 
 
-def test_addresses_stay_while_answers_fail_and_a_while_when_there_are_none() -> None:
+def test_addresses_are_kept_while_lookups_fail_and_for_a_while_when_empty() -> None:
     sightings = DnsState(empty_s=60)
     sightings.record_addresses({"a", "b"}, 0)
     sightings.record_failure()
@@ -209,7 +209,7 @@ HOSTS = st.text(max_size=20) | st.text("ab.-_:[]%\\ä\u200b\u00ad0x/?", max_size
 
 @pytest.mark.fault(73)
 @given(host=HOSTS)
-def test_requests_can_be_sent_to_every_url_that_is_taken(host: str) -> None:
+def test_every_accepted_url_can_be_requested(host: str) -> None:
     try:
         url = base_url(f"http://{host}")
     except ValueError:

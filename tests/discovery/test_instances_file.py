@@ -56,9 +56,7 @@ async def test_a_valid_file_is_applied_and_an_invalid_one_changes_nothing(
         await sees(fleet, [])
 
 
-async def test_the_links_of_a_config_map_are_followed_as_they_are_swapped(
-    launch: Launch, tmp_path: Path
-) -> None:
+async def test_a_swapped_config_map_link_is_followed(launch: Launch, tmp_path: Path) -> None:
     for version, url in {"v1": "http://a:1", "v2": "http://b:1"}.items():
         (tmp_path / version).mkdir()
         (tmp_path / version / "instances.yaml").write_text(written([url]))
@@ -72,7 +70,7 @@ async def test_the_links_of_a_config_map_are_followed_as_they_are_swapped(
         await sees(fleet, ["http://b:1"])
 
 
-def test_a_bad_file_at_the_start_is_said_at_once(tmp_path: Path) -> None:
+def test_an_invalid_file_at_the_start_is_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "instances.yaml"
     flags = ["--instances-file", str(path)]
     missing = run("serve", *flags)

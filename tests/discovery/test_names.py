@@ -41,7 +41,7 @@ async def test_all_addresses_of_one_family_are_found(server: NameServer) -> None
     assert await names.resolve_addresses("10.9.9.9") == {"10.9.9.9"}
 
 
-async def test_a_machine_without_name_servers_is_no_answer(
+async def test_a_machine_without_name_servers_gives_no_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     real = dns.resolver.BaseResolver.read_resolv_conf

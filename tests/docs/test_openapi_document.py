@@ -84,7 +84,7 @@ async def no_status(request: web.Request) -> JsonResponse[dict[str, int]]:
     raise NotImplementedError
 
 
-def test_the_document_is_that_of_the_code(parts: dict[str, Any]) -> None:
+def test_the_document_matches_the_code(parts: dict[str, Any]) -> None:
     assert as_text(document(ROUTES, parts)) == OPENAPI.decode()
 
 
@@ -151,7 +151,7 @@ def test_an_endpoint_without_a_schema_fails(parts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("there", "problem"), [(True, "Old is unused"), (False, "TextPart is missing")]
 )
-def test_every_component_is_used_and_every_reference_leads_to_one(
+def test_every_component_is_used_and_every_reference_resolves(
     parts: dict[str, Any], there: bool, problem: str
 ) -> None:
     if there:

@@ -75,7 +75,7 @@ def test_every_decision_is_in_their_index() -> None:
 @pytest.mark.parametrize(
     "page", [*PAGES, ROOT / "SECURITY.md"], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_a_link_to_a_heading_leads_to_one(page: Path) -> None:
+def test_links_to_headings_resolve(page: Path) -> None:
     lost = [
         f"{target}#{anchor}"
         for target, anchor in LINK.findall(page.read_text())

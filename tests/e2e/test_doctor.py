@@ -34,7 +34,7 @@ async def test_the_doctor_finds_nothing_to_mend_in_a_real_fleet(stack: Served) -
     assert ("hands over its KV cache" in seen) == bool(stack.stack.of_role(Role.PREFILL))
 
 
-async def test_the_doctor_has_prefill_read_what_decode_holds(stack: Served) -> None:
+async def test_the_doctor_makes_prefill_read_blocks_of_decode(stack: Served) -> None:
     before = metric(stack.stack.of_role(Role.PREFILL)[0], READ)
     findings = await examined(stack)
 

@@ -58,7 +58,9 @@ def test_an_item_seen_before_is_neither_encoded_nor_preprocessed_again(stack: Se
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_of_hits_are_those_of_the_engine_alone(stack: Served, stream: bool) -> None:
+def test_answers_of_hits_equal_those_of_the_engine_without_proxy(
+    stack: Served, stream: bool
+) -> None:
     item, other = unseen(stack), unseen(stack)
     first = check_equal(stack, item, text("what?"), stream=stream)
     assert check_equal(stack, item, text("what?"), stream=stream) == first
@@ -136,7 +138,7 @@ def test_a_conversation_of_ten_turns_encodes_each_picture_once(stack: Served) ->
 
 
 @pytest.mark.fault(21)
-def test_entries_that_go_between_look_up_and_load_are_not_missed(stack: Served) -> None:
+def test_entries_deleted_between_lookup_and_load_fail_no_request(stack: Served) -> None:
     """Row 21 with deletions all the time, instead of at a moment that the test chooses."""
     item, words = unseen(stack), text("still?")
     expected = check_equal(stack, item, words, stream=False)

@@ -96,7 +96,7 @@ def test_a_second_proxy_learns_prefixes_from_the_kv_events(stack: Served, other:
             assert figure(other, MATCHED) > matched + 300
 
 
-def test_blocks_that_another_client_evicts_are_no_longer_expected(stack: Served) -> None:
+def test_blocks_evicted_by_another_client_are_not_expected(stack: Served) -> None:
     url, prompt = stack.stack.url, words()
     home, _ = asked(stack.client, stack, prompt)
     matched = figure(url, MATCHED)

@@ -97,7 +97,7 @@ def together(choices: list[dict[str, Any]]) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_a_completion_is_that_of_one_engine(pd: Served, name: str) -> None:
+def test_a_completion_equals_that_of_one_engine(pd: Served, name: str) -> None:
     fields = dict(ASKED[name])
     if name == "tokens":
         fields["prompt"] = tokens(pd, WORDS)
@@ -114,7 +114,7 @@ def test_a_completion_is_that_of_one_engine(pd: Served, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["text", "tokens", "two-answers", "log-probabilities"])
-def test_a_streamed_completion_is_that_of_one_engine(pd: Served, name: str) -> None:
+def test_a_streamed_completion_equals_that_of_one_engine(pd: Served, name: str) -> None:
     fields = {**ASKED[name], "stream": True, "stream_options": {"include_usage": True}}
     if name == "tokens":
         fields["prompt"] = tokens(pd, WORDS)
@@ -128,7 +128,7 @@ def test_a_streamed_completion_is_that_of_one_engine(pd: Served, name: str) -> N
 @pytest.mark.parametrize(
     "more", [{"n": 2, "temperature": 1, "seed": 7}, {"extra_body": {"prompt_logprobs": 0}}]
 )
-def test_a_chat_that_one_engine_alone_can_answer(stack: Served, more: dict[str, Any]) -> None:
+def test_a_chat_is_answered_by_a_single_engine(stack: Served, more: dict[str, Any]) -> None:
     messages: Any = [{"role": "user", "content": [picture("coffee.jpg"), text()]}]
     fixed = {"model": stack.model, "max_tokens": 8, "temperature": 0, "messages": messages}
     alone, through = (

@@ -129,7 +129,7 @@ def check_serving(stack: Served) -> None:
 
 
 @pytest.mark.fault(21)
-def test_metadata_for_an_entry_that_is_not_there_fails_alone(stack: Served) -> None:
+def test_metadata_of_a_missing_entry_fails_only_its_request(stack: Served) -> None:
     before = metric(stack.consumers[0], "vllm:ec_store_failed_requests_total")
     for key in ("never-written", "../../etc/passwd", "/abs", "x" * 300):
         assert to_decode(stack, by_key(key), text()).status_code == 500
@@ -139,7 +139,7 @@ def test_metadata_for_an_entry_that_is_not_there_fails_alone(stack: Served) -> N
     assert failed == 4
 
 
-def test_a_promised_entry_that_never_comes_fails_alone(stack: Served) -> None:
+def test_a_promised_entry_that_never_arrives_fails_only_its_request(stack: Served) -> None:
     assert to_decode(stack, by_key("promised"), text(), promised="promised").status_code == 500
 
     check_serving(stack)

@@ -22,7 +22,7 @@ from tests.tools.fleet.processes import left, marked, new_mark, processes_of
 from tests.vllm_parser import parsed
 
 
-def test_vllm_knows_every_flag_that_its_instances_are_given() -> None:
+def test_vllm_accepts_every_flag_of_its_instances() -> None:
     """Check first that the parser rejects a misspelt flag."""
     argvs = [
         list(engine.command()[3:])

@@ -94,7 +94,7 @@ def claim_while_another_asks(store: Store) -> None:
 
 
 class ClaimsContract:
-    def test_a_claim_is_exclusive_and_renewed_by_its_owner_alone(self, opened: Opened) -> None:
+    def test_a_claim_is_exclusive_and_renewed_only_by_its_owner(self, opened: Opened) -> None:
         one, other = opened(), opened()
 
         assert one.claim([key()], "a", 30) == [True]

@@ -96,7 +96,7 @@ class StoreContract:
     def store(self, opened: Opened) -> Store:
         return opened()
 
-    def test_an_entry_comes_back_as_it_was_put(self, store: Store) -> None:
+    def test_a_read_entry_equals_the_stored_one(self, store: Store) -> None:
         kept = entry(metadata={"image_grid_thw": [1, 36, 54]})
 
         assert store.put(key(), kept) is True
@@ -199,9 +199,7 @@ class StoreContract:
         assert found is not None
         assert found.data.readonly
 
-    def test_a_lookup_says_what_the_entries_are_in_the_order_of_the_keys(
-        self, store: Store
-    ) -> None:
+    def test_a_lookup_describes_the_entries_in_the_order_of_the_keys(self, store: Store) -> None:
         kept = entry(b"abcdefgh", "F32", modality="video", metadata={"n": [2]})
         store.put(key("b"), kept)
         store.put(key("a"), entry())
@@ -214,7 +212,7 @@ class StoreContract:
         assert (info.metadata, info.payload_bytes) == ({"n": [2]}, 8)
         assert info.checksum == checksum(kept.data)
 
-    def test_a_lease_says_what_a_lookup_says(self, store: Store) -> None:
+    def test_a_lease_returns_the_results_of_a_lookup(self, store: Store) -> None:
         store.put(key("a"), entry())
         keys = [key("none"), key("a")]
 
@@ -228,7 +226,7 @@ class StoreContract:
         assert store.delete([key()]) == 1
         assert store.lookup([key()]) == [None]
 
-    def test_delete_counts_what_was_there(self, store: Store) -> None:
+    def test_delete_returns_the_number_of_deleted_entries(self, store: Store) -> None:
         for name in "abc":
             store.put(key(name), entry())
 
@@ -320,7 +318,7 @@ class StoreContract:
         assert store.put(key(), sized(100, 2)) is True
         assert_same(sized(100, 2), store.get(key()))
 
-    def test_verify_finds_what_is_spoiled_and_fixes_it(self, opened: Opened, spoil: Spoil) -> None:
+    def test_verify_finds_and_removes_corrupt_entries(self, opened: Opened, spoil: Spoil) -> None:
         store = opened()
         for name in "abc":
             store.put(key(name), sized(100))
@@ -348,7 +346,7 @@ class StoreContract:
         assert stats.bytes is not None
         assert stats.bytes >= 2000
 
-    def test_evict_leaves_alone_what_fits(self, store: Store) -> None:
+    def test_evict_keeps_entries_within_the_quota(self, store: Store) -> None:
         store.put(key(), entry())
 
         assert store.evict() == 0

@@ -122,7 +122,7 @@ def test_a_larger_buffer_is_cut_and_keeps_its_pages() -> None:
     assert mapped_bytes(buffers) == 6 * PAGE
 
 
-def test_unused_memory_is_little_beside_much_that_is_in_use() -> None:
+def test_unused_memory_is_bounded_by_memory_in_use() -> None:
     buffers = Buffers()
     held = [buffers.take_buffer(UNUSED_BYTES // 2) for _ in range(34)]
     del held[:10]

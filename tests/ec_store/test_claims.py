@@ -90,7 +90,7 @@ def test_no_claim_is_found_to_live_for_ever(
 
 
 @pytest.mark.fault(27)
-def test_a_claim_from_the_future_is_nobodys(root: Path, disk: SharedDiskStore) -> None:
+def test_a_claim_from_the_future_is_ignored(root: Path, disk: SharedDiskStore) -> None:
     disk.claim([key()], "other", 30)
     age(file_of(root, key()), -3600)
 
@@ -207,7 +207,7 @@ def test_a_claim_released_during_a_change_is_taken_and_not_replaced(
     assert names(root) == {key().digest}
 
 
-def test_a_claim_that_is_about_to_end_is_left_to_end(root: Path, disk: SharedDiskStore) -> None:
+def test_a_claim_about_to_expire_is_not_renewed(root: Path, disk: SharedDiskStore) -> None:
     disk.claim([key()], "a", disk_claims.SURE_S / 2)  # the file server's clock is not known exactly
     disk.release([key()], "a")
     assert names(root) == {key().digest}

@@ -84,7 +84,7 @@ async def test_pool_reports_results_to_an_event_loop() -> None:
         await on_thread(pool, lambda: 1)
 
 
-async def test_a_call_that_an_event_loop_gave_up_is_not_made_or_goes_on_by_itself() -> None:
+async def test_a_call_cancelled_by_the_loop_is_skipped_or_completes_unobserved() -> None:
     pool = DaemonPool(1, "test")
     begun, go, made = threading.Event(), threading.Event(), list[int]()
 

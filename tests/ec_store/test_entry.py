@@ -56,7 +56,7 @@ def test_every_changed_byte_is_corrupt(flip: int) -> None:
             decode(KEY, memoryview(changed))
 
 
-def test_a_header_that_is_known_is_checked_all_the_same() -> None:
+def test_a_cached_header_is_still_checked() -> None:
     whole = blob()
     for position in range(len(whole)):
         decode(KEY, memoryview(whole))
@@ -134,7 +134,7 @@ def test_a_safetensors_reader_opens_it() -> None:
     ("dtype", "shape", "data"),
     [("I64", (1,), b"12345678"), ("BF16", (2,), b"123"), ("F32", (-1,), b"")],
 )
-def test_parts_that_do_not_fit_are_no_entry(
+def test_parts_that_do_not_fit_make_no_entry(
     dtype: str, shape: tuple[int, ...], data: bytes
 ) -> None:
     with pytest.raises(ValueError, match=r"dtype|shape"):

@@ -123,7 +123,7 @@ def large(mebibytes: int) -> Entry:
     return entry(shape=(mebibytes * MIB // 4, 2))
 
 
-def test_fetched_entry_stays_while_it_is_claimed(store: Store, fetching: Make) -> None:
+def test_fetched_entry_is_kept_while_it_is_claimed(store: Store, fetching: Make) -> None:
     store.put(EntryKey(NAMESPACE, "k"), entry())
     asked = fetching(store)
 
@@ -335,7 +335,7 @@ def test_promise_is_waited_for_only_so_long(store: Store, fetching: Make) -> Non
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_look_that_a_thread_begins_after_the_promise_is_the_last(
+def test_lookup_that_starts_after_the_promise_expired_is_the_last(
     fetching: Make, comes: bool
 ) -> None:
     """Time in the queue does not count: the second lookup waits while another fetch runs."""
@@ -382,7 +382,7 @@ def test_promise_ends_though_new_fetches_keep_all_threads_busy(fetching: Make) -
     assert held.asked == ["k", "in time", "before its end", "k", "after its end"]
 
 
-def test_burst_of_promised_entries_loses_none_that_come_in_time(fetching: Make) -> None:
+def test_burst_of_promised_entries_returns_all_that_arrive_in_time(fetching: Make) -> None:
     """The first lookups of all entries together take longer than a promise lasts."""
     first_s: dict[str, float] = {}
 
@@ -490,9 +490,7 @@ class Alive:
 
 
 @pytest.mark.parametrize("requests", [20, 60])
-def test_memory_that_is_alive_is_bounded_while_results_are_not_polled(
-    fetching: Make, requests: int
-) -> None:
+def test_live_memory_is_bounded_while_results_are_not_polled(fetching: Make, requests: int) -> None:
     """The fetcher admits entries up to the budget and keeps their results for the scheduler."""
     alive = Alive(2)
     budget = 10 * buffer_bytes(alive.size_bytes)
@@ -511,7 +509,7 @@ def test_memory_that_is_alive_is_bounded_while_results_are_not_polled(
 
 
 @pytest.mark.parametrize("rounds", [30, 90])
-def test_memory_that_is_kept_is_bounded_by_what_is_alive(fetching: Make, rounds: int) -> None:
+def test_kept_memory_is_bounded_by_live_memory(fetching: Make, rounds: int) -> None:
     alive = Alive(2)
     budget = 4 * buffer_bytes(alive.size_bytes)
     asked = fetching(alive, memory_bytes=budget)

@@ -37,7 +37,7 @@ def sized(size_bytes: int) -> Entry:
         (PAGE_BYTES + 1, 2 * PAGE_BYTES),
     ],
 )
-def test_reservation_is_that_of_the_buffer(size_bytes: int, reserved: int) -> None:
+def test_reservation_equals_the_size_of_the_buffer(size_bytes: int, reserved: int) -> None:
     assert buffer_bytes(size_bytes) == OVERHEAD_BYTES + reserved
 
 
@@ -57,7 +57,7 @@ def test_budget_is_reached_and_not_exceeded() -> None:
     assert memory.has_room({"a": 10**9})
 
 
-def test_a_request_larger_than_the_budget_is_admitted_alone() -> None:
+def test_a_request_larger_than_the_budget_is_admitted_by_itself() -> None:
     memory = EntryMemory(LIMIT)
     assert memory.has_room({"a": 10 * LIMIT})
     memory.reserve("a", 10 * LIMIT)

@@ -70,7 +70,7 @@ async def test_a_store_is_closed_while_every_thread_hangs(url: str) -> None:
         hanging.result(60)
 
 
-async def test_a_store_that_is_not_to_be_made_is_missing(
+async def test_a_missing_store_without_create_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ec_store.disk.opening.LOOK_EVERY_S", 0.0)
@@ -172,7 +172,7 @@ async def until_age(client: TestClient[Any, Any], right: Callable[[float | None]
             await asyncio.sleep(0.01)
 
 
-async def test_health_says_when_maintenance_last_succeeded_and_failures_are_counted(
+async def test_health_reports_the_last_maintenance_and_failures_are_counted(
     client: TestClient[Any, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> int:
@@ -319,7 +319,9 @@ def test_verify_names_the_corrupt_ones_and_fixes_them(
 
 
 @pytest.mark.parametrize("wrong", ["ftp://x", "file:///tmp/x?bogus=1", "file:///tmp/x?ttl=soon"])
-def test_a_wrong_url_is_said_in_a_line(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_url_is_reported_in_one_line(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["stat", wrong])
 

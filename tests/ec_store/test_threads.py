@@ -116,7 +116,7 @@ def test_a_full_queue_drops_and_counts_entries_without_blocking(paused: Paused) 
     assert (writer.counts["drops"], writer.counts["saves"]) == (4, 2)
 
 
-def test_an_entry_larger_than_the_queue_may_wait_alone(paused: Paused) -> None:
+def test_an_entry_larger_than_the_queue_may_wait_by_itself(paused: Paused) -> None:
     writer = Writer(paused, queue_bytes=1)  # type: ignore[arg-type]
     taken = [writer.submit(EntryKey(NAMESPACE, str(n)), SIZE, entry) for n in range(2)]
     paused.go.set()
@@ -286,7 +286,7 @@ def test_writer_survives_exceptions_of_entries_and_callbacks(store: Store) -> No
     assert (writer.counts["drops"], writer.counts["exceptions"]) == (1, 3)
 
 
-def test_an_entry_that_is_known_is_safe_from_eviction(store: Store) -> None:
+def test_a_present_entry_is_leased_against_eviction(store: Store) -> None:
     key = EntryKey(NAMESPACE, "k")
     store.put(key, entry())
     leased: list[float] = []

@@ -281,7 +281,7 @@ def test_a_tenant_has_so_many_at_once_those_that_wait_included() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 70), st.booleans()), max_size=20))
-def test_bodies_are_never_more_than_the_budget_and_all_is_given_back(
+def test_bodies_never_exceed_the_budget_and_it_is_released(
     growths: list[tuple[int, bool]],
 ) -> None:
     admitted = admission()
@@ -347,7 +347,7 @@ def test_retry_after_of_a_rate_limit_is_exact(per_minute: float, count: int) -> 
 
 
 @pytest.mark.fault(66)
-def test_a_request_that_is_too_soon_is_told_when_by_a_clock_that_never_goes_back() -> None:
+def test_retry_after_uses_a_monotonic_clock() -> None:
     clock = Clock()
     admitted = Admission(
         Limits(requests=9, queue=0, queue_timeout_s=1, body_bytes=1, tenant_per_minute=2), clock

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_a_connection_has_what_its_messages_are_followed_by(name: str) -> None:
+def test_a_connection_has_the_attributes_that_message_tracking_reads(name: str) -> None:
     assert name in web.RequestHandler.__slots__
 
 
@@ -36,7 +36,7 @@ def test_the_date_of_a_response_is_the_time_in_gmt() -> None:
     assert abs(datetime.now(UTC) - sent) < timedelta(minutes=1)
 
 
-def test_an_error_of_the_parser_is_a_message_of_its_own() -> None:
+def test_a_parser_error_is_a_separate_message() -> None:
     error = web_protocol._ErrInfo(400, ValueError(), "why")  # noqa: SLF001
 
     assert (error.status, error.message) == (400, "why")

@@ -40,7 +40,7 @@ async def test_the_cut_off_ends_running_and_later_requests() -> None:
         await drain.idle()
 
 
-async def test_a_request_that_is_cut_off_may_send_a_last_event() -> None:
+async def test_a_request_aborted_by_the_drain_may_send_a_last_event() -> None:
     drain = Drain()
     said = []
 
@@ -86,7 +86,7 @@ async def test_the_end_of_the_application_comes_before_a_request_s_own() -> None
         await task
 
 
-async def test_other_ends_are_left_as_they_are() -> None:
+async def test_drain_does_not_change_other_endings() -> None:
     drain = Drain()
     cancelled = asyncio.create_task(runs(drain))
     await asyncio.sleep(0)

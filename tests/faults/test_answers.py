@@ -85,7 +85,7 @@ async def test_an_answer_with_a_malformed_chunk_is_not_waited_for(launch: Launch
         assert status == 502  # and not 504
 
 
-async def test_an_idle_connection_that_is_reset_is_not_worth_a_word(
+async def test_a_reset_idle_connection_is_not_logged(
     launch: Launch, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = [read_request(), send(answer(b'{"choices": []}')), wait(0.1), reset()]
@@ -114,7 +114,7 @@ async def test_a_rejection_by_decode_reaches_the_client_unchanged(
         assert len(decode.exchanges) == 1
 
 
-async def test_an_answer_that_is_too_large_is_not_asked_for_again(
+async def test_a_too_large_answer_is_not_retried(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stages, "MAX_DECODE_BYTES", 1000)
@@ -264,7 +264,7 @@ async def test_an_answer_without_a_stream_that_falls_silent_is_not_asked_for_aga
 
 
 @pytest.mark.fault(38)
-async def test_decode_that_is_silent_after_its_head_is_an_error_with_a_status(
+async def test_a_decode_silent_after_its_head_is_an_error_with_a_status(
     launch: Launch,
 ) -> None:
     async with Scripted([read_request(), send(STREAM_HEAD), hold()]).running() as decode:

@@ -109,7 +109,7 @@ async def test_a_body_as_deep_as_is_allowed_goes_through_every_stage(launch: Lau
 
 
 @pytest.mark.fault(50)
-async def test_brackets_and_commas_in_media_and_words_are_no_structure(launch: Launch) -> None:
+async def test_brackets_and_commas_in_strings_are_not_counted(launch: Launch) -> None:
     async with launch() as fleet:
         words = '[{"' * MAX_CONTAINERS + ",\\" * MAX_VALUES
         assert (await fleet.chat(request(text(words), image())))[0] == 200
@@ -148,7 +148,7 @@ async def test_text_is_read_up_to_its_own_limit(launch: Launch) -> None:
 
 
 @pytest.mark.fault(49)
-async def test_media_are_no_text_unless_they_are_escaped(launch: Launch) -> None:
+async def test_media_are_raw_bytes_unless_they_are_escaped(launch: Launch) -> None:
     plain = json.dumps(request(video(secrets.token_bytes(200_000)), text())).encode()
     async with launch(max_text_bytes=100_000) as fleet:
         assert (await answer(fleet, plain))[0] == 200
@@ -248,7 +248,7 @@ async def test_a_field_of_the_wrong_shape_is_rejected_by_its_path(
 
 @pytest.mark.fault(52)
 @pytest.mark.parametrize("part", ["words", {"type": "refusal", "refusal": "no", "new": 1}])
-async def test_parts_that_are_text_are_passed_on_as_they_are(launch: Launch, part: object) -> None:
+async def test_text_parts_are_passed_on_unchanged(launch: Launch, part: object) -> None:
     async with launch() as fleet:
         status, *_ = await answer(fleet, json.dumps(content(part)).encode())
 

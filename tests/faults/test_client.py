@@ -349,7 +349,7 @@ async def test_silence_ends_a_wait_and_a_trickle_does_not() -> None:
     assert b"".join(got) == b"0123456789"
 
 
-async def test_a_head_that_trickles_is_late_all_the_same() -> None:
+async def test_a_trickling_head_times_out() -> None:
     async with asking([read_request(), send_slowly(STREAM_HEAD, 0.02), hold()]) as here:
         with pytest.raises(TimeoutError):
             await here.ask(timeout_s=0.3)
@@ -476,7 +476,7 @@ async def test_a_body_is_poured_until_its_end() -> None:
         assert connection.is_usable
 
 
-async def test_a_sink_that_is_full_is_poured_nothing_more() -> None:
+async def test_a_full_sink_receives_no_more_bytes() -> None:
     go = asyncio.Event()
     script = [
         read_request(),

@@ -36,7 +36,7 @@ async def leaves(fleet: Fleet, instance: Scripted, stream: bool, calls: int = 1)
 
 @pytest.mark.fault(42)
 @pytest.mark.parametrize("how", ["close", "reset"])
-async def test_a_client_that_leaves_while_it_sends_is_asked_for_nowhere(
+async def test_a_client_that_disconnects_during_its_body_causes_no_request(
     launch: Launch, how: str
 ) -> None:
     async with launch() as fleet:

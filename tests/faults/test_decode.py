@@ -55,7 +55,7 @@ async def test_retry_after_of_an_overloaded_decode_reaches_the_client(
 
 
 @pytest.mark.fault(5)
-async def test_a_name_that_is_looked_up_for_ever_is_passed_over(
+async def test_a_hanging_name_lookup_is_retried_on_another_instance(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -96,7 +96,7 @@ async def test_an_unknown_modality_is_refused(launch: Launch, modality: Any) -> 
 
 
 @pytest.mark.fault(31)
-async def test_params_of_any_depth_are_no_bug(launch: Launch) -> None:
+async def test_params_of_any_depth_raise_no_internal_error(launch: Launch) -> None:
     deep: Any = {}
     for _ in range(300):
         deep = {"a": deep}

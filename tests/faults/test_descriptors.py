@@ -136,7 +136,7 @@ async def _chat(url: str) -> int | None:
 
 
 @pytest.mark.fault(58)
-async def test_no_descriptor_for_an_instance_is_no_fault_of_the_instance() -> None:
+async def test_a_lack_of_descriptors_is_not_counted_against_the_instance() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with launch() as fleet, connected(fleet.url) as (reader, writer):
         writer.write(b"GET /ready HTTP/1.1\r\nHost: epd\r\n\r\n")

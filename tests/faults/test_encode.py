@@ -86,7 +86,7 @@ async def test_a_failed_encode_without_local_fallback_has_x_should_retry_false(
 
 @pytest.mark.fault(2)
 @pytest.mark.parametrize("status", [400, 404, 422])
-async def test_an_item_that_is_refused_is_neither_retried_nor_held_against_the_encoder(
+async def test_a_rejected_item_is_neither_retried_nor_counted_against_the_encoder(
     launch: Launch, status: int
 ) -> None:
     async with launch(encode=2) as fleet:
@@ -146,7 +146,7 @@ async def test_an_overloaded_encoder_is_skipped_while_another_is_free(
 
 
 @pytest.mark.fault(4)
-async def test_the_only_one_is_asked_again_when_it_said(launch: Launch) -> None:
+async def test_a_single_encode_instance_is_retried_after_its_retry_after(launch: Launch) -> None:
     async with launch() as fleet:
         fleet.e.chat = fails_first(1, busy("1"), encodes)
         async with fleet.post(request(image())) as reply:

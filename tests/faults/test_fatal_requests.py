@@ -235,7 +235,7 @@ async def test_one_death_of_an_instance_counts_once_for_all_that_ask_for_the_sam
         assert set(ended) == {(200, None)}
 
 
-async def test_an_instance_that_is_drained_does_not_die_of_a_request(launch: Launch) -> None:
+async def test_the_end_of_a_drained_instance_is_not_blamed_on_a_request(launch: Launch) -> None:
     async with launch(encode=3, decode=1, encode_balance="round_robin") as fleet:
         killed_by(drops, *fleet.encode)
         fleet.runner.app[DRAIN].begin_drain()
@@ -245,7 +245,7 @@ async def test_an_instance_that_is_drained_does_not_die_of_a_request(launch: Lau
 
 
 @pytest.mark.parametrize("fault", [refuses(500, "bug"), refuses(502), refuses(408), hangs])
-async def test_other_failures_are_no_deaths(launch: Launch, fault: Handler) -> None:
+async def test_other_failures_do_not_count_as_deaths(launch: Launch, fault: Handler) -> None:
     async with launch(encode=3, encode_timeout_s=0.3) as fleet:
         killed_by(fault, *fleet.encode)
         async with fleet.post(request(image())) as reply:

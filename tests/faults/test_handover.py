@@ -73,7 +73,7 @@ async def test_a_failed_prefill_keeps_the_decode_instance_eligible(launch: Launc
 
 
 @pytest.mark.fault(30)
-async def test_decode_serves_alone_if_all_prefills_fail(launch: Launch) -> None:
+async def test_decode_also_prefills_if_all_prefill_instances_fail(launch: Launch) -> None:
     async with strict(launch, "mooncake", prefill=2) as (fleet, wire):
         for one in fleet.prefill:
             one.chat = refuses(500)
@@ -249,7 +249,7 @@ async def test_a_failing_engine_is_ejected_although_its_bootstrap_server_answers
 
 
 @pytest.mark.fault(30)
-async def test_a_bootstrap_server_that_is_not_there_fails_a_request_that_wants_that(
+async def test_a_missing_bootstrap_server_fails_a_request_that_needs_it(
     launch: Launch,
 ) -> None:
     config: Any = {"on_prefill_failure": "fail", "prefill_kv_addrs": ("127.0.0.1:9",)}

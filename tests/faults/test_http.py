@@ -269,7 +269,7 @@ async def test_half_a_head_behind_a_request_does_not_harm_it() -> None:
 
 @pytest.mark.fault(47)
 @pytest.mark.parametrize("trailing", [b"", b"\r\n"], ids=["nothing", "an empty line"])
-async def test_the_end_of_a_body_is_no_head_that_has_begun(trailing: bytes) -> None:
+async def test_the_end_of_a_body_does_not_begin_a_head(trailing: bytes) -> None:
     """Clients send a large body in separate packets; some send an empty line after it."""
     body = chat()
     async with launch(header_timeout_s=0.2) as fleet, connected(fleet.url) as (reader, writer):
@@ -290,7 +290,7 @@ async def test_the_end_of_a_body_is_no_head_that_has_begun(trailing: bytes) -> N
 
 
 @pytest.mark.fault(47)
-async def test_a_request_behind_an_upgrade_that_is_declined_is_no_head_that_has_begun() -> None:
+async def test_a_request_behind_a_declined_upgrade_is_not_a_begun_head() -> None:
     async with launch(header_timeout_s=0.2) as fleet, connected(fleet.url) as (reader, writer):
 
         async def slowly(got: web.Request, body: dict[str, Any]) -> web.StreamResponse:

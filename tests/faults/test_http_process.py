@@ -24,7 +24,7 @@ from tests.support.raw import answer, connected, ended, post
 
 
 @pytest.mark.fault(57)
-async def test_bytes_that_are_no_request_get_a_400_and_the_connection_ends() -> None:
+async def test_invalid_bytes_get_a_400_and_the_connection_ends() -> None:
     with serving(*INSTANCES) as (url, _):
         for sent in NOT_HTTP.values():
             async with connected(url) as (reader, writer):
@@ -35,7 +35,7 @@ async def test_bytes_that_are_no_request_get_a_400_and_the_connection_ends() -> 
 
 
 @pytest.mark.fault(57, 47, 49)
-async def test_a_client_that_is_still_sending_gets_its_error_response() -> None:
+async def test_a_client_still_sending_gets_its_error_response() -> None:
     with serving(*INSTANCES, "--header-timeout-s", "1", "--max-body-bytes", "10000") as (url, _):
         for sent, status in ((LONG_HEAD, b"400"), (post(b"x" * 20_000_000), b"413")):
             said = await asyncio.to_thread(send_all, url, sent)

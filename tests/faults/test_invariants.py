@@ -33,14 +33,14 @@ async def test_a_request_without_an_end_is_noticed(launch: Launch) -> None:
             fleet.events.requests.clear()
 
 
-async def test_a_task_that_is_left_is_noticed(launch: Launch) -> None:
+async def test_a_leftover_task_is_detected(launch: Launch) -> None:
     with pytest.raises(AssertionError, match="sleep"):
         async with launch():
             left = asyncio.create_task(asyncio.sleep(60))
     left.cancel()
 
 
-async def test_a_file_that_is_left_is_noticed(launch: Launch) -> None:
+async def test_a_leftover_file_is_detected(launch: Launch) -> None:
     with pytest.raises(AssertionError):
         async with launch():
             left = open(__file__, "rb")  # noqa: SIM115, ASYNC230, PTH123

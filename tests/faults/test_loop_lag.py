@@ -62,7 +62,7 @@ async def test_metrics_have_it() -> None:
 
 
 @pytest.mark.parametrize(("items", "off_the_loop"), [(2, False), (40, True)])
-async def test_media_are_looked_into_off_the_loop_by_what_they_are_in_all(
+async def test_media_are_inspected_off_the_loop_by_their_total_size(
     monkeypatch: pytest.MonkeyPatch, items: int, off_the_loop: bool
 ) -> None:
     """With a limit per item, many items just below it could block the loop together."""

@@ -96,7 +96,7 @@ async def test_a_fetch_that_failed_late_is_not_repeated(
         assert sum(len(one.calls) for one in fleet.encode) == 1
 
 
-async def test_a_host_that_hangs_ends_in_the_encode_time_out_and_is_no_instances_fault(
+async def test_a_hanging_media_host_ends_in_the_encode_timeout_without_blame(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("epd.request.recovery.FETCH_AGAIN_S", 0.2)
@@ -139,7 +139,7 @@ async def text_error(_: web.Request, __: dict[str, Any]) -> web.Response:
 
 
 @pytest.mark.parametrize("fault", [refuses(502), refuses(503), text_error])
-async def test_a_gateways_error_is_no_failed_fetch(launch: Launch, fault: Handler) -> None:
+async def test_a_gateway_error_is_not_a_failed_fetch(launch: Launch, fault: Handler) -> None:
     async with launch(encode=2, encode_balance="round_robin") as fleet:
         fleet.encode[0].chat = fault
         async with fleet.post(request(image(DEAD))) as reply:

@@ -120,7 +120,7 @@ async def test_a_rejection_by_prefill_reaches_the_client(launch: Launch) -> None
 
 
 @pytest.mark.fault(30)
-async def test_a_prefill_that_is_not_there_is_left_out(launch: Launch) -> None:
+async def test_an_unreachable_prefill_is_skipped(launch: Launch) -> None:
     async with launch(prefill=1) as up, launch(prefill_servers_urls=(NOBODY, up.p.url)) as fleet:
         for _ in range(20):
             async with fleet.post(request(text())) as reply:
@@ -244,7 +244,7 @@ async def test_a_failed_decode_is_retried_at_another_instance(
 
 
 @pytest.mark.fault(34)
-async def test_a_decode_that_is_not_there_is_left_out_and_prefills_are_given_back(
+async def test_an_unreachable_decode_is_skipped_and_prefilled_blocks_are_released(
     launch: Launch,
 ) -> None:
     async with launch(prefill=1, decode=1) as up:
@@ -285,7 +285,7 @@ async def test_two_failed_decodes_fail_the_request(
 
 
 @pytest.mark.fault(34)
-async def test_no_decode_there(launch: Launch) -> None:
+async def test_an_unreachable_decode_stage_is_an_error(launch: Launch) -> None:
     async with launch(decode_servers_urls=(NOBODY,)) as fleet:
         async with fleet.post(request(text())) as reply:
             assert (reply.status, reply.headers["x-epd-error"]) == (502, "decode_failed")

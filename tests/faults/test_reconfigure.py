@@ -224,9 +224,7 @@ async def test_settings_that_need_a_restart_are_named_and_kept(
 
 
 @one_and_two
-async def test_prefill_becomes_a_stage_of_its_own_and_ceases_to_be_one(
-    workers: int, tmp_path: Path
-) -> None:
+async def test_a_reload_adds_and_removes_the_prefill_stage(workers: int, tmp_path: Path) -> None:
     async with instances(encodes, prefills, decodes) as (e, p, d):
         urls = {"encode_servers_urls": [e.url], "decode_servers_urls": [d.url]}
         async with proxy(tmp_path, workers, **urls) as running:

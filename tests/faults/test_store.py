@@ -96,7 +96,7 @@ async def test_a_redis_that_recovers_is_used_again(
             assert await items_of(fleet, picture) == {"hit": 1}
 
 
-async def test_a_call_that_is_under_way_when_its_store_is_closed_leaves_no_connection(
+async def test_closing_a_store_during_a_call_leaves_no_connection(
     redis: RedisServer,
 ) -> None:
     async with Relay(redis).running() as relay:

@@ -230,7 +230,7 @@ def test_files_that_cannot_be_used_are_named(
 
 
 @pytest.mark.parametrize("gone", ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs"])
-def test_a_file_that_goes_between_two_looks_cannot_be_used(
+def test_a_certificate_file_removed_during_the_check_is_rejected(
     tmp_path: Path,
     authority: Authority,
     issued: Certificate,
@@ -248,7 +248,7 @@ def test_a_file_that_goes_between_two_looks_cannot_be_used(
         server_context(config(**files | {gone: tmp_path / "none"}, ssl_cert_reqs=2))
 
 
-def test_flags_that_need_each_other_are_refused_alone() -> None:
+def test_flags_that_need_each_other_are_rejected_separately() -> None:
     pair, ca = {"ssl_certfile": "c", "ssl_keyfile": "k"}, {"ssl_ca_certs": "ca"}
     wrong: list[dict[str, Any]] = [
         {"ssl_certfile": "c"},

@@ -91,7 +91,7 @@ async def test_scripts_are_followed_one_after_another_and_probes_take_none() -> 
         assert [each.left for each in server.exchanges] == [False, False, True, True, True]
 
 
-async def test_a_script_that_is_wrong_is_no_fault() -> None:
+async def test_an_invalid_script_is_not_a_fault() -> None:
     async def wrong(_: object) -> None:
         raise LookupError("a slip")
 

@@ -180,7 +180,7 @@ def test_memory_at_an_address_that_was_registered_before_is_read_itself() -> Non
         del region, loader, reader, view
 
 
-def test_a_place_stays_until_the_device_has_copied_from_it() -> None:
+def test_a_slot_is_held_until_the_device_has_copied_it() -> None:
     region, loader = Region(64 * MIB, 1), Loader(0)
     loader.map_shared(region.shared_region())
     until(region.is_mapped)
@@ -204,7 +204,7 @@ def test_a_place_stays_until_the_device_has_copied_from_it() -> None:
     region.close()
 
 
-def test_a_refused_registration_is_no_error_of_later_calls(
+def test_a_rejected_registration_does_not_fail_later_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(*_: object) -> int:

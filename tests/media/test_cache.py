@@ -127,7 +127,7 @@ def entry(size: int) -> CachedMedia:
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5000) | st.none())),
     st.integers(0, 12000),
 )
-def test_the_cache_stays_within_its_bytes_and_knows_them(
+def test_the_cache_is_bounded_and_counts_its_bytes(
     steps: list[tuple[int, int | None]], budget: int
 ) -> None:
     cache = MediaCache(budget)

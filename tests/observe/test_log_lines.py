@@ -92,7 +92,7 @@ async def test_any_other_line_is_written_at_once_behind_those_that_wait(stream: 
 
 
 @pytest.mark.parametrize(("left", "written"), [(1, False), (0, True)])
-async def test_no_more_than_a_batch_waits(stream: Written, left: int, written: bool) -> None:
+async def test_at_most_one_batch_of_lines_waits(stream: Written, left: int, written: bool) -> None:
     lines = LineWriter(stream)
     for _ in range(BATCH_LINES - left):
         lines.write_soon(lambda: "request")

@@ -135,7 +135,7 @@ def test_a_mounted_application_logs_no_local_variables() -> None:
     assert "sk-secret" not in said
 
 
-def test_the_log_configuration_of_a_mounting_application_stays() -> None:
+def test_the_log_configuration_of_a_mounting_application_is_kept() -> None:
     before = "structlog.configure(processors=[lambda *_: 'its own form'])"
 
     assert of_mounted(before) == "its own form\n"

@@ -83,7 +83,7 @@ def test_the_order_of_workers_changes_no_digit(values: list[float], random: Rand
 
 
 @given(st.dictionaries(st.sampled_from(list(GAUGES)), st.lists(st.integers(0, 9), min_size=1)))
-def test_a_gauge_is_of_all_what_its_name_says(values: dict[str, list[int]]) -> None:
+def test_gauges_are_combined_by_their_mode(values: dict[str, list[int]]) -> None:
     registries = defaultdict[int, CollectorRegistry](CollectorRegistry)
     for name, by_worker in values.items():
         for worker, value in enumerate(by_worker):

@@ -65,7 +65,9 @@ def test_counted_values_are_counters(values: list[tuple[tuple[str, int, bool], i
 
 
 @given(st.lists(VALUES, max_size=20), st.lists(VALUES, max_size=20))
-def test_merged_is_as_if_all_were_added_to_one(these: list[float], those: list[float]) -> None:
+def test_merged_histograms_equal_one_with_all_observations(
+    these: list[float], those: list[float]
+) -> None:
     one, two, both = (events.Histogram(BOUNDS) for _ in range(3))
     for value in these:
         one.add(value)

@@ -83,7 +83,7 @@ def test_a_reader_sees_only_whole_pages_and_never_an_older_one(page: SharedPage)
     assert numbers == sorted(numbers)
 
 
-def test_a_writer_that_is_killed_leaves_a_whole_page(page: SharedPage) -> None:
+def test_a_killed_writer_leaves_a_whole_page(page: SharedPage) -> None:
     last = 0
     for _ in range(4):
         with writer(page) as process:
@@ -116,7 +116,7 @@ def test_a_damaged_page_is_not_read(page: SharedPage) -> None:
     assert page.read() == b"second"
 
 
-def test_a_page_that_is_not_the_newest_is_not_taken_for_it(page: SharedPage) -> None:
+def test_an_older_page_is_not_returned_as_the_newest(page: SharedPage) -> None:
     page.write(b"first")
     os.pwrite(page.descriptor, NUMBER.pack(3), 0)  # a half that still has the first one
 

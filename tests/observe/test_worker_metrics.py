@@ -262,7 +262,7 @@ async def test_a_worker_writes_rarely_without_a_scrape(
     assert pages[1].write_count() == 1
 
 
-async def test_a_worker_writes_without_a_scrape_all_the_same(
+async def test_a_worker_writes_its_page_without_a_scrape(
     pages: list[SharedPage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_metrics, "WRITE_S", 0)

@@ -75,7 +75,7 @@ def course(policy: str, about: Facts, **settings: Any) -> Course | None:
         ("pd_only", EPD, None),
     ],
 )
-def test_a_policy_goes_by_the_instances_there_are(
+def test_a_policy_uses_the_present_instances(
     policy: str, roles: frozenset[Role], runs: tuple[bool, bool] | None
 ) -> None:
     said = course(policy, facts(roles, items=1))
@@ -160,7 +160,7 @@ def test_at_most_one_policy_of_the_topologies_applies(
     assert said.count(None) >= 1
 
 
-def test_prompts_are_measured_for_policies_that_ask_alone_and_once() -> None:
+def test_prompts_are_measured_once_and_only_for_policies_that_need_it() -> None:
     measured = 0
 
     def measure() -> int:

@@ -92,7 +92,9 @@ def test_options_weigh_the_consumer(
         ({"pixels": 999, "stored": False}, ("encode", "unsaved")),
     ],
 )
-def test_static_form_goes_by_pixels_alone(more: dict[str, Any], expected: tuple[str, str]) -> None:
+def test_static_form_depends_only_on_pixels(
+    more: dict[str, Any], expected: tuple[str, str]
+) -> None:
     assert placed(Cost(encode_below_pixels=1000), **more) == expected
 
 
@@ -104,7 +106,7 @@ def test_unsaved_items_stay_only_if_allowed(policy: Cost, about: ItemFacts) -> N
 
 
 @given(RULES, FACTS, SECONDS, SECONDS)
-def test_longer_queue_at_the_encode_instances_never_sends_an_item_there(
+def test_a_longer_encode_queue_never_attracts_an_item(
     policy: Cost, about: ItemFacts, one: float, other: float
 ) -> None:
     short, long = (replace(about, encode_s=seconds) for seconds in sorted((one, other)))
@@ -205,7 +207,7 @@ MIXED = traffic(rate=8, count=2000, tokens=[SMALL, SMALL, LARGE, 0], decode_s=2)
 
 
 @pytest.mark.parametrize("requests", [QUIET, BUSY, MIXED], ids=["quiet", "busy", "mixed"])
-def test_cost_is_no_slower_than_always_and_never_encoding(requests: Any) -> None:
+def test_cost_policy_is_as_fast_as_always_and_never_encoding(requests: Any) -> None:
     always, never, cost = (EncodeFleet(rule).run(requests) for rule in (None, ALWAYS_LOCAL, Cost()))
 
     assert (always.left, never.left) == (0, sum(asked.tokens > 0 for asked in requests))

@@ -247,7 +247,7 @@ async def test_configured_instances_get_requests_by_weight(launch: Launch) -> No
         assert [len(one.calls) for one in ones] == [6, 2, 0]
 
 
-async def test_a_registered_instance_is_drained_by_its_weight_and_keeps_what_it_has(
+async def test_a_registered_instance_drained_by_weight_completes_its_requests(
     launch: Launch,
 ) -> None:
     async with (
@@ -273,7 +273,7 @@ async def test_a_registered_instance_is_drained_by_its_weight_and_keeps_what_it_
         assert "a weight is 0, or from" in said["error"]["message"]
 
 
-async def test_ranks_are_named_by_what_their_engines_report(launch: Launch) -> None:
+async def test_ranks_are_named_by_their_engines_reports(launch: Launch) -> None:
     async with launch(decode=1, ec_consumer_dp_size=3, **OFTEN) as fleet:
         fleet.d.metrics = reports((0, 7), (1, 0), (0, 5))
         await known(fleet, fleet.d, waiting=1, running=12)

@@ -116,7 +116,7 @@ async def test_a_claim_goes_back_when_an_instance_has_had_time_to_write(
         await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
 
 
-async def test_the_second_waiter_looks_up_again(backed: Backed, url: str) -> None:
+async def test_the_second_waiter_repeats_the_lookup(backed: Backed, url: str) -> None:
     """The first request may have had the item encoded since the second looked it up."""
     async with claiming(url) as claims, looked(claims, "a"), looked(claims, "a") as second:
         assert second is not None
@@ -128,7 +128,7 @@ async def test_the_second_waiter_looks_up_again(backed: Backed, url: str) -> Non
             assert found is not None
 
 
-async def test_a_claim_is_renewed_for_as_long_as_it_is_held(
+async def test_a_claim_is_renewed_while_it_is_held(
     backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:
     monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 3.0)

@@ -316,7 +316,7 @@ async def test_conversation_fields_of_other_endpoints_are_forwarded_unchanged(
                 assert (reply.status, await reply.json()) == (200, said)
 
 
-async def test_a_turn_that_is_refused_costs_the_next_one_nothing(launch: Launch) -> None:
+async def test_a_rejected_turn_does_not_affect_the_next(launch: Launch) -> None:
     turns = Turns()
     async with talking(launch, turns, decode_from="header") as fleet:
         talk = Talk(fleet)
@@ -564,7 +564,7 @@ async def test_blocks_are_read_once_for_any_later_behaviour_of_decode(launch: La
         assert len(turns.read) == 1
 
 
-async def test_a_request_that_is_refused_is_refused_with_or_without_blocks(
+async def test_a_request_is_rejected_with_and_without_blocks(
     launch: Launch,
 ) -> None:
     turns = Turns()
@@ -615,7 +615,7 @@ async def test_a_client_that_leaves_leaves_nothing(launch: Launch) -> None:
         assert (await health(fleet))["kept"] == 0
 
 
-async def test_turns_at_the_same_time_use_what_there_is_once(launch: Launch) -> None:
+async def test_concurrent_turns_read_the_blocks_once(launch: Launch) -> None:
     turns = Turns()
     async with talking(launch, turns) as fleet:
         talks = [Talk(fleet, name=str(number)) for number in range(5)]
@@ -627,7 +627,7 @@ async def test_turns_at_the_same_time_use_what_there_is_once(launch: Launch) -> 
         assert (await health(fleet))["kept"] == 5
 
 
-async def test_streams_that_say_nothing_of_blocks_are_answered_and_go_the_same_way(
+async def test_streams_without_block_parameters_are_answered_and_routed_alike(
     launch: Launch,
 ) -> None:
     turns = Turns()

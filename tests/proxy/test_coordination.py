@@ -68,7 +68,7 @@ async def test_media_without_an_encode_stage_keep_the_keys_of_the_proxy(launch: 
 
 
 @each_form
-async def test_short_prompts_are_decodes_alone(launch: Launch, stream: bool) -> None:
+async def test_short_prompts_are_not_prefilled_separately(launch: Launch, stream: bool) -> None:
     async with launch(1, 1, 1, skip_prefill_below_tokens=20) as fleet:
         assert await answered(fleet, request(text("a" * 60), stream=stream)) == 200
         assert asked(fleet) == (0, 0, 1)
@@ -81,7 +81,7 @@ async def test_short_prompts_are_decodes_alone(launch: Launch, stream: bool) -> 
         assert asked(fleet) == (1, 2, 3)
 
 
-async def test_texts_are_decodes_alone_however_long(launch: Launch) -> None:
+async def test_texts_of_any_length_are_not_prefilled_separately(launch: Launch) -> None:
     async with launch(1, 1, 1, skip_prefill_for_text=True) as fleet:
         assert await answered(fleet, request(text("a" * 9999))) == 200
 
@@ -89,7 +89,7 @@ async def test_texts_are_decodes_alone_however_long(launch: Launch) -> None:
 
 
 @each_choice
-async def test_prefill_is_the_local_instances_alone(launch: Launch, choice: str) -> None:
+async def test_only_the_local_instance_prefills(launch: Launch, choice: str) -> None:
     policies = ("prefill_local_decode_remote",)
     async with launch(1, 3, 2, policies=policies, decode_choice=choice) as fleet:
         for _ in range(4):
@@ -264,7 +264,7 @@ async def test_the_header_means_nothing_unless_it_is_asked_for(launch: Launch) -
         assert [len(one.calls) for one in fleet.decode] == [1, 1]
 
 
-async def test_the_header_has_the_name_that_is_configured(launch: Launch) -> None:
+async def test_the_header_name_is_configurable(launch: Launch) -> None:
     async with launch(1, 1, 2, decode_from="header", decode_header="X-Decoder") as fleet:
         for _ in range(2):
             assert await answered(fleet, request(text()), x_decoder=place(fleet.d)) == 200
@@ -436,7 +436,7 @@ async def test_a_client_that_leaves_while_the_picker_thinks_leaves_nothing(launc
             await asyncio.wait([asking])
 
 
-async def test_an_unnamed_decode_instance_is_asked_for_where_there_is_none(launch: Launch) -> None:
+async def test_the_picker_is_asked_for_a_decode_instance_if_none_is_named(launch: Launch) -> None:
     async with launch(1, 1, 0, decode_from="header", **STRANGERS) as fleet:
         status, said = await fleet.chat(request(text()))
 

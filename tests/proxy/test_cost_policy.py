@@ -115,7 +115,7 @@ async def decisions(fleet: Fleet) -> dict[str, float]:
     return {name.removeprefix(prefix): it for name, it in page.items() if name.startswith(prefix)}
 
 
-async def test_small_picture_stays_and_is_found_by_the_next_request(
+async def test_small_picture_is_encoded_locally_and_found_by_the_next_request(
     launch: Launch, both: Both, url: str
 ) -> None:
     async with running(launch, both, url, **STATIC) as fleet:
@@ -207,9 +207,7 @@ async def test_item_is_encoded_where_that_is_cheaper(launch: Launch, both: Both,
         assert await decisions(fleet) == {"encode,unmeasured": 2, "encode,cheaper": 1}
 
 
-async def test_item_that_is_being_encoded_is_waited_for(
-    launch: Launch, both: Both, url: str
-) -> None:
+async def test_item_being_encoded_is_waited_for(launch: Launch, both: Both, url: str) -> None:
     free = asyncio.Event()
     async with running(launch, both, url, policies=("cost?pd_slowdown=0",)) as fleet:
         fleet.e.chat = after_all(free, both.encodes)

@@ -147,7 +147,9 @@ async def test_a_refused_preflight_is_an_error_of_openais_shape(launch: Launch) 
     assert reply.headers["x-epd-error"] == "cors_refused"
 
 
-async def test_options_that_is_no_preflight_is_answered_as_without_cors(launch: Launch) -> None:
+async def test_options_without_preflight_headers_is_answered_as_without_cors(
+    launch: Launch,
+) -> None:
     async with launch() as without, launch(**ALLOWED) as fleet:
         for path in ("/v1/models", "/v1/chat/completions", "/v1/media/x"):
             answers = []

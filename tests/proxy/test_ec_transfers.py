@@ -109,7 +109,7 @@ async def test_an_output_is_pushed_to_the_consumer_that_answers(
     assert pushes.waiting == {}
 
 
-async def test_items_are_pushed_each_on_its_own_and_the_same_picture_twice(launch: Launch) -> None:
+async def test_items_are_pushed_separately_and_repeated_pictures_twice(launch: Launch) -> None:
     pushes = Pushes()
     async with mooncake(launch, pushes, encode=2) as fleet:
         await ask(fleet, request(image(b"1"), input_audio(), image(b"2"), image(b"1")))
@@ -145,7 +145,7 @@ async def test_a_video_and_its_sound_have_an_id_each(launch: Launch) -> None:
     assert pushes.waiting == {}
 
 
-async def test_text_alone_is_pushed_nowhere(launch: Launch) -> None:
+async def test_text_causes_no_push(launch: Launch) -> None:
     pushes = Pushes()
     async with mooncake(launch, pushes, decode=2) as fleet:
         await ask(fleet, request(text()))
@@ -156,9 +156,7 @@ async def test_text_alone_is_pushed_nowhere(launch: Launch) -> None:
 
 
 @STREAMING
-async def test_the_rank_that_is_pushed_to_is_the_one_that_answers(
-    launch: Launch, stream: bool
-) -> None:
+async def test_the_rank_of_the_push_answers(launch: Launch, stream: bool) -> None:
     pushes = Pushes()
     async with mooncake(launch, pushes, decode=2, ranks=2) as fleet:
         for turn in range(8):
@@ -198,7 +196,7 @@ async def test_a_push_that_its_consumer_refuses_is_repeated_once(launch: Launch)
 
 
 @pytest.mark.parametrize("fault", [drops, refuses(500), refuses(503)])
-async def test_an_encode_that_is_tried_again_has_new_ids(launch: Launch, fault: Handler) -> None:
+async def test_a_retried_encode_has_new_ids(launch: Launch, fault: Handler) -> None:
     pushes = Pushes()
     async with mooncake(launch, pushes, encode=2) as fleet:
         for one in fleet.encode:
@@ -243,7 +241,7 @@ async def test_all_items_are_encoded_again_for_another_consumer(
 
 
 @pytest.mark.parametrize(("media", "kind"), [("metadata", "image_embeds"), ("raw", "image_url")])
-async def test_a_push_that_is_lost_is_made_again_and_the_media_go_along(
+async def test_a_lost_push_is_repeated_with_the_media(
     launch: Launch, media: str, kind: str
 ) -> None:
     pushes = Pushes()
@@ -365,7 +363,7 @@ async def test_a_picker_that_names_a_stranger_is_asked_once(launch: Launch) -> N
         assert len(picker.questions) == 1
 
 
-async def test_the_rank_that_is_pushed_to_is_the_one_that_prefills(launch: Launch) -> None:
+async def test_the_rank_of_the_push_prefills(launch: Launch) -> None:
     pushes = Pushes()
     where = ["tcp://p:19019", "tcp://p:19020"]
     async with (
@@ -382,7 +380,7 @@ async def test_the_rank_that_is_pushed_to_is_the_one_that_prefills(launch: Launc
         assert {one.headers["X-data-parallel-rank"] for one in prefill.calls} == {"0", "1"}
 
 
-async def test_a_consumer_that_has_not_said_where_is_no_use(launch: Launch, tmp_path: Path) -> None:
+async def test_a_consumer_without_an_address_is_not_chosen(launch: Launch, tmp_path: Path) -> None:
     file = tmp_path / "instances.yaml"
     async with FakeInstance(refuses(500)).running() as consumer:
         file.write_text(f"instances: [{{role: prefill_decode, url: '{consumer.url}'}}]")
@@ -492,7 +490,7 @@ async def test_an_output_without_room_in_the_store_is_sent_as_media(launch: Laun
 
 
 @STREAMING
-async def test_a_shared_folder_is_trusted_with_what_was_just_encoded(
+async def test_outputs_in_a_shared_folder_are_used_without_a_lookup(
     launch: Launch, stream: bool
 ) -> None:
     async with launch(ec_transfer="example", prefill=1) as fleet:

@@ -104,7 +104,7 @@ async def test_the_pictures_of_a_request_are_one_encode_request(launch: Launch) 
         assert [event.modality for event in encoded] == ["image"] * 4
 
 
-async def test_each_item_has_a_request_of_its_own_by_default(launch: Launch) -> None:
+async def test_items_are_not_grouped_by_default(launch: Launch) -> None:
     async with launch() as fleet:
         await items_of(fleet, request(*FOUR))
 
@@ -134,7 +134,7 @@ async def test_encode_groups_have_one_modality_and_no_videos(
         ]
 
 
-async def test_an_item_at_a_url_has_a_request_of_its_own(launch: Launch) -> None:
+async def test_an_item_at_a_url_is_not_grouped(launch: Launch) -> None:
     async with launch(**ON) as fleet:
         await items_of(fleet, request(image("http://pictures.test/1.png"), *FOUR))
 
@@ -232,7 +232,7 @@ async def test_an_invalid_item_of_a_group_fails_with_its_own_place(launch: Launc
         assert fleet.events.changes == []
 
 
-async def test_a_failing_item_of_a_group_is_sent_raw_alone(launch: Launch) -> None:
+async def test_only_the_failing_item_of_a_group_is_sent_raw(launch: Launch) -> None:
     async with launch(**ON) as fleet:
         fleet.e.chat = with_part(FOUR[0], refuses(500))
         async with fleet.post(request(*FOUR)) as reply:
@@ -241,7 +241,7 @@ async def test_a_failing_item_of_a_group_is_sent_raw_alone(launch: Launch) -> No
 
 
 @pytest.mark.fault(68)
-async def test_a_fatal_item_of_a_group_is_blamed_alone(launch: Launch) -> None:
+async def test_only_the_fatal_item_of_a_group_is_blamed(launch: Launch) -> None:
     poison, *good = [image(b"%d" % number) for number in range(8)]
     config: Any = {"encode_balance": "least_load", "on_encode_failure": "fail"}
     killed = (503, "suspected_fatal")
@@ -394,7 +394,7 @@ async def test_equal_instances_take_turns_with_the_largest_item(launch: Launch) 
 
 
 @pytest.mark.parametrize("balance", ["affinity", "round_robin"])
-async def test_items_have_the_same_instances_in_groups_as_alone(
+async def test_items_in_groups_have_the_same_instances_as_single_items(
     launch: Launch, balance: str
 ) -> None:
     config: Any = {"encode_balance": balance}

@@ -150,7 +150,7 @@ async def test_the_wait_for_a_claim_of_a_dead_holder_is_bounded(
 @pytest.mark.fault(21)
 @pytest.mark.parametrize("prefill", [0, 1])
 @pytest.mark.parametrize("how", ["deleted", "corrupted"])
-async def test_an_entry_lost_between_look_up_and_load_is_invisible_to_the_client(
+async def test_an_entry_lost_between_lookup_and_load_does_not_fail_the_request(
     launch: Launch, backed: Backed, url: str, prefill: int, how: str
 ) -> None:
     async with caching(launch, backed, url, prefill=prefill) as fleet:
@@ -187,7 +187,7 @@ async def test_an_engine_that_fails_anyway_is_asked_twice_and_no_more(
         assert len(fleet.d.calls) == 2
 
 
-async def test_an_error_that_is_no_lost_entry_is_not_tried_again(
+async def test_an_error_other_than_a_lost_entry_is_not_retried(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url) as fleet:
@@ -260,7 +260,7 @@ async def test_requests_are_served_without_the_store(
 
 
 @pytest.mark.fault(16)
-async def test_a_store_that_is_missing_is_logged_once_and_never_made_by_the_proxy(
+async def test_a_missing_store_is_logged_once_and_not_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("epd.encoder_cache.client.REFRESH_S", 1.0)
@@ -636,7 +636,7 @@ async def test_errors_name_the_failed_item_of_each_client(launch: Launch) -> Non
         assert params == [f"messages[0].content[{number}]" for number in range(4)]
 
 
-async def test_a_claim_of_a_client_that_left_is_given_back(
+async def test_a_claim_of_a_disconnected_client_is_released(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = type(backed.store).claim
@@ -690,7 +690,7 @@ async def test_an_abandoned_renewal_does_not_release_a_claim_in_use(
 
 
 @pytest.mark.parametrize("model", [[], {}, 7, True])
-async def test_a_model_that_is_no_name_is_a_400(
+async def test_an_invalid_model_name_is_a_400(
     launch: Launch, backed: Backed, url: str, model: object
 ) -> None:
     async with caching(launch, backed, url) as fleet:

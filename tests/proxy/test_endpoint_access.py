@@ -23,7 +23,7 @@ async def test_no_endpoint_answers_without_a_key(launch: Launch, keys: Path, pat
 
 @pytest.mark.security("S12")
 @pytest.mark.parametrize("path", SALTED)
-async def test_each_tenant_has_salts_of_its_own(launch: Launch, keys: Path, path: str) -> None:
+async def test_salts_differ_between_tenants(launch: Launch, keys: Path, path: str) -> None:
     async with launch(api_keys_file=keys) as fleet:
         for key in (ALICE, BOB, ALICE):
             assert (await ask(fleet, path, PLAIN[path], bearer(key)))[0] == 200
@@ -33,9 +33,7 @@ async def test_each_tenant_has_salts_of_its_own(launch: Launch, keys: Path, path
 
 
 @pytest.mark.security("S1")
-async def test_anthropics_clients_present_their_key_in_a_header_of_its_own(
-    launch: Launch, keys: Path
-) -> None:
+async def test_anthropics_clients_send_their_key_in_x_api_key(launch: Launch, keys: Path) -> None:
     async with launch(api_keys_file=keys) as fleet:
         asked = message(text())
         async with anthropic().AsyncAnthropic(base_url=fleet.url, api_key=ALICE) as client:

@@ -104,7 +104,7 @@ JSON_ROUTES = [
         "",
     ],
 )
-async def test_a_body_that_is_not_called_json_is_refused(launch: Launch, kind: str) -> None:
+async def test_a_body_without_a_json_content_type_is_rejected(launch: Launch, kind: str) -> None:
     """Without a CORS preflight, a web page of another origin may send the first ones."""
     key = {"X-API-Key": "admin-key-0123456789", "Content-Type": kind}
     settings: dict[str, Any] = {"admin_api_key": key["X-API-Key"], "dynamic_registration": True}
@@ -124,7 +124,9 @@ async def test_a_body_that_is_not_called_json_is_refused(launch: Launch, kind: s
 @pytest.mark.parametrize(
     "kind", ["Application/JSON; charset=utf-8", "application/json;", "application/ld+json"]
 )
-async def test_a_body_that_is_called_json_is_answered(fleet: Fleet, path: str, kind: str) -> None:
+async def test_a_body_with_a_json_content_type_is_answered(
+    fleet: Fleet, path: str, kind: str
+) -> None:
     body, headers = BytesIO(json.dumps(PLAIN[path]).encode()), {"Content-Type": kind}
     async with fleet.http.post(fleet.url + path, data=body, headers=headers) as reply:
         assert reply.status == 200

@@ -155,7 +155,7 @@ async def test_no_endpoint_reaches_a_private_address(launch: Launch, path: str) 
 
 @pytest.mark.security("S10")
 @with_media
-async def test_no_endpoint_takes_more_items_than_there_may_be(launch: Launch, path: str) -> None:
+async def test_every_endpoint_limits_the_number_of_items(launch: Launch, path: str) -> None:
     async with launch(max_items=1) as fleet:
         body = WITH_MEDIA[path](URL)
         content_of(body).extend(content_of(WITH_MEDIA[path](URL)))

@@ -79,14 +79,14 @@ async def test_answers_of_tokens_begin_with_a_prefill(fleet: Fleet, path: str) -
 
 
 @pytest.mark.parametrize("path", sorted(PLAIN.keys() - set(GENERATES)))
-async def test_endpoints_without_generation_use_decode_alone(fleet: Fleet, path: str) -> None:
+async def test_endpoints_without_generation_use_only_decode(fleet: Fleet, path: str) -> None:
     await ask(fleet, path, PLAIN[path])
 
     assert fleet.p.calls == fleet.e.calls == []
     assert fleet.events.requests[0].first_token_s is None
 
 
-async def test_prompts_of_a_batch_are_decodes_alone(fleet: Fleet) -> None:
+async def test_prompts_of_a_batch_are_not_prefilled_separately(fleet: Fleet) -> None:
     assert (await ask(fleet, "/v1/completions", {"prompt": ["a", "b"]}))[0] == 200
     assert fleet.p.calls == []
     assert "kv_transfer_params" not in fleet.d.calls[0].body

@@ -151,7 +151,7 @@ def test_header_values_that_vllm_rejects_are_not_sent(headers: CIMultiDictProxy[
 
 
 @pytest.mark.parametrize("load", ["a\x00b", "ä", ""])
-async def test_a_load_that_is_not_text_does_not_reach_the_client(load: str) -> None:
+async def test_a_load_header_that_is_not_text_is_not_forwarded(load: str) -> None:
     assert passed_back({"endpoint-load-metrics": load}) == {}
 
 

@@ -78,7 +78,7 @@ async def test_a_failing_encoder_ends_in_one_clear_error(
         assert [event.error for event in fleet.events.requests] == [slug]
 
 
-async def test_no_encoder_there(launch: Launch) -> None:
+async def test_an_unreachable_encode_stage_is_an_error(launch: Launch) -> None:
     nobody = ("http://127.0.0.1:9",)
     async with launch(encode_servers_urls=nobody, on_encode_failure="fail") as fleet:
         status, reply = await fleet.chat(request(image()))
@@ -495,7 +495,7 @@ async def test_too_many_items(launch: Launch) -> None:
 
 @pytest.mark.security("S10")
 @pytest.mark.fault(49)
-async def test_a_body_that_is_too_large(launch: Launch) -> None:
+async def test_a_too_large_body_is_rejected(launch: Launch) -> None:
     body = request(text("x" * 10_000))
     async with launch(max_body_bytes=10_000) as fleet, fleet.post(body) as reply:
         assert reply.status == 413
@@ -529,7 +529,7 @@ async def test_an_unknown_route_gets_an_openai_error(launch: Launch) -> None:
 
 @pytest.mark.fault(56)
 @pytest.mark.security("S5")
-async def test_a_clients_reserved_fields_go_nowhere(launch: Launch) -> None:
+async def test_reserved_fields_of_a_client_are_not_forwarded(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
         forged = {
             "kv_transfer_params": {"remote_host": "evil"},

@@ -256,7 +256,7 @@ async def test_a_redirect_of_an_instance_is_not_followed(launch: Launch) -> None
         assert elsewhere.calls == []
 
 
-async def test_ranks_are_named_to_the_consumer_alone(launch: Launch) -> None:
+async def test_ranks_are_named_only_to_the_consumer(launch: Launch) -> None:
     async with (
         empty(launch) as fleet,
         taking_part(fleet, Role.ENCODE, dp_size=2) as encode,
@@ -282,7 +282,7 @@ def ranks(instance: FakeInstance) -> list[str | None]:
     return [call.headers.get("X-data-parallel-rank") for call in instance.calls]
 
 
-async def test_an_instance_that_is_removed_ends_its_requests_and_gets_no_more(
+async def test_a_removed_instance_completes_its_requests_and_gets_no_more(
     launch: Launch,
 ) -> None:
     go = asyncio.Event()

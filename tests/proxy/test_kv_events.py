@@ -228,7 +228,7 @@ async def test_a_removed_instance_is_not_followed(launch: Launch) -> None:
         assert await figures(fleet, "epd_kv_events_total", instance=url) == 0
 
 
-async def test_instances_that_are_no_longer_chosen_by_content_are_not_followed(
+async def test_instances_without_the_content_balance_are_not_subscribed_to(
     launch: Launch,
 ) -> None:
     async with following(launch, 1) as (fleet, [one]):

@@ -59,7 +59,7 @@ async def test_a_push_is_in_turn_until_the_prefill_instance_is_known(launch: Lau
 
 @pytest.mark.parametrize("said", [True, False], ids=["named", "the instance's choice"])
 @pytest.mark.parametrize("transfer", ["nixl", "nixl-push"])
-async def test_decode_is_told_of_the_rank_that_prefills(
+async def test_decode_gets_the_rank_of_the_prefill(
     launch: Launch, transfer: str, said: bool
 ) -> None:
     settings: dict[str, Any] = {"on_prefill_failure": "fail"}

@@ -89,7 +89,7 @@ async def proxy(*flags: str, **misdeeds: Handler) -> AsyncIterator[Running]:
 
 
 @pytest.mark.parametrize("role", ["encode", "prefill"])
-async def test_an_instance_that_fails_is_named_and_what_came_of_it(role: str) -> None:
+async def test_a_failed_instance_is_logged_with_the_consequence(role: str) -> None:
     flags = () if role == "encode" else ("--on-prefill-failure", "local")
     async with proxy(*flags, **{role: refuses(500)}) as running:
         status = await running.ask("r-1")
@@ -135,7 +135,7 @@ async def test_concurrent_failures_are_logged_by_request() -> None:
             assert {"encode", "prefill", "decode"} <= set(stages)
 
 
-async def test_blocks_that_could_not_be_given_back_are_a_warning_of_the_request() -> None:
+async def test_a_failed_release_of_blocks_is_a_warning_of_the_request() -> None:
     async with proxy(decode=hangs) as running:
         asking = asyncio.create_task(running.ask("r-1"))
         decode = running.instances["decode"]

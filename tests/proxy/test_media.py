@@ -50,7 +50,7 @@ async def settled(backed: Backed) -> None:
     await asyncio.sleep(0.2)
 
 
-async def test_media_may_be_sent_ahead_and_then_by_name_alone(
+async def test_media_may_be_uploaded_first_and_then_named(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url) as fleet:
@@ -81,9 +81,7 @@ async def test_a_name_given_in_a_conversation_is_known_from_then_on(
             assert await items_of(fleet, request(named("cat"))) == {"hit": 1}
 
 
-async def test_a_name_stands_for_what_was_sent_last(
-    launch: Launch, backed: Backed, url: str
-) -> None:
+async def test_a_name_refers_to_the_latest_media(launch: Launch, backed: Backed, url: str) -> None:
     async with caching(launch, backed, url) as fleet:
         for content in (b"1", b"2"):
             await items_of(fleet, request(image(content, uuid="cat")))
@@ -95,7 +93,7 @@ async def test_a_name_stands_for_what_was_sent_last(
 
 
 @pytest.mark.parametrize("part", [named("never"), {"type": "image_url", "uuid": "never"}])
-async def test_a_name_that_is_not_known_is_a_404(
+async def test_an_unknown_name_is_a_404(
     launch: Launch, backed: Backed, url: str, part: Part
 ) -> None:
     async with caching(launch, backed, url) as fleet:
@@ -229,7 +227,7 @@ async def test_an_item_that_cannot_be_encoded_is_the_engines_error(
         assert reply["error"]["param"] == "content[0]"
 
 
-async def test_an_output_that_is_not_stored_is_a_503(
+async def test_an_unstored_output_is_a_503(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("epd.request.warmup.STORED_WITHIN_S", 0.1)
@@ -270,7 +268,7 @@ async def test_a_media_name_is_dropped_if_it_cannot_be_rewritten(
         assert fleet.d.calls[-1].parts[0]["uuid"] == fleet.d.calls[1].parts[0]["uuid"]
 
 
-async def test_a_name_that_one_proxy_forgot_is_found_when_another_knows_it(
+async def test_a_name_forgotten_by_one_proxy_is_found_through_another(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url) as one, caching(launch, backed, url) as other:
@@ -397,7 +395,7 @@ async def test_tenants_do_not_share_a_picture(
         assert said[0] != said[2]
 
 
-async def test_forgetting_leaves_what_an_engine_keyed_to_the_others(
+async def test_deleting_a_name_keeps_entries_keyed_by_engines(
     launch: Launch, backed: Backed, url: str, keys: Path
 ) -> None:
     async with caching(launch, backed, url, api_keys_file=keys) as fleet:
@@ -409,7 +407,7 @@ async def test_forgetting_leaves_what_an_engine_keyed_to_the_others(
         assert (await fleet.chat(request(named("cat")), bearer(BOB)))[0] == 200
 
 
-async def test_sharing_tenants_share_pictures_and_forget_names_alone(
+async def test_sharing_tenants_share_pictures_but_not_names(
     launch: Launch, backed: Backed, url: str, keys: Path
 ) -> None:
     async with caching(launch, backed, url, api_keys_file=keys, isolation="shared") as fleet:

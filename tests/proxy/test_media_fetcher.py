@@ -102,9 +102,7 @@ async def test_any_length_is_the_same_bytes(origin: FakeOrigin, size: int) -> No
         ("image/" + "x" * 200, "application/octet-stream"),
     ],
 )
-async def test_a_media_type_is_taken_only_where_it_is_one(
-    origin: FakeOrigin, said: str, taken: str
-) -> None:
+async def test_an_invalid_media_type_is_ignored(origin: FakeOrigin, said: str, taken: str) -> None:
     origin.headers["Content-Type"] = said
     async with fetching() as fetcher:
         assert await fetcher.fetch(origin.url, "image") == data_url(b"picture", taken)
@@ -287,7 +285,7 @@ async def no_http(request: web.Request) -> web.StreamResponse:
 
 
 @pytest.mark.parametrize("answer", [breaks_off, no_http])
-async def test_a_broken_origin_is_a_failed_fetch_and_its_url_is_not_told(
+async def test_a_broken_origin_is_a_failed_fetch_without_its_url(
     origin: FakeOrigin, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> None:
     origin.answer = answer
@@ -321,7 +319,7 @@ async def test_an_unchanged_picture_is_asked_about_and_not_sent_again(
     assert origin.sent == 1
 
 
-async def test_a_date_tells_versions_apart_once_its_second_is_over(origin: FakeOrigin) -> None:
+async def test_a_date_distinguishes_versions_only_after_its_second(origin: FakeOrigin) -> None:
     old = datetime.now(UTC) - timedelta(hours=1)
     origin.headers["Last-Modified"] = format_datetime(old, usegmt=True)
     async with fetching() as fetcher:
@@ -424,7 +422,7 @@ async def test_redirected_media_are_revalidated_at_their_own_url(origin: FakeOri
     ("said", "asked"),
     [("max-age=1000", 1), ("", 2), ("no-store, max-age=1000", 2), ("private, max-age=1000", 2)],
 )
-async def test_redirected_media_are_no_fresher_than_the_redirect(
+async def test_redirected_media_expire_with_the_redirect(
     origin: FakeOrigin, said: str, asked: int
 ) -> None:
     async def answer(request: web.Request) -> web.Response:

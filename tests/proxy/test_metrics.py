@@ -312,7 +312,7 @@ CASES: dict[str, tuple[Act, Page]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_a_figure_moves_by_what_it_means_and_by_nothing_else(
+async def test_each_metric_changes_only_with_its_cause(
     launch: Launch, backed: Backed, url: str, case: str
 ) -> None:
     act, expected = CASES[case]
@@ -334,7 +334,7 @@ async def test_a_figure_moves_by_what_it_means_and_by_nothing_else(
     assert bool(there) is (case == "a picture that is there")
 
 
-async def test_the_time_between_chunks_is_counted_as_they_come(launch: Launch) -> None:
+async def test_the_time_between_chunks_is_observed_for_each_chunk(launch: Launch) -> None:
     taken = asyncio.Event()
 
     async def in_turn(asked: web.Request, _: dict[str, Any]) -> web.StreamResponse:
@@ -438,7 +438,7 @@ async def test_a_store_that_fails_is_counted_and_its_circuit_opens(
 
 
 @pytest.mark.parametrize("accept", ["", "text/plain", "application/openmetrics-text;version=1.0.0"])
-async def test_the_page_is_what_was_asked_for(
+async def test_the_page_has_the_requested_format(
     launch: Launch, backed: Backed, url: str, accept: str
 ) -> None:
     async with caching(launch, backed, url) as fleet:

@@ -82,7 +82,7 @@ def calls(instances: list[FakeInstance]) -> list[int]:
 
 
 @pytest.mark.parametrize("decode", ["on", "no"])
-async def test_each_consumer_gets_what_its_own_weights_have_made(
+async def test_each_consumer_gets_outputs_of_its_own_weights(
     launch: Launch, url: str, both: dict[str, Backed], decode: str
 ) -> None:
     async with updating(launch, url, both, encode="on", decode=decode) as fleet:
@@ -98,7 +98,7 @@ async def test_each_consumer_gets_what_its_own_weights_have_made(
             assert media_types(consumer) == [["text", "image_embeds"]] * 3
 
 
-async def test_requests_of_two_namespaces_share_no_encode_that_is_under_way(
+async def test_requests_of_two_namespaces_share_no_running_encode(
     launch: Launch, url: str, both: dict[str, Backed]
 ) -> None:
     async with updating(launch, url, both, encode="on", decode="on") as fleet:

@@ -202,7 +202,7 @@ class Client:
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
-async def test_each_instance_is_sent_what_it_takes_and_each_client_gets_its_own_answer(
+async def test_instances_get_valid_requests_and_clients_their_own_answers(
     launch: Launch, case: Case
 ) -> None:
     expected = expected_of(case)
@@ -233,9 +233,7 @@ async def test_each_instance_is_sent_what_it_takes_and_each_client_gets_its_own_
             assert strict.decoded[1] is strict.decoded[4]
 
 
-async def test_the_proxy_refuses_to_start_with_what_cannot_be_served_and_with_nothing_else() -> (
-    None
-):
+async def test_the_proxy_starts_exactly_with_fleets_that_can_serve() -> None:
     rest = {name: values[0] for name, values in FACTORS.items()}
     transfers, policies, encoders, some = (
         *(FACTORS[name] for name in ("kv_transfer", "policy", "ec_transfer")),

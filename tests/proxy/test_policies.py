@@ -62,7 +62,7 @@ async def test_policies_in_force_are_shown_with_all_options(launch: Launch) -> N
     assert set(said["known"]) >= {"encode_pd", "pd_only", "prefill_decode"}
 
 
-async def test_a_policy_that_is_set_takes_effect_at_once(launch: Launch) -> None:
+async def test_a_set_policy_takes_effect_at_once(launch: Launch) -> None:
     async with launch(1, 1, 1, **SETTINGS) as fleet:
         await fleet.chat(request(text()))
         assert asked(fleet) == (0, 1, 1)

@@ -79,7 +79,7 @@ def test_a_process_ends_as_the_call_of_its_entry_point(args: list[str]) -> None:
     assert (ended.stdout, ended.stderr) == (expected.stdout, expected.stderr)
 
 
-def test_check_says_what_serve_would_do_and_starts_nothing(tmp_path: Path) -> None:
+def test_check_reports_the_settings_and_starts_nothing(tmp_path: Path) -> None:
     file = tmp_path / "epd.yaml"
     file.write_text("max_items: 3")
 
@@ -223,7 +223,7 @@ async def test_media_are_fetched_over_https_only_with_a_trusted_certificate(
     assert "secret" not in logged
 
 
-async def test_a_client_that_leaves_it_cancels_what_runs_upstream() -> None:
+async def test_a_disconnected_client_cancels_upstream_requests() -> None:
     encode, decode = FakeInstance(encodes), FakeInstance(hangs)
     async with encode.running(), decode.running():
         flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]

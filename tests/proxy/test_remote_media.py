@@ -114,7 +114,7 @@ async def test_fetched_media_are_counted_like_a_body_until_decode_has_answered(
             hanging.cancel()
 
 
-async def test_a_download_is_counted_as_it_comes(launch: Launch, origin: FakeOrigin) -> None:
+async def test_a_download_is_counted_while_it_arrives(launch: Launch, origin: FakeOrigin) -> None:
     end = asyncio.Event()
 
     async def begins(request: web.Request) -> web.StreamResponse:

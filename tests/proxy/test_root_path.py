@@ -43,7 +43,7 @@ async def test_every_route_is_answered_with_the_prefix_and_without_it(
         "/x/vllm/v1/models",
     ],
 )
-async def test_a_path_outside_the_prefix_is_no_route(launch: Launch, target: str) -> None:
+async def test_a_path_outside_the_prefix_is_not_a_route(launch: Launch, target: str) -> None:
     async with launch(root_path="/vllm") as fleet:
         answer = await ask(fleet.url, f"GET {target} HTTP/1.1")
 
@@ -58,7 +58,7 @@ async def test_the_root_leads_to_the_page_below_the_prefix(launch: Launch, targe
         assert (answer.status, answer.headers["Location"]) == (302, "/vllm/ui")
 
 
-async def test_a_prefix_that_is_not_configured_is_no_route(launch: Launch) -> None:
+async def test_an_unconfigured_prefix_is_not_a_route(launch: Launch) -> None:
     async with launch() as fleet:
         assert (await ask(fleet.url, "GET /vllm/v1/models HTTP/1.1")).status == 404
 
@@ -78,7 +78,7 @@ async def test_the_prefix_opens_no_operators_route(launch: Launch, keys: Any) ->
             assert (await ask(fleet.url, f"GET /vllm{path} HTTP/1.1")).status == 401
 
 
-async def test_the_document_says_the_prefix(launch: Launch) -> None:
+async def test_the_document_contains_the_prefix(launch: Launch) -> None:
     line = "GET /openapi.json HTTP/1.1"
     async with launch(root_path="/vllm") as under, launch() as fleet:
         document = orjson.loads((await ask(under.url, line)).body)

@@ -70,7 +70,7 @@ async def trust(cache: EncoderCache, seen: Seen) -> None:
     seen.look_ups.clear()
 
 
-async def test_look_ups_leave_their_thread_once_they_are_fast(url: str, seen: Seen) -> None:
+async def test_fast_lookups_move_from_threads_to_the_loop(url: str, seen: Seen) -> None:
     async with opened_cache(url, lease_s=60) as cache:
         assert await cache.find_entries([STORED])
         assert seen.look_ups == [False]
@@ -212,7 +212,7 @@ async def test_a_cancelled_lookup_does_not_count_as_slow(url: str, seen: Seen) -
         assert seen.look_ups == [True]
 
 
-async def test_a_failure_on_the_loop_counts_as_one(url: str, seen: Seen) -> None:
+async def test_a_failed_lookup_on_the_loop_is_counted(url: str, seen: Seen) -> None:
     def fails(_: bool) -> None:
         raise StoreUnavailable("gone")
 
@@ -226,7 +226,7 @@ async def test_a_failure_on_the_loop_counts_as_one(url: str, seen: Seen) -> None
         assert cache.operations["lookup", "skipped"] == 1
 
 
-async def test_a_store_on_a_disk_is_asked_on_threads_alone(
+async def test_a_store_on_a_disk_is_read_only_on_threads(
     url: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedDiskStore, "in_memory", False)
@@ -237,7 +237,7 @@ async def test_a_store_on_a_disk_is_asked_on_threads_alone(
     assert seen.look_ups == [False] * 10
 
 
-async def test_leases_of_what_was_found_on_the_loop_are_taken(url: str, seen: Seen) -> None:
+async def test_entries_found_on_the_loop_are_leased(url: str, seen: Seen) -> None:
     async with opened_cache(url, lease_s=60) as cache:
         await trust(cache, seen)
         await until(lambda: cache.operations["lease", "ok"])

@@ -56,7 +56,7 @@ NEEDED = "a valid API key is required: Authorization: Bearer <key>"
         ({"X-API-Key": ALICE}, f"{NEEDED} (X-API-Key is not accepted on this route)"),
     ],
 )
-async def test_a_key_in_another_header_is_told_where_it_belongs(
+async def test_a_key_in_a_wrong_header_gets_an_error_that_names_the_right_one(
     launch: Launch, keys: Path, headers: dict[str, str], told: str
 ) -> None:
     async with (
@@ -114,7 +114,7 @@ async def test_names_without_keys_equal_those_of_shared_isolation(
     assert shared == open_to_all
 
 
-async def test_the_secret_changes_what_a_name_alone_would_give(launch: Launch, keys: Path) -> None:
+async def test_keys_of_names_depend_on_the_secret(launch: Launch, keys: Path) -> None:
     async with launch(api_keys_file=keys) as fleet:
         without = await names(fleet, ALICE)
     async with launch(api_keys_file=keys, key_secret=SECRET) as fleet:
@@ -194,7 +194,7 @@ async def test_health_is_the_only_route_without_a_key(
                 assert reply.status in {200, 404, 405, 503}
 
 
-async def test_a_proxy_that_is_mounted_asks_for_keys_too(launch: Launch, keys: Path) -> None:
+async def test_a_mounted_proxy_requires_keys(launch: Launch, keys: Path) -> None:
     async with launch() as fleet:
         config = epd.ProxyConfig(
             encode_servers_urls=(fleet.e.url,),

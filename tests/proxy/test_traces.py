@@ -116,7 +116,7 @@ async def test_a_request_is_a_span_with_a_child_for_each_stage(
         ("/v1/embeddings", {"input": "?"}, "embeddings", ["decode"]),
     ],
 )
-async def test_a_span_says_what_was_asked_for_and_by_which_route(  # noqa: PLR0913, PLR0917
+async def test_a_span_has_the_route_and_the_request_attributes(  # noqa: PLR0913, PLR0917
     launch: Launch,
     collector: Collector,
     path: str,
@@ -136,9 +136,7 @@ async def test_a_span_says_what_was_asked_for_and_by_which_route(  # noqa: PLR09
     assert children == {stage: urls[stage] for stage in stages}
 
 
-async def test_every_item_has_its_span_and_prefill_has_one(
-    launch: Launch, collector: Collector
-) -> None:
+async def test_every_item_and_prefill_have_spans(launch: Launch, collector: Collector) -> None:
     body = request(image(b"one"), text(), image(b"two"))
     async with launch(encode=2, prefill=1, otlp_traces_endpoint=collector.url) as fleet:
         await fleet.chat(body)
@@ -183,7 +181,7 @@ async def test_an_unsampled_trace_of_a_client_stays_unsampled(
         assert span != PARENT
 
 
-async def test_a_client_without_a_valid_trace_gets_one_of_its_own(
+async def test_a_client_without_a_valid_trace_gets_a_new_one(
     launch: Launch, collector: Collector
 ) -> None:
     headers = {"traceparent": "00-1-2-01", "tracestate": "rojo=1"}
@@ -214,7 +212,7 @@ async def test_exported_spans_contain_no_secrets(
     assert PICTURE["messages"][0]["content"][0]["image_url"]["url"].encode() not in exported
 
 
-async def test_a_hit_is_a_look_into_the_store_and_no_encode(
+async def test_a_hit_has_a_lookup_span_and_no_encode_span(
     launch: Launch, collector: Collector, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url, otlp_traces_endpoint=collector.url) as fleet:
@@ -349,7 +347,7 @@ async def test_an_error_is_named_by_its_slug_and_has_its_status(
         assert (decode.attributes["http.response.status_code"], decode.failed) == (status, True)
 
 
-async def test_a_stream_says_when_its_head_came_and_its_first_token(
+async def test_a_streams_span_has_events_for_its_head_and_first_token(
     launch: Launch, collector: Collector
 ) -> None:
     async with (
@@ -401,7 +399,7 @@ async def test_a_client_that_leaves_is_seen_on_every_span(
     assert root.attributes["http.response.status_code"] == 499
 
 
-async def test_a_prefill_given_back_and_a_wait_for_a_turn_are_children_too(
+async def test_spans_of_releases_and_of_queueing_are_children(
     launch: Launch, collector: Collector
 ) -> None:
     async with launch(prefill=1, otlp_traces_endpoint=collector.url, max_requests=1) as fleet:
@@ -433,7 +431,7 @@ async def test_health_and_metrics_are_not_traced_and_models_are(
     assert names(collector.roots) == ["GET /v1/models"]
 
 
-async def test_spans_go_out_by_grpc_where_nothing_else_is_said(launch: Launch) -> None:
+async def test_spans_are_exported_by_grpc_by_default(launch: Launch) -> None:
     with over_grpc() as collector:
         async with launch(otlp_traces_endpoint=collector.url) as fleet:
             await fleet.chat(PICTURE)
@@ -491,7 +489,7 @@ async def test_a_failing_collector_costs_only_a_warning(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_process_exports_what_is_left_when_it_ends(
+def test_every_process_exports_remaining_spans_at_its_end(
     collector: Collector, workers: int
 ) -> None:
     async def asks(url: str) -> None:

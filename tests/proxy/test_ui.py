@@ -61,7 +61,7 @@ def ids(state: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.security("S3")
-async def test_the_page_says_nothing_and_the_state_is_the_operators(
+async def test_the_page_contains_no_data_and_the_state_needs_the_operators_key(
     launch: Launch, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
@@ -109,7 +109,9 @@ async def test_the_root_leads_to_the_page(launch: Launch, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("path", ["/ui", "/ui/app.js", "/ui/style.css"])
-async def test_a_browser_is_told_to_run_nothing_else(launch: Launch, path: str) -> None:
+async def test_the_content_security_policy_allows_only_the_pages_script(
+    launch: Launch, path: str
+) -> None:
     async with launch() as fleet:
         _, headers, body = await asked(fleet, path)
 
@@ -127,7 +129,7 @@ async def test_ui_serves_no_files_but_its_own(launch: Launch, name: str) -> None
         assert (await asked(fleet, f"/ui/{name}"))[0] == 404
 
 
-async def test_the_state_says_what_has_happened(launch: Launch) -> None:
+async def test_the_state_contains_recent_events(launch: Launch) -> None:
     async with launch(prefill=1) as fleet:
         assert (await fleet.chat(request(image(), text()), {"X-Request-Id": "mine"}))[0] == 200
         fleet.d.chat = refuses(400)
@@ -153,7 +155,7 @@ async def test_the_state_says_what_has_happened(launch: Launch) -> None:
     }
 
 
-async def test_however_many_look_the_state_is_made_twice_a_second(launch: Launch) -> None:
+async def test_the_state_is_built_at_most_twice_a_second(launch: Launch) -> None:
     async with launch() as fleet:
         bodies = await asyncio.gather(*(asked(fleet, "/ui/state") for _ in range(50)))
 
@@ -203,7 +205,7 @@ async def test_ui_state_does_not_wait_for_a_silent_worker(
     assert (status, json.loads(body)["workers"]) == (200, 1)
 
 
-async def test_any_worker_says_what_all_have_seen_but_those_that_died() -> None:
+async def test_any_worker_reports_the_state_of_all_living_workers() -> None:
     encode, decode = FakeInstance(encodes), FakeInstance(decodes)
     async with encode.running(), decode.running():
         flags = ("--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url)
@@ -245,9 +247,7 @@ def top(url: str, *flags: str, key: str = "") -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.parametrize("flags", [[], ["--once"]])
-async def test_top_prints_one_frame_where_it_is_no_terminal(
-    launch: Launch, flags: list[str]
-) -> None:
+async def test_top_prints_one_frame_without_a_terminal(launch: Launch, flags: list[str]) -> None:
     async with launch(admin_api_key=ADMIN) as fleet:
         assert (await fleet.chat(request(image(), text()), {"X-Request-Id": "mine"}))[0] == 200
         shown = await asyncio.to_thread(top, fleet.url, *flags, key=ADMIN)
@@ -271,7 +271,7 @@ async def test_top_prints_one_frame_where_it_is_no_terminal(
         (["--url", "http://127.0.0.1:1", "--once"], "does not answer"),
     ],
 )
-def test_top_says_in_one_line_what_is_wrong(flags: list[str], message: str) -> None:
+def test_top_reports_an_error_in_one_line(flags: list[str], message: str) -> None:
     ended = called("top", "--url", "http://127.0.0.1:1", *flags)
 
     assert ended.returncode in {1, 2}
@@ -279,7 +279,7 @@ def test_top_says_in_one_line_what_is_wrong(flags: list[str], message: str) -> N
     assert ended.stderr.count("\n") == 1
 
 
-async def test_top_says_so_where_there_is_no_proxy() -> None:
+async def test_top_reports_a_missing_proxy() -> None:
     async with FakeInstance(encodes).running() as engine:
         ended = await asyncio.to_thread(top, engine.url, "--once")
 

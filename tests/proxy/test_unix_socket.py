@@ -121,7 +121,7 @@ def listens(path: Path) -> bool:
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("taken", ["listening", "file", "folder"])
-def test_a_path_that_is_taken_ends_in_one_line(path: Path, taken: str, workers: str) -> None:
+def test_a_used_path_is_reported_in_one_line(path: Path, taken: str, workers: str) -> None:
     with ExitStack() as stack:
         if taken == "listening":
             listener = stack.enter_context(closing(socket.socket(socket.AF_UNIX)))
@@ -149,7 +149,7 @@ def test_a_socket_with_a_full_backlog_is_not_stale(path: Path) -> None:
         assert path.exists()
 
 
-def test_a_file_that_another_process_has_made_since_stays(path: Path) -> None:
+def test_a_file_recreated_by_another_process_is_kept(path: Path) -> None:
     with listening_at(path, 1):
         path.unlink()
         stale(path)

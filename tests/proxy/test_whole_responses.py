@@ -99,7 +99,7 @@ async def test_a_body_of_any_size_arrives_unchanged(size: int) -> None:
         assert event.answer_bytes == size == len(body)
 
 
-async def test_a_client_that_disconnects_before_its_response_is_no_failure() -> None:
+async def test_a_disconnect_before_the_response_is_not_a_failure() -> None:
     async with launch() as fleet:
         asked, gone = asyncio.Event(), asyncio.Event()
 

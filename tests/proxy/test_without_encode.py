@@ -20,7 +20,7 @@ def without_uuids(parts: list[Part]) -> list[Part]:
 
 @topologies
 @pytest.mark.parametrize("stream", [False, True])
-async def test_media_go_on_as_they_came(launch: Launch, prefill: int, stream: bool) -> None:
+async def test_media_are_sent_unchanged(launch: Launch, prefill: int, stream: bool) -> None:
     async with launch(encode=0, prefill=prefill) as fleet:
         async with fleet.post(request(text(), *MEDIA, stream=stream)) as reply:
             assert reply.status == 200
@@ -80,7 +80,7 @@ async def test_a_prefill_that_fails_leaves_it_to_decode(launch: Launch) -> None:
         assert fleet.events.requests[0].degraded == {"prefill-local"}
 
 
-async def test_a_picture_by_its_name_alone_is_refused(launch: Launch) -> None:
+async def test_a_picture_with_only_a_name_is_rejected(launch: Launch) -> None:
     async with launch(encode=0, prefill=1) as fleet:
         named = {"type": "image_url", "image_url": None, "uuid": "mine"}
         status, reply = await fleet.chat(request(named))
@@ -230,7 +230,7 @@ async def test_a_completion_is_prefilled_and_decoded(
     "fields",
     [{"prompt": ["a", "b"]}, {"prompt": "a", "n": 2}, {"prompt": "a", "echo": True, "logprobs": 1}],
 )
-async def test_a_completion_that_is_several_or_of_its_prompt_is_decodes_alone(
+async def test_a_completion_with_several_prompts_or_prompt_logprobs_is_not_prefilled(
     launch: Launch, fields: dict[str, Any]
 ) -> None:
     async with launch(encode=0, prefill=1) as fleet:

@@ -73,7 +73,7 @@ async def test_every_worker_shows_the_sum_of_all() -> None:
     assert all(set(page) >= {INSIDE, ("epd_event_loop_lag_seconds", ())} for page in pages)
 
 
-async def test_a_worker_that_is_killed_takes_nothing_back_and_its_replacement_goes_on() -> None:
+async def test_counters_survive_a_killed_worker_and_its_replacement_continues_them() -> None:
     async with some_workers(3) as workers:
         await ask(workers, 48)
         await shown(workers, lambda page: page[ASKED] == 48)
@@ -166,7 +166,7 @@ async def health(url: str) -> dict[str, int]:
         return dict((await reply.json())["conversations"])
 
 
-async def test_health_says_how_many_conversations_all_workers_have() -> None:
+async def test_health_reports_the_conversations_of_all_workers() -> None:
     async with FakeInstance(encodes).running() as encode, FakeInstance(decodes).running() as decode:
         flags = ("--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url)
         async with some_workers(2, *flags, "--max-conversations", "1") as workers:

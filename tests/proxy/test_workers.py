@@ -103,7 +103,7 @@ async def test_a_worker_that_dies_is_replaced_and_no_connection_is_lost() -> Non
         assert await workers.ended() == 0
 
 
-async def test_a_worker_that_dies_again_and_again_ends_everything() -> None:
+async def test_a_worker_that_keeps_dying_ends_the_proxy() -> None:
     async with two_workers() as workers:
         killed: set[int] = set()
         for _ in range(5):

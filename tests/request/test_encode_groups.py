@@ -56,7 +56,7 @@ async def test_items_that_arrive_in_one_turn_of_the_loop_share_a_request() -> No
     assert [one and one.identifier for one in encoded] == [item.param_path for item in some]
 
 
-async def test_an_item_that_arrives_later_has_a_request_of_its_own() -> None:
+async def test_an_item_that_arrives_later_is_not_grouped() -> None:
     (first, second, late), sent = items(3), Sent()
 
     async def waits(item: MMItem) -> Encoded | None:
@@ -131,7 +131,7 @@ def test_least_load_counts_the_work_of_this_process_by_its_cost() -> None:
         assert spread(table, 5, 5) == [E2, E2]
 
 
-def test_least_load_leaves_an_item_with_a_preferred_instance_there() -> None:
+def test_least_load_keeps_an_item_at_its_preferred_instance() -> None:
     choice = Choice(InstanceTable([E1, E2]), Role.ENCODE)
     urls = [E2.url, E2.url, None]
 

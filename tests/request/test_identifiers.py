@@ -26,7 +26,7 @@ def test_identifiers_of_other_outputs_are_learned_from_engines(more: dict[str, A
     assert identifiers.identifier_of(of("c", **more)) is None
 
 
-def test_one_answer_tells_the_prefix_of_an_adapter() -> None:
+def test_the_prefix_of_an_adapter_is_learned_from_one_answer() -> None:
     """The engine adds the adapter's name to the key if the adapter changes the encoder."""
     identifiers = Identifiers()
     identifiers.learn_identifier(of("a"), "adapter:a")
@@ -35,7 +35,7 @@ def test_one_answer_tells_the_prefix_of_an_adapter() -> None:
     assert identifiers.identifier_of(of("b", model="base")) == "b"
 
 
-def test_an_identifier_without_the_uuid_is_kept_for_its_item_alone() -> None:
+def test_an_identifier_without_the_uuid_is_kept_only_for_its_item() -> None:
     identifiers = Identifiers()
     identifiers.learn_identifier(of("a"), "hash")
 

@@ -77,7 +77,7 @@ def test_a_gap_is_filled_by_a_replay(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("kept", [(), (1,), (2,)])
-def test_a_gap_without_a_whole_replay_loses_what_was_known(
+def test_a_gap_without_a_whole_replay_clears_the_index(
     engine: Engine, kept: tuple[int, ...]
 ) -> None:
     engine.send(stored(HASHES, mark=MARK))
@@ -92,7 +92,7 @@ def test_a_gap_without_a_whole_replay_loses_what_was_known(
     assert engine.report() == FeedReport("", BOTH, {"stored": 1})
 
 
-def test_a_new_subscription_reads_what_the_engine_still_has(engine: Engine) -> None:
+def test_a_new_subscription_replays_the_engines_buffer(engine: Engine) -> None:
     engine.send(removed(7), lost=True)
     engine.send(stored(HASHES, mark=MARK), lost=True, kept=True)
     engine.send(removed(HASHES[3]))
@@ -101,7 +101,7 @@ def test_a_new_subscription_reads_what_the_engine_still_has(engine: Engine) -> N
     assert engine.report() == FeedReport("", expected, {"stored": 1, "removed": 1})
 
 
-def test_a_lower_number_is_that_of_a_new_engine(engine: Engine) -> None:
+def test_a_lower_sequence_number_means_a_new_engine(engine: Engine) -> None:
     for _ in range(3):
         engine.send(stored(HASHES, mark=MARK))
     engine.number = 0
@@ -110,7 +110,7 @@ def test_a_lower_number_is_that_of_a_new_engine(engine: Engine) -> None:
     assert engine.report() == FeedReport("restarted", BOTH, {"stored": 4, "restarted": 1})
 
 
-def test_a_lost_connection_and_cleared_blocks_lose_what_was_known(engine: Engine) -> None:
+def test_a_lost_connection_and_cleared_blocks_clear_the_index(engine: Engine) -> None:
     engine.send(stored(HASHES, mark=MARK))
     engine.feed.record_fault("disconnected")
     assert engine.report() == FeedReport("disconnected", {}, {"stored": 1, "disconnected": 1})
@@ -133,9 +133,7 @@ def test_a_lost_connection_and_cleared_blocks_lose_what_was_known(engine: Engine
         {"a_later_field": 1},
     ],
 )
-def test_blocks_that_say_nothing_of_prompts_change_nothing(
-    engine: Engine, more: dict[str, Any]
-) -> None:
+def test_blocks_without_tokens_are_ignored(engine: Engine, more: dict[str, Any]) -> None:
     engine.send(stored([7]))
     engine.send({**stored(HASHES, mark=MARK), **more})
 

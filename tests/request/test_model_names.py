@@ -15,7 +15,7 @@ def said(name: str, content: str = "") -> bytes:
 
 
 @given(st.lists(st.tuples(NAMES, st.none() | NAMES), max_size=30), NAMES)
-def test_a_label_is_a_name_that_an_instance_has_said(
+def test_a_label_is_a_name_reported_by_an_instance(
     answered: list[tuple[str, str | None]], asked: str
 ) -> None:
     names = ModelNames()
@@ -27,7 +27,7 @@ def test_a_label_is_a_name_that_an_instance_has_said(
     assert names.name_of("") == names.name_of(None) == ""
 
 
-def test_an_alias_is_called_what_the_instance_answers_as() -> None:
+def test_an_alias_is_labelled_by_the_model_of_the_answer() -> None:
     names = ModelNames()
     before = names.name_of("alias")
     names.learn_name("alias", b'data: {"id": "c", "model": "Qwen/Qwen2.5-VL-3B"}\n\n')
@@ -36,7 +36,7 @@ def test_an_alias_is_called_what_the_instance_answers_as() -> None:
 
 
 @given(st.text())
-def test_text_of_a_model_is_no_model_name(content: str) -> None:
+def test_text_of_a_model_does_not_set_the_model_name(content: str) -> None:
     names = ModelNames()
     names.learn_name("m", orjson.dumps({"choices": [{"content": '"model": "x" ' + content}]}))
 
@@ -56,7 +56,7 @@ def test_text_of_a_model_is_no_model_name(content: str) -> None:
         b'event: message_start\ndata: {"message": {"content": [], "model": "m"}}\n\n',
     ],
 )
-def test_fields_of_clients_and_tool_calls_are_no_model_name(answer: bytes) -> None:
+def test_fields_of_clients_and_tool_calls_do_not_set_the_model_name(answer: bytes) -> None:
     names = ModelNames()
     names.learn_name("alias", answer)
 

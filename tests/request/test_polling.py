@@ -64,7 +64,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_DELAY_S", 0.5)
 
 
-async def test_work_that_raises_once_is_logged_and_counted_and_goes_on(counted: Counted) -> None:
+async def test_work_that_raises_once_is_logged_counted_and_restarted(counted: Counted) -> None:
     starts: list[int] = []
 
     async def raises_once() -> None:
@@ -85,7 +85,7 @@ async def test_work_that_raises_once_is_logged_and_counted_and_goes_on(counted: 
     assert len(starts) == 2
 
 
-async def test_work_that_raises_again_and_again_is_restarted_ever_later(counted: Counted) -> None:
+async def test_work_that_keeps_raising_is_restarted_with_growing_delays(counted: Counted) -> None:
     async def raises() -> None:
         raise LookupError
 

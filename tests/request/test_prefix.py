@@ -108,7 +108,7 @@ def units(messages: list[dict[str, Any]]) -> Iterator[object]:
 
 
 @given(one=some_chat, other=some_chat, shared=some_chat)
-def test_prompts_have_links_in_common_exactly_as_far_as_they_are_equal(
+def test_prompts_share_exactly_the_links_of_their_common_prefix(
     one: list[dict[str, Any]], other: list[dict[str, Any]], shared: list[dict[str, Any]]
 ) -> None:
     first, second = [*shared, *one], [*shared, *other]
@@ -240,7 +240,7 @@ def test_digests_are_the_same_in_every_process() -> None:
         ({}, 0),
     ],
 )
-def test_items_count_by_what_is_reported_of_them(metadata: dict[str, Any], tokens: int) -> None:
+def test_items_are_weighed_by_their_reported_tokens(metadata: dict[str, Any], tokens: int) -> None:
     assert media_tokens(metadata) == tokens
     with_picture = prefix_of(request(image("http://x/a")), metadata=metadata)
     assert with_picture.tokens == pytest.approx(tokens or 1024, abs=10)
@@ -325,7 +325,7 @@ def test_a_cache_has_a_bounded_number_of_links() -> None:
     assert cache.tokens == MAX_LINKS
 
 
-def test_a_link_that_is_dropped_by_an_event_is_not_matched() -> None:
+def test_a_link_removed_by_an_event_is_not_matched() -> None:
     cache, prompt = PrefixCache(Clock()), chain("a", "b", "c")
     cache.hold(prompt)
     cache.drop(prompt.links[2])

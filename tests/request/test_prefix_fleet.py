@@ -73,7 +73,7 @@ def test_a_restart_that_no_proxy_notices_costs_little(
     assert fleet.run(requests).computed <= 0.5 * least_load.computed
 
 
-def test_an_instance_that_restarts_is_sent_its_prefixes_anew(
+def test_a_restarted_instance_is_sent_its_prefixes_again(
     requests: list[Asked], least_load: Fleet
 ) -> None:
     fleet = Fleet("content")
@@ -108,7 +108,7 @@ def test_events_are_worth_the_engines_own_caches(requests: list[Asked], scale: f
     assert precise.computed == pytest.approx(true_fleet(scale=scale), rel=0.03)
 
 
-def test_events_tell_each_proxy_what_the_others_have_sent(requests: list[Asked]) -> None:
+def test_events_inform_each_proxy_of_the_others_requests(requests: list[Asked]) -> None:
     precise = Fleet("content", blocks=1.0, events=True, proxies=4).run(requests)
     estimated = Fleet("content", blocks=1.0, proxies=4).run(requests)
 
@@ -157,7 +157,7 @@ def test_engines_that_restart_are_known_again_by_their_events(requests: list[Ask
     assert computed[0] == pytest.approx(computed[1], rel=0.03)
 
 
-def test_a_proxy_that_starts_later_learns_the_caches_by_what_is_stored(
+def test_a_proxy_that_starts_later_learns_the_caches_from_events(
     requests: list[Asked],
 ) -> None:
     fleet = Fleet("content", blocks=1.0, events=True)

@@ -454,7 +454,7 @@ BUSY = UpstreamBusy("x", stage="encode", retry_after_s=4.0)
         (3, encode_failure(BUSY, others=False, patience_s=3.0), None),
     ],
 )
-def test_a_row_says_when_an_item_is_encoded_again(
+def test_rows_state_when_an_item_is_encoded_again(
     row: int, case: EncodeFailure, delay_s: float | None
 ) -> None:
     applies = [number for number, rule in enumerate(ENCODE_RULES, 1) if rule.applies(case)]
@@ -474,11 +474,11 @@ def test_a_row_says_when_an_item_is_encoded_again(
     ],
 )
 @pytest.mark.parametrize("others", [True, False])
-def test_an_item_that_is_at_fault_is_not_encoded_again(error: ProxyError, others: bool) -> None:
+def test_a_faulty_item_is_not_encoded_again(error: ProxyError, others: bool) -> None:
     assert encode_delay_s(encode_failure(error, others=others, may_be_local=False)) is None
 
 
-def test_an_attempt_is_not_changed_by_what_follows_it() -> None:
+def test_an_attempt_is_immutable() -> None:
     case = failure(failed("prefill"))
     before = case.failed.attempt._replace()
 

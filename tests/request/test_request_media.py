@@ -57,7 +57,7 @@ def test_items_count_by_their_tokens_and_those_left_are_encoded_too(
     assert work_of(encoded, text_bytes=400) == expected
 
 
-def test_short_media_are_no_text() -> None:
+def test_short_media_are_not_text() -> None:
     item = item_of(image(PICTURE))
     media = len(data_url(PICTURE).partition(",")[2])
     encoded = EncodedItem(item, "key", Encoded(), "local", 10)

@@ -57,7 +57,7 @@ def test_each_balance_picks_a_candidate(
 
 
 @pytest.mark.parametrize("balance", [RoundRobin(), LeastLoad()])
-def test_turns_go_on_from_request_to_request(balance: RoundRobin | LeastLoad) -> None:
+def test_round_robin_continues_from_request_to_request(balance: RoundRobin | LeastLoad) -> None:
     loads = idle(1, 1, 1)
 
     assert [loads.index(balance.pick_load(loads)) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
@@ -294,7 +294,7 @@ def test_all_instances_share_requests_if_all_weights_are_zero() -> None:
     assert {choice.best_instance() for _ in range(4)} == set(outs)
 
 
-def test_the_preferred_one_is_best_unless_it_has_too_much_to_do_or_was_tried() -> None:
+def test_the_preferred_instance_is_chosen_unless_overloaded_or_tried() -> None:
     table = InstanceTable([*ONES, OUT])
     choice = Choice(table, Role.DECODE)
     home = ONES[1]

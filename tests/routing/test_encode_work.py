@@ -140,7 +140,7 @@ def test_speed_has_no_negative_part_and_explains_the_busy_time(
         assert (speed.work_s(1, 1) > 0) == (total_s > 0)
 
 
-def test_mean_speed_is_that_of_the_known_ones() -> None:
+def test_mean_speed_covers_only_measured_instances() -> None:
     assert mean_speed([None, Speed(1, 2), Speed(3, 4)]) == (2, 3)
     assert mean_speed([None]) is None
 
@@ -208,7 +208,7 @@ def test_no_encode_instance_has_no_queue() -> None:
     assert (forecast.speed, forecast.best_queue(1, "key")) == (None, None)
 
 
-def test_consumer_counts_its_requests_and_what_was_left_there() -> None:
+def test_consumer_counts_its_requests_and_its_local_items() -> None:
     table = InstanceTable([E1, PD])
     forecast = Forecast(table)
     with table.track_request(PD, work=Work(encode_tokens=300)), table.track_request(PD):

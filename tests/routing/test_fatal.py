@@ -186,7 +186,7 @@ def test_a_request_is_rejected_exactly_after_two_separate_deaths(
 
 
 @given(st.binary(max_size=64), st.binary(max_size=64))
-def test_a_fingerprint_tells_bodies_apart(one: bytes, other: bytes) -> None:
+def test_fingerprints_differ_between_bodies(one: bytes, other: bytes) -> None:
     assert (fingerprint(one, 7) == fingerprint(other, 7)) == (one == other)
     assert fingerprint(one, 7) == fingerprint(bytearray(one), 7)
     assert fingerprint(one, 7) != fingerprint(one, 8)

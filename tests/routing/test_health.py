@@ -180,7 +180,7 @@ def test_an_unreachable_instance_is_down_until_a_probe_succeeds(one: Watched) ->
     assert one.state() is HealthState.HEALTHY
 
 
-def test_failed_probes_alone_are_enough(one: Watched) -> None:
+def test_failed_probes_are_sufficient_to_mark_an_instance_down(one: Watched) -> None:
     for _ in range(2):
         one.probe(well=False)
         one.now_s += 5.0
@@ -197,9 +197,7 @@ def test_failed_probes_alone_are_enough(one: Watched) -> None:
         (False, [0, 5, 5, 1, 2, 4, 5, 5, 5, 5]),  # it may be starting
     ],
 )
-def test_probes_of_an_instance_that_is_down_back_off(
-    one: Watched, *, met: bool, waits: list[float]
-) -> None:
+def test_probes_of_a_down_instance_back_off(one: Watched, *, met: bool, waits: list[float]) -> None:
     if met:
         one.probe(well=True)
     found = []

@@ -16,7 +16,7 @@ from epd.routing.health import UNANSWERED, Condition, HealthState, condition
         (HealthState.EJECTED, True, False, Condition.EJECTED),
     ],
 )
-def test_an_instance_that_answers_is_said_to_get_requests_or_not(
+def test_the_condition_states_whether_an_instance_gets_requests(
     *, state: HealthState, answers: bool, routed: bool, expected: Condition
 ) -> None:
     assert condition(state, answers=answers, routed=routed) is expected
@@ -24,7 +24,7 @@ def test_an_instance_that_answers_is_said_to_get_requests_or_not(
 
 @pytest.mark.parametrize("state", HealthState)
 @pytest.mark.parametrize(("routed", "expected"), [(True, "failing"), (False, "down")])
-def test_an_instance_that_does_not_answer_is_never_called_well(
+def test_an_unreachable_instance_is_never_healthy(
     *, state: HealthState, routed: bool, expected: str
 ) -> None:
     found = condition(state, answers=False, routed=routed)

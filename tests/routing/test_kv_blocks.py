@@ -74,7 +74,7 @@ def test_prompts_that_begin_alike_have_equal_links_in_their_marks(
     | st.text(max_size=200)
     | st.binary(max_size=40).map(lambda raw: f"{MARK}{raw!r}")
 )
-def test_any_other_text_is_no_mark(text: str | None) -> None:
+def test_any_other_text_is_not_a_mark(text: str | None) -> None:
     read = read_mark(text)
 
     assert read is NO_PREFIX or list(read.ends) == sorted(read.ends)
@@ -86,7 +86,7 @@ def test_a_mark_has_a_bounded_number_of_links() -> None:
     assert read_mark(mark_of(Prefix([1, 2], [20, 10]))) is NO_PREFIX
 
 
-def test_a_link_lives_as_long_as_the_block_that_it_ends_in() -> None:
+def test_a_link_is_removed_with_the_block_of_its_end() -> None:
     one, engine = prompt("a", "b", "c"), BlockMap()
     a, b, c = blocks_of(one)
     engine.record_stored([a, b, c], None, SIZE, mark_of(one))

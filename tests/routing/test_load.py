@@ -183,7 +183,7 @@ def test_instances_are_not_all_asked_at_the_same_time_for_long() -> None:
     assert sum(due) == len(loads)
 
 
-def test_ranks_go_by_what_is_under_way_from_here_where_not_all_are_reported() -> None:
+def test_ranks_use_the_proxys_own_counts_if_a_report_is_missing() -> None:
     ranks = Ranks(2)
     ranks.report_requested()
     ranks.record_report({0: 50, 2: 0})
@@ -216,7 +216,7 @@ def test_a_single_instance_is_polled_only_for_its_ranks() -> None:
     assert table_of(A)[0].reports_due([Role.DECODE], INTERVAL_S, single=True) == [A]
 
 
-def test_an_instance_that_is_down_is_not_polled_and_its_report_is_dropped() -> None:
+def test_a_down_instance_is_not_polled_and_its_report_is_dropped() -> None:
     table, clock = table_of(A, B)
     for one in table.reports_due([Role.DECODE], INTERVAL_S):
         table.record_report(one, report(7), INTERVAL_S)
@@ -240,7 +240,7 @@ def test_a_report_of_a_removed_instance_is_ignored() -> None:
     assert table.reports_due([Role.DECODE], INTERVAL_S) == [A]
 
 
-def test_requests_of_one_that_comes_back_are_still_counted() -> None:
+def test_requests_of_a_recovered_instance_are_still_counted() -> None:
     table, _ = table_of(A, B)
     with table.track_request(A):
         table.remove(A)

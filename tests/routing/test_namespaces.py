@@ -48,7 +48,7 @@ def test_instances_are_asked_at_once_and_then_at_intervals(
     assert namespaces.due_instances() == [E1, D1, D2]
 
 
-def test_an_instance_that_was_down_is_asked_as_soon_as_it_is_back(
+def test_a_recovered_instance_is_polled_at_once(
     namespaces: Namespaces, table: InstanceTable, clock: Clock
 ) -> None:
     namespaces.due_instances()
@@ -83,12 +83,12 @@ def test_remembered_namespaces_are_bounded_by_the_instances(
         assert namespaces.namespace_of(come) is None
 
 
-def test_an_instance_that_is_reweighed_keeps_its_namespace(namespaces: Namespaces) -> None:
+def test_an_instance_with_a_new_weight_keeps_its_namespace(namespaces: Namespaces) -> None:
     namespaces.record_namespace(D1, "a")
     assert namespaces.namespace_of(Instance(D1.role, D1.url, weight=0.5)) == "a"
 
 
-def test_consumers_alone_have_namespaces_to_be_looked_up(namespaces: Namespaces) -> None:
+def test_namespaces_are_looked_up_only_for_consumers(namespaces: Namespaces) -> None:
     namespaces.record_namespace(E1, "encode's")
     assert namespaces.of_consumers() == frozenset()
     namespaces.record_namespace(D1, "a")
@@ -159,7 +159,7 @@ def test_any_page_is_read(content: bytes) -> None:
 
 
 @pytest.mark.parametrize("instances", [2, 200])
-def test_a_request_does_not_look_at_each_consumer(
+def test_the_namespace_of_a_request_does_not_depend_on_the_number_of_consumers(
     instances: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     consumers = [Instance(Role.PREFILL_DECODE, f"http://d{n}") for n in range(instances)]
@@ -232,7 +232,7 @@ def test_instance_that_leaves_is_not_known_to_write(
         (['engine="0"}'], False),
     ],
 )
-def test_page_tells_whether_all_engines_write(samples: list[str], writes: bool) -> None:
+def test_metrics_page_shows_whether_all_engines_write(samples: list[str], writes: bool) -> None:
     lines = "".join(f"vllm:ec_store_producer{{{one}\n" for one in samples)
 
     assert writes_outputs(f"# TYPE x gauge\n{lines}".encode()) is writes

@@ -46,7 +46,7 @@ def test_configured_instances_are_members_without_an_event() -> None:
     assert told.changes == []
 
 
-def test_an_instance_that_two_name_stays_until_both_let_it_go() -> None:
+def test_an_instance_of_two_sources_stays_until_both_remove_it() -> None:
     told = Told()
     told.registry.replace(InstanceSource.API, [E1])
     told.registry.replace(InstanceSource.DNS, [E1])
@@ -107,7 +107,7 @@ def test_a_changed_weight_keeps_health_and_load_of_the_instance() -> None:
     assert told.changes == []
 
 
-def test_an_instance_that_comes_back_is_not_judged_by_what_it_was() -> None:
+def test_an_instance_added_again_starts_with_new_health() -> None:
     told = Told(E1, E2)
     for _ in range(3):
         told.table.record_probe(E1, well=False)

@@ -30,13 +30,13 @@ def test_a_page_of_vllm_is_understood() -> None:
     assert read_report(REAL) == Report(waiting=0, running=3, engines={0: 3}, kv_tokens=524288)
 
 
-def test_data_parallel_engines_are_told_apart() -> None:
+def test_data_parallel_engines_are_read_separately() -> None:
     found = read_report(page(*gauges("3.0", "1.0"), *gauges("0.0", "12.0", engine=1)))
 
     assert found == Report(waiting=13, running=3, engines={0: 4, 1: 12})
 
 
-def test_other_gauges_that_begin_alike_are_no_part_of_it() -> None:
+def test_gauges_with_the_same_prefix_are_not_included() -> None:
     by_reason = 'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 7.0'
     found = read_report(page(by_reason, *gauges("1.0", "2.0"), "vllm:num_requests_running_x 9"))
 
@@ -58,7 +58,7 @@ def test_labels_are_in_any_order_and_may_be_none() -> None:
     "value",
     ["NaN", "-1", "-Inf", "+Inf", "1e300", f"{MAX_REQUESTS + 1}", "many", "", "0x3", "1_0_"],
 )
-def test_an_invalid_number_of_requests_is_no_report(value: str) -> None:
+def test_an_invalid_number_of_requests_is_not_a_report(value: str) -> None:
     assert read_report(page(*gauges(value, "1"))) is None
     assert read_report(page(*gauges("1", value))) is None
     assert read_report(page(*gauges("1", "1"), *gauges("1", value, engine=1))) is None
@@ -79,7 +79,7 @@ def test_an_invalid_number_of_requests_is_no_report(value: str) -> None:
         b"\nvllm:num_requests_running{",
     ],
 )
-def test_an_invalid_metrics_page_is_no_report(raw: bytes) -> None:
+def test_an_invalid_metrics_page_is_not_a_report(raw: bytes) -> None:
     assert read_report(raw) is None
 
 

@@ -60,7 +60,7 @@ async def test_tries_end_with_the_first_success() -> None:
     assert len(calls) == 3
 
 
-async def test_the_last_failure_is_the_one_that_is_told() -> None:
+async def test_the_last_failure_is_raised() -> None:
     calls: list[int] = []
 
     with pytest.raises(UpstreamFailed, match="number 3"):

@@ -33,7 +33,7 @@ def fails(table: InstanceTable, instance: Instance, error: Exception, times: int
             raise error
 
 
-def test_turns_go_on_across_choices() -> None:
+def test_round_robin_continues_across_choices() -> None:
     choice = Choice(InstanceTable([A, B, C]), Role.DECODE)
 
     assert [choice.best_instance() for _ in range(7)] == [A, B, C, A, B, C, A]
@@ -54,7 +54,7 @@ def test_a_tried_instance_is_chosen_again_only_if_all_were_tried() -> None:
 
 
 @pytest.mark.fault(5, 34)
-def test_an_instance_that_is_down_is_tried_before_a_request_fails() -> None:
+def test_a_down_instance_is_tried_before_a_request_fails() -> None:
     table, _ = table_of(A, B)
     fails(table, A, UpstreamUnreachable("x"))
     choice = Choice(table, Role.DECODE)

@@ -73,7 +73,7 @@ def test_a_row_that_loses_its_test_is_noticed(document: Path) -> None:
     assert document.read_text().splitlines()[6] == "| 2 | water | none yet |"
 
 
-def test_a_test_of_a_row_that_is_not_there_is_noticed(document: Path) -> None:
+def test_a_missing_test_of_a_row_is_detected(document: Path) -> None:
     path = document.parent / "tests" / "http" / "test_y.py"
     path.write_text("import pytest\n@pytest.mark.fault(99)\ndef test_d(): ...\n")
 

@@ -91,7 +91,7 @@ def whole(reply: dict[str, Any]) -> Answer:
     return read_answer([reply], "", 0.0)
 
 
-def test_a_streamed_answer_is_read_as_a_whole_one() -> None:
+def test_a_streamed_answer_is_read_like_a_whole_one() -> None:
     content = [{"token": token, "logprob": -1.0} for token in "ab"]
     choice = {"finish_reason": "length", "logprobs": {"content": content}}
     chunks: list[dict[str, Any]] = [
@@ -106,12 +106,12 @@ def test_a_streamed_answer_is_read_as_a_whole_one() -> None:
     assert read_answer(streamed, "", 0.0) == whole({"choices": [choice], "usage": USAGE})
 
 
-def test_an_error_within_a_stream_is_no_answer() -> None:
+def test_an_error_event_in_a_stream_is_not_an_answer() -> None:
     assert whole({"error": {"message": "lost"}}).status == 500
 
 
 @pytest.mark.parametrize("modalities", [(PICTURE,), (SOUND,), MODALITIES])
-def test_a_case_asks_about_items_of_its_own(modalities: Sequence[str]) -> None:
+def test_cases_use_different_items(modalities: Sequence[str]) -> None:
     """An item of an earlier case would be a hit, and its encoding would not be tested."""
     seen: dict[str, str] = {}
     for request in (request for modality in modalities for request in distinct(modality)):
@@ -140,11 +140,11 @@ def test_every_family_is_in_the_matrix() -> None:
     assert {subject.name for subject in SUBJECTS} == set(FAMILIES)
 
 
-def test_a_result_is_read_as_it_was_kept() -> None:
+def test_a_read_result_equals_the_written_one() -> None:
     assert of_json(json.loads(json.dumps(asdict(RESULT)))) == RESULT
 
 
-def test_the_end_of_an_engine_is_told_without_its_log() -> None:
+def test_the_end_of_an_engine_is_reported_without_its_log() -> None:
     death = ProcessDied("encode-20313 ended with code 1. The end of /somewhere/log:\na\nb")
     assert summary(death) == "encode ended with code 1"
 
@@ -154,7 +154,7 @@ def line(document: str, begin: str) -> str:
     return next(line for line in document.splitlines() if line.startswith(begin))
 
 
-def test_a_row_says_what_was_found() -> None:
+def test_a_row_contains_the_result() -> None:
     assert line(written(DOCUMENT, [RESULT]), "| Qwen3-VL") == (
         "| Qwen3-VL | picture, video (3 of 4 told apart) "
         "| 1 of 3 (1 refused by both, 1 not run) | not run | 1 of 2 "
@@ -162,7 +162,7 @@ def test_a_row_says_what_was_found() -> None:
     )
 
 
-def test_a_model_that_did_not_run_says_so() -> None:
+def test_a_model_without_a_run_is_reported() -> None:
     assert line(written(DOCUMENT, [RESULT]), "| Gemma 3 ") == (
         "| Gemma 3 | picture | not run | not run | not run | not run |"
     )

@@ -74,7 +74,7 @@ def asked_of_instances(fleet: Fleet) -> list[str]:
 @pytest.mark.security("S3")
 @pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
 @pytest.mark.parametrize("headers", [{"X-API-Key": ADMIN}, bearer(ADMIN)])
-async def test_the_admin_key_opens_what_is_the_operators(
+async def test_the_admin_key_opens_the_operator_routes(
     launch: Launch, keys: Path, method: str, path: str, headers: dict[str, str]
 ) -> None:
     async with launch(admin_api_key=ADMIN, api_keys_file=keys) as fleet:
@@ -115,7 +115,7 @@ async def test_two_admin_keys_are_none(launch: Launch) -> None:
 
 
 @pytest.mark.security("S3")
-async def test_the_admin_key_is_no_tenants(launch: Launch, keys: Path) -> None:
+async def test_the_admin_key_belongs_to_no_tenant(launch: Launch, keys: Path) -> None:
     async with launch(admin_api_key=ADMIN, api_keys_file=keys) as fleet:
         assert await status_of(fleet, "GET", "/v1/models", bearer(ADMIN)) == 401
         assert await status_of(fleet, "GET", "/v1/models", {"X-API-Key": ADMIN}) == 401
@@ -357,7 +357,7 @@ async def test_kwargs_of_the_media_processor_need_trust(
 
 @pytest.mark.security("S6")
 @pytest.mark.parametrize("empty", [None, {}])
-async def test_empty_kwargs_pass_as_they_do_at_an_engine(
+async def test_empty_kwargs_are_accepted_as_by_an_engine(
     launch: Launch, empty: dict[str, Any] | None
 ) -> None:
     async with launch() as fleet:

@@ -31,7 +31,7 @@ def test_a_row_links_to_tests_that_are_marked_with_it(row: tuple[str, str, str, 
 @pytest.mark.parametrize(
     "page", ["SECURITY.md", "docs/threat-model.md", "docs/decisions/013-access.md"]
 )
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_resolve(page: str) -> None:
     path = ROOT / page
     for link in LINK.findall(path.read_text()):
         assert (path.parent / link).exists(), link

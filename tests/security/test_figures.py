@@ -53,7 +53,7 @@ async def labels(fleet: Fleet) -> set[tuple[str, str]]:
 
 
 @pytest.mark.security("S20")
-async def test_no_label_is_what_a_client_chose(launch: Launch, keys: Path) -> None:
+async def test_labels_contain_no_values_chosen_by_clients(launch: Launch, keys: Path) -> None:
     async with launch(api_keys_file=keys) as fleet:
         await labels(fleet)
         for number in range(30):

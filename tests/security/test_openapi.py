@@ -176,7 +176,7 @@ def ask_everything(*targets: Target) -> None:
 @pytest.mark.full
 @pytest.mark.fault(50, 52)
 @pytest.mark.security("S3")
-async def test_every_answer_and_every_refusal_is_as_it_describes(
+async def test_every_response_and_every_error_matches_the_document(
     launch: Launch, backed: Backed, url: str, keys: Path
 ) -> None:
     async with (

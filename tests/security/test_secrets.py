@@ -248,7 +248,9 @@ LINES = [
 @pytest.mark.full
 @pytest.mark.security("S19")
 @pytest.mark.parametrize(("log_format", "fetch"), [("json", "engine"), ("console", "proxy")])
-async def test_no_log_line_says_what_was_said(tmp_path: Path, log_format: str, fetch: str) -> None:
+async def test_log_lines_contain_no_prompts_media_or_secrets(
+    tmp_path: Path, log_format: str, fetch: str
+) -> None:
     flags = ["--media-fetch", "proxy"] if fetch == "proxy" else []
     flags += ["--allow-http-media", "--allow-private-media"] if flags else []
     flags += ["--allowed-media-domains", "127.0.0.1,SECRET.test"] if flags else []

@@ -66,7 +66,7 @@ def test_workers_that_admit_at_the_same_moment_see_each_other() -> None:
     assert (one.total_requests(), other.total_requests()) == (2, 2)
 
 
-def test_each_tenant_has_a_count_of_its_own() -> None:
+def test_tenants_are_counted_separately() -> None:
     memory = new_memory()
     names = [f"tenant-{number}" for number in range(200)]
     uses = [uses_of(name, memory) for name in names]
@@ -77,7 +77,7 @@ def test_each_tenant_has_a_count_of_its_own() -> None:
     assert [of_tenant[0].total_requests() for of_tenant in uses] == [*range(200)]
 
 
-def test_a_tenant_that_is_new_to_the_other_workers_counts_there_later() -> None:
+def test_other_workers_count_a_new_tenant_later() -> None:
     memory = new_memory(2)
     ledger = TenantLedger(memory, 2)
     first = ledger.use_of(0, "alice")
@@ -102,7 +102,7 @@ def test_a_dead_worker_leaves_its_rates_and_no_requests() -> None:
     assert pace.take_token(TenantLedger(memory, 2).use_of(0, "alice"), 100.0) == pytest.approx(60)
 
 
-def test_tenants_beyond_the_shared_ones_are_counted_by_each_worker_alone() -> None:
+def test_tenants_beyond_the_shared_ones_are_counted_per_worker() -> None:
     memory = new_memory(2)
     ledger = TenantLedger(memory, 2)
     keys = memory[: 8 * MAX_SHARED].cast("Q")

@@ -24,12 +24,12 @@ def test_keys_are_their_tenants() -> None:
 
 @given(st.text())
 @pytest.mark.security("S1")
-def test_anything_else_is_nobodys(key: str) -> None:
+def test_an_unknown_key_has_no_tenant(key: str) -> None:
     assert parse_keys(lines(("alice", ALICE))).tenant_of(key) is None
 
 
 @pytest.mark.security("S1")
-def test_a_hash_is_no_key() -> None:
+def test_a_hash_is_not_accepted_as_a_key() -> None:
     raw = lines(("alice", ALICE))
 
     assert parse_keys(raw).tenant_of(raw.decode().partition(":")[2]) is None

@@ -42,7 +42,7 @@ def test_ec_transfers_are_registered_under_their_names() -> None:
 
 
 @pytest.mark.parametrize("transfer", [ECStoreTransfer(), Example(), ECNixl()])
-def test_most_carry_what_encode_replied(transfer: ECTransfer) -> None:
+def test_most_connectors_carry_the_encode_reply(transfer: ECTransfer) -> None:
     one, other = said(("a", entry(**MEMORY))), said(("b", entry(**MEMORY)))
 
     assert transfer.encode_params(None, 1) is None
@@ -130,7 +130,7 @@ def test_two_outputs_of_one_push_are_refused() -> None:
         ECMooncake().encoded(replied, asked)
 
 
-def test_an_encode_instance_that_says_nothing_is_refused() -> None:
+def test_an_encode_reply_without_parameters_is_rejected() -> None:
     with pytest.raises(UpstreamFailed, match="ECMooncakeConnector"):
         ECMooncake().encoded(Encoded(), {"ec_items": []})
 
@@ -177,7 +177,7 @@ def test_any_reply_is_carried_or_refused(params: dict[str, Any]) -> None:
         (image(), {"mm_processor_kwargs": {"use_audio_in_video": True}}, 1),
     ],
 )
-def test_a_videos_sound_is_an_output_of_its_own(
+def test_a_videos_sound_is_a_separate_output(
     part: dict[str, Any], kwargs: dict[str, Any], expected: int
 ) -> None:
     body = request(part, **kwargs)

@@ -50,7 +50,7 @@ def test_an_encode_reply_that_reports_nothing(params: object) -> None:
     assert read(params) == read_encoded(b"{}", "image") == Encoded()
 
 
-def test_a_video_with_its_sound_is_two_features_and_stays_raw() -> None:
+def test_a_video_with_sound_is_two_features_and_sent_raw() -> None:
     params = {
         "a": {"modality": "video", "item_indices": [0], "metadata": {"video_grid_thw": [1, 2, 2]}},
         "b": {"modality": "audio", "item_indices": [1], "metadata": {"audio_num_tokens": [5]}},
@@ -120,7 +120,7 @@ def test_a_group_without_a_report_has_no_known_output(params: object) -> None:
     assert read_all(params, ["a", "b"]) == [Encoded(), Encoded()]
 
 
-def test_an_item_of_a_group_that_is_not_reported_has_no_known_output() -> None:
+def test_an_unreported_item_of_a_group_has_no_known_output() -> None:
     """The store's connector leaves out an output that it could not write."""
     assert read_all({"b": entry(1)}, ["a", "b"]) == [Encoded(), one("b")]
 
@@ -197,7 +197,7 @@ def consumed(body: Body, *replies: tuple[str | None, Encoded], raw: bool = False
     return consumer_body(body, items, params, raw=raw).body
 
 
-def test_text_is_passed_as_it_is() -> None:
+def test_text_is_passed_unchanged() -> None:
     body = request(text())
 
     assert consumed(body) is body
@@ -229,7 +229,7 @@ def test_a_reported_hash_serves_as_uuid_of_remote_media() -> None:
 
 
 @pytest.mark.parametrize("identifier", ["lora:" + HASH, "../x", "", HASH[:-1], "x" * 64])
-def test_an_identifier_that_is_no_bare_hash_does_not(identifier: str) -> None:
+def test_an_identifier_other_than_a_bare_hash_is_not_used(identifier: str) -> None:
     new = consumed(request(image("http://a/b")), (None, encoded(identifier)))
 
     assert new["messages"][0]["content"] == [image("http://a/b")]
@@ -259,7 +259,7 @@ def kinds(body: Body) -> list[str]:
     return [part["type"] for part in body["messages"][0]["content"]]
 
 
-def test_video_goes_on_raw_under_its_uuid() -> None:
+def test_video_is_sent_raw_with_its_uuid() -> None:
     """Its metadata lack the frame rate: measured answers differed from those to the raw video."""
     new = consumed(request(video()), ("v", film()))
 
@@ -281,7 +281,7 @@ def test_a_video_with_reported_timestamps_is_sent_as_metadata() -> None:
     }
 
 
-def test_times_alone_do_not_make_up_for_a_key() -> None:
+def test_equal_times_do_not_replace_a_key() -> None:
     times = Encoded({"v": {}}, "x", {"timestamps": [0.25]})
     new = consumed(request(video()), (None, times))
 
@@ -296,7 +296,7 @@ def test_metadata_and_raw_media_of_two_modalities_are_never_mixed() -> None:
     assert new["messages"][0]["content"] == [{**image(), "uuid": "p"}, {**video(), "uuid": "v"}]
 
 
-def test_beside_audio_all_go_on_raw_where_one_must() -> None:
+def test_items_beside_audio_are_sent_raw_if_one_must_be() -> None:
     sound = Encoded({"s": {}}, "s", {"audio_num_tokens": [5]})
     body = request(image(), video(), input_audio())
     new = consumed(body, ("p", encoded("p")), ("v", film()), ("s", sound))
@@ -317,7 +317,7 @@ ANY_ITEMS = st.lists(
 
 
 @given(items=ANY_ITEMS, raw=st.booleans())
-def test_items_of_a_request_go_on_all_as_metadata_or_all_raw(
+def test_items_of_a_request_are_sent_all_as_metadata_or_all_raw(
     items: list[tuple[Part, bool, bool]], raw: bool
 ) -> None:
     parts = [

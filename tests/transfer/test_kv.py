@@ -38,7 +38,7 @@ def test_a_conversations_next_turn_names_the_blocks_of_the_last() -> None:
     assert told == last | {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def test_a_multi_connector_carries_what_there_is() -> None:
+def test_a_multi_connector_carries_the_parameters_of_its_parts() -> None:
     pair = Pair("r", prefill())
 
     assert Multi().decode_params(pair, {"remote_port": 1}) == {"remote_port": 1}
@@ -50,9 +50,7 @@ EVERYWHERE = ["0.0.0.0", "::", "0:0:0:0:0:0:0:0", ""]  # noqa: S104 - a server m
 
 @pytest.mark.parametrize("transfer", [Nixl(), NixlPush(), Multi()], ids=lambda one: one.name)
 @pytest.mark.parametrize(("host", "told"), [*((one, "p") for one in EVERYWHERE), ("h", "h")])
-def test_decode_is_told_a_host_that_it_can_reach(
-    transfer: KVTransfer, host: str, told: str
-) -> None:
+def test_decode_gets_a_reachable_host(transfer: KVTransfer, host: str, told: str) -> None:
     replied, pair = COORDINATES | {"remote_host": host}, Pair("r", prefill())
 
     assert transfer.decode_params(pair, replied) == replied | {"remote_host": told}
@@ -90,7 +88,7 @@ def test_a_push_learns_nothing_from_a_rank_that_the_instance_chose() -> None:
     assert NixlPush().facts_of_reply(Pair("r", prefill(), 1), replied) == replied
 
 
-def test_a_push_in_turn_carries_what_prefill_replied() -> None:
+def test_a_push_after_prefill_carries_its_reply() -> None:
     transfer, pair, replied = NixlPush(), Pair("r", prefill()), COORDINATES | {"more": 1}
 
     assert not transfer.decode_concurrent(pair)
@@ -110,7 +108,7 @@ def test_a_push_in_turn_carries_what_prefill_replied() -> None:
         ("https://p:1", "http://p:8000", "https://p:1"),
     ],
 )
-def test_a_bootstrap_server_is_where_its_address_says(
+def test_a_bootstrap_server_has_the_configured_address(
     kv_addr: str, url: str, bootstrap: str
 ) -> None:
     pair = Pair("r", prefill(kv_addr, url), peer={"0": "e"})
@@ -151,7 +149,7 @@ def test_any_answer_of_a_bootstrap_server_is_read_or_refused(said: Any) -> None:
         assert all(isinstance(engine_id, str) and engine_id for engine_id in engines.values())
 
 
-def test_prefill_is_told_where_decodes_lmcache_is() -> None:
+def test_prefill_gets_the_address_of_decodes_lmcache() -> None:
     pair = Pair("r", prefill(), decode=decode("10.0.0.1:7300+7301:7400+7401"))
 
     assert LMCache().prefill_params(pair) == {

@@ -66,7 +66,7 @@ async def test_a_request_shows_up_and_opens_by_keyboard(stack: Stack, tab: Tabs)
         assert looked.wrong == []
 
 
-async def test_an_instance_that_goes_is_shown_as_down_and_comes_back(tab: Tabs) -> None:
+async def test_a_stopped_instance_is_shown_as_down_until_it_recovers(tab: Tabs) -> None:
     async with stack_of() as stack:
         gone = stack.encode
         async with tab(stack.url) as looked:
@@ -190,7 +190,7 @@ async def test_the_page_asks_for_the_key_and_keeps_it_out_of_urls(tab: Tabs) -> 
         assert await looked.page.context.cookies() == []
 
 
-async def test_a_proxy_without_a_key_says_why_it_refuses(stack: Stack, tab: Tabs) -> None:
+async def test_a_proxy_without_a_key_shows_why_it_refuses(stack: Stack, tab: Tabs) -> None:
     forwarded = {"X-Forwarded-For": "192.0.2.1"}  # added by a reverse proxy on this machine
     async with tab(stack.url, extra_http_headers=forwarded) as looked:
         await expect(looked.page.get_by_role("alert")).to_contain_text("EPD_ADMIN_API_KEY")

@@ -81,9 +81,7 @@ def test_requests_of_all_workers_are_shown_the_last_first(clock: Clock) -> None:
     assert document["workers"] == 2
 
 
-def test_a_time_once_said_is_said_again_though_the_clocks_drift_apart(
-    recent: Recent, clock: Clock
-) -> None:
+def test_a_reported_time_does_not_change_when_clocks_drift(recent: Recent, clock: Clock) -> None:
     clock.now_s = NOW_S - 3.05
     recent.request_done(done("one", error="encode_failed"))
     recent.instance_changed(InstanceChanged(E, "encode", "down"))
@@ -169,7 +167,7 @@ def test_old_and_failed_requests_are_in_no_quantile(recent: Recent) -> None:
     assert (one["p50_s"], one["p99_s"], one["failed"], one["count"]) == (0.5, 0.5, 1, 2)
 
 
-def test_rejected_requests_are_no_failures_of_an_instance(recent: Recent) -> None:
+def test_rejected_requests_are_not_counted_as_failures_of_an_instance(recent: Recent) -> None:
     rejected = stage("encode", E, NOW_S - 3, 0.1, "encode_rejected")
     recent.stage_done(rejected._replace(rejected=True))
     recent.stage_done(stage("encode", E, NOW_S - 2, 0.1, "encode_failed"))
@@ -194,7 +192,7 @@ def test_rejected_requests_are_no_failures_of_an_instance(recent: Recent) -> Non
         (200, "decode_died", "failed"),
     ],
 )
-def test_requests_that_were_rejected_are_told_from_those_that_failed(
+def test_rejected_and_failed_requests_are_counted_separately(
     recent: Recent, clock: Clock, status: int, error: str | None, outcome: str
 ) -> None:
     clock.now_s = NOW_S - 3.5
@@ -233,7 +231,7 @@ def test_the_worst_state_of_several_workers_is_shown(
 
 
 @pytest.mark.parametrize("requests", [0, 2])
-def test_a_cache_is_known_only_if_every_worker_knows_it(recent: Recent, requests: int) -> None:
+def test_the_cache_is_reported_only_if_every_worker_has_it(recent: Recent, requests: int) -> None:
     [one] = shown(*(known(recent, seen("healthy", count)) for count in (2, requests)))["instances"]
 
     assert one["precise"] is bool(requests)

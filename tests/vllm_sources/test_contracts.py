@@ -93,7 +93,7 @@ def test_parts_that_are_text_are_so_to_vllm(vllm: Source) -> None:
     assert {*texts, "tool_reference"} == TEXTS
 
 
-def test_the_ec_connector_overrides_what_vllm_calls(vllm: Source) -> None:
+def test_the_ec_connector_overrides_the_methods_that_vllm_calls(vllm: Source) -> None:
     base = methods(vllm.a_class(f"{EC}/base.py", "ECConnectorBase"))
     module = parsed(ROOT / "ec_store" / "vllm_connector" / "connector.py")
     [connector] = [
@@ -116,7 +116,7 @@ def test_the_ec_connector_overrides_what_vllm_calls(vllm: Source) -> None:
         assert own[name].args.kwarg is not None or ours[: len(theirs)] == theirs, name
 
 
-def test_encode_replies_have_what_the_proxy_reads(vllm: Source) -> None:
+def test_encode_replies_have_the_fields_that_the_proxy_reads(vllm: Source) -> None:
     [collect] = [
         one
         for one in parsed(vllm.package / EC / "utils.py").body
@@ -139,7 +139,7 @@ def test_requests_and_answers_carry_transfer_parameters(vllm: Source, api: str) 
         assert "ec_transfer_params" in found or api == "completion"
 
 
-def test_nixl_reads_what_the_proxy_sends(vllm: Source) -> None:
+def test_nixl_reads_the_parameters_that_the_proxy_sends(vllm: Source) -> None:
     words = vllm.words(f"{KV}/v1/nixl")
 
     assert {*KEEP, *NixlPush.COORDINATES, "remote_request_id"} - words == set()
@@ -187,7 +187,7 @@ def test_connectors_that_the_documents_name_are_registered(vllm: Source) -> None
     assert named - there == set()
 
 
-def test_vllm_knows_the_flags_that_epd_up_writes(vllm: Source) -> None:
+def test_vllm_has_the_flags_that_epd_up_writes(vllm: Source) -> None:
     every = [
         word
         for platform in PLATFORMS.values()
@@ -241,13 +241,13 @@ def test_roles_of_connectors_are_vllms(vllm: Source, kind: str) -> None:
     assert {f"{kind}_producer", f"{kind}_consumer"} <= words
 
 
-def test_the_executor_of_the_cpu_is_there(vllm: Source) -> None:
+def test_the_cpu_executor_exists(vllm: Source) -> None:
     module, _, name = str(PLATFORMS["cpu"].executor).rpartition(".")
 
     assert methods(vllm.a_class(module.removeprefix("vllm.").replace(".", "/") + ".py", name))
 
 
-def test_models_for_text_alone_are_told_apart(vllm: Source) -> None:
+def test_text_only_models_are_detected(vllm: Source) -> None:
     found = text_architectures(vllm.package)
 
     assert {"LlamaForCausalLM", "Qwen3ForCausalLM"} <= found
@@ -269,13 +269,13 @@ def test_a_cpu_computes_gated_delta_nets_in_bfloat16(vllm: Source) -> None:
     assert "CPU GDN attention requires BF16" in kernel
 
 
-def test_instances_report_what_the_balance_reads(vllm: Source) -> None:
+def test_instances_report_the_metrics_that_the_balance_reads(vllm: Source) -> None:
     words = vllm.words("v1/metrics")
 
     assert {RUNNING.decode(), WAITING.decode()} <= words
 
 
-def test_events_have_what_the_proxy_reads(vllm: Source) -> None:
+def test_events_have_the_fields_that_the_proxy_reads(vllm: Source) -> None:
     for ours in (BlockStored, BlockRemoved, AllBlocksCleared, EventBatch):
         assert ours.__struct_fields__ == () or {*ours.__struct_fields__} <= fields(
             vllm.a_class("distributed/kv_events.py", ours.__name__)

@@ -35,7 +35,7 @@ def test_device_modules_import_nothing_else() -> None:
 
 
 @pytest.mark.full
-def test_gpu_tests_and_benchmark_say_why_they_are_skipped() -> None:
+def test_gpu_tests_and_benchmark_report_why_they_are_skipped() -> None:
     benchmark = run(
         "sys.argv = ['bench_gpu']\n"
         "try: runpy.run_path('scripts/bench_gpu.py', run_name='__main__')\n"

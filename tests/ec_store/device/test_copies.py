@@ -29,7 +29,7 @@ def copy_of(wait: Any) -> Future[Any]:
     return copied
 
 
-def test_copies_have_what_the_work_queued_before_them_makes(fake: FakeAccelerator) -> None:
+def test_copies_contain_results_of_work_queued_before_them(fake: FakeAccelerator) -> None:
     ring = HostCopies(4 * SIZE)
     tensors = [fake.tensor(VALUES + number) for number in range(3)]
     waiting = [ring.start(tensor) for tensor in tensors]
@@ -92,7 +92,7 @@ def test_a_tensor_larger_than_the_ring_is_copied_beside_it(fake: FakeAccelerator
     ring.close()
 
 
-def test_a_copy_that_fails_fails_alone(
+def test_a_failed_copy_fails_only_its_entry(
     fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = tensors.copy

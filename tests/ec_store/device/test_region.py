@@ -65,7 +65,7 @@ def test_a_place_is_free_when_all_workers_have_read_its_step_and_it_is_forgotten
     region.close()
 
 
-def test_an_entry_that_two_steps_load_stays_until_the_second_is_read() -> None:
+def test_an_entry_of_two_steps_is_kept_until_the_second_has_read_it() -> None:
     region = Region(2 * SIZE, 1)
     reader = RegionReader(region.shared_region().handle, 0)
     view = region.copy_in(DATA)
@@ -129,7 +129,7 @@ def test_readers_have_bounds(readers: int) -> None:
         Region(SIZE, readers)
 
 
-def test_the_last_reader_has_a_word_of_its_own() -> None:
+def test_the_last_reader_has_its_own_word() -> None:
     region = Region(SIZE, MAX_READERS)
     RegionReader(region.shared_region().handle, MAX_READERS - 1).has_read(0)
     place = sent(region)
@@ -234,7 +234,7 @@ def test_memory_is_unregistered_when_nothing_refers_to_it_and_before_it_is_unmap
     region.close()
 
 
-def test_a_worker_that_cannot_map_it_warns_once_and_loads_what_a_step_brings(
+def test_a_worker_without_the_mapping_warns_once_and_loads_from_the_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     region = Region(SIZE, 1)
@@ -251,7 +251,7 @@ def test_a_worker_that_cannot_map_it_warns_once_and_loads_what_a_step_brings(
     assert not region.is_mapped()
 
 
-def test_a_place_stays_until_the_device_has_copied_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_is_held_until_the_device_has_copied_it(monkeypatch: pytest.MonkeyPatch) -> None:
     region = Region(2 * SIZE, 1)
     loader = Loader(0)
     loader.map_shared(region.shared_region())

@@ -8,7 +8,7 @@ SIZES = st.integers(0, 5 * ALIGNMENT)
 
 
 @given(st.integers(0, 20 * ALIGNMENT), st.lists(st.tuples(SIZES, st.integers(0, 100))))
-def test_places_lie_apart_and_within_and_all_comes_back(
+def test_slots_are_disjoint_within_bounds_and_all_released(
     size: int, steps: list[tuple[int, int]]
 ) -> None:
     slots = Slots(size)
@@ -33,7 +33,7 @@ def test_places_lie_apart_and_within_and_all_comes_back(
         assert slots.take_slot(size - size % ALIGNMENT) == 0
 
 
-def test_a_full_memory_has_no_place_until_one_is_given_back() -> None:
+def test_a_full_region_has_no_slot_until_one_is_released() -> None:
     slots = Slots(3 * ALIGNMENT)
     places = [slots.take_slot(ALIGNMENT) for _ in range(4)]
     assert places == [0, ALIGNMENT, 2 * ALIGNMENT, None]

@@ -70,7 +70,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str]:
 
 
 @given(settings_of_any_store)
-def test_settings_are_read_as_they_were_written(settings: StoreSettings) -> None:
+def test_read_settings_equal_the_written_ones(settings: StoreSettings) -> None:
     assert StoreSettings.from_json(settings.to_json()) == settings
 
 
@@ -196,7 +196,7 @@ def test_settings_that_change_are_followed_and_unreadable_ones_are_not(
         ]
 
 
-def test_configure_changes_what_is_given_and_mends_what_cannot_be_read(
+def test_configure_changes_given_settings_and_replaces_unreadable_ones(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = root.as_uri()
@@ -264,7 +264,7 @@ def test_space_left_to_others_is_logged_unless_the_store_owns_the_file_system(
     assert "takes at most" not in caplog.text
 
 
-def test_redis_has_settings_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_redis_store_has_no_disk_settings(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, "configure", "redis://localhost:1")
 
     assert code == 2
@@ -323,7 +323,7 @@ def test_a_lazy_store_waits_for_its_directory(tmp_path: Path) -> None:
         assert_same(sized(10, 1), store.get(key()))
 
 
-def test_a_lazy_store_that_is_new_has_no_namespaces_yet(root: Path) -> None:
+def test_a_new_lazy_store_has_no_namespaces(root: Path) -> None:
     with open_store(root.as_uri(), lazy=True) as store:
         assert store.namespaces() == {}
         store.register_namespace("m", "ns")
@@ -334,7 +334,7 @@ def test_a_lazy_store_that_is_new_has_no_namespaces_yet(root: Path) -> None:
         assert not root.with_name("store-other").exists()
 
 
-def test_a_lazy_store_counts_entries_that_no_ledger_knows_of(root: Path) -> None:
+def test_a_lazy_store_counts_entries_outside_the_ledger(root: Path) -> None:
     with opened(root) as store:
         for name in "abc":
             store.put(key(name), sized(10))

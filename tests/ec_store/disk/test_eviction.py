@@ -40,7 +40,7 @@ def test_entry_takes_whole_blocks(size: int, taken: int) -> None:
     assert taken_bytes(size) == taken
 
 
-def test_quota_is_the_smaller_of_what_is_configured_and_a_share() -> None:
+def test_quota_is_the_smaller_of_the_setting_and_a_share() -> None:
     disk = FileSystem(100 * GIB, 50 * GIB)
 
     assert disk.quota_bytes(64 * GIB, 0.5) == 50 * GIB
@@ -129,7 +129,7 @@ def test_victims_of_samples_are_old() -> None:
     there=st.integers(20, 60),
     events=st.lists(st.tuples(st.sampled_from(["put", "remove", "look"]), st.integers(0, 99))),
 )
-def test_count_corrects_by_what_is_certain(
+def test_count_corrects_only_by_certain_differences(
     drift: int, there: int, events: list[tuple[str, int]]
 ) -> None:
     """The count visits one folder after another, while entries come and go in all of them."""

@@ -178,7 +178,7 @@ def test_a_rename_with_a_lost_reply_is_counted_once(
     assert len(names(folder)) == 1
 
 
-def test_line_that_is_seen_under_two_names_counts_once(folder: Folder) -> None:
+def test_line_read_under_two_names_counts_once(folder: Folder) -> None:
     ledger = Ledger()
     ledger.charge(folder, 1000)
     [before] = names(folder)

@@ -38,7 +38,7 @@ def test_a_store_knows_whether_it_is_in_memory(
             assert store.in_memory is expected
 
 
-def test_a_store_that_is_not_open_is_not_in_memory(tmp_path: Path) -> None:
+def test_a_closed_store_is_not_in_memory(tmp_path: Path) -> None:
     with open_store(f"file://{tmp_path}/store", lazy=True) as store:
         assert not store.in_memory
 

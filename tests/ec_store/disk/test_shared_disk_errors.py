@@ -161,7 +161,7 @@ def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]
 
 
 @pytest.mark.fault(17)
-def test_on_a_disk_that_fails_what_can_be_read_is_and_the_rest_is_a_miss(
+def test_failing_disk_serves_readable_entries_and_misses_the_rest(
     failing_disk: tuple[Path, Callable[[int], None]],
 ) -> None:
     mount, cut = failing_disk

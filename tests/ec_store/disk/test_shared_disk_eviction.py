@@ -60,7 +60,7 @@ def filled(
     return root, request.param
 
 
-def test_put_into_a_full_store_costs_the_same_however_many_entries_there_are(
+def test_cost_of_a_put_into_a_full_store_does_not_grow_with_entries(
     filled: tuple[Path, int],
 ) -> None:
     root, number = filled
@@ -81,7 +81,7 @@ def test_put_into_a_full_store_costs_the_same_however_many_entries_there_are(
     assert counts.total() <= 16 * 180
 
 
-def test_eviction_looks_at_few_entries_where_nothing_or_one_has_to_go(
+def test_eviction_of_none_or_one_reads_few_entries(
     filled: tuple[Path, int],
 ) -> None:
     root, number = filled
@@ -136,7 +136,7 @@ def test_sweep_removes_expired_entries_and_corrects_the_ledger(root: Path) -> No
 # Duration
 
 
-def test_put_observes_the_time_of_each_eviction_that_it_has_to_do(root: Path) -> None:
+def test_put_observes_the_time_of_each_of_its_evictions(root: Path) -> None:
     with opened(root, "max_bytes=64KiB") as store:
         for n in range(12):
             store.put(key(str(n)), sized(100))
@@ -151,7 +151,7 @@ def test_put_observes_the_time_of_each_eviction_that_it_has_to_do(root: Path) ->
     assert min(observed["eviction_seconds"]) > 0
 
 
-def test_look_that_has_nothing_to_free_is_not_observed(root: Path) -> None:
+def test_eviction_with_nothing_to_free_is_not_observed(root: Path) -> None:
     with opened(root, "ttl=1h") as store:
         for n in range(4):
             store.put(key(str(n)), sized(100))
@@ -203,7 +203,7 @@ def choosing(
     monkeypatch.setattr(evictor, "choose_victims", chosen)
 
 
-def test_entry_that_is_read_since_it_was_chosen_is_not_evicted(
+def test_entry_read_after_its_selection_is_not_evicted(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(root) as store, opened(root) as reader:
@@ -274,7 +274,7 @@ def test_no_lease_ends_later_than_the_longest(root: Path, asked_s: float) -> Non
         assert LONGEST_S - 5 <= ending - time.time() <= LONGEST_S * 1.125 + 5
 
 
-def test_lease_of_a_thousand_years_that_is_found_keeps_nothing_and_is_swept(root: Path) -> None:
+def test_lease_of_a_thousand_years_is_ignored_and_swept(root: Path) -> None:
     leases, now_s = Leases(), time.time()
     folder = Folder.open_path(str(root), Modes())
     digest = key().digest
@@ -309,7 +309,7 @@ def fill_ten(store: SharedDiskStore, root: Path) -> None:
         age(path_of(root, one), 1000 - n)
 
 
-def test_writer_frees_what_its_entry_takes_beside_an_eviction_that_hangs(root: Path) -> None:
+def test_writer_frees_room_for_its_entry_beside_a_hanging_eviction(root: Path) -> None:
     with opened(root, f"max_bytes={10 * BLOCK}") as store, evicting(root):
         fill_ten(store, root)
         for n in range(3):
@@ -324,7 +324,7 @@ def test_writer_frees_what_its_entry_takes_beside_an_eviction_that_hangs(root: P
         assert None not in store.lookup(TEN[5:])
 
 
-def test_writers_beside_each_other_keep_the_quota_and_what_is_young(root: Path) -> None:
+def test_concurrent_writers_keep_the_quota_and_young_entries(root: Path) -> None:
     with opened(root, f"max_bytes={64 * BLOCK}") as store:
         for n in range(64):
             store.put(key(str(n)), sized(100))
@@ -348,7 +348,7 @@ def put_many(root: Path, writer: int, number: int) -> None:
             assert store.put(key(f"{n} of {writer}"), sized(100)) is True
 
 
-def test_store_is_not_full_where_another_process_removed_what_was_chosen(
+def test_store_is_not_full_if_another_process_removed_the_selected_entries(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the store would be taken for full of unevictable entries for a second."""
@@ -366,7 +366,7 @@ def test_store_is_not_full_where_another_process_removed_what_was_chosen(
         assert store.stats().bytes == entries_bytes(root) <= 10 * BLOCK
 
 
-def test_store_is_not_full_where_what_was_chosen_is_read_meanwhile(
+def test_store_is_not_full_if_the_selected_entries_are_read_meanwhile(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(root, f"max_bytes={10 * BLOCK}") as store, opened(root) as reader:
@@ -383,7 +383,7 @@ def test_store_is_not_full_where_what_was_chosen_is_read_meanwhile(
         assert [one is None for one in store.lookup(TEN[:5])] == [False, False, True, True, False]
 
 
-def test_writer_that_waits_looks_at_the_ledger_and_makes_no_files(root: Path) -> None:
+def test_waiting_writer_reads_the_ledger_and_creates_no_files(root: Path) -> None:
     with opened(root, f"max_bytes={10 * BLOCK}") as store:
         fill_ten(store, root)
         store.lease(TEN, 60)  # the writer itself can evict nothing
@@ -661,7 +661,7 @@ def test_share_of_the_file_system_may_be_chosen(tmp_path: Path) -> None:
         assert store.stats().entries == 0
 
 
-def test_reserve_is_evicted_to_before_writing_and_a_warning_says_where_it_cannot_be(
+def test_reserve_is_restored_before_writing_or_a_warning_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "vllm.ec_store")

@@ -309,7 +309,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_name_that_is_no_file_is_a_miss_and_is_removed(
+def test_an_entry_that_is_not_a_file_is_a_miss_and_is_removed(
     root: Path, store: SharedDiskStore, make: Callable[[Path], None]
 ) -> None:
     store.put(key(), entry())

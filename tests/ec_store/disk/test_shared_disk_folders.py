@@ -131,7 +131,7 @@ def test_a_fork_uses_folders_that_its_parent_keeps_open(store: SharedDiskStore) 
     assert None not in store.lookup(keys)
 
 
-def test_threads_lose_no_folder_that_is_kept_no_more(
+def test_threads_can_use_a_folder_that_was_dropped_from_the_cache(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree, "KEPT_FOLDERS", 20)
@@ -189,7 +189,7 @@ def test_an_eviction_costs_the_same_after_folders_were_left_empty(root: Path, em
     assert len(leaves(root)) <= 20
 
 
-def test_folders_of_a_full_store_are_no_more_than_its_entries(root: Path) -> None:
+def test_a_full_store_has_at_most_one_folder_per_entry(root: Path) -> None:
     with full_of_twenty(root) as store:
         for n in range(200):
             store.put(key(f"next {n}"), sized(100))

@@ -267,9 +267,7 @@ def test_the_open_waits_for_the_permissions_of_a_new_folder(
     assert ended(working) == 0
 
 
-def test_a_folder_that_stays_private_is_waited_for_once(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_private_folder_is_waited_for_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = multiprocessing.get_context("fork").Value("i", 0)
     sleep = time.sleep
 
@@ -293,7 +291,7 @@ def test_a_folder_that_stays_private_is_waited_for_once(
     by(USERS[1], read)
 
 
-def test_a_folder_that_stays_private_is_not_waited_for_long(
+def test_a_private_folder_is_waited_for_briefly(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "SETTLES_IN_S", 0.0)

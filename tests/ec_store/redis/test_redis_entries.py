@@ -150,7 +150,7 @@ def test_a_truncated_value_is_a_miss(
     assert store.stats().corrupt == len(cuts)
 
 
-def test_a_listing_reports_an_entry_longer_than_its_header_says(
+def test_a_listing_reports_an_entry_longer_than_its_header_states(
     store: RedisStore, client: Any
 ) -> None:
     store.put(key(), sized(100))
@@ -208,7 +208,7 @@ def changing(monkeypatch: pytest.MonkeyPatch, store: RedisStore, change: Change,
 
 @pytest.mark.fault(29)
 @pytest.mark.usefixtures("tiny_windows")
-def test_an_entry_that_is_replaced_while_it_is_read_is_read_again(
+def test_an_entry_replaced_during_a_read_is_read_again(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def replaced(store: RedisStore, seed: int) -> None:
@@ -226,7 +226,7 @@ def test_an_entry_that_is_replaced_while_it_is_read_is_read_again(
 
 @pytest.mark.fault(29)
 @pytest.mark.usefixtures("tiny_windows")
-def test_an_entry_that_is_evicted_while_it_is_read_is_a_miss_and_not_corrupt(
+def test_an_entry_evicted_during_a_read_is_a_miss_and_not_corrupt(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put(key(), sized(1000, 1))
@@ -237,7 +237,7 @@ def test_an_entry_that_is_evicted_while_it_is_read_is_a_miss_and_not_corrupt(
 
 
 @pytest.mark.usefixtures("tiny_windows")
-def test_verify_removes_no_entry_that_is_replaced_while_it_is_read(
+def test_verify_keeps_an_entry_replaced_during_its_read(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put(key(), sized(1000, 1))
@@ -254,7 +254,7 @@ def test_verify_removes_no_entry_that_is_replaced_while_it_is_read(
 
 @pytest.mark.fault(29)
 @pytest.mark.usefixtures("tiny_windows")
-def test_an_equal_entry_that_is_put_again_while_one_is_read_is_not_corrupt(
+def test_an_equal_entry_put_during_a_read_is_not_corrupt(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The entry was evicted, missed and encoded again: same bytes, different write id."""
@@ -337,7 +337,7 @@ def test_writers_of_one_key_never_mix(
 
 
 @pytest.mark.fault(23)
-def test_a_writer_that_is_killed_leaves_nothing(
+def test_a_killed_writer_leaves_no_keys(
     server: RedisServer, store: RedisStore, client: Any
 ) -> None:
     value = encode_header(key(), sized(MIB)) + bytes(sized(MIB).data)
@@ -407,7 +407,7 @@ def test_a_leased_entry_does_not_expire_during_its_lease(
         assert client.pttl(name_of(key())) > (seconds - 0.5) * 1000
 
 
-def test_an_entry_that_is_evicted_while_it_is_leased_is_not_there(
+def test_a_leased_entry_evicted_by_redis_is_a_miss(
     store: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put(key(), sized(10))
@@ -478,7 +478,7 @@ def test_lookup_of_64_keys_is_one_read_of_the_server(store: RedisStore, client: 
     assert reads() - before - between == 1
 
 
-def test_a_large_entry_is_read_into_memory_that_is_used_again(store: RedisStore) -> None:
+def test_a_large_entry_is_read_into_reused_memory(store: RedisStore) -> None:
     """`bytearray(size)` would clear 20 MiB while it holds the GIL."""
     store.put(key(), sized(20 * MIB))
     tracemalloc.start()
@@ -504,9 +504,7 @@ def address(found: Entry) -> int:
     return int(np.frombuffer(found.data, np.uint8).ctypes.data)
 
 
-def test_an_entry_that_is_too_large_is_rejected_and_not_read(
-    server: RedisServer, store: RedisStore
-) -> None:
+def test_a_too_large_entry_is_rejected_and_not_read(server: RedisServer, store: RedisStore) -> None:
     store.put(key(), sized(5000))
     with RedisStore.from_url(server.url("max_entry_bytes=4KiB")) as small:
         with pytest.raises(EntryTooLarge):
@@ -529,7 +527,7 @@ def test_a_value_that_the_server_does_not_take_is_a_drop(
 
 @pytest.mark.fault(29)
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "allkeys-random"])
-def test_under_eviction_every_entry_that_is_there_is_whole(
+def test_entries_read_under_eviction_are_whole(
     server: RedisServer, client: Any, policy: str
 ) -> None:
     """The memory is turned over three times; every entry left in Redis must be readable."""

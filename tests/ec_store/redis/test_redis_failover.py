@@ -109,7 +109,7 @@ def replica(tmp_path: Path, master: RedisServer) -> Iterator[RedisServer]:
 
 @pytest.mark.fault(19)
 @pytest.mark.parametrize("how", ["demoted", "killed"])
-def test_the_replica_that_is_promoted_serves_on(
+def test_a_promoted_replica_serves_the_entries(
     master: RedisServer, replica: RedisServer, how: str
 ) -> None:
     with (
@@ -229,9 +229,7 @@ SLOW: dict[str, Callable[[RedisStore], Any]] = {
 
 @pytest.mark.fault(16)
 @pytest.mark.parametrize("tls", [False, True])
-def test_an_answer_that_comes_byte_by_byte_is_no_longer_waited_for_than_one_that_does_not_come(
-    tmp_path: Path, tls: bool
-) -> None:
+def test_an_answer_byte_by_byte_has_the_timeout_of_no_answer(tmp_path: Path, tls: bool) -> None:
     if tls and not has_tls():
         pytest.skip("this redis-server was built without TLS")
     certificates = Certificates.make(tmp_path) if tls else None

@@ -259,7 +259,7 @@ def test_a_connection_of_an_interrupted_call_is_not_reused(server: RedisServer) 
     node.close()
 
 
-def test_a_forked_child_has_connections_of_its_own(store: RedisStore) -> None:
+def test_a_forked_child_opens_its_own_connections(store: RedisStore) -> None:
     keys = [key(str(n)) for n in range(10)]
     for n, each in enumerate(keys):
         store.put(each, sized(1000, n))

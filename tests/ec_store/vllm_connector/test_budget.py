@@ -114,7 +114,7 @@ def test_oldest_request_is_admitted_first_and_whole(schedule: Any) -> None:
     assert scheduler.most_bytes <= 3.5 * ROOM
 
 
-def test_request_larger_than_the_budget_is_admitted_alone(schedule: Any) -> None:
+def test_request_larger_than_the_budget_is_admitted_by_itself(schedule: Any) -> None:
     scheduler = schedule(FakeStore(), 2.5)
     small, large, last = (
         scheduler.request("small", "a"),
@@ -334,7 +334,7 @@ def lines_of_a_step(schedule: Any, number: int, what: str) -> int:
 @pytest.mark.parametrize(
     ("what", "most"), [("settle", 260), ("abort", 90), ("decode", 16), ("again", 32)]
 )
-def test_a_step_costs_what_has_changed(schedule: Any, what: str, most: int) -> None:
+def test_a_step_costs_only_its_changes(schedule: Any, what: str, most: int) -> None:
     """Four times the requests cost four times the lines; unchanged requests cost nothing."""
     small, large = (lines_of_a_step(schedule, number, what) for number in (50, 200))
 
@@ -342,7 +342,7 @@ def test_a_step_costs_what_has_changed(schedule: Any, what: str, most: int) -> N
     assert large / 200 <= most
 
 
-def test_requests_that_wait_for_room_cost_one_look_each(schedule: Any) -> None:
+def test_requests_that_wait_for_room_cost_one_lookup_each(schedule: Any) -> None:
 
     def lines(number: int) -> int:
         scheduler = schedule(FakeStore(), 1.5)

@@ -158,7 +158,7 @@ def test_tensors_of_language_models_are_left_out(checkpoint: Any, name: str) -> 
     assert name not in checkpoint.encoder_names([name, "visual.a"])
 
 
-def test_layers_of_mistrals_format_are_left_out_there_alone(checkpoint: Any) -> None:
+def test_layers_of_mistrals_format_are_ignored_only_in_it(checkpoint: Any) -> None:
     names = {"layers.0.attention.wq.weight", "vision_encoder.patch_conv.weight"}
 
     assert checkpoint.encoder_names(names) == names

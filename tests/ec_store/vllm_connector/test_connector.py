@@ -14,7 +14,7 @@ from ec_store.counts import Counts
 from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle, until
 
 
-def test_an_entry_is_here_before_its_request_is_scheduled_and_stays(
+def test_an_entry_is_fetched_before_its_request_is_scheduled_and_kept(
     vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connector = connect()
@@ -41,7 +41,9 @@ def test_an_entry_is_here_before_its_request_is_scheduled_and_stays(
 
 @pytest.mark.fault(21)
 @pytest.mark.parametrize("media", [True, False])
-def test_a_miss_is_encoded_here_or_fails_alone(vllm: Any, connect: Connect, media: bool) -> None:
+def test_a_miss_is_encoded_locally_or_fails_only_its_request(
+    vllm: Any, connect: Connect, media: bool
+) -> None:
     connector = connect()
     request = vllm.request(vllm.feature("missing", media=media))
 
@@ -90,7 +92,7 @@ def test_a_corrupt_entry_is_a_miss_and_counted(
 
 
 @pytest.mark.parametrize("media", [True, False])
-def test_an_exception_has_media_encoded_here_or_fails_the_request_alone(
+def test_after_an_exception_media_are_encoded_locally_or_the_request_fails(
     vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch, media: bool
 ) -> None:
     connector = connect()
@@ -125,7 +127,7 @@ def test_an_exception_fails_a_request_if_its_item_is_held_for_another(
     assert connector.take_unavailable_requests() == {"r"}
 
 
-def test_an_exception_that_stays_fails_the_request(
+def test_a_persistent_exception_fails_the_request(
     vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connector = connect()
@@ -180,9 +182,7 @@ def test_counts_of_workers_are_sent_again_if_the_scheduler_missed_them(
     assert told == [{"exceptions": 3}, {"exceptions": 3}]
 
 
-def test_observations_of_a_worker_reach_the_scheduler_in_as_many_messages_as_they_need(
-    vllm: Any, connect: Connect
-) -> None:
+def test_observations_of_a_worker_are_split_into_messages(vllm: Any, connect: Connect) -> None:
     from ec_store.vllm_connector.worker import MAX_TOLD  # noqa: PLC0415 - needs torch
 
     connector = connect()
@@ -304,7 +304,7 @@ def test_an_engine_starts_without_its_store_and_uses_it_later(
     assert len(warnings) == 1
 
 
-def test_a_store_that_takes_no_names_is_no_reason_not_to_serve(
+def test_requests_are_served_if_the_store_rejects_names(
     vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def register_namespace(*_: object) -> None:
@@ -529,7 +529,7 @@ def test_entries_of_an_aborted_request_are_forgotten(
     go.set()
 
 
-def test_a_request_that_failed_is_counted_once_and_looks_no_further(
+def test_a_failed_request_is_counted_once_and_looks_up_nothing_more(
     vllm: Any, connect: Connect
 ) -> None:
     connector = connect()
@@ -585,7 +585,7 @@ def test_a_key_too_long_for_the_store_is_a_miss_and_not_named(
     assert "exceptions" not in figures
 
 
-def test_an_exception_in_one_part_leaves_the_others_alone(
+def test_an_exception_in_one_part_does_not_affect_the_others(
     vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connector = connect()

@@ -123,7 +123,7 @@ parts = st.builds(
 @pytest.mark.security("S26")
 @settings(max_examples=1000, deadline=None)
 @given(part=parts)
-def test_a_part_is_to_vllm_what_it_is_to_the_proxy(part: dict[str, Any]) -> None:
+def test_vllm_and_the_proxy_read_parts_alike(part: dict[str, Any]) -> None:
     """The part has the proxy's key, as an instance receives it; text parts are unchanged."""
     parse = vllms_parser()
     body = {"messages": [{"role": "user", "content": [part]}]}

@@ -73,9 +73,7 @@ def test_a_misfit_is_logged_once_for_each_kind(
 
 
 @pytest.mark.fault(69)
-def test_a_misfit_that_is_replaced_in_the_store_is_a_hit(
-    vllm: Any, connect: Connect, url: str
-) -> None:
+def test_a_misfit_replaced_in_the_store_is_a_hit(vllm: Any, connect: Connect, url: str) -> None:
     connector = connect()
     put(connector, url, "a", vllm.stored(MISFITS["wider"]))
     request = vllm.request(vllm.feature("a"))
@@ -214,7 +212,7 @@ def test_width_is_learned_from_outputs_of_the_engine(
     assert connector.build_connector_meta(Step(other)).learn == {}
 
 
-def test_widths_of_a_model_without_media_are_no_error(vllm: Any) -> None:
+def test_a_model_without_media_has_no_widths(vllm: Any) -> None:
     with vllm.model(multimodal_config=None):
         assert vllm.widths().known_columns("image") == COLUMNS
 
@@ -281,7 +279,7 @@ def test_values_that_are_not_finite_are_found_by_their_bits(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_value_that_is_not_finite_is_found_wherever_it_is(
+def test_a_single_value_that_is_not_finite_is_found_at_any_position(
     vllm: Any, finite: Any, dtype: str, value: float
 ) -> None:
     """The values are at the ends of the tensor, and of the pieces that are checked in turn."""

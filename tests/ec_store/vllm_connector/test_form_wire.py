@@ -180,7 +180,7 @@ kinds = st.sampled_from(
 )
 @given(raw=body(), content_type=kinds)
 @example(raw=b"--b\r\n" + SOUND + b"\r\n--b--\r\n", content_type=KIND)
-def test_no_form_that_is_accepted_has_a_reserved_field_for_vllm(
+def test_accepted_forms_contain_no_reserved_field_for_vllm(
     engine: TestClient, raw: bytes, content_type: str
 ) -> None:
     try:

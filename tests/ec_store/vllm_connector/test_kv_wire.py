@@ -102,7 +102,7 @@ def push(**attributes: Any) -> Any:
 PEER = {"remote_engine_id": "e", "remote_host": "10.0.0.1", "remote_port": 5600, "tp_size": 2}
 
 
-def test_a_push_is_registered_with_the_prefill_instance_and_found_there() -> None:
+def test_a_push_is_registered_at_the_prefill_instance() -> None:
     transfer, pair = NixlPush(), PAIR._replace(peer=PEER)
     registrations: dict[str, Any] = {}
     decode = push(_push_pending_registrations=registrations)

@@ -193,7 +193,7 @@ def hub(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return repository
 
 
-def test_namespace_of_a_model_of_the_hub_is_that_of_its_commits_weights(
+def test_namespace_of_a_hub_model_is_made_of_its_commits_weights(
     vllm: Any, hub: Path, folder: Path
 ) -> None:
     """Neither a branch that moves while an engine starts nor another folder changes it."""
@@ -317,7 +317,7 @@ def test_an_encoder_retrained_in_place_has_another_namespace(vllm: Any, folder: 
         assert vllm.namespace() != derived
 
 
-def test_a_language_model_retrained_alone_keeps_the_namespace(vllm: Any, folder: Path) -> None:
+def test_retraining_only_the_language_model_keeps_the_namespace(vllm: Any, folder: Path) -> None:
     derived = vllm.namespace()
     tensors = weights_of(folder)
     trained = {name: one + ("layers" in name) for name, one in tensors.items()}
@@ -327,7 +327,7 @@ def test_a_language_model_retrained_alone_keeps_the_namespace(vllm: Any, folder:
         assert vllm.namespace() == derived
 
 
-def test_a_quantised_language_model_shares_with_an_encoder_that_is_not(
+def test_a_quantised_language_model_shares_with_an_unquantised_encoder(
     vllm: Any, folder: Path
 ) -> None:
     derived = vllm.namespace()
@@ -336,7 +336,9 @@ def test_a_quantised_language_model_shares_with_an_encoder_that_is_not(
         assert vllm.namespace() == derived
 
 
-def test_a_quantised_encoder_shares_with_none_that_is_not(vllm: Any, folder: Path) -> None:
+def test_a_quantised_encoder_does_not_share_with_an_unquantised_one(
+    vllm: Any, folder: Path
+) -> None:
     derived = vllm.namespace()
     quantise(folder, "visual")
     with vllm.model(model=str(folder), quantization="fp8"):
@@ -357,7 +359,7 @@ def test_quantisation_while_the_weights_are_loaded_changes_the_namespace(
             assert vllm.namespace() != derived
 
 
-def test_quantisation_in_a_file_of_its_own_is_read(vllm: Any, folder: Path) -> None:
+def test_quantisation_in_a_separate_file_is_read(vllm: Any, folder: Path) -> None:
     with vllm.model(model=str(folder), quantization="modelopt"):
         online = vllm.namespace()
         (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
@@ -503,7 +505,7 @@ def test_encoders_that_compute_otherwise_share_nothing(vllm: Any) -> None:
     assert vllm.namespace() == derived
 
 
-def test_the_device_of_the_processor_is_no_part_of_the_namespace(vllm: Any) -> None:
+def test_the_namespace_does_not_depend_on_the_processors_device(vllm: Any) -> None:
     """On encode instances with an accelerator, vLLM sets it by itself."""
     derived = vllm.namespace()
     with vllm.encoder(mm_processor_kwargs={"device": "cuda"}):

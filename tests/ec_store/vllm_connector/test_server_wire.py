@@ -45,7 +45,7 @@ ROUTE = re.compile(
 )
 
 
-def test_every_route_of_vllms_is_served_or_said_to_be_out() -> None:
+def test_every_route_of_vllm_is_served_or_listed_as_excluded() -> None:
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         pytest.skip("vLLM is not installed: scripts/test.sh installs it")

@@ -95,7 +95,7 @@ def steps(consumers: Sequence[Any], producer: Any, request: Any) -> None:
     assert waiting == []
 
 
-def test_any_number_of_consumers_reads_what_the_encode_instance_has_in_memory(
+def test_any_number_of_consumers_reads_from_the_encode_instances_memory(
     vllm: Any, transfers: Any, side_channel: int
 ) -> None:
     nixl = ECNixl()

@@ -222,7 +222,7 @@ def test_steps_bring_entries_where_no_memory_is_shared(
     assert step.loads["a"].raw.nbytes == vllm.tensor().nbytes
 
 
-def test_steps_bring_entries_where_there_is_no_memory_to_share(
+def test_steps_carry_entries_if_no_memory_is_shared(
     vllm: Any,
     connect: Connect,
     url: str,

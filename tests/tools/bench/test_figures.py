@@ -28,7 +28,7 @@ def test_failed_requests_are_summed() -> None:
     assert RESULT.median("relay").failed == 3
 
 
-def test_added_latency_is_what_the_load_alone_does_not_have() -> None:
+def test_added_latency_excludes_the_latency_of_the_load_alone() -> None:
     assert RESULT.added_ms("epd") == (3.0, 6.0)
 
 

@@ -163,7 +163,7 @@ def test_a_contender_that_refuses_requests_is_no_success(tmp_path: Path) -> None
         (("--against", "relay=x", "--check", "/nonexistent"), "No such file"),
     ],
 )
-def test_wrong_flags_are_said_in_a_line(
+def test_invalid_flags_are_reported_in_one_line(
     capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
 ) -> None:
     assert message in refused(capsys, *flags)
@@ -191,7 +191,7 @@ def test_a_check_that_checks_nothing_is_an_error(
     ("written", "message"),
     [(("x",), "could not convert"), ((1.0, OURS, "a"), "has no scenario of this run")],
 )
-def test_a_record_that_says_nothing_of_what_is_measured_is_an_error(
+def test_a_record_without_the_measured_scenario_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], written: tuple[Any, ...], message: str
 ) -> None:
     file = record(tmp_path / "recorded.json", *written)

@@ -12,7 +12,7 @@ from epd.tools.bench.dataset import MAX_PIXELS, MAX_TURNS, MIN_PIXELS, conversat
 
 
 @given(st.integers())
-def test_a_picture_is_no_larger_and_no_smaller_than_said(seed: int) -> None:
+def test_a_picture_has_the_requested_size(seed: int) -> None:
     width, height = size(rng(seed))
 
     assert MIN_PIXELS * 0.99 <= width * height <= MAX_PIXELS

@@ -63,7 +63,7 @@ def texts(picture: Path) -> set[str]:
         (SERVE, {"serve-ttft", "serve-hits"}, {"epd, pool", "vllm, pool", "90 ms"}),
     ],
 )
-def test_pictures_for_light_and_for_dark_pages_say_what_was_measured(
+def test_light_and_dark_plots_show_the_measurements(
     document: dict[str, object], names: set[str], words: set[str], tmp_path: Path
 ) -> None:
     assert plot(document, tmp_path).returncode == 0
@@ -115,7 +115,7 @@ def test_a_file_without_results_is_reported_in_one_line(
     assert "has no results" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_in_one_line(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     results.write_bytes(orjson.dumps(OVERHEAD))
     done = called("bench", "plot", str(results), "--folder", "/none")

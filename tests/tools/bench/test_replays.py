@@ -84,7 +84,7 @@ def test_a_larger_lru_cache_is_never_worse(trace: list[int], entries: int) -> No
 
 
 @given(TRACES, st.integers(1, 20))
-def test_an_lru_cache_holds_what_was_used_last(trace: list[int], entries: int) -> None:
+def test_an_lru_cache_holds_the_most_recently_used(trace: list[int], entries: int) -> None:
     """By definition, a picture is a hit if fewer others were used since its last use."""
     hits = 0
     for at, picture in enumerate(trace):

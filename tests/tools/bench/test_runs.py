@@ -73,7 +73,7 @@ def test_a_target_is_a_url_that_may_have_a_name(text: str, target: BenchTarget) 
 @pytest.mark.parametrize(
     "text", ["", "h:1", "ftp://h", "=http://h", "http://", "a b=http://h", "http://u:p@h"]
 )
-def test_an_invalid_url_is_no_target(text: str) -> None:
+def test_an_invalid_url_is_not_a_target(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not \[NAME=\]http"):
         BenchTarget.parse(text)
 
@@ -87,7 +87,7 @@ def answered(items: Mapping[ItemResult, int]) -> RequestRecord:
     return RequestRecord("r", "POST", "/v1/chat/completions", status=200, items=items)
 
 
-def test_items_are_read_from_what_the_proxy_counts() -> None:
+def test_items_are_read_from_the_proxys_metrics() -> None:
     metrics = metrics_of_nothing()
     metrics.request_done(answered({"hit": 3, "encoded": 2}))
     metrics.request_done(answered({"local": 1}))
@@ -117,7 +117,7 @@ def test_a_page_is_read_or_refused(page: str) -> None:
         parse_items(page)
 
 
-def test_first_tokens_of_new_pictures_are_told_from_those_seen_before() -> None:
+def test_first_token_times_of_new_and_known_pictures_are_separated() -> None:
     assert ALL_ANSWERED.ttft_new_ms == pytest.approx(500)
     assert ALL_ANSWERED.ttft_seen_ms == pytest.approx(150)
     assert (ALL_ANSWERED.completed, ALL_ANSWERED.failed, ALL_ANSWERED.cut) == (4, 0, 0)
@@ -138,7 +138,7 @@ def run(items: Items | str = COUNTED, **figures: Any) -> Run:
     return run_of(TARGET, DATASET, replace(ALL_ANSWERED, **figures), (NOTHING, items), 1)
 
 
-def test_a_run_says_how_far_it_is_from_the_ideal() -> None:
+def test_a_run_reports_its_distance_from_the_ideal() -> None:
     ran = run()
 
     assert ran.hit_rate == ran.ideal_hit_rate == 0.5
@@ -176,14 +176,14 @@ def test_a_request_that_failed_may_have_been_counted_or_not() -> None:
     assert run(Items(1, 2, 0, 2), completed=3, failed=1).hit_rate == pytest.approx(1 / 3)
 
 
-def test_a_cache_that_was_not_empty_is_said() -> None:
+def test_a_cache_that_was_not_empty_is_reported() -> None:
     ran = run(Items(hits=4, encoded=0, local=0, encodes=0))
 
     assert ran.hit_rate == 1.0
     assert "another --seed" in ran.notes[0]
 
 
-def test_the_file_has_all_that_is_known() -> None:
+def test_the_file_contains_all_results() -> None:
     document = orjson.loads(
         result_document([run()], datetime(2026, 1, 2, tzinfo=UTC), ["bench", "serve"])
     )

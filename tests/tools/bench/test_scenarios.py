@@ -18,7 +18,7 @@ def pictures(body: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("scenario", SMALL, ids=lambda one: one.name)
-def test_a_body_is_what_the_scenario_says(scenario: Scenario) -> None:
+def test_a_body_matches_its_scenario(scenario: Scenario) -> None:
     body = next(iter(Bodies(scenario, 1)))
     asked = orjson.loads(body)
 
@@ -43,6 +43,6 @@ def test_pictures_are_reused_at_the_rate_of_the_scenario() -> None:
     assert 150 < len(set(sent)) < 250
 
 
-def test_a_picture_says_how_large_it_is() -> None:
+def test_a_picture_has_a_readable_size() -> None:
     with Image.open(BytesIO(png(100_000))) as picture:
         assert picture.size == (1000, 1000)

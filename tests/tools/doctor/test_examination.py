@@ -81,7 +81,7 @@ async def clinic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         await asyncio.gather(*backed.writes)
 
 
-async def test_a_fleet_as_it_should_be_has_nothing_to_mend(clinic: Clinic) -> None:
+async def test_a_correct_fleet_has_no_findings(clinic: Clinic) -> None:
     findings = await clinic.findings()
 
     assert [one for one in findings if one.verdict is not Verdict.OK] == []
@@ -222,7 +222,7 @@ async def test_no_request_is_sent_where_none_may_be(clinic: Clinic) -> None:
     assert clinic.encode.calls == clinic.prefill.calls == clinic.decode.calls == []
 
 
-async def test_each_consumer_is_asked_by_key_alone(clinic: Clinic) -> None:
+async def test_each_consumer_is_looked_up_only_by_its_key(clinic: Clinic) -> None:
     await clinic.findings()
 
     [part, _] = clinic.prefill.calls[0].parts
@@ -295,7 +295,7 @@ async def test_a_model_that_needs_raw_media_is_reported(clinic: Clinic) -> None:
     )
 
 
-async def test_an_encode_instance_without_chats_is_told_from_one_without_connector(
+async def test_encode_instances_without_chat_route_and_without_connector_differ(
     clinic: Clinic,
 ) -> None:
     clinic.encode.chat = refuses(404, "Not Found")
@@ -348,7 +348,7 @@ async def test_an_unreachable_instance_is_a_failure_and_the_others_are_examined(
     assert any(one.seen == "finds encoder outputs by their key alone" for one in found)
 
 
-async def test_an_instance_that_is_not_healthy_is_a_failure(clinic: Clinic) -> None:
+async def test_an_unhealthy_instance_is_a_failure(clinic: Clinic) -> None:
     clinic.encode.healthy = False
 
     assert (f"encode {clinic.encode.url}", "GET /health: 503") in await clinic.complaints()
@@ -389,7 +389,7 @@ async def test_an_instance_that_closes_idle_connections_early_is_found(
     ]
 
 
-async def test_a_store_that_is_missing_is_a_failure_and_is_not_made(
+async def test_a_missing_store_is_a_failure_and_is_not_created(
     clinic: Clinic, tmp_path: Path
 ) -> None:
     folder = tmp_path / "typo" / "x"
@@ -443,7 +443,7 @@ def test_the_headers_have_the_proxys_key() -> None:
     assert examination.headers_of(config) == {"Authorization": "Bearer sk-test-0123456789"}
 
 
-async def test_the_command_says_what_is_wrong_and_fails(clinic: Clinic) -> None:
+async def test_the_command_reports_findings_and_fails(clinic: Clinic) -> None:
     async def doctor(*flags: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "epd", "doctor", *flags),

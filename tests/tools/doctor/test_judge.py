@@ -68,7 +68,7 @@ def test_a_finding_about_an_instance_states_the_change(
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "1.0.0", "0.33.1rc1", "0.1.dev2+gabc", None, "?"])
-def test_a_version_that_is_new_enough_or_says_nothing_is_no_finding(version: str | None) -> None:
+def test_a_recent_or_unknown_version_is_not_a_finding(version: str | None) -> None:
     assert bad(judge_instance(facts(version=version))) == []
 
 
@@ -106,7 +106,7 @@ def test_several_versions_and_several_namespaces_are_named() -> None:
     assert (versions.verdict, versions.seen) == (Verdict.WARN, "0.32.0, 0.33.0")
 
 
-def test_one_instance_with_several_namespaces_is_named_for_that_alone() -> None:
+def test_one_instance_with_several_namespaces_has_one_finding() -> None:
     fleet = [facts(namespaces=frozenset({"a:1", "a:2"})), facts(PD, namespaces=frozenset({"a:2"}))]
     [finding] = bad(judge_fleet(fleet))
 
@@ -115,7 +115,7 @@ def test_one_instance_with_several_namespaces_is_named_for_that_alone() -> None:
     assert "config.json" in finding.advice
 
 
-def test_a_consumer_that_looks_elsewhere_than_encode_instances_write_is_named() -> None:
+def test_a_consumer_with_another_store_than_the_encode_instances_is_named() -> None:
     fleet = [facts(namespaces=frozenset({"a:1"})), facts(PD, namespaces=frozenset({"a:2"}))]
     [finding] = bad(judge_fleet(fleet))
 
@@ -130,7 +130,7 @@ def test_a_consumer_that_looks_elsewhere_than_encode_instances_write_is_named() 
         (Trial("refused", 400), "--ec-transfer-config"),
     ],
 )
-def test_a_model_without_a_chat_route_has_advice_of_its_own(trial: Trial, advice: str) -> None:
+def test_a_model_without_a_chat_route_has_separate_advice(trial: Trial, advice: str) -> None:
     [finding] = bad(judge_instance(facts(trials={"encode": trial})))
 
     assert advice in finding.advice
@@ -197,7 +197,7 @@ def test_a_quota_above_the_room_is_lowered_where_it_is_in_force() -> None:
         ("ext4", "rw,relatime"),
     ],
 )
-def test_mount_as_it_should_be_is_no_complaint(kind: str, options: str) -> None:
+def test_a_correct_mount_is_not_a_finding(kind: str, options: str) -> None:
     assert bad(judge_store(config(), StoreFacts(mount=mount(kind, options)))) == []
 
 
@@ -235,7 +235,7 @@ def test_no_mount_table_raises(path: str, table: str) -> None:
     mount_of(PurePosixPath("/" + path), table.splitlines())
 
 
-def test_a_store_as_it_should_be_is_no_complaint() -> None:
+def test_a_correct_store_is_not_a_finding() -> None:
     store = StoreFacts(round_trip_s=0.001, entry="read", bytes=5, max_bytes=10, free_bytes=5)
 
     assert bad(judge_store(config(), store)) == []
@@ -317,7 +317,7 @@ def test_the_worst_finding_decides(findings: list[Finding]) -> None:
     assert f'"verdict": "{expected}"' in as_json(findings)
 
 
-def test_lines_for_people_have_the_advice_below_what_was_seen() -> None:
+def test_text_output_has_the_advice_below_the_finding() -> None:
     text = as_text([ok("a", "fine"), warn("bcd", "so so", "mend it")])
 
     assert text.splitlines() == [

@@ -27,7 +27,7 @@ def _handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", ENDING)
-def test_a_signal_waits_for_what_is_done_as_a_whole(number: signal.Signals) -> None:
+def test_a_signal_waits_for_the_end_of_an_atomic_step(number: signal.Signals) -> None:
     done = []
 
     def whole() -> None:
@@ -51,7 +51,7 @@ def test_processes_started_meanwhile_receive_signals() -> None:
     assert child.wait(120) == -signal.SIGTERM
 
 
-def test_a_signal_that_is_ignored_stays_so() -> None:
+def test_an_ignored_signal_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     leave_contexts_on_signals()
     with hold_signals():

@@ -131,7 +131,7 @@ def test_the_configuration_of_a_folder_is_its_file(tmp_path: Path) -> None:
         assert model_config(str(tmp_path), (), {}) == expected
 
 
-def test_the_hub_is_asked_for_names_of_the_hub_alone(
+def test_the_hub_is_queried_only_for_names_of_the_hub(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = []

@@ -104,7 +104,7 @@ ROLES = Topology.parse("2e1p1d").roles
         ("p=0", "0", "0 0 0 0"),
     ],
 )
-def test_instances_get_what_is_named_or_one_of_the_others(
+def test_instances_get_the_named_device_or_a_free_one(
     gpus: str | None, visible: str, expected: str
 ) -> None:
     given_devices = assign(ROLES, parse(gpus) if gpus else {}, visible)
@@ -123,7 +123,7 @@ def test_a_device_has_its_memory_once() -> None:
     assert overfull_device([(("0",), 0.4), (("0", "1"), 0.7)]) == "0"
 
 
-def test_devices_are_those_of_the_machine_unless_the_environment_says_which(tmp_path: Path) -> None:
+def test_devices_are_those_of_the_machine_or_of_the_environment(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     (tmp_path / "dri").mkdir()
@@ -175,7 +175,7 @@ def test_no_device_is_assigned_more_memory_than_it_has() -> None:
     plan(gpus="e=0,p=0,d=0", topology="1e1p1d", gpu_memory_utilization_p=0.2)
 
 
-def test_each_stage_is_started_on_its_devices_as_it_has_to_be() -> None:
+def test_each_stage_is_started_on_its_devices_with_its_flags() -> None:
     encode, prefill, decode = plan(
         topology="1e1p1d",
         gpus="e=0,p=1,d=2+3",
@@ -225,7 +225,7 @@ def kv_configs(**values: Any) -> list[dict[str, Any]]:
     return [json.loads(given_flags(one).get("--kv-transfer-config", "{}")) for one in engines]
 
 
-def test_prefill_and_decode_are_both_told_of_conversations() -> None:
+def test_prefill_and_decode_both_get_the_conversation_flags() -> None:
     _, prefill, decode = kv_configs(bidirectional_kv=True)
 
     assert prefill["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True}
@@ -260,7 +260,7 @@ def test_instances_that_prefill_are_chosen_by_their_events(topology: str, stage:
     assert not any("kv-events" in word for one in plan().servers() for word in one.command)
 
 
-def test_the_variable_that_names_devices_is_the_platforms_or_one_that_is_named() -> None:
+def test_the_variable_for_devices_is_the_platforms_or_configured() -> None:
     once = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
     [encode, _] = plan(device="xpu", gpus="e=4,pd=5").engines
     assert encode.environment() == {"ZE_AFFINITY_MASK": "4", **once}
@@ -339,7 +339,7 @@ names = st.from_regex(r"EPD_[A-Z]{1,5}", fullmatch=True)
 
 @settings(max_examples=scaled(60))
 @given(words, st.dictionaries(names, words.map("-".join), max_size=2))
-def test_a_shell_reads_a_servers_line_as_it_is(args: list[str], environ: dict[str, str]) -> None:
+def test_a_shell_parses_a_servers_line_unchanged(args: list[str], environ: dict[str, str]) -> None:
     """`env` prints the environment, `printf` prints its arguments."""
     printed = ('printf "%s\\0" "$@"; env -0', "bash")
     server = FleetServer("name", "", ("bash", "-c", *printed, "--flag", *args), environ)
@@ -419,7 +419,7 @@ def test_a_cache_of_another_user_is_left(tmp_path: Path, monkeypatch: pytest.Mon
     assert [*tmp_path.iterdir()] == [tmp_path / f"epd-up-{uid + 1}-8000"]
 
 
-def test_a_cache_that_is_removed_until_it_is_locked_is_made_again(
+def test_a_cache_removed_before_its_lock_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, flock, removals = tmp_path / "cache", fcntl.flock, [1]
@@ -436,7 +436,7 @@ def test_a_cache_that_is_removed_until_it_is_locked_is_made_again(
     assert removals == []
 
 
-def test_requests_ask_for_a_model_as_it_was_named(
+def test_requests_use_the_model_name_of_the_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").touch()

@@ -295,7 +295,7 @@ def test_no_server_is_left_after_a_kill(tmp_path: Path) -> None:
         assert left(up.mark) == {}
 
 
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+def test_a_used_port_is_named(tmp_path: Path) -> None:
     up = Up(tmp_path)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", up.ports["encode-port"]))
@@ -317,7 +317,7 @@ def test_an_unreachable_redis_is_reported_before_the_start(tmp_path: Path) -> No
     assert "starting" not in ran.stdout
 
 
-def test_a_folder_is_a_store_that_stays(tmp_path: Path) -> None:
+def test_a_folder_is_a_persistent_store(tmp_path: Path) -> None:
     up = Up(tmp_path, "--ec-store", str(tmp_path / "ec store"))
     with up.started() as process:
         up.wait_for(process, "ready: ")
@@ -445,14 +445,14 @@ def test_a_fleet_without_an_encode_stage_serves(tmp_path: Path) -> None:
     assert not any(name.startswith(("store", "encode")) for name in logs)
 
 
-def test_a_variable_that_is_wrong_is_named(tmp_path: Path) -> None:
+def test_an_invalid_variable_is_named(tmp_path: Path) -> None:
     ran = Up(tmp_path).run({"GPU_E": "0,1"})
 
     assert ran.returncode == 2
     assert "GPU_E '0,1' is not of the form 0, 0:1 (two instances) or 2+3" in ran.stderr
 
 
-def test_the_lines_of_a_dry_run_start_what_would_be_started(tmp_path: Path) -> None:
+def test_the_lines_of_a_dry_run_start_the_same_fleet(tmp_path: Path) -> None:
     """Each engine gets the same arguments and environment when its line is pasted into a shell."""
     record = tmp_path / "it's $HOME"
     record.mkdir()

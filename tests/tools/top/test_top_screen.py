@@ -51,7 +51,7 @@ def test_a_fleet_without_encode_instances_has_saved_no_encodes() -> None:
     assert "Conversations 12 kept  hit rate 75 % of 60 turns" in lines[1]
 
 
-def test_an_encode_instance_that_has_saved_nothing_yet_is_said_to() -> None:
+def test_an_encode_instance_without_savings_is_shown_as_such() -> None:
     shown = large(1)
     shown["totals"] = metric_totals([])
     text = "\n".join(drawn(shown, 80, 24))
@@ -129,7 +129,7 @@ def test_top_shows_all_instances_without_a_height() -> None:
         assert name in text
 
 
-def test_a_proxy_that_does_not_answer_any_more_is_said_to() -> None:
+def test_a_proxy_that_stopped_answering_is_shown_as_such() -> None:
     lines = drawn(large(1), 80, 24, "connection refused")
 
     assert "no answer: connection refused" in lines[0]
@@ -145,7 +145,7 @@ def test_external_text_has_no_terminal_control_characters() -> None:
     assert "·[2J·]0;title·[red]" in text
 
 
-def test_a_state_that_is_not_known_is_shown_as_it_is() -> None:
+def test_an_unknown_state_is_shown_unchanged() -> None:
     state = cast("dict[str, Any]", large(1))
     state["instances"] = state["instances"][:1]
     state["stages"] = [one for one in state["stages"] if not one["count"]]
