@@ -206,7 +206,7 @@ async def test_media_are_fetched_over_https_only_with_a_trusted_certificate(
         flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
         flags += ["--media-fetch", "proxy", "--allowed-media-domains", "localhost"]
         env = {"EPD_ALLOW_PRIVATE_MEDIA": "true"} | ({"SSL_CERT_FILE": str(pem)} if trusted else {})
-        with serving(*flags, env=env) as (url, process):
+        with serving(*flags, env=env, executed=True) as (url, process):
             body = request(image(f"https://localhost:{origin.port}/?secret"))
             async with (
                 aiohttp.ClientSession() as http,

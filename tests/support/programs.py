@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from epd.__main__ import main
+from tests.support.forking import ForkedProgram
 
 EPD = [sys.executable, "-m", "epd"]
 
@@ -54,6 +55,7 @@ def serving(
     *args: str,
     env: dict[str, str] | None = None,
     lines: list[dict[str, Any]] | None = None,
+    executed: bool = False,
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Run `epd serve` on a free port with JSON logs; yield its URL and its process.
 
@@ -61,14 +63,18 @@ def serving(
         args: flags.
         env: variables in addition to those of this process.
         lines: receives the log lines up to the one that says the proxy listens.
+        executed: whether the program must be executed, not forked: libraries read some variables
+            at import.
     """
     lines = [] if lines is None else lines
-    process = subprocess.Popen(
-        [*EPD, "serve", *ADDRESS, "--log-format", "json", "--drain-delay-s", "0", *args],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | (env or {}),
-    )
+    words = ["serve", *ADDRESS, "--log-format", "json", "--drain-delay-s", "0", *args]
+    environment = os.environ | (env or {})
+    if executed:
+        process = subprocess.Popen(
+            [*EPD, *words], stderr=subprocess.PIPE, text=True, env=environment
+        )
+    else:
+        process = ForkedProgram(*words, environment=environment)
     assert process.stderr is not None
     with process:
         try:
