@@ -23,10 +23,13 @@ PRELOADED = [
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.cli.serve",
     "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.scale_out.render.api_router",
+    "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
+    "scripts.preloaded",
 ]
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every test: first those without engines, which often wait, in five processes; then the ones on
-# real vLLM, in two. With arguments, which go to pytest, it is one run of what they choose.
+# real vLLM, in three. With arguments, which go to pytest, it is one run of what they choose.
 #
 #   scripts/test.sh            # all of them
 #   scripts/test.sh --quick    # without those marked `full`, and with fewer examples of each property
@@ -24,6 +24,6 @@ other=0.33.0
 [ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
 failed=0
 .venv/bin/python -m pytest --ignore tests/e2e -n 5 || failed=$?
-.venv/bin/python -m pytest tests/e2e -n 2 || failed=$?
+.venv/bin/python -m pytest tests/e2e -n 3 || failed=$?
 [ ! -d ".run/vllm-sources/$other" ] || ./scripts/check_vllm.sh "$other" || failed=$?
 exit $failed

@@ -21,8 +21,12 @@ NOT_QUICK = frozenset({"stack", "browser", "models", "redis_cluster", "start_clu
 """Fixtures that start engines, a browser or a Redis Cluster, or build models."""
 
 
-TOGETHER = ("tests/ec_store/vllm_connector/",)
-"""Folders of tests that run in one process. To import vLLM takes 20 s of CPU time."""
+TOGETHER = (
+    "tests/ec_store/vllm_connector/",
+    "tests/deploy/test_engines.py",
+    "tests/tools/fleet/test_vllm_flags.py",
+)
+"""Tests that run in one process. To import vLLM takes 20 s of CPU time."""
 
 LONGEST = (
     *TOGETHER,
@@ -36,14 +40,13 @@ LONGEST = (
 
 
 class WholeFiles(LoadScopeScheduling):  # type: ignore[misc]  # the base class is untyped
-    """Distribution of tests over processes: a file runs in one, and so does a folder of `TOGETHER`.
+    """Distribution of tests over processes: a file runs in one, and so do all of `TOGETHER`.
 
     A fixture of a module is then made once.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return next((folder for folder in TOGETHER if file.startswith(folder)), file)
+        return "vllm" if nodeid.startswith(TOGETHER) else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeFiles:

@@ -5,13 +5,14 @@ import pytest
 from epd.tools.fleet.plan import plan_fleet
 from epd.tools.fleet.settings import FleetSettings
 from tests.deploy.manifests import ENGINES, WORKLOADS, container, settings
-from tests.vllm_parser import parsed
+from tests.vllm_parser import needs_vllm, parsed
 
 MEMORY = 6
 """Index in `parsed` of the fraction of device memory, which pods do not share."""
 
 
 @pytest.mark.full
+@needs_vllm
 @pytest.mark.e2e
 def test_vllm_parses_the_flags_of_deploy_as_those_of_epd_up() -> None:
     model = settings("epd-engines")["MODEL"]

@@ -5,7 +5,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.e2e.stacks import CLUSTER, REDIS, STACKS, Spec, stacks_of
 from tests.models import written
 from tests.paths import MEDIA
 from tests.support.redis_server import RedisServer, cluster
+from tests.vllm_parser import needs_vllm
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -36,10 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("e2e")
             item.add_marker("full")
-            if find_spec("vllm") is None:
-                item.add_marker(
-                    pytest.mark.skip("vLLM is not installed: scripts/test.sh installs it")
-                )
+            item.add_marker(needs_vllm)
 
 
 class WholeStacks(LoadScopeScheduling):  # type: ignore[misc]  # the base class is untyped

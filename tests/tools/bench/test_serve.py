@@ -4,7 +4,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from os import environ
 from pathlib import Path
 from uuid import uuid4
@@ -20,13 +19,11 @@ from tests.support.fake_instance import FakeInstance, decodes, refuses
 from tests.support.fixtures import backed, keys, launch, store, url
 from tests.support.fleet import Launch
 from tests.tools.fleet.processes import processes_of
+from tests.vllm_parser import needs_vllm
 
 __all__ = ["backed", "keys", "launch", "store", "url"]
 
 NOBODY = "http://127.0.0.1:9"
-needs_vllm = pytest.mark.skipif(
-    find_spec("vllm") is None, reason="vLLM is not installed: scripts/test.sh installs it"
-)
 
 
 async def bench(

@@ -1,0 +1,47 @@
+"""The flags that `epd up` gives to engines, according to vLLM's own parser."""
+
+import pytest
+
+from epd.tools.fleet.plan import plan_fleet
+from epd.tools.fleet.settings import FleetSettings
+from tests.paths import MEDIA
+from tests.vllm_parser import needs_vllm, parsed
+
+
+@pytest.mark.full
+@needs_vllm
+@pytest.mark.e2e
+def test_vllm_accepts_every_flag_of_its_instances() -> None:
+    """Check first that the parser rejects a misspelt flag."""
+    argvs = [
+        list(engine.command()[3:])
+        for device, gpus in (("cuda", "e=0,{}=1+2"), ("xpu", "e=0,{}=1+2"), ("cpu", None))
+        for topology, last in (("1e1p1d", "p=3,d"), ("1e1pd", "pd"))
+        for engine in plan_fleet(
+            FleetSettings(
+                model="a/b",
+                device=device,
+                topology=topology,
+                gpus=gpus and gpus.format(last),
+                max_model_len=100,
+                max_num_seqs=10,
+                served_model_name="name",
+                allowed_local_media_path=str(MEDIA),
+            ),
+            {},
+            "file:///ec",
+        ).engines
+    ]
+    unknown, *known = parsed([["serve", "a/b", "--no-such-flag", "1"], *argvs])
+
+    assert unknown[0] == ["--no-such-flag", "1"]
+    encode, consumer = ["ec_producer", None], ["ec_consumer", None]
+    prefill, decode = ["ec_consumer", "kv_producer"], [None, "kv_consumer"]
+    assert [one[0] for one in known] == [[]] * 15
+    assert [one[1:3] for one in known] == [encode, prefill, decode, encode, consumer] * 3
+    assert [one[3] for one in known] == [True, True, False, True, False] * 2 + [True] * 5
+    assert [one[4] for one in known[:2]] == [False, None]
+    assert [one[5] for one in known[:5]] == [1, 1, 2, 1, 2]
+    assert [one[6] for one in known[:2]] == [0.01, 0.7]
+    assert all(one[7] for one in known)
+    assert known[0][8] == 114688
