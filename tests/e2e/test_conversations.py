@@ -199,6 +199,7 @@ def test_vllms_multi_turn_benchmark_runs_unchanged(
     stack: Served, models: Path, tmp_path: Path, named: bool
 ) -> None:
     """With ids only without streams, since vLLM 0.32 does not report its blocks in streams."""
+    assert MULTI_TURN.exists(), "scripts/fetch_multi_turn.sh fetches the benchmark"
     talks = tmp_path / "conversations.json"
     talks.write_bytes(orjson.dumps([questions(number) for number in range(TALKS)]))
     flags = ["--no-stream", "--send-conversation-id"] if named else []
