@@ -154,7 +154,7 @@ class Fetcher:
         while self._answers:
             settled += self._finish(self._answers.popleft(), now)
         for fetch in self._queue.late_fetches(
-            lambda one: not one.overdue and now >= self._deadline(one)
+            lambda want: not want.overdue and now >= self._deadline(want)
         ):
             settled += self._time_out(fetch)
         while self._timers and self._timers[0][0] <= now:

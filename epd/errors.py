@@ -29,10 +29,10 @@ INSIDES = re.compile(r"0x[0-9a-fA-F]{6,}|(?:/[\w.~-]+){2,}")
 shape may come from other software."""
 
 
-def said_retry_after_s(headers: Mapping[str, str]) -> float | None:
+def reported_retry_after_s(headers: Mapping[str, str]) -> float | None:
     """Return the seconds for which an instance asks for no further request; None without them."""
-    said = headers.get("Retry-After", "")
-    return float(said) if RETRY_AFTER.fullmatch(said) else None
+    seconds = headers.get("Retry-After", "")
+    return float(seconds) if RETRY_AFTER.fullmatch(seconds) else None
 
 
 def openai_error(reply: bytes) -> dict[str, Any] | None:
@@ -209,11 +209,11 @@ def drop_tracebacks(error: BaseException | None) -> None:
     left: list[BaseException | None] = [error]
     seen: set[int] = set()
     while left:
-        one = left.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            one.__traceback__ = None
-            left += [one.__cause__, one.__context__]
+        reached = left.pop()
+        if reached is not None and id(reached) not in seen:
+            seen.add(id(reached))
+            reached.__traceback__ = None
+            left += [reached.__cause__, reached.__context__]
 
 
 class BadRequest(ProxyError):
@@ -419,22 +419,22 @@ class UpstreamRejected(ProxyError):
     def __init__(
         self, status: int, reply: bytes, *, stage: Stage, headers: Mapping[str, str]
     ) -> None:
-        said = openai_error(reply)
-        self._said = {"type": "UpstreamError", "param": None, "code": status} | (
-            said or {"message": plain_message(status, reply)}
+        error = openai_error(reply)
+        self._error = {"type": "UpstreamError", "param": None, "code": status} | (
+            error or {"message": plain_message(status, reply)}
         )
         kind = "rejected" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "failed"
         super().__init__(
-            self._said["message"], slug=f"{stage}_{kind}", stage=stage, answered=status
+            self._error["message"], slug=f"{stage}_{kind}", stage=stage, answered=status
         )
         self.status = status
-        self._reply = reply if said else None
+        self._reply = reply if error else None
         self._passed_headers = {
             name: headers[name]
             for name in ("Retry-After", "WWW-Authenticate")
             if name in headers and headers[name].isprintable()
         }
-        self.rest_s = said_retry_after_s(self._passed_headers)
+        self.rest_s = reported_retry_after_s(self._passed_headers)
         self.retryable = status in ELSEWHERE
         self.outcome = _outcome_of(status)
         if status in BUSY:
@@ -443,7 +443,7 @@ class UpstreamRejected(ProxyError):
     @property
     def detail(self) -> dict[str, Any]:
         """The `error` object of the instance, with the part of the request if it is known."""
-        return self._said if self.param is None else self._said | {"param": self.param}
+        return self._error if self.param is None else self._error | {"param": self.param}
 
     def body(self) -> bytes:
         """Return the bytes of the instance, where they need no change."""

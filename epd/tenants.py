@@ -222,8 +222,8 @@ class TenantLedger:
         if slot == MAX_SHARED:
             return TenantUse()
         row.keys[slot] = key
-        others = [one for one in self._rows if one is not row]
-        return SharedUse(row, slot, [SlotReader(one, key) for one in others])
+        others = [other for other in self._rows if other is not row]
+        return SharedUse(row, slot, [SlotReader(other, key) for other in others])
 
     def forget_requests(self, worker: int) -> None:
         """Remove the requests of a worker that has died. Its rates stay."""

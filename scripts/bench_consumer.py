@@ -131,7 +131,11 @@ def _memory(model: Path, requests: int = 1000) -> None:
         connector._fetcher._store = few  # noqa: SLF001
         while waiting:
             ready = _pass(connector, running + waiting)
-            for request in [one for one in waiting if one.request_id in ready][:4]:
+            for request in [
+                waiting_request
+                for waiting_request in waiting
+                if waiting_request.request_id in ready
+            ][:4]:
                 waiting.remove(request)
                 request.num_computed_tokens = 10**6
                 running.append(request)
@@ -223,9 +227,9 @@ def _timed(call: Callable[[], object]) -> float:
 def _pass(connector: Any, requests: Sequence[Request]) -> set[str]:
     """Call the connector as `schedule()` does; return the ids of schedulable requests."""
     ready = {
-        one.request_id
-        for one in requests
-        if connector.ensure_cache_available(one, one.num_computed_tokens)
+        request.request_id
+        for request in requests
+        if connector.ensure_cache_available(request, request.num_computed_tokens)
     }
     connector.build_connector_meta(Step())
     return ready

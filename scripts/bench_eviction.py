@@ -100,8 +100,8 @@ def _step(root: str, name: str) -> None:
         store.stats()
         _mark(BEGIN)
         before = time.process_time()
-        for one in names:
-            call(one)
+        for entry_name in names:
+            call(entry_name)
         print((time.process_time() - before) * 1000 / times)
         _mark(END)
         evictions = {"evict, one victim": range(1, 3), "put into a full store": range(64, 96)}
@@ -113,7 +113,7 @@ def _call(store: Store, name: str) -> Callable[[str], object]:
     if name.startswith("evict"):
         return lambda _: store.evict()
     entry = Entry(memoryview(bytes(64)), "BF16", (32,), "image")
-    return lambda one: store.put(EntryKey("bench", one), entry)
+    return lambda name: store.put(EntryKey("bench", name), entry)
 
 
 def _mark(name: str) -> None:

@@ -160,9 +160,9 @@ def measure(fleet: Proxies, kind: str, at_once: int, rounds: int) -> Iterator[st
         first = number % len(names)
         for name in names[first:] + names[:first]:
             samples[name].append(fleet.send_batch(name, PICTURES[kind], at_once))
-    before = [one.wall_s for one in samples[names[0]]]
+    before = [sample.wall_s for sample in samples[names[0]]]
     for name, turns in samples.items():
-        seconds = sorted(one for each in turns for one in each.seconds)
+        seconds = sorted(seconds_of_turn for each in turns for seconds_of_turn in each.seconds)
         walls = [each.wall_s for each in turns]
         ratios = [old / new for old, new in zip(before, walls, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
@@ -198,8 +198,8 @@ def main() -> None:
     args = parser.parse_args()
     subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", MODELS, MODEL], check=True)
     for topology in args.topologies:
-        one = topology.startswith("1e")
-        proxies = {name: its for name, its in PROXIES.items() if not (one and "least" in name)}
+        single = topology.startswith("1e")
+        proxies = {name: its for name, its in PROXIES.items() if not (single and "least" in name)}
         with (
             tempfile.TemporaryDirectory(prefix="epd-groups-", dir="/dev/shm") as folder,
             Stack(
@@ -214,7 +214,7 @@ def main() -> None:
             urls = {name: running.enter_context(proxy(stack, its)) for name, its in proxies.items()}
             client = running.enter_context(httpx.Client(timeout=600))
             encoders = [
-                process for one in stack.of_role(Role.ENCODE) for process in tree(stack, one)
+                process for engine in stack.of_role(Role.ENCODE) for process in tree(stack, engine)
             ]
             fleet = Proxies(client, urls, encoders)
             for name in urls:  # engines compile at their first requests

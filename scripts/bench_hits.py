@@ -157,10 +157,10 @@ def median(samples: Sequence[Cost]) -> Cost:
         first.height,
         first.pictures,
         first.prompt_tokens,
-        round(statistics.median([one.body_bytes for one in samples])),
-        round(statistics.median([one.first_token_s for one in samples]), 4),
-        round(statistics.median([one.encode_cpu_s for one in samples]), 3),
-        round(statistics.median([one.prefill_cpu_s for one in samples]), 3),
+        round(statistics.median([sample.body_bytes for sample in samples])),
+        round(statistics.median([sample.first_token_s for sample in samples]), 4),
+        round(statistics.median([sample.encode_cpu_s for sample in samples]), 3),
+        round(statistics.median([sample.prefill_cpu_s for sample in samples]), 3),
         first.items,
     )
 
@@ -221,10 +221,10 @@ def table(costs: Sequence[Cost]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {one.pictures} of {one.width}x{one.height} | {one.kind} "
-        f"| {one.prompt_tokens} | {one.body_bytes / 1e6:.2f} "
-        f"| {one.first_token_s * 1000:.0f} | {one.encode_cpu_s:.2f} | {one.prefill_cpu_s:.2f} |"
-        for one in costs
+        f"| {cost.pictures} of {cost.width}x{cost.height} | {cost.kind} "
+        f"| {cost.prompt_tokens} | {cost.body_bytes / 1e6:.2f} "
+        f"| {cost.first_token_s * 1000:.0f} | {cost.encode_cpu_s:.2f} | {cost.prefill_cpu_s:.2f} |"
+        for cost in costs
     ]
     return "\n".join(lines)
 
@@ -256,7 +256,7 @@ def main() -> None:
     print(table(costs))
     if args.out is not None:
         made = {"date": datetime.now(UTC).date().isoformat(), "vllm": version("vllm")}
-        results = made | {"machine": machine(), "costs": [asdict(one) for one in costs]}
+        results = made | {"machine": machine(), "costs": [asdict(cost) for cost in costs]}
         args.out.write_text(json.dumps(results, indent=1) + "\n")
 
 

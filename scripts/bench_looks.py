@@ -99,8 +99,8 @@ async def measured(workers: int, seconds: float, folder: Path) -> Mapping[str, A
         flags = proxy_flags(instances, store.url, port, workers)
         proxy = Proxy(command("epd", "serve", flags=flags), port, folder / "proxy.log", workers)
         stack.callback(proxy.stop)
-        for one in instances:
-            await one.ready()
+        for instance in instances:
+            await instance.ready()
         await proxy.ready()
         await ask_all(Clients(proxy.url, Questions(Random(1))), QUESTIONS * workers)  # noqa: S311
         return await rows(proxy, seconds)

@@ -102,7 +102,7 @@ def main() -> None:
             flags=dict.fromkeys((Role.ENCODE, Role.PREFILL_DECODE), engine_flags()),
         )
         with stack, ExitStack() as proxies:
-            urls = {one: proxies.enter_context(proxy(stack, one)) for one in BALANCES}
+            urls = {balance: proxies.enter_context(proxy(stack, balance)) for balance in BALANCES}
             for url in urls.values():  # engines compile at their first requests
                 run_questions(url, ask_all(4, 1), args.clients)
             results = [
@@ -113,7 +113,7 @@ def main() -> None:
     if args.out is not None:
         made = {"date": datetime.now(UTC).date().isoformat(), "vllm": version("vllm")}
         what = {"machine": machine(), "pictures": args.pictures, "questions": args.questions}
-        rows = {"clients": args.clients, "results": [asdict(one) for one in results]}
+        rows = {"clients": args.clients, "results": [asdict(result) for result in results]}
         args.out.write_text(json.dumps(made | what | rows, indent=1) + "\n")
 
 
@@ -195,7 +195,7 @@ def measure(
     total = sum(spent, Counter[str]())
     first = sorted(second for _, second in seconds)
     later = sorted(second for number, second in seconds if number)
-    prompts = [one[COMPUTED] + one[CACHED] for one in spent]
+    prompts = [spending[COMPUTED] + spending[CACHED] for spending in spent]
     return BalanceResult(
         balance,
         len(requests),
@@ -253,10 +253,11 @@ def table(results: Sequence[BalanceResult]) -> str:
     names += ["first token p50, p90, s", "follow-ups p50, p90, s"]
     lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
     lines += [
-        f"| {one.balance} | {one.requests} | {one.computed} "
-        f"| {one.computed / results[0].computed:.2f} | {one.cached} | {one.share} "
-        f"| {one.first_p50_s}, {one.first_p90_s} | {one.later_p50_s}, {one.later_p90_s} |"
-        for one in results
+        f"| {result.balance} | {result.requests} | {result.computed} "
+        f"| {result.computed / results[0].computed:.2f} | {result.cached} | {result.share} "
+        f"| {result.first_p50_s}, {result.first_p90_s} "
+        f"| {result.later_p50_s}, {result.later_p90_s} |"
+        for result in results
     ]
     return "\n".join(lines)
 

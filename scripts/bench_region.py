@@ -72,12 +72,12 @@ def main() -> None:
     orders = list(permutations(taken))
     for number in range(args.rounds + args.warm_up):
         # Before the step: a fetch thread copies the entries while the request waits.
-        views = [view for one in data if (view := region.copy_in(one)) is not None]
+        views = [view for block in data if (view := region.copy_in(block)) is not None]
         places = [region.find_place(view) for view in views]
         region.send(views)
         del views
         steps: dict[str, list[Any]] = {
-            ARENA: [as_tensor(one) for one in data],
+            ARENA: [as_tensor(block) for block in data],
             SHARED: places,
             EMPTY: [],
         }
@@ -115,9 +115,9 @@ def _arguments() -> argparse.Namespace:
 def _last(started: float, answers: Sequence[Answer]) -> Answer:
     """Return the times until the last worker, in seconds, and the faults of all workers."""
     return Answer(
-        max(one.in_hand_s for one in answers) - started,
-        max(one.touched_s for one in answers) - started,
-        sum(one.faults for one in answers),
+        max(answer.in_hand_s for answer in answers) - started,
+        max(answer.touched_s for answer in answers) - started,
+        sum(answer.faults for answer in answers),
     )
 
 
@@ -125,8 +125,8 @@ def _print_table(taken: dict[str, list[Answer]]) -> None:
     print("| way | in hand, ms: median, best | touched, ms: median, best | faults: median, most |")
     print("| --- | --- | --- | --- |")
     for name, answers in taken.items():
-        in_hand, touched = ([one[part] * 1e3 for one in answers] for part in range(2))
-        faults = [one.faults for one in answers]
+        in_hand, touched = ([answer[part] * 1e3 for answer in answers] for part in range(2))
+        faults = [answer.faults for answer in answers]
         print(
             f"| {name} | {statistics.median(in_hand):.2f}, {min(in_hand):.2f} "
             f"| {statistics.median(touched):.2f}, {min(touched):.2f} "
@@ -134,7 +134,9 @@ def _print_table(taken: dict[str, list[Answer]]) -> None:
         )
     print()
     for part, name in enumerate(("in hand", "touched")):
-        medians = [statistics.median(one[part] for one in taken[way]) for way in (SHARED, ARENA)]
+        medians = [
+            statistics.median(answer[part] for answer in taken[way]) for way in (SHARED, ARENA)
+        ]
         print(f"shared memory / arena, {name}: {medians[0] / medians[1]:.2f}")
 
 

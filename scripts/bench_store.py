@@ -106,9 +106,12 @@ def _together(url: str, megabytes: float, clients: int, rounds: int) -> Times:
         if process.exitcode:
             raise SystemExit(process.exitcode)
     taken = [results.get() for _ in processes]
-    names = dict.fromkeys(name for one in taken for name in one)
+    names = dict.fromkeys(name for times in taken for name in times)
     return {
-        name: [max(each) for each in zip(*(one[name] for one in taken if name in one), strict=True)]
+        name: [
+            max(each)
+            for each in zip(*(times[name] for times in taken if name in times), strict=True)
+        ]
         for name in names
     }
 

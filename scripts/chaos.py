@@ -96,7 +96,7 @@ class Stand:
 
     async def sum(self, what: str) -> int:
         """Return the sum of one number that each instance reports."""
-        return sum([(await one.state())[what] for one in self.instances])
+        return sum([(await instance.state())[what] for instance in self.instances])
 
     async def left(self, fds: Mapping[str, int]) -> Left:
         """Return the resources in use now.
@@ -136,8 +136,8 @@ async def standing(args: argparse.Namespace, folder: Path) -> AsyncIterator[Stan
         words = command("epd", "serve", flags=given)
         proxy = Proxy(words, port, folder / "proxy.log", args.workers)
         stack.callback(proxy.stop)
-        for one in instances:
-            await one.ready()
+        for instance in instances:
+            await instance.ready()
         await proxy.ready()
         yield Stand(proxy, instances, store)
 
@@ -154,7 +154,7 @@ def proxy_flags(
     """Return the flags of a proxy in front of these instances."""
 
     def urls(*roles: Role) -> str:
-        return ",".join(one.url for one in instances if one.role in roles)
+        return ",".join(instance.url for instance in instances if instance.role in roles)
 
     return {
         "--host": "127.0.0.1",
@@ -238,15 +238,19 @@ async def serves(clients: Clients) -> bool:
 
 async def not_asked(stand: Stand, clients: Clients) -> list[str]:
     """Return the instances and workers that get no request within `SERVES_WITHIN_S`."""
-    before = {one: (await one.state())["asked"] for one in stand.instances}
+    before = {instance: (await instance.state())["asked"] for instance in stand.instances}
     idle = list(stand.instances)
     clock = asyncio.get_running_loop().time
     deadline_s = clock() + SERVES_WITHIN_S
     async with aiohttp.ClientSession() as http:
         while idle and clock() < deadline_s:
             await ask(http, clients.url, clients.questions.plain())
-            idle = [one for one in idle if (await one.state())["asked"] == before[one]]
-    return [*(one.name for one in idle), *await idle_workers(stand, clients, deadline_s)]
+            idle = [
+                instance
+                for instance in idle
+                if (await instance.state())["asked"] == before[instance]
+            ]
+    return [*(instance.name for instance in idle), *await idle_workers(stand, clients, deadline_s)]
 
 
 async def idle_workers(stand: Stand, clients: Clients, deadline_s: float) -> list[str]:

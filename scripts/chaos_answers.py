@@ -29,8 +29,8 @@ class Answer:
 
 def error(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
     """Return a response with the error body of vLLM."""
-    said = {"message": message, "type": "InternalServerError", "param": None, "code": status}
-    return web.json_response({"error": said}, status=status, headers=headers)
+    description = {"message": message, "type": "InternalServerError", "param": None, "code": status}
+    return web.json_response({"error": description}, status=status, headers=headers)
 
 
 # Faults before a response.

@@ -128,34 +128,34 @@ def plan(targets: Sequence[Breakable], rng: random.Random, seconds: float) -> li
         target, lasts_s = targets[place], rng.uniform(*LASTS_S)
         planned.append(Planned(target, rng.choice(target.kinds), at_s, lasts_s))
         lanes[lane] = whole_at[place] = at_s + lasts_s
-    return [one for one in planned if one.at_s < seconds]
+    return [fault for fault in planned if fault.at_s < seconds]
 
 
 async def storm(faults: Faults, planned: Sequence[Planned]) -> None:
     """Inject the planned faults; all have ended when this returns."""
     # A killed process may need longer to restart than planned.
-    turns = {one.target.name: asyncio.Lock() for one in planned}
+    turns = {fault.target.name: asyncio.Lock() for fault in planned}
 
-    async def put(one: Planned) -> None:
-        await asyncio.sleep(one.at_s)
-        async with turns[one.target.name]:
-            await faults.put(one.target, one.kind, one.lasts_s)
+    async def put(fault: Planned) -> None:
+        await asyncio.sleep(fault.at_s)
+        async with turns[fault.target.name]:
+            await faults.put(fault.target, fault.kind, fault.lasts_s)
 
     async with asyncio.TaskGroup() as group:
-        for one in planned:
-            group.create_task(put(one))
+        for fault in planned:
+            group.create_task(put(fault))
 
 
 async def kill_workers(faults: Faults, planned: Sequence[Kill]) -> None:
     """Kill workers as planned; all serve again when this returns."""
 
-    async def put(one: Kill) -> None:
-        await asyncio.sleep(one.at_s)
-        await faults.put(one.worker, "kill", 0.0)
+    async def put(kill: Kill) -> None:
+        await asyncio.sleep(kill.at_s)
+        await faults.put(kill.worker, "kill", 0.0)
 
     async with asyncio.TaskGroup() as group:
-        for one in planned:
-            group.create_task(put(one))
+        for kill in planned:
+            group.create_task(put(kill))
 
 
 async def kills(

@@ -114,8 +114,8 @@ class Instance:
             aiohttp.ClientSession(timeout=timeout) as http,
             http.get(f"{self.url}/state") as reply,
         ):
-            said: Mapping[str, int] = await reply.json()
-            return said
+            counts: Mapping[str, int] = await reply.json()
+            return counts
 
 
 class DiskStore:

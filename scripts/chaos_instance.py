@@ -133,8 +133,8 @@ class Instance:
         if asyncio.get_running_loop().time() < self._alone_until_s:
             return _json({"choices": []})
         self._later(self._write(key, digest))
-        said = {"item_indices": [0], "metadata": _grid(digest), "namespace": NAMESPACE}
-        return _json({"choices": [], "ec_transfer_params": {key.identifier: said}})
+        reply_params = {"item_indices": [0], "metadata": _grid(digest), "namespace": NAMESPACE}
+        return _json({"choices": [], "ec_transfer_params": {key.identifier: reply_params}})
 
     async def _write(self, key: EntryKey, digest: bytes) -> None:
         await asyncio.sleep(random.uniform(0, self._stage_s))  # noqa: S311 - no secret

@@ -325,8 +325,8 @@ async def _judge(reply: aiohttp.ClientResponse, question: Question) -> dict[str,
         return seen
     if question.stream:
         return await _judge_stream(reply, question)
-    said = orjson.loads(await reply.read())
-    return _compared(said["choices"][0]["message"]["content"], question)
+    answer = orjson.loads(await reply.read())
+    return _compared(answer["choices"][0]["message"]["content"], question)
 
 
 async def _judge_stream(reply: aiohttp.ClientResponse, question: Question) -> dict[str, Any]:
@@ -352,10 +352,10 @@ async def _events(reply: aiohttp.ClientResponse, pause_s: float) -> AsyncIterato
         await asyncio.sleep(pause_s)
 
 
-def _compared(said: str, question: Question) -> dict[str, Any]:
-    if said == question.answer:
+def _compared(text: str, question: Question) -> dict[str, Any]:
+    if text == question.answer:
         return {"result": "right"}
-    seen, due = (words.replace(FILLER, "x") for words in (said, question.answer or ""))
+    seen, due = (words.replace(FILLER, "x") for words in (text, question.answer or ""))
     return {"result": "wrong", "detail": f"{seen[:MOST_TOLD]} instead of {due[:MOST_TOLD]}"}
 
 

@@ -35,7 +35,7 @@ machine."""
 
 SURPRISES = ("Traceback", "never retrieved", "was destroyed but it is pending")
 
-UNDER_WAY = {one.name for one in (BODY_BYTES, IN_FLIGHT, INSTANCE_REQUESTS, QUEUED)}
+UNDER_WAY = {metric.name for metric in (BODY_BYTES, IN_FLIGHT, INSTANCE_REQUESTS, QUEUED)}
 """Gauges that are 0 while no request is served."""
 
 CHAT = {"path": "/v1/chat/completions", "status": "200"}
@@ -236,7 +236,7 @@ def not_asked_by(pages: Mapping[str, Page]) -> list[str]:
 def answered(page: Page) -> float:
     """Return the number of chat requests that a process has answered."""
     samples = page["epd_requests"].samples if "epd_requests" in page else ()
-    return sum(one.value for one in samples if CHAT.items() <= one.labels.items())
+    return sum(sample.value for sample in samples if CHAT.items() <= sample.labels.items())
 
 
 class _Serving:
@@ -254,8 +254,8 @@ class _Serving:
                     break
                 self._at += len(line)
                 if b'"serving"' in line:
-                    said = orjson.loads(line)
-                    self._pids[said["worker"]] = said["pid"]
+                    record = orjson.loads(line)
+                    self._pids[record["worker"]] = record["pid"]
         return self._pids
 
 

@@ -105,7 +105,7 @@ class Figures:
             "requests lost": self.lost == 0,
             "answers in no shape": self.misshapen == 0,
             "errors not excused": self.not_excused == 0,
-            "memory grows": not any(one.grows for one in self.memory.values()),
+            "memory grows": not any(memory.grows for memory in self.memory.values()),
             "descriptors left": all(
                 last <= first + MORE_FDS for first, last in self.left.fds.values()
             ),
@@ -183,13 +183,17 @@ def figures(seen: Seen, excuse: Excuse) -> Figures:
     """
     outcomes, faults = seen.outcomes, seen.faults
     results = Counter(outcome.result for outcome in outcomes)
-    errors = [one for one in outcomes if one.result in {"error", "broken off"}]
-    felt = {one: [fault for fault in faults if fault.felt(one)] for one in errors}
-    inexcusable = [one for one in errors if not excuse(one, felt[one])]
-    needless = [one for one in errors if had_another(one, felt[one])]
-    cut = {id(one) for one in outcomes if cut_by(one, seen.cuts)}
-    lost = [one for one in outcomes if one.result in {"lost", "cut off"} and id(one) not in cut]
-    bad = [*lost, *(one for one in outcomes if one.result in {"wrong", "misshapen"})]
+    errors = [outcome for outcome in outcomes if outcome.result in {"error", "broken off"}]
+    felt = {error: [fault for fault in faults if fault.felt(error)] for error in errors}
+    inexcusable = [error for error in errors if not excuse(error, felt[error])]
+    needless = [error for error in errors if had_another(error, felt[error])]
+    cut = {id(outcome) for outcome in outcomes if cut_by(outcome, seen.cuts)}
+    lost = [
+        outcome
+        for outcome in outcomes
+        if outcome.result in {"lost", "cut off"} and id(outcome) not in cut
+    ]
+    bad = [*lost, *(outcome for outcome in outcomes if outcome.result in {"wrong", "misshapen"})]
     return Figures(
         seconds=round(seen.memory[-1][0] - seen.memory[0][0], 1),
         requests=len(outcomes),
@@ -205,13 +209,13 @@ def figures(seen: Seen, excuse: Excuse) -> Figures:
         memory=_by_process(seen.memory),
         left=seen.left,
         examples=[
-            f"{label}: {_example(one, faults)}"
+            f"{label}: {_example(outcome, faults)}"
             for label, several in (
                 ("bad", bad),
                 ("not excused", inexcusable),
                 ("needless", needless),
             )
-            for one in several[:EXAMPLES]
+            for outcome in several[:EXAMPLES]
         ],
     )
 

@@ -91,9 +91,9 @@ def table(title: str) -> str:
 def first_row(name: str) -> str:
     """Return the row of one setting in the table of those that most operators need."""
     field = Settings.model_fields[name]
-    said = code(variables_of(name)[0] if name in SECRETS else flag_of(name))
+    name_shown = code(variables_of(name)[0] if name in SECRETS else flag_of(name))
     text = (field.description or "").replace("|", "\\|")
-    return f"| {said} | {default(name, field)} | {text} |\n"
+    return f"| {name_shown} | {default(name, field)} | {text} |\n"
 
 
 def names(title: str) -> Iterator[str]:
@@ -133,11 +133,11 @@ def default(name: str, field: FieldInfo) -> str:
         return "required"
     if field.default in {None, ()}:
         return NONE
-    said = str(field.default).lower() if field.annotation is bool else shown_default(field)
+    shown = str(field.default).lower() if field.annotation is bool else shown_default(field)
     for unit, size in BINARY if name.endswith("_bytes") else ():
         if field.default >= size and not field.default % size:
-            return f"{code(said)} ({field.default // size} {unit})"
-    return code(said)
+            return f"{code(shown)} ({field.default // size} {unit})"
+    return code(shown)
 
 
 def code(text: str) -> str:

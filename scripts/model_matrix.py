@@ -32,10 +32,10 @@ MODELS = ROOT / ".run" / "models"
 def main() -> None:
     """Run the models that the command line names, and write the document."""
     args = arguments()
-    subjects = [one for one in SUBJECTS if one.name in (args.models or names())]
+    subjects = [subject for subject in SUBJECTS if subject.name in (args.models or names())]
     results = read()
     if not (args.write or args.check):
-        models = [one.name for one in subjects]
+        models = [subject.name for subject in subjects]
         subprocess.run(
             [sys.executable, ROOT / "scripts/tiny_models.py", MODELS, *models], check=True
         )

@@ -178,8 +178,13 @@ def document(routes: tuple[tuple[Access, web.RouteDef], ...], parts: Json) -> Js
         if unknown := [name for name in found if name not in parts["path_parameters"]]:
             raise Undescribed(f"{route.path}: scripts/openapi.yaml has no {unknown[0]}")
         own = [
-            {"name": one, "in": "path", "required": True, "schema": parts["path_parameters"][one]}
-            for one in found
+            {
+                "name": parameter,
+                "in": "path",
+                "required": True,
+                "schema": parts["path_parameters"][parameter],
+            }
+            for parameter in found
         ]
         if parameters := own + extra.get("parameters", []):
             made["parameters"] = parameters
@@ -273,7 +278,7 @@ class Operation:
         self._schemas = schemas
         self._endpoint = ENDPOINTS.get(route.path)
         subject = route.handler if self._endpoint is None else type(self._endpoint)
-        self._said = documented(subject, f"{route.method} {route.path}")
+        self._documentation = documented(subject, f"{route.method} {route.path}")
 
     def as_json(self) -> Json:
         """Return the description, without parameters.
@@ -281,10 +286,10 @@ class Operation:
         Raises:
             Undescribed: something is not described.
         """
-        said, extra, endpoint = self._said, self._extra, self._endpoint
+        documentation, extra, endpoint = self._documentation, self._extra, self._endpoint
         made: Json = {key: extra[key] for key in ("operationId",) if key in extra}
-        made |= {"tags": [TAGS[self._access]], "summary": said.summary}
-        description = said.description
+        made |= {"tags": [TAGS[self._access]], "summary": documentation.summary}
+        description = documentation.description
         if endpoint is not None and endpoint.key_header != "Authorization":
             more = f"An API key may also be sent as `{endpoint.key_header}`."
             description = f"{description}\n\n{more}".strip()
@@ -311,12 +316,12 @@ class Operation:
         """Return the responses that are no errors, by status."""
         if self._endpoint is not None:
             return {"200": self._relayed(self._endpoint)}
-        said = self._said.sections.get("Returns", [])
-        if not said and self._returns() is not web.StreamResponse:
+        statuses = self._documentation.sections.get("Returns", [])
+        if not statuses and self._returns() is not web.StreamResponse:
             raise Undescribed(f"{self._name}: the docstring has no `Returns:` with statuses")
         own = ("X-Trace-Id",) if is_api(self._route.path) else ()
         found: Json = {}
-        for status, text in said:
+        for status, text in statuses:
             names = ("X-Request-Id", *own, *(("Location",) if status == "302" else ()))
             found[status] = {"description": _sentence(text), "headers": _headers(*names)}
             if content := self._content():
@@ -384,7 +389,7 @@ class Operation:
         Raises:
             Undescribed: an error is unknown, or its status.
         """
-        for name, text in self._said.sections.get("Raises", []):
+        for name, text in self._documentation.sections.get("Raises", []):
             kind = getattr(errors, name, None)
             if not (isinstance(kind, type) and issubclass(kind, ProxyError)):
                 raise Undescribed(f"{self._name}: {name} is no error of epd.errors")
@@ -410,8 +415,10 @@ def work_errors() -> Mapping[str, list[str]]:
     for kind in kinds:
         stated = kind.status != ProxyError.status and kind is not Unauthorized
         if kind.__module__ == errors.__name__ and stated:
-            said, slug = documented(kind, kind.__name__).summary, vars(kind).get("default_slug")
-            found.setdefault(str(kind.status), []).append(f"`{slug}`: {said}" if slug else said)
+            summary, slug = documented(kind, kind.__name__).summary, vars(kind).get("default_slug")
+            found.setdefault(str(kind.status), []).append(
+                f"`{slug}`: {summary}" if slug else summary
+            )
     return found
 
 
@@ -435,9 +442,9 @@ class Schemas:
             case typing.Literal:
                 made: Json = {"enum": [*args]} if len(args) > 1 else {"const": args[0]}
             case typing.Union | types.UnionType:
-                found = [self.of(one) for one in args]
-                plain = all(one.keys() == {"type"} for one in found)
-                made = {"type": [one["type"] for one in found]} if plain else {"anyOf": found}
+                found = [self.of(argument) for argument in args]
+                plain = all(schema.keys() == {"type"} for schema in found)
+                made = {"type": [schema["type"] for schema in found]} if plain else {"anyOf": found}
             case builtins.list:
                 made = {"type": "array", "items": self.of(args[0])}
             case builtins.dict | abc.Mapping:
@@ -467,11 +474,13 @@ class Schemas:
         return _ref(name)
 
     def _object(self, kind: Any) -> Json:
-        said, hints = _members(kind), get_type_hints(kind)
+        descriptions, hints = _members(kind), get_type_hints(kind)
         properties = {}
         for name, of in hints.items():
             found = self.of(of)
-            properties[name] = found | ({"description": said[name]} if name in said else {})
+            properties[name] = found | (
+                {"description": descriptions[name]} if name in descriptions else {}
+            )
         return {
             "type": "object",
             "description": _whole(documented(kind, kind.__name__)),
@@ -486,11 +495,11 @@ class Schemas:
         defined = made.pop("$defs")
         if defined.keys() != {Role.__name__}:
             raise Undescribed(f"Registration has the schemas {', '.join(defined)}")
-        said = _members(Registration)
+        descriptions = _members(Registration)
         for name, field in made["properties"].items():
             field.pop("title", None)
-            if name in said:
-                field["description"] = said[name]
+            if name in descriptions:
+                field["description"] = descriptions[name]
         made["properties"]["role"] = self.add(Role)
         self.made["Registration"] = {key: made[key] for key in made if key != "title"}
 
@@ -500,8 +509,8 @@ class Schemas:
         Raises:
             Undescribed: the endpoint has no schema.
         """
-        names = [f"{one.__name__}Request" for one in type(endpoint).__mro__]
-        name = next((one for one in names if one in self.made), None)
+        names = [f"{cls.__name__}Request" for cls in type(endpoint).__mro__]
+        name = next((candidate for candidate in names if candidate in self.made), None)
         if name is None:
             raise Undescribed(f"scripts/openapi.yaml has no schema {names[0]}")
         fields: Json = {"model": MODEL}
@@ -527,10 +536,18 @@ class Schemas:
 
 
 def _enum(kind: type[StrEnum]) -> Json:
-    said = _members(kind)
+    descriptions = _members(kind)
     lines = [_whole(documented(kind, kind.__name__))]
-    lines += [f"- `{one.value}`: {said[one.name]}" for one in kind if one.name in said]
-    return {"type": "string", "enum": [one.value for one in kind], "description": "\n".join(lines)}
+    lines += [
+        f"- `{member.value}`: {descriptions[member.name]}"
+        for member in kind
+        if member.name in descriptions
+    ]
+    return {
+        "type": "string",
+        "enum": [member.value for member in kind],
+        "description": "\n".join(lines),
+    }
 
 
 def _members(kind: type) -> dict[str, str]:
@@ -540,7 +557,7 @@ def _members(kind: type) -> dict[str, str]:
     if not isinstance(defined, ast.ClassDef):  # a TypedDict made by a call
         return found
     # The bases as they are written: a TypedDict has only `dict` as a base.
-    for written in (one.id for one in defined.bases if isinstance(one, ast.Name)):
+    for written in (base.id for base in defined.bases if isinstance(base, ast.Name)):
         base = vars(sys.modules[kind.__module__])[written]
         if isinstance(base, type) and base.__module__ == kind.__module__ and written[0] != "_":
             found |= _members(base)
@@ -548,9 +565,9 @@ def _members(kind: type) -> dict[str, str]:
         match member, text:
             case (
                 ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(ast.Constant(value=str() as said)),
+                ast.Expr(ast.Constant(value=str() as description)),
             ):
-                found[name] = " ".join(said.split())
+                found[name] = " ".join(description.split())
             case _:
                 pass
     return found
@@ -571,19 +588,21 @@ def documented(subject: Any, name: str) -> Documented:
         raise Undescribed(f"{name} has no docstring: it is the description")
     prose, *sections = SECTION.split(text)
     first, _, rest = prose.strip().partition("\n\n")
-    paragraphs = [" ".join(one.split()) for one in rest.split("\n\n") if one.strip()]
+    paragraphs = [
+        " ".join(paragraph.split()) for paragraph in rest.split("\n\n") if paragraph.strip()
+    ]
     return Documented(
         " ".join(first.split()).removesuffix("."),
         "\n\n".join(paragraphs),
         {
-            title: [(key, " ".join(said.split())) for key, said in ENTRY.findall(body)]
+            title: [(key, " ".join(text.split())) for key, text in ENTRY.findall(body)]
             for title, body in zip(sections[::2], sections[1::2], strict=True)
         },
     )
 
 
-def _whole(said: Documented) -> str:
-    return f"{said.summary}. {said.description}".strip()
+def _whole(documentation: Documented) -> str:
+    return f"{documentation.summary}. {documentation.description}".strip()
 
 
 def _listed(texts: list[str]) -> str:

@@ -49,7 +49,9 @@ def layers(package: str) -> list[list[str]]:
     """Return the layers that import-linter checks, the top one first."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = settings["tool"]["importlinter"]["contracts"]
-    [checked] = [one["layers"] for one in contracts if one.get("containers") == [package]]
+    [checked] = [
+        contract["layers"] for contract in contracts if contract.get("containers") == [package]
+    ]
     return [[name.strip() for name in layer.split("|")] for layer in checked]
 
 

@@ -171,10 +171,10 @@ def profile_scenario(scenario: Scenario, seconds: float, *, with_store: bool) ->
         contender = Contender.parse(f"epd={line.replace('-m epd', program, 1)}")
         rig = Rig([contender], folder, f"file://{folder}/store?max_bytes=256MiB", proxy_cores=1)
         with rig.run_contenders(prefill=scenario.prefill) as running:
-            [one] = running.contenders
-            rig.warm_up(scenario, one)
-            os.kill(one.process.pid, signal.SIGUSR1)
-            measured = rig.measure(scenario, one, seconds)
+            [only] = running.contenders
+            rig.warm_up(scenario, only)
+            os.kill(only.process.pid, signal.SIGUSR1)
+            measured = rig.measure(scenario, only, seconds)
         parts: Counter[str] = Counter()
         for stack, count in orjson.loads(out.read_bytes()):
             parts[part_of(stack)] += count
@@ -183,26 +183,28 @@ def profile_scenario(scenario: Scenario, seconds: float, *, with_store: bool) ->
 
 def table(profiles: Sequence[Profile]) -> Iterator[str]:
     """Yield the lines of a table with the parts' shares in percent."""
-    heads = [f"{one.title} ({one.parts.total()} samples)" for one in profiles]
+    heads = [f"{profile.title} ({profile.parts.total()} samples)" for profile in profiles]
     yield f"| part | {' | '.join(heads)} |"
     yield "| --- " * (len(profiles) + 1) + "|"
     for part in (*PARTS, REST):
-        shares = [100 * one.parts[part] / max(1, one.parts.total()) for one in profiles]
+        shares = [100 * profile.parts[part] / max(1, profile.parts.total()) for profile in profiles]
         if any(shares):
             yield f"| {part} | {' | '.join(f'{share:.1f}' for share in shares)} |"
 
 
 def main() -> None:
     """Profile the chosen scenarios, or run as the sampled proxy."""
-    names = [one.name for one in SCENARIOS]
+    names = [scenario.name for scenario in SCENARIOS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("scenarios", nargs="*", choices=names, metavar="SCENARIO", help=f"{names}")
     parser.add_argument("--seconds", type=float, default=10.0, help="per scenario (default: 10)")
     parser.add_argument("--without-store", action="store_true", help="start without --ec-store")
     arguments = parser.parse_args()
-    chosen = [one for one in SCENARIOS if one.name in arguments.scenarios]
+    chosen = [scenario for scenario in SCENARIOS if scenario.name in arguments.scenarios]
     store = not arguments.without_store
-    profiles = [profile_scenario(one, arguments.seconds, with_store=store) for one in chosen]
+    profiles = [
+        profile_scenario(scenario, arguments.seconds, with_store=store) for scenario in chosen
+    ]
     print("\n".join(table(profiles)))
 
 

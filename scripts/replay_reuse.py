@@ -49,8 +49,8 @@ class Instances:
         data = memoryview(np.random.default_rng().bytes(ENTRY_BYTES))
         entry = Entry(data, "BF16", (64, ENTRY_BYTES // 128), "image", GRID)
         await self._store.put(EntryKey(NAMESPACE, uuid), entry)
-        said = {uuid: {"item_indices": [0], "metadata": GRID, "namespace": NAMESPACE}}
-        return web.json_response({"choices": [], "ec_transfer_params": said})
+        reply_params = {uuid: {"item_indices": [0], "metadata": GRID, "namespace": NAMESPACE}}
+        return web.json_response({"choices": [], "ec_transfer_params": reply_params})
 
     async def decode(self, request: web.Request) -> web.Response:
         """Load every item without media from the store; answer 500 if one is missing, as vLLM."""

@@ -64,8 +64,10 @@ def main() -> None:
     most = _watch(args.url, args.seconds)
     done = [pipe.recv() for pipe in pipes]
     written, read = _sum(done[: args.writers]), _sum(done[args.writers :])
-    for name, one in (("put", written), ("get", read)):
-        print(f"{name}: {dict(one.counts)}, {size_text(one.bytes)}, {_times(one.times_s)}")
+    for name, samples in (("put", written), ("get", read)):
+        print(
+            f"{name}: {dict(samples.counts)}, {size_text(samples.bytes)}, {_times(samples.times_s)}"
+        )
     with open_store(args.url) as store:
         problems = [row.problem for row in store.verify() if row.problem]
         stats = store.stats()

@@ -192,10 +192,10 @@ class DiskConfig:
         parts = urlsplit(url)
         if parts.scheme != "file" or parts.netloc not in {"", "localhost"} or parts.fragment:
             raise ValueError(f"{url!r} is not file:///path")
-        said = parameters(url, _PARAMETERS)
-        given = {each.name: said.pop(each.name, None) for each in fields(GivenSettings)}
+        options = parameters(url, _PARAMETERS)
+        given = {each.name: options.pop(each.name, None) for each in fields(GivenSettings)}
         config = cls(os.path.normpath(unquote(parts.path)) if parts.path else "")
-        return replace(config, given=GivenSettings(**given), **said)
+        return replace(config, given=GivenSettings(**given), **options)
 
     def __post_init__(self) -> None:
         """Check the values.

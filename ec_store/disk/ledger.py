@@ -188,7 +188,7 @@ def _lines(folder: Folder) -> Mapping[str, Usage]:
             writer, usage = line
             # A line that is renamed during the listing may be seen twice: the later one counts.
             known = lines.get(writer, usage)
-            lines[writer] = max(usage, known, key=lambda one: one.charged + one.released)
+            lines[writer] = max(usage, known, key=lambda line: line.charged + line.released)
     return lines
 
 

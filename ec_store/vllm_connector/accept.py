@@ -149,7 +149,9 @@ class Widths:
         """
         measured: Mapping[str, int] = vllm_config.ec_transfer_config.mm_encoder_output_widths
         self._known = {**measured, **stated}
-        self._derived = {one: derived_columns(vllm_config.model_config, one) for one in MODALITIES}
+        self._derived = {
+            modality: derived_columns(vllm_config.model_config, modality) for modality in MODALITIES
+        }
 
     def known_columns(self, modality: str) -> int | None:
         """Return the columns of an encoder output; None if unknown."""

@@ -260,7 +260,7 @@ def encoder_names(names: Iterable[str]) -> frozenset[str]:
 
 
 def _fingerprint(opened: Sequence[tuple[_File, list[Tensor] | None]]) -> Weights:
-    names = frozenset(one.name for _, tensors in opened for one in tensors or ())
+    names = frozenset(tensor.name for _, tensors in opened for tensor in tensors or ())
     wanted = encoder_names(names)
     windows = WINDOWS if len(wanted) <= MANY_TENSORS else 1
     lines, plain = [], True
@@ -269,11 +269,11 @@ def _fingerprint(opened: Sequence[tuple[_File, list[Tensor] | None]]) -> Weights
             lines.append(f"{file.size} {_sampled(file, _steps(file.size))}")
             plain = False
             continue
-        for one in tensors:
-            if one.name in wanted:
-                plain = plain and one.dtype in PLAIN
-                sample = _sampled(file, _windows(one.begin, one.end, windows))
-                lines.append(json.dumps([one.name, one.dtype, one.shape, sample]))
+        for tensor in tensors:
+            if tensor.name in wanted:
+                plain = plain and tensor.dtype in PLAIN
+                sample = _sampled(file, _windows(tensor.begin, tensor.end, windows))
+                lines.append(json.dumps([tensor.name, tensor.dtype, tensor.shape, sample]))
     return Weights(
         digest=hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest(),
         apart=bool(names) and wanted != names,

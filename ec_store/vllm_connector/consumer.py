@@ -279,7 +279,7 @@ class Consumer:
     def _start(self, needs: Needs, wants: Mapping[Part, Want]) -> None:
         """Claim all entries, held ones first: fetching the others may drop unclaimed entries."""
         needs.admitted = True
-        for part in sorted(wants, key=lambda one: self._fetcher.entry(one.identifier) is None):
+        for part in sorted(wants, key=lambda want: self._fetcher.entry(want.identifier) is None):
             state = self._fetcher.acquire(part.identifier, wants[part])
             part.claimed = state is not FetchState.MISSING
             if state is FetchState.PENDING:

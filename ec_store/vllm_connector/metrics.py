@@ -148,8 +148,8 @@ class StorePromMetrics(ECConnectorPromMetrics):
             elif name in GAUGES:
                 metric.set(value)
             elif name in HISTOGRAMS:
-                for one in value:
-                    metric.observe(one)
+                for observation in value:
+                    metric.observe(observation)
             elif name == NAMESPACE and value != self._namespaces[engine_idx]:
                 self._publish(value, engine_idx)
 

@@ -150,7 +150,10 @@ def namespace_of(vllm_config: Any, generation: int = 0) -> str:
     encoded = orjson.dumps(
         facts, default=str, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
     )
-    name = next((str(one["model_type"]) for one in files.values() if "model_type" in one), "model")
+    name = next(
+        (str(content["model_type"]) for content in files.values() if "model_type" in content),
+        "model",
+    )
     return f"{name}@{generation}:{hashlib.sha256(encoded).hexdigest()[:16]}"
 
 

@@ -47,7 +47,7 @@ class Producer:
         """Return modality and metadata of new requests' items, by identifier."""
         items = {}
         for request in new_requests:
-            modalities = {one.identifier: one.modality for one in request.mm_features}
+            modalities = {feature.identifier: feature.modality for feature in request.mm_features}
             reported = collect_ec_item_metadata(request.mm_features, self._resolver)
             for identifier, item in reported.items():
                 items[identifier] = Item(modalities[identifier], item["metadata"])

@@ -209,12 +209,18 @@ class Learner:
         One item of a modality is enough: the others are dropped.
         """
         seen = [identifier for identifier in self._items if identifier in self._cache]
-        widths = {self._items[one]: int(self._cache[one].shape[-1]) for one in seen}
+        widths = {
+            self._items[identifier]: int(self._cache[identifier].shape[-1]) for identifier in seen
+        }
         counts = self._counts.take_counts()
         if not widths and not counts:
             return
         if self._sender.send({"widths": widths, "counts": counts}):
-            for identifier in [one for one, modality in self._items.items() if modality in widths]:
+            for identifier in [
+                seen_identifier
+                for seen_identifier, modality in self._items.items()
+                if modality in widths
+            ]:
                 del self._items[identifier]
         else:
             self._counts.add(**counts)

@@ -135,7 +135,11 @@ def _is_one(prompt: Any) -> bool:
 
 
 def _is_tokens(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(isinstance(one, int) for one in prompt)
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(token, int) for token in prompt)
+    )
 
 
 class Responses(Endpoint):

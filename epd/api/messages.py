@@ -81,11 +81,11 @@ class Messages(Endpoint):
 
     def error(self, error: ProxyError) -> bytes:
         """Return an error in Anthropic's shape, also for errors of instances."""
-        said = error.param is None or error.message.startswith(f"{error.param} ")
+        is_named = error.param is None or error.message.startswith(f"{error.param} ")
         other = "api_error" if error.status >= API_ERROR else "invalid_request_error"
         detail = {
             "type": TYPES.get(error.status, other),
-            "message": error.message if said else f"{error.param}: {error.message}",
+            "message": error.message if is_named else f"{error.param}: {error.message}",
         }
         return orjson.dumps({"type": "error", "error": detail})
 
@@ -110,7 +110,7 @@ def _drop_ignored(blocks: list[Any]) -> None:
         if isinstance(block, dict) and block.get("type") == "tool_result":
             inner = block.get("content")
             if isinstance(inner, list):
-                inner[:] = [one for one in inner if not _is_ignored(one)]
+                inner[:] = [part for part in inner if not _is_ignored(part)]
 
 
 def _is_ignored(block: Any) -> bool:

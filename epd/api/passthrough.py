@@ -163,12 +163,12 @@ class Translations(Transcriptions):
 
 def _conversations(value: list[Any], path: Path) -> Iterator[MMItem]:
     """Yield the media parts of one or several conversations; texts and tokens have none."""
-    if any(isinstance(one, dict) for one in value):
+    if any(isinstance(entry, dict) for entry in value):
         yield from chat_items(value, path)
         return
-    for index, one in enumerate(value):
-        if isinstance(one, list):
-            yield from _conversations(one, (*path, index))
+    for index, conversation in enumerate(value):
+        if isinstance(conversation, list):
+            yield from _conversations(conversation, (*path, index))
 
 
 def _kept(parts: Iterable[FormPart]) -> Iterator[FormPart]:
@@ -239,8 +239,8 @@ class Score(PassedOn):
         for field in SCORED:
             value = body.get(field)
             if isinstance(value, list):
-                for index, one in enumerate(value):
-                    yield from _scored(one, (field, index))
+                for index, entry in enumerate(value):
+                    yield from _scored(entry, (field, index))
             elif value is not None:
                 yield from _scored(value, (field,))
 
@@ -308,11 +308,11 @@ class CohereEmbed(PassedOn):
             if not isinstance(image, str):
                 raise BadRequest("an image must be a URL", param=f"images[{index}]")
             yield MMItem(("images", index), "image_url", _image(image), URL)
-        for index, one in enumerate(_list(body.get("inputs"), ("inputs",))):
+        for index, entry in enumerate(_list(body.get("inputs"), ("inputs",))):
             where: Path = ("inputs", index)
-            if not isinstance(one, dict):
+            if not isinstance(entry, dict):
                 raise BadRequest("an input must be an object", param=param_path(where))
-            content = _list(one.get("content"), (*where, "content"))
+            content = _list(entry.get("content"), (*where, "content"))
             for position, part in enumerate(content):
                 yield from _cohere_part(part, (*where, "content", position))
 

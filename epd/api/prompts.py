@@ -191,7 +191,9 @@ def _determines_kv(messages: Any) -> bool:
     """
     if not isinstance(messages, list):
         return messages is None
-    contents = (one.get("content") if isinstance(one, dict) else None for one in messages)
+    contents = (
+        message.get("content") if isinstance(message, dict) else None for message in messages
+    )
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return all(isinstance(part, str) or _kind(part) in COMPARED for part in parts)
 

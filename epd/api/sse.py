@@ -113,9 +113,11 @@ class EventAligner:
         # vLLM sends whole events. A copy of each would cost more than all other steps.
         whole = not self._held and chunk.endswith(b"\n\n")
         events = chunk if whole else self._whole_events(chunk)
-        said = self._grammar
-        self.done = self.done or (said.done_word in events and said.done.search(events) is not None)
-        failed = said.failed_word in events and said.failed.search(events) is not None
+        grammar = self._grammar
+        self.done = self.done or (
+            grammar.done_word in events and grammar.done.search(events) is not None
+        )
+        failed = grammar.failed_word in events and grammar.failed.search(events) is not None
         self.failed = self.failed or failed
         self.ended = self.ended or self.done or failed
         return events

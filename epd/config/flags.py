@@ -124,7 +124,7 @@ TITLES = (
 def group_of(name: str) -> str:
     """Return the title of a setting's group."""
     return next(
-        title for title, names in GROUPS if any(fnmatch(name, one) for one in names.split())
+        title for title, names in GROUPS if any(fnmatch(name, pattern) for pattern in names.split())
     )
 
 
@@ -232,8 +232,8 @@ def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]
     for setting, (server, port) in SERVERS.items():
         hosts, ports = (flags.get(f"{server}_{what}") for what in ("hosts", "ports"))
         if setting in kept:
-            if one := hosts or ports:
-                reasons.append(f"{flag_of(setting)} and {one.flag} exclude each other: keep one")
+            if flag := hosts or ports:
+                reasons.append(f"{flag_of(setting)} and {flag.flag} exclude each other: keep one")
             continue
         hosts = hosts or ListFlag(f"--{server}-hosts", ["localhost"])
         ports = ports or ListFlag(f"--{server}-ports", [port])

@@ -69,7 +69,9 @@ def from_environment() -> dict[str, Given]:
     found = {}
     for alias, value in EnvSettingsSource(Settings)().items():
         name = names.get(alias, alias)
-        variable = next(one for one in variables_of(name) if one in present)
+        variable = next(
+            variable_name for variable_name in variables_of(name) if variable_name in present
+        )
         if not _is_service_link(variable, value):
             found[name] = Given(value, "environment", variable, variable)
     return found
@@ -182,7 +184,7 @@ def _entries(
 def _value(name: str, node: yaml.Node, say: Say) -> Any:
     """Return the value as text, or as a tuple of texts; None if there is no value."""
     if isinstance(node, yaml.SequenceNode):
-        return tuple(_text(f"an item of {name}", one, say) or "" for one in node.value)
+        return tuple(_text(f"an item of {name}", element, say) or "" for element in node.value)
     return _text(name, node, say)
 
 
@@ -242,7 +244,9 @@ def load(flags: Mapping[str, Any]) -> Loaded:
     ]
     layers.append(_file(layers, reasons))
     given = _texts(_first(layers, reasons), reasons)
-    values = {name: one.value for name, one in given.items() if name in ProxyConfig.model_fields}
+    values = {
+        name: setting.value for name, setting in given.items() if name in ProxyConfig.model_fields
+    }
     values |= _secrets(given, reasons)
     try:
         config = ProxyConfig.model_validate(values)
@@ -271,7 +275,7 @@ def _first(layers: Sequence[Layer], reasons: list[str]) -> dict[str, Given]:
     given: dict[str, Given] = {}
     for layer in reversed(layers):
         for name in SECRETS:
-            here = [layer[one] for one in (name, f"{name}_file") if one in layer]
+            here = [layer[key] for key in (name, f"{name}_file") if key in layer]
             if len(here) > 1:
                 reasons.append(f"{here[0].where} and {here[1].where} exclude each other: keep one")
             if here:
@@ -284,12 +288,12 @@ def _first(layers: Sequence[Layer], reasons: list[str]) -> dict[str, Given]:
 def _texts(given: Layer, reasons: list[str]) -> Layer:
     """Return the settings that are valid UTF-8: others cannot be sent to other processes."""
     texts = {}
-    for name, one in given.items():
-        values = one.value if isinstance(one.value, tuple | list) else (one.value,)
+    for name, setting in given.items():
+        values = setting.value if isinstance(setting.value, tuple | list) else (setting.value,)
         if any(NO_TEXT.search(str(value)) for value in values):
-            reasons.append(f"{one.label} is not UTF-8")
+            reasons.append(f"{setting.label} is not UTF-8")
         else:
-            texts[name] = one
+            texts[name] = setting
     return texts
 
 
@@ -330,8 +334,8 @@ def _error_lines(invalid: ValidationError, given: Layer, *, complete: bool) -> l
         if error["type"] == "missing":
             lines.append(f"{name_of(name)} is required")
             continue
-        one = given.get(name) or given.get(f"{name}_file")
-        label = one.label if one else name_of(name) if name else ""
+        setting = given.get(name) or given.get(f"{name}_file")
+        label = setting.label if setting else name_of(name) if name else ""
         lines += [f"{label} {line}".lstrip() for line in message.splitlines()]
     return lines
 
@@ -355,8 +359,8 @@ def as_yaml(loaded: Loaded) -> str:
 def as_json(loaded: Loaded) -> str:
     """Return the settings as JSON: `{name: {"value": …, "from": …, "where": …}}`."""
     shown = {
-        name: {key: value for key, value in one.items() if key != "hidden"}
-        for name, one in _settings(loaded)
+        name: {key: value for key, value in setting.items() if key != "hidden"}
+        for name, setting in _settings(loaded)
     }
     return orjson.dumps(shown, option=orjson.OPT_INDENT_2, default=str).decode()
 

@@ -184,7 +184,9 @@ class ProxyConfig(ConfigFields):
     def _decode_is_named(self) -> bool:
         """Return whether a client or a picker may name decode instances outside the table."""
         return self.decode_from != "table" or any(
-            f"decode_from={other}" in one for one in self.policies for other in ("header", "picker")
+            f"decode_from={other}" in policy
+            for policy in self.policies
+            for other in ("header", "picker")
         )
 
     @model_validator(mode="after")
@@ -221,14 +223,14 @@ def active_policies(config: ConfigFields, policies: Sequence[str]) -> tuple[Acti
         "decode_picker_url": config.decode_picker_url,
     }
     active = activate(policies, settings)
-    for one in active:
-        url = one.options.get("local_prefill_url")
+    for policy in active:
+        url = policy.options.get("local_prefill_url")
         if url is not None and url not in config.prefill_servers_urls and not config.dynamic:
-            raise ValueError(f"{one.name}: {url} must be one of --prefill-servers-urls")
+            raise ValueError(f"{policy.name}: {url} must be one of --prefill-servers-urls")
     if not config.dynamic:
         check_suited(
             active,
-            frozenset(one.role for one in config.instances),
+            frozenset(instance.role for instance in config.instances),
             pushed=EC_TRANSFERS[config.ec_transfer].pushed,
         )
     return active

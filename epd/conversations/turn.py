@@ -180,13 +180,13 @@ class ReplyCapture:
         self.params: dict[str, Any] | None = None
         self._cut_tokens = cut_tokens
 
-    def capture_fields(self, said: bytes) -> bytes:
+    def capture_fields(self, events: bytes) -> bytes:
         """Return events of a stream, or another answer, with null for the proxy's fields."""
-        if b"token_ids" in said:
-            said = _TOKENS.sub(self._parse_tokens, said)
-        if b'"kv_transfer_params"' in said and (found := _PARAMS.search(said)):
-            said = self._parse_params(said, found)
-        return said
+        if b"token_ids" in events:
+            events = _TOKENS.sub(self._parse_tokens, events)
+        if b'"kv_transfer_params"' in events and (found := _PARAMS.search(events)):
+            events = self._parse_params(events, found)
+        return events
 
     def _parse_tokens(self, found: re.Match[bytes]) -> bytes:
         try:
@@ -199,14 +199,14 @@ class ReplyCapture:
             self.answer += tokens
         return found[1] + b"null" if self._cut_tokens else found[0]
 
-    def _parse_params(self, said: bytes, found: re.Match[bytes]) -> bytes:
-        rest = said[found.end() :].decode("utf-8", "surrogateescape")
+    def _parse_params(self, events: bytes, found: re.Match[bytes]) -> bytes:
+        rest = events[found.end() :].decode("utf-8", "surrogateescape")
         try:
             _, end = _DECODER.raw_decode(rest)
             self.params = parse_object(rest[:end].encode("utf-8", "surrogateescape"))
         except (ValueError, RecursionError, BadRequest):  # invalid JSON is passed on unchanged
-            return said
-        return said[: found.end()] + b"null" + rest[end:].encode("utf-8", "surrogateescape")
+            return events
+        return events[: found.end()] + b"null" + rest[end:].encode("utf-8", "surrogateescape")
 
 
 class Basis(NamedTuple):
@@ -275,6 +275,6 @@ class Turn:
         self.heard = ReplyCapture(cut_tokens=not wanted)
         return body if self.basis is None or wanted else {**body, "return_token_ids": True}
 
-    def capture_fields(self, said: bytes) -> bytes:
+    def capture_fields(self, events: bytes) -> bytes:
         """Pass events to `ReplyCapture.capture_fields`, if their fields are extracted."""
-        return said if self.heard is None else self.heard.capture_fields(said)
+        return events if self.heard is None else self.heard.capture_fields(events)

@@ -157,21 +157,21 @@ def read_json(raw: bytes) -> tuple[Instance, ...]:
 
 def write_json(instances: Iterable[Instance]) -> bytes:
     """Return instances as JSON for `read_json`."""
-    document = {"version": VERSION, "instances": [_row(one) for one in instances]}
+    document = {"version": VERSION, "instances": [_row(instance) for instance in instances]}
     return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
-def _row(one: Instance) -> dict[str, Any]:
-    row: dict[str, Any] = {"role": one.role, "url": one.url, "dp_size": one.dp_size}
+def _row(instance: Instance) -> dict[str, Any]:
+    row: dict[str, Any] = {"role": instance.role, "url": instance.url, "dp_size": instance.dp_size}
     # Older proxies reject unknown fields, so defaults are omitted.
-    if one.kv_addr:
-        row["kv_addr"] = one.kv_addr
-    if one.ec_zmq_addrs:
-        row["ec_zmq_addrs"] = one.ec_zmq_addrs
-    if one.weight != 1:
-        row["weight"] = one.weight
-    if one.kv_events:
-        row["kv_events"] = one.kv_events
+    if instance.kv_addr:
+        row["kv_addr"] = instance.kv_addr
+    if instance.ec_zmq_addrs:
+        row["ec_zmq_addrs"] = instance.ec_zmq_addrs
+    if instance.weight != 1:
+        row["weight"] = instance.weight
+    if instance.kv_events:
+        row["kv_events"] = instance.kv_events
     return row
 
 
@@ -181,13 +181,13 @@ def _read(document: Any) -> tuple[Instance, ...]:
     try:
         found = _Document.model_validate(document)
     except (ValidationError, RecursionError) as invalid:
-        said = _first(invalid) if isinstance(invalid, ValidationError) else "nested too deeply"
-        raise EntriesInvalid(said) from None
+        message = _first(invalid) if isinstance(invalid, ValidationError) else "nested too deeply"
+        raise EntriesInvalid(message) from None
     for entry in found.instances:
         if entry.ec_zmq_addrs and entry.role not in CONSUMERS:
             raise EntriesInvalid(f"{entry.url}: {NOT_FOR_OTHERS}")
     instances = tuple(entry.instance for entry in found.instances)
-    named = [(one.role, one.url) for one in instances]
+    named = [(instance.role, instance.url) for instance in instances]
     if len(set(named)) < len(named):
         twice = next(url for role, url in named if named.count((role, url)) > 1)
         raise EntriesInvalid(f"{twice!r} is named twice")
@@ -197,5 +197,5 @@ def _read(document: Any) -> tuple[Instance, ...]:
 def _first(invalid: ValidationError) -> str:
     error = invalid.errors()[0]
     where = ".".join(str(part) for part in error["loc"])
-    said = error["msg"].removeprefix("Value error, ")
-    return f"{where}: {said}" if where else said
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message

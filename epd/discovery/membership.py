@@ -58,7 +58,7 @@ class Registrations:
         """
         async with self._turn:
             await self._read()
-            before = next((one for one in self._known if one.url == instance.url), None)
+            before = next((member for member in self._known if member.url == instance.url), None)
             if before != instance:
                 self._check(instance, before)
                 self._take(await self._store.write(self._known, Edit(instance.url, instance)))
@@ -75,7 +75,7 @@ class Registrations:
         """
         async with self._turn:
             await self._read()
-            if all(one.url != url for one in self._known):
+            if all(member.url != url for member in self._known):
                 return False
             self._take(await self._store.write(self._known, Edit(url)))
             structlog.get_logger("epd").info("unregistered", instance=url)

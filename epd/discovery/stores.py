@@ -128,7 +128,7 @@ class Edit(NamedTuple):
 
     def edited_instances(self, instances: Sequence[Instance]) -> Instances:
         """Return the instances after the change."""
-        kept = tuple(one for one in instances if one.url != self.url)
+        kept = tuple(instance for instance in instances if instance.url != self.url)
         return kept if self.instance is None else (*kept, self.instance)
 
 
@@ -265,7 +265,7 @@ class RegistrationsInRedis:
 
 
 def _fields(instances: Instances) -> dict[str | bytes, bytes | int]:
-    return {one.url: write_json((one,)) for one in instances}
+    return {instance.url: write_json((instance,)) for instance in instances}
 
 
 def _instances(found: dict[bytes, bytes]) -> Instances | None:

@@ -154,7 +154,7 @@ class WatchedNames:
         self._registry = registry
         self._upstream = upstream
         self._memory = memory
-        hosts = dict.fromkeys(urlsplit(one.url).hostname or "" for one in self._services)
+        hosts = dict.fromkeys(urlsplit(service.url).hostname or "" for service in self._services)
         self._sightings = {host: DnsState() for host in hosts}
         self._complaints = {
             host: StateLog("a name cannot be looked up", name=host) for host in hosts
@@ -178,17 +178,17 @@ class WatchedNames:
         current = self._current()
         self._upstream.verify_as(
             {
-                at_address(one.url, address): urlsplit(one.url).hostname or ""
-                for one in self._services
-                for address in current[urlsplit(one.url).hostname or ""]
+                at_address(service.url, address): urlsplit(service.url).hostname or ""
+                for service in self._services
+                for address in current[urlsplit(service.url).hostname or ""]
             }
         )
         self._registry.replace(
             InstanceSource.DNS,
             [
-                replace(one, url=at_address(one.url, address))
-                for one in self._services
-                for address in sorted(current[urlsplit(one.url).hostname or ""])
+                replace(service, url=at_address(service.url, address))
+                for service in self._services
+                for address in sorted(current[urlsplit(service.url).hostname or ""])
             ],
         )
         if current != before:

@@ -44,8 +44,8 @@ class Access(Enum):
 def bearer(headers: Headers) -> str:
     """Return the bearer key of a request; an empty string if it has no key or several."""
     match headers.getall("Authorization", ()):
-        case [one]:
-            scheme, _, key = one.partition(" ")
+        case [value]:
+            scheme, _, key = value.partition(" ")
             return key.strip() if scheme.lower() == "bearer" else ""
         case _:
             return ""
@@ -61,8 +61,8 @@ def client_key(headers: Headers, header: str) -> str:
     if "Authorization" in headers:
         return bearer(headers)
     match headers.getall(header, ()):
-        case [one]:
-            return one
+        case [value]:
+            return value
         case _:
             return ""
 
@@ -138,11 +138,11 @@ def _is_loopback(host: str | None) -> bool:
 
 def _keys_equal(presented: str, key: str) -> bool:
     """Compare keys by their digests, so that the time reveals neither the key nor its length."""
-    one, other = (
+    presented_digest, other = (
         hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
         for text in (presented, key)
     )
-    return hmac.compare_digest(one, other)
+    return hmac.compare_digest(presented_digest, other)
 
 
 ANY = "*"

@@ -78,7 +78,7 @@ class Drain:
         self._timer, self._timer_s = None, math.inf
         now_s = time.monotonic()
         self._end_late(now_s)
-        ends = [one.until_s for one in self.running if now_s < one.until_s < math.inf]
+        ends = [request.until_s for request in self.running if now_s < request.until_s < math.inf]
         if ends:
             self._set_timer(min(ends))
 

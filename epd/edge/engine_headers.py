@@ -45,8 +45,8 @@ def sent_on(headers: CIMultiDictProxy[str], *, trusted: bool) -> dict[str, str]:
     kept = {}
     if session := _single_header(headers, SESSION):
         kept[SESSION] = session
-    if trusted and (said := _single_header(headers, LOAD_FORMAT)).lower() in FORMATS:
-        kept[LOAD_FORMAT] = said
+    if trusted and (load_format := _single_header(headers, LOAD_FORMAT)).lower() in FORMATS:
+        kept[LOAD_FORMAT] = load_format
     return kept
 
 
@@ -57,10 +57,10 @@ def priority_of(headers: CIMultiDictProxy[str]) -> int | None:
     """
     if PRIORITY not in headers:
         return None
-    said = _single_header(headers, PRIORITY).strip()
-    if INTEGER.fullmatch(said) is None or int(said) not in PRIORITIES:
+    priority = _single_header(headers, PRIORITY).strip()
+    if INTEGER.fullmatch(priority) is None or int(priority) not in PRIORITIES:
         return None
-    return int(said)
+    return int(priority)
 
 
 def passed_back(headers: Mapping[str, str]) -> dict[str, str]:
@@ -77,8 +77,8 @@ def _single_header(headers: CIMultiDictProxy[str], name: str) -> str:
     if name not in headers:
         return ""
     match headers.getall(name, ()):
-        case [one] if len(one) <= MAX_CHARACTERS and _is_plain(one):
-            return one
+        case [value] if len(value) <= MAX_CHARACTERS and _is_plain(value):
+            return value
         case _:
             return ""
 

@@ -122,7 +122,9 @@ class ClientNames:
         """
         keys = [key for name in names if (key := self._key(model, name)) is not None]
         namespace = self._cache.namespace(model)
-        entries = [EntryKey(namespace, one) for one in identifiers] if namespace else []
+        entries = (
+            [EntryKey(namespace, identifier) for identifier in identifiers] if namespace else []
+        )
         deleted: int | None = None
         try:
             deleted = await self._cache.write(
@@ -242,18 +244,18 @@ class Keys:
 
         A name is forgotten if its item cannot be referenced by name.
         """
-        for one in encoded:
-            key = metadata_uuid(one, body)
-            uuid = one.item.uuid or key
-            if self._names is None or uuid is None or not one.item.has_media:
+        for encoded_item in encoded:
+            key = metadata_uuid(encoded_item, body)
+            uuid = encoded_item.item.uuid or key
+            if self._names is None or uuid is None or not encoded_item.item.has_media:
                 continue
-            model, modality = body.get("model"), one.item.modality
+            model, modality = body.get("model"), encoded_item.item.modality
             name = name_key(config.name_scope_of(tenant), modality, uuid)
             if key is None:
                 with suppress(StoreUnavailable):
                     await self._names.delete_names(model, [name])
             else:
-                stands_for = Name(key, own=one.uuid is not None)
+                stands_for = Name(key, own=encoded_item.uuid is not None)
                 await self._names.store_name(model, name, modality, stands_for)
 
     async def forget_uuid(

@@ -64,7 +64,7 @@ def _enable_keepalive(shown: socket.socket) -> None:
 def _batches(parts: Iterable[bytes | memoryview]) -> Iterator[Sequence[memoryview]]:
     """Yield a large request in batches of `PIECE_BYTES`, each for one call to the kernel."""
     batch, room = list[memoryview](), PIECE_BYTES
-    for part in (memoryview(one) for one in parts):
+    for part in (memoryview(part) for part in parts):
         start = 0
         while len(part) - start > room:
             yield [*batch, part[start : start + room]]

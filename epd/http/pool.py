@@ -88,7 +88,7 @@ class Addresses:
             raise OSError("the host has no address")
         now_s = self._loop.time()
         if host not in self._kept:  # drop expired entries: clients can name any number of hosts
-            self._kept = {one: kept for one, kept in self._kept.items() if now_s < kept[0]}
+            self._kept = {name: kept for name, kept in self._kept.items() if now_s < kept[0]}
         addresses: deque[Address] = deque(found)
         self._kept[host] = now_s + KEPT_S, addresses
         return addresses

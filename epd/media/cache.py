@@ -120,20 +120,20 @@ def may_keep(headers: Headers, scope: str) -> bool:
     A `private` answer is for one user: it is stored within a tenant's scope, but not in a scope
     that all clients share.
     """
-    said = _directives(headers)
-    if "no-store" in said or "*" in headers.get("Vary", ""):
+    directives = _directives(headers)
+    if "no-store" in directives or "*" in headers.get("Vary", ""):
         return False
-    return bool(scope) or "private" not in said
+    return bool(scope) or "private" not in directives
 
 
 def fresh_s(headers: Headers) -> float:
     """Return the seconds from its request for which an answer may be used without revalidation."""
-    said = _directives(headers)
-    if "no-cache" in said or "no-store" in said:
+    directives = _directives(headers)
+    if "no-cache" in directives or "no-store" in directives:
         return 0
     for name in ("s-maxage", "max-age"):
-        if name in said:
-            lifetime: float = _seconds(said[name])
+        if name in directives:
+            lifetime: float = _seconds(directives[name])
             break
     else:
         expires, date = (_date(headers.get(name)) for name in ("Expires", "Date"))
@@ -165,12 +165,14 @@ def revalidated_headers(old: Headers, new: Headers) -> Headers:
 
 def _directives(headers: Headers) -> dict[str, str]:
     """Return the directives of Cache-Control; the stricter one of duplicates."""
-    said: dict[str, str] = {}
+    directives: dict[str, str] = {}
     for directive in parse_http_list(headers.get("Cache-Control", "")):
         name, _, value = directive.partition("=")
         name, value = name.strip().lower(), value.strip().strip('"')
-        said[name] = value if name not in said else min(value, said[name], key=_seconds)
-    return said
+        directives[name] = (
+            value if name not in directives else min(value, directives[name], key=_seconds)
+        )
+    return directives
 
 
 def _seconds(text: str) -> int:

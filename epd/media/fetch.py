@@ -126,10 +126,10 @@ class MediaFetcher:
             return await self._of_item(item, remote[item], total)
 
         media = await gather_first(fetch_item, remote, len(remote))
-        cuts, marks = join_cuts(cuts, [memoryview(one.base64) for one in media])
+        cuts, marks = join_cuts(cuts, [memoryview(medium.base64) for medium in media])
         parts = {
-            item: {**item.part, item.kind: {**item.part[item.kind], "url": one.head + mark}}
-            for item, one, mark in zip(remote, media, marks, strict=True)
+            item: {**item.part, item.kind: {**item.part[item.kind], "url": medium.head + mark}}
+            for item, medium, mark in zip(remote, media, marks, strict=True)
         }
         return with_parts(body, parts), cuts
 
@@ -194,18 +194,25 @@ class MediaFetcher:
                 revalidation_headers(ours.headers) if ours else {}
             )
             async with self._session.get(url, headers=headers, allow_redirects=False) as response:
-                said = _cache_headers(response)
+                cache_headers = _cache_headers(response)
                 location = response.headers.get("Location")
                 if response.status in REDIRECTS and location:
                     # The result is at most as fresh as the redirects to it.
-                    fresh = min(fresh, fresh_s(said) if may_keep(said, key.scope) else 0)
+                    fresh = min(
+                        fresh, fresh_s(cache_headers) if may_keep(cache_headers, key.scope) else 0
+                    )
                     url = self._policy.check(location, base=url)
                     continue
                 if response.status == HTTPStatus.NOT_MODIFIED and ours is not None:
-                    media, said = ours.media, revalidated_headers(ours.headers, said)
+                    media, cache_headers = (
+                        ours.media,
+                        revalidated_headers(ours.headers, cache_headers),
+                    )
                 else:
                     media = await self._read(response, key.modality, held)
-            return CachedMedia(media, str(url), said, asked + min(fresh, fresh_s(said)))
+            return CachedMedia(
+                media, str(url), cache_headers, asked + min(fresh, fresh_s(cache_headers))
+            )
         raise NotAtOrigin(f"the origin redirects more than {MAX_REDIRECTS} times")
 
     async def _read(

@@ -44,15 +44,17 @@ class InstancesGlance(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current values of the registered instances."""
-        instances = [(one, (one.role, one.url)) for one in self._table.of_roles(*Role)]
+        instances = [
+            (instance, (instance.role, instance.url)) for instance in self._table.of_roles(*Role)
+        ]
         under_way = self._table.under_way
         yield metric_defs.INSTANCE_UP.metric_family(
-            [(labels, self._table.state(one) in SERVING) for one, labels in instances]
+            [(labels, self._table.state(instance) in SERVING) for instance, labels in instances]
         )
         yield metric_defs.INSTANCE_REQUESTS.metric_family(
-            [(labels, under_way.get(one, 0)) for one, labels in instances]
+            [(labels, under_way.get(instance, 0)) for instance, labels in instances]
         )
-        reports = [(self._table.load(one).report, labels) for one, labels in instances]
+        reports = [(self._table.load(instance).report, labels) for instance, labels in instances]
         yield metric_defs.INSTANCE_REPORTED.metric_family(
             [
                 ((*labels, state), getattr(report, state))
@@ -68,7 +70,7 @@ class InstancesGlance(Collector):
         yield metric_defs.PREFILL_BACKLOG.metric_family(
             self._per_healthy(pending_tokens, *prefills)
         )
-        prompts = [(labels, self._table.load(one).prompts) for one, labels in instances]
+        prompts = [(labels, self._table.load(instance).prompts) for instance, labels in instances]
         prompts = [(labels, found) for labels, found in prompts if found.tokens]
         yield metric_defs.PREFIX_TOKENS.metric_family(
             [(labels, found.tokens) for labels, found in prompts]
@@ -84,8 +86,8 @@ class InstancesGlance(Collector):
         members = self._table.all(*roles)
         if not members:
             return []
-        healthy = sum(self._table.state(one.instance) in SERVING for one in members)
-        return [((), work([one.load for one in members]) / max(1, healthy))]
+        healthy = sum(self._table.state(candidate.instance) in SERVING for candidate in members)
+        return [((), work([candidate.load for candidate in members]) / max(1, healthy))]
 
 
 EVENTS = ("stored", "removed", "cleared")
@@ -102,11 +104,13 @@ class KVEventsGlance(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current values. Without events the families have no samples."""
         counts = self._counts()
-        instances = [(one, (one.role, one.url)) for one in self._table.of_roles(*Role)]
+        instances = [
+            (instance, (instance.role, instance.url)) for instance in self._table.of_roles(*Role)
+        ]
         yield metric_defs.PREFIX_CACHE_PRECISE.metric_family(
             [
-                (labels, self._table.load(one).precise)
-                for one, labels in instances
+                (labels, self._table.load(instance).precise)
+                for instance, labels in instances
                 if labels in counts
             ]
         )
@@ -153,7 +157,7 @@ class ConversationsGlance(Collector):
         kept, results = self._conversations.entry_count, self._conversations.results
         yield metric_defs.CONVERSATIONS.metric_family([] if kept is None else [((), kept)])
         yield metric_defs.CONVERSATION_TURNS.metric_family(
-            [((one,), results[one]) for one in RESULTS]
+            [((result,), results[result]) for result in RESULTS]
         )
         yield metric_defs.CONVERSATIONS_EVICTED.metric_family(
             [((), self._conversations.dropped_count)]

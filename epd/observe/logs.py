@@ -370,9 +370,9 @@ def _add_served(fields: Fields, event: RequestRecord) -> None:
         fields["stream"] = True
         if event.first_token_s is not None:
             fields["ttft_s"] = round(event.first_token_s, 4)
-    for one in event.stages:
-        if one.error is None and one.stage in SERVING:
-            fields[one.stage] = one.instance
+    for stage in event.stages:
+        if stage.error is None and stage.stage in SERVING:
+            fields[stage.stage] = stage.instance
     if event.answer_bytes:
         fields["answer_bytes"] = event.answer_bytes
 
@@ -380,8 +380,8 @@ def _add_served(fields: Fields, event: RequestRecord) -> None:
 def _failures(event: RequestRecord) -> list[str]:
     """Return the first failures, each with instance, stage and error."""
     failed = [
-        f"{one.stage}@{one.instance}={one.error}"
-        for one in event.stages
-        if one.error is not None and one.error != "cancelled"
+        f"{stage.stage}@{stage.instance}={stage.error}"
+        for stage in event.stages
+        if stage.error is not None and stage.error != "cancelled"
     ]
     return failed[:MAX_FAILURES]

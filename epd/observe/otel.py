@@ -231,11 +231,13 @@ async def exporting(endpoint: str) -> AsyncIterator[Tracer | None]:
 
 def _resource() -> Resource:
     """Return the resource that the spans name as their source."""
-    said = Resource.create()
+    resource = Resource.create()
     ours: dict[str, str] = {SERVICE_VERSION: __version__}
-    if str(said.attributes[SERVICE_NAME]).startswith("unknown_service"):  # the SDK's own default
+    if str(resource.attributes[SERVICE_NAME]).startswith(
+        "unknown_service"
+    ):  # the SDK's own default
         ours[SERVICE_NAME] = SERVICE
-    return said.merge(Resource(ours))
+    return resource.merge(Resource(ours))
 
 
 async def _flush(provider: TracerProvider, exporter: SpanExporter) -> None:

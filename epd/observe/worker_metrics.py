@@ -168,8 +168,13 @@ def dump(families: Iterable[Metric]) -> bytes:
     """Encode families: name, documentation, type and samples. Values are finite."""
     return _PAGE.dump_json(
         [
-            (one.name, one.documentation, one.type, [sample[:3] for sample in one.samples])
-            for one in families
+            (
+                family.name,
+                family.documentation,
+                family.type,
+                [sample[:3] for sample in family.samples],
+            )
+            for family in families
         ]
     )
 
@@ -201,8 +206,8 @@ def merge_pages(pages: Iterable[Iterable[Metric]]) -> list[Metric]:
 
 
 def _added(family: Metric, values: _Values) -> Metric:
-    one = FIGURES[family.name].of_workers if family.name in FIGURES else math.fsum
-    samples = [(name, dict(labels), one(found)) for (name, labels), found in values.items()]
+    combine = FIGURES[family.name].of_workers if family.name in FIGURES else math.fsum
+    samples = [(name, dict(labels), combine(found)) for (name, labels), found in values.items()]
     return _family(family.name, family.documentation, family.type, samples)
 
 

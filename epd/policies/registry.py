@@ -65,8 +65,8 @@ def find_policy(name: str) -> type[Policy]:
     if (own := OWN.get(name)) is not None:
         return own
     match list(entry_points(group=GROUP, name=name)):
-        case [one]:
-            where = f"{name} ({one.value})"
+        case [entry_point]:
+            where = f"{name} ({entry_point.value})"
         case []:
             raise PolicyInvalid(f"there is no policy {name!r}; known: {', '.join(known_names())}")
         case several:
@@ -76,7 +76,7 @@ def find_policy(name: str) -> type[Policy]:
                 "one"
             )
     try:
-        policy: Any = one.load()
+        policy: Any = entry_point.load()
     except Exception as error:  # a third-party module may raise anything at its import
         raise PolicyInvalid(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
     if isinstance(policy, type) and is_dataclass(policy) and hasattr(policy, "course"):
@@ -149,17 +149,17 @@ class Active(NamedTuple):
 def choose_policy(policies: Iterable[Active], facts: Facts) -> tuple[str, Course] | None:
     """Return the course of a request, with the name of the first policy that applies to it."""
     named = None
-    for one in policies:
-        if one.common.decode_from != "table" and facts.roles.isdisjoint(ANSWERING):
+    for policy in policies:
+        if policy.common.decode_from != "table" and facts.roles.isdisjoint(ANSWERING):
             # A client or a picker names decode instances, so the table may have none.
             named = named or replace(
                 facts, roles=facts.roles | {Role.DECODE}, measure=lambda: facts.prompt_tokens
             )
-            course = one.course(named)
+            course = policy.course(named)
         else:
-            course = one.course(facts)
+            course = policy.course(facts)
         if course is not None:
-            return one.name, course
+            return policy.name, course
     return None
 
 
@@ -177,8 +177,8 @@ def activate(written: Sequence[str], settings: Settings) -> tuple[Active, ...]:
         raise PolicyInvalid("at least one policy is needed")
     if len(written) > MAX_POLICIES:
         raise PolicyInvalid(f"at most {MAX_POLICIES} policies are allowed")
-    found = tuple(_activated(one, settings) for one in written)
-    names = [one.name for one in found]
+    found = tuple(_activated(text, settings) for text in written)
+    names = [policy.name for policy in found]
     for name in names:
         if names.count(name) > 1:
             raise PolicyInvalid(f"{name} is named twice")
@@ -266,7 +266,7 @@ def check_suited(policies: Sequence[Active], roles: frozenset[Role], *, pushed: 
                 "the encoder output of every item (--ec-consumer-zmq-addrs alone selects that "
                 "transfer too)"
             )
-    names = [one.name for one in policies]
+    names = [policy.name for policy in policies]
     if not served and OWN.keys() >= set(names):  # others may need other facts
         raise PolicyInvalid(
             f"{', '.join(names)}: no request would be served, because there are only instances of "

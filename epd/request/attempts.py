@@ -36,7 +36,7 @@ class Encodings(NamedTuple):
         uuids: Mapping[MMItem, str | None],
     ) -> Self:
         """Return the outputs of items with these keys."""
-        local = [one.item for one in items if one.result == "local"]
+        local = [encoded_item.item for encoded_item in items if encoded_item.result == "local"]
         return cls(tuple(items), namespace, tuple([item_key(item, uuids[item]) for item in local]))
 
 

@@ -104,8 +104,8 @@ def _named(answer: bytes) -> str | None:
         return None
     start = answer.find(b"{")
     end = answer.find(b"\n", start) if start else -1  # of a stream, the first event
-    said = json_or_none(answer[start : None if end < 0 else end]) or {}
-    for own in (said, *map(said.get, NAME_WITHIN)):
+    event = json_or_none(answer[start : None if end < 0 else end]) or {}
+    for own in (event, *map(event.get, NAME_WITHIN)):
         match own:
             case {"model": str() as name} if name.isprintable() and 0 < len(name) <= MAX_LENGTH:
                 return name

@@ -123,10 +123,11 @@ class Encoder:
                 encode_item = partial(self._encode_item, planned, first_try)
                 made = await gather_first(encode_item, missing, AT_ONCE)
         encoded = made if len(made) == len(uuids) else _in_order(planned, made)
-        results = [one.result for one in encoded]
+        results = [encoded_item.result for encoded_item in encoded]
         record.items = {result: results.count(result) for result in results}
         if "hit" in record.items:
-            record.hits = Counter([one.item.modality for one in encoded if one.result == "hit"])
+            hits = [item.item.modality for item in encoded if item.result == "hit"]
+            record.hits = Counter(hits)
         return encoded
 
     def _lookup_keys(self, job: EncodeJob, outputs: Outputs) -> Mapping[MMItem, str]:
@@ -359,9 +360,11 @@ class Encoder:
             error = self._fatal.after(failure, instance, context.watched, blamed)
             raise error from failure.__cause__
         self._fatal.record_survival(context.watched, keys, body=False)
-        for item, one in zip(items, encoded, strict=True):
-            self._placement.learn_reply(job, item, one)
-        return [self._if_in_namespace(one, instance, job.namespace) for one in encoded]
+        for item, encoded_item in zip(items, encoded, strict=True):
+            self._placement.learn_reply(job, item, encoded_item)
+        return [
+            self._if_in_namespace(encoded_item, instance, job.namespace) for encoded_item in encoded
+        ]
 
     def _if_in_namespace(
         self, encoded: Encoded, instance: Instance, namespace: str | None

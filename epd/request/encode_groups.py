@@ -157,8 +157,8 @@ class FirstTries:
         try:
             await asyncio.sleep(0)
             if item not in self._groups:
-                new = [one for one in self._arrived if one not in self._groups]
-                self._groups |= {one: group for group in self._plan(new) for one in group.items}
+                new = [item for item in self._arrived if item not in self._groups]
+                self._groups |= {item: group for group in self._plan(new) for item in group.items}
         finally:
             self._arrived.remove(item)
         return self._groups[item]

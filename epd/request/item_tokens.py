@@ -61,7 +61,9 @@ class TokenCounts:
         if not pixels:
             return max(1, round(means.get(0) or TYPICAL_TOKENS[modality]))
         size = pixels.bit_length()
-        nearest = min((one for one in means if one), key=lambda one: abs(one - size), default=0)
+        nearest = min(
+            (mean for mean in means if mean), key=lambda mean: abs(mean - size), default=0
+        )
         per_pixel = means[nearest] if nearest else 1 / PIXELS_PER_TOKEN
         return max(1, round(pixels * per_pixel))
 

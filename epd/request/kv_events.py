@@ -332,18 +332,21 @@ class EventReader(threading.Thread):
             while not self._stopped:
                 reports = self._subscribe(context, poller, subscribed)
                 ready = dict(poller.poll(POLL_MS))
-                for one in subscribed.values():
-                    if one.socket in ready or one.monitor in ready:
-                        one.read_messages()
-                    if not one.pending and (report := one.feed.take_report()) is not None:
-                        one.pending = True
-                        reports.append((one, report))
+                for subscription in subscribed.values():
+                    if subscription.socket in ready or subscription.monitor in ready:
+                        subscription.read_messages()
+                    if (
+                        not subscription.pending
+                        and (report := subscription.feed.take_report()) is not None
+                    ):
+                        subscription.pending = True
+                        reports.append((subscription, report))
                 if reports:
                     self._deliver(reports)
                 time.sleep(PAUSE_S)
         finally:
-            for one in subscribed.values():
-                one.close_sockets()
+            for subscription in subscribed.values():
+                subscription.close_sockets()
             context.destroy(0)
 
     def _subscribe(
@@ -354,17 +357,17 @@ class EventReader(threading.Thread):
     ) -> list[tuple[Subscription, FeedReport]]:
         """Change the subscriptions to the wanted ones. Return a report for each that ends."""
         wanted, ended = self._wanted, []
-        for key, one in list(subscribed.items()):
-            if wanted.get(key) != one.source:
+        for key, subscription in list(subscribed.items()):
+            if wanted.get(key) != subscription.source:
                 del subscribed[key]
-                poller.unregister(one.socket)
-                poller.unregister(one.monitor)
-                one.close_sockets()
-                ended.append((one, FeedReport("unsubscribed", {}, {})))
+                poller.unregister(subscription.socket)
+                poller.unregister(subscription.monitor)
+                subscription.close_sockets()
+                ended.append((subscription, FeedReport("unsubscribed", {}, {})))
         for key in wanted.keys() - subscribed.keys():
-            subscribed[key] = one = Subscription(context, key, wanted[key])
-            poller.register(one.socket, zmq.POLLIN)
-            poller.register(one.monitor, zmq.POLLIN)
+            subscribed[key] = subscription = Subscription(context, key, wanted[key])
+            poller.register(subscription.socket, zmq.POLLIN)
+            poller.register(subscription.monitor, zmq.POLLIN)
         return ended
 
 
@@ -407,23 +410,25 @@ class KVEvents:
     def _wanted(self) -> dict[FeedKey, EventSource]:
         """Return the engines that are chosen by content, with their addresses."""
         config = self._live.current
-        instances = {one.key: one for one in self._table.of_roles(*config.content_roles)}
-        self._forsake(one for key, one in self._instances.items() if key not in instances)
+        instances = {
+            instance.key: instance for instance in self._table.of_roles(*config.content_roles)
+        }
+        self._forsake(instance for key, instance in self._instances.items() if key not in instances)
         self._instances = instances
         self._counts = {key: self._counts.get(key, Counter()) for key in self._instances}
         wanted = {
             (key, rank): source
-            for key, one in self._instances.items()
-            for rank, source in enumerate(event_sources(one, config.kv_events_addrs))
+            for key, instance in self._instances.items()
+            for rank, source in enumerate(event_sources(instance, config.kv_events_addrs))
         }
         self._logs = {key: log for key, log in self._logs.items() if key in wanted}
         return wanted
 
     def _forsake(self, instances: Iterable[Instance]) -> None:
         """Estimate the caches of instances that are not followed any more."""
-        for one in instances:
+        for instance in instances:
             with suppress(KeyError):  # it has been removed
-                for cache in self._table.load(one).caches:
+                for cache in self._table.load(instance).caches:
                     cache.estimate_reported()
 
     def _cache(self, key: FeedKey) -> PrefixCache | None:

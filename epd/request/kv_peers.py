@@ -84,7 +84,7 @@ class PeerRegistry:
 
     def forget_instance(self, instance: Instance) -> None:
         """Drop the facts of all ranks of an instance, which may have been replaced."""
-        self._known = {one: known for one, known in self._known.items() if one[0] != instance}
+        self._known = {rank: known for rank, known in self._known.items() if rank[0] != instance}
 
     async def _ask(self, member: Member, url: str) -> Params:
         try:
@@ -103,7 +103,7 @@ class PeerRegistry:
         now_s = self._clock()
         if member not in self._known:  # drop expired entries of instances that left
             self._known = {
-                one: known for one, known in self._known.items() if now_s < known.until_s
+                rank: known for rank, known in self._known.items() if now_s < known.until_s
             }
         self._known[member] = _Known(peer, now_s + KNOWN_S)
 

@@ -70,7 +70,7 @@ class Cooldowns:
             engine: id of the decode engine.
         """
         now_s, until_s = self._clock(), self._until_s
-        return all(until_s.get((prefill, one), -math.inf) <= now_s for one in (engine, None))
+        return all(until_s.get((prefill, source), -math.inf) <= now_s for source in (engine, None))
 
     def read(self, prefill: str) -> None:
         """Record an answer of an instance that was asked to read blocks."""
@@ -88,7 +88,7 @@ class Cooldowns:
             The new cooldown; None if one has begun already, as after concurrent failures.
         """
         now_s = self._clock()
-        until_s = max(self._until_s.get((prefill, one), now_s) for one in (engine, None))
+        until_s = max(self._until_s.get((prefill, source), now_s) for source in (engine, None))
         if until_s > now_s + (REST_S if hung else 0):
             return None
         rest = Cooldown(REST_S, engine)
@@ -141,7 +141,9 @@ class Readbacks:
         """
         if context.turn is not None:
             some = self._table.of_roles(*ANSWERING)
-            there = {one.url for one in some if self._table.state(one) != HealthState.DOWN}
+            there = {
+                instance.url for instance in some if self._table.state(instance) != HealthState.DOWN
+            }
             await self._conversations.begin_turn(context.turn, there)
 
     async def previous_params(self, prepared: PreparedRequest, prefill: Instance) -> Params | None:
@@ -248,5 +250,5 @@ def _basis(prompt: Prompt, items: Sequence[EncodedItem]) -> Basis | None:
 
 def _media(items: Sequence[EncodedItem]) -> tuple[str, ...] | None:
     """Return the keys of a request's items, in order; None if an engine made some of them."""
-    keys = [one.encoded.identifier or one.uuid for one in items]
+    keys = [encoded_item.encoded.identifier or encoded_item.uuid for encoded_item in items]
     return None if None in keys else tuple(filter(None, keys))

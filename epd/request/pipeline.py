@@ -202,7 +202,7 @@ class Pipeline:
         """Remember the client's names of the items, which its next request may use."""
         (body, *_), attempt, context = sending
         if attempt.encodings is None:
-            named = [one for one in items if one.item.uuid is not None]
+            named = [encoded_item for encoded_item in items if encoded_item.item.uuid is not None]
             await self._keys.remember_names(body, named, context.tenant, context.config)
 
     def _prepared(self, sending: Sending, encodings: Encodings) -> PreparedRequest:

@@ -75,9 +75,15 @@ def request_prefix(sending: Sending, encoded: Sequence[EncodedItem] = ()) -> Pre
         return NO_PREFIX
     media: dict[Path, tuple[str, int]] = {}
     if encoded:
-        for one in encoded:
-            tokens = media_tokens(one.encoded.metadata) or TYPICAL_TOKENS[one.item.modality]
-            media[one.item.path] = item_key(one.item, uuids[one.item]), tokens
+        for encoded_item in encoded:
+            tokens = (
+                media_tokens(encoded_item.encoded.metadata)
+                or TYPICAL_TOKENS[encoded_item.item.modality]
+            )
+            media[encoded_item.item.path] = (
+                item_key(encoded_item.item, uuids[encoded_item.item]),
+                tokens,
+            )
     else:
         for item, uuid in uuids.items():
             media[item.path] = item_key(item, uuid), TYPICAL_TOKENS[item.modality]

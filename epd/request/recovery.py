@@ -131,7 +131,7 @@ def _metadata_refused(failure: Failure) -> bool:
         and failed.depends
         and not (attempt.raw or attempt.reencode)
         and failed.encodings is not None
-        and all(one.item.has_media for one in failed.encodings.items)
+        and all(encoded_item.item.has_media for encoded_item in failed.encodings.items)
     )
 
 
@@ -201,7 +201,7 @@ def _not_counted(failure: Failure) -> Attempt:
 def _without_doubt(failure: Failure) -> Attempt:
     attempt = failure.next_attempt
     prefills, decodes = (
-        tuple(one for one in avoided if one != attempt.doubtful)
+        tuple(instance for instance in avoided if instance != attempt.doubtful)
         for avoided in (attempt.avoided_prefills, attempt.avoided_decodes)
     )
     return attempt._replace(avoided_prefills=prefills, avoided_decodes=decodes, doubtful=None)

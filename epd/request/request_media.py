@@ -79,12 +79,12 @@ class RequestMedia:
         alone = not attempt.course.prefill and self._table.has(Role.DECODE)
         lost = attempt.reencode or attempt.without_prefill
         raw = context.config.decode_media == "raw" or lost or alone or attempt.raw
-        params = self._transfer.consumer_params(one.encoded for one in items)
+        params = self._transfer.consumer_params(encoded_item.encoded for encoded_item in items)
         consumed = consumer_body(body, items, params, raw=raw)
         record.media = {"metadata": consumed.bare, "raw": len(items) - consumed.bare}
         if record.hits:
             unsent = metadata_uuids(items, body, raw=raw)
-            hits = [one.item for one in items if one.result == "hit"]
+            hits = [encoded_item.item for encoded_item in items if encoded_item.result == "hit"]
             record.saved_bytes = sum(
                 inline_bytes(item, context.cuts) for item in hits if item in unsent
             )
@@ -101,8 +101,10 @@ def request_work(sending: Sending, encodings: Encodings) -> Work:
     text_bytes -= sum([inline_bytes(item, NO_CUTS) for item in uuids])  # short media are not cut
     items = encodings.items
     tokens = [
-        one.tokens or media_tokens(one.encoded.metadata) or TYPICAL_TOKENS[one.item.modality]
-        for one in items
+        encoded_item.tokens
+        or media_tokens(encoded_item.encoded.metadata)
+        or TYPICAL_TOKENS[encoded_item.item.modality]
+        for encoded_item in items
     ]
     prompt_tokens = max(0, text_bytes) // BYTES_PER_TOKEN + sum(tokens)
-    return Work(prompt_tokens, sum([one.tokens for one in items]))
+    return Work(prompt_tokens, sum([item.tokens for item in items]))

@@ -24,7 +24,7 @@ from epd.errors import (
     UpstreamFailed,
     UpstreamRejected,
     UpstreamTimeout,
-    said_retry_after_s,
+    reported_retry_after_s,
 )
 from epd.json_or_none import json_or_none
 from epd.request.context import RequestContext
@@ -205,8 +205,8 @@ class Stages:
                 span.event("head")
             if not reply.ok:
                 with reply:
-                    said = await reply.read(idle_s=idle_s)
-                answer = Answer(reply.status, reply.headers, said)
+                    content = await reply.read(idle_s=idle_s)
+                answer = Answer(reply.status, reply.headers, content)
                 raise _refusal(answer, context, fetches=sent.fetches)
             if on_head is not None:
                 on_head()
@@ -330,7 +330,7 @@ def _accepted(answer: Answer, stage: Stage, context: RequestContext, *, fetches:
             f"the {stage} instances are overloaded",
             slug=f"{stage}_overloaded",
             stage=stage,
-            retry_after_s=said_retry_after_s(answer.headers),
+            retry_after_s=reported_retry_after_s(answer.headers),
         )
     if answer.status // 100 == 4:  # noqa: PLR2004
         raise _denied(answer.status, stage, context) or UpstreamRejected(

@@ -108,8 +108,8 @@ class Picker:
             "prompt_tokens": facts.prompt_tokens,
             "items": facts.items,
             "prefill": None if prefill is None else prefill.url,
-            "candidates": [one.url for one in candidates],
-            "tried": [one.url for one in tried],
+            "candidates": [instance.url for instance in candidates],
+            "tried": [instance.url for instance in tried],
         }
         try:
             answer = await self._upstream.fetch(
@@ -263,7 +263,7 @@ class Decoders:
         Raises:
             NoInstance: neither the picker nor the table has one.
         """
-        usable = [one.instance for one in self._table.usable_candidates(*ANSWERING)]
+        usable = [candidate.instance for candidate in self._table.usable_candidates(*ANSWERING)]
         tried = attempt.avoided_decodes
         try:
             named = await self._picker.ask_picker(attempt.facts, context, prefill, usable, tried)

@@ -78,8 +78,12 @@ class Warmup:
             raise error.at_param(param) from error.__cause__
         found = await self._stored(self._cache, body.get("model"), encoded)
         data = [
-            _described(one, metadata_uuid(one, body), found[str(one.encoded.identifier)])
-            for one in encoded
+            _described(
+                encoded_item,
+                metadata_uuid(encoded_item, body),
+                found[str(encoded_item.encoded.identifier)],
+            )
+            for encoded_item in encoded
         ]
         return {"object": "list", "data": data}
 
@@ -87,14 +91,16 @@ class Warmup:
         self, cache: EncoderCache, model: str | None, encoded: Sequence[EncodedItem]
     ) -> Mapping[str, EntryInfo]:
         """Return the entries of all items by identifier, once they are written."""
-        wanted = {one.encoded.identifier for one in encoded}
+        wanted = {encoded_item.encoded.identifier for encoded_item in encoded}
         clock = asyncio.get_running_loop().time
         deadline_s = clock() + STORED_WITHIN_S
         while None not in wanted and clock() < deadline_s:
             keys = {
                 key
-                for one in encoded
-                for key in cache.keys(model, [str(one.encoded.identifier)], one.encoded.namespace)
+                for encoded_item in encoded
+                for key in cache.keys(
+                    model, [str(encoded_item.encoded.identifier)], encoded_item.encoded.namespace
+                )
             }
             found = await cache.find_entries(list(keys), patient=True)
             if found is not None and len(found) == len(keys) >= len(wanted):
@@ -131,13 +137,13 @@ def parse(raw: bytes | bytearray) -> Body:
     return {**fields, "messages": [{"role": "user", "content": content}]}
 
 
-def _described(one: EncodedItem, key: str | None, info: EntryInfo) -> MediaShown:
+def _described(encoded_item: EncodedItem, key: str | None, info: EntryInfo) -> MediaShown:
     return {
         "object": "media",
-        "modality": one.item.modality,
-        "uuid": one.item.uuid or key,
+        "modality": encoded_item.item.modality,
+        "uuid": encoded_item.item.uuid or key,
         "key": key,
-        "result": one.result,
+        "result": encoded_item.result,
         "tokens": info.shape[0],
         "bytes": info.size_bytes,
     }

@@ -84,11 +84,11 @@ class PowerOfTwo:
 
     def pick_load(self, loads: Sequence[Load], key: str = "") -> Load:
         del key
-        one = self._one(loads)
-        other = self._one([load for load in loads if load is not one])
-        return other if other.pressure < one.pressure else one
+        first = self._draw(loads)
+        other = self._draw([load for load in loads if load is not first])
+        return other if other.pressure < first.pressure else first
 
-    def _one(self, loads: Sequence[Load]) -> Load:
+    def _draw(self, loads: Sequence[Load]) -> Load:
         return self._chance.choices(loads, list(map(_share, loads)))[0]
 
 
@@ -111,9 +111,9 @@ class Rendezvous:
         most = upper_bound(loads)
         if first.value < most(first):
             return first
-        room = [(away, load) for away, load in zip(far, loads, strict=True)]
-        room = [one for one in room if one[1].value < most(one[1])]
-        return min(room, key=lambda one: one[0])[1]
+        by_distance = zip(far, loads, strict=True)
+        room = [(away, load) for away, load in by_distance if load.value < most(load)]
+        return min(room, key=lambda pair: pair[0])[1]
 
 
 BALANCES: Mapping[BalanceName | ItemBalanceName, Callable[[], Balance]] = {
@@ -166,12 +166,17 @@ class Choice:
             candidates = self._untried(usable, tried) or usable
         if len(candidates) == 1:
             return candidates[0].instance
-        loads = [one.load for one in candidates]
-        for one in candidates if prefer is not None else ():
-            if one.instance.url == prefer and one.load.value <= upper_bound(loads)(one.load):
-                return one.instance
+        loads = [candidate.load for candidate in candidates]
+        for candidate in candidates if prefer is not None else ():
+            load = candidate.load
+            if candidate.instance.url == prefer and load.value <= upper_bound(loads)(load):
+                return candidate.instance
         if prefix.links:
-            seats = {seat: one.instance for one in candidates for seat in one.load.seats}
+            seats = {
+                seat: candidate.instance
+                for candidate in candidates
+                for seat in candidate.load.seats
+            }
             return seats[cheapest_seat([*seats], prefix)]
         if balance not in self._balances:
             self._balances[balance] = BALANCES[balance]()
@@ -228,7 +233,7 @@ class Choice:
         turns = [*usable[first:], *usable[:first]]
         mean = sum(costs) / len(costs)
         works = [load.encode.tokens + mean * (load.value - load.under_way) for _, _, load in turns]
-        places = spread_costs(costs, works, [one.load.share for one in turns])
+        places = spread_costs(costs, works, [request.load.share for request in turns])
         return [turns[place].instance for place in places]
 
     def has_untried(
@@ -236,7 +241,7 @@ class Choice:
     ) -> bool:
         """Return whether there is an instance that has not been tried."""
         fresh = self._untried(self._table.usable_candidates(*self._roles), tried)
-        return bool(fresh) if fits is None else any(fits(one.instance) for one in fresh)
+        return bool(fresh) if fits is None else any(fits(candidate.instance) for candidate in fresh)
 
     def _usable(self, fits: Callable[[Instance], bool] | None) -> Sequence[Candidate]:
         """Return the instances that may get the request.
@@ -246,7 +251,7 @@ class Choice:
         """
         usable = self._table.usable_candidates(*self._roles)
         if fits is not None:
-            usable = [one for one in usable if fits(one.instance)]
+            usable = [candidate for candidate in usable if fits(candidate.instance)]
         if not usable:
             stage = self._roles[0]
             fitting = "" if fits is None else " with the namespace of the request's consumer"
@@ -260,8 +265,12 @@ class Choice:
 
         An ejected instance may have recovered before its next probe; trying it is cheap.
         """
-        fresh = [one for one in usable if one.instance not in tried]
-        return fresh or [one for one in self._table.all(*self._roles) if one.instance not in tried]
+        fresh = [candidate for candidate in usable if candidate.instance not in tried]
+        return fresh or [
+            candidate
+            for candidate in self._table.all(*self._roles)
+            if candidate.instance not in tried
+        ]
 
 
 def spread_costs(

@@ -51,7 +51,7 @@ ASSUMED = Speed(0.0, 1e-4)
 
 def mean_speed(speeds: Iterable[Speed | None]) -> Speed | None:
     """Return the mean of the known speeds; None if none is known."""
-    known = [one for one in speeds if one is not None]
+    known = [speed for speed in speeds if speed is not None]
     if not known:
         return None
     request_s, token_s = map(sum, zip(*known, strict=True))

@@ -72,12 +72,12 @@ class Forecast:
             fits: predicate of the encode instances that can serve the request; None for all.
         """
         usable = [
-            (one.instance, one.load)
-            for one in table.usable_candidates(Role.ENCODE)
-            if fits is None or fits(one.instance)
+            (candidate.instance, candidate.load)
+            for candidate in table.usable_candidates(Role.ENCODE)
+            if fits is None or fits(candidate.instance)
         ]
         self.speed = mean_speed([load.encode.speed for _, load in usable])
-        self._queues = [EncodeQueue(*one, self.speed or ASSUMED) for one in usable]
+        self._queues = [EncodeQueue(*candidate, self.speed or ASSUMED) for candidate in usable]
         self.local = _local(table, consumer)
 
     def best_queue(self, tokens: int, key: str) -> EncodeQueue | None:
@@ -87,10 +87,12 @@ class Forecast:
         """
         if not self._queues:
             return None
-        far = distances([one.load for one in self._queues], key.encode("utf-8", "surrogatepass"))
+        far = distances(
+            [queue.load for queue in self._queues], key.encode("utf-8", "surrogatepass")
+        )
         costs = [
-            (round(one.finish_s(tokens), 3), away)
-            for one, away in zip(self._queues, far, strict=True)
+            (round(queue.finish_s(tokens), 3), away)
+            for queue, away in zip(self._queues, far, strict=True)
         ]
         return self._queues[costs.index(min(costs))]
 
@@ -101,13 +103,13 @@ class Forecast:
 
 def _local(table: InstanceTable, consumer: Instance | None) -> ConsumerLoad:
     loads: Sequence[Load] = [
-        one.load
-        for one in table.usable_candidates(*CONSUMERS)
-        if consumer is None or one.instance == consumer
+        candidate.load
+        for candidate in table.usable_candidates(*CONSUMERS)
+        if consumer is None or candidate.instance == consumer
     ]
     if not loads:
         return ConsumerLoad(0.0, 0.0)
-    load = min(loads, key=lambda one: one.pressure)
+    load = min(loads, key=lambda consumer_load: consumer_load.pressure)
     requests = load.value - (consumer is not None)  # its place counts as load already
     return ConsumerLoad(max(0, requests) / len(load.seats), load.encode.tokens / len(load.seats))
 

@@ -141,7 +141,7 @@ class Registry:
         self._table = table
         self._fits = fits
         self._clock = clock
-        self._said: dict[InstanceSource, Sequence[Instance]] = {}
+        self._by_source: dict[InstanceSource, Sequence[Instance]] = {}
         self._since_s: dict[Instance, float] = {}
         self._refused: set[Instance] = set()
         self._on_change: Callable[[Instance, Change, InstanceSource], None] = lambda *_: None
@@ -149,10 +149,10 @@ class Registry:
         self._on_change = on_change
 
     def replace(self, source: InstanceSource, instances: Iterable[Instance]) -> None:
-        self._said[source] = tuple(instances)
+        self._by_source[source] = tuple(instances)
         named = self._named()
         self._reweigh(named)
-        for instance in [one for one in self._since_s if one not in named]:
+        for instance in [member for member in self._since_s if member not in named]:
             del self._since_s[instance]
             self._table.remove(instance)
             self._on_change(instance, "removed", source)
@@ -163,40 +163,42 @@ class Registry:
 
     def conflicting_member(self, instance: Instance) -> Instance | None:
         """Return a member that conflicts with an instance, if any."""
-        return next((one for one in self._since_s if _conflict(one, instance)), None)
+        return next((member for member in self._since_s if _conflict(member, instance)), None)
 
     def sources(self, url: str) -> tuple[InstanceSource, ...]:
         """Return the sources that name an instance with this URL."""
         return tuple(
             source
             for source in InstanceSource
-            if any(one.url == url for one in self._said.get(source, ()))
+            if any(instance.url == url for instance in self._by_source.get(source, ()))
         )
 
     @property
     def members(self) -> tuple[Member, ...]:
         """The registered instances, with their sources."""
-        named = {one.key: one for one in self._since_s}
-        sources: dict[Instance, list[InstanceSource]] = {one: [] for one in self._since_s}
+        named = {member.key: member for member in self._since_s}
+        sources: dict[Instance, list[InstanceSource]] = {member: [] for member in self._since_s}
         for source in InstanceSource:
-            for said in self._said.get(source, ()):
-                if (one := named.get(said.key)) is not None:
-                    sources[one].append(source)
-        return tuple(Member(one, tuple(by), self._since_s[one]) for one, by in sources.items())
+            for instance in self._by_source.get(source, ()):
+                if (member := named.get(instance.key)) is not None:
+                    sources[member].append(source)
+        return tuple(
+            Member(member, tuple(by), self._since_s[member]) for member, by in sources.items()
+        )
 
     def _named(self) -> dict[Instance, InstanceSource]:
         """Return all named instances, each with its first source."""
         named: dict[tuple[Role, str], tuple[Instance, InstanceSource]] = {}
         for source in InstanceSource:
-            for one in self._said.get(source, ()):
-                named.setdefault(one.key, (one, source))
+            for instance in self._by_source.get(source, ()):
+                named.setdefault(instance.key, (instance, source))
         return dict(named.values())
 
     def _reweigh(self, named: Iterable[Instance]) -> None:
         """Update members of which only the weight changed, and keep their load."""
-        said = {one.key: one for one in named}
+        by_key = {instance.key: instance for instance in named}
         for old in list(self._since_s):
-            new = said.get(old.key, old)
+            new = by_key.get(old.key, old)
             if new != old == replace(new, weight=old.weight):
                 self._since_s[new] = self._since_s.pop(old)
                 self._table.set_weight(old, new)
@@ -212,7 +214,7 @@ class Registry:
             self._on_change(instance, "refused", by)
 
 
-def _conflict(one: Instance, other: Instance) -> bool:
+def _conflict(instance: Instance, other: Instance) -> bool:
     # A second role beside encode is allowed, but prefill cannot hand over to itself.
-    twice = one.url == other.url and {one.role, other.role} == {Role.PREFILL, Role.DECODE}
-    return twice or one.role in CLASHES[other.role]
+    twice = instance.url == other.url and {instance.role, other.role} == {Role.PREFILL, Role.DECODE}
+    return twice or instance.role in CLASHES[other.role]

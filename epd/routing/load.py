@@ -241,12 +241,12 @@ class Load:
     def prompts(self) -> Prompts:
         """The prompts of this proxy so far, if the instance is chosen by their content."""
         caches = self.caches
-        return Prompts(sum(one.asked for one in caches), sum(one.matched for one in caches))
+        return Prompts(sum(cache.asked for cache in caches), sum(cache.matched for cache in caches))
 
     @property
     def precise(self) -> bool:
         """Whether events of the engines keep the content of all prefix caches up to date."""
-        return all(one.precise for one in self.caches)
+        return all(cache.precise for cache in self.caches)
 
     def next_rank(self, prefix: Prefix = NO_PREFIX) -> int | None:
         """Return the rank for a prompt; None if the instance distributes requests itself."""
@@ -407,9 +407,9 @@ def read_namespaces(page: bytes) -> frozenset[str]:
     """
     try:
         samples = [line.rpartition(b"}") for line in _lines(page, NAMESPACE)]
-        labels = [one for one, _, value in samples if float((*value.split(), b"")[0]) != 0]
+        labels = [label for label, _, value in samples if float((*value.split(), b"")[0]) != 0]
         return frozenset(
-            named[1].decode() if (named := _NAMED.search(one)) else "" for one in labels
+            named[1].decode() if (named := _NAMED.search(label)) else "" for label in labels
         )
     except ValueError:
         return frozenset()

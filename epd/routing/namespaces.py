@@ -33,19 +33,23 @@ class Namespaces:
 
     def due_instances(self) -> list[Instance]:
         """Return the instances to ask now; each answer goes to `record_namespace`."""
-        members = {one.key: one for one in self._table.of_roles(*Role)}
-        up = {key for key, one in members.items() if self._table.state(one) is not HealthState.DOWN}
+        members = {instance.key: instance for instance in self._table.of_roles(*Role)}
+        up = {
+            key
+            for key, instance in members.items()
+            if self._table.state(instance) is not HealthState.DOWN
+        }
         self._known = {key: name for key, name in self._known.items() if key in members}
         self._writers &= members.keys()
         self._asked_s = {key: asked_s for key, asked_s in self._asked_s.items() if key in up}
         now_s = self._clock()
         due = [
-            (key, one)
-            for key, one in members.items()
+            (key, instance)
+            for key, instance in members.items()
             if key in up and self._asked_s.get(key, -math.inf) + INTERVAL_S <= now_s
         ]
         self._asked_s.update((key, now_s) for key, _ in due)
-        return [one for _, one in due]
+        return [instance for _, instance in due]
 
     def record_namespace(self, instance: Instance, namespace: str | None) -> None:
         """Record the answer of an instance.
@@ -73,7 +77,7 @@ class Namespaces:
     def consumers_write(self) -> bool:
         """Return whether all consumers are known to write the outputs of their own encodes."""
         consumers = self._table.of_roles(*CONSUMERS)
-        return bool(consumers) and all(one.key in self._writers for one in consumers)
+        return bool(consumers) and all(consumer.key in self._writers for consumer in consumers)
 
     def namespace_of(self, instance: Instance) -> str | None:
         """Return the namespace of an instance; None if unknown."""
@@ -85,8 +89,8 @@ class Namespaces:
         Each request with media needs them. They are recomputed only after a change.
         """
         if self._consumers is None or self._counted_at != self._table.changes:
-            known = (self.namespace_of(one) for one in self._table.of_roles(*CONSUMERS))
-            self._consumers = frozenset(one for one in known if one is not None)
+            known = (self.namespace_of(instance) for instance in self._table.of_roles(*CONSUMERS))
+            self._consumers = frozenset(namespace for namespace in known if namespace is not None)
             self._counted_at = self._table.changes
         return self._consumers
 

@@ -61,6 +61,6 @@ def upper_bound(seats: Sequence[LoadedSeat]) -> Callable[[LoadedSeat], int]:
     if pressures[-1] <= usual:
         requests: float = sum(map(_value, seats))
     else:
-        requests = sum(min(one.value, max(one.under_way, usual * one.share)) for one in seats)
+        requests = sum(min(seat.value, max(seat.under_way, usual * seat.share)) for seat in seats)
     each = LOAD_FACTOR * (requests + 1) / shares
     return lambda seat: math.ceil(each * seat.share)

@@ -208,7 +208,7 @@ class InstanceTable:
     @property
     def under_way(self) -> Mapping[Instance, int]:
         """Number of this proxy's requests, by instance, including removed ones."""
-        loads = {one.instance: one.load for one in self._members.values()}
+        loads = {member.instance: member.load for member in self._members.values()}
         return {
             instance: load.under_way
             for instance, load in (self._leaving | loads).items()
@@ -261,22 +261,22 @@ class InstanceTable:
     def judge_by(self, policy: HealthPolicy) -> None:
         """Apply another health policy to all instances from now on."""
         self._policy = policy
-        for one in self._members.values():
-            one.health.policy = policy
+        for member in self._members.values():
+            member.health.policy = policy
 
     def of_roles(self, *roles: Role) -> tuple[Instance, ...]:
         """Return all instances of these roles."""
-        return tuple(one.instance for role in roles for one in self._by_role[role])
+        return tuple(candidate.instance for role in roles for candidate in self._by_role[role])
 
     def all(self, *roles: Role) -> Sequence[Candidate]:
         """Return all instances of these roles, with health and load."""
         if len(roles) == 1:
             return self._by_role[roles[0]]
-        return [one for role in roles for one in self._by_role[role]]
+        return [candidate for role in roles for candidate in self._by_role[role]]
 
     def find_instance(self, url: str, *roles: Role) -> Instance | None:
         """Return the instance with this URL and one of these roles; None if there is none."""
-        return next((one for one in self.of_roles(*roles) if one.url == url), None)
+        return next((instance for instance in self.of_roles(*roles) if instance.url == url), None)
 
     def has(self, role: Role) -> bool:
         return role in self.roles
@@ -306,8 +306,8 @@ class InstanceTable:
         A new instance may not listen yet.
         """
         now_s = self._clock()
-        healths = (one.health for one in self.all(*roles))
-        return any(one.met and one.state(now_s) is not HealthState.DOWN for one in healths)
+        healths = (candidate.health for candidate in self.all(*roles))
+        return any(health.met and health.state(now_s) is not HealthState.DOWN for health in healths)
 
     def usable_candidates(self, *roles: Role) -> Sequence[Candidate]:
         """Return the instances that may get the next request; empty only if there are none.
@@ -321,15 +321,19 @@ class InstanceTable:
         if len(pool) == 1:
             return pool
         now_s = self._clock()
-        if all(one.load.weight and one.health.is_healthy(now_s) for one in pool):
+        if all(candidate.load.weight and candidate.health.is_healthy(now_s) for candidate in pool):
             return pool
-        up = [one for one in pool if one.health.state(now_s) is not HealthState.DOWN] or list(pool)
-        fit = [one for one in up if one.health.is_eligible(now_s)]
-        if any(one.load.weight for one in fit):
-            up, fit = ([one for one in some if one.load.weight] for some in (up, fit))
+        up = [
+            candidate for candidate in pool if candidate.health.state(now_s) is not HealthState.DOWN
+        ] or list(pool)
+        fit = [candidate for candidate in up if candidate.health.is_eligible(now_s)]
+        if any(candidate.load.weight for candidate in fit):
+            up, fit = (
+                [candidate for candidate in some if candidate.load.weight] for some in (up, fit)
+            )
         if 2 * len(fit) < len(up):
             fit = up
-        return [one for one in fit if not one.health.is_busy(now_s)] or fit
+        return [candidate for candidate in fit if not candidate.health.is_busy(now_s)] or fit
 
     def reserve_place(
         self,
@@ -397,15 +401,15 @@ class InstanceTable:
 
     def _keep_leaving(self, instance: Instance, load: Load) -> None:
         """Keep the load of an instance outside the table while it has requests."""
-        self._leaving = {one: its for one, its in self._leaving.items() if its.under_way}
-        self._removed &= {one.key for one in self._leaving}
+        self._leaving = {old: its for old, its in self._leaving.items() if its.under_way}
+        self._removed &= {old.key for old in self._leaving}
         self._leaving[instance] = load
 
     def probes_due(self) -> list[Instance]:
         """Return the instances to probe now; each result goes to `record_probe`."""
         now_s = self._clock()
         members = self._members.values()
-        return [one.instance for one in members if one.health.probe_due(now_s)]
+        return [member.instance for member in members if member.health.probe_due(now_s)]
 
     def record_probe(self, instance: Instance, *, well: bool | None) -> None:
         """Record the result of a probe; None if it could not be made."""
@@ -424,15 +428,15 @@ class InstanceTable:
                 nothing unless the roles are compared.
         """
         now_s = self._clock()
-        for one in self._members.values():
-            one.load.expire(now_s)
+        for member in self._members.values():
+            member.load.expire(now_s)
         return [
-            one.instance
+            candidate.instance
             for role in roles
-            for one in self._by_role[role]
-            if (single or len(self._by_role[role]) > 1 or one.load.ranks is not None)
-            and one.health.state(now_s) is not HealthState.DOWN
-            and one.load.report_due(now_s, interval_s)
+            for candidate in self._by_role[role]
+            if (single or len(self._by_role[role]) > 1 or candidate.load.ranks is not None)
+            and candidate.health.state(now_s) is not HealthState.DOWN
+            and candidate.load.report_due(now_s, interval_s)
         ]
 
     def record_report(self, instance: Instance, report: Report | None, interval_s: float) -> None:

@@ -236,6 +236,7 @@ def is_allowed(url: str, patterns: Sequence[str]) -> bool:
         address = ip_address(host)
     except ValueError:
         return any(
-            host == one or (one.startswith("*.") and host.endswith(one[1:])) for one in patterns
+            host == pattern or (pattern.startswith("*.") and host.endswith(pattern[1:]))
+            for pattern in patterns
         )
-    return any(address in ip_network(one) for one in patterns if "/" in one)
+    return any(address in ip_network(pattern) for pattern in patterns if "/" in pattern)

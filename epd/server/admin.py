@@ -156,36 +156,39 @@ class Admin:
         results = await self._ask_all(
             "/version", headers={}, body=None, timeout_s=self._live.current.health_timeout_s
         )
-        return {one.url: _version(result) for one, result in results.items()}
+        return {instance.url: _version(result) for instance, result in results.items()}
 
     async def _ask_health(self) -> Health:
         groups = {name: self._table.of_roles(*roles) for name, (_, roles) in CLUSTERS.items()}
-        states = {one: self._table.state(one) for one in self._table.of_roles(*Role)}
+        states = {instance: self._table.state(instance) for instance in self._table.of_roles(*Role)}
         routed = {
-            one.instance
+            candidate.instance
             for _, roles in CLUSTERS.values()
-            for one in self._table.usable_candidates(*roles)
+            for candidate in self._table.usable_candidates(*roles)
         }
         results = await self._ask_all(
             "/health", headers={}, body=None, timeout_s=self._live.current.health_timeout_s
         )
         conditions = {
-            one: condition(
-                states[one], answers=isinstance(result, Answer) and result.ok, routed=one in routed
+            instance: condition(
+                states[instance],
+                answers=isinstance(result, Answer) and result.ok,
+                routed=instance in routed,
             )
-            for one, result in results.items()
+            for instance, result in results.items()
         }
         clusters = {
-            name: _cluster_state([conditions[one] for one in instances])
+            name: _cluster_state([conditions[instance] for instance in instances])
             for name, instances in groups.items()
         }
         shown: dict[str, InstanceHealth] = {}
-        for one, found in conditions.items():
+        for instance, found in conditions.items():
             entry = shown.setdefault(
-                one.url, {"roles": [], "routing": {}, "state": found, **_json(results[one])}
+                instance.url,
+                {"roles": [], "routing": {}, "state": found, **_json(results[instance])},
             )
-            entry["roles"].append(one.role)
-            entry["routing"][one.role.value] = found
+            entry["roles"].append(instance.role)
+            entry["routing"][instance.role.value] = found
             entry["state"] = max(entry["routing"].values(), key=WORST.index)
         status = 503 if "unhealthy" in clusters.values() else 200
         return status, HealthPage(
@@ -225,9 +228,15 @@ class Admin:
         if all(isinstance(it, Answer) and it.status == missing for it in results.values()):
             raise RequestRefused(503, "no instance has a profiler", slug="profile_unavailable")
         return {
-            stage: said
+            stage: answers
             for stage, roles in CLUSTERS.values()
-            if (said := {one.url: _json(it) for one, it in results.items() if one.role in roles})
+            if (
+                answers := {
+                    instance.url: _json(it)
+                    for instance, it in results.items()
+                    if instance.role in roles
+                }
+            )
         }
 
     async def models(self, headers: Mapping[str, str]) -> Answer:

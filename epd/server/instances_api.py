@@ -196,8 +196,8 @@ class Roster:
     def _urls(self, role: Role) -> RoleUrls:
         instances = self._table.of_roles(role)
         return RoleUrls(
-            live=[one.url for one in instances if self._live(one)],
-            evicted=[one.url for one in instances if not self._live(one)],
+            live=[instance.url for instance in instances if self._live(instance)],
+            evicted=[instance.url for instance in instances if not self._live(instance)],
         )
 
     def _live(self, instance: Instance) -> bool:
@@ -205,45 +205,45 @@ class Roster:
 
     def _rows(self) -> list[InstanceRow]:
         members = self._registry.members
-        present = {one for one, *_ in members}
+        present = {instance for instance, *_ in members}
         rows = [
-            self._row(one, self._table.state(one), sources, since_s)
-            for one, sources, since_s in members
+            self._row(instance, self._table.state(instance), sources, since_s)
+            for instance, sources, since_s in members
         ]
-        leaving = [one for one in self._table.under_way if one not in present]
-        return rows + [self._row(one, "draining", (), None) for one in leaving]
+        leaving = [instance for instance in self._table.under_way if instance not in present]
+        return rows + [self._row(instance, "draining", (), None) for instance in leaving]
 
     def _row(
         self,
-        one: Instance,
+        instance: Instance,
         state: HealthState | Literal["draining"],
         sources: Sequence[InstanceSource],
         since_s: float | None,
     ) -> InstanceRow:
         since = None if since_s is None else datetime.fromtimestamp(since_s, UTC)
-        report = None if since_s is None else self._table.load(one).report
-        said = report and ReportedLoad(waiting=report.waiting, running=report.running)
-        precise = since_s is not None and self._table.load(one).precise
+        report = None if since_s is None else self._table.load(instance).report
+        reported = report and ReportedLoad(waiting=report.waiting, running=report.running)
+        precise = since_s is not None and self._table.load(instance).precise
         return {
-            "url": one.url,
-            "role": one.role,
-            "dp_size": one.dp_size,
-            "kv_addr": one.kv_addr,
+            "url": instance.url,
+            "role": instance.role,
+            "dp_size": instance.dp_size,
+            "kv_addr": instance.kv_addr,
             "state": state,
-            "load": self._table.under_way.get(one, 0),
-            "weight": one.weight,
-            "reported": said,
+            "load": self._table.under_way.get(instance, 0),
+            "weight": instance.weight,
+            "reported": reported,
             "prefix_cache": "precise" if precise else "estimated",
             "sources": list(sources),
             "since": since and since.replace(microsecond=0),
         }
 
 
-def _addresses_of(one: Instance) -> list[str]:
+def _addresses_of(instance: Instance) -> list[str]:
     """Return all addresses of an instance that the proxy or other instances connect to, as URLs."""
-    kv_addr = one.kv_addr if "://" in one.kv_addr else f"//{one.kv_addr}"
-    events = [one.kv_events] if one.kv_events and "*" not in one.kv_events else []
-    return [one.url, *([kv_addr] if one.kv_addr else ()), *one.ec_zmq_addrs, *events]
+    kv_addr = instance.kv_addr if "://" in instance.kv_addr else f"//{instance.kv_addr}"
+    events = [instance.kv_events] if instance.kv_events and "*" not in instance.kv_events else []
+    return [instance.url, *([kv_addr] if instance.kv_addr else ()), *instance.ec_zmq_addrs, *events]
 
 
 def _unwritten() -> Overloaded:

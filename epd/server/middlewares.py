@@ -199,7 +199,9 @@ def _new_visit(request: web.Request, app: web.Application, access: Access, route
 
 def _endpoint_above(path: str) -> Endpoint:
     """Return the endpoint above a path, which determines the shape of an error."""
-    under = (one for one in ENDPOINTS.values() if f"{path}/".startswith(f"{one.path}/"))
+    under = (
+        endpoint for endpoint in ENDPOINTS.values() if f"{path}/".startswith(f"{endpoint.path}/")
+    )
     return next(under, CHAT)
 
 

@@ -61,8 +61,8 @@ class Asset(NamedTuple):
 def _assets() -> Mapping[str, Asset]:
     return MappingProxyType(
         {
-            one.name: Asset(one.read_bytes(), TYPES[one.name.rpartition(".")[2]])
-            for one in files("epd.ui").joinpath("static").iterdir()
+            file.name: Asset(file.read_bytes(), TYPES[file.name.rpartition(".")[2]])
+            for file in files("epd.ui").joinpath("static").iterdir()
         }
     )
 

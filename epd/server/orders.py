@@ -118,7 +118,7 @@ class Pipe:
     def __init__(self) -> None:
         self.orders = Orders()
         self._rest = b""
-        self._said: dict[str, Any] = {}
+        self._reloaded: dict[str, Any] = {}
         self._loop = asyncio.get_running_loop()
         self._loop.add_signal_handler(signal.SIGUSR1, self._end)
         self._loop.add_reader(sys.stdin.fileno(), self._read)
@@ -129,21 +129,21 @@ class Pipe:
         Raises:
             ConfigInvalid: the first process found it invalid.
         """
-        if "refused" in self._said:
-            raise ConfigInvalid(self._said["refused"])
-        return ProxyConfig.model_validate(self._said["config"])
+        if "refused" in self._reloaded:
+            raise ConfigInvalid(self._reloaded["refused"])
+        return ProxyConfig.model_validate(self._reloaded["config"])
 
     def _read(self) -> None:
-        said = os.read(sys.stdin.fileno(), READ_BYTES)
-        if not said:
+        data = os.read(sys.stdin.fileno(), READ_BYTES)
+        if not data:
             self._loop.remove_reader(sys.stdin.fileno())
             self.orders.stop()
-        *lines, self._rest = (self._rest + said).split(b"\n")
+        *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line == DRAIN:
                 self.orders.drain.set()
             elif line.startswith(RELOAD):
-                self._said = orjson.loads(line.removeprefix(RELOAD))
+                self._reloaded = orjson.loads(line.removeprefix(RELOAD))
                 self.orders.reload.set()
 
     def _end(self) -> None:

@@ -118,7 +118,7 @@ class Policies:
 
         A shared page is discarded by the first process (`epd.server.workers`), not here.
         """
-        if self._own and said_otherwise(before, config):
+        if self._own and policies_changed(before, config):
             self._page.write(b"")
 
     def choose_policy(self, config: ConfigFields, facts: Facts) -> tuple[str, Course] | None:
@@ -140,18 +140,22 @@ class Policies:
     @property
     def decodes_elsewhere(self) -> bool:
         """Return whether a policy in force may name decode instances outside the table."""
-        return any(one.common.decode_from != "table" for one in self._current(self._live.current))
+        return any(
+            policy.common.decode_from != "table" for policy in self._current(self._live.current)
+        )
 
     @property
     def compares_costs(self) -> bool:
         """Return whether a policy in force compares the load of instances of different roles."""
-        return any(hasattr(one.policy, "place_item") for one in self._current(self._live.current))
+        return any(
+            hasattr(policy.policy, "place_item") for policy in self._current(self._live.current)
+        )
 
     def policies_page(self) -> PoliciesPage:
         """Return the policies in force, in order of priority, and the known policies."""
         rows = [
-            PolicyRow(policy=one.written, name=one.name, options=one.options)
-            for one in self._current(self._live.current)
+            PolicyRow(policy=policy.written, name=policy.name, options=policy.options)
+            for policy in self._current(self._live.current)
         ]
         return {
             "policies": rows,
@@ -169,7 +173,7 @@ class Policies:
         """
         match parse_object(body):
             case {"policies": [*written], **rest} if not rest and all(
-                isinstance(one, str) for one in written
+                isinstance(text, str) for text in written
             ):
                 return self._write(lambda _: written)
         raise _invalid('the body must be {"policies": ["name?option=value", ...]}')
@@ -205,7 +209,7 @@ class Policies:
             return self._write(lambda _: None)
 
         def without(current: Written) -> Written:
-            left = [one for one in current if _name(one) != name]
+            left = [policy for policy in current if _name(policy) != name]
             if len(left) == len(current):
                 raise RequestRefused(404, "this policy is not in force", slug="unknown_policy")
             return left
@@ -216,7 +220,7 @@ class Policies:
         try:
             with self._page.hold_lock():
                 config = self._live.current
-                written = change([one.written for one in self._current(config)])
+                written = change([policy.written for policy in self._current(config)])
                 if written is not None:
                     _check(config, written)
                 self._page.write(b"" if written is None else orjson.dumps(written))
@@ -253,7 +257,7 @@ class Policies:
                 )
         if self._set is None:
             self._active = active_policies(config, config.policies)
-        self._courses = {} if all(one.decides_by_kind for one in self._active) else None
+        self._courses = {} if all(policy.decides_by_kind for policy in self._active) else None
 
 
 class _Change(Protocol):
@@ -262,13 +266,13 @@ class _Change(Protocol):
     def __call__(self, current: Written, /) -> Written | None: ...
 
 
-def said_otherwise(before: ConfigFields, after: ConfigFields) -> bool:
+def policies_changed(before: ConfigFields, after: ConfigFields) -> bool:
     """Return whether a reload has changed a setting about policies."""
     return any(getattr(before, name) != getattr(after, name) for name in SETTINGS)
 
 
 def _with(current: Written, written: str, priority: int | None) -> Written:
-    names = [_name(one) for one in current]
+    names = [_name(policy) for policy in current]
     with suppress(ValueError):
         at = names.index(_name(written))
         if priority is None:

@@ -73,7 +73,9 @@ def unusable_files(config: ProxyConfig) -> Iterator[str]:
         check_tracing(config)
     except TracesUnavailable as error:
         yield str(error)
-    if config.kv_events and (missing := [one for one in EVENTS_NEED if find_spec(one) is None]):
+    if config.kv_events and (
+        missing := [module for module in EVENTS_NEED if find_spec(module) is None]
+    ):
         yield (
             "--kv-events needs pip install '.[kv-events]' in the checkout: there is no "
             f"{' and no '.join(missing)}"
@@ -109,7 +111,7 @@ class LastGood:
 
     Attributes:
         reloaded: event that the next `reload_files` sets and replaces by a new event.
-        said: message to the workers about the reloaded configuration; empty before a reload.
+        message: message to the workers about the reloaded configuration; empty before a reload.
 
     Raises:
         OSError: a file cannot be read.
@@ -118,7 +120,7 @@ class LastGood:
     def __init__(self, live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
         self._live = live
         self._read = read
-        self.said = b""
+        self.message = b""
         self._copies = _copies(live.current, FILES)
         self.reloaded = asyncio.Event()
 
@@ -136,7 +138,7 @@ class LastGood:
 
         Nothing is logged here: the running workers reload the same files and log it.
         """
-        self.said = self._reconfigured()
+        self.message = self._reconfigured()
         for fields, check in CHECKS.items():
             with suppress(KeysInvalid, TlsInvalid, OSError):
                 self._replace(fields, check)

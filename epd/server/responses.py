@@ -293,10 +293,10 @@ def _refusal(error: UpstreamRejected) -> str:
     """
     kind, param = str(error.detail["type"]), str(error.detail["param"] or "")
     named = f" {kind}" if ERROR_TYPE.fullmatch(kind) else ""
-    said = f"the {error.stage} instance answered {error.status}{named}"
+    message = f"the {error.stage} instance answered {error.status}{named}"
     # The `param` of a 5xx is not about a field.
     field = FIELD.fullmatch(param) if error.rejects_request else None
-    return said if field is None else f"{said} (param {field['field']})"
+    return message if field is None else f"{message} (param {field['field']})"
 
 
 def _kind(cause: BaseException) -> str:

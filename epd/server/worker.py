@@ -46,14 +46,16 @@ async def work(config: ProxyConfig, inherited: Inherited) -> None:
     async with run_server(LiveConfig(first), orders, tls, pipe.configured, config) as runner:
         metrics = _shared(runner.app[METRICS], inherited)
         board = runner.app[BOARD]
-        board.share_pages([SharedPage(one) for one in inherited.recents], inherited.number - 1)
+        board.share_pages(
+            [SharedPage(descriptor) for descriptor in inherited.recents], inherited.number - 1
+        )
         runner.app[POLICIES].share_page(SharedPage(inherited.policies))
         ledger = mapped_ledger(inherited.tenants, first.workers)
         runner.app[ADMISSION].share_uses(partial(ledger.use_of, inherited.number - 1))
         background = runner.app[BACKGROUND]
         writing = [
-            asyncio.create_task(background.keep_running(page, one.keep_writing))
-            for page, one in (("metrics_page", metrics), ("ui_page", board))
+            asyncio.create_task(background.keep_running(page, writer.keep_writing))
+            for page, writer in (("metrics_page", metrics), ("ui_page", board))
         ]
         for descriptor in inherited.sockets:
             await Site(runner, tls, background, sock=socket.socket(fileno=descriptor)).start()

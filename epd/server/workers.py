@@ -43,7 +43,7 @@ from epd.server.orders import (
     orders_by_signal,
     topology_name,
 )
-from epd.server.policies_api import said_otherwise
+from epd.server.policies_api import policies_changed
 from epd.server.reload import LastGood
 from epd.tenants import TenantLedger
 from epd.ui.dashboard import clear_page
@@ -168,7 +168,7 @@ async def _reload(orders: Orders, good: LastGood, policies: SharedPage) -> None:
         orders.reload.clear()
         before = good.config
         good.reload_files()
-        if said_otherwise(before, good.config):
+        if policies_changed(before, good.config):
             await _forget(policies)
 
 
@@ -241,7 +241,7 @@ async def _forward(
         while True:
             await turn.wait()
             turn = good.reloaded
-            pipe.write(RELOAD + good.said + b"\n")
+            pipe.write(RELOAD + good.message + b"\n")
 
     await asyncio.gather(drain(), reload())
 

@@ -143,13 +143,17 @@ async def _ask(http: aiohttp.ClientSession, url: str) -> UiState:
                 body += await answer.content.read(MAX_BYTES - len(body))
     except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
         raise NoState(f"{url} does not answer: {str(error) or type(error).__name__}") from None
-    said = json_or_none(body)
+    document = json_or_none(body)
     if answer.status in {401, 403}:
-        reason = said["error"]["message"] if isinstance(said, dict) and "error" in said else ""
+        reason = (
+            document["error"]["message"]
+            if isinstance(document, dict) and "error" in document
+            else ""
+        )
         raise KeyRejected(f"{url} rejects the request: {reason or answer.status} (set {KEYS[0]})")
-    if not isinstance(said, dict) or not said.keys() >= UiState.__required_keys__:
+    if not isinstance(document, dict) or not document.keys() >= UiState.__required_keys__:
         raise NoState(f"{url} answered {answer.status}: it is not an EPD proxy of this version")
-    return cast("UiState", said)
+    return cast("UiState", document)
 
 
 @contextmanager

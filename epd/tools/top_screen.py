@@ -20,7 +20,7 @@ KILO = 1000
 
 def strip_control(text: str) -> str:
     """Return external text without control characters of terminals."""
-    return "".join(one if one.isprintable() else "·" for one in text)
+    return "".join(character if character.isprintable() else "·" for character in text)
 
 
 def seconds(value: float | None) -> str:
@@ -118,7 +118,7 @@ def frame(
     """
     if state is None:
         return Text(strip_control(failure) or "waiting", "red" if failure else "")
-    stages = [one for one in state["stages"] if one["count"]]
+    stages = [stage for stage in state["stages"] if stage["count"]]
     head = [_truncate(line, width) for line in _head(state, failure)]
     room = _room(state, len(stages), None if height is None else height - len(head))
     parts: list[RenderableType] = [*head]
@@ -141,7 +141,7 @@ def _room(state: UiState, stages: int, left: int | None) -> Room:
 
 def _head(state: UiState, failure: str) -> Iterable[Text]:
     totals, last = state["totals"], state["seconds"][-60:]
-    counts = Counter(LETTERS[one["role"]].lower() for one in state["instances"])
+    counts = Counter(LETTERS[instance["role"]].lower() for instance in state["instances"])
     topology = "".join(f"{count}{letter}" for letter, count in counts.items())
     processes = f"{state['workers']} processes" if state["workers"] > 1 else "1 process"
     line = Text.assemble(("EPD proxy ", "bold"), f"{state['version']}  {topology}  {processes}  ")
@@ -189,12 +189,14 @@ def _conversations(shown: ConversationsShown) -> Iterable[Text]:
 
 def _rates(state: UiState, last: Sequence[Second]) -> Text:
     totals = state["totals"]
-    now = sum(one["requests"] for one in last[-5:]) / 5
-    failed = sum(one["failed"] for one in last)
-    rejected = sum(one.get("rejected", 0) for one in last)  # an older proxy counts them as failed
+    now = sum(second["requests"] for second in last[-5:]) / 5
+    failed = sum(second["failed"] for second in last)
+    rejected = sum(
+        second.get("rejected", 0) for second in last
+    )  # an older proxy counts them as failed
     return Text.assemble(
         (f"{rate(now)}/s ", "bold"),
-        (spark([one["requests"] for one in last[-20:]]), "cyan"),
+        (spark([second["requests"] for second in last[-20:]]), "cyan"),
         f"  {totals['in_flight']} in flight  {totals['queued']} queued  ",
         (f"{failed} failed", "bold red" if failed else "dim"),
         ", ",
@@ -208,47 +210,51 @@ def _instances(
 ) -> Iterable[RenderableType]:
     names = _names(instances)
     # If the lines do not suffice: unhealthy instances first, then those with the most requests.
-    chosen = sorted(instances, key=lambda one: (-WORST.index(one["state"]), -one["requests"]))
+    chosen = sorted(
+        instances, key=lambda instance: (-WORST.index(instance["state"]), -instance["requests"])
+    )
     hidden = len(chosen) > room - 1
-    shown = {id(one) for one in (chosen[: room - 2] if hidden else chosen)}
-    most = max([BUSY, *(one["requests"] for one in instances)])
+    shown = {id(instance) for instance in (chosen[: room - 2] if hidden else chosen)}
+    most = max([BUSY, *(instance["requests"] for instance in instances)])
     latency = ("/s", "p50", "p95") if width >= WIDE else ()
     table = _table("", "Instance", "", "", *latency, "failed", "rej.", right=range(4, 9))
     table.columns[1].max_width = max(20, width - 60)
-    for one in instances:
-        if id(one) not in shown:
+    for instance in instances:
+        if id(instance) not in shown:
             continue
-        glyph, color, word = STATES.get(one["state"], ("?", "", one["state"]))
+        glyph, color, word = STATES.get(instance["state"], ("?", "", instance["state"]))
         table.add_row(
-            Text(names[one["role"], one["url"]], "bold"),
-            Text(strip_control(one["url"].partition("://")[2])),
+            Text(names[instance["role"], instance["url"]], "bold"),
+            Text(strip_control(instance["url"].partition("://")[2])),
             Text(f"{glyph} {strip_control(word)}", color),
-            Text(f"{one['requests']:>3} {bar(one['requests'] / most, BAR):<{BAR}}"),
-            *(_latency(one) if latency else ()),
-            *_endings(one),
+            Text(f"{instance['requests']:>3} {bar(instance['requests'] / most, BAR):<{BAR}}"),
+            *(_latency(instance) if latency else ()),
+            *_endings(instance),
         )
     yield table
     if hidden:
         yield Text(f"and {len(instances) - len(shown)} more", "dim")
 
 
-def _latency(one: InstanceShown | StageShown) -> Iterable[Text]:
-    yield Text(rate(one["rate"]))
-    yield Text(seconds(one["p50_s"]))
-    yield Text(seconds(one["p95_s"]))
+def _latency(row: InstanceShown | StageShown) -> Iterable[Text]:
+    yield Text(rate(row["rate"]))
+    yield Text(seconds(row["p50_s"]))
+    yield Text(seconds(row["p95_s"]))
 
 
-def _endings(one: InstanceShown | StageShown) -> Iterable[Text]:
-    yield Text(str(one["failed"] or ""), "red")
-    yield Text(str(one.get("rejected") or ""), "yellow")
+def _endings(row: InstanceShown | StageShown) -> Iterable[Text]:
+    yield Text(str(row["failed"] or ""), "red")
+    yield Text(str(row.get("rejected") or ""), "yellow")
 
 
 def _names(instances: Iterable[InstanceShown]) -> Mapping[tuple[str, str], str]:
     seen: Counter[str] = Counter()
     names = {}
-    for one in instances:
-        seen[one["role"]] += 1
-        names[one["role"], one["url"]] = f"{LETTERS[one['role']]}{seen[one['role']]}"
+    for instance in instances:
+        seen[instance["role"]] += 1
+        names[instance["role"], instance["url"]] = (
+            f"{LETTERS[instance['role']]}{seen[instance['role']]}"
+        )
     return names
 
 
@@ -256,12 +262,12 @@ def _stages(stages: Sequence[StageShown], room: int) -> Iterable[RenderableType]
     if not stages:
         return
     table = _table("Stage", "/s", "p50", "p95", "p99", "failed", "rej.", right=range(1, 7))
-    for one in stages[: room - 1]:
+    for stage in stages[: room - 1]:
         table.add_row(
-            Text(one["stage"], COLORS[one["stage"]]),
-            *_latency(one),
-            Text(seconds(one["p99_s"])),
-            *_endings(one),
+            Text(stage["stage"], COLORS[stage["stage"]]),
+            *_latency(stage),
+            Text(seconds(stage["p99_s"])),
+            *_endings(stage),
         )
     yield table
 
@@ -269,12 +275,14 @@ def _stages(stages: Sequence[StageShown], room: int) -> Iterable[RenderableType]
 def _notices(notices: Sequence[Notice], room: int) -> Iterable[Text]:
     if room and notices:
         yield Text("Errors and changes", "dim")
-    for one in notices[: max(0, room - 1)]:
-        said, color = one["said"], OUTCOMES[one.get("outcome", "failed")]
-        if one["kind"] == "instance":
-            _, color, said = STATES.get(said, ("", "", said))
-        said, what, more = map(strip_control, (said, one["what"], one["more"]))
-        line = Text.assemble((clock(one["at_s"]), "dim"), " ", (said, color), f" {what} {more}")
+    for notice in notices[: max(0, room - 1)]:
+        message, color = notice["said"], OUTCOMES[notice.get("outcome", "failed")]
+        if notice["kind"] == "instance":
+            _, color, message = STATES.get(message, ("", "", message))
+        message, what, more = map(strip_control, (message, notice["what"], notice["more"]))
+        line = Text.assemble(
+            (clock(notice["at_s"]), "dim"), " ", (message, color), f" {what} {more}"
+        )
         line.no_wrap, line.overflow = True, "ellipsis"
         yield line
 
@@ -283,19 +291,21 @@ def _requests(requests: Sequence[Request], room: int, width: int) -> Iterable[Re
     shown = requests[: max(0, room - 1)]
     if not shown:
         return
-    longest_s = max(0.001, *(one["seconds"] for one in shown))
+    longest_s = max(0.001, *(span["seconds"] for span in shown))
     cells = max(MIN_BARS, width - 48)
     table = _table("Ended", "Request", "Result", "Total", f"0 to {seconds(longest_s)}", right=[3])
     table.columns[1].max_width = 12
     table.columns[2].max_width = 12
-    for one in shown:
-        result = str(one["status"]) if one["error"] is None else f"{one['status']} {one['error']}"
+    for span in shown:
+        result = (
+            str(span["status"]) if span["error"] is None else f"{span['status']} {span['error']}"
+        )
         table.add_row(
-            Text(clock(one["ended_s"]), "dim"),
-            Text(strip_control(one["id"])),
-            Text(strip_control(result), OUTCOMES[_outcome(one)]),
-            Text(seconds(one["seconds"])),
-            _bars(one, longest_s, cells),
+            Text(clock(span["ended_s"]), "dim"),
+            Text(strip_control(span["id"])),
+            Text(strip_control(result), OUTCOMES[_outcome(span)]),
+            Text(seconds(span["seconds"])),
+            _bars(span, longest_s, cells),
         )
     yield table
 
@@ -306,9 +316,9 @@ def _bars(request: Request, longest_s: float, cells: int) -> Text:
     for cell in range(max(1, round(request["seconds"] / longest_s * cells))):
         at_s = (cell + 0.5) * longest_s / cells
         running = [
-            one
-            for one in request["spans"]
-            if one["after_s"] <= at_s < one["after_s"] + one["seconds"]
+            span
+            for span in request["spans"]
+            if span["after_s"] <= at_s < span["after_s"] + span["seconds"]
         ]
         if not running:
             line.append("─", "dim")
@@ -319,9 +329,9 @@ def _bars(request: Request, longest_s: float, cells: int) -> Text:
     return line
 
 
-def _outcome(one: Request | StageSpan) -> Outcome:
+def _outcome(row: Request | StageSpan) -> Outcome:
     """Return the outcome of a request or a span; an older proxy reports only its error."""
-    return one.get("outcome") or ("failed" if one["error"] else "ok")
+    return row.get("outcome") or ("failed" if row["error"] else "ok")
 
 
 def _table(*titles: str, right: Iterable[int]) -> Table:

@@ -98,7 +98,7 @@ class ECTransfer:
         Args:
             encoded: known facts about the request's items, in order.
         """
-        return {key: entry for one in encoded for key, entry in one.params.items()}
+        return {key: entry for output in encoded for key, entry in output.params.items()}
 
 
 class ECStoreTransfer(ECTransfer):
@@ -147,7 +147,7 @@ class ECMooncake(ECTransfer):
     def group_params(self, asked: Sequence[Params | None]) -> Params:
         """Return the common address, and the ids of all items in their order."""
         given = [params for params in asked if params is not None]
-        ids = [one for params in given for one in params["ec_items"]]
+        ids = [item for params in given for item in params["ec_items"]]
         return {"consumer_zmq": given[0]["consumer_zmq"], "ec_items": ids}
 
     def encoded(self, replied: Encoded, asked: Params | None) -> Encoded:
@@ -172,8 +172,8 @@ class ECMooncake(ECTransfer):
         """Return the id of each push with the key of its output, in the order of the items."""
         items = [
             {"mm_hash": key, "transfer_id": entry["transfer_id"]}
-            for one in encoded
-            for key, entry in one.params.items()
+            for output in encoded
+            for key, entry in output.params.items()
             if entry["transfer_id"]
         ]
         return {"ec_items": items} if items else {}

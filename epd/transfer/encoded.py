@@ -111,7 +111,7 @@ def read_group(reply: bytes, modality: str, names: Sequence[str | None]) -> list
 def _indices(entry: Params, count: int) -> list[int]:
     """Return the places of the items with an output."""
     match entry.get("item_indices"):
-        case [*indices] if all(type(one) is int and 0 <= one < count for one in indices):
+        case [*indices] if all(type(index) is int and 0 <= index < count for index in indices):
             return indices
         case _:
             raise EncodeMismatch("an item index is out of range")
@@ -198,23 +198,27 @@ def consumer_body(
     if not items:
         return Consumed(body)
     uuids = metadata_uuids(items, body, raw=raw)
-    for one in items:
-        if one.item not in uuids and not one.item.has_media:
+    for encoded_item in items:
+        if encoded_item.item not in uuids and not encoded_item.item.has_media:
             raise UnknownMedia(
                 "this request needs the media themselves: a uuid is not enough",
-                param=one.item.param_path,
+                param=encoded_item.item.param_path,
             )
     parts = {
-        one.item: metadata_part(one.item, one.encoded.metadata, uuids[one.item])
-        if one.item in uuids
-        else raw_part(one.item, one.uuid)
-        for one in items
+        encoded_item.item: metadata_part(
+            encoded_item.item, encoded_item.encoded.metadata, uuids[encoded_item.item]
+        )
+        if encoded_item.item in uuids
+        else raw_part(encoded_item.item, encoded_item.uuid)
+        for encoded_item in items
     }
     body = with_parts(body, parts)
     return Consumed(
         {**body, "ec_transfer_params": params} if params else body,
         depends=bool(uuids),
-        fetches=any(one.item.is_remote and one.item not in uuids for one in items),
+        fetches=any(
+            encoded_item.item.is_remote and encoded_item.item not in uuids for encoded_item in items
+        ),
         bare=len(uuids),
     )
 
@@ -232,36 +236,36 @@ def metadata_uuids(items: Sequence[EncodedItem], body: Body, *, raw: bool) -> di
     Items that the client sent without media can only be metadata-only. Their request may mix
     modalities, except with audio: its processors read the items of other modalities.
     """
-    complete = all(one.item.has_media for one in items)
+    complete = all(encoded_item.item.has_media for encoded_item in items)
     if raw and complete:
         return {}
     uuids, raw_modalities = dict[MMItem, str](), set[str]()
-    for one in items:
-        uuid = metadata_uuid(one, body)
+    for encoded_item in items:
+        uuid = metadata_uuid(encoded_item, body)
         if uuid is None:
-            raw_modalities.add(one.item.modality)
+            raw_modalities.add(encoded_item.item.modality)
         else:
-            uuids[one.item] = uuid
+            uuids[encoded_item.item] = uuid
     if not raw_modalities:
         return uuids
-    if complete or any(one.item.modality == "audio" for one in items):
+    if complete or any(encoded_item.item.modality == "audio" for encoded_item in items):
         return {}
     return {item: uuid for item, uuid in uuids.items() if item.modality not in raw_modalities}
 
 
-def metadata_uuid(one: EncodedItem, body: Body) -> str | None:
+def metadata_uuid(encoded_item: EncodedItem, body: Body) -> str | None:
     """Return the `uuid` under which a consumer finds an encoder output without the media, if any.
 
     Media that were sent under the proxy's uuid have that one. An engine hashed the others. Its
     identifier serves as a uuid only if the consumer uses it unchanged: with processor kwargs the
     consumer would hash it again, and with a LoRA on the vision tower it would prefix it again.
     """
-    metadata = one.encoded.metadata
-    sufficient = one.item.modality in METADATA_ONLY or TIMESTAMPS in metadata
-    if not (one.item.is_named and metadata and sufficient):
+    metadata = encoded_item.encoded.metadata
+    sufficient = encoded_item.item.modality in METADATA_ONLY or TIMESTAMPS in metadata
+    if not (encoded_item.item.is_named and metadata and sufficient):
         return None
-    if one.uuid is not None:
-        return one.uuid
-    identifier = one.encoded.identifier or ""
+    if encoded_item.uuid is not None:
+        return encoded_item.uuid
+    identifier = encoded_item.encoded.identifier or ""
     is_hash = len(identifier) in CONTENT_HASH_LENGTHS and set(identifier) <= set(string.hexdigits)
     return identifier if is_hash and not any(body.get(field) for field in MM_KWARGS) else None

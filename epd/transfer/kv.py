@@ -88,7 +88,7 @@ class KVTransfer(ABC):
         """
         return None
 
-    def parse_peer(self, said: Any) -> Params:  # noqa: ARG002
+    def parse_peer(self, answer: Any) -> Params:  # noqa: ARG002
         """Return the facts for `Pair.peer` from the parsed JSON at `peer_url`.
 
         Raises:
@@ -143,7 +143,7 @@ def host_and_ports(address: str, ports: int) -> list[str]:
     if (
         not HOST.fullmatch(host)
         or len(found) < ports
-        or not all(PORT.fullmatch(one) and 0 < int(one) < 2**16 for one in numbers)
+        or not all(PORT.fullmatch(number) and 0 < int(number) < 2**16 for number in numbers)
     ):
         wanted = "host" + ":port" * ports
         raise ValueError(f"{address!r} is not an address such as {wanted}")

@@ -38,12 +38,12 @@ class Mooncake(KVTransfer):
         """Return the URL at which the instance's bootstrap server lists its engines."""
         return f"{_bootstrap(prefill)}/query"
 
-    def parse_peer(self, said: Any) -> Params:
+    def parse_peer(self, answer: Any) -> Params:
         """Return the id of each data-parallel rank's engine, by rank."""
-        if not isinstance(said, dict) or not 0 < len(said) <= MAX_RANKS:
+        if not isinstance(answer, dict) or not 0 < len(answer) <= MAX_RANKS:
             raise _unusable()
         engines = {}
-        for rank, entry in said.items():
+        for rank, entry in answer.items():
             engine_id = entry.get("engine_id") if isinstance(entry, dict) else None
             if not isinstance(engine_id, str) or not 0 < len(engine_id) <= MAX_ENGINE_ID:
                 raise _unusable()

@@ -129,20 +129,20 @@ class Multi(Nixl):
         return super().decode_params(pair, replied) if replied else None
 
 
-def _with_host(pair: Pair, said: Params | None) -> Params | None:
+def _with_host(pair: Pair, params: Params | None) -> Params | None:
     """Return the parameters of a pair's prefill, with a host that decode can reach."""
-    return None if said is None else with_reachable_host(said, pair.prefill.url)
+    return None if params is None else with_reachable_host(params, pair.prefill.url)
 
 
-def kept_params(said: Params, decode: str) -> Params | None:
+def kept_params(params: Params, decode: str) -> Params | None:
     """Return the parameters for the next turn from decode's reply; None for unreadable blocks.
 
     Args:
-        said: `kv_transfer_params` of the reply.
+        params: `kv_transfer_params` of the reply.
         decode: URL of the decode instance. Its host replaces that of a side channel that listens
             at every address, because prefill could not reach the reported one.
     """
-    match said:
+    match params:
         case {
             "do_remote_decode": True,
             "remote_engine_id": str(),
@@ -151,13 +151,13 @@ def kept_params(said: Params, decode: str) -> Params | None:
             "remote_host": str() as host,
             "remote_port": int(),
             "remote_num_tokens": int() as tokens,
-        } if tokens > 0 and said.get("transfer_mode", "pull") == "pull":
+        } if tokens > 0 and params.get("transfer_mode", "pull") == "pull":
             pass
         case _:
             return None
     if not any(groups) or len(host) > MAX_HOST:
         return None
-    return with_reachable_host(said, decode)
+    return with_reachable_host(params, decode)
 
 
 def engine_of(params: Params) -> str:

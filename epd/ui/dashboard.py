@@ -129,18 +129,20 @@ class Board:
 
     def _instances(self) -> list[InstanceState]:
         under_way = self._table.under_way
-        prompts = {one: self._table.load(one).prompts for one in self._table.of_roles(*Role)}
+        prompts = {
+            instance: self._table.load(instance).prompts for instance in self._table.of_roles(*Role)
+        }
         return [
             InstanceState(
-                role=one.role,
-                url=one.url,
-                state=self._table.state(one),
-                requests=under_way.get(one, 0),
+                role=instance.role,
+                url=instance.url,
+                state=self._table.state(instance),
+                requests=under_way.get(instance, 0),
                 prompt_tokens=found.tokens,
                 prefix_tokens=found.matched,
-                precise=self._table.load(one).precise,
+                precise=self._table.load(instance).precise,
             )
-            for one, found in prompts.items()
+            for instance, found in prompts.items()
         ]
 
     def _entries_of_others(self) -> Iterable[Snapshot]:

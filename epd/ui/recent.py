@@ -235,10 +235,10 @@ class Recent:
                 if ring
             },
             seconds=list(self._seconds),
-            requests=[_request(*one) for one in self._requests],
+            requests=[_request(*request) for request in self._requests],
             notices=[
-                *(_notice(*one) for one in self._errors),
-                *(_notice(*one) for one in self._changes),
+                *(_notice(*error) for error in self._errors),
+                *(_notice(*change) for change in self._changes),
             ],
         )
 

@@ -203,9 +203,9 @@ def _flow(stage: str, snapshots: Iterable[Snapshot], now_s: float) -> Flow:
     rates: dict[str, float] = defaultdict(float)
     for snapshot in snapshots:
         ring = snapshot["events"]["samples"].get(stage, [])
-        for one in ring:
-            if one[1] > now_s - WINDOW_S:
-                samples[one[0]].append(one)
+        for sample in ring:
+            if sample[1] > now_s - WINDOW_S:
+                samples[sample[0]].append(sample)
         for instance, rate in _rates(ring, now_s):
             rates[instance] += rate
     return Flow(samples, rates)
@@ -223,19 +223,19 @@ def _rates(ring: Sequence[Sample], now_s: float) -> Iterator[tuple[str, float]]:
 
 def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list[InstanceShown]:
     seen: dict[tuple[str, str], InstanceState] = {}
-    for one in (one for snapshot in snapshots for one in snapshot["instances"]):
-        key = one["role"], one["url"]
+    for reported in (instance for snapshot in snapshots for instance in snapshot["instances"]):
+        key = reported["role"], reported["url"]
         if (known := seen.get(key)) is None:
-            seen[key] = {**one}
+            seen[key] = {**reported}
             continue
-        known["requests"] += one["requests"]
-        known["prompt_tokens"] += one["prompt_tokens"]
-        known["prefix_tokens"] += one["prefix_tokens"]
-        known["precise"] &= one["precise"]
-        known["state"] = max(known["state"], one["state"], key=WORST.index)
+        known["requests"] += reported["requests"]
+        known["prompt_tokens"] += reported["prompt_tokens"]
+        known["prefix_tokens"] += reported["prefix_tokens"]
+        known["precise"] &= reported["precise"]
+        known["state"] = max(known["state"], reported["state"], key=WORST.index)
     return [
-        InstanceShown(**one, **flows[SERVES[one["role"]]].latency_of(one["url"]))
-        for one in seen.values()
+        InstanceShown(**instance, **flows[SERVES[instance["role"]]].latency_of(instance["url"]))
+        for instance in seen.values()
     ]
 
 
@@ -253,7 +253,7 @@ def _seconds(snapshots: Iterable[Snapshot], now: Moment) -> list[Second]:
         )
         for at in range(last - SPARK_S + 1, last + 1)
     }
-    for second in (one for snapshot in snapshots for one in snapshot["events"]["seconds"]):
+    for second in (entry for snapshot in snapshots for entry in snapshot["events"]["seconds"]):
         if (into := shown.get(second["at_s"])) is not None:
             into["requests"] += second["requests"]
             into["failed"] += second["failed"]
@@ -264,16 +264,16 @@ def _seconds(snapshots: Iterable[Snapshot], now: Moment) -> list[Second]:
 
 
 def _requests(snapshots: Iterable[Snapshot]) -> list[Request]:
-    found = [one for snapshot in snapshots for one in snapshot["events"]["requests"]]
-    found.sort(key=lambda one: one["ended_s"], reverse=True)
+    found = [request for snapshot in snapshots for request in snapshot["events"]["requests"]]
+    found.sort(key=lambda request: request["ended_s"], reverse=True)
     return found[:KEPT_REQUESTS]
 
 
 def _notices(snapshots: Iterable[Snapshot]) -> list[Notice]:
-    found = [one for snapshot in snapshots for one in snapshot["events"]["notices"]]
+    found = [notice for snapshot in snapshots for notice in snapshot["events"]["notices"]]
     found.sort(key=_at, reverse=True)
-    errors = [one for one in found if one["kind"] == "request"][:KEPT_ERRORS]
-    changes = [one for one in found if one["kind"] == "instance"][:KEPT_CHANGES]
+    errors = [notice for notice in found if notice["kind"] == "request"][:KEPT_ERRORS]
+    changes = [notice for notice in found if notice["kind"] == "instance"][:KEPT_CHANGES]
     return sorted((*errors, *changes), key=_at, reverse=True)
 
 

@@ -58,7 +58,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
             {**body, **ONE_TOKEN, "messages": [{"role": "user", "content": [part]}]}
             for part in pictures
         ]
-        await asyncio.gather(*[fetched(to.encode, "encode", one) for one in alone])
+        await asyncio.gather(*[fetched(to.encode, "encode", item) for item in alone])
         for part in pictures:  # without its media, with an id of the length of a key
             part |= {"image_url": None, "uuid": secrets.token_hex(32)}
         raw = orjson.dumps(body)

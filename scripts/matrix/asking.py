@@ -65,13 +65,13 @@ def named(request: Request) -> Request:
     """Return the request with a new name for each item."""
     messages = [
         {
-            **said,
+            **turn,
             "content": [
                 part if part["type"] == "text" else {**part, "uuid": uuid4().hex}
-                for part in contents(said)
+                for part in contents(turn)
             ],
         }
-        for said in request.messages
+        for turn in request.messages
     ]
     return Request(messages, stream=request.stream, options=request.options)
 

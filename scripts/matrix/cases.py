@@ -105,8 +105,11 @@ def of_one(modality: str, numbers: Iterator[int]) -> Iterator[Case]:
     first = new()
     yield Case(modality, [ask(first, text())])
     yield Case(f"{modality} again", [ask(first, text("and?"), seen=modality)])
-    one, other = new(), new()
-    yield Case(f"two {modality}s: A B, B A", [ask(one, other, text()), ask(other, one, text())])
+    first_item, other = new(), new()
+    yield Case(
+        f"two {modality}s: A B, B A",
+        [ask(first_item, other, text()), ask(other, first_item, text())],
+    )
     same = new()
     yield Case(f"the same {modality} twice", [ask(same, same, text())])
     yield Case(f"{modality} streamed", [ask(new(), text(), stream=True)])

@@ -101,7 +101,7 @@ class Examination:
         self._client = client
         self._result = result
         self._report = report
-        self._consumers = [one for one in stack.all_engines if one.role is not Role.ENCODE]
+        self._consumers = [engine for engine in stack.all_engines if engine.role is not Role.ENCODE]
         # The last instance to answer in either topology: decode, or the only one that is no
         # encoder.
         self._reference = self._consumers[-1]
@@ -116,7 +116,7 @@ class Examination:
         self._through_proxy(next(cases(())).requests[0])
         for modality in self._subject.modalities:
             answers = [self._alone(request) for request in distinct(modality)]
-            told = {tuple(one.tokens) for one in answers if one.tokens}
+            told = {tuple(answer.tokens) for answer in answers if answer.tokens}
             self._result.distinct[modality] = len(told)
             self._report(f"  distinct {modality}s: {len(told)}")
             self._stack.check_alive()
@@ -140,14 +140,14 @@ class Examination:
             if self._encoded_together(case.requests, pairs, tolerance):
                 detail += " (equal to one engine that encodes the items one after another)"
             return CaseResult(case.name, Outcome.DIFFERENT, detail)
-        for (one, other), request in zip(pairs, case.requests, strict=True):
-            if other.seconds > one.seconds + SLOW_S and not case.at_once:
+        for (expected_answer, other), request in zip(pairs, case.requests, strict=True):
+            if other.seconds > expected_answer.seconds + SLOW_S and not case.at_once:
                 items = f" ({other.items})" if request.media else ""
                 self._result.notes.append(
                     f"{case.name}: {other.seconds:.1f} s through the proxy{items}, "
-                    f"{one.seconds:.1f} s directly"
+                    f"{expected_answer.seconds:.1f} s directly"
                 )
-        refusals = [one.error for one in expected if one.is_refusal]
+        refusals = [answer.error for answer in expected if answer.is_refusal]
         if refusals:
             return CaseResult(case.name, Outcome.REFUSED, refusals[0])
         return CaseResult(case.name, Outcome.EQUAL)

@@ -23,7 +23,7 @@ def matrix(results: Sequence[Result]) -> str:
     head = ["model", "modalities", *NAMES.values(), "repeated: a hit", "prefill and decode get"]
     lines = [row(head), row(["---"] * len(head))]
     for subject in SUBJECTS:
-        own = {one.topology: one for one in results if one.model == subject.name}
+        own = {result.topology: result for result in results if result.model == subject.name}
         lines.append(row(cells(subject, own)))
     return "\n".join([*lines, "", *measured(results), ""])
 
@@ -38,9 +38,9 @@ def cells(subject: Subject, own: dict[str, Result]) -> Iterator[str]:
         yield ", ".join(told_apart(modality, first) for modality in subject.modalities)
     for topology in NAMES:
         yield equal(own[topology]) if topology in own else NOT_RUN
-    repeats = sum(one.repeats for one in own.values())
-    yield f"{sum(one.hits for one in own.values())} of {repeats}" if own else NOT_RUN
-    sent = {what: kind for one in own.values() for what, kind in one.sent.items()}
+    repeats = sum(result.repeats for result in own.values())
+    yield f"{sum(result.hits for result in own.values())} of {repeats}" if own else NOT_RUN
+    sent = {what: kind for result in own.values() for what, kind in result.sent.items()}
     yield ", ".join(f"{modality}: {kind}" for modality, kind in sent.items()) or NOT_RUN
 
 
@@ -63,23 +63,25 @@ def noted(results: Sequence[Result]) -> str:
     head = ["model", "topology", "case", "result"]
     lines = [row(head), row(["---"] * len(head))]
     families = {subject.name: subject.family for subject in SUBJECTS}
-    for one in results:
-        where = families[one.model], NAMES[one.topology]
+    for result in results:
+        where = families[result.model], NAMES[result.topology]
         cases: dict[str, list[str]] = {}
-        for case in one.cases:
+        for case in result.cases:
             if case.outcome in {Outcome.DIFFERENT, Outcome.REFUSED}:
                 cases.setdefault(f"{case.outcome}: {case.detail}", []).append(case.name)
         lines += [row([*where, "; ".join(names), seen]) for seen, names in cases.items()]
-        lines += [row([*where, "", note]) for note in one.notes]
-        lines += [row([*where, "", f"{one.lost} entries not found by a consumer"])] * bool(one.lost)
+        lines += [row([*where, "", note]) for note in result.notes]
+        lines += [row([*where, "", f"{result.lost} entries not found by a consumer"])] * bool(
+            result.lost
+        )
     return "\n".join([*lines, ""])
 
 
 def measured(results: Sequence[Result]) -> Iterator[str]:
     """Yield a sentence about the vLLM version and the dates of the runs."""
     if results:
-        versions = ", ".join(sorted({one.vllm for one in results}))
-        dates = sorted({one.date for one in results})
+        versions = ", ".join(sorted({result.vllm for result in results}))
+        dates = sorted({result.date for result in results})
         yield f"vLLM {versions} on a CPU, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
 
 

@@ -130,7 +130,7 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(
                 "--registration-store needs --dynamic-registration, --instances-file, --discover-…"
             )
-        roles = {one.role for one in (*self.instances, *self.discovered_instances)}
+        roles = {instance.role for instance in (*self.instances, *self.discovered_instances)}
         if Role.PREFILL_DECODE in roles and roles & {Role.PREFILL, Role.DECODE}:
             raise ValueError(
                 "instances that prefill and decode cannot be combined with instances that do only "
@@ -146,7 +146,7 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:
-        urls = {one.url for one in (*self.instances, *self.discovered_instances)}
+        urls = {instance.url for instance in (*self.instances, *self.discovered_instances)}
         for url, _ in map(weight_of, self.instance_weights):
             if url not in urls:
                 raise ValueError(

@@ -6,8 +6,8 @@ from epd.tools.bench import overhead, plot, serve
 
 def add_parser(commands: Commands) -> None:
     """Add `bench`, with its subcommands."""
-    said = "measure the proxy, or a fleet"
-    parser = commands.add_parser("bench", help=said, description=said)
+    summary = "measure the proxy, or a fleet"
+    parser = commands.add_parser("bench", help=summary, description=summary)
     benchmarks = parser.add_subparsers(dest="command", metavar="BENCHMARK", required=True)
     overhead.add_parser(benchmarks)
     plot.add_parser(benchmarks)

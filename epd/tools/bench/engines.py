@@ -123,7 +123,7 @@ def encode(store: Store | None, to: EngineConnection, body: bytearray) -> None:
         )
         if store is not None:
             store.put(EntryKey(NAMESPACE, uuid), entry)
-    said = {
+    reply = {
         uuid: {
             "modality": "image",
             "item_indices": [index],
@@ -132,7 +132,7 @@ def encode(store: Store | None, to: EngineConnection, body: bytearray) -> None:
         }
         for index, uuid in enumerate(uuids)
     }
-    to.json({**ANSWER, "ec_transfer_params": said})
+    to.json({**ANSWER, "ec_transfer_params": reply})
 
 
 def prefill(to: EngineConnection, _: bytearray) -> None:

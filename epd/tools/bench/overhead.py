@@ -51,6 +51,7 @@ EXAMPLE = """example: epd bench overhead --against 'example=python disagg_epd_pr
 
 def add_parser(benchmarks: Commands) -> None:
     """Add `overhead` to the benchmarks."""
+    names = [scenario.name for scenario in SCENARIOS]
     parser = benchmarks.add_parser(
         "overhead",
         help="measure the cost of the proxy itself",
@@ -61,10 +62,10 @@ def add_parser(benchmarks: Commands) -> None:
         "--scenario",
         dest="scenarios",
         nargs="+",
-        choices=[one.name for one in SCENARIOS],
-        default=[one.name for one in SCENARIOS],
+        choices=names,
+        default=names,
         metavar="NAME",
-        help=f"scenarios to run: {', '.join(one.name for one in SCENARIOS)} (default: all)",
+        help=f"scenarios to run: {', '.join(names)} (default: all)",
     )
     parser.add_argument(
         "--against",
@@ -124,13 +125,13 @@ def _run(  # noqa: PLR0913 - one parameter per flag
         contenders = [Contender.parse(text) for text in texts]
     except ValueError as error:
         parser.error(f"--against {error}")
-    if len({one.name for one in contenders} | {DIRECT}) <= len(contenders):
+    if len({contender.name for contender in contenders} | {DIRECT}) <= len(contenders):
         parser.error(f"--against needs distinct names other than {DIRECT}")
-    if check is not None and BASELINE not in {one.name for one in contenders}:
+    if check is not None and BASELINE not in {contender.name for contender in contenders}:
         parser.error(f"--check needs --against {BASELINE}=COMMAND")
     recorded = None if check is None else _recorded(parser, check, scenarios)
     _check_writable(parser, out)
-    chosen = [one for one in SCENARIOS if one.name in scenarios]
+    chosen = [scenario for scenario in SCENARIOS if scenario.name in scenarios]
     leave_contexts_on_signals()
     try:
         with _folder() as folder:
@@ -176,7 +177,9 @@ def _results(
 ) -> Iterator[Result]:
     """Yield the result of each scenario; scenarios that share processes run in a row."""
     for prefill in (False, True):
-        some = [one for one in scenarios if one.prefill is prefill and not one.fresh]
+        some = [
+            scenario for scenario in scenarios if scenario.prefill is prefill and not scenario.fresh
+        ]
         if some:
             with rig.run_contenders(prefill=prefill) as running:
                 for scenario in some:
@@ -190,16 +193,16 @@ def _results(
 def _result(rig: Rig, scenario: Scenario, running: Running, rounds: int, seconds: float) -> Result:
     print(f"{scenario.title} …", file=sys.stderr)
     turns: dict[str, list[Sample]] = {DIRECT: []}
-    turns |= {one.name: [] for one in running.contenders}
+    turns |= {contender.name: [] for contender in running.contenders}
     if not scenario.fresh:
-        for one in running.contenders:
-            rig.warm_up(scenario, one)
+        for contender in running.contenders:
+            rig.warm_up(scenario, contender)
     for number in range(rounds):
         turns[DIRECT].append(rig.measure_direct(scenario, running.url, seconds))
         # Rotated, so that each round starts with another contender.
         start = number % len(running.contenders)
-        for one in (*running.contenders[start:], *running.contenders[:start]):
-            turns[one.name].append(rig.measure(scenario, one, seconds))
+        for contender in (*running.contenders[start:], *running.contenders[:start]):
+            turns[contender.name].append(rig.measure(scenario, contender, seconds))
     return Result(scenario, turns)
 
 

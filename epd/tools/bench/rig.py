@@ -233,37 +233,38 @@ class Rig:
         }
         return Measured(contender, places, self._folder / f"{contender.name}.log", self._theirs)
 
-    def warm_up(self, scenario: Scenario, one: Measured) -> None:
+    def warm_up(self, scenario: Scenario, measured: Measured) -> None:
         """Put a short load on a contender, so that it opens its connections and fills its caches.
 
         Raises:
             ProcessDied: the contender has ended.
             TimeoutError: requests got no response.
         """
-        self._turn(one, scenario, WARM_S)
+        self._turn(measured, scenario, WARM_S)
 
-    def measure(self, scenario: Scenario, one: Measured, seconds: float) -> Sample:
+    def measure(self, scenario: Scenario, measured: Measured, seconds: float) -> Sample:
         """Measure one turn of a contender.
 
         Raises:
             ProcessDied: the contender has ended.
             TimeoutError: requests got no response.
         """
-        before_s = one.cpu_s()
-        outcome = self._turn(one, scenario, seconds)
+        before_s = measured.cpu_s()
+        outcome = self._turn(measured, scenario, seconds)
         for failure in outcome.failed[:1]:
             print(
-                f"{one.name}: {len(outcome.failed)} failed, the first: {failure}", file=sys.stderr
+                f"{measured.name}: {len(outcome.failed)} failed, the first: {failure}",
+                file=sys.stderr,
             )
-        return sample(outcome, one.cpu_s() - before_s, one.resident_bytes())
+        return sample(outcome, measured.cpu_s() - before_s, measured.resident_bytes())
 
-    def _turn(self, one: Measured, scenario: Scenario, seconds: float) -> BenchLoad:
+    def _turn(self, measured: Measured, scenario: Scenario, seconds: float) -> BenchLoad:
         try:
-            return self._put(one.url, scenario, seconds)
+            return self._put(measured.url, scenario, seconds)
         except TimeoutError as error:
-            raise TimeoutError(f"{one.name}: {scenario.title}: {error}") from None
+            raise TimeoutError(f"{measured.name}: {scenario.title}: {error}") from None
         finally:
-            one.process.check_alive()
+            measured.process.check_alive()
 
     def measure_direct(self, scenario: Scenario, url: str, seconds: float) -> Sample:
         """Measure the same load without a proxy."""

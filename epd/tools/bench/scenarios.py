@@ -192,15 +192,15 @@ class Sample:
 
 def sample(load: BenchLoad, cpu_s: float, resident_bytes: int) -> Sample:
     """Return the measurements of one turn."""
-    first = sorted(one.first_s for one in load.done) or [0.0]
-    events = sum(one.events for one in load.done)
+    first = sorted(answer.first_s for answer in load.done) or [0.0]
+    events = sum(answer.events for answer in load.done)
     return Sample(
         cpu_ms=cpu_s * 1e3 / max(1, len(load.done)),
         cpu_chunk_us=cpu_s * 1e6 / events if events else 0.0,
         rps=len(load.done) / load.seconds,
         first_p50_ms=statistics.median(first) * 1e3,
         first_p99_ms=first[int(0.99 * (len(first) - 1))] * 1e3,
-        gap_ms=max((one.gap_s for one in load.done), default=0.0) * 1e3,
+        gap_ms=max((answer.gap_s for answer in load.done), default=0.0) * 1e3,
         resident_bytes=resident_bytes,
         done=len(load.done),
         failed=len(load.failed),
@@ -225,12 +225,12 @@ class Result:
         medians = {field: statistics.median(it[field] for it in columns) for field in columns[0]}
         return Sample(**{**medians, "failed": sum(it["failed"] for it in columns)})
 
-    def ratio(self, one: str, other: str) -> float:
+    def ratio(self, name: str, other: str) -> float:
         """Return the ratio of one contender's CPU time to another's: the median over rounds.
 
         The result is NaN if the kernel has counted no CPU time for the other contender.
         """
-        rounds = zip(self.turns[one], self.turns[other], strict=True)
+        rounds = zip(self.turns[name], self.turns[other], strict=True)
         return statistics.median([a.cpu_ms / b.cpu_ms for a, b in rounds if b.cpu_ms] or [nan])
 
     def added_ms(self, name: str) -> tuple[float, float]:

@@ -109,12 +109,13 @@ def find_model(target: BenchTarget, wanted: str | None) -> BenchModel:
     if status != HTTPStatus.OK:
         raise TargetFailed(f"{target.url}/v1/models: {_error(status, body)}")
     models = [
-        BenchModel(one["id"], one.get("root") or one["id"]) for one in _json(body).get("data", [])
+        BenchModel(model["id"], model.get("root") or model["id"])
+        for model in _json(body).get("data", [])
     ]
     names = wanted and {wanted, Path(wanted).name}
-    found = [one for one in models if names is None or one.id in names]
+    found = [model for model in models if names is None or model.id in names]
     if len(found) != 1:
-        has = ", ".join(one.id for one in models) or "none"
+        has = ", ".join(model.id for model in models) or "none"
         what = "no --model is given" if wanted is None else f"no model {wanted!r}"
         raise TargetFailed(f"{target.url}: {what}; its models: {has}")
     return found[0]
@@ -131,7 +132,7 @@ def warm_target(target: BenchTarget, model: BenchModel, jpeg: bytes) -> None:
     text = {"type": "text", "text": "What is in this picture?"}
     message = {"role": "user", "content": [text, picture]}
     body = orjson.dumps({"model": model.id, "messages": [message], "max_tokens": 4})
-    status, said = asyncio.run(
+    status, answer = asyncio.run(
         _request(
             "POST",
             f"{target.url}/v1/chat/completions",
@@ -141,7 +142,9 @@ def warm_target(target: BenchTarget, model: BenchModel, jpeg: bytes) -> None:
         )
     )
     if status != HTTPStatus.OK:
-        raise TargetFailed(f"{target.url} failed a request with a picture: {_error(status, said)}")
+        raise TargetFailed(
+            f"{target.url} failed a request with a picture: {_error(status, answer)}"
+        )
 
 
 def read_items(target: BenchTarget) -> Items:
@@ -189,9 +192,9 @@ def parse_items(page: str) -> Items:
 def _sum(families: Iterable[Metric], name: str, **labels: str) -> int:
     samples = (sample for family in families for sample in family.samples)
     return sum(
-        int(one.value)
-        for one in samples
-        if one.name == name and labels.items() <= one.labels.items()
+        int(sample.value)
+        for sample in samples
+        if sample.name == name and labels.items() <= sample.labels.items()
     )
 
 

@@ -42,7 +42,7 @@ class Examined:
 
     def __init__(self, facts: Sequence[InstanceFacts]) -> None:
         """Take what is known of its instances before requests are sent to them."""
-        self._facts = {one.instance: one for one in facts}
+        self._facts = {fact.instance: fact for fact in facts}
         self.tried: Tried | None = None
 
     @property
@@ -53,11 +53,11 @@ class Examined:
     @property
     def model(self) -> str | None:
         """Name of a model that requests can ask for; None: no instance serves one."""
-        return next((model.name for one in self.instance_facts for model in one.models), None)
+        return next((model.name for fact in self.instance_facts for model in fact.models), None)
 
     def answering_instances(self, *roles: Role) -> list[Instance]:
         """Return the instances of these roles that answer."""
-        return [it for it, one in self._facts.items() if it.role in roles and one.problem is None]
+        return [it for it, fact in self._facts.items() if it.role in roles and fact.problem is None]
 
     def note_trials(self, instance: Instance, trials: Mapping[str, Trial]) -> None:
         """Record the results of requests; the first failure of each stage stays."""
@@ -107,7 +107,7 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
     return [
         *judge_host(config),
         *called.findings,
-        *(finding for one in fleet.instance_facts for finding in judge.judge_instance(one)),
+        *(finding for fact in fleet.instance_facts for finding in judge.judge_instance(fact)),
         *judge.judge_fleet(fleet.instance_facts),
         *(judge.judge_store(config, store) if EC_TRANSFERS[config.ec_transfer].stored else ()),
     ]
@@ -143,7 +143,9 @@ async def _try_pushes(fleet: Examined, trials: Trials, model: str) -> None:
     encoders = fleet.answering_instances(Role.ENCODE)
     consumers = fleet.answering_instances(Role.PREFILL, Role.PREFILL_DECODE)
     table = InstanceTable(consumers)
-    ranks = [table.reserve_place(one) for one in consumers for _ in range(one.dp_size)]
+    ranks = [
+        table.reserve_place(consumer) for consumer in consumers for _ in range(consumer.dp_size)
+    ]
     if not encoders or not ranks:
         return
     pairs = max(len(encoders), len(ranks))

@@ -189,23 +189,28 @@ def fail(subject: str, seen: str, advice: str) -> Finding:
 def worst_verdict(findings: Iterable[Finding]) -> Verdict:
     """Return the worst verdict of the findings; `ok` if there are none."""
     order = list(Verdict)
-    return max((one.verdict for one in findings), key=order.index, default=Verdict.OK)
+    return max((finding.verdict for finding in findings), key=order.index, default=Verdict.OK)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
     """Return one line per finding, its advice on the next line, and a line of totals."""
-    width = max((len(one.subject) for one in findings), default=0)
+    width = max((len(finding.subject) for finding in findings), default=0)
     lines = []
-    for one in findings:
-        lines.append(f"{one.verdict:<4}  {one.subject:<{width}}  {one.seen}")
-        if one.advice:
-            lines.append(f"{'':4}  {'':{width}}  -> {one.advice}")
-    counts = {verdict: sum(one.verdict is verdict for one in findings) for verdict in Verdict}
+    for finding in findings:
+        lines.append(f"{finding.verdict:<4}  {finding.subject:<{width}}  {finding.seen}")
+        if finding.advice:
+            lines.append(f"{'':4}  {'':{width}}  -> {finding.advice}")
+    counts = {
+        verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict
+    }
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items())]
     return "\n".join(lines)
 
 
 def as_json(findings: Sequence[Finding]) -> str:
     """Return a JSON object with the worst verdict and all findings."""
-    document = {"verdict": worst_verdict(findings), "findings": [one._asdict() for one in findings]}
+    document = {
+        "verdict": worst_verdict(findings),
+        "findings": [finding._asdict() for finding in findings],
+    }
     return orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()

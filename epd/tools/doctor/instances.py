@@ -117,8 +117,8 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _models(said: Mapping[str, Any]) -> tuple[ModelFacts, ...]:
-    rows = said.get("data")
+def _models(answer: Mapping[str, Any]) -> tuple[ModelFacts, ...]:
+    rows = answer.get("data")
     return tuple(
         ModelFacts(row["id"], _text(row.get("root")), _length(row.get("max_model_len")))
         for row in (rows if isinstance(rows, list) else [])
@@ -132,10 +132,10 @@ def _length(value: object) -> int | None:
 
 def _skew_s(answer: Answer) -> float | None:
     try:
-        said = parsedate_to_datetime(answer.headers.get("Date", ""))
+        date = parsedate_to_datetime(answer.headers.get("Date", ""))
     except ValueError:
         return None
-    return said.timestamp() - time.time()
+    return date.timestamp() - time.time()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,23 +159,27 @@ async def read_sources(config: ProxyConfig) -> KnownInstances:
     names: dict[str, str] = {}
     transfer = KV_TRANSFERS[config.kv_transfer]()
 
-    def report_change(one: Instance, change: Change, _: InstanceSource) -> None:
-        if change == "refused" and not transfer.accepts_instance(one):
+    def report_change(instance: Instance, change: Change, _: InstanceSource) -> None:
+        if change == "refused" and not transfer.accepts_instance(instance):
             advice = "correct its kv_addr, or remove it from the configuration"
-            findings.append(fail(f"{one.role} {one.url}", "--kv-transfer cannot use it", advice))
+            findings.append(
+                fail(f"{instance.role} {instance.url}", "--kv-transfer cannot use it", advice)
+            )
         elif change == "refused":
             advice = "run either prefill and decode instances, or prefill_decode instances"
             seen = "is not used: its role conflicts with that of another instance"
-            findings.append(warn(f"{one.role} {one.url}", seen, advice))
+            findings.append(warn(f"{instance.role} {instance.url}", seen, advice))
 
     registry = Registry(
         InstanceTable(), config.instances, fits=transfer.accepts_instance, on_change=report_change
     )
     registry.replace(InstanceSource.FILE, _in_file(config, findings))
     registry.replace(InstanceSource.API, await _registered(config, findings))
-    registry.replace(InstanceSource.DNS, [one async for one in _by_name(config, names, findings)])
-    instances = [one for one, *_ in registry.members]
-    findings += _judge_roles(config, {one.role for one in instances})
+    registry.replace(
+        InstanceSource.DNS, [instance async for instance in _by_name(config, names, findings)]
+    )
+    instances = [instance for instance, *_ in registry.members]
+    findings += _judge_roles(config, {instance.role for instance in instances})
     return KnownInstances(instances, names, findings)
 
 
@@ -224,8 +228,8 @@ async def _by_name(
     from epd.discovery.dns import DnsNames  # noqa: PLC0415 - slow to import
 
     look_up = DnsNames(config.discovery_dns_server).resolve_addresses
-    for one in config.discovered_instances:
-        host = urlsplit(one.url).hostname or ""
+    for instance in config.discovered_instances:
+        host = urlsplit(instance.url).hostname or ""
         try:
             addresses = await look_up(host)
             problem = None if addresses else "it has no address"
@@ -233,11 +237,11 @@ async def _by_name(
             addresses, problem = frozenset(), f"it cannot be looked up: {error}"
         if problem is not None:
             advice = "correct the name in --discover-…, or set another --discovery-dns-server"
-            findings.append(fail(f"{one.role} {host}", problem, advice))
+            findings.append(fail(f"{instance.role} {host}", problem, advice))
         for address in sorted(addresses):
-            url = at_address(one.url, address)
+            url = at_address(instance.url, address)
             names[url] = host
-            yield replace(one, url=url)
+            yield replace(instance, url=url)
 
 
 def _judge_roles(config: ProxyConfig, roles: set[Role]) -> Iterator[Finding]:

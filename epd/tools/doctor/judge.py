@@ -126,9 +126,9 @@ def _judge_trial(name: str, stage: str, trial: Trial) -> Finding:
 
 def judge_fleet(facts: Sequence[InstanceFacts]) -> Iterator[Finding]:
     """Yield the findings about all instances together."""
-    there = [one for one in facts if one.problem is None]
+    there = [fact for fact in facts if fact.problem is None]
     yield from _judge_models(there)
-    versions = sorted({one.version for one in there if one.version})
+    versions = sorted({fact.version for fact in there if fact.version})
     if len(versions) > 1:
         yield warn(
             "versions",
@@ -140,16 +140,16 @@ def judge_fleet(facts: Sequence[InstanceFacts]) -> Iterator[Finding]:
 
 def _judge_namespaces(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
     holders: dict[str, list[str]] = {}
-    for one in there:
-        for namespace in sorted(one.namespaces):
-            holders.setdefault(namespace, []).append(one.instance.url)
-        if len(one.namespaces) > 1:
+    for fact in there:
+        for namespace in sorted(fact.namespaces):
+            holders.setdefault(namespace, []).append(fact.instance.url)
+        if len(fact.namespaces) > 1:
             yield fail(
-                f"{one.instance.role} {one.instance.url}",
-                f"has several namespaces: {', '.join(sorted(one.namespaces))}",
+                f"{fact.instance.role} {fact.instance.url}",
+                f"has several namespaces: {', '.join(sorted(fact.namespaces))}",
                 SPLIT,
             )
-    if len(holders) > 1 and all(len(one.namespaces) <= 1 for one in there):
+    if len(holders) > 1 and all(len(fact.namespaces) <= 1 for fact in there):
         yield fail(
             "namespaces",
             "; ".join(f"{name} at {', '.join(holders[name])}" for name in sorted(holders)),
@@ -161,11 +161,11 @@ def _judge_namespaces(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
 def _judge_models(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
     if not there:
         return
-    every = set[str]().union(*({model.name for model in one.models} for one in there))
+    every = set[str]().union(*({model.name for model in fact.models} for fact in there))
     lacking = [
-        f"{one.instance.url} lacks {', '.join(sorted(missing))}"
-        for one in there
-        if (missing := every - {model.name for model in one.models})
+        f"{fact.instance.url} lacks {', '.join(sorted(missing))}"
+        for fact in there
+        if (missing := every - {model.name for model in fact.models})
     ]
     if lacking:
         yield fail("models", "; ".join(lacking), "serve the same models under the same names")
@@ -176,13 +176,13 @@ def _judge_models(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
 
 def _judge_lengths(there: Iterable[InstanceFacts]) -> Iterator[Finding]:
     lengths: dict[str, dict[int, list[str]]] = {}
-    for one in there:
-        if one.instance.role is Role.ENCODE:
+    for fact in there:
+        if fact.instance.role is Role.ENCODE:
             continue
-        for model in one.models:
+        for model in fact.models:
             if model.max_model_len is not None:
                 by_length = lengths.setdefault(model.name, {})
-                by_length.setdefault(model.max_model_len, []).append(one.instance.url)
+                by_length.setdefault(model.max_model_len, []).append(fact.instance.url)
     for name, by_length in lengths.items():
         if len(by_length) > 1:
             seen = "; ".join(f"{length}: {', '.join(by_length[length])}" for length in by_length)

@@ -82,8 +82,8 @@ class Tried:
     def by_key(self) -> Body:
         """Return the request with the output's key in place of the media."""
         [item] = CHAT.items(self.body)
-        one = EncodedItem(item, None, self.encoded, "encoded")
-        return consumer_body(self.body, [one], self.params, raw=False).body
+        encoded_item = EncodedItem(item, None, self.encoded, "encoded")
+        return consumer_body(self.body, [encoded_item], self.params, raw=False).body
 
 
 class Trials:
@@ -203,8 +203,8 @@ class Trials:
         try:
             opened = await self._stages.decode(instance, sent, context, rank, request_id)
             with opened.reply as reply:
-                said = await reply.read(idle_s=ANSWERS_S)
-            params = reply_field(said, "kv_transfer_params", stage="decode")
+                content = await reply.read(idle_s=ANSWERS_S)
+            params = reply_field(content, "kv_transfer_params", stage="decode")
         except ProxyError as error:
             return _failed(error)
         return Trial(keeps=kept_params(params, instance.url) is not None)
@@ -299,9 +299,9 @@ class Turns:
         sent = with_params(body, prefilled.params)
         opened = await self._stages.decode(decode, Consumed(sent), context)
         with opened.reply as reply:
-            said = await reply.read(idle_s=ANSWER_S)
+            content = await reply.read(idle_s=ANSWER_S)
         heard = ReplyCapture(cut_tokens=False)
-        heard.capture_fields(said)
+        heard.capture_fields(content)
         return heard
 
     def _context(self) -> RequestContext:

@@ -70,7 +70,7 @@ def remove_abandoned(kept_folder: Path, shared_memory: Path = SHARED_MEMORY) -> 
         shared_memory: parent of the folders.
     """
     found = sorted(shared_memory.glob(f"epd-up-{os.getuid()}-*"))
-    named = [one for one in found if OWN.fullmatch(one.name) and one != kept_folder]
+    named = [folder for folder in found if OWN.fullmatch(folder.name) and folder != kept_folder]
     return [folder for folder in named if _remove_abandoned(folder)]
 
 

@@ -228,5 +228,5 @@ def _example(settings: FleetSettings, plan: FleetPlan) -> str:
         "max_tokens": 64,
         **({"conversation_id": "1"} if settings.bidirectional_kv else {}),
     }
-    said = shlex.quote(json.dumps(body))
-    return f"curl {plan.url}/v1/chat/completions -H 'Content-Type: application/json' -d {said}"
+    quoted = shlex.quote(json.dumps(body))
+    return f"curl {plan.url}/v1/chat/completions -H 'Content-Type: application/json' -d {quoted}"

@@ -50,7 +50,7 @@ def why_unservable(config: Config, text_only: Collection[str]) -> str | None:
     """
     architectures = _architectures(config)
     named = ", ".join(sorted(architectures)) or config.get("model_type", "model")
-    seq2seq = any(one.get("is_encoder_decoder") is True for one in _with_text_config(config))
+    seq2seq = any(part.get("is_encoder_decoder") is True for part in _with_text_config(config))
     if architectures & ENCODER_DECODERS or (seq2seq and architectures.isdisjoint(text_only)):
         return f"is an encoder-decoder model ({named}), and vLLM cannot run its encoder apart"
     names_media = any(word in key for key in config for word in MEDIA_WORDS)
@@ -65,12 +65,12 @@ def needs_bfloat16(config: Config) -> bool:
     This applies to gated delta net layers: "CPU GDN attention requires BF16",
     `vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py` line 158 in 0.32, 173 in 0.33.
     """
-    for one in _with_text_config(config):
-        layers = one.get("layer_types")
+    for part in _with_text_config(config):
+        layers = part.get("layer_types")
         if isinstance(layers, list) and "linear_attention" not in layers:
             continue
-        kind = one.get("model_type")
-        if (isinstance(kind, str) and kind in GDN_TYPES) or not GDN_SIZES.isdisjoint(one):
+        kind = part.get("model_type")
+        if (isinstance(kind, str) and kind in GDN_TYPES) or not GDN_SIZES.isdisjoint(part):
             return True
     return False
 

@@ -137,7 +137,11 @@ class FleetPlan:
         return FleetServer(PROXY, self.url, command, {})
 
     def _events_flags(self) -> Sequence[str]:
-        named = [f"{one.url}={one.events_address}" for one in self.engines if one.events_address]
+        named = [
+            f"{engine.url}={engine.events_address}"
+            for engine in self.engines
+            if engine.events_address
+        ]
         if not named:
             return ()
         stage = "prefill" if self.of_roles(Role.PREFILL) else "decode"

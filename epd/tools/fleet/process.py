@@ -44,9 +44,9 @@ def free_ports(count: int) -> list[int]:
     with ExitStack() as held:
         ports: list[int] = []
         for port in random.sample(candidates, len(candidates)):
-            one = held.enter_context(socket.socket())
+            listener = held.enter_context(socket.socket())
             with suppress(OSError):
-                one.bind(("127.0.0.1", port))
+                listener.bind(("127.0.0.1", port))
                 ports.append(port)
             if len(ports) == count:
                 return ports
@@ -58,10 +58,10 @@ def check_free(host: str, port: int) -> None:
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    with socket.socket(family, kind, protocol) as one:
+    with socket.socket(family, kind, protocol) as listener:
         # Connections of an earlier server in TIME_WAIT do not block the port.
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        one.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
 
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -254,8 +254,10 @@ class Process:
         """Return the last progress message of the log, without its time and place in the source."""
         lines = self._last_lines()
         records = (line for line in reversed(lines) if _RECORD.match(line))
-        said = _RECORD.sub("", next(records, lines[-1] if lines else "its log is empty"), count=1)
-        return "".join(filter(str.isprintable, said)).strip()[:DOING_CHARACTERS]
+        message = _RECORD.sub(
+            "", next(records, lines[-1] if lines else "its log is empty"), count=1
+        )
+        return "".join(filter(str.isprintable, message)).strip()[:DOING_CHARACTERS]
 
     def _last_lines(self) -> list[str]:
         with self.log.open("rb") as log:
@@ -298,7 +300,7 @@ def wait_until_ready(
     while waiting:
         for process in processes:
             process.check_alive()
-        for process in [one for one in waiting if one.is_ready()]:
+        for process in [process for process in waiting if process.is_ready()]:
             waiting.remove(process)
             report(f"{process.name} is ready after {progress.seconds:.0f} s")
         if waiting and progress.seconds > timeout_s:
@@ -315,7 +317,7 @@ class _Progress:
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._started = self._told = time.monotonic()
-        self._said: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
 
     @property
     def seconds(self) -> float:
@@ -328,12 +330,14 @@ class _Progress:
             return
         self._told = time.monotonic()
         doing = {process.name: process.last_message() for process in waiting}
-        news = {name: said for name, said in doing.items() if self._said.get(name) != said}
-        for name, said in news.items():
-            self._report(f"{name} after {self.seconds:.0f} s: {said}")
+        news = {
+            name: message for name, message in doing.items() if self._reported.get(name) != message
+        }
+        for name, message in news.items():
+            self._report(f"{name} after {self.seconds:.0f} s: {message}")
         if doing and not news:
             self._report(f"waiting for {', '.join(doing)}: {self.seconds:.0f} s")
-        self._said |= news
+        self._reported |= news
 
 
 def stop(processes: Sequence[Process], front: Sequence[Process] = ()) -> None:

@@ -117,7 +117,7 @@ class Fleet:
         wait_until_ready(self._processes[-1:], self._timeout_s, self._report)
 
     def process_of(self, engine: Engine) -> Process:
-        [process] = [one for one in self._processes if one.name == engine.name]
+        [process] = [process for process in self._processes if process.name == engine.name]
         return process
 
     def check_alive(self) -> None:
@@ -137,7 +137,7 @@ class Fleet:
                     process.check_alive()
                 except ProcessDied as death:
                     self._end(process)
-                    lacking = self.plan.missing_role([one.name for one in self._processes])
+                    lacking = self.plan.missing_role([process.name for process in self._processes])
                     if lacking is not None:
                         raise ProcessDied(f"{death}\n{lacking}: stopping all servers.") from None
                     self._report(f"{death}\nThe other servers continue without {process.name}.")
@@ -149,8 +149,8 @@ class Fleet:
         The proxy needs a moment to end running streams with an error event. An engine that stops at
         the same time would cut the streams off, or wait for them.
         """
-        front = [one for one in self._processes if one.name == PROXY]
-        stop([one for one in self._processes if one not in front], front)
+        front = [process for process in self._processes if process.name == PROXY]
+        stop([process for process in self._processes if process not in front], front)
         self._processes.clear()
         if self._guard is not None:
             self._guard.close()
