@@ -116,12 +116,12 @@ def cancel_after(limit_s: float) -> Iterator[None]:
     if task is None:
         raise RuntimeError("there is no task to cancel")
     loop = asyncio.get_running_loop()
-    others, told = task.cancelling(), 0
+    others, cancelled = task.cancelling(), 0
     timer: asyncio.TimerHandle
 
     def cancel_body() -> None:
-        nonlocal told, timer
-        told += 1
+        nonlocal cancelled, timer
+        cancelled += 1
         task.cancel()
         timer = loop.call_later(AGAIN_S, cancel_body)
 
@@ -129,12 +129,12 @@ def cancel_after(limit_s: float) -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError as end:
-        if told and task.cancelling() - told <= others:
+        if cancelled and task.cancelling() - cancelled <= others:
             raise TimeoutError from end
         raise
     finally:
         timer.cancel()
-        for _ in range(told):
+        for _ in range(cancelled):
             task.uncancel()
 
 

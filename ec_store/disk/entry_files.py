@@ -121,14 +121,14 @@ class EntryFiles:
         payload.
         """
         starts = iter(range(0, len(payload), _PIECE_BYTES))
-        there: set[int] = set()
+        present: set[int] = set()
 
         def read_next() -> bool:
             start = next(starts, None)
             if start is None:
                 return False
             _read(payload[start : start + _PIECE_BYTES], fd, offset + start)
-            there.add(start)
+            present.add(start)
             return True
 
         def read_rest() -> None:
@@ -141,7 +141,7 @@ class EntryFiles:
             while read_next():
                 # Hashing a piece while it is in a core's cache costs half of a second pass over
                 # memory.
-                while hashed in there:
+                while hashed in present:
                     digest.update(payload[hashed : hashed + _PIECE_BYTES])
                     hashed += _PIECE_BYTES
         finally:

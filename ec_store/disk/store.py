@@ -128,12 +128,12 @@ class SharedDiskStore(Store):
             self._read(key, digest, load_header, use=True)
             for key, digest in zip(keys, digests, strict=True)
         ]
-        there = [digest for digest, info in zip(digests, found, strict=True) if info]
-        if not there:
+        present = [digest for digest, info in zip(digests, found, strict=True) if info]
+        if not present:
             return found
         try:
             tree = self._opening.tree()
-            self._keeper.leases.add(tree.leases, there, seconds, self._now(tree))
+            self._keeper.leases.add(tree.leases, present, seconds, self._now(tree))
         except OSError as error:
             self._opening.handle_error(error)
             return [None] * len(keys)

@@ -132,7 +132,7 @@ class RedisEntries:
         if replace:
             self._client.run([("SET", name, value, "PX", self._ttl_ms)])
             return True
-        written, there, *found = self._client.run(
+        written, existing, *found = self._client.run(
             [
                 ("SET", name, value, "NX", "PX", self._ttl_ms),
                 self._id(digest),
@@ -141,7 +141,7 @@ class RedisEntries:
             ]
         )
         # A command that was repeated after a lost reply finds its own first write.
-        if written is not None or there == write_id:
+        if written is not None or existing == write_id:
             return True
         if self._read_uses([digest], found, 0)[0] is not None:
             return False
@@ -240,9 +240,9 @@ class RedisEntries:
         if info.key != key:
             raise CorruptEntry("it is another key's entry")
         payload = self._buffers.take_buffer(info.payload_bytes)
-        there = min(len(first) - info.header_bytes, len(payload))
-        payload[:there] = memoryview(first)[info.header_bytes :][:there]
-        self._fill(payload[there:], key.digest, info.header_bytes + there)
+        received = min(len(first) - info.header_bytes, len(payload))
+        payload[:received] = memoryview(first)[info.header_bytes :][:received]
+        self._fill(payload[received:], key.digest, info.header_bytes + received)
         if checksum(payload) != info.checksum:
             raise CorruptEntry("its checksum does not match its payload")
         return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)

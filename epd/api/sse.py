@@ -33,7 +33,7 @@ class Grammar:
         done: pattern of the line that marks the last event.
         failed_word: word in every event that is an error.
         failed: pattern of the line that marks an error.
-        told: pattern of a line in every event with tokens or the end. It matches no event before
+        output: pattern of a line in every event with tokens or the end. It matches no event before
             the first token, and no comment (a line that begins with a colon).
     """
 
@@ -41,7 +41,7 @@ class Grammar:
     done: re.Pattern[bytes]
     failed_word: bytes
     failed: re.Pattern[bytes]
-    told: re.Pattern[bytes]
+    output: re.Pattern[bytes]
 
 
 _NO_COMMENT = re.compile(rb"(?:^|[\r\n])[^:\r\n]")

@@ -185,7 +185,7 @@ class Handshakes:
         for listener in sockets:
             listener.setblocking(False)
             listener.listen(BACKLOG)
-        self._accepting = [self._loop.create_task(self._listen(it)) for it in sockets]
+        self._accepting = [self._loop.create_task(self._listen(listener)) for listener in sockets]
 
     def close(self) -> None:
         """Stop accepting. Handshakes that have begun continue."""
@@ -263,7 +263,7 @@ class Site(aiohttp_private.BaseSite):
         )
         if self._tls is None:
             return bound
-        listeners = [it.dup() for it in bound.sockets]
+        listeners = [listener.dup() for listener in bound.sockets]
         accepting = Handshakes(self._factory, listeners, self._tls, self._live, self._background)
         bound.close()
         return cast("asyncio.AbstractServer", accepting)

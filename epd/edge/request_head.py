@@ -28,7 +28,8 @@ def find_refusal(request: web.BaseRequest) -> ProxyError | None:
     if _hosts_differ(request):
         return invalid("the request's target names another host than its Host header")
     if hdrs.EXPECT in request.headers and any(
-        it and it.lower() != "100-continue" for it in request.headers.getall(hdrs.EXPECT)
+        expectation and expectation.lower() != "100-continue"
+        for expectation in request.headers.getall(hdrs.EXPECT)
     ):
         return RequestRefused(
             417, "the only supported expectation is 100-continue", slug="unsupported_expectation"

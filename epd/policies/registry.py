@@ -188,7 +188,7 @@ def activate(written: Sequence[str], settings: Settings) -> tuple[Active, ...]:
 def _activated(written: str, settings: Settings) -> Active:
     name, given = _parsed(written)
     policy = find_policy(name)
-    own, both = ([field.name for field in fields(cast("Any", it))] for it in (policy, Common))
+    own, both = ([field.name for field in fields(cast("Any", kind))] for kind in (policy, Common))
     if unknown := sorted(given.keys() - {*own, *both}):
         raise PolicyInvalid(
             f"{name} has no option {unknown[0]!r}; it has {', '.join(sorted([*own, *both]))}"

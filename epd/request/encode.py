@@ -111,19 +111,20 @@ class Encoder:
         record.hits, record.waits = {}, 0
         outputs = {item: job.output(item) for item in uuids}
         identifiers = self._lookup_keys(job, outputs)
-        with self._start_lookup(job, identifiers) as looking:
-            lookup = await self._lookup(job, looking, identifiers)
+        with self._start_lookup(job, identifiers) as pending:
+            lookup = await self._lookup(job, pending, identifiers)
             record.at = "encode"
             planned = self._planned(job, outputs, lookup, identifiers)
             missing = [item for item, plan in planned.plans.items() if not plan.local]
             if len(missing) == 1:
-                made = [await self._encode_item(planned, None, missing[0])]
+                encoded_now = [await self._encode_item(planned, None, missing[0])]
             else:
                 first_try = self._first_try(planned)
                 encode_item = partial(self._encode_item, planned, first_try)
-                made = await gather_first(encode_item, missing, AT_ONCE)
-        encoded = made if len(made) == len(uuids) else _in_order(planned, made)
-        results = [encoded_item.result for encoded_item in encoded]
+                encoded_now = await gather_first(encode_item, missing, AT_ONCE)
+        all_now = len(encoded_now) == len(uuids)
+        encoded = encoded_now if all_now else _in_order(planned, encoded_now)
+        results = [item.result for item in encoded]
         record.items = {result: results.count(result) for result in results}
         if "hit" in record.items:
             hits = [item.item.modality for item in encoded if item.result == "hit"]
@@ -156,16 +157,16 @@ class Encoder:
         )
 
     async def _lookup(
-        self, job: EncodeJob, looking: LookupContext | None, identifiers: Mapping[MMItem, str]
+        self, job: EncodeJob, pending: LookupContext | None, identifiers: Mapping[MMItem, str]
     ) -> StoreLookup:
         """Return the outputs that are stored."""
-        if looking is None:
+        if pending is None:
             return StoreLookup(answered=self._claims is not None)
         with job.context.time_stage("store", "lookup"):
-            look = await looking.lookup_result()
-        if look is None:
+            result = await pending.lookup_result()
+        if result is None:
             return StoreLookup()
-        infos = {key.identifier: info for key, info in (look.found or {}).items()}
+        infos = {key.identifier: info for key, info in (result.found or {}).items()}
         found = {
             item: from_entry(infos[identifier])
             for item, identifier in identifiers.items()
@@ -224,15 +225,15 @@ class Encoder:
             raise _unknown(item, planned.lookup)
         try:
             if output is None or self._transfer.pushed:
-                made = SharedOutput(await self._ask_instances(planned, first_try, item), item)
+                shared = SharedOutput(await self._ask_instances(planned, first_try, item), item)
             else:
                 flight = planned.flight_key(output)
                 under_way = flight in self._flights
                 with context.wait_span(item) if under_way else nullcontext() as waiting:
                     work = partial(self._encode_once, planned, first_try, item, output, waiting)
-                    made = await self._flights.try_join(flight, work)
-                    if waiting is not None and made.span is not None:
-                        waiting.link(made.span)
+                    shared = await self._flights.try_join(flight, work)
+                    if waiting is not None and shared.span is not None:
+                        waiting.link(shared.span)
         except ProxyError as failure:
             error = self._error_after_last_try(failure)
             if not self._may_be_local(job, error):
@@ -240,10 +241,10 @@ class Encoder:
             drop_tracebacks(failure)
             context.record.degraded.add("encode-local")
             return _local(item, job.uuids[item], planned.plan_of(item).tokens)
-        own = made.item is item  # and not the result of another request
+        own = shared.item is item  # and not the result of another request
         context.record.waits += not own
         name = sent_as(item, job.uuids[item])
-        return EncodedItem(item, name, made.encoded, "encoded" if own else "hit")
+        return EncodedItem(item, name, shared.encoded, "encoded" if own else "hit")
 
     async def _encode_once(
         self,
@@ -360,11 +361,9 @@ class Encoder:
             error = self._fatal.after(failure, instance, context.watched, blamed)
             raise error from failure.__cause__
         self._fatal.record_survival(context.watched, keys, body=False)
-        for item, encoded_item in zip(items, encoded, strict=True):
-            self._placement.learn_reply(job, item, encoded_item)
-        return [
-            self._if_in_namespace(encoded_item, instance, job.namespace) for encoded_item in encoded
-        ]
+        for item, output in zip(items, encoded, strict=True):
+            self._placement.learn_reply(job, item, output)
+        return [self._if_in_namespace(output, instance, job.namespace) for output in encoded]
 
     def _if_in_namespace(
         self, encoded: Encoded, instance: Instance, namespace: str | None
@@ -402,9 +401,9 @@ class Encoder:
         return self._namespaces.shares_namespace(instance, namespace)
 
 
-def _in_order(planned: PlannedJob, made: Sequence[EncodedItem]) -> list[EncodedItem]:
+def _in_order(planned: PlannedJob, encoded_now: Sequence[EncodedItem]) -> list[EncodedItem]:
     """Return the stored and the encoded outputs in the order of the items."""
-    others, found = iter(made), planned.lookup.found
+    others, found = iter(encoded_now), planned.lookup.found
     return [
         EncodedItem(item, sent_as(item, uuid), found[item], "hit")
         if item in found

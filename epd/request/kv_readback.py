@@ -141,10 +141,10 @@ class Readbacks:
         """
         if context.turn is not None:
             some = self._table.of_roles(*ANSWERING)
-            there = {
+            usable = {
                 instance.url for instance in some if self._table.state(instance) != HealthState.DOWN
             }
-            await self._conversations.begin_turn(context.turn, there)
+            await self._conversations.begin_turn(context.turn, usable)
 
     async def previous_params(self, prepared: PreparedRequest, prefill: Instance) -> Params | None:
         """Return `kv_transfer_params` of the previous turn; None if this prefill can use none.

@@ -333,8 +333,8 @@ class PrefillDecodeStages:
             if isinstance(error, UpstreamDied):
                 self._fatal.after(error, instance, watched, local_keys)
             elif error is None and watched.engine_died:
-                told = UpstreamDied("the engine died in its stream", stage="decode")
-                self._fatal.after(told, instance, watched, local_keys)
+                died = UpstreamDied("the engine died in its stream", stage="decode")
+                self._fatal.after(died, instance, watched, local_keys)
             elif error is None:
                 self._fatal.record_survival(watched, local_keys)
 

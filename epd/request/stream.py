@@ -46,7 +46,7 @@ class StreamRelay:
         self._transport = transport
         self._context = context
         self._aligner = EventAligner(context.endpoint.grammar)
-        self._told = context.endpoint.grammar.told
+        self._output = context.endpoint.grammar.output
         self._hear = None if context.turn is None else context.turn.capture_fields
         self._failure: UpstreamFailed | None = None
         self._gaps = context.record.gaps = Histogram(GAPS_S)
@@ -133,7 +133,7 @@ class StreamRelay:
             self._context.learn_model(events)
         # Comments carry no tokens. After the first tokens, only events that may be comments are
         # searched.
-        if (last_s is None or events[0] in b":\r\n") and not self._told.search(events):
+        if (last_s is None or events[0] in b":\r\n") and not self._output.search(events):
             return
         self._last_s = now_s = time.monotonic()
         if last_s is None:

@@ -225,15 +225,17 @@ class Admin:
             timeout_s=self._live.current.profile_timeout_s,
         )
         missing = HTTPStatus.NOT_FOUND
-        if all(isinstance(it, Answer) and it.status == missing for it in results.values()):
+        if all(
+            isinstance(result, Answer) and result.status == missing for result in results.values()
+        ):
             raise RequestRefused(503, "no instance has a profiler", slug="profile_unavailable")
         return {
             stage: answers
             for stage, roles in CLUSTERS.values()
             if (
                 answers := {
-                    instance.url: _json(it)
-                    for instance, it in results.items()
+                    instance.url: _json(result)
+                    for instance, result in results.items()
                     if instance.role in roles
                 }
             )

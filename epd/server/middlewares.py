@@ -340,5 +340,5 @@ async def _preflight(rules: CrossOrigin, request: web.Request) -> web.Response:
 
 async def _methods(request: web.Request) -> set[str]:
     """Return the methods of a path's other routes."""
-    found = [(await it.resolve(request))[1] for it in request.app.router.resources()]
+    found = [(await resource.resolve(request))[1] for resource in request.app.router.resources()]
     return set().union(*found) - {"OPTIONS", "*"}

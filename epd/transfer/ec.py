@@ -158,10 +158,12 @@ class ECMooncake(ECTransfer):
         """
         if not replied.params:
             raise EncodeMismatch("they are missing; start the instance with ECMooncakeConnector")
-        told = [str(item["transfer_id"]) for item in (asked or {}).get("ec_items", ())]
-        features = sorted(replied.params.items(), key=lambda it: it[1].get("modality") != "video")
+        asked_ids = [str(item["transfer_id"]) for item in (asked or {}).get("ec_items", ())]
+        features = sorted(
+            replied.params.items(), key=lambda feature: feature[1].get("modality") != "video"
+        )
         params = {
-            key: {**entry, "transfer_id": _transfer_id(entry, told)} for key, entry in features
+            key: {**entry, "transfer_id": _transfer_id(entry, asked_ids)} for key, entry in features
         }
         ids = [entry["transfer_id"] for entry in params.values() if entry["transfer_id"]]
         if len(set(ids)) < len(ids):
@@ -179,10 +181,10 @@ class ECMooncake(ECTransfer):
         return {"ec_items": items} if items else {}
 
 
-def _transfer_id(entry: Mapping[str, Any], told: list[str]) -> str | None:
+def _transfer_id(entry: Mapping[str, Any], ids: list[str]) -> str | None:
     """Return the id of a feature's push; None if the feature is found by its key alone."""
     match entry.get("item_indices", [0]):
-        case [int() as index, *_] if 0 <= index < len(told):
-            return told[index]
+        case [int() as index, *_] if 0 <= index < len(ids):
+            return ids[index]
     reported = entry.get("transfer_id")
     return reported if isinstance(reported, str) else None

@@ -228,8 +228,13 @@ class Recent:
         return Events(
             samples={
                 stage: [
-                    (it.instance, it.started_s + it.seconds, it.seconds, stage_outcome_of(it))
-                    for it in ring
+                    (
+                        sample.instance,
+                        sample.started_s + sample.seconds,
+                        sample.seconds,
+                        stage_outcome_of(sample),
+                    )
+                    for sample in ring
                 ]
                 for stage, ring in self._stages.items()
                 if ring

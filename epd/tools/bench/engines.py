@@ -171,7 +171,9 @@ def main() -> None:
     parser.add_argument("instances", nargs="+", metavar="ROLE:PORT")
     parser.add_argument("--ec-store", metavar="URL", help="store for encoder outputs")
     args = parser.parse_args()
-    roles = [(role, int(port)) for role, _, port in (it.partition(":") for it in args.instances)]
+    roles = [
+        (role, int(port)) for role, _, port in (word.partition(":") for word in args.instances)
+    ]
     with ExitStack() as stack:
         store = stack.enter_context(open_store(args.ec_store)) if args.ec_store else None
         if store is not None:

@@ -231,9 +231,9 @@ def _recorded(
         try:
             document: dict[str, Any] = orjson.loads(path.read_bytes())
             recorded = by_processor[document["machine"]["cpu"] == machine()["cpu"]]
-            for it in document["results"]:
-                name = it["scenario"]["name"]
-                ratio = float(it["contenders"][BASELINE][f"{REFERENCE}_ratio"])
+            for result in document["results"]:
+                name = result["scenario"]["name"]
+                ratio = float(result["contenders"][BASELINE][f"{REFERENCE}_ratio"])
                 recorded[name] = max(ratio, recorded.get(name, ratio))
         except (OSError, LookupError, TypeError, ValueError) as error:
             parser.error(f"--check {path}: {error}")

@@ -104,7 +104,7 @@ def overhead_pictures(document: Document) -> dict[str, Bars]:
         ("overhead", "CPU time of the proxy for a request", "cpu_ms", "{:.2f} ms", False),
         ("overhead-memory", "Peak memory of the proxy", "resident_bytes", "{:,.0f} bytes", True),
     ):
-        results = [it for it in document["results"] if it["scenario"]["fresh"] is fresh]
+        results = [result for result in document["results"] if result["scenario"]["fresh"] is fresh]
         if results:
             pictures[name] = Bars(
                 title,
@@ -115,7 +115,7 @@ def overhead_pictures(document: Document) -> dict[str, Bars]:
 
 
 def _values(result: Mapping[str, Any], field: str) -> dict[str, float]:
-    return {name: it[field] for name, it in result["contenders"].items() if name != DIRECT}
+    return {name: row[field] for name, row in result["contenders"].items() if name != DIRECT}
 
 
 def _shares(

@@ -222,8 +222,8 @@ class Result:
     def median(self, name: str) -> Sample:
         """Return the median of each measurement over the turns; `failed` is the sum."""
         columns = [asdict(turn) for turn in self.turns[name]]
-        medians = {field: statistics.median(it[field] for it in columns) for field in columns[0]}
-        return Sample(**{**medians, "failed": sum(it["failed"] for it in columns)})
+        medians = {field: statistics.median(row[field] for row in columns) for field in columns[0]}
+        return Sample(**{**medians, "failed": sum(row["failed"] for row in columns)})
 
     def ratio(self, name: str, other: str) -> float:
         """Return the ratio of one contender's CPU time to another's: the median over rounds.
@@ -235,8 +235,8 @@ class Result:
 
     def added_ms(self, name: str) -> tuple[float, float]:
         """Return the time added to the first byte, in ms: median and 99th percentile."""
-        it, direct = self.median(name), self.median(DIRECT)
-        return it.first_p50_ms - direct.first_p50_ms, it.first_p99_ms - direct.first_p99_ms
+        median, direct = self.median(name), self.median(DIRECT)
+        return median.first_p50_ms - direct.first_p50_ms, median.first_p99_ms - direct.first_p99_ms
 
     def json(self, reference: str) -> dict[str, Any]:
         """Return the result as JSON, with the ratio of `reference` to each contender."""
@@ -283,20 +283,20 @@ def details(results: Sequence[Result]) -> Iterator[str]:
     yield _row(*["---"] * 12)
     for result in results:
         for name in result.turns:
-            it, (p50_ms, p99_ms) = result.median(name), result.added_ms(name)
+            median, (p50_ms, p99_ms) = result.median(name), result.added_ms(name)
             yield _row(
                 result.scenario.title,
                 name,
-                f"{it.rps:.0f}",
-                f"{it.cpu_chunk_us:.1f}",
-                f"{it.first_p50_ms:.2f}",
-                f"{it.first_p99_ms:.2f}",
+                f"{median.rps:.0f}",
+                f"{median.cpu_chunk_us:.1f}",
+                f"{median.first_p50_ms:.2f}",
+                f"{median.first_p99_ms:.2f}",
                 f"{p50_ms:.2f}",
                 f"{p99_ms:.2f}",
-                f"{it.gap_ms:.1f}",
-                f"{it.resident_bytes / 1e6:.0f}",
-                f"{it.done:.0f}",
-                f"{it.failed:.0f}",
+                f"{median.gap_ms:.1f}",
+                f"{median.resident_bytes / 1e6:.0f}",
+                f"{median.done:.0f}",
+                f"{median.failed:.0f}",
             )
 
 

@@ -57,7 +57,11 @@ class Examined:
 
     def answering_instances(self, *roles: Role) -> list[Instance]:
         """Return the instances of these roles that answer."""
-        return [it for it, fact in self._facts.items() if it.role in roles and fact.problem is None]
+        return [
+            instance
+            for instance, fact in self._facts.items()
+            if instance.role in roles and fact.problem is None
+        ]
 
     def note_trials(self, instance: Instance, trials: Mapping[str, Trial]) -> None:
         """Record the results of requests; the first failure of each stage stays."""

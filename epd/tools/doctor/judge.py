@@ -126,21 +126,21 @@ def _judge_trial(name: str, stage: str, trial: Trial) -> Finding:
 
 def judge_fleet(facts: Sequence[InstanceFacts]) -> Iterator[Finding]:
     """Yield the findings about all instances together."""
-    there = [fact for fact in facts if fact.problem is None]
-    yield from _judge_models(there)
-    versions = sorted({fact.version for fact in there if fact.version})
+    reachable = [fact for fact in facts if fact.problem is None]
+    yield from _judge_models(reachable)
+    versions = sorted({fact.version for fact in reachable if fact.version})
     if len(versions) > 1:
         yield warn(
             "versions",
             ", ".join(versions),
             "run one version of vLLM: the fields that stages exchange differ between versions",
         )
-    yield from _judge_namespaces(there)
+    yield from _judge_namespaces(reachable)
 
 
-def _judge_namespaces(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
+def _judge_namespaces(reachable: Sequence[InstanceFacts]) -> Iterator[Finding]:
     holders: dict[str, list[str]] = {}
-    for fact in there:
+    for fact in reachable:
         for namespace in sorted(fact.namespaces):
             holders.setdefault(namespace, []).append(fact.instance.url)
         if len(fact.namespaces) > 1:
@@ -149,7 +149,7 @@ def _judge_namespaces(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
                 f"has several namespaces: {', '.join(sorted(fact.namespaces))}",
                 SPLIT,
             )
-    if len(holders) > 1 and all(len(fact.namespaces) <= 1 for fact in there):
+    if len(holders) > 1 and all(len(fact.namespaces) <= 1 for fact in reachable):
         yield fail(
             "namespaces",
             "; ".join(f"{name} at {', '.join(holders[name])}" for name in sorted(holders)),
@@ -158,25 +158,25 @@ def _judge_namespaces(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
         )
 
 
-def _judge_models(there: Sequence[InstanceFacts]) -> Iterator[Finding]:
-    if not there:
+def _judge_models(reachable: Sequence[InstanceFacts]) -> Iterator[Finding]:
+    if not reachable:
         return
-    every = set[str]().union(*({model.name for model in fact.models} for fact in there))
+    every = set[str]().union(*({model.name for model in fact.models} for fact in reachable))
     lacking = [
         f"{fact.instance.url} lacks {', '.join(sorted(missing))}"
-        for fact in there
+        for fact in reachable
         if (missing := every - {model.name for model in fact.models})
     ]
     if lacking:
         yield fail("models", "; ".join(lacking), "serve the same models under the same names")
     else:
         yield ok("models", f"every instance serves {', '.join(sorted(every)) or 'nothing'}")
-    yield from _judge_lengths(there)
+    yield from _judge_lengths(reachable)
 
 
-def _judge_lengths(there: Iterable[InstanceFacts]) -> Iterator[Finding]:
+def _judge_lengths(reachable: Iterable[InstanceFacts]) -> Iterator[Finding]:
     lengths: dict[str, dict[int, list[str]]] = {}
-    for fact in there:
+    for fact in reachable:
         if fact.instance.role is Role.ENCODE:
             continue
         for model in fact.models:

@@ -35,8 +35,8 @@ def default_folder(port: int, logs: Path, shared_memory: Path = SHARED_MEMORY) -
 
 def default_url(folder: Path) -> str:
     """Return a store URL for a folder, with a quota of half the free space, at most 64 GiB."""
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    return f"{folder.as_uri()}?max_bytes={min(MOST_BYTES, _quota_bytes(there))}"
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return f"{folder.as_uri()}?max_bytes={min(MOST_BYTES, _quota_bytes(existing))}"
 
 
 def _quota_bytes(folder: Path) -> int:

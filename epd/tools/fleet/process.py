@@ -99,7 +99,7 @@ def hold_signals() -> Iterator[None]:
         came.append(number)
 
     handlers = {number: signal.getsignal(number) for number in ENDING}
-    kept = {it: how for it, how in handlers.items() if how not in {signal.SIG_IGN, None}}
+    kept = {number: how for number, how in handlers.items() if how not in {signal.SIG_IGN, None}}
     for number in kept:
         signal.signal(number, keep_signal)
     try:
@@ -247,8 +247,8 @@ class Process:
 
     def tail(self) -> str:
         """Return the last lines of the log, without probes that were answered with 200."""
-        told = [line for line in self._last_lines() if not _PROBE.search(line)]
-        return "\n".join(told[-TAIL_LINES:])
+        messages = [line for line in self._last_lines() if not _PROBE.search(line)]
+        return "\n".join(messages[-TAIL_LINES:])
 
     def last_message(self) -> str:
         """Return the last progress message of the log, without its time and place in the source."""
