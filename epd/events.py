@@ -31,7 +31,9 @@ class Histogram:
 
     def merge(self, other: "Histogram") -> None:
         """Add the counts of another histogram with the same bounds."""
-        self.counts = [mine + its for mine, its in zip(self.counts, other.counts, strict=True)]
+        self.counts = [
+            mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)
+        ]
         self.sum += other.sum
 
 

@@ -199,7 +199,9 @@ def main() -> None:
     subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", MODELS, MODEL], check=True)
     for topology in args.topologies:
         single = topology.startswith("1e")
-        proxies = {name: its for name, its in PROXIES.items() if not (single and "least" in name)}
+        proxies = {
+            name: flags for name, flags in PROXIES.items() if not (single and "least" in name)
+        }
         with (
             tempfile.TemporaryDirectory(prefix="epd-groups-", dir="/dev/shm") as folder,
             Stack(
@@ -211,7 +213,9 @@ def main() -> None:
             ) as stack,
             ExitStack() as running,
         ):
-            urls = {name: running.enter_context(proxy(stack, its)) for name, its in proxies.items()}
+            urls = {
+                name: running.enter_context(proxy(stack, flags)) for name, flags in proxies.items()
+            }
             client = running.enter_context(httpx.Client(timeout=600))
             encoders = [
                 process for engine in stack.of_role(Role.ENCODE) for process in tree(stack, engine)

@@ -132,8 +132,8 @@ class Outcome:
     @property
     def kind(self) -> str:
         """Return the category of the outcome in the report."""
-        told = f" {self.status} {self.slug}".rstrip() if self.status and self.slug else ""
-        return f"{self.result}{told}"
+        detail = f" {self.status} {self.slug}".rstrip() if self.status and self.slug else ""
+        return f"{self.result}{detail}"
 
 
 class Questions:

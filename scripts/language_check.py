@@ -1,4 +1,4 @@
-"""Check the English of docstrings, comments, strings, documents and names of tests.
+"""Check the English of docstrings, comments, strings, documents and names.
 
 CONTRIBUTING.md has the rules. A place that needs one of the words, such as the rule itself, is
 listed in `ALLOWED`.
@@ -34,12 +34,16 @@ NO_SUBJECT = re.compile(
 )
 """Beginnings of a test's name without its subject, which is the component."""
 
+PRONOUNS = frozenset({"one", "said", "told", "it", "its", "there", "this", "that", "they", "them"})
+"""Names of variables that say nothing of the value; tests are exempt."""
+
 MIN_WORDS = 4
 """Words of a docstring below which it repeats the signature; tests are exempt."""
 
 ALLOWED = {
     *(("CONTRIBUTING.md", word) for word in ("who", "whose", "nobody")),
     ("scripts/make_media.py", "whoever"),  # drawn in a committed picture
+    ("epd/ui/recent.py", "said"),  # a field of /ui/state
 }
 """Places that may use a word: path and word."""
 
@@ -67,6 +71,7 @@ def hits() -> Iterator[tuple[str, int, str, str]]:
                 yield from _names_without_subject(path, source)
             else:
                 yield from _short_docstrings(path, source)
+                yield from _pronouns(path, source)
     for pattern in DOCUMENTS:
         for path in sorted(ROOT.glob(pattern)):
             yield from _hits_of(path, list(enumerate(path.read_text().splitlines(), 1)))
@@ -101,6 +106,15 @@ def _names_without_subject(path: Path, source: str) -> Iterator[tuple[str, int, 
             name = str(path.relative_to(ROOT))
             if NO_SUBJECT.match(node.name):
                 yield name, node.lineno, "name", f"begin {node.name} with its subject"
+
+
+def _pronouns(path: Path, source: str) -> Iterator[tuple[str, int, str, str]]:
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=bound, ctx=ast.Store()) | ast.arg(arg=bound) | ast.MatchAs(name=bound):
+                if bound in PRONOUNS:
+                    name = str(path.relative_to(ROOT))
+                    yield name, node.lineno, bound, f"name {bound!r} by what it holds"
 
 
 def _short_docstrings(path: Path, source: str) -> Iterator[tuple[str, int, str, str]]:

@@ -220,16 +220,16 @@ def check_references(made: Json) -> None:
         Undescribed: one does not.
     """
     used = set(REFERENCE.findall(json.dumps(made)))
-    there = {
+    defined = {
         (kind, name)
         for kind, named in made["components"].items()
         if kind != "securitySchemes"
         for name in named
     }
-    if wrong := sorted(used ^ there):
+    if wrong := sorted(used ^ defined):
         kind, name = wrong[0]
         raise Undescribed(
-            f"components/{kind}/{name} is " + ("missing", "unused")[wrong[0] in there]
+            f"components/{kind}/{name} is " + ("missing", "unused")[wrong[0] in defined]
         )
 
 

@@ -57,8 +57,8 @@ def main() -> None:
     pipes = []
     for number in range(args.writers + args.readers):
         ours, theirs = FORK.Pipe(duplex=False)
-        its = (number < args.writers, args.url, number, pool, args.seconds, theirs)
-        FORK.Process(target=_work, args=its, daemon=True).start()
+        arguments = (number < args.writers, args.url, number, pool, args.seconds, theirs)
+        FORK.Process(target=_work, args=arguments, daemon=True).start()
         theirs.close()
         pipes.append(ours)
     most = _watch(args.url, args.seconds)

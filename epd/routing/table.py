@@ -401,7 +401,7 @@ class InstanceTable:
 
     def _keep_leaving(self, instance: Instance, load: Load) -> None:
         """Keep the load of an instance outside the table while it has requests."""
-        self._leaving = {old: its for old, its in self._leaving.items() if its.under_way}
+        self._leaving = {old: left for old, left in self._leaving.items() if left.under_way}
         self._removed &= {old.key for old in self._leaving}
         self._leaving[instance] = load
 

@@ -116,9 +116,9 @@ class Examination:
         self._through_proxy(next(cases(())).requests[0])
         for modality in self._subject.modalities:
             answers = [self._alone(request) for request in distinct(modality)]
-            told = {tuple(answer.tokens) for answer in answers if answer.tokens}
-            self._result.distinct[modality] = len(told)
-            self._report(f"  distinct {modality}s: {len(told)}")
+            distinct_answers = {tuple(answer.tokens) for answer in answers if answer.tokens}
+            self._result.distinct[modality] = len(distinct_answers)
+            self._report(f"  distinct {modality}s: {len(distinct_answers)}")
             self._stack.check_alive()
         for case in cases(self._subject.modalities):
             found = self._ask(case)
