@@ -35,7 +35,7 @@ NO_SUBJECT = re.compile(
 """Beginnings of a test's name without its subject, which is the component."""
 
 PRONOUNS = frozenset({"one", "said", "told", "it", "its", "there", "this", "that", "they", "them"})
-"""Names of variables that say nothing of the value; tests are exempt."""
+"""Variable names that do not describe the value; tests are exempt."""
 
 MIN_WORDS = 4
 """Words of a docstring below which it repeats the signature; tests are exempt."""

@@ -8,7 +8,7 @@ from torch._inductor import cpu_vec_isa
 # PyTorch compiles and loads a test program for each instruction set, and keeps the result.
 cpu_vec_isa.pick_vec_isa()
 
-# vLLM collects garbage three times while an engine starts. Each collection would traverse all
+# vLLM collects garbage several times while an engine starts. Each collection would traverse all
 # imported objects, and copy the memory that engines share with the process they are forked from.
 gc.collect()
 gc.freeze()

@@ -34,7 +34,7 @@ class Request(TypedDict):
 
 
 class ForkedProgram(subprocess.Popen[str]):
-    """Forked `epd` with the interface of `subprocess.Popen`, but for `communicate`."""
+    """Forked `epd` with the interface of `subprocess.Popen`, except `communicate`."""
 
     def __init__(self, *arguments: str, environment: Mapping[str, str]) -> None:
         """Fork the program; its standard error is a pipe.
