@@ -23,7 +23,7 @@ from epd.http.tls import TlsInvalid
 from epd.observe import logs
 from epd.parser import Commands, Parser
 from epd.server.reload import unusable_files
-from epd.server.serve import serve
+from epd.server.serve import serve, serve_as_worker
 from epd.server.workers import WorkersFailed, supervise
 from epd.tenants import KeysInvalid, key_line, new_key
 
@@ -189,7 +189,8 @@ def _serve(parser: Parser, **flags: Any) -> None:
         if config.workers == 1:
             uvloop.run(serve(live, read))
         else:
-            asyncio.run(supervise(live, read))  # uvloop's processes have no process_group
+            # Not uvloop: a fork cannot leave its loop, and starts another one.
+            asyncio.run(supervise(live, read, serve_as_worker))
     except (KeysInvalid, TlsInvalid) as error:  # a file changed after its check
         parser.errors([str(error)])
     except (CannotListen, WorkersFailed, OSError) as failure:

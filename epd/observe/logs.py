@@ -53,8 +53,8 @@ AMBIGUOUS = re.compile(r"[ \t=\r\n\"']")
 """Characters that make a value be quoted in text lines."""
 
 
-def configure(log_format: str, level: str, *, worker: int | None = None) -> None:
-    """Configure structlog for this process.
+def configure(log_format: str, level: str, *, worker: int | None = None) -> LineWriter:
+    """Configure structlog for this process; return the writer of its lines.
 
     Args:
         log_format: `console` or `json`.
@@ -75,13 +75,15 @@ def configure(log_format: str, level: str, *, worker: int | None = None) -> None
     else:
         render = _console(colors=sys.stderr.isatty())
     processors.append(render)
+    lines = LineWriter(sys.stderr.buffer)
     structlog.configure(
         processors=processors,
         wrapper_class=_at(level),
-        logger_factory=RequestLines(LineWriter(sys.stderr.buffer), render, worker),
+        logger_factory=RequestLines(lines, render, worker),
     )
     # Otherwise Python writes the warnings of libraries as plain text between the lines.
     logging.basicConfig(handlers=[_Relay(logging.WARNING)], force=True)
+    return lines
 
 
 def hide_locals() -> None:

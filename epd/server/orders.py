@@ -1,19 +1,15 @@
 """Orders to a process: from signals, or from the first process through a pipe."""
 
 import asyncio
-import mmap
 import os
 import signal
-import sys
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine
 from typing import Any
 
 import orjson
 
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.proxy_config import LiveConfig
-from epd.tenants import TenantLedger
 
 CUT_S = 5.0
 """Time for cancelled requests to send the end of their responses, in seconds."""
@@ -67,61 +63,21 @@ def orders_by_signal(live: LiveConfig) -> Orders:
     return orders
 
 
-@dataclass(frozen=True, slots=True)
-class Inherited:
-    """Descriptors that a worker inherits from the first process.
-
-    Attributes:
-        number: number of the worker, from 1.
-        sockets: sockets to listen on.
-        files: copies of the files that a reload reads, by the names of their fields.
-        pages: shared pages with the metrics of each worker.
-        recents: shared pages with the recent events of each worker.
-        registrations: URL of the shared store of registrations; None without one.
-        policies: shared page with the policies that were set.
-        tenants: shared memory with the counts of tenants.
-    """
-
-    number: int
-    sockets: Sequence[int]
-    files: Mapping[str, int]
-    pages: Sequence[int]
-    recents: Sequence[int]
-    registrations: str | None
-    policies: int
-    tenants: int
-
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        files, single = self.files.values(), (self.policies, self.tenants)
-        return (*self.sockets, *files, *self.pages, *self.recents, *single)
-
-
-def mapped_ledger(descriptor: int, workers: int) -> TenantLedger:
-    """Map the counts of tenants that workers share.
-
-    Raises:
-        OSError: there is not enough memory.
-    """
-    size = TenantLedger.size_bytes(workers)
-    os.ftruncate(descriptor, size)
-    return TenantLedger(memoryview(mmap.mmap(descriptor, size)), workers)
-
-
 class Pipe:
-    """Pipe from the first process on standard input.
+    """Pipe from the first process to a worker.
 
     Attributes:
-        orders: orders that have arrived.
+        orders: orders that have arrived; to stop, if the pipe has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.orders = Orders()
+        self._descriptor = descriptor
         self._rest = b""
         self._reloaded: dict[str, Any] = {}
         self._loop = asyncio.get_running_loop()
         self._loop.add_signal_handler(signal.SIGUSR1, self._end)
-        self._loop.add_reader(sys.stdin.fileno(), self._read)
+        self._loop.add_reader(descriptor, self._read)
 
     def configured(self) -> ProxyConfig:
         """Return the configuration of the latest order to reload.
@@ -134,9 +90,9 @@ class Pipe:
         return ProxyConfig.model_validate(self._reloaded["config"])
 
     def _read(self) -> None:
-        data = os.read(sys.stdin.fileno(), READ_BYTES)
+        data = os.read(self._descriptor, READ_BYTES)
         if not data:
-            self._loop.remove_reader(sys.stdin.fileno())
+            self._loop.remove_reader(self._descriptor)
             self.orders.stop()
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:

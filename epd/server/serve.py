@@ -1,4 +1,4 @@
-"""Process that serves the application until a signal stops it.
+"""Process that serves the application: alone, or as one of several workers.
 
 It sets glibc's allocator to keep freed memory for bodies of megabytes.
 """
@@ -8,7 +8,7 @@ import ctypes
 import gc
 import os
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -28,18 +28,22 @@ from epd.edge.listening import (
     server_context,
 )
 from epd.edge.protocol import Runner
+from epd.observe.worker_metrics import WorkerMetrics
 from epd.server.app import application
-from epd.server.app_keys import BACKGROUND, KEYS, OBSERVERS
+from epd.server.app_keys import ADMISSION, BACKGROUND, KEYS, OBSERVERS
+from epd.server.operator_routes import BOARD, METRICS, POLICIES
 from epd.server.orders import (
     CLEANUP_S,
     CUT_S,
     Orders,
+    Pipe,
     first_of,
     listening_url,
     orders_by_signal,
     topology_name,
 )
-from epd.server.reload import RELOAD, read_keys
+from epd.server.reload import RELOAD, read_from, read_keys
+from epd.server.worker import Seat
 from epd.tenants import ApiKeys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -103,6 +107,43 @@ async def serve(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
             log.info("draining")
             await orders.close.wait()
             log.info("stopping")
+
+
+async def serve_as_worker(
+    seat: Seat, config: ProxyConfig, copies: Mapping[str, int], orders: int
+) -> None:
+    """Serve on the sockets of a seat until the first process orders the end, or has ended.
+
+    Files are read from their copies at the start, and from their paths at each reload. SIGUSR1
+    stops the worker at once.
+
+    Args:
+        seat: the worker's seat.
+        config: configuration at the start.
+        copies: descriptors of copies of files, by the fields of `ProxyConfig` that name the files.
+        orders: descriptor of the pipe from the first process.
+    """
+    store = {"registration_store": seat.shared.registrations}
+    first = read_from(config, copies).model_copy(update=store)
+    pipe, tls = Pipe(orders), server_context(first)
+    async with run_server(LiveConfig(first), pipe.orders, tls, pipe.configured, config) as runner:
+        app, index = runner.app, seat.number - 1
+        metrics = app[METRICS]
+        metrics.shown = shared = WorkerMetrics(metrics.shown, seat.shared.pages, index)
+        app[BOARD].share_pages(seat.shared.recents, index)
+        app[POLICIES].share_page(seat.shared.policies)
+        app[ADMISSION].share_uses(partial(seat.shared.ledger.use_of, index))
+        writing = [
+            asyncio.create_task(app[BACKGROUND].keep_running(page, writer.keep_writing))
+            for page, writer in (("metrics_page", shared), ("ui_page", app[BOARD]))
+        ]
+        for listener in seat.sockets:
+            await Site(runner, tls, app[BACKGROUND], sock=listener).start()
+        structlog.get_logger("epd").info("serving", pid=os.getpid())
+        await pipe.orders.close.wait()
+    for task in writing:
+        task.cancel()
+    shared.write()  # the last requests have ended just now
 
 
 def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:

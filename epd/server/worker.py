@@ -1,87 +1,244 @@
-"""Worker: one of several processes that serve one address. The first process starts it.
+"""Worker: one of several processes that serve one address, a fork of the first process.
 
-Its standard input is a pipe from the first process, which sends the configuration and then orders.
-The worker stops when the pipe ends, so it also stops if the first process crashes.
+A fork shares the memory of the imported modules and starts without importing them. It runs the same
+code as the other workers, even if the installed files have changed since.
+
+A worker has a seat: its number, its sockets, and what all workers share. The seat outlives the
+worker: the replacement of a worker that died gets the same one.
 """
 
 import asyncio
+import gc
+import mmap
 import os
 import signal
 import socket
-import sys
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, NoReturn
 
-import orjson
 import structlog
 import uvloop
 
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
-from epd.edge.listening import Site, server_context
+from epd.discovery.membership import shared_store
 from epd.observe import logs
-from epd.observe.metrics import MetricsObserver
-from epd.observe.worker_metrics import SharedPage, WorkerMetrics
-from epd.server.app_keys import ADMISSION, BACKGROUND
-from epd.server.operator_routes import BOARD, METRICS, POLICIES
-from epd.server.orders import Inherited, Pipe, mapped_ledger
-from epd.server.reload import read_from
-from epd.server.serve import run_server
+from epd.observe.worker_metrics import SharedPage, keep_counters
+from epd.server.reload import LastGood
+from epd.tenants import TenantLedger
+from epd.ui.dashboard import clear_page
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals on which the first process acts. Workers ignore them.
+
+A service manager may send them to every process, and the connections of a worker that stopped alone
+would wait.
+"""
+MAX_STANDARD = 2
+"""Largest of the descriptors of standard input, output and error."""
+
+Sockets = tuple[socket.socket, ...]
 
 
-async def work(config: ProxyConfig, inherited: Inherited) -> None:
-    """Serve on inherited sockets until standard input ends.
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """Memory and stores that all workers share.
 
-    Files are read from their copies at the start, and from their paths at each reload.
-
-    A worker ignores the signals to stop; the first process handles them and sends orders to the
-    workers. A service manager may send the signal to every process, and the connections of a worker
-    that stopped alone would wait. SIGUSR1 ends a worker at once.
+    Attributes:
+        pages: pages with the metrics of each worker, in the order of their numbers, from 1.
+        recents: pages with the recent events of each worker, in the same order.
+        registrations: URL of the store of registrations; None without one.
+        policies: page with the policies that were set.
+        ledger: counts of tenants.
     """
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
-    store = {"registration_store": inherited.registrations}
-    first = read_from(config, inherited.files).model_copy(update=store)
-    pipe = Pipe()
-    orders, tls = pipe.orders, server_context(first)
-    async with run_server(LiveConfig(first), orders, tls, pipe.configured, config) as runner:
-        metrics = _shared(runner.app[METRICS], inherited)
-        board = runner.app[BOARD]
-        board.share_pages(
-            [SharedPage(descriptor) for descriptor in inherited.recents], inherited.number - 1
+
+    pages: Sequence[SharedPage]
+    recents: Sequence[SharedPage]
+    registrations: str | None
+    policies: SharedPage
+    ledger: TenantLedger
+
+
+@contextmanager
+def shared_state(config: ProxyConfig) -> Iterator[SharedState]:
+    """Create what the workers share, and remove it at the end of the context.
+
+    Raises:
+        OSError: memory or descriptors are exhausted.
+    """
+    with ExitStack() as stack:
+        pages, recents, [policies] = (
+            [stack.enter_context(closing(SharedPage.new_page())) for _ in range(count)]
+            for count in (config.workers, config.workers, 1)
         )
-        runner.app[POLICIES].share_page(SharedPage(inherited.policies))
-        ledger = mapped_ledger(inherited.tenants, first.workers)
-        runner.app[ADMISSION].share_uses(partial(ledger.use_of, inherited.number - 1))
-        background = runner.app[BACKGROUND]
-        writing = [
-            asyncio.create_task(background.keep_running(page, writer.keep_writing))
-            for page, writer in (("metrics_page", metrics), ("ui_page", board))
-        ]
-        for descriptor in inherited.sockets:
-            await Site(runner, tls, background, sock=socket.socket(fileno=descriptor)).start()
-        structlog.get_logger("epd").info("serving", pid=os.getpid())
-        await orders.close.wait()
-    for task in writing:
-        task.cancel()
-    metrics.write()  # the last requests have ended just now
+        memory = mmap.mmap(-1, TenantLedger.size_bytes(config.workers))  # forked processes share it
+        ledger = TenantLedger(memoryview(memory), config.workers)
+        registrations = stack.enter_context(shared_store(config))
+        yield SharedState(pages, recents, registrations, policies, ledger)
 
 
-def _shared(metrics: MetricsObserver, inherited: Inherited) -> WorkerMetrics:
-    pages = [SharedPage(descriptor) for descriptor in inherited.pages]
-    metrics.shown = shared = WorkerMetrics(metrics.shown, pages, inherited.number - 1)
-    return shared
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Number, from 1, and sockets of a worker, and what it shares with the others."""
+
+    number: int
+    sockets: Sockets
+    shared: SharedState
+
+    @property
+    def descriptors(self) -> Iterator[int]:
+        """Return the descriptors that the worker uses."""
+        for listener in self.sockets:
+            yield listener.fileno()
+        for page in (*self.shared.pages, *self.shared.recents, self.shared.policies):
+            yield page.descriptor
+
+    def bury_pages(self) -> None:
+        """Mark the pages of the dead worker, so that the others do not read it as alive."""
+        keep_counters(self.shared.pages[self.number - 1])
+        clear_page(self.shared.recents[self.number - 1])
+        self.shared.ledger.forget_requests(self.number - 1)
 
 
-def main() -> None:
-    """Run the worker that standard input describes."""
-    # Unbuffered: the bytes after the first line are orders, which `Pipe` reads.
-    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
-        described = orjson.loads(pipe.readline())
-    config = ProxyConfig.model_validate(described["config"])
-    inherited = Inherited(**described["inherited"])
-    logs.configure(config.log_format, config.log_level, worker=inherited.number)
-    uvloop.run(work(config, inherited))
+WorkerMain = Callable[[Seat, ProxyConfig, Mapping[str, int], int], Coroutine[Any, Any, None]]
+"""Coroutine of a worker. Its arguments are the seat, the configuration, the descriptors of copies
+of its files (`LastGood`), and the descriptor of the pipe from which the worker reads its orders."""
 
 
-if __name__ == "__main__":
-    main()
+class WorkerProcess:
+    """Process of a worker, as the first process sees it."""
+
+    def __init__(self, pid: int, orders: int) -> None:
+        """Represent a process that runs.
+
+        Args:
+            pid: its number.
+            orders: descriptor of the pipe for orders to it.
+        """
+        self._pid = pid
+        self._orders = os.fdopen(orders, "wb", buffering=0)
+        self._ended = asyncio.Event()
+        self._status = 0
+
+    async def open_pipe(self) -> asyncio.WriteTransport:
+        """Open the pipe for orders to the worker, which stops when the pipe is closed.
+
+        Raises:
+            OSError: memory is exhausted.
+        """
+        loop = asyncio.get_running_loop()
+        pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._orders)
+        return pipe
+
+    async def wait(self) -> int:
+        """Wait until the process has ended; return its exit code, or minus the signal's number."""
+        await self._ended.wait()
+        return os.waitstatus_to_exitcode(self._status)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if not self._ended.is_set():
+            os.kill(self._pid, number)
+
+    def reap_if_ended(self) -> bool:
+        """Return whether the process has ended. Its number is then free for another process."""
+        pid, self._status = os.waitpid(self._pid, os.WNOHANG)
+        if pid:
+            self._ended.set()
+        return self._ended.is_set()
+
+
+class WorkerProcesses:
+    """Workers that have not ended. All methods are called in the first process.
+
+    Args:
+        worker_main: coroutine that each worker runs.
+    """
+
+    def __init__(self, worker_main: WorkerMain) -> None:
+        self._worker_main = worker_main
+        self._running: list[WorkerProcess] = []
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
+
+    def fork_worker(self, seat: Seat, good: LastGood) -> WorkerProcess:
+        """Start a worker with the current configuration.
+
+        Raises:
+            OSError: processes, memory or descriptors are exhausted.
+        """
+        config, copies = good.config, good.descriptors
+        orders, writable = os.pipe()
+        main = partial(self._worker_main, seat, config, copies, orders)
+        kept = {*seat.descriptors, *copies.values(), orders}
+        # A signal must not run the handlers of this process in the fork.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            pid = os.fork()
+            if not pid:
+                _run_and_exit(partial(_run_worker, main, config, seat.number, kept, mask))
+        except OSError:
+            os.close(writable)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.close(orders)
+        process = WorkerProcess(pid, writable)
+        self._running.append(process)
+        return process
+
+    def _reap(self) -> None:
+        self._running = [process for process in self._running if not process.reap_if_ended()]
+
+
+def _run_and_exit(run: Callable[[], None]) -> NoReturn:
+    """Run this in a fork, and exit; log an exception."""
+    status = 1
+    try:
+        run()
+        status = 0
+    except BaseException:  # noqa: BLE001 - it would continue in the frames of the first process
+        structlog.get_logger("epd").exception("worker failed")
+    finally:
+        os._exit(status)  # `sys.exit` would also run what the first process does at its exit
+
+
+def _run_worker(
+    main: Callable[[], Coroutine[Any, Any, None]],
+    config: ProxyConfig,
+    number: int,
+    descriptors: Iterable[int],
+    mask: Iterable[int],
+) -> None:
+    """Run a worker in a new fork, until its coroutine has ended.
+
+    Args:
+        main: function that returns the coroutine.
+        config: configuration at the start.
+        number: number of the worker.
+        descriptors: descriptors that stay open beside the standard ones.
+        mask: signals that are blocked once the worker has its own handlers.
+    """
+    # A terminal sends SIGINT to a whole group; only the first process acts on it.
+    os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)  # it belongs to the event loop of the first process
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for ignored in STOP_SIGNALS:
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    gc.freeze()  # objects of the first process must not close their descriptors again, later
+    _close_others({*descriptors, *range(MAX_STANDARD + 1)})
+    lines = logs.configure(config.log_format, config.log_level, worker=number)
+    try:
+        uvloop.run(main())
+    finally:
+        lines.flush()
+
+
+def _close_others(kept: set[int]) -> None:
+    """Close all other descriptors: a worker must not keep open what belongs to another one."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - names, not paths
+        if descriptor not in kept:
+            with suppress(OSError):  # the one with which the folder was read
+                os.close(descriptor)

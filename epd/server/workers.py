@@ -10,43 +10,35 @@ read all pages.
 """
 
 import asyncio
-import os
 import signal
 import socket
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
-import orjson
 import structlog
 
 from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.config.proxy_config import LiveConfig
-from epd.discovery.membership import shared_store
 from epd.edge.listening import BACKLOG, binding_errors, listening_at
-from epd.observe.worker_metrics import SharedPage, keep_counters
+from epd.observe.worker_metrics import SharedPage
 from epd.server.orders import (
     CLEANUP_S,
     CUT_S,
     DRAIN,
     RELOAD,
-    Inherited,
     Orders,
     first_of,
     listening_url,
-    mapped_ledger,
     orders_by_signal,
     topology_name,
 )
 from epd.server.policies_api import policies_changed
 from epd.server.reload import LastGood
-from epd.tenants import TenantLedger
-from epd.ui.dashboard import clear_page
+from epd.server.worker import Seat, Sockets, WorkerMain, WorkerProcesses, shared_state
 
 STEADY_S = 30.0
 """Lifetime of a worker, in seconds and from its start, after which its death is not an early one.
@@ -61,7 +53,6 @@ GRACE_S = 2.0
 LOCKED_S = 0.01
 """Delay before a locked page is tried again, in seconds. A write takes microseconds."""
 
-Sockets = tuple[socket.socket, ...]
 Address = tuple[Any, ...]
 """Address for the socket functions: host, port, and for IPv6 flow and scope."""
 
@@ -70,94 +61,48 @@ class WorkersFailed(Exception):
     """Error: a worker died `MAX_DEATHS` times in a row soon after its start."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedState:
-    """Memory and stores that all workers share.
-
-    Attributes:
-        pages: pages with the metrics of each worker, in the order of their numbers, from 1.
-        recents: pages with the recent events of each worker, in the same order.
-        registrations: URL of the store of registrations; None without one.
-        policies: page with the policies that were set.
-        tenants: memory with the counts of tenants.
-        ledger: these counts.
-    """
-
-    pages: Sequence[SharedPage]
-    recents: Sequence[SharedPage]
-    registrations: str | None
-    policies: SharedPage
-    tenants: SharedPage
-    ledger: TenantLedger
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Number, sockets and shared pages that a worker leaves to its replacement."""
-
-    number: int
-    sockets: Sockets
-    shared: SharedState
-
-    def bury_pages(self) -> None:
-        """Mark the pages of the dead worker, so that the others do not read it as alive."""
-        keep_counters(self.shared.pages[self.number - 1])
-        clear_page(self.shared.recents[self.number - 1])
-        self.shared.ledger.forget_requests(self.number - 1)
-
-
-async def supervise(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
+async def supervise(
+    live: LiveConfig, read: Callable[[], ProxyConfig], worker_main: WorkerMain
+) -> None:
     """Keep the workers running until SIGTERM or SIGINT, as `server.serve` does for one process.
 
     Args:
         live: configuration in force; SIGHUP reloads its reloadable settings, in the workers too.
         read: function that reads the configuration for a reload.
+        worker_main: coroutine that each worker runs.
 
     Raises:
         CannotListen: the address cannot be bound.
         OSError: memory or descriptors are exhausted.
         WorkersFailed: a worker keeps dying soon after its start.
     """
-    config = live.current
-    with (
-        _pages(config.workers) as pages,
-        _pages(config.workers) as recents,
-        _pages(2) as (policies, tenants),
-        shared_store(config) as registrations,
-    ):
-        ledger = mapped_ledger(tenants.descriptor, config.workers)
-        shared = SharedState(pages, recents, registrations, policies, tenants, ledger)
-        await _supervise(live, read, shared)
-
-
-async def _supervise(
-    live: LiveConfig, read: Callable[[], ProxyConfig], shares: SharedState
-) -> None:
     log = structlog.get_logger("epd")
     orders, config = orders_by_signal(live), live.current
-    with _listening(config) as groups, closing(LastGood(live, read)) as good:
-        # This process has no metrics: its failures appear only in its log.
-        background = Background(lambda *_: None)
-        reload = partial(_reload, orders, good, shares.policies)
-        reloading = asyncio.create_task(background.keep_running("reload", reload))
-        for listener in groups[0]:
-            log.info(
-                "listening",
-                url=listening_url(config, listener.getsockname()),
-                topology=topology_name(config),
-                workers=config.workers,
-            )
-        keepers = [
-            asyncio.create_task(_keep(Seat(number, sockets, shares), good, orders))
-            for number, sockets in enumerate(groups, start=1)
-        ]
-        await orders.drain.wait()
-        log.info("draining")
-        await orders.close.wait()
-        log.info("stopping")
-        reloading.cancel()
-    # The sockets are closed here too, so the kernel accepts no connection that no worker serves.
-    ends = await asyncio.gather(*keepers, return_exceptions=True)
+    workers = WorkerProcesses(worker_main)
+    with shared_state(config) as shared:
+        with _listening(config) as groups, closing(LastGood(live, read)) as good:
+            # This process has no metrics: its failures appear only in its log.
+            background = Background(lambda *_: None)
+            reload = partial(_reload, orders, good, shared.policies)
+            reloading = asyncio.create_task(background.keep_running("reload", reload))
+            for listener in groups[0]:
+                log.info(
+                    "listening",
+                    url=listening_url(config, listener.getsockname()),
+                    topology=topology_name(config),
+                    workers=config.workers,
+                )
+            keepers = [
+                asyncio.create_task(_keep(Seat(number, sockets, shared), good, orders, workers))
+                for number, sockets in enumerate(groups, start=1)
+            ]
+            await orders.drain.wait()
+            log.info("draining")
+            await orders.close.wait()
+            log.info("stopping")
+            reloading.cancel()
+        # The sockets are closed here too: the kernel accepts no connection that no worker serves.
+        ends = await asyncio.gather(*keepers, return_exceptions=True)
     for failure in filter(None, ends):
         raise failure
 
@@ -182,14 +127,14 @@ async def _forget(policies: SharedPage) -> None:
             await asyncio.sleep(LOCKED_S)
 
 
-async def _keep(seat: Seat, good: LastGood, orders: Orders) -> None:
+async def _keep(seat: Seat, good: LastGood, orders: Orders, workers: WorkerProcesses) -> None:
     """Run a worker, and replace it when it dies, until the order to close."""
     clock = asyncio.get_running_loop().time
     deaths = 0
     try:
         while not orders.close.is_set():
             started = clock()
-            end = await _run(seat, good, orders)
+            end = await _run(seat, good, orders, workers)
             if orders.close.is_set():
                 return
             deaths = deaths + 1 if clock() - started < STEADY_S else 1
@@ -206,29 +151,27 @@ async def _keep(seat: Seat, good: LastGood, orders: Orders) -> None:
         orders.stop()
 
 
-async def _run(seat: Seat, good: LastGood, orders: Orders) -> str:
+async def _run(seat: Seat, good: LastGood, orders: Orders, workers: WorkerProcesses) -> str:
     """Run one worker to its end, and return the cause of its end."""
     reloaded = good.reloaded  # a reload during the start must be passed on after it
     try:
-        process, pipe = await _start(seat, good.config, good.descriptors)
+        process = workers.fork_worker(seat, good)
     except OSError as error:  # processes or memory are exhausted
         return str(error)
-    with closing(pipe):
+    with closing(await process.open_pipe()) as pipe:
         await first_of(process.wait(), orders.close.wait(), _forward(orders, good, reloaded, pipe))
     limit_s = good.config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S
     await first_of(process.wait(), orders.now.wait(), asyncio.sleep(limit_s))
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGUSR1)
     await first_of(process.wait(), asyncio.sleep(GRACE_S))
-    with suppress(ProcessLookupError):
-        process.kill()
+    process.send_signal(signal.SIGKILL)
     code = await process.wait()
     seat.bury_pages()
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 async def _forward(
-    orders: Orders, good: LastGood, reloaded: asyncio.Event, pipe: asyncio.StreamWriter
+    orders: Orders, good: LastGood, reloaded: asyncio.Event, pipe: asyncio.WriteTransport
 ) -> None:
     """Forward the orders of this process to a worker."""
 
@@ -244,45 +187,6 @@ async def _forward(
             pipe.write(RELOAD + good.message + b"\n")
 
     await asyncio.gather(drain(), reload())
-
-
-async def _start(
-    seat: Seat, config: ProxyConfig, files: Mapping[str, int]
-) -> tuple[asyncio.subprocess.Process, asyncio.StreamWriter]:
-    inherited = Inherited(
-        seat.number,
-        [listener.fileno() for listener in seat.sockets],
-        files,
-        [page.descriptor for page in seat.shared.pages],
-        [page.descriptor for page in seat.shared.recents],
-        seat.shared.registrations,
-        seat.shared.policies.descriptor,
-        seat.shared.tenants.descriptor,
-    )
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "epd.server.worker"),
-        stdin=asyncio.subprocess.PIPE,
-        pass_fds=inherited.descriptors,
-        # The worker imports the same modules as this process, whatever its working directory.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        # A terminal sends SIGINT to a whole group; here only the first process acts on it.
-        process_group=0,
-    )
-    pipe = cast("asyncio.StreamWriter", process.stdin)
-    described = {"inherited": inherited, "config": orjson.Fragment(config.to_json())}
-    pipe.write(orjson.dumps(described) + b"\n")
-    return process, pipe
-
-
-@contextmanager
-def _pages(count: int) -> Iterator[list[SharedPage]]:
-    """Create this number of shared pages, and close them at the end of the context.
-
-    Raises:
-        OSError: memory or descriptors are exhausted.
-    """
-    with ExitStack() as stack:
-        yield [stack.enter_context(closing(SharedPage.new_page())) for _ in range(count)]
 
 
 @contextmanager

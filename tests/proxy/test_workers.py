@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -88,8 +89,13 @@ async def test_a_second_signal_ends_all_at_once() -> None:
     assert workers.rest == ""
 
 
+def descriptors(pid: int) -> int:
+    return len([*Path(f"/proc/{pid}/fd").iterdir()])
+
+
 async def test_a_worker_that_dies_is_replaced_and_no_connection_is_lost() -> None:
     async with two_workers() as workers:
+        before = descriptors(workers.process.pid)
         [killed] = workers.pids(worker=1)
         os.kill(killed, signal.SIGKILL)
         statuses = await asyncio.gather(*(status(workers.url) for _ in range(16)))
@@ -99,8 +105,24 @@ async def test_a_worker_that_dies_is_replaced_and_no_connection_is_lost() -> Non
         assert len(workers.pids(worker=2)) == 1
         assert workers.pids(worker=1)[1] != killed
         assert workers.logged("worker died", worker=1)[0]["of"] == "signal 9"
+        assert descriptors(workers.process.pid) == before
         workers.process.terminate()
         assert await workers.ended() == 0
+
+
+async def test_a_replacement_runs_the_code_of_the_first_process(tmp_path: Path) -> None:
+    """An upgrade may be replacing the installed files. Here they are gone."""
+    installed = tmp_path / "installed"
+    for package in ("epd", "ec_store"):
+        shutil.copytree(package, installed / package)
+    env = {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
+    async with some_workers(2, env=env) as workers:
+        shutil.rmtree(installed)
+        os.kill(workers.pids(worker=1)[0], signal.SIGKILL)
+        await until(lambda: len(workers.pids(worker=1)) == 2, START_S)
+        os.kill(workers.pids(worker=2)[0], signal.SIGKILL)
+
+        assert await asyncio.gather(*(status(workers.url) for _ in range(8))) == [404] * 8
 
 
 async def test_a_worker_that_keeps_dying_ends_the_proxy() -> None:

@@ -64,9 +64,12 @@ def lives(pid: int) -> bool:
 
 
 @asynccontextmanager
-async def some_workers(count: int, *flags: str) -> AsyncIterator[Workers]:
+async def some_workers(
+    count: int, *flags: str, env: dict[str, str] | None = None
+) -> AsyncIterator[Workers]:
+    """Run workers; with variables in addition to those of this process, as an executed program."""
     flags = (*(flags or INSTANCES), "--workers", str(count), "--log-level", "debug")
-    with serving(*flags) as (url, process):
+    with serving(*flags, env=env, executed=env is not None) as (url, process):
         workers = Workers(url, process)
         reading = asyncio.create_task(workers.read())
         try:

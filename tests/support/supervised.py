@@ -1,0 +1,80 @@
+"""First process with two workers that run a coroutine of this module: `python -m` with its name."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+
+from epd.config import ProxyConfig
+from epd.config.proxy_config import LiveConfig
+from epd.observe import logs
+from epd.request.context import request_id
+from epd.server.worker import Seat
+from epd.server.workers import supervise
+
+URLS = ("http://127.0.0.1:1",)
+
+
+def pipes_and_sockets() -> list[str]:
+    """Return the pipes and sockets that are open, except standard input, output and error."""
+    others = [path for path in Path("/proc/self/fd").iterdir() if int(path.name) > 2]
+    targets = [str(path.readlink()) for path in others if path.exists()]
+    return [target for target in targets if target.startswith(("pipe:", "socket:"))]
+
+
+async def reports(seat: Seat, config: ProxyConfig, copies: Mapping[str, int], orders: int) -> None:
+    """Print the state in which the worker starts, and run until the pipe of orders ends."""
+    _ = config, copies
+    state = {
+        "worker": seat.number,
+        "request_id": request_id(None),
+        "leads_its_group": os.getpgid(0) == os.getpid(),
+        "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        "ignored": [
+            number.name
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+            if signal.getsignal(number) == signal.SIG_IGN
+        ],
+        "pipes_and_sockets": pipes_and_sockets(),
+    }
+    sys.stdout.write(json.dumps(state) + "\n")
+    sys.stdout.flush()
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(orders, ended.set)
+    await ended.wait()
+
+
+async def ends(seat: Seat, config: ProxyConfig, copies: Mapping[str, int], orders: int) -> None:
+    """Log a line that waits for its batch, and return."""
+    _ = seat, config, copies, orders
+    lines: logs.RequestLines = structlog.get_config()["logger_factory"]
+    lines.write(lambda: {"waits": "for its batch"})
+
+
+async def fails(seat: Seat, config: ProxyConfig, copies: Mapping[str, int], orders: int) -> None:
+    _ = seat, config, copies, orders
+    raise ValueError("a broken worker")
+
+
+def main(worker_main: str) -> None:
+    logs.configure("json", "info")
+    config = ProxyConfig(
+        encode_servers_urls=URLS,
+        decode_servers_urls=URLS,
+        host="127.0.0.1",
+        port=0,
+        workers=2,
+        drain_delay_s=0,
+        log_format="json",
+    )
+    programs = {"reports": reports, "ends": ends, "fails": fails}
+    asyncio.run(supervise(LiveConfig(config), lambda: config, programs[worker_main]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
