@@ -46,6 +46,7 @@ class Clinic:
     prefill: FakeInstance
     decode: FakeInstance
     store: str
+    backed: Backed
 
     async def findings(self, *, requests: bool = True, **config: Any) -> list[Finding]:
         urls = {
@@ -77,7 +78,7 @@ async def clinic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         for fake in fakes:
             await stack.enter_async_context(fake.running())
         encode, prefill, decode = fakes
-        yield Clinic(encode, prefill, decode, url)
+        yield Clinic(encode, prefill, decode, url, backed)
         await asyncio.gather(*backed.writes)
 
 
@@ -259,6 +260,7 @@ async def test_an_engine_that_writes_under_another_namespace_than_it_reports_is_
         said = json.loads(cast("web.Response", reply).text or "")
         for entry in said["ec_transfer_params"].values():
             entry["namespace"] = "reported"
+        await asyncio.gather(*clinic.backed.writes)  # the doctor looks for the entry once
         return web.json_response(said)
 
     clinic.encode.chat = reports_another
