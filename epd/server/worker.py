@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import structlog
@@ -229,6 +230,8 @@ def _run_worker(
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     gc.freeze()  # objects of the first process must not close their descriptors again, later
     _close_others({*descriptors, *range(MAX_STANDARD + 1)})
+    with suppress(OSError):  # for `top` and `ps`; some sandboxes have no such file
+        Path("/proc/self/comm").write_text(f"epd worker {number}")
     lines = logs.configure(config.log_format, config.log_level, worker=number)
     try:
         uvloop.run(main())

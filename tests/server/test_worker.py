@@ -42,6 +42,7 @@ def test_a_worker_is_a_fork_without_the_state_of_the_first_process() -> None:
         assert report["blocked"] == []
         assert report["ignored"] == ["SIGINT", "SIGTERM", "SIGHUP"]
     assert first["request_id"] != second["request_id"]
+    assert (first["name"], second["name"]) == ("epd worker 1", "epd worker 2")
 
 
 def test_a_worker_has_no_descriptors_of_another_one() -> None:

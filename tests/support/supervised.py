@@ -20,6 +20,10 @@ from epd.server.workers import supervise
 URLS = ("http://127.0.0.1:1",)
 
 
+def process_name() -> str:
+    return Path("/proc/self/comm").read_text().strip()
+
+
 def pipes_and_sockets() -> list[str]:
     """Return the pipes and sockets that are open, except standard input, output and error."""
     others = [path for path in Path("/proc/self/fd").iterdir() if int(path.name) > 2]
@@ -32,6 +36,7 @@ async def reports(seat: Seat, config: ProxyConfig, copies: Mapping[str, int], or
     _ = config, copies
     state = {
         "worker": seat.number,
+        "name": process_name(),
         "request_id": request_id(None),
         "leads_its_group": os.getpgid(0) == os.getpid(),
         "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
