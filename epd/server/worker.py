@@ -199,7 +199,7 @@ def _run_and_exit(run: Callable[[], None]) -> NoReturn:
     try:
         run()
         status = 0
-    except BaseException:  # noqa: BLE001 - it would continue in the frames of the first process
+    except BaseException:  # noqa: BLE001 - the frames above are those of the first process
         structlog.get_logger("epd").exception("worker failed")
     finally:
         os._exit(status)  # `sys.exit` would also run what the first process does at its exit
@@ -228,7 +228,7 @@ def _run_worker(
     for ignored in STOP_SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    gc.freeze()  # objects of the first process must not close their descriptors again, later
+    gc.freeze()  # inherited objects stay: their end would close descriptors that the worker reuses
     _close_others({*descriptors, *range(MAX_STANDARD + 1)})
     with suppress(OSError):  # for `top` and `ps`; some sandboxes have no such file
         Path("/proc/self/comm").write_text(f"epd worker {number}")
@@ -243,5 +243,5 @@ def _close_others(kept: set[int]) -> None:
     """Close all other descriptors: a worker must not keep open what belongs to another one."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - names, not paths
         if descriptor not in kept:
-            with suppress(OSError):  # the one with which the folder was read
+            with suppress(OSError):  # `listdir` has closed its own descriptor
                 os.close(descriptor)

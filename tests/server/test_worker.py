@@ -46,7 +46,7 @@ def test_a_worker_is_a_fork_without_the_state_of_the_first_process() -> None:
 
 
 def test_a_worker_has_no_descriptors_of_another_one() -> None:
-    """With an end of its pipe it would outlive it, and with its socket lose connections."""
+    """A copy of a pipe would keep the other worker running; one of a socket loses connections."""
     first, second = (set(report["pipes_and_sockets"]) for report in reports())
 
     assert len(first) > 1
