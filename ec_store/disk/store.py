@@ -263,7 +263,8 @@ class SharedDiskStore(Store):
         if not replace:
             if self._read(key, digest, load_header, use=True):
                 return False
-            self._forget_expired(digest)
+            # Replaced, not deleted: another writer may have published a new entry in between.
+            replace = self._has_expired(digest)
         try:
             return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
         except OSError as error:
@@ -276,12 +277,12 @@ class SharedDiskStore(Store):
         # Once more, with room or with the directory that is there now.
         return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
 
-    def _forget_expired(self, digest: str) -> None:
-        """Delete an expired entry: readers miss it, but its name would block a new one."""
+    def _has_expired(self, digest: str) -> bool:
+        """Return whether there is an expired entry: readers miss it, but its name is taken."""
         with suppress(OSError):
             tree = self._opening.tree()
-            if not self._is_live(tree, tree.folder(digest).stat(digest)):
-                self._delete(tree, digest)
+            return not self._is_live(tree, tree.folder(digest).stat(digest))
+        return False
 
     def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         digest, taken = key.digest, taken_bytes(size)

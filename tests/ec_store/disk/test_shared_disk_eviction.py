@@ -133,6 +133,35 @@ def test_sweep_removes_expired_entries_and_corrects_the_ledger(root: Path) -> No
         assert store.stats().entries == 20
 
 
+def test_writer_of_an_expired_entry_keeps_the_new_entry_of_another_writer(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(root, "ttl=1h") as slow, opened(root, "ttl=1h") as fast:
+        slow.put(key("k"), sized(100))
+        age(path_of(root, key("k")), 7200)
+        stat, write = Folder.stat, EntryFiles.store
+        read_meanwhile = []
+
+        def stat_then_replace(folder: Folder, name: str) -> os.stat_result:
+            status = stat(folder, name)
+            if name == key("k").digest:  # the slow writer has seen the expired entry by its name
+                monkeypatch.setattr(Folder, "stat", stat)
+                fast.put(key("k"), sized(100), replace=True)
+                monkeypatch.setattr(EntryFiles, "store", read_then_write)
+            return status
+
+        def read_then_write(*args: Any) -> None:
+            read_meanwhile.append(fast.get(key("k")))
+            write(*args)
+
+        monkeypatch.setattr(Folder, "stat", stat_then_replace)
+        slow.put(key("k"), sized(100))
+
+        assert read_meanwhile == [sized(100)]
+        assert slow.stats().entries == 1
+        assert slow.stats().bytes == entries_bytes(root)
+
+
 # Duration
 
 
