@@ -37,7 +37,7 @@ AHEAD = 8
 
 
 class Housekeeping:
-    """Housekeeping of one store. Any process may do it, one at a time, and none has to.
+    """Housekeeping of one store. One process at a time does it; no process is dedicated to it.
 
     The cost of a call does not depend on the number of entries, except for `sweep`.
 

@@ -94,7 +94,7 @@ class SharedDiskStore(Store):
             StoreUnavailable: the store cannot be used or written.
             ValueError: a value is out of range.
         """
-        with self._unavailable("the store cannot be configured"):
+        with self._translate_errors("the store cannot be configured"):
             self._opening.configure(given)
         return self.settings
 
@@ -104,7 +104,7 @@ class SharedDiskStore(Store):
         if size > limit:
             raise EntryTooLarge(f"it has {size} bytes; the limit is {limit}")
         try:
-            with self._unavailable("the entry could not be written"):
+            with self._translate_errors("the entry could not be written"):
                 written = self._put(key, entry, size, replace=replace)
         except StoreUnavailable:
             self.counts.add(drops=1)
@@ -148,7 +148,7 @@ class SharedDiskStore(Store):
     ) -> list[bool]:
         """Claim entries (see `Store.claim`). Exactly one of several owners gets a claim."""
         name = owner_bytes(owner)
-        with self._unavailable("claims could not be written"):
+        with self._translate_errors("claims could not be written"):
             tree = self._opening.tree(create=True)
             digests = [key.digest for key in keys]
             return self._keeper.claims.take_claims(
@@ -157,7 +157,7 @@ class SharedDiskStore(Store):
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         name = owner_bytes(owner)
-        with self._unavailable("claims could not be released"):
+        with self._translate_errors("claims could not be released"):
             tree = self._opening.tree()
             for key in keys:
                 self._keeper.claims.give_back(
@@ -165,13 +165,13 @@ class SharedDiskStore(Store):
                 )
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        with self._unavailable("entries could not be deleted"):
+        with self._translate_errors("entries could not be deleted"):
             tree = self._opening.tree()
             return sum(self._delete(tree, key.digest) for key in keys)
 
     def purge(self, namespace: str) -> int:
         purged = 0
-        with self._unavailable("the namespace could not be purged"):
+        with self._translate_errors("the namespace could not be purged"):
             tree = self._opening.tree()
             for row in list_entries(tree):
                 if row.info and row.info.key.namespace == namespace:
@@ -182,11 +182,11 @@ class SharedDiskStore(Store):
         return purged
 
     def ls(self) -> Iterator[Listed]:
-        with self._unavailable("the store cannot be listed"):
+        with self._translate_errors("the store cannot be listed"):
             yield from list_entries(self._opening.tree())
 
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
-        with self._unavailable("the store cannot be verified"):
+        with self._translate_errors("the store cannot be verified"):
             for row in list_entries(self._opening.tree(), self._files):
                 if row.problem and fix:
                     self._delete(self._opening.tree(), row.digest)
@@ -194,17 +194,17 @@ class SharedDiskStore(Store):
 
     def evict(self) -> int:
         """Evict (see `Store.evict`), unless another process is evicting."""
-        with self._unavailable("the store cannot be evicted from"):
+        with self._translate_errors("the store cannot be evicted from"):
             return self._keeper.evict(self._opening.tree()) or 0
 
     def sweep(self, every_s: float = 0.0) -> int:
         """Sweep (see `Store.sweep`), unless another process is sweeping."""
-        with self._unavailable("the store cannot be swept"):
+        with self._translate_errors("the store cannot be swept"):
             tree = self._opening.tree()
             return self._keeper.sweep(tree, every_s) + (self._keeper.evict(tree) or 0)
 
     def stats(self) -> StoreStats:
-        with self._unavailable("the store cannot be read"):
+        with self._translate_errors("the store cannot be read"):
             tree = self._opening.tree()
             usage = self._keeper.ledger.total(tree.usage)
             quota_bytes = self._keeper.quota_bytes(tree)
@@ -224,11 +224,11 @@ class SharedDiskStore(Store):
         name = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest() + ".json"
         # Not orjson, which rejects the lone surrogates that a name may have.
         content = json.dumps({"model": model, "namespace": namespace}).encode()
-        with self._unavailable("the namespace could not be registered"):
+        with self._translate_errors("the namespace could not be registered"):
             self._opening.tree(create=True).namespaces.replace(name, content)
 
     def namespaces(self) -> Mapping[str, str]:
-        with self._unavailable("the namespaces cannot be read"):
+        with self._translate_errors("the namespaces cannot be read"):
             # Created if missing: engines read the namespaces of a new store before they register
             # one.
             tree = self._opening.tree(create=True)
@@ -239,7 +239,7 @@ class SharedDiskStore(Store):
         self._files.close()
 
     @contextmanager
-    def _unavailable(self, what: str) -> Iterator[None]:
+    def _translate_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
