@@ -11,7 +11,7 @@ The wire is vLLM's, in `vllm/entrypoints/openai`: `chat_completion/protocol.py`,
   without its picture.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -87,18 +87,18 @@ CHAT = ChatCompletions()
 
 def encode_body(
     body: Body,
-    named: Mapping[MMItem, str | None],
+    items: Sequence[MMItem],
     ec_transfer_params: Mapping[str, Any] | None = None,
 ) -> Body:
     """Return the encode request of some items, without text.
 
     Args:
         body: the client's request.
-        named: the items, each with its name for the instance; None for no name.
+        items: the items.
         ec_transfer_params: parameters of the transfer; None for none.
     """
     own = {} if ec_transfer_params is None else {"ec_transfer_params": ec_transfer_params}
-    parts = [raw_part(item, name) for item, name in named.items()]
+    parts = [raw_part(item) for item in items]
     return {
         **own,
         **{field: body[field] for field in FOR_ENCODE if field in body},

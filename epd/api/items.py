@@ -75,12 +75,16 @@ class MMItem:
         kind: type of the part, a key of `MODALITY`.
         part: the content part in the format of a chat request.
         form: format of the part in its own request; None for that of chat.
+        content_key: its key; None if an engine makes the key, and before `Keys.keyed_items`.
+        pixels: number of a picture's pixels, if it is in the request; 0 if unknown.
     """
 
     path: Path
     kind: str
     part: Part
     form: Form | None = None
+    content_key: str | None = None
+    pixels: int = 0
 
     @property
     def modality(self) -> Modality:
@@ -111,6 +115,16 @@ class MMItem:
     def is_named(self) -> bool:
         """Whether the request can name the key of the item's encoder output."""
         return self.form is None or self.form.named
+
+    @property
+    def identity(self) -> str:
+        """What items with the same media have in common: the key, or else the URL."""
+        return self.content_key or str(self.part.get(self.kind))
+
+    @property
+    def engine_name(self) -> str | None:
+        """Name of the item in requests to engines; None to leave it unnamed."""
+        return self.content_key if self.is_named else None
 
     @property
     def param_path(self) -> str:
@@ -323,10 +337,10 @@ def with_parts(body: Body, parts: Mapping[MMItem, Part]) -> Body:
     return new
 
 
-def raw_part(item: MMItem, uuid: str | None) -> Part:
+def raw_part(item: MMItem) -> Part:
     """Return the item's media under the proxy's uuid; a client's uuid is never passed on."""
     part = {key: value for key, value in item.part.items() if key != "uuid"}
-    return part if uuid is None else {**part, "uuid": uuid}
+    return part if item.engine_name is None else {**part, "uuid": item.engine_name}
 
 
 def metadata_part(item: MMItem, metadata: Mapping[str, Any], uuid: str) -> Part:

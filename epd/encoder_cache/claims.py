@@ -49,14 +49,14 @@ class Claims:
 
     Attributes:
         cache: client of the store with the claims.
-        first: by key, the first lookup of this process that may claim it.
+        pending_lookups: by key, the first lookup of this process that may claim it.
     """
 
     def __init__(self, cache: EncoderCache) -> None:
         self.cache = cache
         self._owner = secrets.token_hex(16)
         self._held: dict[EntryKey, _Held] = {}
-        self.first: dict[EntryKey, Lookup] = {}
+        self.pending_lookups: dict[EntryKey, Lookup] = {}
         self._tending = False
 
     def start_lookup(
@@ -78,9 +78,10 @@ class Claims:
         """
         keys = self.cache.keys(model, identifiers, namespace)
         # Keys that this process has claimed or is looking up are resolved by `queue_claim`.
-        first = not patient and not any(key in self._held or key in self.first for key in keys)
-        look = self._new(keys) if first else Lookup(keys)
-        return LookupContext(self, look, first=first, patient=patient)
+        known = any(key in self._held or key in self.pending_lookups for key in keys)
+        claiming = not patient and not known
+        lookup = self._new(keys) if claiming else Lookup(keys)
+        return LookupContext(self, lookup, claiming=claiming, patient=patient)
 
     def queue_claim(
         self, model: str | None, identifier: str, wait_s: float, namespace: str | None = None
@@ -96,12 +97,18 @@ class Claims:
         """
         return ClaimWait(self, self.cache.keys(model, [identifier], namespace), wait_s)
 
-    async def run_lookup(self, look: Lookup, held: list[EntryKey], *, patient: bool) -> bool:
+    def is_claimed_elsewhere(
+        self, model: str | None, identifier: str, namespace: str | None = None
+    ) -> bool:
+        """Return whether another request or another proxy may be encoding an item."""
+        return self.queue_claim(model, identifier, 0.0, namespace).must_wait
+
+    async def run_lookup(self, lookup: Lookup, held: list[EntryKey], *, patient: bool) -> bool:
         """Run a lookup and hold its claims. Return whether the store answered."""
         try:
-            return await self.cache.run_lookup(look, patient=patient)
+            return await self.cache.run_lookup(lookup, patient=patient)
         finally:
-            held += self.retain_claims(look.claimed)
+            held += self.retain_claims(lookup.claimed)
 
     async def wait_for_turn(
         self, key: EntryKey, wait_s: float, held: list[EntryKey]
@@ -115,10 +122,10 @@ class Claims:
         deadline_s = clock() + wait_s
         waits = iter(POLL_S)
         while True:
-            look = self._new([key])
-            await self.run_lookup(look, held, patient=True)
-            found = (look.found or {}).get(key)
-            if found or held or not look.settled or clock() > deadline_s:
+            lookup = self._new([key])
+            await self.run_lookup(lookup, held, patient=True)
+            found = (lookup.found or {}).get(key)
+            if found or held or not lookup.settled or clock() > deadline_s:
                 return found
             await asyncio.sleep(next(waits, POLL_S[-1]))
 
@@ -182,32 +189,32 @@ class LookupContext:
     A `ClaimWait` for one of these claims within the context need not wait.
     """
 
-    __slots__ = ("_claims", "_first", "_held", "_look", "_patient")
+    __slots__ = ("_claiming", "_claims", "_held", "_lookup", "_patient")
 
-    def __init__(self, claims: Claims, look: Lookup, *, first: bool, patient: bool) -> None:
+    def __init__(self, claims: Claims, lookup: Lookup, *, claiming: bool, patient: bool) -> None:
         """Create the context; called by `Claims.start_lookup`."""
         self._claims = claims
-        self._look = look
-        self._first = first
+        self._lookup = lookup
+        self._claiming = claiming
         self._patient = patient
         self._held: list[EntryKey] = []
 
     def __enter__(self) -> Self:
         """Register the lookup for other requests of this process."""
-        if self._first:
-            self._claims.first.update(dict.fromkeys(self._look.keys, self._look))
+        if self._claiming:
+            self._claims.pending_lookups.update(dict.fromkeys(self._lookup.keys, self._lookup))
         return self
 
     async def lookup_result(self) -> Lookup | None:
         """Return the completed lookup; None if the store did not answer."""
-        answered = await self._claims.run_lookup(self._look, self._held, patient=self._patient)
-        return self._look if answered else None
+        answered = await self._claims.run_lookup(self._lookup, self._held, patient=self._patient)
+        return self._lookup if answered else None
 
     def __exit__(self, *_: object) -> None:
-        first = self._claims.first
-        for key in self._look.keys:
-            if first.get(key) is self._look:
-                del first[key]
+        pending = self._claims.pending_lookups
+        for key in self._lookup.keys:
+            if pending.get(key) is self._lookup:
+                del pending[key]
         self._claims.drop_claims(self._held)
 
 
@@ -235,17 +242,17 @@ class ClaimWait:
         return self
 
     @property
-    def first(self) -> bool:
-        """Whether no other request is known to need the item, so that `wait_turn` need not wait."""
-        looks = self._claims.first
-        return all(key in looks and key in looks[key].claimed for key in self._keys)
+    def must_wait(self) -> bool:
+        """Whether `wait_turn` has to ask the store: another request may be encoding the item."""
+        pending = self._claims.pending_lookups
+        return not all(key in pending and key in pending[key].claimed for key in self._keys)
 
     async def wait_turn(self) -> EntryInfo | None:
         """Wait until this proxy may encode the item, or its entry is stored; return the entry."""
         for key in self._keys:
-            # The first waiter reuses the lookup that took the claim. Later ones look again.
-            look = self._claims.first.pop(key, None)
-            if look is None or key not in look.claimed:
+            # The first waiter reuses the lookup that took the claim. Later ones look it up again.
+            lookup = self._claims.pending_lookups.pop(key, None)
+            if lookup is None or key not in lookup.claimed:
                 return await self._claims.wait_for_turn(key, self._wait_s, self._held)
             self._held += self._claims.retain_claims([key])
         return None

@@ -6,6 +6,7 @@ The encoder store has the clients' names for their media, with the key behind ea
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ec_store.bounded import BoundedDict
@@ -40,18 +41,6 @@ class Name(NamedTuple):
 
     key: str
     own: bool
-
-
-class ItemKeys(NamedTuple):
-    """What a request's items are known by.
-
-    Attributes:
-        uuids: the key of each item; None if an engine makes the key.
-        pixels: number of pixels of each picture in the request; 0 for an unknown format.
-    """
-
-    uuids: Mapping[MMItem, str | None]
-    pixels: Mapping[MMItem, int]
 
 
 class ClientNames:
@@ -168,15 +157,15 @@ class Keys:
         # A pool of its own: a hanging file system must not block other work.
         self._files = DaemonPool(FILE_THREADS, "files")
 
-    async def keys_for(
+    async def keyed_items(
         self,
         body: Body,
         items: Sequence[MMItem],
         tenant: Tenant,
         config: ConfigFields,
         cuts: Cuts = NO_CUTS,
-    ) -> ItemKeys:
-        """Return the keys of the items, and the sizes of pictures in the request.
+    ) -> tuple[MMItem, ...]:
+        """Return the items with their keys, and with the sizes of pictures in the request.
 
         Args:
             body: the request.
@@ -207,11 +196,11 @@ class Keys:
         known = await self._named_items(body, named, tenant, config) if named else {}
         scope = config.scope_of(tenant)
         if sum([len(media.base64) for media in inline.values()]) > IN_THREAD:
-            keys, pixels = await asyncio.to_thread(_content_keys, scope, inline, config)
+            keyed = await asyncio.to_thread(_content_keys, scope, inline, config)
         else:
-            keys, pixels = _content_keys(scope, inline, config)
-        uuids = {item: known.get(item) or keys.get(item) for item in items}
-        return ItemKeys(uuids, pixels)
+            keyed = _content_keys(scope, inline, config)
+        keyed |= {item: replace(item, content_key=key) for item, key in known.items()}
+        return tuple([keyed.get(item, item) for item in items])
 
     async def _check_files(self, paths: Mapping[str, str], config: ConfigFields) -> None:
         """Reject files outside the allowed folder. The check has a timeout: a file system may hang.
@@ -255,7 +244,7 @@ class Keys:
                 with suppress(StoreUnavailable):
                     await self._names.delete_names(model, [name])
             else:
-                stands_for = Name(key, own=encoded_item.uuid is not None)
+                stands_for = Name(key, own=encoded_item.item.engine_name is not None)
                 await self._names.store_name(model, name, modality, stands_for)
 
     async def forget_uuid(
@@ -309,8 +298,10 @@ class Keys:
         return {item: found[name].key for item, name in names.items()}
 
 
-def _content_keys(scope: Scope, inline: Mapping[MMItem, Inline], config: ConfigFields) -> ItemKeys:
-    """Return the keys of media in the request, after checking that an engine can process them."""
+def _content_keys(
+    scope: Scope, inline: Mapping[MMItem, Inline], config: ConfigFields
+) -> dict[MMItem, MMItem]:
+    """Return the items with keys of their media, after checking that an engine can process them."""
     pixels = {
         item: check_image(
             media,
@@ -321,5 +312,11 @@ def _content_keys(scope: Scope, inline: Mapping[MMItem, Inline], config: ConfigF
         for item, media in inline.items()
         if item.modality == "image"
     }
-    keys = {item: content_key(scope, item.modality, media) for item, media in inline.items()}
-    return ItemKeys(keys, pixels)
+    return {
+        item: replace(
+            item,
+            content_key=content_key(scope, item.modality, media),
+            pixels=pixels.get(item, 0),
+        )
+        for item, media in inline.items()
+    }

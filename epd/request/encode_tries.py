@@ -1,27 +1,70 @@
-"""First tries of a request's items at encode instances: spread by cost, and grouped.
+"""Tries of items at encode instances: their instances, groups of items, and further tries.
 
 The items of a request that need an encode instance at the same moment are assigned to instances
-together (`GroupPlanner`). Those with the same instance may share one request (`FirstTries`). If a
-shared request fails, each of its items goes on alone, by the rules for a failed try of its own.
+together. Those with the same instance may share one request (`FirstTries`). If a shared request
+fails, each of its items goes on alone, by the rules for a failed try of its own.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from epd.aio import Flights
-from epd.api.items import MMItem
-from epd.errors import ProxyError
-from epd.request.attempts import EncodeJob, FirstTry, PlannedJob, item_key
+from epd.api.items import MMItem, feature_count
+from epd.errors import (
+    NoInstance,
+    ProxyError,
+    UpstreamDied,
+    UpstreamFailed,
+    UpstreamTimeout,
+)
+from epd.request.item_tokens import TokenCounts, media_tokens
+from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
+from epd.request.stage_inputs import EncodeJob, ItemPlan, OutputKey
+from epd.request.stages import Stages
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
-from epd.routing.instances import Instance
+from epd.routing.instances import Instance, Role
+from epd.routing.namespaces import Namespaces
+from epd.routing.retries import Retries
+from epd.routing.table import InstanceTable, Work
+from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Encoded
 
 GROUPED = frozenset({"image", "audio"})
 """Modalities of the items that may share a request. A video may have a second output, its sound."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemEncode:
+    """Encode of one item. Equal only to itself.
+
+    Attributes:
+        job: all items of the request.
+        item: the item.
+        output_key: the output that it needs; None if an engine makes the item's key.
+        plan: plan for the item.
+        skips_claims: whether to ignore other proxies' claims, because their outputs would be
+            unusable.
+        first_tries: common first tries of the request's items; None if each is sent by itself.
+    """
+
+    job: EncodeJob
+    item: MMItem
+    output_key: OutputKey | None
+    plan: ItemPlan
+    skips_claims: bool
+    first_tries: "FirstTries | None"
+
+
+def flight_key(job: EncodeJob, output_key: OutputKey, *, skips_claims: bool) -> Hashable:
+    """Return the key under which requests share the encode of an output.
+
+    Only requests with the same Authorization share it: a 401 must not fail the others.
+    """
+    return output_key, job.namespace, job.context.headers.get("Authorization"), skips_claims
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,74 +73,186 @@ class EncodeGroup:
 
     Attributes:
         instance: the encode instance.
-        items: the items, in order; of one modality if there are several.
-        tokens: their predicted encoder tokens.
+        encodes: the encodes of its items, in order; of one modality if there are several.
     """
 
     instance: Instance
-    items: tuple[MMItem, ...]
-    tokens: int
+    encodes: tuple[ItemEncode, ...]
 
 
 Send = Callable[[EncodeGroup], Coroutine[Any, Any, Sequence[Encoded]]]
 """Function that sends the request of a group, and returns the output of each item."""
 
-Plan = Callable[[Sequence[MMItem]], Sequence[EncodeGroup]]
+AssignGroups = Callable[[Sequence[ItemEncode]], Sequence[EncodeGroup]]
 """Function that assigns items to instances. Each item is in one group."""
 
 
-class GroupPlanner:
-    """Assigns the items of requests to encode instances. Belongs to one event loop."""
+class FirstTries:
+    """First tries of one request's items, which arrive one by one."""
 
-    def __init__(self, choice: Choice, fatal: FatalRequests) -> None:
-        self._choice = choice
-        self._fatal = fatal
+    def __init__(self, assign: AssignGroups, send: Send) -> None:
+        self._assign = assign
+        self._send = send
+        self._arrived: list[ItemEncode] = []
+        self._groups: dict[ItemEncode, EncodeGroup] = {}
+        self._flights: Flights[EncodeGroup, Sequence[Encoded]] = Flights()
 
-    def first_try(
-        self, planned: PlannedJob, fits: Callable[[Instance], bool] | None, send: Send
-    ) -> FirstTry | None:
-        """Return the first try of a job with several items; None if each item is sent by itself.
+    async def group_of(self, encode: ItemEncode) -> EncodeGroup:
+        """Return the group of an item.
 
-        Args:
-            planned: the job.
-            fits: predicate of the instances that can serve it; None for all.
-            send: function that sends the request of a group.
+        The items of a request that do not wait for anything else arrive in the same turn of the
+        event loop. One turn later they are assigned together.
+
+        Raises:
+            NoInstance: there is no instance.
         """
-        config = planned.job.context.config
+        self._arrived.append(encode)
+        try:
+            await asyncio.sleep(0)
+            if encode not in self._groups:
+                new = [arrived for arrived in self._arrived if arrived not in self._groups]
+                for group in self._assign(new):
+                    self._groups |= dict.fromkeys(group.encodes, group)
+        finally:
+            self._arrived.remove(encode)
+        return self._groups[encode]
+
+    async def output_of(self, encode: ItemEncode, group: EncodeGroup) -> Encoded | None:
+        """Return the output of an item; None if its group was rejected, so that it must go alone.
+
+        The first item of a group sends the request. It ends when none of its items is needed.
+
+        Raises:
+            ProxyError: the instance failed, or rejected the item alone.
+        """
+        if len(group.encodes) == 1:
+            [encoded] = await self._send(group)
+            return encoded
+        try:
+            outputs = await self._flights.join(group, partial(self._send, group))
+        except ProxyError as failure:
+            if failure.retryable or failure.died:
+                raise
+            return None
+        return outputs[group.encodes.index(encode)]
+
+
+class EncodeTries:
+    """Requests to encode instances for the items of requests. Belongs to one event loop."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
+        self,
+        table: InstanceTable,
+        stages: Stages,
+        namespaces: Namespaces,
+        transfer: ECTransfer,
+        fatal: FatalRequests,
+        token_counts: TokenCounts,
+    ) -> None:
+        self._table = table
+        self._stages = stages
+        self._namespaces = namespaces
+        self._transfer = transfer
+        self._fatal = fatal
+        self._token_counts = token_counts
+        self._choice = Choice(table, Role.ENCODE)
+        self._retries = Retries()
+
+    def first_tries(self, job: EncodeJob) -> FirstTries | None:
+        """Return the common first tries of a job's items; None if each is sent by itself."""
+        config = job.context.config
         if config.encode_group_items == 1 and config.encode_balance != "least_load":
             return None
-        return FirstTries(partial(self._plan_groups, planned, fits), send).encode_item
+        return FirstTries(partial(self._assign_groups, job), partial(self._send, job))
 
-    def _plan_groups(
-        self,
-        planned: PlannedJob,
-        fits: Callable[[Instance], bool] | None,
-        items: Sequence[MMItem],
+    async def encode_item(self, encode: ItemEncode) -> Encoded:
+        """Return the output of an item from an encode instance, or from the next after a failure.
+
+        Items of one request may share their first try. Further ones are the item's own.
+
+        Raises:
+            ProxyError: all tries failed, or the item itself is invalid.
+        """
+        job, item, first_tries = encode.job, encode.item, encode.first_tries
+        context, watched, fits = job.context, job.context.watched, self._fits(job)
+        clock = asyncio.get_running_loop().time
+        tried: list[Instance] = []
+        started_s = clock()
+        with self._retries.tries(MAX_ENCODES) as tries:
+            while True:
+                try:
+                    self._fatal.check(watched, [item.identity])
+                    if first_tries is None:
+                        instance = self._next_instance(encode, tried)
+                        tried.append(instance)
+                        [encoded] = await self._send(job, EncodeGroup(instance, (encode,)))
+                        return encoded
+                    shared, first_tries = first_tries, None
+                    group = await shared.group_of(encode)
+                    tried.append(group.instance)
+                    if (output := await shared.output_of(encode, group)) is not None:
+                        return output
+                    tried.pop()  # the instance rejected the group, and may accept the item
+                except ProxyError as error:
+                    others, elapsed_s = self._choice.has_untried(tried, fits), clock() - started_s
+                    falls_back = context.config.on_encode_failure == "local"
+                    patience_s = context.config.encode_timeout_s
+                    ended = EncodeFailure(
+                        error, len(tried), elapsed_s, others, falls_back, patience_s
+                    )
+                    delay_s = None if watched.is_spent else encode_delay_s(ended)
+                    if delay_s is None:
+                        raise
+                    await tries.next_try(error, delay_s)
+
+    def error_after_last_try(self, error: ProxyError) -> ProxyError:
+        """Return the final error of an item's encode, after the last try."""
+        failed = isinstance(error, UpstreamFailed | UpstreamTimeout)
+        if not failed or self._table.any_serving(Role.ENCODE):
+            return error
+        nothing = NoInstance("no encode instance is reachable", slug="no_encoder", stage="encode")
+        nothing.__cause__ = error
+        return nothing
+
+    def _next_instance(self, encode: ItemEncode, tried: Sequence[Instance]) -> Instance:
+        """Return the next encode instance of an item that is sent by itself."""
+        context = encode.job.context
+        return self._choice.best_instance(
+            tried,
+            balance=context.config.encode_balance,
+            item=encode.item.identity,
+            session=context.session,
+            prefer=encode.plan.instance,
+            fits=self._fits(encode.job),
+        )
+
+    def _assign_groups(
+        self, job: EncodeJob, encodes: Sequence[ItemEncode]
     ) -> Sequence[EncodeGroup]:
         """Assign items to instances, and group those with the same instance and modality.
 
         Raises:
             NoInstance: there is no instance.
         """
-        job, context = planned.job, planned.job.context
-        plans = {item: planned.plan_of(item) for item in items}
+        context = job.context
         instances = self._choice.spread_items(
-            [item_key(item, job.uuids[item]) for item in items],
-            [plan.tokens for plan in plans.values()],
-            [plan.instance for plan in plans.values()],
+            [encode.item.identity for encode in encodes],
+            [encode.plan.tokens for encode in encodes],
+            [encode.plan.instance for encode in encodes],
             balance=context.config.encode_balance,
             session=context.session,
-            fits=fits,
+            fits=self._fits(job),
         )
-        together: dict[object, list[MMItem]] = {}
-        for item, instance in zip(items, instances, strict=True):
-            shared = (instance, item.modality) if self._may_share(job, item) else item
-            together.setdefault(shared, []).append(item)
-        at, most = dict(zip(items, instances, strict=True)), context.config.encode_group_items
+        together: dict[object, list[ItemEncode]] = {}
+        for encode, instance in zip(encodes, instances, strict=True):
+            may_share = self._may_share(job, encode.item)
+            key = (instance, encode.item.modality) if may_share else encode
+            together.setdefault(key, []).append(encode)
+        at, most = dict(zip(encodes, instances, strict=True)), context.config.encode_group_items
         return [
-            EncodeGroup(at[some[0]], tuple(some), sum(plans[item].tokens for item in some))
+            EncodeGroup(at[members[0]], tuple(members[start : start + most]))
             for members in together.values()
-            for some in (members[first : first + most] for first in range(0, len(members), most))
+            for start in range(0, len(members), most)
         ]
 
     def _may_share(self, job: EncodeJob, item: MMItem) -> bool:
@@ -106,59 +261,51 @@ class GroupPlanner:
         Media that an instance has to fetch would delay the others, or fail them. An item that may
         have killed an instance must be blamed alone.
         """
-        watched, key = job.context.watched, item_key(item, job.uuids[item])
-        suspect = watched.deaths is not None or self._fatal.is_suspect(watched, key)
+        watched = job.context.watched
+        suspect = watched.deaths is not None or self._fatal.is_suspect(watched, item.identity)
         return item.modality in GROUPED and not item.is_remote and not suspect
 
-
-class FirstTries:
-    """First tries of one request's items, which arrive one by one."""
-
-    def __init__(self, plan: Plan, send: Send) -> None:
-        self._plan = plan
-        self._send = send
-        self._arrived: list[MMItem] = []
-        self._groups: dict[MMItem, EncodeGroup] = {}
-        self._flights: Flights[EncodeGroup, Sequence[Encoded]] = Flights()
-
-    async def encode_item(self, item: MMItem, tried: list[Instance]) -> Encoded | None:
-        """Return the output of an item; None if its group was rejected, so that it must go alone.
-
-        Args:
-            item: the item.
-            tried: instances that had the item; the one of this try is added, unless it rejected the
-                group.
+    async def _send(self, job: EncodeJob, group: EncodeGroup) -> Sequence[Encoded]:
+        """Return the outputs of the items of one request to an encode instance.
 
         Raises:
-            ProxyError: the instance failed, or rejected the item alone.
+            ProxyError: the instance failed, or rejected an item.
         """
-        group = await self._group_of(item)
-        tried.append(group.instance)
-        if len(group.items) == 1:
-            [encoded] = await self._send(group)
-            return encoded
+        instance, context, body = group.instance, job.context, job.request.body
+        items = [encode.item for encode in group.encodes]
+        tokens = sum([encode.plan.tokens for encode in group.encodes])
+        identities = [item.identity for item in items]
+        # New for each request: an instance that failed may still push its output later.
+        asked = [
+            self._transfer.encode_params(job.consumer_place, feature_count(body, item))
+            for item in items
+        ]
+        params = asked[0] if len(items) == 1 else self._transfer.group_params(asked)
         try:
-            # The request ends when none of its items is needed any more.
-            outputs = await self._flights.join(group, partial(self._send, group))
-        except ProxyError as failure:
-            if failure.retryable or failure.died:
-                raise
-            tried.pop()
+            with self._table.track_request(instance, work=Work(0, tokens)):
+                replied = await self._stages.encode(instance, body, items, params, context)
+                encoded = list(map(self._transfer.encoded, replied, asked))
+        except UpstreamDied as failure:
+            blamed = identities if len(identities) == 1 else ()
+            error = self._fatal.after(failure, instance, context.watched, blamed)
+            raise error from failure.__cause__
+        self._fatal.record_survival(context.watched, identities, body=False)
+        for item, output in zip(items, encoded, strict=True):
+            tokens = media_tokens(output.metadata)
+            self._token_counts.learn_tokens(body.get("model"), item.modality, item.pixels, tokens)
+        return [self._if_in_namespace(output, instance, job.namespace) for output in encoded]
+
+    def _if_in_namespace(
+        self, encoded: Encoded, instance: Instance, namespace: str | None
+    ) -> Encoded:
+        """Return an output if the consumer can find it; an empty one if its namespace differs."""
+        written_to = encoded.namespace
+        if written_to is not None:
+            self._namespaces.record_namespace(instance, written_to)
+        return encoded if namespace is None or written_to in {None, namespace} else Encoded()
+
+    def _fits(self, job: EncodeJob) -> Callable[[Instance], bool] | None:
+        """Return the predicate of instances with the consumer's namespace; None for all."""
+        if job.namespace is None:
             return None
-        return outputs[group.items.index(item)]
-
-    async def _group_of(self, item: MMItem) -> EncodeGroup:
-        """Return the group of an item.
-
-        The items of a request that do not wait for anything else arrive in the same turn of the
-        event loop. One turn later they are assigned together.
-        """
-        self._arrived.append(item)
-        try:
-            await asyncio.sleep(0)
-            if item not in self._groups:
-                new = [item for item in self._arrived if item not in self._groups]
-                self._groups |= {item: group for group in self._plan(new) for item in group.items}
-        finally:
-            self._arrived.remove(item)
-        return self._groups[item]
+        return partial(self._namespaces.shares_namespace, namespace=job.namespace)

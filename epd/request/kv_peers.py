@@ -16,12 +16,12 @@ from epd.config.sections import Live
 from epd.config.sections.limits import LimitSettings
 from epd.errors import ProxyError, UpstreamDied
 from epd.json_or_none import json_or_none
-from epd.request.attempts import PreparedRequest
 from epd.request.context import RequestContext
+from epd.request.stage_inputs import PreparedRequest
 from epd.request.stages import RELEASE_TIMEOUT_S, Prefilled, Stages
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance
-from epd.routing.table import InstanceTable, Reservation
+from epd.routing.table import InstanceTable
 from epd.transfer import Params, with_params
 from epd.transfer.encoded import Consumed
 from epd.transfer.kv import KVTransfer, Pair
@@ -112,8 +112,8 @@ def _member(pair: Pair) -> Member:
     return pair.prefill, pair.prefill_rank
 
 
-OtherDecode = Callable[[Sequence[Instance], RequestContext], Instance | None]
-"""Returns a decode instance that is not among these; None if there is none."""
+ChooseInstance = Callable[[Sequence[Instance], RequestContext], Instance | None]
+"""Returns an untried decode instance, given the tried ones; None if there is none."""
 
 
 class KVHandover:
@@ -123,7 +123,6 @@ class KVHandover:
 
     Attributes:
         prepared: the request.
-        place: place at the prefill instance.
         pair: the prefill, and what decode needs to know of it.
         prefilled: reply of prefill; None without one.
         params: `kv_transfer_params` of the decode request; None for none.
@@ -132,13 +131,12 @@ class KVHandover:
     """
 
     __slots__ = (
-        "_other_decode",
+        "_choose_release_instance",
         "_releases",
         "accepted",
         "decode",
         "pair",
         "params",
-        "place",
         "prefilled",
         "prepared",
     )
@@ -146,15 +144,13 @@ class KVHandover:
     def __init__(
         self,
         releases: "Releases",
-        other_decode: OtherDecode,
+        choose_release_instance: ChooseInstance,
         prepared: PreparedRequest,
-        place: Reservation,
         pair: Pair,
     ) -> None:
         self._releases = releases
-        self._other_decode = other_decode
+        self._choose_release_instance = choose_release_instance
         self.prepared = prepared
-        self.place = place
         self.pair = pair
         self.prefilled: Prefilled | None = None
         self.params: Params | None = None
@@ -183,14 +179,16 @@ class KVHandover:
         params = None if self.prefilled is None else self.prefilled.params
         if error is None or params is None or not self._is_held(error):
             return
-        _, attempt, context = self.prepared.sending
-        tried = attempt.avoided_decodes
+        context, tried = (
+            self.prepared.sending.context,
+            self.prepared.sending.attempt.avoided_decodes,
+        )
         if self.decode is not None:
             tried = (*tried, self.decode)
         # The instance that received the request, or another one if that failed.
         instance = tried[-1] if tried else None
         if isinstance(error, ProxyError) or instance is None:
-            instance = self._other_decode(tried, context) or instance
+            instance = self._choose_release_instance(tried, context) or instance
         if instance is not None:
             body = with_params(self.prepared.consumed.body, params)
             self._releases.begin_release(instance, body, context)

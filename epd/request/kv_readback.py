@@ -16,8 +16,8 @@ from epd.api.prompts import Prompt, prompt_of
 from epd.conversations.conversations import Conversations
 from epd.conversations.turn import Basis, HeldBlocks, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
-from epd.request.attempts import PreparedRequest
 from epd.request.context import RequestContext
+from epd.request.stage_inputs import PreparedRequest
 from epd.request.stages import Stages
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance
@@ -159,7 +159,7 @@ class Readbacks:
             return None
         held = turn.take_blocks()
         prompt = prompt_of(prepared.consumed.body, context.endpoint.tokenized)
-        turn.basis = None if prompt is None else _basis(prompt, prepared.encodings.items)
+        turn.basis = None if prompt is None else _basis(prompt, prepared.encodings.encoded_items)
         if held is None:
             return None
         if not self._rests.may_read(prefill.url, held.engine):
@@ -250,5 +250,5 @@ def _basis(prompt: Prompt, items: Sequence[EncodedItem]) -> Basis | None:
 
 def _media(items: Sequence[EncodedItem]) -> tuple[str, ...] | None:
     """Return the keys of a request's items, in order; None if an engine made some of them."""
-    keys = [encoded_item.encoded.identifier or encoded_item.uuid for encoded_item in items]
+    keys = [encoded.encoded.identifier or encoded.item.engine_name for encoded in items]
     return None if None in keys else tuple(filter(None, keys))

@@ -1,6 +1,8 @@
 """Where the items of a request are encoded: on encode instances, or by its consumer. No I/O.
 
-Only items that are not in the store have a choice. The policy decides by their sizes, by the load
+It is decided in three steps: for the whole request (`Placement.skips_encode`), for each item that
+is not in the store (`Placement.plan_items`), and after the encode of an item has failed
+(`Placement.may_fall_back`). In the second step the policy decides by the items' sizes, by the load
 and by the speeds of the instances (`epd.policies.plan.ItemRule`).
 """
 
@@ -8,13 +10,13 @@ from collections.abc import Callable
 from functools import partial
 
 from epd.api.items import MMItem
+from epd.errors import ProxyError
 from epd.policies.plan import ItemFacts, ItemPlace, ItemRule
-from epd.request.attempts import EncodeJob, ItemPlan, StoreLookup, item_key
-from epd.request.item_tokens import TokenCounts, media_tokens
+from epd.request.item_tokens import TokenCounts
+from epd.request.stage_inputs import EncodeJob, ItemPlan, StoreLookup
 from epd.routing.forecast import Forecast
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
-from epd.transfer.encoded import Encoded
 
 REQUIRED = ItemPlace(local=False, reason="required")
 """Place of an item that a consumer must not encode: outputs are pushed, entries of the request may
@@ -29,26 +31,42 @@ UNDER_WAY = ItemPlace(local=False, reason="under_way")
 
 
 class Placement:
-    """Plans for the items of requests. It learns their tokens from replies of encode instances."""
+    """Decisions about where the items of requests are encoded."""
 
-    def __init__(self, table: InstanceTable, namespaces: Namespaces, *, pushed: bool) -> None:
-        """Create without learned counts.
+    def __init__(
+        self,
+        table: InstanceTable,
+        namespaces: Namespaces,
+        token_counts: TokenCounts,
+        *,
+        pushed: bool,
+    ) -> None:
+        """Decide by these instances.
 
         Args:
             table: instances with their load.
             namespaces: which consumers write to the store.
+            token_counts: tokens of items in earlier replies of encode instances.
             pushed: whether consumers wait for the encoder output of every item.
         """
         self._table = table
         self._namespaces = namespaces
         self._pushed = pushed
-        self._counts = TokenCounts()
+        self._token_counts = token_counts
+
+    def skips_encode(self, job: EncodeJob) -> bool:
+        """Return whether all items go to their consumer with their media.
+
+        They do if the policies or the endpoint have no encode stage, or if outputs are pushed but
+        no consumer can receive them.
+        """
+        no_receiver = self._pushed and job.consumer_place is None
+        return not (job.course.encode and job.context.endpoint.encodes) or no_receiver
 
     def plan_items(
         self,
         job: EncodeJob,
         lookup: StoreLookup,
-        keyed: Callable[[MMItem], bool],
         under_way: Callable[[MMItem], bool],
     ) -> dict[MMItem, ItemPlan]:
         """Return plans for the items that are not in the store.
@@ -56,26 +74,32 @@ class Placement:
         Args:
             job: the items.
             lookup: result of their lookup.
-            keyed: returns whether the proxy knows the item's key in the store.
             under_way: returns whether the item is being encoded for another request.
         """
-        plans = {item: self._sized(job, item) for item in job.uuids if item not in lookup.found}
-        rule = job.rule
+        items, rule = job.request.media_items, job.course.items
+        plans = {item: self._sized(job, item) for item in items if item not in lookup.found}
         if rule is None or not plans:
             return plans
         if (place := self._forced_place(job, lookup)) is not None:
             return {item: plan._replace(place=place) for item, plan in plans.items()}
         forecast = self._forecast(job)
-        stored = self._namespaces.consumers_write()
+        consumers_write = self._namespaces.consumers_write()
         for item, plan in plans.items():
             if under_way(item):
                 plans[item] = plan._replace(place=UNDER_WAY)
             else:
-                key = item_key(item, job.uuids[item])
-                plans[item] = _placed(
-                    rule, forecast, item, plan, key, stored=stored and keyed(item)
-                )
+                stored = consumers_write and item in lookup.identifiers
+                plans[item] = _placed(rule, forecast, item, plan, stored=stored)
         return plans
+
+    def may_fall_back(self, job: EncodeJob, error: ProxyError) -> bool:
+        """Return whether prefill or decode may encode an item after all tries have failed.
+
+        They may only if all items of the request have media.
+        """
+        allowed = job.context.config.on_encode_failure == "local" and not self._pushed
+        spent = job.context.watched.is_spent
+        return allowed and error.retryable and job.has_all_media and not spent
 
     def _forced_place(self, job: EncodeJob, lookup: StoreLookup) -> ItemPlace | None:
         """Return the place of all items of a request that gives the policy no choice."""
@@ -87,33 +111,28 @@ class Placement:
         return None
 
     def _forecast(self, job: EncodeJob) -> Forecast:
-        fits, consumer = None, None if job.consumer is None else job.consumer.instance
+        fits = None
+        consumer = None if job.consumer_place is None else job.consumer_place.instance
         if job.namespace is not None:
             fits = partial(self._namespaces.shares_namespace, namespace=job.namespace)
         return Forecast(self._table, consumer, fits)
 
-    def learn_reply(self, job: EncodeJob, item: MMItem, encoded: Encoded) -> None:
-        """Learn the number of an item's tokens from the reply of an encode instance."""
-        model, tokens = job.body.get("model"), media_tokens(encoded.metadata)
-        self._counts.learn_tokens(model, item.modality, job.pixels.get(item, 0), tokens)
-
     def _sized(self, job: EncodeJob, item: MMItem) -> ItemPlan:
-        pixels = job.pixels.get(item, 0)
-        model = job.body.get("model")
-        return ItemPlan(pixels, self._counts.predict_tokens(model, item.modality, pixels))
+        model = job.request.body.get("model")
+        return ItemPlan(self._token_counts.predict_tokens(model, item.modality, item.pixels))
 
 
-def _placed(  # noqa: PLR0913 - the inputs of a decision
-    rule: ItemRule, forecast: Forecast, item: MMItem, plan: ItemPlan, key: str, *, stored: bool
+def _placed(
+    rule: ItemRule, forecast: Forecast, item: MMItem, plan: ItemPlan, *, stored: bool
 ) -> ItemPlan:
     """Return the plan of an item with its place, which counts in the forecast of the next item."""
-    queue = forecast.best_queue(plan.tokens, key)
+    queue = forecast.best_queue(plan.tokens, item.identity)
     measured = queue is not None and forecast.speed is not None
     token_s = queue.speed.token_s if queue is not None else 0.0
     place = rule.place_item(
         ItemFacts(
             modality=item.modality,
-            pixels=plan.pixels,
+            pixels=item.pixels,
             tokens=plan.tokens,
             stored=stored,
             encode_s=queue.finish_s(plan.tokens) if queue is not None and measured else None,

@@ -8,9 +8,10 @@ from typing import Any, Literal, TypeVar
 
 from epd.aio import StrictTaskGroup
 from epd.errors import NoInstance, ProxyError, SuspectedFatal, UpstreamDied, slug_of
-from epd.request.attempts import FailedAttempt, PreparedRequest, Targets
 from epd.request.kv_peers import KVHandover, PeerRegistry
 from epd.request.kv_readback import Readbacks
+from epd.request.recovery import FailedAttempt
+from epd.request.stage_inputs import EarlyTargets, PreparedRequest
 from epd.request.stages import Opened, Prefilled, Stages
 from epd.request.targets import Decoders
 from epd.routing.balance import Choice
@@ -92,35 +93,35 @@ class PrefillDecodeStages:
             tried = (*tried, failed.prefill)
         return failed.attempt.course.prefill_url is None and self._prefills.has_untried(tried)
 
-    async def choose_targets(self, prepared: PreparedRequest) -> Targets:
+    async def choose_early_targets(self, prepared: PreparedRequest) -> EarlyTargets:
         """Choose the consumer of a request, with its data-parallel rank, before the encode.
 
         Raises:
             NoInstance: no instance is available.
         """
-        _, attempt, context = prepared.sending
+        attempt, context = prepared.sending.attempt, prepared.sending.context
         await self._readbacks.begin_turn(context)
         if self._needs_prefill(prepared):
             prefix = prepared.prefill_prefix
-            return Targets(
+            return EarlyTargets(
                 self._table.reserve_place(self._prefill_instance(prepared), prefix=prefix)
             )
         if not self._table.has(Role.PREFILL_DECODE):
-            return Targets()  # a decode instance loads no outputs, and is chosen later
+            return EarlyTargets()  # a decode instance loads no outputs, and is chosen later
         prefix = prepared.decode_prefix
         decode = await self._decoders.pick_instance(attempt, context, prefix=prefix)
         if decode.role in CONSUMERS:
-            return Targets(self._table.reserve_place(decode, prefix=prefix))
-        return Targets(decode=decode)  # keep the choice: a picker is called only once
+            return EarlyTargets(self._table.reserve_place(decode, prefix=prefix))
+        return EarlyTargets(decode=decode)  # keep the choice: a picker is called only once
 
     async def choose_prefill(
-        self, prepared: PreparedRequest, consumer: Reservation | None
+        self, prepared: PreparedRequest, targets: EarlyTargets
     ) -> Reservation | None:
         """Return a place at the prefill instance; None if decode serves the request alone.
 
         Args:
             prepared: the request.
-            consumer: place at the consumer of its encoder outputs, if that is chosen already.
+            targets: instances that were chosen before the encode.
 
         Raises:
             NoInstance: no instance is available.
@@ -128,8 +129,10 @@ class PrefillDecodeStages:
         await self._readbacks.begin_turn(prepared.sending.context)
         if not self._needs_prefill(prepared):
             return None
-        instance = consumer.instance if consumer else self._prefill_instance(prepared)
-        return self._table.reserve_place(instance, consumer, prefix=prepared.prefill_prefix)
+        instance, rank = targets.consumer, targets.consumer_rank
+        if instance is None:
+            instance = self._prefill_instance(prepared)
+        return self._table.reserve_place(instance, rank, prefix=prepared.prefill_prefix)
 
     async def make_pair(self, prepared: PreparedRequest, place: Reservation) -> Pair:
         """Collect what prefill and decode need to know of each other.
@@ -137,7 +140,7 @@ class PrefillDecodeStages:
         Raises:
             ProxyError: no instance is available, or a request to one failed.
         """
-        _, attempt, context = prepared.sending
+        attempt, context = prepared.sending.attempt, prepared.sending.context
         prefill = place.instance
         request_id = context.child_id() if attempt.resent else context.request_id
         try:
@@ -166,7 +169,7 @@ class PrefillDecodeStages:
         Raises:
             ProxyError: no instance is available, or the choice failed.
         """
-        _, attempt, context = prepared.sending
+        attempt, context = prepared.sending.attempt, prepared.sending.context
         return chosen or await self._decoders.pick_instance(
             attempt, context, pair and pair.prefill, prefix=prepared.decode_prefix
         )
@@ -190,16 +193,17 @@ class PrefillDecodeStages:
         self,
         prepared: PreparedRequest,
         instance: Instance,
-        consumer: Reservation | None = None,
         handover: KVHandover | None = None,
+        *,
+        rank: int | None = None,
     ) -> DecodeAnswer:
         """Return decode's answer, opened.
 
         Args:
             prepared: the request.
             instance: the decode instance.
-            consumer: place at the consumer of the encoder outputs, if that was chosen early.
             handover: KV blocks that decode reads; None if it prefills the request.
+            rank: data-parallel rank of the request, if it was chosen early.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
@@ -213,7 +217,7 @@ class PrefillDecodeStages:
         using = self._table.track_request(
             instance,
             alone=prepared.blames_instance("decode", loads_blocks=handover is not None),
-            promised=consumer,
+            rank=rank,
             prefix=prepared.decode_prefix,
             work=work,
         ).begin_request()
@@ -249,7 +253,7 @@ class PrefillDecodeStages:
                 async with StrictTaskGroup() as group:
                     prefill = self._prefilled(handover)
                     prefilling = group.create_task(halves.run("prefill", prefill))
-                    decode = self.decode(handover.prepared, instance, handover=handover)
+                    decode = self.decode(handover.prepared, instance, handover)
                     opening = group.create_task(halves.run("decode", decode))
                     stack.callback(_close, opening)
                     await asyncio.wait((prefilling, opening))
@@ -263,7 +267,7 @@ class PrefillDecodeStages:
         return opening.result()
 
     def _prefill_instance(self, prepared: PreparedRequest) -> Instance:
-        _, attempt, context = prepared.sending
+        attempt, context = prepared.sending.attempt, prepared.sending.context
         url = attempt.course.prefill_url
         if url is None:
             prefers = None if context.turn is None else context.turn.prefers_prefill
@@ -283,7 +287,7 @@ class PrefillDecodeStages:
         return local
 
     def _needs_prefill(self, prepared: PreparedRequest) -> bool:
-        _, attempt, context = prepared.sending
+        attempt, context = prepared.sending.attempt, prepared.sending.context
         wanted = attempt.course.prefill and not attempt.without_prefill
         return wanted and context.endpoint.can_prefill(prepared.consumed.body)
 
@@ -295,7 +299,7 @@ class PrefillDecodeStages:
             with self._table.track_request(
                 pair.prefill,
                 alone=prepared.blames_instance("prefill", loads_blocks=reads_back),
-                promised=handover.place,
+                rank=pair.prefill_rank,
                 prefix=prepared.prefill_prefix,
                 work=prepared.work,
             ) as using:
@@ -320,23 +324,26 @@ class PrefillDecodeStages:
         """Return the final error of an attempt, after counting a death of its instance."""
         if not isinstance(error, UpstreamDied):
             return error
-        watched, keys = prepared.sending.context.watched, prepared.encodings.local_keys
-        return self._fatal.after(error, instance, watched, keys)
+        watched = prepared.sending.context.watched
+        return self._fatal.after(error, instance, watched, prepared.encodings.local_identities)
 
     def _judging(
         self, instance: Instance, prepared: PreparedRequest
     ) -> Callable[[BaseException | None], None]:
         """Return a callback for the end of an opened answer, without a reference to the request."""
-        watched, local_keys = prepared.sending.context.watched, prepared.encodings.local_keys
+        watched, encoded_here = (
+            prepared.sending.context.watched,
+            prepared.encodings.local_identities,
+        )
 
         def record_result(error: BaseException | None) -> None:
             if isinstance(error, UpstreamDied):
-                self._fatal.after(error, instance, watched, local_keys)
+                self._fatal.after(error, instance, watched, encoded_here)
             elif error is None and watched.engine_died:
                 died = UpstreamDied("the engine died in its stream", stage="decode")
-                self._fatal.after(died, instance, watched, local_keys)
+                self._fatal.after(died, instance, watched, encoded_here)
             elif error is None:
-                self._fatal.record_survival(watched, local_keys)
+                self._fatal.record_survival(watched, encoded_here)
 
         return record_result
 

@@ -17,8 +17,8 @@ from xxhash import xxh3_64_intdigest
 from epd.api.body import dump_json
 from epd.api.items import MM_KWARGS, Body, Path
 from epd.api.prompts import BYTES_PER_TOKEN
-from epd.request.attempts import Sending, item_key
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
+from epd.request.stage_inputs import Sending
 from epd.routing.kv_blocks import mark_of, sampled_prefix
 from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.transfer.encoded import Consumed, EncodedItem
@@ -69,7 +69,7 @@ def request_prefix(sending: Sending, encoded: Sequence[EncodedItem] = ()) -> Pre
         sending: the attempt.
         encoded: encoder outputs of the items; empty before the encode.
     """
-    (body, uuids, _), _, context = sending
+    request, context = sending.request, sending.context
     balances = context.config.prefill_balance, context.config.decode_balance
     if "content" not in balances or not context.endpoint.generates:
         return NO_PREFIX
@@ -80,14 +80,11 @@ def request_prefix(sending: Sending, encoded: Sequence[EncodedItem] = ()) -> Pre
                 media_tokens(encoded_item.encoded.metadata)
                 or TYPICAL_TOKENS[encoded_item.item.modality]
             )
-            media[encoded_item.item.path] = (
-                item_key(encoded_item.item, uuids[encoded_item.item]),
-                tokens,
-            )
+            media[encoded_item.item.path] = encoded_item.item.identity, tokens
     else:
-        for item, uuid in uuids.items():
-            media[item.path] = item_key(item, uuid), TYPICAL_TOKENS[item.modality]
-    chain = Chain(body, media)
+        for item in request.media_items:
+            media[item.path] = item.identity, TYPICAL_TOKENS[item.modality]
+    chain = Chain(request.body, media)
     prefix = Prefix(chain.links, chain.ends, context.session)
     return sampled_prefix(prefix) if context.config.kv_events else prefix
 

@@ -1,14 +1,17 @@
-"""Recovery tables: the first row that applies to a failure decides how to continue. Pure.
+"""Attempts of a request, and the recovery tables, which decide what follows a failure. Pure.
 
-`scripts/recovery_table.py` writes both tables into docs/decisions/011-trying-again.md.
+The first row that applies decides. `scripts/recovery_table.py` writes both tables into
+docs/decisions/011-trying-again.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
 from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
-from epd.request.attempts import Attempt, FailedAttempt
+from epd.policies.plan import Course, Facts
+from epd.routing.instances import Instance
+from epd.transfer.encoded import EncodedItem
 
 MAX_PREFILLS = 2
 """Maximum number of prefill instances for one request. After that, decode works without prefill."""
@@ -46,6 +49,94 @@ def retry_delay_s(error: ProxyError, *, others: bool, patience_s: float = 0.0) -
     if error.rest_s is not None and error.rest_s <= patience_s:
         return error.rest_s
     return 0.0 if error.repeatable else None
+
+
+class Encodings(NamedTuple):
+    """Encoder outputs of a request's items.
+
+    Attributes:
+        encoded_items: one output for each item.
+        namespace: namespace of the consuming instance, if known.
+    """
+
+    encoded_items: Sequence[EncodedItem] = ()
+    namespace: str | None = None
+
+    @property
+    def local_identities(self) -> Sequence[str]:
+        """Identities of the items that prefill or decode encode themselves."""
+        return [
+            encoded_item.item.identity
+            for encoded_item in self.encoded_items
+            if encoded_item.result == "local"
+        ]
+
+
+NO_ENCODINGS = Encodings()
+
+
+class Attempt(NamedTuple):
+    """Plan of one sending. `next_attempt` derives the next one.
+
+    Attributes:
+        course: stages of the request.
+        facts: facts by which the policies decided the course.
+        avoided_prefills: prefill instances to which any other is preferred: they have had the
+            request, and may be at fault.
+        avoided_decodes: decode instances to which any other is preferred, for the same reason.
+        failures: stages that failed before. An unreachable instance does not count.
+        doubtful: an instance that may have failed because of a missing entry or block, so that an
+            earlier stage may be at fault.
+        encodings: encoder outputs of an earlier attempt.
+        resent: whether a prefill instance had the request before. The request then gets a new id,
+            because connectors must not confuse the attempts.
+        reencode: whether entries may be lost: all items are encoded again, and the media are sent
+            too.
+        raw: whether all media are sent, because an instance rejected the metadata in their place.
+        without_prefill: whether decode does prefill's work.
+    """
+
+    course: Course
+    facts: Facts
+    avoided_prefills: tuple[Instance, ...] = ()
+    avoided_decodes: tuple[Instance, ...] = ()
+    failures: tuple[Stage, ...] = ()
+    doubtful: Instance | None = None
+    encodings: Encodings | None = None
+    resent: bool = False
+    reencode: bool = False
+    raw: bool = False
+    without_prefill: bool = False
+
+
+class FailedAttempt(NamedTuple):
+    """Failure of an attempt, with the results of the steps before.
+
+    Attributes:
+        attempt: the plan.
+        error: error of the step that failed.
+        encodings: encoder outputs of the items; None if a step up to the encode failed.
+        depends: whether the request fails if an encoder output is missing (`Consumed.depends`).
+        prefill: the prefill instance that was chosen; None if none was.
+        reads_back: whether it was asked to read decode's blocks of the previous turn.
+        prefilled: whether a prefill instance provides KV blocks for decode.
+        decode: the decode instance that was chosen; None if none was.
+    """
+
+    attempt: Attempt
+    error: ProxyError
+    encodings: Encodings | None = None
+    depends: bool = False
+    prefill: Instance | None = None
+    reads_back: bool = False
+    prefilled: bool = False
+    decode: Instance | None = None
+
+    @property
+    def failed_decodes(self) -> tuple[Instance, ...]:
+        """The decode instances that this attempt avoids, and the one that failed in it."""
+        avoided, decode = self.attempt.avoided_decodes, self.decode
+        return avoided if decode is None or self.error.stage != "decode" else (*avoided, decode)
 
 
 class Failure(NamedTuple):
@@ -131,7 +222,7 @@ def _metadata_refused(failure: Failure) -> bool:
         and failed.depends
         and not (attempt.raw or attempt.reencode)
         and failed.encodings is not None
-        and all(encoded_item.item.has_media for encoded_item in failed.encodings.items)
+        and all(encoded_item.item.has_media for encoded_item in failed.encodings.encoded_items)
     )
 
 
@@ -285,7 +376,7 @@ class EncodeFailure(NamedTuple):
         tries: number of instances that received the item.
         elapsed_s: seconds since the first try.
         others: whether there is an instance that has not had the item.
-        may_be_local: whether prefill or decode may encode it (`--on-encode-failure local`).
+        falls_back: whether prefill or decode may encode it (`--on-encode-failure local`).
         patience_s: longest `Retry-After` of an instance for which the proxy waits.
     """
 
@@ -293,7 +384,7 @@ class EncodeFailure(NamedTuple):
     tries: int
     elapsed_s: float
     others: bool
-    may_be_local: bool
+    falls_back: bool
     patience_s: float
 
 
@@ -323,7 +414,7 @@ ENCODE_RULES = (
         "the same instance once more with `--on-encode-failure fail`, else prefill or decode",
         lambda failure: failure.error.died and failure.error.retryable and not failure.others,
         # Prefill or decode encode the item next. If they may not, it may have been a reset.
-        lambda failure: 0.0 if failure.tries == 1 and not failure.may_be_local else None,
+        lambda failure: 0.0 if failure.tries == 1 and not failure.falls_back else None,
     ),
     EncodeRule(
         "any other failure after which an instance may succeed",

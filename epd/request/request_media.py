@@ -6,9 +6,10 @@ from epd.api.prompts import BYTES_PER_TOKEN
 from epd.encoder_cache.keys import Keys
 from epd.media.fetch import MediaFetcher
 from epd.media.parts import inline_bytes
-from epd.request.attempts import Encodings, KeyedRequest, Sending, item_key
 from epd.request.context import RequestContext
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
+from epd.request.recovery import Encodings
+from epd.request.stage_inputs import KeyedRequest, Sending
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Role
 from epd.routing.table import InstanceTable, Work
@@ -52,24 +53,22 @@ class RequestMedia:
             SuspectedFatal: instances have died of an item.
             ProxyError: a fetch failed, or an item is invalid.
         """
-        keyed = KeyedRequest(body)
         if items:
             inlined, context.cuts = await self._fetcher.inline_media(
                 body, items, context.config, context.cuts, context.held
             )
             if inlined is not body:
                 body, items = inlined, tuple(context.endpoint.items(inlined))
-            keys = await self._keys.keys_for(
+            items = await self._keys.keyed_items(
                 body, items, context.tenant, context.config, context.cuts
             )
-            keyed = KeyedRequest(body, *keys)
-        self._fatal.check(context.watched, [item_key(*item) for item in keyed.uuids.items()])
-        return keyed
+        self._fatal.check(context.watched, [item.identity for item in items])
+        return KeyedRequest(body, items)
 
     def consumed(self, sending: Sending, encodings: Encodings) -> Consumed:
         """Return the body for prefill and decode, with the encoder outputs of its items."""
-        (body, *_), attempt, context = sending
-        record, items = context.record, encodings.items
+        body, attempt, context = sending.request.body, sending.attempt, sending.context
+        record, items = context.record, encodings.encoded_items
         record.saved_bytes = 0
         if attempt.without_prefill:
             record.degraded.add("prefill-local")
@@ -95,16 +94,16 @@ class RequestMedia:
 
 def request_work(sending: Sending, encodings: Encodings) -> Work:
     """Return the predicted work of the instance that prefills a request."""
-    uuids, text_bytes = sending.request.uuids, sending.context.text_bytes
-    if not uuids:
+    items, text_bytes = sending.request.media_items, sending.context.text_bytes
+    if not items:
         return Work(text_bytes // BYTES_PER_TOKEN)
-    text_bytes -= sum([inline_bytes(item, NO_CUTS) for item in uuids])  # short media are not cut
-    items = encodings.items
+    text_bytes -= sum([inline_bytes(item, NO_CUTS) for item in items])  # short media are not cut
+    encoded_items = encodings.encoded_items
     tokens = [
         encoded_item.tokens
         or media_tokens(encoded_item.encoded.metadata)
         or TYPICAL_TOKENS[encoded_item.item.modality]
-        for encoded_item in items
+        for encoded_item in encoded_items
     ]
     prompt_tokens = max(0, text_bytes) // BYTES_PER_TOKEN + sum(tokens)
-    return Work(prompt_tokens, sum([item.tokens for item in items]))
+    return Work(prompt_tokens, sum([encoded_item.tokens for encoded_item in encoded_items]))

@@ -1,7 +1,7 @@
 """Stages encode, prefill, decode and release, as requests to instances."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from http import HTTPStatus
 from typing import NamedTuple
@@ -82,7 +82,7 @@ class Stages:
         self,
         instance: Instance,
         body: Body,
-        named: Mapping[MMItem, str | None],
+        items: Sequence[MMItem],
         params: Params | None,
         context: RequestContext,
     ) -> list[Encoded]:
@@ -93,18 +93,18 @@ class Stages:
         Args:
             instance: the encode instance.
             body: the client's request.
-            named: the items to encode, in order, each with its name for the instance.
+            items: the items to encode, in order.
             params: `ec_transfer_params` of the encode request; None for none.
             context: context of the client's request.
 
         Raises:
             ProxyError: the instance failed, or rejected an item.
         """
-        first, remote = next(iter(named)), any(item.is_remote for item in named)
+        modality, remote = items[0].modality, any(item.is_remote for item in items)
         with ExitStack() as timed:
             spans = [
                 timed.enter_context(context.time_stage("encode", instance.url, item))
-                for item in named
+                for item in items
             ]
             headers = context.headers_for(context.child_id(), spans[0])
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
@@ -113,7 +113,7 @@ class Stages:
                     instance.url + CHAT.path,
                     stage="encode",
                     headers=headers,
-                    body=encode_json(encode_body(body, named, params), context.cuts),
+                    body=encode_json(encode_body(body, items, params), context.cuts),
                     timeout_s=context.config.encode_timeout_s,
                 )
             except UpstreamTimeout as error:
@@ -124,9 +124,9 @@ class Stages:
                 span.record_status(answer.status)
             accepted = _accepted(answer, "encode", context, fetches=remote)
             context.learn_model(accepted)
-            if len(named) > 1:
-                return read_group(accepted, first.modality, [*named.values()])
-            return [read_encoded(accepted, first.modality)]
+            if len(items) > 1:
+                return read_group(accepted, modality, [item.engine_name for item in items])
+            return [read_encoded(accepted, modality)]
 
     async def prefill(
         self, transfer: KVTransfer, pair: Pair, sent: Consumed, context: RequestContext

@@ -25,8 +25,8 @@ from epd.errors import (
     UpstreamUnreachable,
 )
 from epd.policies.plan import Course, Facts
-from epd.request.attempts import Attempt
 from epd.request.context import RequestContext
+from epd.request.recovery import Attempt
 from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.prefix import NO_PREFIX, Prefix
@@ -46,14 +46,14 @@ class Courses:
         self._table = table
         self._coordinate = coordinate
 
-    def choose_policy(
-        self, body: Body, items: int, context: RequestContext
+    def choose_course(
+        self, body: Body, item_count: int, context: RequestContext
     ) -> tuple[Facts, Course]:
         """Return the facts of a request, and the course that the policies decide by them.
 
         Args:
             body: the client's request.
-            items: number of its media items.
+            item_count: number of its media items.
             context: context of the request; the policy's name is recorded in it.
 
         Raises:
@@ -62,7 +62,7 @@ class Courses:
         facts = Facts(
             context.endpoint.path,
             context.endpoint.can_prefill(body),
-            items,
+            item_count,
             self._table.roles,
             partial(prompt_tokens, body),
             context.client_headers,
@@ -220,10 +220,10 @@ class Decoders:
             return False
         return course.decode_from == "picker" or self._choice.has_untried(tried)
 
-    def untried_instance(
+    def choose_release_instance(
         self, tried: Collection[Instance], context: RequestContext
     ) -> Instance | None:
-        """Return an instance of the table that has not been tried; None if there is none."""
+        """Return an untried instance of the table to release KV blocks; None if there is none."""
         if not self._choice.has_untried(tried):
             return None
         return self._choice.best_instance(tried, balance=context.config.decode_balance)

@@ -338,7 +338,7 @@ class InstanceTable:
     def reserve_place(
         self,
         instance: Instance,
-        promised: Reservation | None = None,
+        rank: int | None = None,
         *,
         prefix: Prefix = NO_PREFIX,
     ) -> Reservation:
@@ -346,18 +346,17 @@ class InstanceTable:
 
         Args:
             instance: the instance.
-            promised: the request's earlier place. Its rank is kept if it is at the same instance.
+            rank: data-parallel rank of the request; None to choose it.
             prefix: prompt of the request, by which the rank is chosen.
         """
-        load = self._health_and_load(instance)[1]
-        return Reservation(instance, load, _promised_rank(instance, promised), prefix)
+        return Reservation(instance, self._health_and_load(instance)[1], rank, prefix)
 
     def track_request(
         self,
         instance: Instance,
         *,
         alone: bool = True,
-        promised: Reservation | None = None,
+        rank: int | None = None,
         prefix: Prefix = NO_PREFIX,
         work: Work = NO_WORK,
     ) -> InFlight:
@@ -369,12 +368,11 @@ class InstanceTable:
             instance: the instance.
             alone: whether a 500 is the instance's own fault. The cause may also be a missing entry
                 or block of another instance.
-            promised: the request's earlier place. Its rank is kept if it is at the same instance.
+            rank: data-parallel rank of the request; None to choose it.
             prefix: prompt of the request, which is then known to be in the prefix cache.
             work: predicted work of the request.
         """
         health, load = self._health_and_load(instance)
-        rank = _promised_rank(instance, promised)
         return InFlight(
             instance, load, rank, health, self._clock, alone=alone, prefix=prefix, work=work
         )
@@ -443,10 +441,6 @@ class InstanceTable:
         """Record the report of an instance; None after a failure. See `Load.record_report`."""
         if instance.key in self._members:
             self._members[instance.key].load.record_report(report, self._clock(), interval_s)
-
-
-def _promised_rank(instance: Instance, promised: Reservation | None) -> int | None:
-    return None if promised is None or promised.instance != instance else promised.rank
 
 
 def _load(instance: Instance, clock: Callable[[], float]) -> Load:

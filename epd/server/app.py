@@ -38,9 +38,12 @@ from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
 from epd.request.context import ModelNames
 from epd.request.encode import Encoder
+from epd.request.encode_tries import EncodeTries
+from epd.request.item_tokens import TokenCounts
 from epd.request.kv_peers import PeerRegistry, Releases
 from epd.request.kv_readback import Readbacks
 from epd.request.pipeline import Pipeline
+from epd.request.placement import Placement
 from epd.request.polling import asking_namespaces, poll_load, probe_periodically
 from epd.request.prefill_decode import PrefillDecodeStages
 from epd.request.request_media import RequestMedia
@@ -74,6 +77,7 @@ from epd.server.operator_routes import BOARD, METRICS, POLICIES, ROSTER, TABLE, 
 from epd.server.policies_api import Policies
 from epd.server.reload import RELOAD, Reload, read_keys
 from epd.server.responses import JUDGE, KeyJudge, UnknownRoute
+from epd.transfer.ec import ECTransfer
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.ui.dashboard import Board
 from epd.ui.recent import Recent
@@ -167,17 +171,16 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         prefill_decode = PrefillDecodeStages(
             table, stages, transfer, peers, decoders, readbacks, fatal
         )
-        encoded = EC_TRANSFERS[config.ec_transfer]()
+        ec_transfer = EC_TRANSFERS[config.ec_transfer]()
         keys = Keys(cache)
-        claims = None if cache is None or encoded.pushed else Claims(cache)
         app[PIPELINE] = Pipeline(
             table,
             namespaces,
             Courses(table, app[POLICIES].choose_policy),
-            RequestMedia(table, media, keys, encoded, fatal),
+            RequestMedia(table, media, keys, ec_transfer, fatal),
             keys,
-            Encoder(stages, namespaces, table, claims, encoded, fatal),
-            encoded,
+            _encoder(table, namespaces, stages, ec_transfer, fatal, cache),
+            ec_transfer,
             prefill_decode,
             decoders,
             releases,
@@ -196,6 +199,21 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
             app[METRICS].registry.register(glance)
         live.add_follower(partial(_apply_config, app, registry, table, upstream, cache))
         yield
+
+
+def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
+    table: InstanceTable,
+    namespaces: Namespaces,
+    stages: Stages,
+    transfer: ECTransfer,
+    fatal: FatalRequests,
+    cache: EncoderCache | None,
+) -> Encoder:
+    claims = None if cache is None or transfer.pushed else Claims(cache)
+    counts = TokenCounts()
+    placement = Placement(table, namespaces, counts, pushed=transfer.pushed)
+    tries = EncodeTries(table, stages, namespaces, transfer, fatal, counts)
+    return Encoder(claims, transfer, placement, tries)
 
 
 def _fatal_requests(app: web.Application, table: InstanceTable) -> FatalRequests:

@@ -146,14 +146,12 @@ class EncodedItem:
 
     Attributes:
         item: the item.
-        uuid: uuid of the item in the encode request; None if an engine hashed the media.
         encoded: facts about the output.
         result: source of the output.
         tokens: predicted number of its tokens, if prefill or decode encodes it.
     """
 
     item: MMItem
-    uuid: str | None
     encoded: Encoded
     result: ItemResult
     tokens: int = 0
@@ -209,7 +207,7 @@ def consumer_body(
             encoded_item.item, encoded_item.encoded.metadata, uuids[encoded_item.item]
         )
         if encoded_item.item in uuids
-        else raw_part(encoded_item.item, encoded_item.uuid)
+        else raw_part(encoded_item.item)
         for encoded_item in items
     }
     body = with_parts(body, parts)
@@ -264,8 +262,8 @@ def metadata_uuid(encoded_item: EncodedItem, body: Body) -> str | None:
     sufficient = encoded_item.item.modality in METADATA_ONLY or TIMESTAMPS in metadata
     if not (encoded_item.item.is_named and metadata and sufficient):
         return None
-    if encoded_item.uuid is not None:
-        return encoded_item.uuid
+    if encoded_item.item.engine_name is not None:
+        return encoded_item.item.engine_name
     identifier = encoded_item.encoded.identifier or ""
     is_hash = len(identifier) in CONTENT_HASH_LENGTHS and set(identifier) <= set(string.hexdigits)
     return identifier if is_hash and not any(body.get(field) for field in MM_KWARGS) else None

@@ -1,6 +1,7 @@
 """Endpoints: the fields that each reads from a request, and the requests that it writes."""
 
 import string
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -119,7 +120,7 @@ def test_items_of_responses_are_found_in_messages_and_tool_outputs() -> None:
 def test_parts_of_a_response_with_a_key_are_sent_without_their_picture() -> None:
     body = read(RESPONSES, {"input": [{"role": "user", "content": [picture(uuid="own")]}]})
     [item] = RESPONSES.items(body)
-    named = with_parts(body, {item: raw_part(item, "key")})
+    named = with_parts(body, {item: raw_part(replace(item, content_key="key"))})
     alone = with_parts(body, {item: metadata_part(item, {"image_grid_thw": [[1, 2, 2]]}, "key")})
 
     assert named["input"][0]["content"] == [
@@ -211,7 +212,7 @@ def test_items_of_messages_are_found_in_content_and_tool_results() -> None:
         ("messages[2].content[0].content[1]", "https://a/b.png"),
     ]
     assert not any(item.is_named for item in items)
-    changed = with_parts(body, {items[1]: raw_part(items[0], None)})
+    changed = with_parts(body, {items[1]: raw_part(items[0])})
     there = changed["messages"][2]["content"][0]["content"][1]
     assert there == {"type": "image", "source": {"type": "url", "url": URL}}
     assert nested["source"]["url"] == "https://a/b.png"
@@ -226,7 +227,7 @@ def test_a_message_is_always_sent_with_its_picture() -> None:
     )
     [item] = MESSAGES.items(body)
     encoded = Encoded({}, "0" * 64, {"image_grid_thw": [[1, 2, 2]]})
-    sent = consumer_body(body, [EncodedItem(item, None, encoded, "hit")], {}, raw=False)
+    sent = consumer_body(body, [EncodedItem(item, encoded, "hit")], {}, raw=False)
 
     assert not sent.depends
     [block] = sent.body["messages"][0]["content"]
@@ -419,7 +420,8 @@ def test_score_requests_have_items_in_both_fields_under_all_names_of_vllm(field:
         f"{field}.content[0]",
         f"{field}[1].content[2]",
     ]
-    body: Any = with_parts({field: {"content": [IMAGE]}}, {alone[0]: raw_part(alone[0], "key")})
+    named = raw_part(replace(alone[0], content_key="key"))
+    body: Any = with_parts({field: {"content": [IMAGE]}}, {alone[0]: named})
     assert body[field]["content"] == [IMAGE | {"uuid": "key"}]
 
 

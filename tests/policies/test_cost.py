@@ -228,5 +228,5 @@ def test_balance_chooses_the_encode_instance_unless_costs_are_compared() -> None
     )
 
     assert (static.place, static.instance) == ((False, "above_pixels", False), None)
-    assert (compared.place, compared.local) == ((False, "cheaper", True), False)
+    assert (compared.place, compared.at_consumer) == ((False, "cheaper", True), False)
     assert compared.instance in {"http://e0:1", "http://e1:1"}

@@ -13,6 +13,8 @@ from structlog.testing import capture_logs
 
 from ec_store import Store
 from epd.observe.logs import LogObserver
+from epd.routing.instances import Instance, Role
+from epd.server.operator_routes import TABLE
 from tests.requests import image, png, request, text, video
 from tests.support.backed import BUDGET_S, NAMESPACE, Backed, encoded, items_of, parts_of
 from tests.support.fake_instance import Handler
@@ -205,6 +207,22 @@ async def test_item_is_encoded_where_that_is_cheaper(launch: Launch, both: Both,
             await items_of(fleet, request(image(png(100 + size, 100))))
 
         assert await decisions(fleet) == {"encode,unmeasured": 2, "encode,cheaper": 1}
+
+
+async def test_tokens_of_a_picture_are_predicted_by_the_pixels_of_earlier_ones(
+    launch: Launch,
+) -> None:
+    free = asyncio.Event()
+    async with launch() as fleet:
+        await items_of(fleet, request(image(png(360, 540))))  # 486 tokens, by the fake's reply
+        fleet.e.chat = after_all(free, fleet.e.chat)
+        load = fleet.runner.app[TABLE].load(Instance(Role.ENCODE, fleet.e.url))
+        waiting = asyncio.create_task(items_of(fleet, request(image(png(180, 540)))))
+        await until(lambda: fleet.e.open)
+
+        assert load.encode.tokens == 243
+        free.set()
+        await waiting
 
 
 async def test_item_being_encoded_is_waited_for(launch: Launch, both: Both, url: str) -> None:

@@ -207,6 +207,20 @@ async def test_a_failed_group_is_repeated_item_by_item(
         assert fleet.events.changes == []
 
 
+async def test_a_rejected_group_does_not_count_as_a_try_of_its_items(launch: Launch) -> None:
+    """After its first death of an item, the only instance gets the item once more."""
+    handlers = iter([refuses(500, ENGINE_DEAD)])
+
+    async def dies_once(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await next(handlers, encodes)(http, body)
+
+    async with launch(**ON, on_encode_failure="fail") as fleet:
+        fleet.e.chat = of_groups(refuses(400), with_part(FOUR[0], dies_once))
+        assert await items_of(fleet, request(*FOUR[:2])) == {"encoded": 2}
+
+        assert sorted(sizes(fleet)) == [1, 1, 1, 2]
+
+
 async def test_the_items_of_a_group_go_to_another_instance_if_theirs_is_busy(
     launch: Launch,
 ) -> None:

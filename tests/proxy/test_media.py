@@ -121,6 +121,8 @@ async def test_a_media_name_without_its_entry_is_a_404(
         await backed.forget()
 
         assert (await fleet.chat(request(named("cat"))))[0] == 404
+        assert (await fleet.chat(request(image(b"dog"), named("cat"))))[0] == 404
+        assert encoded(fleet) == 1, "the dog was encoded for a request that must fail"
         assert fleet.d.calls == []
 
 
@@ -245,6 +247,22 @@ async def test_a_media_name_is_dropped_if_its_new_picture_cannot_be_encoded(
         assert await items_of(fleet, request(image(b"2", uuid="cat"))) == {"local": 1}
 
         assert (await fleet.chat(request(named("cat"))))[0] == 404
+
+
+async def test_a_media_name_is_dropped_if_its_new_picture_skips_the_encode(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    policies = ("prefill_decode",)
+    async with (
+        caching(launch, backed, url) as one,
+        caching(launch, backed, url, prefill=1, policies=policies) as other,
+    ):
+        await push(one, image(b"cat", uuid="pet"))
+        assert (await one.chat(request(named("pet"))))[0] == 200
+        assert (await other.chat(request(image(b"dog", uuid="pet"))))[0] == 200
+
+        assert encoded(other) == 0
+        assert (await one.chat(request(named("pet"))))[0] == 404
 
 
 async def test_a_media_name_is_dropped_if_it_cannot_be_rewritten(

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+import epd
 from epd.api.chat import CHAT
-from epd.api.items import MMItem
 from epd.errors import EncodeMismatch, NoInstance, ProxyError, SuspectedFatal, UpstreamFailed
-from epd.request.encode_groups import EncodeGroup, FirstTries
+from epd.request.context import RequestContext
+from epd.request.encode_tries import EncodeGroup, FirstTries, ItemEncode
+from epd.request.stage_inputs import EncodeJob, ItemPlan, KeyedRequest
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Report
@@ -20,12 +22,16 @@ from tests.requests import image, request
 E1, E2 = (Instance(Role.ENCODE, f"http://e{number}:1") for number in (1, 2))
 
 
-def items(count: int) -> list[MMItem]:
-    return [*CHAT.items(request(*(image(b"%d" % number) for number in range(count))))]
+def encodes(count: int) -> list[ItemEncode]:
+    body = request(*(image(b"%d" % number) for number in range(count)))
+    items = [*CHAT.items(body)]
+    config = epd.ProxyConfig(encode_servers_urls=(E1.url,), decode_servers_urls=("http://d:1",))
+    job = EncodeJob(KeyedRequest(body, items), RequestContext("r", {}, config))
+    return [ItemEncode(job, item, None, ItemPlan(1), True, None) for item in items]
 
 
 class Sent:
-    """Plan of one group for all items, and the groups that were sent.
+    """Assignment of one group for all items, and the groups that were sent.
 
     Attributes:
         groups: the items of each group.
@@ -33,83 +39,77 @@ class Sent:
     """
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.groups: list[tuple[MMItem, ...]] = []
+        self.groups: list[tuple[ItemEncode, ...]] = []
         self.error = error
-        self.tries = FirstTries(self.plan_all, self.send_group)
+        self.tries = FirstTries(self.assign_all, self.send_group)
 
-    def plan_all(self, some: Sequence[MMItem]) -> list[EncodeGroup]:
-        return [EncodeGroup(E1, tuple(some), 1)]
+    def assign_all(self, some: Sequence[ItemEncode]) -> list[EncodeGroup]:
+        return [EncodeGroup(E1, tuple(some))]
+
+    async def output_of(self, encode: ItemEncode) -> Encoded | None:
+        return await self.tries.output_of(encode, await self.tries.group_of(encode))
 
     async def send_group(self, group: EncodeGroup) -> list[Encoded]:
-        self.groups.append(group.items)
+        self.groups.append(group.encodes)
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
-        return [Encoded(identifier=item.param_path) for item in group.items]
+        return [Encoded(identifier=encode.item.param_path) for encode in group.encodes]
 
 
 async def test_items_that_arrive_in_one_turn_of_the_loop_share_a_request() -> None:
-    some, sent = items(3), Sent()
-    encoded = await asyncio.gather(*(sent.tries.encode_item(item, []) for item in some))
+    some, sent = encodes(3), Sent()
+    encoded = await asyncio.gather(*map(sent.output_of, some))
 
     assert sent.groups == [tuple(some)]
-    assert [one and one.identifier for one in encoded] == [item.param_path for item in some]
+    assert [one and one.identifier for one in encoded] == [
+        encode.item.param_path for encode in some
+    ]
 
 
 async def test_an_item_that_arrives_later_is_not_grouped() -> None:
-    (first, second, late), sent = items(3), Sent()
+    (first, second, late), sent = encodes(3), Sent()
 
-    async def waits(item: MMItem) -> Encoded | None:
+    async def waits(encode: ItemEncode) -> Encoded | None:
         await asyncio.sleep(0.01)
-        return await sent.tries.encode_item(item, [])
+        return await sent.output_of(encode)
 
-    await asyncio.gather(
-        sent.tries.encode_item(first, []), sent.tries.encode_item(second, []), waits(late)
-    )
+    await asyncio.gather(sent.output_of(first), sent.output_of(second), waits(late))
 
     assert sent.groups == [(first, second), (late,)]
 
 
 @pytest.mark.parametrize(
-    ("error", "tried"),
+    ("error", "fails"),
     [
-        (UpstreamFailed("it broke", stage="encode"), [E1]),
-        (SuspectedFatal("it is fatal", stage="encode"), [E1]),
-        (EncodeMismatch("no"), None),
+        (UpstreamFailed("it broke", stage="encode"), True),
+        (SuspectedFatal("it is fatal", stage="encode"), True),
+        (EncodeMismatch("no"), False),
     ],
 )
-async def test_a_failure_of_the_instance_is_a_try_and_a_rejection_is_none(
-    error: ProxyError, tried: list[Instance] | None
+async def test_a_failure_of_the_instance_fails_all_items_and_a_rejection_none(
+    error: ProxyError, fails: bool
 ) -> None:
     sent = Sent(error)
 
-    async def outcome(item: MMItem) -> tuple[object, list[Instance]]:
-        had: list[Instance] = []
-        try:
-            return await sent.tries.encode_item(item, had), had
-        except ProxyError as failure:
-            return failure, had
+    found = await asyncio.gather(*map(sent.output_of, encodes(2)), return_exceptions=True)
 
-    found = await asyncio.gather(*map(outcome, items(2)))
-
-    assert found == [(None, []) if tried is None else (error, tried)] * 2
+    assert found == [error if fails else None] * 2
     assert len(sent.groups) == 1
 
 
 async def test_an_item_without_an_instance_is_not_sent_with_a_later_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (*lost, later), sent = items(3), Sent()
+    (*lost, later), sent = encodes(3), Sent()
 
-    def plan_none(_: Sequence[MMItem]) -> Any:
+    def assign_none(_: Sequence[ItemEncode]) -> Any:
         raise NoInstance("there is none")
 
     with monkeypatch.context() as patched:
-        patched.setattr(sent.tries, "_plan", plan_none)
-        failed = await asyncio.gather(
-            *(sent.tries.encode_item(item, []) for item in lost), return_exceptions=True
-        )
-    await sent.tries.encode_item(later, [])
+        patched.setattr(sent.tries, "_assign", assign_none)
+        failed = await asyncio.gather(*map(sent.output_of, lost), return_exceptions=True)
+    await sent.output_of(later)
 
     assert [type(one) for one in failed] == [NoInstance] * 2
     assert sent.groups == [(later,)]

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from epd.api.items import Body
 from epd.encoder_cache.identity import with_salt
 from epd.errors import UpstreamUnreachable
 from epd.policies.plan import Course, Facts
-from epd.request.attempts import Attempt, KeyedRequest, Sending
 from epd.request.context import RequestContext
 from epd.request.item_tokens import media_tokens
 from epd.request.prefix import MAX_LINKS as MAX_OF_PROMPT
 from epd.request.prefix import PIECE_BYTES, request_prefix
+from epd.request.recovery import Attempt
+from epd.request.stage_inputs import KeyedRequest, Sending
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Load, Report
@@ -48,10 +50,12 @@ CONFIG = epd.ProxyConfig(
 def prefix_of(body: Body, path: str = CHAT, metadata: dict[str, Any] | None = None) -> Prefix:
     """Return the prompt of a request; the key of an item is its URL."""
     endpoint = ENDPOINTS[path]
-    items = list(endpoint.items(body))
-    encoded = [EncodedItem(item, None, Encoded(metadata=metadata or {}), "hit") for item in items]
+    items = [
+        replace(item, content_key=str(item.part["image_url"])) for item in endpoint.items(body)
+    ]
+    encoded = [EncodedItem(item, Encoded(metadata=metadata or {}), "hit") for item in items]
     facts = Facts(path, prefills=True, items=len(items), roles=frozenset())
-    keyed = KeyedRequest(body, {item: str(item.part["image_url"]) for item in items})
+    keyed = KeyedRequest(body, items)
     context = RequestContext("r", {}, CONFIG, endpoint)
     return request_prefix(Sending(keyed, Attempt(Course(), facts), context), encoded)
 

@@ -25,13 +25,15 @@ from epd.errors import (
     UpstreamUnreachable,
 )
 from epd.policies.plan import Course, Facts
-from epd.request.attempts import Attempt, Encodings, FailedAttempt
 from epd.request.recovery import (
     ENCODE_RULES,
     FETCH_AGAIN_S,
     MAX_ATTEMPTS,
     RULES,
+    Attempt,
     EncodeFailure,
+    Encodings,
+    FailedAttempt,
     Failure,
     encode_delay_s,
     next_attempt,
@@ -59,7 +61,7 @@ def failure(error: ProxyError, **more: Any) -> Failure:
     failed_attempt = FailedAttempt(
         attempt,
         error,
-        more.pop("encodings", Encodings((EncodedItem(item(), "u", Encoded(), "encoded"),))),
+        more.pop("encodings", Encodings((EncodedItem(item(), Encoded(), "encoded"),))),
         depends=more.pop("depends", True),
         prefill=more.pop("prefill", P1),
         reads_back=more.pop("reads_back", False),
@@ -306,8 +308,8 @@ def test_a_request_gets_a_new_id_only_after_a_prefill_instance_had_it(resent: bo
 
 
 def test_metadata_that_were_refused_stay_refused_without_the_media() -> None:
-    whole = EncodedItem(item(), "u", Encoded(), "encoded")
-    bare = EncodedItem(item(has_media=False), "u", Encoded(), "hit")
+    whole = EncodedItem(item(), Encoded(), "encoded")
+    bare = EncodedItem(item(has_media=False), Encoded(), "hit")
 
     assert next_attempt(failure(rejected(400), encodings=Encodings((whole, bare)))) is None
     assert next_attempt(failure(rejected(400), encodings=Encodings((whole, whole)))) is not None
@@ -428,7 +430,7 @@ def test_a_request_reaches_instances_as_often_as_it_has_attempts() -> None:
 
 
 def encode_failure(error: ProxyError, **more: Any) -> EncodeFailure:
-    given = {"tries": 1, "elapsed_s": 0.0, "others": True, "may_be_local": True, "patience_s": 5.0}
+    given = {"tries": 1, "elapsed_s": 0.0, "others": True, "falls_back": True, "patience_s": 5.0}
     return EncodeFailure(error, **(given | more))
 
 
@@ -444,8 +446,8 @@ BUSY = UpstreamBusy("x", stage="encode", retry_after_s=4.0)
         (1, encode_failure(FETCH, elapsed_s=FETCH_AGAIN_S), None),
         (1, encode_failure(FETCH, tries=2), None),
         (2, encode_failure(DIED, others=False), None),
-        (2, encode_failure(DIED, others=False, may_be_local=False), 0.0),
-        (2, encode_failure(DIED, others=False, may_be_local=False, tries=2), None),
+        (2, encode_failure(DIED, others=False, falls_back=False), 0.0),
+        (2, encode_failure(DIED, others=False, falls_back=False, tries=2), None),
         (3, encode_failure(DIED), 0.0),
         (3, encode_failure(failed("encode"), others=False), 0.0),
         (3, encode_failure(BUSY), 0.0),
@@ -475,7 +477,7 @@ def test_rows_state_when_an_item_is_encoded_again(
 )
 @pytest.mark.parametrize("others", [True, False])
 def test_a_faulty_item_is_not_encoded_again(error: ProxyError, others: bool) -> None:
-    assert encode_delay_s(encode_failure(error, others=others, may_be_local=False)) is None
+    assert encode_delay_s(encode_failure(error, others=others, falls_back=False)) is None
 
 
 def test_an_attempt_is_immutable() -> None:

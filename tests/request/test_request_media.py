@@ -9,9 +9,10 @@ from epd.api.endpoints import ENDPOINTS
 from epd.api.items import MMItem
 from epd.encoder_cache.keys import Keys
 from epd.policies.plan import Course, Facts
-from epd.request.attempts import Attempt, Encodings, KeyedRequest, Sending
 from epd.request.context import RequestContext
+from epd.request.recovery import Attempt, Encodings
 from epd.request.request_media import request_work
+from epd.request.stage_inputs import KeyedRequest, Sending
 from epd.routing.table import Work
 from epd.tenants import ANONYMOUS
 from epd.transfer.encoded import Encoded, EncodedItem
@@ -31,7 +32,7 @@ def work_of(*encoded: EncodedItem, text_bytes: int) -> Work:
     """Return the predicted work of a request with these items."""
     facts = Facts(CHAT, prefills=True, items=len(encoded), roles=frozenset())
     context = RequestContext("r", {}, CONFIG, text_bytes=text_bytes)
-    keyed = KeyedRequest({}, {one.item: one.uuid for one in encoded})
+    keyed = KeyedRequest({}, [one.item for one in encoded])
     return request_work(Sending(keyed, Attempt(Course(), facts), context), Encodings(encoded))
 
 
@@ -52,7 +53,7 @@ def test_items_count_by_their_tokens_and_those_left_are_encoded_too(
     metadata: dict[str, Any], tokens: int, expected: tuple[int, int]
 ) -> None:
     item = item_of(image("http://x/a"))
-    encoded = EncodedItem(item, "key", Encoded(metadata=metadata), "local", tokens)
+    encoded = EncodedItem(item, Encoded(metadata=metadata), "local", tokens)
 
     assert work_of(encoded, text_bytes=400) == expected
 
@@ -60,7 +61,7 @@ def test_items_count_by_their_tokens_and_those_left_are_encoded_too(
 def test_short_media_are_not_text() -> None:
     item = item_of(image(PICTURE))
     media = len(data_url(PICTURE).partition(",")[2])
-    encoded = EncodedItem(item, "key", Encoded(), "local", 10)
+    encoded = EncodedItem(item, Encoded(), "local", 10)
 
     assert work_of(encoded, text_bytes=400 + media) == (110, 10)
 
@@ -69,14 +70,14 @@ def test_short_media_are_not_text() -> None:
     ("part", "pixels"),
     [
         (image(PICTURE), 78_400),
-        (image("http://x/a.png"), None),
+        (image("http://x/a.png"), 0),
         (image(b"no picture"), 0),
-        (video(PICTURE), None),
-        (input_audio(), None),
+        (video(PICTURE), 0),
+        (input_audio(), 0),
     ],
 )
-async def test_pixels_are_those_of_a_pictures_header(part: Part, pixels: int | None) -> None:
+async def test_pixels_are_those_of_a_pictures_header(part: Part, pixels: int) -> None:
     item = item_of(part)
-    keys = await Keys(None).keys_for(request(part), [item], ANONYMOUS, CONFIG)
+    [keyed] = await Keys(None).keyed_items(request(part), [item], ANONYMOUS, CONFIG)
 
-    assert keys.pixels.get(item) == pixels
+    assert keyed.pixels == pixels

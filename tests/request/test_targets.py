@@ -6,8 +6,8 @@ import pytest
 
 import epd
 from epd.policies.plan import Course, DecodeFrom, Facts
-from epd.request.attempts import Attempt
 from epd.request.context import RequestContext
+from epd.request.recovery import Attempt
 from epd.request.targets import Decoders
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable

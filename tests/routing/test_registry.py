@@ -215,21 +215,19 @@ def test_a_consumers_requests_name_a_rank(role: Role, rank: int | None) -> None:
         assert use.rank == rank
 
 
-def test_a_place_keeps_its_rank_where_the_request_goes_to_it() -> None:
-    first, other = (Instance(Role.PREFILL, f"http://{name}:1", dp_size=4) for name in "xy")
-    table = InstanceTable([first, other])
+def test_a_request_goes_to_the_rank_of_its_reserved_place() -> None:
+    first = Instance(Role.PREFILL, "http://x:1", dp_size=4)
+    table = InstanceTable([first])
     taken = [table.reserve_place(first) for _ in range(3)]
     with taken[2]:
         assert table.under_way == {first: 1}
     assert table.under_way == {}
 
     with (
-        table.track_request(first, promised=taken[2]) as use,
+        table.track_request(first, rank=taken[2].rank) as use,
         table.track_request(first) as next_one,
     ):
         assert (use.rank, next_one.rank) == (2, 3)
-    with table.track_request(other, promised=taken[2]) as use:
-        assert use.rank == 0
 
 
 def test_the_load_of_ranks_counts_places() -> None:

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import epd
 from epd.api.items import MMItem
-from epd.policies.plan import ItemRule
-from epd.request.attempts import EncodeJob, ItemPlan, StoreLookup
+from epd.policies.plan import Course, ItemRule
 from epd.request.context import RequestContext
-from epd.request.item_tokens import PIXELS_PER_TOKEN
+from epd.request.item_tokens import PIXELS_PER_TOKEN, TokenCounts
 from epd.request.placement import Placement
+from epd.request.stage_inputs import EncodeJob, ItemPlan, KeyedRequest, StoreLookup
 from epd.routing.balance import Choice
 from epd.routing.encode_work import Speed
 from epd.routing.instances import Instance, Role
@@ -88,7 +88,7 @@ class EncodeFleet:
         namespaces = Namespaces(self.table, clock)
         for one in decodes:
             namespaces.record_writes(one, writes=True)
-        self._placement = Placement(self.table, namespaces, pushed=False)
+        self._placement = Placement(self.table, namespaces, TokenCounts(), pushed=False)
         self._encodes = Choice(self.table, Role.ENCODE)
         self._decodes = Choice(self.table, Role.PREFILL_DECODE)
         self._free_s = dict.fromkeys([*encodes, *decodes], 0.0)
@@ -122,7 +122,7 @@ class EncodeFleet:
             return
         plan = self.plan_item(asked.tokens)
         assert plan.tokens == asked.tokens
-        if plan.local:
+        if plan.at_consumer:
             self.left += 1
             self._decode(asked, asked.tokens)
             return
@@ -134,14 +134,17 @@ class EncodeFleet:
 
     def plan_item(self, tokens: int) -> ItemPlan:
         """Return the plan for a picture of this many tokens, of a request that arrives now."""
-        item = MMItem(("messages", 0, "content", 0), "image_url", image())
-        context = RequestContext("r", {}, CONFIG)
-        pixels = {item: tokens * PIXELS_PER_TOKEN}
-        job = EncodeJob({"model": "m"}, {item: "key"}, pixels, context, rule=self.rule)
-        plans = self._placement.plan_items(
-            job, StoreLookup(answered=True), lambda _: True, lambda _: False
+        item = MMItem(
+            ("messages", 0, "content", 0),
+            "image_url",
+            image(),
+            content_key="key",
+            pixels=tokens * PIXELS_PER_TOKEN,
         )
-        return plans[item]
+        context = RequestContext("r", {}, CONFIG)
+        job = EncodeJob(KeyedRequest({"model": "m"}, [item]), context, Course(items=self.rule))
+        lookup = StoreLookup(identifiers={item: "key"}, answered=True)
+        return self._placement.plan_items(job, lookup, lambda _: False)[item]
 
     def _encoded(self, asked: Asked, using: InFlight) -> None:
         using.end_request()

@@ -184,5 +184,5 @@ def test_a_videos_sound_is_a_separate_output(
     [item] = CHAT.items(body)
 
     assert feature_count(body, item) == expected
-    assert "ec_transfer_params" not in encode_body(body, {item: None})
-    assert encode_body(body, {item: None}, {"a": 1})["ec_transfer_params"] == {"a": 1}
+    assert "ec_transfer_params" not in encode_body(body, [item])
+    assert encode_body(body, [item], {"a": 1})["ec_transfer_params"] == {"a": 1}

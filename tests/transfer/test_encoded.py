@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import orjson
 import pytest
 from hypothesis import given
@@ -190,8 +192,8 @@ def test_any_reply_is_read_or_refused(reply: bytes) -> None:
 
 def consumed(body: Body, *replies: tuple[str | None, Encoded], raw: bool = False) -> Body:
     items = [
-        EncodedItem(item, uuid, reply, "encoded")
-        for item, (uuid, reply) in zip(CHAT.items(body), replies, strict=True)
+        EncodedItem(replace(item, content_key=key), reply, "encoded")
+        for item, (key, reply) in zip(CHAT.items(body), replies, strict=True)
     ]
     params = ECStoreTransfer().consumer_params(one.encoded for one in items)
     return consumer_body(body, items, params, raw=raw).body

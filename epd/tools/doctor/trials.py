@@ -82,7 +82,7 @@ class Tried:
     def by_key(self) -> Body:
         """Return the request with the output's key in place of the media."""
         [item] = CHAT.items(self.body)
-        encoded_item = EncodedItem(item, None, self.encoded, "encoded")
+        encoded_item = EncodedItem(item, self.encoded, "encoded")
         return consumer_body(self.body, [encoded_item], self.params, raw=False).body
 
 
@@ -142,7 +142,7 @@ class Trials:
             try:
                 asked = self._encoded.encode_params(consumer, 1)
                 context = self._context()
-                [replied] = await self._stages.encode(instance, body, {item: None}, asked, context)
+                [replied] = await self._stages.encode(instance, body, [item], asked, context)
                 encoded = self._encoded.encoded(replied, asked)
             except UpstreamRejected as error:
                 refused = refused or error

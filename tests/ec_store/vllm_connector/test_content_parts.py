@@ -3,6 +3,7 @@
 import importlib
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, get_args
 
@@ -133,7 +134,7 @@ def test_vllm_and_the_proxy_read_parts_alike(part: dict[str, Any]) -> None:
             return  # without media: such a part is never forwarded unchanged
     except BadRequest:
         return
-    sent = with_parts(body, {item: raw_part(item, "k") for item in items})
+    sent = with_parts(body, {item: raw_part(replace(item, content_key="k")) for item in items})
     [sent_part] = sent["messages"][0]["content"]
     try:
         kind, _ = parse(sent_part)
