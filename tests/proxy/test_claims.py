@@ -71,6 +71,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+@pytest.fixture
+def lasting_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let claims last until they are released, at once or when an entry may have been written."""
+    monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 3600.0)
+    monkeypatch.setattr("epd.encoder_cache.claims.TENDS", 36_000)
+    monkeypatch.setattr("epd.encoder_cache.claims.WRITTEN_WITHIN_S", 3600.0)
+
+
 async def test_lookup_claims_missing_entries_without_a_second_call(
     backed: Backed, url: str, calls: list[str]
 ) -> None:
@@ -85,6 +93,7 @@ async def test_lookup_claims_missing_entries_without_a_second_call(
         assert not free(backed.store, KEYS[0])
 
 
+@pytest.mark.usefixtures("lasting_claims")
 async def test_claims_go_back_at_once_where_nothing_was_made(backed: Backed, url: str) -> None:
     async with claiming(url) as claims:
         async with looked(claims, "a", "b"), come(claims, "a"):
@@ -93,10 +102,8 @@ async def test_claims_go_back_at_once_where_nothing_was_made(backed: Backed, url
         await until(lambda: free(backed.store, *KEYS), timeout_s=30)
 
 
-async def test_a_claim_is_kept_while_an_instance_may_still_write(
-    backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("epd.encoder_cache.claims.WRITTEN_WITHIN_S", 3600.0)
+@pytest.mark.usefixtures("lasting_claims")
+async def test_a_claim_is_kept_while_an_instance_may_still_write(backed: Backed, url: str) -> None:
     async with claiming(url) as claims:
         async with looked(claims, "a", "b"), come(claims, "a") as (turn, _):
             turn.made = True
@@ -105,6 +112,7 @@ async def test_a_claim_is_kept_while_an_instance_may_still_write(
         assert not free(backed.store, KEYS[0])
 
 
+@pytest.mark.usefixtures("lasting_claims")
 async def test_a_claim_goes_back_when_an_instance_has_had_time_to_write(
     backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
