@@ -68,15 +68,6 @@ REQUEST_SECONDS = Figure(
     "response.",
     (MODEL, "path"),
 )
-STAGE_SECONDS = Figure(
-    "epd_stage_seconds",
-    "histogram",
-    "Duration of upstream requests, store operations and queue waits in seconds, until the answer "
-    "or failure; for decode, until the head of the response. Label failed: false; true; rejected "
-    "if the client request itself is invalid, such as invalid media or a URL that cannot be "
-    "fetched.",
-    (MODEL, "stage", "failed"),
-)
 FIRST_TOKEN_SECONDS = Figure(
     "epd_time_to_first_token_seconds",
     "histogram",
@@ -92,6 +83,15 @@ CHUNK_SECONDS = Figure(
     "comments are ignored.",
     (MODEL,),
 )
+STAGE_SECONDS = Figure(
+    "epd_stage_seconds",
+    "histogram",
+    "Duration of upstream requests, store operations and queue waits in seconds, until the answer "
+    "or failure; for decode, until the head of the response. Label failed: false; true; rejected "
+    "if the client request itself is invalid, such as invalid media or a URL that cannot be "
+    "fetched.",
+    (MODEL, "stage", "failed"),
+)
 KV_WAIT_SECONDS = Figure(
     "epd_kv_wait_seconds",
     "histogram",
@@ -106,6 +106,13 @@ ITEMS = Figure(
     "by prefill or decode.",
     (MODEL, "result"),
 )
+ITEMS_HIT_RATIO = Figure(
+    "epd_items_hit_ratio",
+    "gauge",
+    "Ratio of hits to media items of a model, 0 to 1, since the start of the proxy and over all "
+    "workers. Absent before the first item.",
+    (MODEL,),
+)
 ITEMS_SENT = Figure(
     "epd_items_sent",
     "counter",
@@ -113,13 +120,6 @@ ITEMS_SENT = Figure(
     "metadata instead of the media; raw: the media themselves, which are uploaded and preprocessed "
     "again.",
     (MODEL, "form"),
-)
-ITEMS_HIT_RATIO = Figure(
-    "epd_items_hit_ratio",
-    "gauge",
-    "Ratio of hits to media items of a model, 0 to 1, since the start of the proxy and over all "
-    "workers. Absent before the first item.",
-    (MODEL,),
 )
 ENCODE_DECISIONS = Figure(
     "epd_encode_decisions",
@@ -171,6 +171,14 @@ STORE_BYTES = Figure(
     "Bytes of the entries found by lookups, which consumers load instead of encoding.",
     ("operation",),
 )
+CIRCUIT_OPEN = Figure(
+    "epd_circuit_open",
+    "gauge",
+    "1 while the circuit of the store is open after repeated failures. Label circuit: "
+    "store_questions or store_changes. Absent without a store.",
+    ("circuit",),
+    max,
+)
 RETRIES = Figure(
     "epd_request_retries",
     "counter",
@@ -210,12 +218,6 @@ INSTANCE_CHANGES = Figure(
     "State changes of instances: added, removed, refused, ejected, down, trial or healthy.",
     ("role", "state"),
 )
-REFUSED = Figure(
-    "epd_requests_refused",
-    "counter",
-    "Requests rejected by admission control, by reason.",
-    ("reason",),
-)
 INSTANCE_UP = Figure(
     "epd_instance_up",
     "gauge",
@@ -237,20 +239,6 @@ INSTANCE_REPORTED = Figure(
     ("role", "instance", "state"),
     max,
 )
-PREFIX_TOKENS = Figure(
-    "epd_prefix_tokens",
-    "counter",
-    "Estimated prompt tokens of the requests sent to an instance that is chosen by content "
-    "(--prefill-balance, --decode-balance).",
-    ("role", "instance"),
-)
-PREFIX_TOKENS_MATCHED = Figure(
-    "epd_prefix_tokens_matched",
-    "counter",
-    "The part of epd_prefix_tokens_total that this proxy expected in the prefix cache of the "
-    "instance.",
-    ("role", "instance"),
-)
 ENCODE_BACKLOG = Figure(
     "epd_encode_backlog_seconds",
     "gauge",
@@ -265,6 +253,20 @@ PREFILL_BACKLOG = Figure(
     "each healthy one; with the balance content, without those in a prefix cache. A prompt counts "
     "until the head of the response: at PD without streaming, until the end of decode. The sum "
     "over all proxies is the backlog of the fleet. Absent without such instances.",
+)
+PREFIX_TOKENS = Figure(
+    "epd_prefix_tokens",
+    "counter",
+    "Estimated prompt tokens of the requests sent to an instance that is chosen by content "
+    "(--prefill-balance, --decode-balance).",
+    ("role", "instance"),
+)
+PREFIX_TOKENS_MATCHED = Figure(
+    "epd_prefix_tokens_matched",
+    "counter",
+    "The part of epd_prefix_tokens_total that this proxy expected in the prefix cache of the "
+    "instance.",
+    ("role", "instance"),
 )
 PREFIX_CACHE_PRECISE = Figure(
     "epd_prefix_cache_precise",
@@ -288,18 +290,16 @@ KV_EVENT_FAULTS = Figure(
     "disconnected, gap (events were lost), malformed or restarted (the engine is new).",
     ("role", "instance", "reason"),
 )
-CIRCUIT_OPEN = Figure(
-    "epd_circuit_open",
-    "gauge",
-    "1 while the circuit of the store is open after repeated failures. Label circuit: "
-    "store_questions or store_changes. Absent without a store.",
-    ("circuit",),
-    max,
-)
 IN_FLIGHT = Figure("epd_requests_in_flight", "gauge", "Requests that are being processed.")
 QUEUED = Figure("epd_requests_queued", "gauge", "Requests waiting for admission.")
 BODY_BYTES = Figure(
     "epd_body_bytes_in_flight", "gauge", "Bytes of the bodies of requests that are being processed."
+)
+REFUSED = Figure(
+    "epd_requests_refused",
+    "counter",
+    "Requests rejected by admission control, by reason.",
+    ("reason",),
 )
 LOOP_LAG = Figure(
     "epd_event_loop_lag_seconds",
@@ -347,54 +347,6 @@ BUILD = Figure(
 )
 
 FIGURES: Mapping[str, Figure] = MappingProxyType(
-    {
-        figure.name: figure
-        for figure in (
-            REQUESTS,
-            REQUEST_SECONDS,
-            FIRST_TOKEN_SECONDS,
-            CHUNK_SECONDS,
-            STAGE_SECONDS,
-            KV_WAIT_SECONDS,
-            ITEMS,
-            ITEMS_HIT_RATIO,
-            ITEMS_SENT,
-            ENCODE_DECISIONS,
-            ENCODE_WAITS,
-            SAVED_ENCODES,
-            SAVED_BYTES,
-            SAVED_ENCODE_SECONDS,
-            STORE_OPERATIONS,
-            STORE_BYTES,
-            CIRCUIT_OPEN,
-            RETRIES,
-            DEGRADED,
-            POLICIES,
-            DISCONNECTS,
-            KV_RELEASES,
-            INSTANCE_CHANGES,
-            INSTANCE_UP,
-            INSTANCE_REQUESTS,
-            INSTANCE_REPORTED,
-            ENCODE_BACKLOG,
-            PREFILL_BACKLOG,
-            PREFIX_TOKENS,
-            PREFIX_TOKENS_MATCHED,
-            PREFIX_CACHE_PRECISE,
-            KV_EVENTS,
-            KV_EVENT_FAULTS,
-            IN_FLIGHT,
-            QUEUED,
-            BODY_BYTES,
-            REFUSED,
-            LOOP_LAG,
-            BACKGROUND_FAILURES,
-            CONVERSATIONS,
-            CONVERSATION_TURNS,
-            CONVERSATIONS_EVICTED,
-            RELOADED,
-            BUILD,
-        )
-    }
+    {value.name: value for value in tuple(globals().values()) if isinstance(value, Figure)}
 )
-"""Definitions of all metrics by name, in the order of the reference."""
+"""Definitions of all metrics by name, in the order of the reference: that of this module."""
