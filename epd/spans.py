@@ -5,7 +5,6 @@ tracing code is called.
 """
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Protocol, Self
 
 from epd.events import RequestRecord
@@ -45,12 +44,7 @@ class Span(Protocol):
     def __enter__(self) -> Self:
         """Return the span, which has started already."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End the span, with the slug of the exception if there is one."""
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import time
-from types import TracebackType
 
 from aiohttp import web
 
@@ -129,9 +128,7 @@ class Bounded:
         self._task, self._cancels = task, task.cancelling()
         self._drain.add(self)
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Replace the cancellation by the error that caused it.
 
         Raises:

@@ -15,7 +15,6 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
-from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -97,12 +96,7 @@ class OtelSpan:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end_span(slug_of(error))
 
 

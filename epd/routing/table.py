@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from epd.errors import Outcome, ProxyError
@@ -47,9 +46,7 @@ class Reservation:
     def __enter__(self) -> Self:
         return self.begin_request()
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end_request(error)
 
 
