@@ -51,7 +51,7 @@ class Endpoint:
         paced: whether its requests accept a `stream_interval`.
     """
 
-    path: ClassVar[str]
+    path: str
     limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
     grammar: ClassVar[Grammar] = OPENAI
     encodes: ClassVar[bool] = True

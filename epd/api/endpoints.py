@@ -12,13 +12,9 @@ from epd.api.passthrough import (
     Embeddings,
     Pooling,
     Rerank,
-    RerankV1,
-    RerankV2,
     Score,
-    ScoreV1,
     Tokenize,
     Transcriptions,
-    Translations,
 )
 
 ENDPOINTS: Mapping[str, Endpoint] = {
@@ -32,16 +28,16 @@ ENDPOINTS: Mapping[str, Endpoint] = {
         Embeddings(),
         Tokenize(),
         Detokenize(),
-        Score(),
-        ScoreV1(),
-        Rerank(),
-        RerankV1(),
-        RerankV2(),
+        Score("/score"),
+        Score("/v1/score"),
+        Rerank("/rerank"),
+        Rerank("/v1/rerank"),
+        Rerank("/v2/rerank"),
         Pooling(),
         Classify(),
         CohereEmbed(),
-        Transcriptions(),
-        Translations(),
+        Transcriptions("/v1/audio/transcriptions"),
+        Transcriptions("/v1/audio/translations"),
     )
 }
 

@@ -122,10 +122,12 @@ class Detokenize(PassedOn):
 
 
 class Transcriptions(PassedOn):
-    """OpenAI's transcriptions: a form with a file, which the proxy parses and writes again."""
+    """OpenAI's transcriptions and translations: a form with a file, which the proxy rewrites."""
 
-    path = "/v1/audio/transcriptions"
     salted = False
+
+    def __init__(self, path: str) -> None:
+        self.path = path
 
     def read(
         self,
@@ -153,12 +155,6 @@ class Transcriptions(PassedOn):
     def encode_body(self, body: Body, cuts: Cuts) -> Pieces:  # noqa: ARG002
         pieces: Pieces = body["form"].pieces()
         return pieces
-
-
-class Translations(Transcriptions):
-    """OpenAI's translations, with the same form as transcriptions."""
-
-    path = "/v1/audio/translations"
 
 
 def _conversations(value: list[Any], path: Path) -> Iterator[MMItem]:
@@ -232,7 +228,8 @@ SCORED = ("queries", "documents", "items", "data_1", "data_2", "text_1", "text_2
 class Score(PassedOn):
     """vLLM's scores of pairs, each side a text or content parts."""
 
-    path = "/score"
+    def __init__(self, path: str) -> None:
+        self.path = path
 
     def items(self, body: Body) -> Iterator[MMItem]:
         """Yield the media parts of both sides, in the order of `SCORED`."""
@@ -245,28 +242,8 @@ class Score(PassedOn):
                 yield from _scored(value, (field,))
 
 
-class ScoreV1(Score):
-    """The same scores at vLLM's older path."""
-
-    path = "/v1/score"
-
-
 class Rerank(Score):
     """Jina's and Cohere's ranking of documents, with vLLM's content parts."""
-
-    path = "/rerank"
-
-
-class RerankV1(Rerank):
-    """The same ranking at Jina's path."""
-
-    path = "/v1/rerank"
-
-
-class RerankV2(Rerank):
-    """The same ranking at Cohere's path."""
-
-    path = "/v2/rerank"
 
 
 class Classify(Embeddings):
