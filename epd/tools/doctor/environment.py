@@ -16,6 +16,8 @@ from ipaddress import ip_address
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
+import psutil
+
 from ec_store.aio import AsyncStore
 from ec_store.errors import StoreError, StoreMissing
 from ec_store.keys import EntryKey
@@ -249,8 +251,8 @@ def _mount(url: str) -> Mount | None:
     if parts.scheme != "file":
         return None
     with suppress(OSError):
-        table = Path("/proc/self/mounts").read_text(errors="surrogateescape")
-        return mount_of(PurePosixPath(Path(unquote(parts.path)).resolve()), table.splitlines())
+        path = PurePosixPath(Path(unquote(parts.path)).resolve())
+        return mount_of(path, psutil.disk_partitions(all=True))
     return None
 
 

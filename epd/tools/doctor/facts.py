@@ -4,7 +4,6 @@ Facts are observations without a verdict. `judge` turns them into findings. No I
 """
 
 import enum
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -14,12 +13,10 @@ import orjson
 
 from epd.routing.instances import Instance
 
-_ESCAPED = re.compile(r"\\([0-7]{3})")
-
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """Line of the mount table.
+    """Mounted file system.
 
     Attributes:
         path: mount point.
@@ -32,26 +29,17 @@ class Mount:
     options: dict[str, str]
 
 
-def mount_of(path: PurePosixPath, table: Iterable[str]) -> Mount | None:
+def mount_of(path: PurePosixPath, table: Iterable[tuple[str, str, str, str]]) -> Mount | None:
     """Return the mount that a path is on; None: the table has none.
 
     Args:
         path: absolute path without symbolic links.
-        table: lines of `/proc/mounts` (proc_pid_mounts(5), fstab(5)). Of several mounts at one
-            mount point the last one counts.
+        table: device, mount point, type and options of each mount. Of several mounts at one mount
+            point the last one counts.
     """
-    found: Mount | None = None
-    for line in table:
-        match line.split(" "):
-            case [_, place, kind, options, *_]:
-                unescaped = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), place)
-                mount = Mount(PurePosixPath(unescaped), kind, _options(options))
-                nearer = found is None or len(mount.path.parts) >= len(found.path.parts)
-                if path.is_relative_to(mount.path) and nearer:
-                    found = mount
-            case _:
-                pass
-    return found
+    mounts = [Mount(PurePosixPath(place), kind, _options(text)) for _, place, kind, text in table]
+    around = [mount for mount in mounts if path.is_relative_to(mount.path)]
+    return max(reversed(around), key=lambda mount: len(mount.path.parts), default=None)
 
 
 def _options(text: str) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """Findings that the doctor derives from facts."""
 
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ from epd.tools.doctor.facts import (
     worst_verdict,
 )
 from epd.tools.doctor.judge import judge_fleet, judge_instance, judge_store
+from tests.small_disk import small_disk
 
 E = Instance(Role.ENCODE, "http://e")
 PD = Instance(Role.PREFILL_DECODE, "http://pd")
@@ -148,7 +150,7 @@ def test_an_instance_that_cannot_be_reached_is_not_compared_with_others() -> Non
 
 
 def mount(kind: str, options: str) -> Mount | None:
-    return mount_of(PurePosixPath("/mnt/ec"), [f"x /mnt {kind} {options} 0 0"])
+    return mount_of(PurePosixPath("/mnt/ec"), [("x", "/mnt", kind, options)])
 
 
 @pytest.mark.parametrize(
@@ -201,14 +203,13 @@ def test_a_correct_mount_is_not_a_finding(kind: str, options: str) -> None:
     assert bad(judge_store(config(), StoreFacts(mount=mount(kind, options)))) == []
 
 
-TABLE = r"""
-/dev/vda / ext4 rw,relatime 0 0
-nas:/ec /mnt/ec nfs4 rw,vers=4.2,hard,lookupcache=positive 0 0
-tmpfs /mnt/ec/in\040memory tmpfs rw 0 0
-tmpfs /mnt tmpfs rw 0 0
-nas:/new /mnt/ec nfs4 rw,vers=4.2 0 0
-no line
-"""
+TABLE = [
+    ("/dev/vda", "/", "ext4", "rw,relatime"),
+    ("nas:/ec", "/mnt/ec", "nfs4", "rw,vers=4.2,hard,lookupcache=positive"),
+    ("tmpfs", "/mnt/ec/in memory", "tmpfs", "rw"),
+    ("tmpfs", "/mnt", "tmpfs", "rw"),
+    ("nas:/new", "/mnt/ec", "nfs4", "rw,vers=4.2"),
+]
 
 
 @pytest.mark.parametrize(
@@ -224,15 +225,26 @@ no line
 def test_mount_of_a_path_is_the_last_of_the_nearest(
     path: str, kind: str, options: dict[str, str]
 ) -> None:
-    found = mount_of(PurePosixPath(path), TABLE.splitlines())
+    found = mount_of(PurePosixPath(path), TABLE)
 
     assert found is not None
     assert (found.kind, found.options) == (kind, options)
 
 
-@given(st.text(), st.text())
-def test_no_mount_table_raises(path: str, table: str) -> None:
-    mount_of(PurePosixPath("/" + path), table.splitlines())
+@given(st.text(), st.lists(st.tuples(*[st.text()] * 4)))
+def test_no_mount_table_raises(path: str, table: list[tuple[str, str, str, str]]) -> None:
+    mount_of(PurePosixPath("/" + path), table)
+
+
+def test_mount_of_a_path_is_found_in_the_systems_table(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "in memory", "1m") as disk:
+        if disk.path != disk.mounted:
+            pytest.skip("the mount is in the table of another process")
+        found = mount_of(PurePosixPath(disk.path / "store"), psutil.disk_partitions(all=True))
+
+    assert found is not None
+    assert (str(found.path), found.kind) == (str(disk.path), "tmpfs")
+    assert found.options["size"] == "1024k"
 
 
 def test_a_correct_store_is_not_a_finding() -> None:
