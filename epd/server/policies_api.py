@@ -1,8 +1,8 @@
 """Coordination policies in force, and their changes at `/policies`."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Literal, Protocol, TypedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, TypedDict
 
 import orjson
 import structlog
@@ -12,6 +12,7 @@ from epd.config import ProxyConfig
 from epd.config.proxy_config import LiveConfig, active_policies
 from epd.config.sections import ConfigFields
 from epd.errors import Overloaded, RequestRefused
+from epd.observe.worker_metrics import SharedPage
 from epd.policies.plan import Course, Facts
 from epd.policies.registry import Active, choose_policy, known_names
 
@@ -33,6 +34,9 @@ UNREAD = -1
 Written = Sequence[str]
 """Policies in text form (`name?option=value`), in order of priority."""
 
+_Change = Callable[[Written], Written | None]
+"""Function from the policies in force to the new ones; None stands for the configured ones."""
+
 
 class PolicyRow(TypedDict):
     """One policy in force."""
@@ -51,26 +55,6 @@ class PoliciesPage(_Source):
 
     policies: list[PolicyRow]
     known: list[str]
-
-
-class Page(Protocol):
-    """Memory for the policies that were set, shared by processes (`epd.observe.worker_metrics`)."""
-
-    def write_count(self) -> int:
-        """Return the number of the latest write; 0 before the first one."""
-
-    def read(self) -> bytes | None:
-        """Return the content of the latest write."""
-
-    def write(self, page: bytes) -> None:
-        """Replace the content for all processes."""
-
-    def hold_lock(self) -> AbstractContextManager[None]:
-        """Hold the only right to write while the context lasts.
-
-        Raises:
-            OSError: another process holds it.
-        """
 
 
 class OwnPage:
@@ -100,7 +84,7 @@ class Policies:
 
     def __init__(self, live: LiveConfig) -> None:
         self._live = live
-        self._page: Page = OwnPage()
+        self._page: OwnPage | SharedPage = OwnPage()
         self._own = True
         self._active_for: tuple[int, ConfigFields] = (UNREAD, live.current)
         self._set: Written | None = None
@@ -108,7 +92,7 @@ class Policies:
         # Courses by kind of request, which cannot differ until the policies change.
         self._courses: dict[Hashable, tuple[str, Course] | None] | None = None
 
-    def share_page(self, page: Page) -> None:
+    def share_page(self, page: SharedPage) -> None:
         """Use the policies of this page from now on, which any process may write."""
         self._page, self._own = page, False
         self._active_for = (UNREAD, self._live.current)
@@ -216,7 +200,7 @@ class Policies:
 
         return self._write(without)
 
-    def _write(self, change: "_Change") -> PoliciesPage:
+    def _write(self, change: _Change) -> PoliciesPage:
         try:
             with self._page.hold_lock():
                 config = self._live.current
@@ -258,12 +242,6 @@ class Policies:
         if self._set is None:
             self._active = active_policies(config, config.policies)
         self._courses = {} if all(policy.decides_by_kind for policy in self._active) else None
-
-
-class _Change(Protocol):
-    """Function from the policies in force to the new ones; None stands for the configured ones."""
-
-    def __call__(self, current: Written, /) -> Written | None: ...
 
 
 def policies_changed(before: ConfigFields, after: ConfigFields) -> bool:
