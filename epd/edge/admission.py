@@ -148,51 +148,6 @@ REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
 """Error, slug and message of the response for each reason of a rejection."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one process.
-
-    Attributes:
-        requests: concurrent requests.
-        queue: requests that wait for a place.
-        queue_timeout_s: longest wait for a place, in seconds.
-        body_bytes: bytes of all bodies in memory.
-        tenant_requests: concurrent requests of one tenant, queued ones included; None: no limit.
-        tenant_per_minute: requests of one tenant per minute; None: no limit.
-        tenant_body_bytes: bytes of one tenant's bodies in memory; None: no limit.
-    """
-
-    requests: int
-    queue: int
-    queue_timeout_s: float
-    body_bytes: int
-    tenant_requests: int | None = None
-    tenant_per_minute: float | None = None
-    tenant_body_bytes: int | None = None
-
-
-def limits_of(config: ConfigFields) -> Limits:
-    """Return one worker's limits: its share of places and bytes, and the limits of tenants.
-
-    The workers together keep the configured limits, for any distribution of the requests: they
-    share the requests and the rates of tenants (`TenantLedger`).
-    """
-    share = config.workers
-    body_bytes = max(1, config.max_inflight_bytes // share)
-    # A tenant gets half: bodies that it announces and never sends cannot lock out the other
-    # tenants. One body of the largest size always fits.
-    tenants = max(body_bytes // 2, config.worker_max_body_bytes)
-    return Limits(
-        requests=max(1, config.max_requests // share),
-        queue=config.max_queue // share,
-        queue_timeout_s=config.queue_timeout_s,
-        body_bytes=body_bytes,
-        tenant_requests=config.tenant_max_requests,
-        tenant_per_minute=config.tenant_requests_per_minute,
-        tenant_body_bytes=None if config.api_keys_file is None else tenants,
-    )
-
-
 class AdmittedRequest:
     """Place and bytes of one request. The end of the context releases both.
 
@@ -271,23 +226,33 @@ class Admission:
         refused: number of rejected requests, by reason.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(self, config: ConfigFields, clock: Callable[[], float]) -> None:
         """Start without requests. `clock` is monotonic, in seconds."""
-        self._limits = limits
         self._clock = clock
-        self._rate = _rate(limits)
         self._uses: dict[str, TenantUse] = {}
         self._new_use: Callable[[str], TenantUse] = lambda _: TenantUse()
-        self.door = FairQueue(limits.requests, limits.queue)
+        self.door = FairQueue(0, 0)
         self.body_bytes = 0
         self.refused: Counter[Reason] = Counter()
+        self.apply_config(config)
 
-    def apply_config(self, limits: Limits) -> None:
-        """Replace the limits; admitted and queued requests stay."""
-        if limits.tenant_per_minute != self._limits.tenant_per_minute:
-            self._rate = _rate(limits)  # a bucket keeps the time at which it will be full
-        self._limits = limits
-        self.door.resize(limits.requests, limits.queue)
+    def apply_config(self, config: ConfigFields) -> None:
+        """Replace the limits; admitted and queued requests stay.
+
+        The process gets its share of places and bytes, and the limits of tenants. The workers
+        together keep the configured limits, for any distribution of the requests: they share the
+        requests and the rates of tenants (`TenantLedger`).
+        """
+        self._config = config
+        share = config.workers
+        self.door.resize(max(1, config.max_requests // share), config.max_queue // share)
+        self._max_bytes = max(1, config.max_inflight_bytes // share)
+        # A tenant gets half: bodies that it announces and never sends cannot lock out the other
+        # tenants. One body of the largest size always fits.
+        self._tenant_max_bytes = max(self._max_bytes // 2, config.worker_max_body_bytes)
+        per_minute = config.tenant_requests_per_minute
+        # A bucket keeps the time at which it will be full: it is in `TenantUse`.
+        self._rate = None if per_minute is None else RateLimiter(per_minute)
 
     def share_uses(self, new_use: Callable[[str], TenantUse]) -> None:
         """Share the requests and rates of tenants with other workers, before the first request.
@@ -321,7 +286,7 @@ class Admission:
 
     def enter_queue(self, tenant: Tenant, use: TenantUse) -> Slot:
         """Count a new request. Only `AdmittedRequest` calls this."""
-        most = self._limits.tenant_requests
+        most = self._config.tenant_max_requests
         use.begin_request()  # counted before the others' are read: see `TenantLedger`
         try:
             if most is not None and use.total_requests() > most:
@@ -342,7 +307,7 @@ class Admission:
             Overloaded: the request waited longer than `queue_timeout_s`.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._limits.queue_timeout_s):
+            async with asyncio.timeout(self._config.queue_timeout_s):
                 await ticket.wait()
         if ticket.where != "inside":
             raise self._refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
@@ -354,10 +319,10 @@ class Admission:
             Overloaded: the bytes of all requests would exceed the limit.
             TooManyRequests: the bytes of the tenant's requests would exceed its limit.
         """
-        most = self._limits.tenant_body_bytes
-        if most is not None and use.body_bytes + size > most:
+        has_tenants = self._config.api_keys_file is not None
+        if has_tenants and use.body_bytes + size > self._tenant_max_bytes:
             raise self._refusal("tenant_bytes")
-        if self.body_bytes + size > self._limits.body_bytes:
+        if self.body_bytes + size > self._max_bytes:
             raise self._refusal("body_bytes")
         self.body_bytes += size
         use.body_bytes += size
@@ -366,7 +331,3 @@ class Admission:
         self.refused[reason] += 1
         kind, slug, message = REFUSALS[reason]
         return kind(message, slug=slug, retry_after_s=retry_after_s)
-
-
-def _rate(limits: Limits) -> RateLimiter | None:
-    return None if limits.tenant_per_minute is None else RateLimiter(limits.tenant_per_minute)

@@ -19,7 +19,7 @@ from epd.conversations import conversations
 from epd.conversations.conversations import Conversations
 from epd.discovery.membership import membership
 from epd.edge.access import Access
-from epd.edge.admission import Admission, limits_of
+from epd.edge.admission import Admission
 from epd.edge.drain import DRAIN, Drain
 from epd.edge.protocol import DIRECT
 from epd.encoder_cache.claims import Claims
@@ -117,7 +117,7 @@ def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -
     hide_locals()
     app, config = web.Application(middlewares=(observe,)), live.current
     app[CONFIG] = live
-    app[ADMISSION] = Admission(limits_of(config), time.monotonic)
+    app[ADMISSION] = Admission(config, time.monotonic)
     keys = read_keys(config)
     if keys is not None:
         app[KEYS] = keys
@@ -236,7 +236,7 @@ def _apply_config(  # noqa: PLR0913, PLR0917 - every component with derived stat
     """Update all state that is derived from the configuration."""
     set_level(config.log_level)
     app[LOG].apply_config(config.kv_lease_s, tenants=config.log_tenants)
-    app[ADMISSION].apply_config(limits_of(config))
+    app[ADMISSION].apply_config(config)
     app[POLICIES].apply_reload(config, before)
     conversations.warn_of(config, before)
     registry.replace(InstanceSource.CONFIG, config.instances)

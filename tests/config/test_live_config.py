@@ -1,7 +1,6 @@
 """Configuration that changes at run time, and the components that follow it."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from pydantic import ValidationError
 
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.proxy_config import FIXED, LiveConfig
-from epd.edge.admission import Admission, FairQueue, Limits
+from epd.edge.admission import Admission, FairQueue
 from epd.errors import TooManyRequests, UpstreamUnreachable
 from epd.routing.balance import Choice
 from epd.routing.health import HealthPolicy, HealthState
@@ -147,11 +146,9 @@ def test_queued_requests_are_admitted_when_the_limit_rises() -> None:
 
 
 async def test_limits_change_under_requests_that_are_here() -> None:
-    limits = Limits(requests=9, queue=0, queue_timeout_s=1, body_bytes=9)
+    limits = config(max_requests=9, max_queue=0, api_keys_file="/keys")
     admission = Admission(limits, asyncio.get_running_loop().time)
-    one = Limits(
-        requests=9, queue=0, queue_timeout_s=1, body_bytes=9, tenant_requests=1, tenant_per_minute=1
-    )
+    one = limits.model_copy(update={"tenant_max_requests": 1, "tenant_requests_per_minute": 1})
 
     with admission.request(ALICE) as first, admission.request(ALICE) as second:
         first.enter_queue()
@@ -171,10 +168,11 @@ async def test_limits_change_under_requests_that_are_here() -> None:
 
 
 def test_a_changed_rate_keeps_the_time_at_which_a_bucket_is_full() -> None:
-    limits = Limits(requests=9, queue=0, queue_timeout_s=1, body_bytes=9, tenant_per_minute=1)
-    admission = Admission(limits, lambda: 100.0)
+    admission = Admission(
+        config(api_keys_file="/keys", tenant_requests_per_minute=1), lambda: 100.0
+    )
     admission.keep_pace(ALICE)
-    admission.apply_config(replace(limits, tenant_per_minute=2))
+    admission.apply_config(config(api_keys_file="/keys", tenant_requests_per_minute=2))
 
     with pytest.raises(TooManyRequests) as refused:
         admission.keep_pace(ALICE)

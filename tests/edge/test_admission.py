@@ -17,13 +17,13 @@ from hypothesis.stateful import (
 )
 
 from epd.config import ProxyConfig
-from epd.edge.admission import Admission, FairQueue, Limits, QueueFull, Slot, limits_of
+from epd.edge.admission import Admission, FairQueue, QueueFull, Slot
 from epd.errors import Overloaded, TooManyRequests, TryLater
 from epd.tenants import RateLimiter, Tenant, TenantUse
 
 ALICE, BOB, CAROL = (Tenant(name) for name in ("alice", "bob", "carol"))
 TENANTS = (ALICE, BOB, CAROL)
-LIMITS = Limits(requests=2, queue=2, queue_timeout_s=10, body_bytes=100)
+LIMITS = {"max_requests": 2, "max_queue": 2, "max_inflight_bytes": 100, "api_keys_file": None}
 
 
 class Clock:
@@ -34,9 +34,14 @@ class Clock:
         return self.now
 
 
-def admission(**limits: float) -> Admission:
-    changed = {name: getattr(LIMITS, name) for name in LIMITS.__slots__} | limits
-    return Admission(Limits(**changed), Clock())
+def config(**more: int) -> ProxyConfig:
+    urls = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d:1"}
+    return ProxyConfig.model_validate(urls | {"api_keys_file": "keys"} | more)
+
+
+def admission(clock: Callable[[], float] | None = None, **limits: float | str) -> Admission:
+    """Return an admission control with limits below those that a configuration may have."""
+    return Admission(config().model_copy(update=LIMITS | limits), clock or Clock())
 
 
 @contextmanager
@@ -51,6 +56,15 @@ def refusal(act: Callable[[], object]) -> TryLater | None:
     except TryLater as refused:
         return refused
     return None
+
+
+def reasons(admitted: Admission, act: Callable[[], object]) -> Sequence[str]:
+    """Return the reason of a rejection, as counted; empty if the act is admitted."""
+    before = admitted.refused.copy()
+    refused = refusal(act)
+    counted = [*(admitted.refused - before)]
+    assert len(counted) == (refused is not None)
+    return counted
 
 
 class DoorMachine(RuleBasedStateMachine):
@@ -186,7 +200,7 @@ def test_each_request_ends_once_and_releases_its_place(
     steps: Sequence[tuple[str, Tenant | int | None]],
 ) -> None:
     async def run() -> None:
-        admitted = admission(queue_timeout_s=0.001, tenant_requests=3)
+        admitted = admission(queue_timeout_s=0.001, tenant_max_requests=3)
         visits = Visits(admitted)
         for act, which in steps:
             await visits.step(act, which)
@@ -211,7 +225,7 @@ def test_each_request_ends_once_and_releases_its_place(
 
 
 async def test_a_place_granted_to_a_disconnecting_client_is_passed_on() -> None:
-    visits = Visits(admission(requests=1))
+    visits = Visits(admission(max_requests=1))
     for tenant in TENANTS:
         visits.come(tenant)
     await asyncio.sleep(0)
@@ -224,7 +238,7 @@ async def test_a_place_granted_to_a_disconnecting_client_is_passed_on() -> None:
 
 
 async def test_a_request_that_waits_too_long_gets_a_retry_after() -> None:
-    admitted = admission(requests=1, queue_timeout_s=0.001)
+    admitted = admission(max_requests=1, queue_timeout_s=0.001)
     with arriving(admitted, ALICE):
         with (
             arriving(admitted, BOB) as ticket,
@@ -253,7 +267,7 @@ def test_tenants_take_turns_and_each_comes_in_its_own_order() -> None:
 
 
 async def test_a_full_queue_rejects_from_its_longest_line() -> None:
-    admitted = admission(requests=1, queue=4)
+    admitted = admission(max_requests=1, max_queue=4)
     with ExitStack() as stack:
         alice = [stack.enter_context(arriving(admitted, ALICE)) for _ in range(5)]
         bob = [stack.enter_context(arriving(admitted, BOB)) for _ in range(2)]
@@ -269,7 +283,7 @@ async def test_a_full_queue_rejects_from_its_longest_line() -> None:
 
 
 def test_a_tenant_has_so_many_at_once_those_that_wait_included() -> None:
-    admitted = admission(requests=1, queue=9, tenant_requests=2)
+    admitted = admission(max_requests=1, max_queue=9, tenant_max_requests=2)
     with ExitStack() as stack:
         stack.enter_context(arriving(admitted, ALICE))
         with arriving(admitted, ALICE):
@@ -299,7 +313,7 @@ def test_bodies_never_exceed_the_budget_and_it_is_released(
 
 @pytest.mark.security("S24")
 def test_a_tenants_bodies_leave_room_for_anothers() -> None:
-    admitted = admission(tenant_body_bytes=50)
+    admitted = admission(max_body_bytes=50, api_keys_file="keys")
     with ExitStack() as stack:
         first, second = (stack.enter_context(admitted.request(ALICE)) for _ in range(2))
         first.grow(40)
@@ -349,9 +363,7 @@ def test_retry_after_of_a_rate_limit_is_exact(per_minute: float, count: int) -> 
 @pytest.mark.fault(66)
 def test_retry_after_uses_a_monotonic_clock() -> None:
     clock = Clock()
-    admitted = Admission(
-        Limits(requests=9, queue=0, queue_timeout_s=1, body_bytes=1, tenant_per_minute=2), clock
-    )
+    admitted = admission(clock, tenant_requests_per_minute=2)
     for _ in range(2):
         admitted.keep_pace(ALICE)
     refused = refusal(lambda: admitted.keep_pace(ALICE))
@@ -363,37 +375,57 @@ def test_retry_after_uses_a_monotonic_clock() -> None:
     admitted.keep_pace(ALICE)
 
 
-def config(**more: int) -> ProxyConfig:
-    urls = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d:1"}
-    return ProxyConfig.model_validate(urls | {"api_keys_file": "keys"} | more)
-
-
 def test_a_worker_has_its_share_of_places_and_all_limits_of_tenants() -> None:
-    limits = limits_of(
-        config(
-            workers=4,
-            max_requests=400,
-            max_queue=3,
-            max_inflight_bytes=4096,
-            tenant_max_requests=2,
-            tenant_requests_per_minute=2,
-        )
-    )
+    settings = {"workers": 4, "max_requests": 400, "max_queue": 3, "max_inflight_bytes": 4096}
+    tenant_settings = {"tenant_max_requests": 2, "tenant_requests_per_minute": 2}
+    admitted = Admission(config(**settings, **tenant_settings), Clock())
+    with ExitStack() as stack:
+        for number in range(50):
+            for _ in range(2):
+                stack.enter_context(arriving(admitted, Tenant(str(number))))
+        assert admitted.door.inside == 100
+        assert reasons(admitted, lambda: stack.enter_context(arriving(admitted, ALICE))) == [
+            "queue_full"
+        ]
+        assert reasons(admitted, lambda: stack.enter_context(arriving(admitted, Tenant("1")))) == [
+            "tenant_requests"
+        ]
+    for _ in range(2):
+        admitted.keep_pace(ALICE)
+    assert reasons(admitted, lambda: admitted.keep_pace(ALICE)) == ["tenant_rate"]
+    with admitted.request(ALICE) as alice, admitted.request(BOB) as bob:
+        alice.grow(1024)
+        assert reasons(admitted, lambda: alice.grow(1025)) == ["tenant_bytes"]
+        assert reasons(admitted, lambda: bob.grow(1)) == ["body_bytes"]
 
-    assert limits == Limits(
-        requests=100,
-        queue=0,
-        queue_timeout_s=10,
-        body_bytes=1024,
-        tenant_requests=2,
-        tenant_per_minute=2,
-        tenant_body_bytes=1024,
-    )
-    assert limits_of(config()).tenant_requests is None
+
+def test_a_tenant_without_a_limit_has_all_places() -> None:
+    admitted = Admission(config(max_requests=9), Clock())
+    with ExitStack() as stack:
+        for _ in range(9):
+            stack.enter_context(arriving(admitted, ALICE))
+        assert admitted.door.inside == 9
 
 
-def test_a_tenant_may_have_half_of_the_bytes_and_one_body_at_least() -> None:
-    assert limits_of(config(max_body_bytes=1024)).tenant_body_bytes == 2**29
-    assert limits_of(config(workers=8)).tenant_body_bytes == 2**27
-    assert limits_of(config(workers=16)).tenant_body_bytes == 2**26
-    assert limits_of(config().model_copy(update={"api_keys_file": None})).tenant_body_bytes is None
+@pytest.mark.parametrize(
+    ("settings", "tenant_bytes"),
+    [
+        ({"max_body_bytes": 1024}, 2**29),
+        ({"workers": 8}, 2**27),
+        ({"workers": 16}, 2**26),
+    ],
+)
+def test_a_tenant_may_have_half_of_the_bytes_and_one_body_at_least(
+    settings: dict[str, int], tenant_bytes: int
+) -> None:
+    admitted = Admission(config(**settings), Clock())
+    with admitted.request(ALICE) as request:
+        request.grow(tenant_bytes)
+        assert reasons(admitted, lambda: request.grow(tenant_bytes + 1)) == ["tenant_bytes"]
+
+
+def test_one_tenant_may_have_all_bytes_without_keys() -> None:
+    admitted = Admission(config().model_copy(update={"api_keys_file": None}), Clock())
+    with admitted.request(ALICE) as request:
+        request.grow(2**30)
+        assert reasons(admitted, lambda: request.grow(2**30 + 1)) == ["body_bytes"]

@@ -16,7 +16,7 @@ from ec_store.opening import open_async_store
 from epd.config import ProxyConfig
 from epd.config.proxy_config import LiveConfig
 from epd.conversations.conversations import Conversations
-from epd.edge.admission import Admission, limits_of
+from epd.edge.admission import Admission
 from epd.encoder_cache.client import EncoderCache
 from epd.observe.collectors import ConversationsGlance, InstancesGlance, KVEventsGlance, StoreGlance
 from epd.observe.metric_defs import FIGURES
@@ -120,7 +120,7 @@ def test_the_slowest_and_the_failed_worker_are_shown() -> None:
 
 def families() -> list[Metric]:
     config = ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
-    observer = MetricsObserver(Admission(limits_of(config), time.monotonic))
+    observer = MetricsObserver(Admission(config, time.monotonic))
     cache = EncoderCache(partial(open_async_store, "file:///nowhere"), budget_s=1, lease_s=1)
     observer.registry.register(InstancesGlance(InstanceTable(config.instances)))
     observer.registry.register(KVEventsGlance(InstanceTable(config.instances), dict))

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from epd.edge.admission import Admission, Limits
+from epd.config import ProxyConfig
+from epd.edge.admission import Admission
 from epd.observe import worker_metrics
 from epd.observe.metrics import MetricsObserver
 from epd.observe.worker_metrics import (
@@ -130,8 +131,8 @@ class Reading(SharedPage):
 
 
 async def test_a_scrape_of_several_workers_is_made_on_a_thread(pages: list[SharedPage]) -> None:
-    limits = Limits(requests=1, queue=0, queue_timeout_s=1, body_bytes=1)
-    metrics = MetricsObserver(Admission(limits, time.monotonic))
+    config = ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
+    metrics = MetricsObserver(Admission(config, time.monotonic))
     watched = [Reading(page.descriptor) for page in pages]
     metrics.shown = WorkerMetrics(metrics.shown, watched, 0)
     for page in watched:

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.edge.admission import Admission, Limits
+from epd.config import ProxyConfig
+from epd.edge.admission import Admission
 from epd.events import ItemResult, RequestRecord, StageDone
 from epd.observe.metrics import MetricsObserver
 from epd.tools.bench.dataset import Dataset
@@ -79,8 +80,8 @@ def test_an_invalid_url_is_not_a_target(text: str) -> None:
 
 
 def metrics_of_nothing() -> MetricsObserver:
-    limits = Limits(requests=1, queue=0, queue_timeout_s=1.0, body_bytes=1)
-    return MetricsObserver(Admission(limits, lambda: 0.0))
+    config = ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
+    return MetricsObserver(Admission(config, lambda: 0.0))
 
 
 def answered(items: Mapping[ItemResult, int]) -> RequestRecord:
