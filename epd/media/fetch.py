@@ -33,7 +33,7 @@ from epd.media.cache import (
     revalidation_headers,
 )
 from epd.media.parts import Remote, source
-from epd.media.policy import NO_ADDRESS, HeldBytes, MediaPolicy, refused_url
+from epd.media.policy import NO_ADDRESS, HeldBytes, allows_address, check_url, refused_url
 from epd.version import __version__
 
 MAX_REDIRECTS = 3
@@ -133,11 +133,6 @@ class MediaFetcher:
         }
         return with_parts(body, parts), cuts
 
-    @property
-    def _policy(self) -> MediaPolicy:
-        """The policy of the current configuration."""
-        return media_policy(self._live.current)
-
     async def _of_item(self, item: MMItem, url: str, total: "_Total") -> Media:
         try:
             media = await self.fetch(url, item.modality, total.held)
@@ -157,7 +152,7 @@ class MediaFetcher:
             MediaFetchFailed: the origin does not have the media, failed, or timed out.
             TryLater: the memory limit is reached.
         """
-        target = self._policy.check(url)
+        target = check_url(self._live.current, url)
         key = CacheKey(held.scope, modality, str(target))
         known = self._cache.get(key)
         if known is not None and _now() < known.fresh_until:
@@ -201,7 +196,7 @@ class MediaFetcher:
                     fresh = min(
                         fresh, fresh_s(cache_headers) if may_keep(cache_headers, key.scope) else 0
                     )
-                    url = self._policy.check(location, base=url)
+                    url = check_url(self._live.current, location, base=url)
                     continue
                 if response.status == HTTPStatus.NOT_MODIFIED and ours is not None:
                     media, cache_headers = (
@@ -264,8 +259,8 @@ class CheckedResolver(AbstractResolver):
             OSError: it has none.
         """
         found = await self._resolver.resolve(host, port, family)
-        policy = media_policy(self._live.current)
-        allowed = [address for address in found if policy.allows_address(address["host"])]
+        config = self._live.current
+        allowed = [address for address in found if allows_address(config, address["host"])]
         if not allowed:
             raise OSError("no allowed address")
         return allowed
@@ -300,15 +295,6 @@ def _remote(items: Sequence[MMItem]) -> dict[MMItem, str]:
         for item, media in sources.items()
         if isinstance(media, Remote) and media.path is None
     }
-
-
-def media_policy(config: ConfigFields) -> MediaPolicy:
-    """Return the policy of a configuration."""
-    return MediaPolicy(
-        allowed_domains=frozenset(config.allowed_media_domains),
-        allow_http=config.allow_http_media,
-        allow_private=config.allow_private_media,
-    )
 
 
 def _base64_size(size: int) -> int:

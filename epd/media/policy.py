@@ -6,12 +6,12 @@ parser between check and use could bypass the policy (CVE-2026-24779).
 
 import re
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Protocol
 
 from yarl import URL
 
+from epd.config.sections.limits import MediaSettings
 from epd.errors import BadRequest
 
 MAX_URL = 8190
@@ -54,54 +54,41 @@ CLOUD_METADATA = _networks("100.100.100.200/32", "fd00:ec2::/32")
 """Metadata services of Alibaba and AWS, which serve credentials, in otherwise private ranges."""
 
 
-@dataclass(frozen=True, slots=True)
-class MediaPolicy:
-    """The limits of media fetches.
+def check_url(settings: MediaSettings, text: str, base: URL | None = None) -> URL:
+    """Return the URL to request for `text`, which may be relative to `base` in a redirect.
 
-    Attributes:
-        allowed_domains: allowed host names in lower case; empty for any.
-        allow_http: whether the scheme may be http.
-        allow_private: whether hosts may have private addresses.
+    Raises:
+        BadRequest: the URL is not allowed.
     """
+    url = _parsed(text, base)
+    if url.scheme != "https" and not (settings.allow_http_media and url.scheme == "http"):
+        raise refused_url("the URL must start with https://")
+    if url.raw_user is not None or url.raw_password is not None:
+        raise refused_url("the URL must not have a user")
+    host = url.raw_host
+    if not host or "%" in host:
+        raise refused_url("the URL must have a host")
+    if settings.allowed_media_domains and host.rstrip(".") not in settings.allowed_media_domains:
+        raise refused_url("the host is not in --allowed-media-domains")
+    number = ":" in host or NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]) is not None
+    if number and not allows_address(settings, host):
+        raise refused_url(NO_ADDRESS)
+    return url
 
-    allowed_domains: frozenset[str] = frozenset()
-    allow_http: bool = False
-    allow_private: bool = False
 
-    def check(self, text: str, base: URL | None = None) -> URL:
-        """Return the URL to request for `text`, which may be relative to `base` in a redirect.
-
-        Raises:
-            BadRequest: the URL is not allowed.
-        """
-        url = _parsed(text, base)
-        if url.scheme != "https" and not (self.allow_http and url.scheme == "http"):
-            raise refused_url("the URL must start with https://")
-        if url.raw_user is not None or url.raw_password is not None:
-            raise refused_url("the URL must not have a user")
-        host = url.raw_host
-        if not host or "%" in host:
-            raise refused_url("the URL must have a host")
-        if self.allowed_domains and host.rstrip(".") not in self.allowed_domains:
-            raise refused_url("the host is not in --allowed-media-domains")
-        number = ":" in host or NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]) is not None
-        if number and not self.allows_address(host):
-            raise refused_url(NO_ADDRESS)
-        return url
-
-    def allows_address(self, text: str) -> bool:
-        """Return whether a connection to this IP address is allowed."""
-        try:
-            address = ip_address(text)
-        except ValueError:  # it has a zone, or is not an address
-            return False
-        if any(address in network for network in CLOUD_METADATA):
-            return False
-        if self.allow_private and any(address in network for network in INSIDE):
-            return True
-        if address.version == GLOBAL_UNICAST.version and address not in GLOBAL_UNICAST:
-            return False
-        return not any(address in network for network in NOT_PUBLIC)
+def allows_address(settings: MediaSettings, text: str) -> bool:
+    """Return whether a connection to this IP address is allowed."""
+    try:
+        address = ip_address(text)
+    except ValueError:  # it has a zone, or is not an address
+        return False
+    if any(address in network for network in CLOUD_METADATA):
+        return False
+    if settings.allow_private_media and any(address in network for network in INSIDE):
+        return True
+    if address.version == GLOBAL_UNICAST.version and address not in GLOBAL_UNICAST:
+        return False
+    return not any(address in network for network in NOT_PUBLIC)
 
 
 def refused_url(message: str) -> BadRequest:

@@ -5,11 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
+from epd.config.sections.limits import MediaSettings
 from epd.errors import BadRequest
-from epd.media.policy import MAX_URL, MediaPolicy
+from epd.media.policy import MAX_URL, allows_address, check_url
 
-PUBLIC = MediaPolicy()
-INSIDE = MediaPolicy(frozenset({"media.test", "127.0.0.1"}), allow_private=True)
+PUBLIC = MediaSettings(media_fetch="proxy")
+HTTP = MediaSettings(media_fetch="proxy", allow_http_media=True)
+INSIDE = MediaSettings(
+    media_fetch="proxy",
+    allowed_media_domains=("media.test", "127.0.0.1"),
+    allow_private_media=True,
+)
 
 PRIVATE = [
     *("10.1.2.3", "100.64.0.1", "127.0.0.1", "127.8.8.8", "172.31.0.1", "192.168.1.1"),
@@ -29,28 +35,28 @@ NEVER = [
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "172.32.0.1", "100.128.0.1", "2606:4700::1111"])
 def test_public_addresses_are_allowed(address: str) -> None:
-    assert PUBLIC.allows_address(address)
-    assert INSIDE.allows_address(address)
+    assert allows_address(PUBLIC, address)
+    assert allows_address(INSIDE, address)
 
 
 @pytest.mark.parametrize("address", PRIVATE)
 @pytest.mark.security("S7")
 def test_private_addresses_are_allowed_only_by_flag(address: str) -> None:
-    assert not PUBLIC.allows_address(address)
-    assert INSIDE.allows_address(address)
+    assert not allows_address(PUBLIC, address)
+    assert allows_address(INSIDE, address)
 
 
 @pytest.mark.parametrize("address", NEVER)
 @pytest.mark.security("S7")
 def test_media_policy_never_allows_these_addresses(address: str) -> None:
-    assert not PUBLIC.allows_address(address)
-    assert not INSIDE.allows_address(address)
+    assert not allows_address(PUBLIC, address)
+    assert not allows_address(INSIDE, address)
 
 
 @pytest.mark.security("S7")
 @given(st.ip_addresses())
 def test_media_policies_allow_no_special_addresses(address: IPv4Address | IPv6Address) -> None:
-    if PUBLIC.allows_address(str(address)):
+    if allows_address(PUBLIC, str(address)):
         assert address.is_global
         assert not address.is_multicast
         assert not address.is_link_local
@@ -89,34 +95,34 @@ def test_media_policies_allow_no_special_addresses(address: IPv4Address | IPv6Ad
 )
 def test_urls_that_may_not_be_fetched(url: str) -> None:
     with pytest.raises(BadRequest) as refusal:
-        PUBLIC.check(url)
+        check_url(PUBLIC, url)
 
     assert refusal.value.slug == "media_not_allowed"
 
 
 def test_urls_that_may_be_fetched() -> None:
-    assert PUBLIC.check("https://a.test/x?y#z") == URL("https://a.test/x?y")
-    assert PUBLIC.check("HTTPS://8.8.8.8:8443/") == URL("https://8.8.8.8:8443/")
-    assert PUBLIC.check("https://[2606:4700::1111]/").raw_host == "2606:4700::1111"
-    assert MediaPolicy(allow_http=True).check("http://a.test/").scheme == "http"
+    assert check_url(PUBLIC, "https://a.test/x?y#z") == URL("https://a.test/x?y")
+    assert check_url(PUBLIC, "HTTPS://8.8.8.8:8443/") == URL("https://8.8.8.8:8443/")
+    assert check_url(PUBLIC, "https://[2606:4700::1111]/").raw_host == "2606:4700::1111"
+    assert check_url(HTTP, "http://a.test/").scheme == "http"
 
 
 def test_media_policy_with_hosts_allows_only_these_hosts() -> None:
     for good in ("https://media.test/", "https://MEDIA.test.:8443/", "https://127.0.0.1/"):
-        INSIDE.check(good)
+        check_url(INSIDE, good)
     for bad in ("https://x.media.test/", "https://media.test.evil/", "https://127.0.0.2/"):
         with pytest.raises(BadRequest):
-            INSIDE.check(bad)
+            check_url(INSIDE, bad)
 
 
 @pytest.mark.security("S7")
 def test_a_redirect_is_read_against_where_it_came_from_and_checked() -> None:
     base = URL("https://media.test/a/b")
 
-    assert INSIDE.check("../c?d", base) == URL("https://media.test/c?d")
+    assert check_url(INSIDE, "../c?d", base) == URL("https://media.test/c?d")
     for bad in ("//evil.test/", "http://media.test/", "/\\evil.test", "https://10.0.0.1/"):
         with pytest.raises(BadRequest):
-            INSIDE.check(bad, base)
+            check_url(INSIDE, bad, base)
 
 
 @given(
@@ -124,10 +130,10 @@ def test_a_redirect_is_read_against_where_it_came_from_and_checked() -> None:
 )
 def test_any_url_is_rejected_or_allowed_by_the_policy(text: str, base: URL | None) -> None:
     try:
-        url = INSIDE.check(text, base)
+        url = check_url(INSIDE, text, base)
     except BadRequest as refusal:
         assert refusal.slug == "media_not_allowed"
     else:
         assert url.scheme == "https"
-        assert (url.raw_host or "").rstrip(".") in INSIDE.allowed_domains
+        assert (url.raw_host or "").rstrip(".") in INSIDE.allowed_media_domains
         assert url == URL(str(url))
