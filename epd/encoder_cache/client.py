@@ -22,6 +22,8 @@ from ec_store.entry import EntryInfo
 from ec_store.errors import StoreError, StoreMissing
 from ec_store.keys import EntryKey
 from epd.aio import Background
+from epd.config.sections import Live
+from epd.config.sections.transfers import TransferSettings
 from epd.encoder_cache.lookup import MOST_KEYS, AtOnce, Lookup
 
 REFRESH_S = 5.0
@@ -81,19 +83,12 @@ class EncoderCache:
         found_bytes: total size of the entries found.
     """
 
-    def __init__(self, open_store: OpenStore, *, budget_s: float, lease_s: float) -> None:
-        """Create the client without opening the store.
-
-        Args:
-            open_store: opens the store, an existing one.
-            budget_s: timeout of a lookup, after which everything is a miss.
-            lease_s: time for which a found entry is protected from eviction.
-        """
+    def __init__(self, open_store: OpenStore, live: Live[TransferSettings]) -> None:
+        """Create the client without opening the store. `open_store` opens an existing one."""
         self.operations: Counter[tuple[Operation, Result]] = Counter()
         self.found_bytes = 0
         self._open_store = open_store
-        self._budget_s = budget_s
-        self._lease_s = lease_s
+        self._live = live
         self._opened: AsyncStore | None = None
         self._store: AsyncStore | None = None
         self._problem: str | None = None
@@ -109,10 +104,10 @@ class EncoderCache:
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, open_store: OpenStore, *, budget_s: float, lease_s: float, background: Background
+        cls, open_store: OpenStore, live: Live[TransferSettings], background: Background
     ) -> AsyncIterator[Self]:
         """Return a cache that opens its store in the background, until the context exits."""
-        cache = cls(open_store, budget_s=budget_s, lease_s=lease_s)
+        cache = cls(open_store, live)
         ready = asyncio.Event()
         cache.run_later(background.keep_running("encoder_cache", partial(cache._refresh, ready)))
         with suppress(TimeoutError):
@@ -126,10 +121,6 @@ class EncoderCache:
             await asyncio.gather(*cache._tasks, return_exceptions=True)
             if cache._opened is not None:
                 await cache._opened.close()
-
-    def apply_config(self, *, budget_s: float, lease_s: float) -> None:
-        """Change the budget and the length of leases, from the next lookup on."""
-        self._budget_s, self._lease_s = budget_s, lease_s
 
     @property
     def open_circuits(self) -> Mapping[str, bool]:
@@ -167,7 +158,7 @@ class EncoderCache:
             return self._look_up_on_loop(look, self._store)
         visiting = self._store.begin_visit(look.run)
         try:
-            await _ended(visiting, PATIENT_S if patient else self._budget_s)
+            await _ended(visiting, PATIENT_S if patient else self._live.current.ec_store_budget_s)
             if look.found is not None and not visiting.done():
                 await _ended(visiting, PATIENT_S)
         finally:
@@ -219,19 +210,20 @@ class EncoderCache:
         return True
 
     def _keep(self, keys: Sequence[EntryKey]) -> None:
-        """Lease entries with less than `lease_s` left of their lease."""
-        now_s = asyncio.get_running_loop().time()
-        short = [key for key in keys if self._leased.get(key, 0.0) < now_s + self._lease_s]
+        """Lease entries with less than `ec_store_lease_s` left of their lease."""
+        until_s = asyncio.get_running_loop().time() + self._live.current.ec_store_lease_s
+        short = [key for key in keys if self._leased.get(key, 0.0) < until_s]
         if short:
             self.run_later(self.lease(short))
 
     async def lease(self, keys: Sequence[EntryKey]) -> None:
         """Protect entries from eviction for a while.
 
-        The lease is half as long again as `lease_s`, so that not every hit renews it.
+        The lease is half as long again as `ec_store_lease_s`, so that not every hit renews it.
         """
-        until_s = asyncio.get_running_loop().time() + 1.5 * self._lease_s
-        infos = await self.write("lease", lambda store: store.lease(keys, 1.5 * self._lease_s))
+        lease_s = 1.5 * self._live.current.ec_store_lease_s
+        until_s = asyncio.get_running_loop().time() + lease_s
+        infos = await self.write("lease", lambda store: store.lease(keys, lease_s))
         for info in infos or ():
             if info is not None:
                 self._leased[info.key] = until_s

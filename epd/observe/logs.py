@@ -19,6 +19,7 @@ import structlog
 from structlog.typing import EventDict
 
 from epd.api.endpoints import is_api
+from epd.config.sections import ConfigFields, Live
 from epd.errors import Stage
 from epd.events import InstanceChanged, RequestRecord, StageDone, stage_seconds
 from epd.observe.log_lines import LineLogger, LineWriter
@@ -221,21 +222,11 @@ class _Relay(logging.Handler):
 class LogObserver:
     """Observer that logs each client request, and at level debug each upstream request."""
 
-    def __init__(self, kv_lease_s: float, *, tenants: bool = False) -> None:
-        """Log with these settings.
+    def __init__(self, live: Live[ConfigFields]) -> None:
+        self._live = live
 
-        Args:
-            kv_lease_s: time for which prefill keeps its blocks, in seconds. A wait of more than
-                half of it is a warning.
-            tenants: whether the line of a request names its tenant.
-        """
-        self._long_s = kv_lease_s / 2
-        self._tenants = tenants
-
-    def apply_config(self, kv_lease_s: float, *, tenants: bool) -> None:
-        """Use other settings, and the current log level."""
-        self._long_s = kv_lease_s / 2
-        self._tenants = tenants
+    def renew_logger(self) -> None:
+        """Use the current log level from the next line on."""
         self.__dict__.pop("_log", None)
         self.__dict__.pop("_debugs", None)
         self.__dict__.pop("_lines", None)
@@ -312,7 +303,7 @@ class LogObserver:
         return logging.INFO if is_api(event.path) else logging.DEBUG
 
     def _is_long_wait(self, event: RequestRecord) -> bool:
-        return event.kv_wait_s is not None and event.kv_wait_s > self._long_s
+        return event.kv_wait_s is not None and event.kv_wait_s > self._live.current.kv_lease_s / 2
 
     def _add_course(self, fields: Fields, event: RequestRecord) -> None:
         """Add the time of each stage, and what differed from the usual course."""
@@ -337,7 +328,7 @@ class LogObserver:
 
     def _add_names(self, fields: Fields, event: RequestRecord) -> None:
         """Add the fields that operators search requests by."""
-        if self._tenants and event.tenant:
+        if self._live.current.log_tenants and event.tenant:
             fields["tenant"] = event.tenant
         fields["request_id"] = event.request_id
         if event.engine_id != event.request_id:

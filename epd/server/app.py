@@ -133,7 +133,7 @@ def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -
     app[RELOAD] = Reload(app[METRICS].reloaded)
     app[DRAIN] = Drain()
     app[DIRECT] = direct(app, api_routes.answer_request)
-    app[LOG] = LogObserver(config.kv_lease_s, tenants=config.log_tenants)
+    app[LOG] = LogObserver(live)
     own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
     app[OBSERVERS] = (*own, *((app[LOG],) if observers is None else observers))
     app.cleanup_ctx.append(connections)
@@ -156,7 +156,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         watched(app[METRICS].loop_lag, background),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
         MediaFetcher.open(live) as media,
-        _cache(config, background) as cache,
+        _cache(live, background) as cache,
         conversations,
         membership(config, registry, upstream, background) as registrations,
         probe_periodically(table, upstream, live, background),
@@ -197,7 +197,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         glances = InstancesGlance(table), KVEventsGlance(table, event_counts), StoreGlance(cache)
         for glance in (*glances, ConversationsGlance(conversations)):
             app[METRICS].registry.register(glance)
-        live.add_follower(partial(_apply_config, app, registry, table, upstream, cache))
+        live.add_follower(partial(_apply_config, app, registry, table, upstream))
         yield
 
 
@@ -229,21 +229,18 @@ def _apply_config(  # noqa: PLR0913, PLR0917 - every component with derived stat
     registry: Registry,
     table: InstanceTable,
     upstream: Upstream,
-    cache: EncoderCache | None,
     config: ProxyConfig,
     before: ProxyConfig,
 ) -> None:
     """Update all state that is derived from the configuration."""
     set_level(config.log_level)
-    app[LOG].apply_config(config.kv_lease_s, tenants=config.log_tenants)
+    app[LOG].renew_logger()
     app[ADMISSION].apply_config(config)
     app[POLICIES].apply_reload(config, before)
     conversations.warn_of(config, before)
     registry.replace(InstanceSource.CONFIG, config.instances)
     table.judge_by(config.health)
     upstream.connect_within(config.connect_timeout_s)
-    if cache is not None:
-        cache.apply_config(budget_s=config.ec_store_budget_s, lease_s=config.ec_store_lease_s)
 
 
 def _changed(
@@ -261,16 +258,13 @@ def _changed(
 
 
 def _cache(
-    config: ProxyConfig, background: Background
+    live: LiveConfig, background: Background
 ) -> AbstractAsyncContextManager[EncoderCache | None]:
-    if config.ec_store is None:
+    url = live.current.ec_store
+    if url is None:
         return nullcontext()
-    return EncoderCache.connect(
-        partial(open_async_store, config.ec_store, create=False, lazy=True),
-        budget_s=config.ec_store_budget_s,
-        lease_s=config.ec_store_lease_s,
-        background=background,
-    )
+    open_store = partial(open_async_store, url, create=False, lazy=True)
+    return EncoderCache.connect(open_store, live, background)
 
 
 def _kv_events(

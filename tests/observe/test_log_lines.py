@@ -15,10 +15,13 @@ from epd.observe.log_lines import BATCH_LINES, BATCH_S, WHOLE_BYTES, LineLogger,
 
 REQUESTS = """
 import asyncio, logging, re, structlog, sys
+from epd.config import ProxyConfig
+from epd.config.proxy_config import LiveConfig
 from epd.observe import logs
 from epd.events import RequestRecord, StageDone
 logs.configure({log_format!r}, "info", worker={worker})
-observer = logs.LogObserver(30.0)
+urls = {{"encode_servers_urls": ("http://e:1",), "decode_servers_urls": ("http://d:1",)}}
+observer = logs.LogObserver(LiveConfig(ProxyConfig(**urls)))
 stages = (StageDone("decode", "http://d:1", 1.0, 0.01234, None),)
 done = RequestRecord(
     request_id="a b", engine_id="e", method="POST", path="/v1/chat/completions", status=200,

@@ -11,6 +11,8 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epd.config import ProxyConfig
+from epd.config.proxy_config import LiveConfig
 from epd.events import RequestRecord, StageDone
 from epd.observe.logs import LogObserver, plain_line
 from epd.routing.instances import Role
@@ -173,8 +175,10 @@ def request(**more: Any) -> RequestRecord:
 
 
 def line_of(event: RequestRecord, *, tenants: bool = False) -> MutableMapping[str, Any]:
+    urls = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d:1"}
+    config = ProxyConfig.model_validate(urls | {"kv_lease_s": 30, "log_tenants": tenants})
     with structlog.testing.capture_logs() as lines:
-        LogObserver(30.0, tenants=tenants).request_done(event)
+        LogObserver(LiveConfig(config)).request_done(event)
     [line] = lines
     return line
 

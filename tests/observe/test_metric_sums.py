@@ -121,7 +121,7 @@ def test_the_slowest_and_the_failed_worker_are_shown() -> None:
 def families() -> list[Metric]:
     config = ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
     observer = MetricsObserver(Admission(config, time.monotonic))
-    cache = EncoderCache(partial(open_async_store, "file:///nowhere"), budget_s=1, lease_s=1)
+    cache = EncoderCache(partial(open_async_store, "file:///nowhere"), LiveConfig(config))
     observer.registry.register(InstancesGlance(InstanceTable(config.instances)))
     observer.registry.register(KVEventsGlance(InstanceTable(config.instances), dict))
     observer.registry.register(StoreGlance(cache))

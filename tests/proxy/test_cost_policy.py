@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from ec_store import Store
 from epd.observe.logs import LogObserver
 from epd.routing.instances import Instance, Role
+from epd.server.app_keys import CONFIG
 from epd.server.operator_routes import TABLE
 from tests.requests import image, png, request, text, video
 from tests.support.backed import BUDGET_S, NAMESPACE, Backed, encoded, items_of, parts_of
@@ -242,8 +243,9 @@ async def test_item_being_encoded_is_waited_for(launch: Launch, both: Both, url:
 async def test_reason_is_on_the_log_line(launch: Launch, both: Both, url: str) -> None:
     async with running(launch, both, url, **STATIC) as fleet:
         await items_of(fleet, request(SMALL, LARGE, image(png(999, 999))))
+        live = fleet.runner.app[CONFIG]
         with capture_logs() as lines:
-            LogObserver(30.0).request_done(fleet.events.requests[0])
+            LogObserver(live).request_done(fleet.events.requests[0])
 
     assert lines[0]["encode_decisions"] == "local:below_pixels=1,encode:above_pixels=2"
     assert lines[0]["policy"] == "cost"

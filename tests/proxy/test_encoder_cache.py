@@ -18,10 +18,12 @@ from structlog.testing import capture_logs
 from ec_store import Entry, EntryKey, open_store
 from epd.encoder_cache.claims import Claims
 from epd.observe.logs import LogObserver
+from epd.server.app_keys import CONFIG
 from tests.requests import Part, image, input_audio, request, text, video
 from tests.support.backed import (
     NAMESPACE,
     Backed,
+    CacheSettings,
     caching,
     encoded,
     items_of,
@@ -268,7 +270,7 @@ async def test_a_missing_store_is_logged_once_and_not_created(
     url = folder.as_uri()
     key = EntryKey(NAMESPACE, "picture")
     with capture_logs() as lines:
-        async with opened_cache(url, lease_s=1) as cache:
+        async with opened_cache(url, CacheSettings(lease_s=1)) as cache:
             await until(lambda: cache.operations["open", "error"] > 1)
             assert await cache.find_entries([key]) is None
             assert (await cache.write("claim", lambda store: store.claim([key], "o", 1))) is None
@@ -677,7 +679,7 @@ async def test_an_abandoned_renewal_does_not_release_a_claim_in_use(
 
     monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 0.3)
     monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.release", recorded)
-    async with opened_cache(url, lease_s=1) as cache:
+    async with opened_cache(url, CacheSettings(lease_s=1)) as cache:
         with Claims(cache).queue_claim("m", "item", 1) as turn:
             await turn.wait_turn()
             monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.claim", slow)
@@ -712,8 +714,9 @@ async def test_sources_of_items_are_counted_and_logged(
             stages = {part.split(";")[0] for part in reply.headers["Server-Timing"].split(", ")}
         async with fleet.http.get(f"{fleet.url}/metrics") as page:
             text = await page.text()
+        live = fleet.runner.app[CONFIG]
         with capture_logs() as lines:
-            LogObserver(30.0).request_done(fleet.events.requests[-2])
+            LogObserver(live).request_done(fleet.events.requests[-2])
 
     assert stages == {"store", "encode", "decode"}
     values = Counter[tuple[str, ...]]()

@@ -18,7 +18,7 @@ from ec_store.opening import open_async_store
 from epd.encoder_cache.client import EncoderCache
 from epd.observe.logs import REQUEST_ID
 from tests.requests import image, request, text
-from tests.support.backed import NAMESPACE, Backed
+from tests.support.backed import NAMESPACE, Backed, CacheSettings
 from tests.support.fake_instance import (
     FakeInstance,
     Handler,
@@ -199,9 +199,8 @@ async def test_later_work_for_the_store_has_no_request_id() -> None:
         seen.set_result(REQUEST_ID.get())
 
     REQUEST_ID.set("r-1")
-    EncoderCache(partial(open_async_store, "file:///nowhere"), budget_s=1, lease_s=1).run_later(
-        work()
-    )
+    open_store = partial(open_async_store, "file:///nowhere")
+    EncoderCache(open_store, CacheSettings(lease_s=1)).run_later(work())
 
     assert await seen is None
 

@@ -13,6 +13,7 @@ from aiohttp import web
 from ec_store import Entry, EntryKey, Store
 from ec_store.opening import open_async_store
 from epd.aio import Background
+from epd.config.sections.transfers import TransferSettings
 from epd.encoder_cache.client import EncoderCache
 from tests.requests import Part
 from tests.support.fake_instance import REPLY, FakeInstance, decodes, encodes, refuses
@@ -23,15 +24,17 @@ BUDGET_S = 5.0
 """Time budget of lookups; large, so that results do not depend on the speed of the machine."""
 
 
-def opened_cache(url: str, lease_s: float) -> AbstractAsyncContextManager[EncoderCache]:
+class CacheSettings:
+    """Settings in force of a cache without a proxy."""
+
+    def __init__(self, lease_s: float, budget_s: float = BUDGET_S) -> None:
+        self.current = TransferSettings(ec_store_lease_s=lease_s, ec_store_budget_s=budget_s)
+
+
+def opened_cache(url: str, live: CacheSettings) -> AbstractAsyncContextManager[EncoderCache]:
     """Return the proxy's client of a store, without a proxy."""
-    background = Background(lambda *_: None)
-    return EncoderCache.connect(
-        partial(open_async_store, url, create=False, lazy=True),
-        budget_s=BUDGET_S,
-        lease_s=lease_s,
-        background=background,
-    )
+    open_store = partial(open_async_store, url, create=False, lazy=True)
+    return EncoderCache.connect(open_store, live, Background(lambda *_: None))
 
 
 class Backed:
