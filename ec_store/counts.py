@@ -1,7 +1,7 @@
 """Thread-safe counts and observations by name, and lock renewal after a fork.
 
-A lock that another thread holds during `fork` stays held in the child. Objects with locks register
-a method with `after_fork`, which replaces them there.
+A lock that another thread holds during `fork` stays held in the child, except that of a `ForkLock`.
+Objects with other state of one process register a method with `after_fork`.
 """
 
 import os
@@ -27,6 +27,25 @@ def _renew_all() -> None:
 # Registered once: the interpreter cannot unregister a function.
 os.register_at_fork(after_in_child=_renew_all)
 
+
+class ForkLock:
+    """Holder of a lock that is free in every child of `fork`.
+
+    It is no lock itself: a signal's exception within an `__enter__` written in Python would leave
+    the lock locked.
+
+    Attributes:
+        mutex: the lock of this process.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+        after_fork(self._renew)
+
+    def _renew(self) -> None:
+        self.mutex = threading.Lock()
+
+
 MAX_OBSERVATIONS = 4096
 """Upper bound of the observations kept for each name until they are taken; the latest stay."""
 
@@ -40,22 +59,21 @@ class Counts:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._observations: dict[str, deque[float]] = {}
-        self._unlock()
-        after_fork(self._unlock)
+        self._lock = ForkLock()
 
     def add(self, **counts: float) -> None:
         """Add values to counts, by name."""
-        with self._lock:
+        with self._lock.mutex:
             self._counts.update(counts)
 
     def observe(self, name: str, *values: float) -> None:
         """Record values of a histogram, by its name."""
-        with self._lock:
+        with self._lock.mutex:
             self._observations.setdefault(name, deque(maxlen=MAX_OBSERVATIONS)).extend(values)
 
     def take_counts(self) -> dict[str, float]:
         """Return the counts, and reset them."""
-        with self._lock:
+        with self._lock.mutex:
             taken, self._counts = self._counts, Counter()
         return dict(taken)
 
@@ -65,7 +83,7 @@ class Counts:
         Args:
             most: upper bound of the observations returned for each name, the oldest first.
         """
-        with self._lock:
+        with self._lock.mutex:
             taken = {
                 name: [values.popleft() for _ in range(min(most, len(values)))]
                 for name, values in self._observations.items()
@@ -74,8 +92,5 @@ class Counts:
 
     def __getitem__(self, name: str) -> int:
         """Return one count, rounded down; 0 if the name was never counted."""
-        with self._lock:
+        with self._lock.mutex:
             return int(self._counts[name])
-
-    def _unlock(self) -> None:
-        self._lock = threading.Lock()

@@ -13,7 +13,6 @@ Large entries are read into the reusable memory of `Buffers`.
 import math
 import mmap
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from urllib.parse import quote, unquote
 import orjson
 import xxhash
 
+from ec_store.counts import ForkLock
 from ec_store.errors import CorruptEntry
 from ec_store.keys import EntryKey
 
@@ -49,11 +49,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._lent: list[mmap.mmap] = []
-        self.renew_locks()
-
-    def renew_locks(self) -> None:
-        """Replace the lock by a free one, in a child of `fork`."""
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
 
     def take_buffer(self, size: int) -> memoryview:
         """Return writable memory of `size` bytes, which is reused after its last view is deleted.
@@ -63,7 +59,7 @@ class Buffers:
         fit. The cost is one system call for each buffer in the pool, used or not.
         """
         whole = max(1, -(-size // _HUGE_PAGE)) * _HUGE_PAGE
-        with self._lock:
+        with self._lock.mutex:
             unused = [buffer for buffer in self._lent if _unused(buffer)]
             fitting = [buffer for buffer in unused if whole <= len(buffer) <= 2 * whole]
             if fitting:

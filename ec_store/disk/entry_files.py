@@ -12,7 +12,6 @@ import errno
 import functools
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,6 +21,7 @@ import xxhash
 
 from ec_store.base import Listed
 from ec_store.concurrency import DaemonPool
+from ec_store.counts import ForkLock
 from ec_store.disk.files import READ, Folder, write
 from ec_store.disk.tree import Found, Tree
 from ec_store.entry import (
@@ -91,12 +91,7 @@ class EntryFiles:
         self._buffers = Buffers()
         self._pid = 0
         self._helpers: DaemonPool | None = None
-        self.renew_locks()
-
-    def renew_locks(self) -> None:
-        """Replace the locks by free ones, in a child of `fork`."""
-        self._lock = threading.Lock()
-        self._buffers.renew_locks()
+        self._lock = ForkLock()
 
     def load(self, key: EntryKey, fd: int, size: int) -> Entry:
         """Read the entry in a file of `size` bytes.
@@ -167,7 +162,7 @@ class EntryFiles:
 
     def close(self) -> None:
         """End the helper threads, and release unused memory."""
-        with self._lock:
+        with self._lock.mutex:
             if self._helpers and self._pid == os.getpid():
                 self._helpers.close()
             self._helpers = None
@@ -175,7 +170,7 @@ class EntryFiles:
 
     def _run_on_thread(self, call: Callable[..., T], *args: object) -> Future[T]:
         """Run a call on a helper thread; a caller that can still cancel it does the work itself."""
-        with self._lock:
+        with self._lock.mutex:
             if self._helpers is None or self._pid != os.getpid():  # threads do not survive a fork
                 self._helpers = DaemonPool(2, "ec-store")
                 self._pid = os.getpid()

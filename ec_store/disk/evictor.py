@@ -1,14 +1,13 @@
 """Eviction of entries from a shared directory, and removal of files that crashes left."""
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
-from ec_store.counts import Counts
+from ec_store.counts import Counts, ForkLock
 from ec_store.disk.claims import Leases
 from ec_store.disk.files import Folder, StoreClock
 from ec_store.disk.ledger import Count, Ledger, Usage
@@ -57,11 +56,7 @@ class Evictor:
         self._ledger = ledger
         self._leases = leases
         self._lock = FileLock("evicting")
-        self.renew_locks()
-
-    def renew_locks(self) -> None:
-        """Replace the lock by a free one, in a child of `fork`."""
-        self._counting = threading.Lock()
+        self._counting = ForkLock()
 
     def free_space(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed | None:
         """Evict the least recently used of a random sample, and its expired entries.
@@ -243,7 +238,7 @@ class Evictor:
                 removed += 1
                 with suppress(OSError):  # otherwise the sum is too high until the next sweep
                     self._ledger.release(tree.usage, taken_bytes(kept.size_bytes))
-        with self._counting:
+        with self._counting.mutex:
             self.evictions += removed
         return freed, kept_back
 

@@ -5,11 +5,12 @@ import os
 import re
 import secrets
 import stat
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+
+from ec_store.counts import ForkLock
 
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -326,23 +327,19 @@ class StoreClock:
     def __init__(self) -> None:
         self._ahead_s = time.time() - time.monotonic()
         self._measured_s = float("-inf")
-        self.renew_locks()
-
-    def renew_locks(self) -> None:
-        """Replace the lock by a free one, in a child of `fork`."""
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
 
     def now(self, folder: Folder) -> float:
         """Return seconds since the epoch. The file `clock` in `folder` is the reference."""
         asked_s = time.monotonic()
-        if asked_s - self._measured_s > CLOCK_EVERY_S and self._lock.acquire(blocking=False):
+        if asked_s - self._measured_s > CLOCK_EVERY_S and self._lock.mutex.acquire(blocking=False):
             try:
                 self._measured_s = asked_s
                 # A reader without the permission to write uses its own clock.
                 with suppress(OSError):
                     self._ahead_s = self._measure(folder)
             finally:
-                self._lock.release()
+                self._lock.mutex.release()
         return time.monotonic() + self._ahead_s
 
     @staticmethod

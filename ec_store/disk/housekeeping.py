@@ -62,12 +62,6 @@ class Housekeeping:
         self._tidy_looked_s = float("-inf")
         self._reserve_kept = True
 
-    def renew_locks(self) -> None:
-        """Replace the locks by free ones, in a child of `fork`."""
-        self._evictor.renew_locks()
-        self.ledger.renew_locks()
-        self.clock.renew_locks()
-
     @property
     def evictions(self) -> int:
         """Return the number of entries that this process removed."""

@@ -3,13 +3,13 @@
 import os
 import re
 import secrets
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 import xxhash
 
+from ec_store.counts import ForkLock, after_fork
 from ec_store.disk.files import Folder
 
 IDLE_S = 3600.0
@@ -106,17 +106,15 @@ class Ledger:
     """
 
     def __init__(self) -> None:
+        self._lock = ForkLock()
         self._begin()
+        after_fork(self._begin)
 
     def _begin(self) -> None:
+        """Start a new line: after a fork, the present line is the parent's."""
         self._writer = secrets.token_hex(8)
         self._own = Usage()
         self._name = ""
-        self._lock = threading.Lock()
-
-    def renew_locks(self) -> None:
-        """Start a new line, in a child of `fork`: the present line is the parent's."""
-        self._begin()
 
     def charge(self, folder: Folder, size_bytes: int, entries: int = 1) -> None:
         """Charge an entry before it appears."""
@@ -128,7 +126,7 @@ class Ledger:
 
     def add(self, folder: Folder, change: Usage) -> None:
         """Add charges and releases. If it raises OSError, nothing was added."""
-        with self._lock:
+        with self._lock.mutex:
             own = self._own + change
             name = _line(self._writer, own)
             if not self._name or not self._renamed(folder, name):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ec_store.disk.files import Folder, write
+from ec_store.disk.files import Folder
 
 STALE_S = 30.0
 """Seconds without a renewal after which a holder has lost its lock."""
@@ -42,23 +42,11 @@ class FileLock:
         for _ in range(2):
             if not self._break(folder, now()):
                 return False
-            if self._create(folder, token):
+            # Written first and then linked: a reader must never see the lock without its holder.
+            if folder.add(self._file, token.encode()):
                 self._token = token
                 return True
         return False
-
-    def _create(self, folder: Folder, token: str) -> bool:
-        # Written first and then linked: a reader must never see the lock without its holder.
-        staging = f".{secrets.token_hex(8)}.tmp"
-        fd = folder.create(staging)
-        try:
-            try:
-                write(fd, [memoryview(token.encode())])
-            finally:
-                os.close(fd)  # other NFS clients see a file once it is closed
-            return folder.publish(staging, self._file)
-        finally:
-            folder.remove(staging)
 
     def still_held(self, folder: Folder) -> bool:
         """Return whether the lock is still this holder's, and renew it."""

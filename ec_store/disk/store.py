@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Self, TypeVar
 
 from ec_store.base import Listed, Store, StoreStats
-from ec_store.counts import Counts, after_fork
+from ec_store.counts import Counts
 from ec_store.disk.config import DiskConfig, GivenSettings, StoreSettings
 from ec_store.disk.entry_files import (
     EntryFiles,
@@ -52,7 +52,6 @@ class SharedDiskStore(Store):
         self._keeper = Housekeeping(self.counts)
         self._opening = DiskOpening(config, self._keeper, create=create)
         self._files = EntryFiles()
-        after_fork(self._renew_locks)
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> Self:
@@ -250,10 +249,6 @@ class SharedDiskStore(Store):
         if isinstance(error, FileNotFoundError) and not self._create:
             return StoreMissing(f"there is no store in {self._config.path}")
         return StoreUnavailable(f"{what}: {error.strerror or error}{advice}")
-
-    def _renew_locks(self) -> None:
-        self._files.renew_locks()
-        self._keeper.renew_locks()
 
     def _now(self, tree: Tree) -> float:
         return self._keeper.clock.now(tree.root)

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ec_store.counts import after_fork
 from ec_store.entry import Buffers, Entry, EntryInfo, checksum, decode, header_length, read_header
 from ec_store.errors import CorruptEntry
 from ec_store.keys import EntryKey
@@ -114,10 +113,6 @@ class RedisEntries:
         self._names = names
         self._ttl_ms = ttl_ms
         self._buffers = Buffers()
-        after_fork(self._renew_locks)
-
-    def _renew_locks(self) -> None:
-        self._buffers.renew_locks()
 
     def write(
         self, digest: str, header: bytes, payload: memoryview, *, replace: bool = False

@@ -288,7 +288,7 @@ def test_a_fork_while_a_thread_takes_memory_for_an_entry_does_not_hang_in_the_ch
     store: RedisStore,
 ) -> None:
     store.put(key(), sized(4 * MIB))
-    with store._entries._buffers._lock:  # noqa: SLF001 - held as if by a thread of the parent
+    with store._entries._buffers._lock.mutex:  # noqa: SLF001 - held as if by a thread of the parent
         child = os.fork()
         if child == 0:
             try:
