@@ -6,7 +6,7 @@ headers and text of a rejection are the same here.
 
 import hashlib
 import hmac
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from ipaddress import IPv6Address, ip_address
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from multidict import CIMultiDictProxy
 from pydantic import SecretStr
 
+from epd.config.sections.serving import CrossOriginSettings
 from epd.errors import RequestRefused, Unauthorized
 
 Headers = CIMultiDictProxy[str]
@@ -180,28 +181,16 @@ class Preflight(NamedTuple):
 class CrossOrigin:
     """Rules for the origins, methods and headers that web pages may use."""
 
-    def __init__(
-        self,
-        origins: Collection[str],
-        methods: Collection[str],
-        headers: Collection[str],
-        *,
-        credentials: bool,
-    ) -> None:
-        """Allow these values; `*` in a collection allows all of its kind.
-
-        Args:
-            origins: origins as browsers write them, such as `https://chat.example.com`.
-            methods: HTTP methods.
-            headers: names of request headers, in addition to `SAFELISTED`.
-            credentials: whether requests of a page may carry cookies and client certificates.
-        """
-        self._origins = frozenset(origins)
-        self._methods = METHODS if ANY in methods else tuple(methods)
+    def __init__(self, settings: CrossOriginSettings) -> None:
+        """Allow the values of the settings; `*` in one of them allows all of its kind."""
+        methods, headers = settings.allowed_methods, settings.allowed_headers
+        self._origins = frozenset(settings.allowed_origins)
+        self._methods = METHODS if ANY in methods else methods
         self._all_headers = ANY in headers
         self._headers = sorted(SAFELISTED | set(headers))
         self._lower = frozenset(name.lower() for name in self._headers)
-        self._credentials = {"Access-Control-Allow-Credentials": "true"} if credentials else {}
+        allows = settings.allow_credentials
+        self._credentials = {"Access-Control-Allow-Credentials": "true"} if allows else {}
 
     def preflight(self, headers: Mapping[str, str]) -> Preflight | None:
         """Return the answer to a preflight; None if the headers are not those of a preflight."""

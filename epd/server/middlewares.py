@@ -290,12 +290,7 @@ def allow_origins(
     """
     if not config.allowed_origins:
         return []
-    rules = CrossOrigin(
-        config.allowed_origins,
-        config.allowed_methods,
-        config.allowed_headers,
-        credentials=config.allow_credentials,
-    )
+    rules = CrossOrigin(config)
     operators = {route.path for access, route in routes if access not in CLIENTS}
     shared = [
         route
