@@ -22,7 +22,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from ec_store.urls import check_url
 from epd.routing.instances import Role
-from epd.tools.fleet.engine import VLLM, Devices, parse, parse_instances
+from epd.tools.fleet.engine import LETTERS, VLLM, Devices, parse, parse_instances
 
 _NAME = re.compile(r"(?:(?P<e>[1-9]\d?)e)?(?:(?P<pd>[1-9]\d?)pd|(?P<p>[1-9]\d?)p(?P<d>[1-9]\d?)d)")
 
@@ -47,13 +47,8 @@ class Topology:
         match = _NAME.fullmatch(name.lower())
         if match is None:
             raise ValueError(f"{name!r} is not a topology such as 1e1pd, 1e1p1d or 1p1d")
-        counts = {
-            Role.ENCODE: match["e"],
-            Role.PREFILL: match["p"],
-            Role.DECODE: match["d"],
-            Role.PREFILL_DECODE: match["pd"],
-        }
-        return cls(tuple(role for role, count in counts.items() for _ in range(int(count or 0))))
+        counts = {role: int(match[letters] or 0) for letters, role in LETTERS.items()}
+        return cls(tuple(role for role, count in counts.items() for _ in range(count)))
 
 
 QUOTA = "64GiB"
