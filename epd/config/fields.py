@@ -1,6 +1,7 @@
 """Types of the settings' values: the parsing and the validation of each."""
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
@@ -59,39 +60,41 @@ def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     return checked
 
 
-def _check_secret(secret: SecretStr | None) -> SecretStr | None:
-    if secret is not None and len(secret) < MIN_SECRET:
+def _check_secret(secret: SecretStr) -> SecretStr:
+    if len(secret) < MIN_SECRET:
         raise ValueError(f"must have at least {MIN_SECRET} characters")
     return secret
 
 
-def _check_admin_key(key: SecretStr | None) -> SecretStr | None:
-    if key is not None and KEY.fullmatch(key.get_secret_value()) is None:
+def _check_admin_key(key: SecretStr) -> SecretStr:
+    if KEY.fullmatch(key.get_secret_value()) is None:
         raise ValueError("must have 16 to 512 printable ASCII characters and no space")
     return key
 
+
+def _if_set(check: Callable[[Any], object]) -> AfterValidator:
+    """Return the validator that checks a value unless it is None."""
+    return AfterValidator(lambda value: None if value is None else check(value))
+
+
+_OR_NONE = BeforeValidator(lambda value: value or None)
+_URL_OR_NONE = BeforeValidator(lambda url: None if url in NO_INSTANCES else url)
 
 Urls = Annotated[
     tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_urls)
 ]
 Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_addresses)]
 """Addresses, one per instance; an empty one stands for an instance that needs no address."""
-StoreUrl = Annotated[str | None, BeforeValidator(lambda url: None if url in NO_INSTANCES else url)]
-EndpointUrl = Annotated[
-    str | None,
-    BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
-    AfterValidator(lambda url: None if url is None else base_url(url)),
-]
-KeySecret = Annotated[
-    SecretStr | None, BeforeValidator(lambda secret: secret or None), AfterValidator(_check_secret)
-]
-AdminKey = Annotated[
-    SecretStr | None, BeforeValidator(lambda key: key or None), AfterValidator(_check_admin_key)
-]
-Secret = Annotated[SecretStr | None, BeforeValidator(lambda secret: secret or None)]
+StoreUrl = Annotated[str | None, _URL_OR_NONE]
+EndpointUrl = Annotated[str | None, _URL_OR_NONE, _if_set(base_url)]
+KeySecret = Annotated[SecretStr | None, _OR_NONE, _if_set(_check_secret)]
+AdminKey = Annotated[SecretStr | None, _OR_NONE, _if_set(_check_admin_key)]
+Secret = Annotated[SecretStr | None, _OR_NONE]
 
 
 def _split_domains(value: Any) -> Any:
+    if not value:
+        return ()
     return value.split(",") if isinstance(value, str) else value
 
 
@@ -166,23 +169,14 @@ def _check_tenant(name: str) -> str:
     return name
 
 
-TenantNames = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_tenant)], ...],
-    NoDecode,
-    BeforeValidator(_split_addresses),
-]
-Domains = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_domain)], ...],
-    NoDecode,
-    BeforeValidator(lambda value: _split_domains(value) if value else ()),
-]
+_Tenant = Annotated[str, AfterValidator(_check_tenant)]
+TenantNames = Annotated[tuple[_Tenant, ...], NoDecode, BeforeValidator(_split_addresses)]
+_Domain = Annotated[str, AfterValidator(_check_domain)]
+Domains = Annotated[tuple[_Domain, ...], NoDecode, BeforeValidator(_split_domains)]
 PolicyNames = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_urls)]
 HeaderName = Annotated[str, AfterValidator(_check_header_name)]
-HostPatterns = Annotated[
-    tuple[Annotated[str, AfterValidator(check_pattern)], ...],
-    NoDecode,
-    BeforeValidator(lambda value: _split_domains(value) if value else ()),
-]
+_Pattern = Annotated[str, AfterValidator(check_pattern)]
+HostPatterns = Annotated[tuple[_Pattern, ...], NoDecode, BeforeValidator(_split_domains)]
 Services = Annotated[
     tuple[Annotated[str, AfterValidator(service_url)], ...],
     NoDecode,
@@ -219,19 +213,15 @@ EventAddresses = Annotated[
     BeforeValidator(_split_addresses),
     AfterValidator(_check_event_addresses),
 ]
-RegistrationStore = Annotated[
-    str | None,
-    BeforeValidator(lambda url: None if url in NO_INSTANCES else url),
-    AfterValidator(lambda url: None if url is None else registration_store_url(url)),
-]
+RegistrationStore = Annotated[str | None, _URL_OR_NONE, _if_set(registration_store_url)]
 ConversationStore = Annotated[
     str | None,
     BeforeValidator(lambda url: None if url in {*NO_INSTANCES, "memory"} else url),
-    AfterValidator(lambda url: None if url is None else conversation_store_url(url)),
+    _if_set(conversation_store_url),
 ]
 DnsServer = Annotated[
     str | None,
-    BeforeValidator(lambda server: server or None),
+    _OR_NONE,
     AfterValidator(lambda server: server and (name_server(server), server)[1]),
 ]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
