@@ -56,23 +56,14 @@ EVENTS_NEED = ("msgspec", "zmq")
 
 def unusable_files(config: ProxyConfig) -> Iterator[str]:
     """Yield an error message for each file or library that cannot be used."""
-    try:
-        server_context(config)
-    except TlsInvalid as error:
-        yield str(error)
-    try:
-        upstream_context(config.upstream_ca_file)
-    except TlsInvalid as error:
-        yield str(error)
-    try:
-        if config.instances_file is not None:
-            check_file(config.instances_file, KV_TRANSFERS[config.kv_transfer]())
-    except EntriesInvalid as error:
-        yield f"--instances-file {config.instances_file}: {error}"
-    try:
-        check_tracing(config)
-    except TracesUnavailable as error:
-        yield str(error)
+    yield from _problems(lambda: server_context(config))
+    yield from _problems(lambda: upstream_context(config.upstream_ca_file))
+    if (instances := config.instances_file) is not None:
+        transfer = KV_TRANSFERS[config.kv_transfer]()
+        yield from _problems(
+            lambda: check_file(instances, transfer), f"--instances-file {instances}: "
+        )
+    yield from _problems(lambda: check_tracing(config))
     if config.kv_events and (
         missing := [module for module in EVENTS_NEED if find_spec(module) is None]
     ):
@@ -80,11 +71,15 @@ def unusable_files(config: ProxyConfig) -> Iterator[str]:
             "--kv-events needs pip install '.[kv-events]' in the checkout: there is no "
             f"{' and no '.join(missing)}"
         )
+    if (keys := config.api_keys_file) is not None:
+        yield from _problems(lambda: _keys_in(keys), "--api-keys-file ")
+
+
+def _problems(check: Callable[[], object], prefix: str = "") -> Iterator[str]:
     try:
-        if config.api_keys_file is not None:
-            _keys_in(config.api_keys_file)
-    except KeysInvalid as error:
-        yield f"--api-keys-file {error}"
+        check()
+    except (TlsInvalid, EntriesInvalid, TracesUnavailable, KeysInvalid) as error:
+        yield f"{prefix}{error}"
 
 
 def _keys_in(path: Path) -> tuple[ApiKeys, int]:
