@@ -32,7 +32,7 @@ from epd.tools.doctor.instances import (
     read_sources,
     try_subscription,
 )
-from epd.tools.doctor.trials import Trials, Tried, Turns, text
+from epd.tools.doctor.trials import Trials, Tried, text
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.upstream import Upstream
 
@@ -104,8 +104,7 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
             trials = Trials(stages, encoded, transfer, peers, headers, config)
             encode = _try_pushes if encoded.pushed else _try_encode
             await encode(fleet, trials, fleet.model)
-            turns = Turns(stages, transfer, headers, config) if transfer.bidirectional else None
-            await _try_handovers(fleet, trials, turns, fleet.model)
+            await _try_handovers(fleet, trials, fleet.model)
     made = None if fleet.tried is None else fleet.tried.encoded
     store = None if config.ec_store is None else await look_at_store(config.ec_store, made)
     return [
@@ -161,7 +160,7 @@ async def _try_pushes(fleet: Examined, trials: Trials, model: str) -> None:
             fleet.note_trials(consumer.instance, {judge.CONSUME: seen})
 
 
-async def _try_handovers(fleet: Examined, trials: Trials, turns: Turns | None, model: str) -> None:
+async def _try_handovers(fleet: Examined, trials: Trials, model: str) -> None:
     prefills, decodes = (
         fleet.answering_instances(Role.PREFILL),
         fleet.answering_instances(Role.DECODE),
@@ -173,10 +172,10 @@ async def _try_handovers(fleet: Examined, trials: Trials, turns: Turns | None, m
         became = dict(await trials.transfer(prefill, decode, text(model)))
         fleet.note_trials(prefill, {judge.PREFILL: became.pop(judge.PREFILL)})
         fleet.note_trials(decode, became)
-        if turns is None or judge.DECODE not in became or became[judge.DECODE].problem:
+        if not trials.reads_back or judge.DECODE not in became or became[judge.DECODE].problem:
             continue
         if became[judge.DECODE].keeps:
-            fleet.note_trials(prefill, {judge.READ: await turns.read(prefill, decode, model)})
+            fleet.note_trials(prefill, {judge.READ: await trials.read_back(prefill, decode, model)})
         else:
             fleet.note_trials(decode, {judge.FORGET: Trial()})
 

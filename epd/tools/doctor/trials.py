@@ -1,7 +1,7 @@
 """Trial requests of `epd doctor`: each stage is tested with small requests of one output token.
 
-`Trials` tests encode, prefill and decode. `Turns` tests with two turns of a conversation whether
-prefill reads the KV blocks that decode keeps of the first turn.
+A conversation of two turns shows whether prefill reads the KV blocks that decode keeps of the first
+turn.
 """
 
 import asyncio
@@ -40,6 +40,16 @@ SOUND_S = 1
 RATE_HZ = 16_000
 ANSWERS_S = 60.0
 """Maximum silence within an answer of one token."""
+
+TOKENS = 128
+"""Tokens of the first turn, above the number that prefill computes instead of reading them
+(`kv_recompute_threshold`)."""
+
+WORDS = "One and two are three. " * TOKENS
+
+READ_S = 10.0
+"""Deadline for the second turn's prefill: a handshake and some blocks. An instance that waits for
+blocks in vain never answers."""
 
 
 def picture() -> Mapping[str, Any]:
@@ -87,7 +97,7 @@ class Tried:
 
 
 class Trials:
-    """Trial requests of a single stage at a time.
+    """Trial requests of single stages, and of conversations.
 
     Args:
         stages: the proxy's implementation of the stages.
@@ -113,6 +123,11 @@ class Trials:
         self._peers = peers
         self._headers = headers
         self._config = config
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether prefill can read decode's blocks with this transfer."""
+        return self._transfer.bidirectional
 
     @property
     def prefills_alone(self) -> bool:
@@ -209,8 +224,59 @@ class Trials:
             return _failed(error)
         return Trial(keeps=kept_params(params, instance.url) is not None)
 
-    def _context(self) -> RequestContext:
-        return RequestContext(f"doctor-{secrets.token_hex(8)}", self._headers, self._config)
+    async def read_back(self, prefill: Instance, decode: Instance, model: str) -> Trial:
+        """Send a prompt, then a longer one with the blocks that decode keeps of the first.
+
+        Prompts are token ids, because the blocks must match the tokens exactly. Each prompt has
+        its own salt: otherwise prefill would find the first one in its prefix cache and read
+        nothing.
+        """
+        rank = 0 if prefill.dp_size > 1 else None
+        try:
+            asked = {"model": model, "prompt": WORDS}
+            tokens = (
+                await self._stages.prompt_tokens(prefill, asked, self._context(of_tokens=True))
+            )[:TOKENS]
+            pair = Pair("", prefill, rank, decode)
+            first = await self._turn(pair, decode, _asking_tokens(model, tokens), None)
+            pair = pair._replace(earlier=kept_params(first.params or {}, decode.url))
+            if pair.earlier is None:
+                return Trial("decode named no blocks of a prompt of tokens")
+            second = [*tokens, *first.answer, *tokens[-1:]]
+            await self._turn(pair, decode, _asking_tokens(model, second), READ_S)
+        except TimeoutError:
+            return Trial(f"no answer in {READ_S:g} s")
+        except ProxyError as error:
+            return _failed(error)
+        return Trial()
+
+    async def _turn(
+        self, pair: Pair, decode: Instance, body: Body, prefill_s: float | None
+    ) -> ReplyCapture:
+        """Return what decode reports about its blocks and their tokens at the end of a turn.
+
+        Raises:
+            ProxyError: an instance failed.
+            TimeoutError: prefill took longer than `prefill_s` seconds; None: no limit.
+        """
+        context = self._context(of_tokens=True)
+        pair = pair._replace(request_id=context.request_id)
+        async with asyncio.timeout(prefill_s):
+            prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
+        sent = with_params(body, prefilled.params)
+        opened = await self._stages.decode(decode, Consumed(sent), context)
+        with opened.reply as reply:
+            content = await reply.read(idle_s=ANSWERS_S)
+        heard = ReplyCapture(cut_tokens=False)
+        heard.capture_fields(content)
+        return heard
+
+    def _context(self, *, of_tokens: bool = False) -> RequestContext:
+        request_id, endpoint = (
+            f"doctor-{secrets.token_hex(8)}",
+            Completions() if of_tokens else CHAT,
+        )
+        return RequestContext(request_id, self._headers, self._config, endpoint)
 
 
 def text(model: str) -> Body:
@@ -225,88 +291,6 @@ def _asking(model: str, part: Mapping[str, Any]) -> Body:
 
 def _failed(error: ProxyError) -> Trial:
     return Trial(str(error), getattr(error, "status", None))
-
-
-TOKENS = 128
-"""Tokens of the first turn, above the number that prefill computes instead of reading them
-(`kv_recompute_threshold`)."""
-
-WORDS = "One and two are three. " * TOKENS
-
-ANSWER_S = 60.0
-"""Maximum silence within an answer of one token."""
-
-READ_S = 10.0
-"""Deadline for the second turn's prefill: a handshake and some blocks. An instance that waits for
-blocks in vain never answers."""
-
-
-class Turns:
-    """Trial conversations of two turns, for pairs of instances.
-
-    Args:
-        stages: the proxy's implementation of the stages.
-        transfer: transfer of KV blocks, in both directions.
-        headers: headers of each request, such as a key.
-        config: configuration of the proxy, with its timeouts.
-    """
-
-    def __init__(
-        self, stages: Stages, transfer: KVTransfer, headers: Mapping[str, str], config: ProxyConfig
-    ) -> None:
-        self._stages = stages
-        self._transfer = transfer
-        self._headers = headers
-        self._config = config
-
-    async def read(self, prefill: Instance, decode: Instance, model: str) -> Trial:
-        """Send a prompt, then a longer one with the blocks that decode keeps of the first.
-
-        Prompts are token ids, because the blocks must match the tokens exactly. Each prompt has
-        its own salt: otherwise prefill would find the first one in its prefix cache and read
-        nothing.
-        """
-        rank = 0 if prefill.dp_size > 1 else None
-        try:
-            asked = {"model": model, "prompt": WORDS}
-            tokens = (await self._stages.prompt_tokens(prefill, asked, self._context()))[:TOKENS]
-            pair = Pair("", prefill, rank, decode)
-            first = await self._answered(pair, decode, _asking_tokens(model, tokens), None)
-            pair = pair._replace(earlier=kept_params(first.params or {}, decode.url))
-            if pair.earlier is None:
-                return Trial("decode named no blocks of a prompt of tokens")
-            second = [*tokens, *first.answer, *tokens[-1:]]
-            await self._answered(pair, decode, _asking_tokens(model, second), READ_S)
-        except TimeoutError:
-            return Trial(f"no answer in {READ_S:g} s")
-        except ProxyError as error:
-            return Trial(str(error), getattr(error, "status", None))
-        return Trial()
-
-    async def _answered(
-        self, pair: Pair, decode: Instance, body: Body, prefill_s: float | None
-    ) -> ReplyCapture:
-        """Return what decode reports about its blocks and their tokens at the end of a turn.
-
-        Raises:
-            ProxyError: an instance failed.
-            TimeoutError: prefill took longer than `prefill_s` seconds; None: no limit.
-        """
-        context = self._context()
-        pair = pair._replace(request_id=context.request_id)
-        async with asyncio.timeout(prefill_s):
-            prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
-        sent = with_params(body, prefilled.params)
-        opened = await self._stages.decode(decode, Consumed(sent), context)
-        with opened.reply as reply:
-            content = await reply.read(idle_s=ANSWER_S)
-        heard = ReplyCapture(cut_tokens=False)
-        heard.capture_fields(content)
-        return heard
-
-    def _context(self) -> RequestContext:
-        request_id = f"doctor-{secrets.token_hex(8)}"
-        return RequestContext(request_id, self._headers, self._config, Completions())
 
 
 def _asking_tokens(model: str, tokens: Sequence[int]) -> Body:
