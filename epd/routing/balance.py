@@ -163,7 +163,7 @@ class Choice:
         """
         candidates = usable = self._usable(fits)
         if tried:
-            candidates = self._untried(usable, tried) or usable
+            candidates = self._untried(tried, fits) or usable
         if len(candidates) == 1:
             return candidates[0].instance
         loads = [candidate.load for candidate in candidates]
@@ -240,8 +240,7 @@ class Choice:
         self, tried: Collection[Instance], fits: Callable[[Instance], bool] | None = None
     ) -> bool:
         """Return whether there is an instance that has not been tried."""
-        fresh = self._untried(self._table.usable_candidates(*self._roles), tried)
-        return bool(fresh) if fits is None else any(fits(candidate.instance) for candidate in fresh)
+        return bool(self._untried(tried, fits))
 
     def _usable(self, fits: Callable[[Instance], bool] | None) -> Sequence[Candidate]:
         """Return the instances that may get the request.
@@ -259,18 +258,24 @@ class Choice:
         return usable
 
     def _untried(
-        self, usable: Sequence[Candidate], tried: Collection[Instance]
+        self, tried: Collection[Instance], fits: Callable[[Instance], bool] | None
     ) -> Sequence[Candidate]:
-        """Return the untried ones among the usable, or else among all.
+        """Return the untried ones among the usable instances, or else among all.
 
         An ejected instance may have recovered before its next probe; trying it is cheap.
         """
-        fresh = [candidate for candidate in usable if candidate.instance not in tried]
-        return fresh or [
-            candidate
-            for candidate in self._table.all(*self._roles)
-            if candidate.instance not in tried
-        ]
+        for candidates in (
+            self._table.usable_candidates(*self._roles),
+            self._table.all(*self._roles),
+        ):
+            fresh = [
+                candidate
+                for candidate in candidates
+                if candidate.instance not in tried and (fits is None or fits(candidate.instance))
+            ]
+            if fresh:
+                return fresh
+        return ()
 
 
 def spread_costs(

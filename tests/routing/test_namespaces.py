@@ -1,17 +1,19 @@
 """Namespace of each instance, as known to the proxy."""
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.errors import NoInstance
+from epd.errors import NoInstance, UpstreamUnreachable
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
 from epd.routing.load import NAMESPACE, read_namespace, writes_outputs
 from epd.routing.namespaces import INTERVAL_S, Namespaces
 from epd.routing.table import InstanceTable
 
-E1, E2 = (Instance(Role.ENCODE, f"http://e{n}") for n in (1, 2))
+E1, E2, E3 = (Instance(Role.ENCODE, f"http://e{n}") for n in (1, 2, 3))
 D1, D2 = (Instance(Role.PREFILL_DECODE, f"http://d{n}") for n in (1, 2))
 
 
@@ -115,6 +117,25 @@ def test_no_instance_that_does_not_fit_is_chosen() -> None:
     assert not choice.has_untried([E2], lambda one: one == E2)
     with pytest.raises(NoInstance, match="namespace"):
         choice.best_instance(fits=lambda _: False)
+
+
+def test_no_instance_that_does_not_fit_is_chosen_when_all_others_were_tried() -> None:
+    choice = Choice(InstanceTable([E1, E2]), Role.ENCODE)
+
+    assert choice.best_instance(tried=[E2], fits=lambda one: one == E2) == E2
+
+
+@pytest.mark.fault(5)
+def test_a_down_instance_that_fits_is_tried_before_one_that_does_not() -> None:
+    table = InstanceTable([E1, E2, E3])
+    for _ in range(10):
+        with suppress(UpstreamUnreachable), table.track_request(E1):
+            raise UpstreamUnreachable("x")
+    choice = Choice(table, Role.ENCODE)
+    fits = {E1, E2}.__contains__
+
+    assert choice.has_untried([E2], fits)
+    assert choice.best_instance(tried=[E2], fits=fits) == E1
 
 
 def test_a_namespace_that_an_engine_no_longer_names_does_not_count() -> None:
