@@ -129,6 +129,7 @@ class Pipeline:
                 error,
                 encodings,
                 depends=prepared is not None and prepared.consumed.depends,
+                bare=0 if prepared is None else prepared.consumed.bare,
                 prefill=None if prefill_place is None else prefill_place.instance,
                 reads_back=pair is not None and pair.earlier is not None,
                 prefilled=pair is not None,
@@ -181,7 +182,7 @@ class Pipeline:
         earlier, namespace = sending.attempt.encodings, self._namespace(targets.consumer)
         if earlier is None or earlier.namespace != namespace:
             return None
-        return None if sending.attempt.reencode or self._transfer.pushed else earlier
+        return None if self._transfer.pushed else earlier
 
     def _encode_job(self, sending: Sending, targets: EarlyTargets) -> EncodeJob:
         return EncodeJob(

@@ -14,10 +14,10 @@ from epd.routing.instances import Instance
 from epd.transfer.encoded import EncodedItem
 
 MAX_PREFILLS = 2
-"""Maximum number of prefill instances for one request. After that, decode works without prefill."""
+"""Failures of prefill after which it is not retried; unreachable instances do not count."""
 
 MAX_DECODES = 2
-"""Maximum number of decode instances for one request."""
+"""Failures of decode after which it is not retried; unreachable instances do not count."""
 
 MAX_ATTEMPTS = 4 + MAX_PREFILLS + MAX_DECODES
 """Four more attempts are possible: after a prefill that could not read the blocks of an earlier
@@ -25,7 +25,7 @@ turn, after an instance rejected metadata in place of media, after a lost entry,
 that lacked it."""
 
 MAX_ENCODES = 3
-"""Maximum number of encode instances for one item."""
+"""Maximum number of tries of one item. The same instance may have several of them."""
 
 FETCH_AGAIN_S = 2.0
 """Time within which a failed fetch of an item's URL is retried on one more instance, in seconds.
@@ -81,8 +81,8 @@ class Attempt(NamedTuple):
     Attributes:
         course: stages of the request.
         facts: facts by which the policies decided the course.
-        avoided_prefills: prefill instances to which any other is preferred: they have had the
-            request, and may be at fault.
+        avoided_prefills: prefill instances to which any other is preferred: they were chosen
+            before, and may be at fault.
         avoided_decodes: decode instances to which any other is preferred, for the same reason.
         failures: stages that failed before. An unreachable instance does not count.
         doubtful: an instance that may have failed because of a missing entry or block, so that an
@@ -90,8 +90,8 @@ class Attempt(NamedTuple):
         encodings: encoder outputs of an earlier attempt.
         resent: whether a prefill instance had the request before. The request then gets a new id,
             because connectors must not confuse the attempts.
-        reencode: whether entries may be lost: all items are encoded again, and the media are sent
-            too.
+        reencode: whether entries may be lost: items without outputs of an earlier attempt are
+            encoded although they are stored, and the media are sent too.
         raw: whether all media are sent, because an instance rejected the metadata in their place.
         without_prefill: whether decode does prefill's work.
     """
@@ -117,6 +117,7 @@ class FailedAttempt(NamedTuple):
         error: error of the step that failed.
         encodings: encoder outputs of the items; None if a step up to the encode failed.
         depends: whether the request fails if an encoder output is missing (`Consumed.depends`).
+        bare: number of items that were sent without their media.
         prefill: the prefill instance that was chosen; None if none was.
         reads_back: whether it was asked to read decode's blocks of the previous turn.
         prefilled: whether a prefill instance provides KV blocks for decode.
@@ -127,6 +128,7 @@ class FailedAttempt(NamedTuple):
     error: ProxyError
     encodings: Encodings | None = None
     depends: bool = False
+    bare: int = 0
     prefill: Instance | None = None
     reads_back: bool = False
     prefilled: bool = False
@@ -184,12 +186,12 @@ class Failure(NamedTuple):
             doubtful = decodes[-1]
         elif self.error.engine_failed and failed.depends:
             doubtful = failed.prefill
-        # An attempt that failed before its encode has no encoder outputs to reuse.
         return attempt._replace(
             avoided_prefills=attempt.avoided_prefills + prefills,
             avoided_decodes=decodes,
             failures=self.failures,
             doubtful=doubtful,
+            # An attempt that failed before its encode has no encoder outputs to reuse.
             encodings=attempt.encodings if failed.encodings is None else failed.encodings,
             resent=attempt.resent or bool(prefills),
         )
@@ -219,7 +221,7 @@ def _metadata_refused(failure: Failure) -> bool:
     failed, attempt = failure.failed, failure.failed.attempt
     return (
         failed.error.answered == HTTPStatus.BAD_REQUEST
-        and failed.depends
+        and failed.bare > 0
         and not (attempt.raw or attempt.reencode)
         and failed.encodings is not None
         and all(encoded_item.item.has_media for encoded_item in failed.encodings.encoded_items)
@@ -233,6 +235,9 @@ def _entry_lost(failure: Failure) -> bool:
 
 def _prefill_again(failure: Failure) -> bool:
     few = failure.failures.count("prefill") < MAX_PREFILLS
+    # Unreachable instances do not count, but the attempts at decode are reserved.
+    chosen = len(failure.failed.attempt.avoided_prefills) + 1
+    few &= chosen < MAX_ATTEMPTS - MAX_DECODES or not failure.may_prefill_locally
     # Not on the only instance, which has just died of the request, if decode can prefill.
     only = failure.error.died and not failure.other_prefills and failure.may_prefill_locally
     return failure.failed_at("prefill") and few and not only and failure.can_repeat
@@ -271,12 +276,13 @@ def _doubtful_decode_is_left(failure: Failure) -> bool:
 
 
 def _encoded_again(failure: Failure) -> Attempt:
-    """Return the next attempt with new encoder outputs.
+    """Return the next attempt, which does not reuse the encoder outputs.
 
     The instance that lacked one is not avoided if all others have had the request: they failed for
     other reasons.
     """
-    attempt, before = failure.next_attempt._replace(reencode=True), failure.failed.attempt
+    attempt = failure.next_attempt._replace(reencode=True, encodings=None)
+    before = failure.failed.attempt
     if failure.failed_at("prefill") and not failure.other_prefills:
         return attempt._replace(avoided_prefills=before.avoided_prefills)
     if failure.failed_at("decode") and not failure.other_decodes:
@@ -321,7 +327,8 @@ RULES = (
     ),
     Rule(
         f"prefill fails, fewer than {MAX_PREFILLS} times, and an instance may succeed",
-        "another prefill instance, or the only one",
+        "another prefill instance, or the only one; with `--on-prefill-failure local`, "
+        f"{MAX_ATTEMPTS - MAX_DECODES} are chosen at most",
         _prefill_again,
         lambda failure: failure.next_attempt,
     ),

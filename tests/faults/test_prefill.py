@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd.request.recovery import MAX_ATTEMPTS
+from epd.request.recovery import MAX_ATTEMPTS, MAX_DECODES
 from tests.requests import image, request, text
 from tests.support.fake_instance import (
     KV_PARAMS,
@@ -25,13 +25,26 @@ NOBODY = "http://127.0.0.1:9"
 FAIL: Any = {"on_prefill_failure": "fail"}
 
 
+UNREACHED: Any = tuple(f"http://127.0.0.{number}:9" for number in range(1, MAX_ATTEMPTS + 4))
+
+
+@pytest.mark.fault(30)
+async def test_decode_prefills_when_many_prefill_instances_are_unreachable(launch: Launch) -> None:
+    async with launch(prefill_servers_urls=UNREACHED) as fleet:
+        async with fleet.post(request(text())) as reply:
+            assert (reply.status, reply.headers["x-epd-degraded"]) == (200, "prefill-local")
+
+        [done] = fleet.events.requests
+        tries = [one for one in done.stages if one.stage == "prefill"]
+        assert len(tries) == MAX_ATTEMPTS - MAX_DECODES
+
+
 @pytest.mark.fault(30)
 async def test_retries_that_were_made_are_counted_and_the_one_that_was_not_is_not(
     launch: Launch,
 ) -> None:
     """Each prefill instance refuses connections; the proxy tries the next one, up to a limit."""
-    unreached: Any = tuple(f"http://127.0.0.{number}:9" for number in range(1, MAX_ATTEMPTS + 4))
-    async with launch(prefill_servers_urls=unreached) as fleet:
+    async with launch(prefill_servers_urls=UNREACHED, **FAIL) as fleet:
         async with fleet.post(request(text())) as reply:
             assert (reply.status, reply.headers["x-epd-stage"]) == (502, "prefill")
 
@@ -328,6 +341,7 @@ async def test_a_request_survives_a_lost_entry_beside_a_faulty_instance(
 
         assert status == 200
         assert [len(one.calls) for one in consumers] == ([1, 2] if bad == 0 else [2, 1])
+        assert len(fleet.e.calls) == 2
 
 
 async def leave_in_decode(fleet: Fleet, *, stream: bool) -> None:

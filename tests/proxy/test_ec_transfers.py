@@ -261,6 +261,18 @@ async def test_a_lost_push_is_repeated_with_the_media(
         assert not fleet.events.changes  # the consumer is not at fault
 
 
+@pytest.mark.parametrize(("media", "requests"), [("metadata", 2), ("raw", 1)])
+async def test_a_400_is_repeated_only_if_media_were_not_sent(
+    launch: Launch, media: str, requests: int
+) -> None:
+    async with mooncake(launch, Pushes(), decode_media=media) as fleet:
+        fleet.d.chat = refuses(400, "too long")
+        status, _ = await fleet.chat(request(image()))
+
+        assert status == 400
+        assert len(fleet.d.calls) == len(fleet.e.calls) == requests
+
+
 async def test_ids_that_an_encode_instance_makes_up_do_not_count(launch: Launch) -> None:
     pushes = Pushes(own_ids=True)
     async with mooncake(launch, pushes) as fleet:

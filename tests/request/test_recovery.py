@@ -29,6 +29,7 @@ from epd.request.recovery import (
     ENCODE_RULES,
     FETCH_AGAIN_S,
     MAX_ATTEMPTS,
+    MAX_DECODES,
     RULES,
     Attempt,
     EncodeFailure,
@@ -63,6 +64,7 @@ def failure(error: ProxyError, **more: Any) -> Failure:
         error,
         more.pop("encodings", Encodings((EncodedItem(item(), Encoded(), "encoded"),))),
         depends=more.pop("depends", True),
+        bare=more.pop("bare", 1),
         prefill=more.pop("prefill", P1),
         reads_back=more.pop("reads_back", False),
         prefilled=more.pop("prefilled", False),
@@ -217,7 +219,7 @@ def test_a_row_makes_the_next_attempt(row: int, case: Failure, changes: dict[str
     unsaid: dict[str, Any] = {
         "avoided_prefills": (P1,),
         "resent": True,
-        "encodings": case.failed.encodings,
+        "encodings": None if changes.get("reencode") else case.failed.encodings,
     }
     assert attempt == case.failed.attempt._replace(**unsaid | changes)
 
@@ -227,6 +229,18 @@ def test_an_instance_that_was_not_reached_has_not_read_blocks_back() -> None:
 
     assert attempt is not None
     assert attempt.avoided_prefills == (P1,)
+
+
+def test_decode_prefills_before_unreachable_instances_use_up_all_attempts() -> None:
+    attempt, chosen = failure(unreachable("prefill")).failed.attempt, 0
+    while not attempt.without_prefill:
+        chosen += 1
+        error = UpstreamUnreachable("x", stage="prefill")
+        following = next_attempt(failure(error, attempt=attempt._asdict(), decode=None))
+        assert following is not None
+        attempt = following
+
+    assert chosen == MAX_ATTEMPTS - MAX_DECODES
 
 
 def test_items_are_encoded_again_once() -> None:
@@ -288,7 +302,7 @@ def test_every_row_has_a_case() -> None:
         failure(rejected(500), prefilled=True, depends=False, attempt={"failures": ("decode",)}),
         failure(rejected(400), attempt={"raw": True}),
         failure(rejected(400), attempt={"reencode": True}),
-        failure(rejected(400), depends=False),
+        failure(rejected(400), bare=0),
         failure(rejected(500), depends=False),
         failure(rejected(500), attempt={"reencode": True, "failures": ("decode",)}),
         failure(failed("prefill"), attempt={"failures": ("prefill",)}, may_prefill_locally=False),
