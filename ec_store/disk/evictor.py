@@ -71,14 +71,15 @@ class Evictor:
         Returns:
             The result; None if another process is evicting.
         """
-        if not self._lock.acquire(tree.root, lambda: self._clock.now(tree.root)):
+        token = self._lock.acquire(tree.root, lambda: self._clock.now(tree.root))
+        if token is None:
             return None
         try:
             return self._free_timed(
-                tree, excess_bytes, ttl_s, lambda: self._lock.still_held(tree.root)
+                tree, excess_bytes, ttl_s, lambda: self._lock.still_held(tree.root, token)
             )
         finally:
-            self._lock.release(tree.root)
+            self._lock.release(tree.root, token)
 
     def free_beside(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed:
         """Evict while another process does, for an entry that has to be written.

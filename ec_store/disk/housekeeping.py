@@ -27,7 +27,7 @@ WAIT_S = 5.0
 entry is dropped."""
 
 PAUSES_S = (0.002, 0.1)
-"""Shortest and longest pause in seconds of a waiting writer; each pause is twice the one before."""
+"""Bounds in seconds of the pauses of a waiting writer: random ones, up to a limit that doubles."""
 
 FRUITLESS_S = 1.0
 """Seconds for which a store without evictable entries counts as full without another check."""
@@ -37,7 +37,9 @@ AHEAD = 8
 
 
 class Housekeeping:
-    """Housekeeping of one store. One process at a time does it; no process is dedicated to it.
+    """Housekeeping of one store, by any process.
+
+    Evictions and sweeps have a lock each. A writer may free room for its own entry beside them.
 
     The cost of a call does not depend on the number of entries, except for `sweep`.
 
@@ -159,17 +161,18 @@ class Housekeeping:
         """
         if not self._due(tree, "swept", min(every_s, self.settings.ttl)):
             return 0
-        if not self._sweeping.acquire(tree.root, lambda: self.clock.now(tree.root)):
+        token = self._sweeping.acquire(tree.root, lambda: self.clock.now(tree.root))
+        if token is None:
             return 0
         before = self.evictions
         try:
             _mark(tree, "swept")
             self._evictor.sweep(
-                tree, self.settings.ttl, lambda: self._sweeping.still_held(tree.root)
+                tree, self.settings.ttl, lambda: self._sweeping.still_held(tree.root, token)
             )
             self._clean_leftovers(tree)
         finally:
-            self._sweeping.release(tree.root)
+            self._sweeping.release(tree.root, token)
         return self.evictions - before
 
     def _free_or_wait(
@@ -218,7 +221,8 @@ class Housekeeping:
             age_s = self.clock.now(tree.root) - tree.root.stat(mark).st_mtime
         except FileNotFoundError:
             return True
-        return every_s <= 0 or age_s >= every_s  # a new mark may be ahead of the clock
+        # A new mark may be ahead of the clock; one far ahead is from before the clock was set back.
+        return every_s <= 0 or abs(age_s) >= every_s
 
     def _clean_leftovers(self, tree: Tree) -> None:
         """Remove expired leases, claims, ledger lines and leftover files; entries are not read."""

@@ -34,41 +34,44 @@ class FileLock:
         """Create the lock of this file name. Threads may share it: one at a time acquires it."""
         self._file = name
         self._machine = _machine()
-        self._token = ""
 
-    def acquire(self, folder: Folder, now: Callable[[], float]) -> bool:
-        """Take the lock; False, without a write, if another process holds it. Raises OSError."""
+    def acquire(self, folder: Folder, now: Callable[[], float]) -> str | None:
+        """Take the lock. Return the holder's token; None, without a write, if it is held.
+
+        Raises:
+            OSError: the lock file cannot be read or written.
+        """
         token = f"{self._machine} {os.getpid()} {secrets.token_hex(8)}"
         for _ in range(2):
             if not self._break(folder, now()):
-                return False
+                return None
             # Written first and then linked: a reader must never see the lock without its holder.
             if folder.add(self._file, token.encode()):
-                self._token = token
-                return True
-        return False
+                return token
+        return None
 
-    def still_held(self, folder: Folder) -> bool:
-        """Return whether the lock is still this holder's, and renew it."""
+    def still_held(self, folder: Folder, token: str) -> bool:
+        """Return whether the lock is still that of the token, and renew it."""
         try:
-            if folder.read(self._file, 512).decode(errors="replace") != self._token:
+            if folder.read(self._file, 512).decode(errors="replace") != token:
                 return False
             os.utime(self._file, dir_fd=folder.fd, follow_symlinks=False)
         except OSError:
             return False
         return True
 
-    def release(self, folder: Folder) -> None:
-        """Release the lock if it is still this holder's."""
-        if self.still_held(folder):
-            self._token = ""  # before another thread may take the lock
+    def release(self, folder: Folder, token: str) -> None:
+        """Release the lock if it is still that of the token."""
+        if self.still_held(folder, token):
             folder.remove(self._file)
 
     def _break(self, folder: Folder, now_s: float) -> bool:
         """Remove the lock of a dead holder; True if the lock is free now."""
         try:
             holder = folder.read(self._file, 512).decode(errors="replace")
-            if now_s - folder.stat(self._file).st_mtime <= STALE_S and not self._is_dead(holder):
+            # A renewal far ahead of the clock is from before the clock was set back.
+            age_s = abs(now_s - folder.stat(self._file).st_mtime)
+            if age_s <= STALE_S and not self._is_dead(holder):
                 return False
             aside = f".{secrets.token_hex(8)}.tmp"
             folder.rename(self._file, aside)

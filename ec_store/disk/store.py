@@ -145,7 +145,7 @@ class SharedDiskStore(Store):
     def claim(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, *, wait: bool = True
     ) -> list[bool]:
-        """Claim entries (see `Store.claim`). Exactly one of several owners gets a claim."""
+        """Claim entries (see `Store.claim`). Of several owners at once, one gets a claim."""
         name = owner_bytes(owner)
         with self._translate_errors("claims could not be written"):
             tree = self._opening.tree(create=True)
@@ -259,7 +259,7 @@ class SharedDiskStore(Store):
             if self._read(key, digest, load_header, use=True):
                 return False
             # Replaced, not deleted: another writer may have published a new entry in between.
-            replace = self._has_expired(digest)
+            replace = self._has_unusable(digest)
         try:
             return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
         except OSError as error:
@@ -272,8 +272,8 @@ class SharedDiskStore(Store):
         # Once more, with room or with the directory that is there now.
         return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
 
-    def _has_expired(self, digest: str) -> bool:
-        """Return whether there is an expired entry: readers miss it, but its name is taken."""
+    def _has_unusable(self, digest: str) -> bool:
+        """Return whether an expired or too large entry has the name: readers miss it."""
         with suppress(OSError):
             tree = self._opening.tree()
             return not self._is_live(tree, tree.folder(digest).stat(digest))
@@ -301,26 +301,24 @@ class SharedDiskStore(Store):
                 self._replace(tree, folder, staging, digest)
             published = replace or folder.publish(staging, digest)
         finally:
+            folder.remove(staging)
             if charged and not published:
                 with suppress(OSError):
                     self._keeper.ledger.release(tree.usage, taken)
-            folder.remove(staging)
         if published and self._config.durability == "fsync":
             tree.sync(digest)
         return published
 
     def _replace(self, tree: Tree, folder: Folder, staging: str, digest: str) -> None:
-        before = 0
-        with suppress(OSError):
-            before = taken_bytes(folder.stat(digest).st_size)
-        folder.rename(staging, digest)
-        if before:
-            self._keeper.ledger.release(tree.usage, before)
+        removed = folder.rename_over(staging, digest)
+        if removed is not None:
+            with suppress(OSError):  # otherwise the sum is too high until the next sweep
+                self._keeper.ledger.release(tree.usage, taken_bytes(removed.st_size))
 
     def _read(
         self, key: EntryKey, digest: str, load: Callable[[EntryKey, int, int], T], *, use: bool
     ) -> T | None:
-        """Open a live entry's file and call `load`; None if it is missing or corrupt."""
+        """Open a live entry and call `load`; None if it is missing, corrupt or unreadable."""
         tree = None
         try:
             tree = self._opening.tree()

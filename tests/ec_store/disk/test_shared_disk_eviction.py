@@ -319,13 +319,87 @@ def test_lease_of_a_thousand_years_is_ignored_and_swept(root: Path) -> None:
 # Concurrent evictors
 
 
+def test_lock_of_a_thread_that_lost_it_is_not_that_of_the_next_thread(root: Path) -> None:
+    root.mkdir()
+    folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting")
+    first = lock.acquire(folder, time.time)
+    age(root / "evicting", 60)
+    second = lock.acquire(folder, time.time)
+
+    assert first is not None
+    assert second is not None
+    assert not lock.still_held(folder, first)
+    lock.release(folder, first)
+    assert lock.still_held(folder, second)
+    lock.release(folder, second)
+    assert lock.acquire(folder, time.time) is not None
+
+
+@pytest.mark.parametrize("ahead_s", [10, 1000])
+def test_lock_far_ahead_of_the_clock_is_broken(root: Path, ahead_s: float) -> None:
+    root.mkdir()
+    folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting")
+    assert lock.acquire(folder, time.time) is not None
+    age(root / "evicting", -ahead_s)
+
+    assert (lock.acquire(folder, time.time) is not None) == (ahead_s > 30)
+
+
+@pytest.mark.parametrize("ahead_s", [10, 4000])
+def test_sweep_runs_if_the_last_one_is_far_ahead_of_the_clock(root: Path, ahead_s: float) -> None:
+    with opened(root) as store:
+        store.sweep()
+        age(root / "swept", -ahead_s)
+        store.sweep(every_s=3600)
+
+        runs = (root / "swept").stat().st_mtime < time.time() + 5
+        assert runs == (ahead_s > 3600)
+
+
+def test_replacing_writer_releases_no_entry_that_an_evictor_removes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(root) as store:
+        store.put(key("k"), sized(100))
+        rename = Folder.rename
+
+        def rename_after_an_evictor(folder: Folder, name: str, new: str) -> None:
+            rename(folder, key("k").digest, ".aside.tmp")
+            rename(folder, name, new)
+
+        monkeypatch.setattr(Folder, "rename", rename_after_an_evictor)
+        store.put(key("k"), sized(100), replace=True)
+        monkeypatch.undo()
+
+        assert store.stats().entries == 2  # until the evictor has removed the old one
+        assert store.get(key("k")) == sized(100)
+
+
+def test_entry_whose_predecessor_could_not_be_released_stays_charged(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    with opened(root) as store:
+        store.put(key("k"), sized(100))
+        monkeypatch.setattr(Ledger, "release", fail)
+        assert store.put(key("k"), sized(100), replace=True)
+        monkeypatch.undo()
+
+        assert store.stats().entries == 2  # too high until the next sweep
+        store.sweep()
+        assert store.stats().entries == 1
+
+
 @contextmanager
 def evicting(root: Path) -> Iterator[Callable[[], None]]:
     """Hold the lock of a living evictor."""
     folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting")
-    assert lock.acquire(folder, time.time)
-    yield lambda: lock.release(folder)
-    lock.release(folder)
+    token = lock.acquire(folder, time.time)
+    assert token is not None
+    yield lambda: lock.release(folder, token)
+    lock.release(folder, token)
 
 
 TEN = [key(str(n)) for n in range(10)]
