@@ -20,8 +20,14 @@ from ec_store.errors import EntryTooLarge, StoreUnavailable
 logger = logging.getLogger("vllm.ec_store")
 
 QUARANTINE_S = 86400.0
+"""Age in seconds at which a corrupt entry that was kept for the operator is removed."""
+
 QUARANTINED = 64
+"""Maximum number of corrupt entries that are kept."""
+
 TIDY_EVERY_S = 900.0
+"""Longest time in seconds between two removals of leftovers of crashes."""
+
 WAIT_S = 5.0
 """Upper bound in seconds of a writer's wait for room that another process is making. After it, the
 entry is dropped."""

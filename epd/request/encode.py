@@ -15,7 +15,7 @@ from epd.aio import Flights, gather_first
 from epd.api.items import MMItem
 from epd.encoder_cache.claims import Claims, LookupContext
 from epd.errors import ProxyError, UnknownMedia, drop_tracebacks, no_store
-from epd.request.encode_tries import EncodeTries, ItemEncode, flight_key
+from epd.request.encode_tries import EncodeTask, EncodeTries, flight_key
 from epd.request.placement import Placement
 from epd.request.stage_inputs import (
     EncodeJob,
@@ -72,16 +72,16 @@ class Encoder:
         if self._placement.skips_encode(job):
             return [EncodedItem(item, Encoded(), "local") for item in items]
         record.hits, record.waits = {}, 0
-        asked = self._lookup_of(job)
+        asked = self._plan_lookup(job)
         with self._start_lookup(job, asked) as pending:
-            lookup = await self._looked_up(job, asked, pending)
+            lookup = await self._await_lookup(job, asked, pending)
             record.at = "encode"
             plans = self._plan_items(job, lookup)
-            encodes = self._item_encodes(job, lookup, plans)
-            if len(encodes) == 1:
-                encoded_now = [await self._encode_item(encodes[0])]
+            tasks = self._encode_tasks(job, lookup, plans)
+            if len(tasks) == 1:
+                encoded_now = [await self._encode_item(tasks[0])]
             else:
-                encoded_now = await gather_first(self._encode_item, encodes, AT_ONCE)
+                encoded_now = await gather_first(self._encode_item, tasks, AT_ONCE)
         encoded_items = _in_order(items, encoded_now, lookup, plans)
         results = [encoded_item.result for encoded_item in encoded_items]
         record.items = {result: results.count(result) for result in results}
@@ -90,7 +90,7 @@ class Encoder:
             record.hits = Counter(hits)
         return encoded_items
 
-    def _lookup_of(self, job: EncodeJob) -> StoreLookup:
+    def _plan_lookup(self, job: EncodeJob) -> StoreLookup:
         """Return the lookup of a job, before it is sent to the store."""
         output_keys = {item: job.output_key(item) for item in job.request.media_items}
         if self._claims is None:
@@ -117,7 +117,7 @@ class Encoder:
             namespace=job.namespace,
         )
 
-    async def _looked_up(
+    async def _await_lookup(
         self, job: EncodeJob, asked: StoreLookup, pending: LookupContext | None
     ) -> StoreLookup:
         """Return the lookup with the store's answer."""
@@ -154,10 +154,10 @@ class Encoder:
         identifier = lookup.identifiers[item]
         return self._claims.is_claimed_elsewhere(output_key.model, identifier, job.namespace)
 
-    def _item_encodes(
+    def _encode_tasks(
         self, job: EncodeJob, lookup: StoreLookup, plans: Mapping[MMItem, ItemPlan]
-    ) -> list[ItemEncode]:
-        """Return the encodes of the items that an encode instance encodes.
+    ) -> list[EncodeTask]:
+        """Return the tasks for the items that an encode instance encodes.
 
         Raises:
             ProxyError: an item has no media.
@@ -167,7 +167,7 @@ class Encoder:
             raise _unknown(unknown, lookup)
         first_tries = self._tries.first_tries(job) if len(missing) > 1 else None
         return [
-            ItemEncode(
+            EncodeTask(
                 job,
                 item,
                 lookup.output_keys[item],
@@ -178,7 +178,7 @@ class Encoder:
             for item in missing
         ]
 
-    async def _encode_item(self, encode: ItemEncode) -> EncodedItem:
+    async def _encode_item(self, task: EncodeTask) -> EncodedItem:
         """Return the output of an item that is not stored.
 
         Requests that need an output at the same time share its encode. Two kinds of output are not
@@ -187,53 +187,53 @@ class Encoder:
         Raises:
             ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
-        item, output_key, context = encode.item, encode.output_key, encode.job.context
+        item, output_key, context = task.item, task.output_key, task.job.context
         try:
             if output_key is None or self._transfer.pushed:
-                shared = SharedOutput(await self._tries.encode_item(encode), item)
+                shared = SharedOutput(await self._tries.encode_item(task), item)
             else:
-                flight = flight_key(encode.job, output_key, skips_claims=encode.skips_claims)
+                flight = flight_key(task.job, output_key, skips_claims=task.skips_claims)
                 under_way = flight in self._flights
                 with context.wait_span(item) if under_way else nullcontext() as waiting:
-                    work = partial(self._encode_once, encode, output_key, waiting)
+                    work = partial(self._encode_once, task, output_key, waiting)
                     shared = await self._flights.try_join(flight, work)
                     if waiting is not None and shared.span is not None:
                         waiting.link(shared.span)
         except ProxyError as failure:
-            return self._fall_back(encode, failure)
+            return self._fall_back(task, failure)
         own = shared.item is item  # and not the result of another request
         context.record.waits += not own
         return EncodedItem(item, shared.encoded, "encoded" if own else "hit")
 
-    def _fall_back(self, encode: ItemEncode, failure: ProxyError) -> EncodedItem:
+    def _fall_back(self, task: EncodeTask, failure: ProxyError) -> EncodedItem:
         """Return an item that prefill or decode encodes after a failure.
 
         Raises:
             ProxyError: they may not encode it.
         """
         error = self._tries.error_after_last_try(failure)
-        if not self._placement.may_fall_back(encode.job, error):
-            raise error.at_param(encode.item.param_path) from error.__cause__
+        if not self._placement.may_fall_back(task.job, error):
+            raise error.at_param(task.item.param_path) from error.__cause__
         drop_tracebacks(failure)
-        encode.job.context.record.degraded.add("encode-local")
-        return EncodedItem(encode.item, Encoded(), "local", encode.plan.tokens)
+        task.job.context.record.degraded.add("encode-local")
+        return EncodedItem(task.item, Encoded(), "local", task.plan.tokens)
 
     async def _encode_once(
-        self, encode: ItemEncode, output_key: OutputKey, earlier_wait: Span | None
+        self, task: EncodeTask, output_key: OutputKey, earlier_wait: Span | None
     ) -> SharedOutput:
         """Return the output of an item: encode it, unless another proxy already does.
 
         Args:
-            encode: the item.
+            task: the item.
             output_key: the output that it needs.
             earlier_wait: span of the wait for another request's encode that failed; it ends here.
         """
         if earlier_wait is not None:
             earlier_wait.end_span()
-        item, context, namespace = encode.item, encode.job.context, encode.job.namespace
+        item, context, namespace = task.item, task.job.context, task.job.namespace
         identifier = self._identifiers.identifier_of(output_key)
-        if self._claims is None or identifier is None or encode.skips_claims:
-            encoded = await self._tries.encode_item(encode)
+        if self._claims is None or identifier is None or task.skips_claims:
+            encoded = await self._tries.encode_item(task)
         else:
             wait_s = context.config.encode_timeout_s
             with self._claims.queue_claim(output_key.model, identifier, wait_s, namespace) as turn:
@@ -241,7 +241,7 @@ class Encoder:
                     found = await turn.wait_turn()
                 if found is not None and found.modality == item.modality:
                     return SharedOutput(from_entry(found))
-                encoded = await self._tries.encode_item(encode)
+                encoded = await self._tries.encode_item(task)
                 turn.made = encoded.identifier is not None
         if self._claims is not None and encoded.namespace is not None:
             self._claims.cache.learn_namespace(output_key.model, encoded.namespace)

@@ -38,7 +38,7 @@ GROUPED = frozenset({"image", "audio"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ItemEncode:
+class EncodeTask:
     """Encode of one item. Equal only to itself.
 
     Attributes:
@@ -73,17 +73,17 @@ class EncodeGroup:
 
     Attributes:
         instance: the encode instance.
-        encodes: the encodes of its items, in order; of one modality if there are several.
+        tasks: its items, in order; of one modality if there are several.
     """
 
     instance: Instance
-    encodes: tuple[ItemEncode, ...]
+    tasks: tuple[EncodeTask, ...]
 
 
 Send = Callable[[EncodeGroup], Coroutine[Any, Any, Sequence[Encoded]]]
 """Function that sends the request of a group, and returns the output of each item."""
 
-AssignGroups = Callable[[Sequence[ItemEncode]], Sequence[EncodeGroup]]
+AssignGroups = Callable[[Sequence[EncodeTask]], Sequence[EncodeGroup]]
 """Function that assigns items to instances. Each item is in one group."""
 
 
@@ -93,11 +93,11 @@ class FirstTries:
     def __init__(self, assign: AssignGroups, send: Send) -> None:
         self._assign = assign
         self._send = send
-        self._arrived: list[ItemEncode] = []
-        self._groups: dict[ItemEncode, EncodeGroup] = {}
+        self._arrived: list[EncodeTask] = []
+        self._groups: dict[EncodeTask, EncodeGroup] = {}
         self._flights: Flights[EncodeGroup, Sequence[Encoded]] = Flights()
 
-    async def group_of(self, encode: ItemEncode) -> EncodeGroup:
+    async def group_of(self, task: EncodeTask) -> EncodeGroup:
         """Return the group of an item.
 
         The items of a request that do not wait for anything else arrive in the same turn of the
@@ -106,26 +106,26 @@ class FirstTries:
         Raises:
             NoInstance: there is no instance.
         """
-        self._arrived.append(encode)
+        self._arrived.append(task)
         try:
             await asyncio.sleep(0)
-            if encode not in self._groups:
+            if task not in self._groups:
                 new = [arrived for arrived in self._arrived if arrived not in self._groups]
                 for group in self._assign(new):
-                    self._groups |= dict.fromkeys(group.encodes, group)
+                    self._groups |= dict.fromkeys(group.tasks, group)
         finally:
-            self._arrived.remove(encode)
-        return self._groups[encode]
+            self._arrived.remove(task)
+        return self._groups[task]
 
-    async def output_of(self, encode: ItemEncode, group: EncodeGroup) -> Encoded | None:
+    async def output_of(self, task: EncodeTask, group: EncodeGroup) -> Encoded | None:
         """Return the output of an item; None if its group was rejected, so that it must go alone.
 
-        The first item of a group sends the request. It ends when none of its items is needed.
+        The first item of a group sends the request, which is cancelled when no item needs it.
 
         Raises:
             ProxyError: the instance failed, or rejected the item alone.
         """
-        if len(group.encodes) == 1:
+        if len(group.tasks) == 1:
             [encoded] = await self._send(group)
             return encoded
         try:
@@ -134,7 +134,7 @@ class FirstTries:
             if failure.retryable or failure.died:
                 raise
             return None
-        return outputs[group.encodes.index(encode)]
+        return outputs[group.tasks.index(task)]
 
 
 class EncodeTries:
@@ -159,13 +159,16 @@ class EncodeTries:
         self._retries = Retries()
 
     def first_tries(self, job: EncodeJob) -> FirstTries | None:
-        """Return the common first tries of a job's items; None if each is sent by itself."""
+        """Return the common first tries of a job's items; None if each is sent by itself.
+
+        The balance `least_load` assigns the items of a request together, in groups or not.
+        """
         config = job.context.config
         if config.encode_group_items == 1 and config.encode_balance != "least_load":
             return None
         return FirstTries(partial(self._assign_groups, job), partial(self._send, job))
 
-    async def encode_item(self, encode: ItemEncode) -> Encoded:
+    async def encode_item(self, task: EncodeTask) -> Encoded:
         """Return the output of an item from an encode instance, or from the next after a failure.
 
         Items of one request may share their first try. Further ones are the item's own.
@@ -173,7 +176,7 @@ class EncodeTries:
         Raises:
             ProxyError: all tries failed, or the item itself is invalid.
         """
-        job, item, first_tries = encode.job, encode.item, encode.first_tries
+        job, item, first_tries = task.job, task.item, task.first_tries
         context, watched, fits = job.context, job.context.watched, self._fits(job)
         clock = asyncio.get_running_loop().time
         tried: list[Instance] = []
@@ -183,14 +186,14 @@ class EncodeTries:
                 try:
                     self._fatal.check(watched, [item.identity])
                     if first_tries is None:
-                        instance = self._next_instance(encode, tried)
+                        instance = self._next_instance(task, tried)
                         tried.append(instance)
-                        [encoded] = await self._send(job, EncodeGroup(instance, (encode,)))
+                        [encoded] = await self._send(job, EncodeGroup(instance, (task,)))
                         return encoded
                     shared, first_tries = first_tries, None
-                    group = await shared.group_of(encode)
+                    group = await shared.group_of(task)
                     tried.append(group.instance)
-                    if (output := await shared.output_of(encode, group)) is not None:
+                    if (output := await shared.output_of(task, group)) is not None:
                         return output
                     tried.pop()  # the instance rejected the group, and may accept the item
                 except ProxyError as error:
@@ -214,21 +217,19 @@ class EncodeTries:
         nothing.__cause__ = error
         return nothing
 
-    def _next_instance(self, encode: ItemEncode, tried: Sequence[Instance]) -> Instance:
+    def _next_instance(self, task: EncodeTask, tried: Sequence[Instance]) -> Instance:
         """Return the next encode instance of an item that is sent by itself."""
-        context = encode.job.context
+        context = task.job.context
         return self._choice.best_instance(
             tried,
             balance=context.config.encode_balance,
-            item=encode.item.identity,
+            item=task.item.identity,
             session=context.session,
-            prefer=encode.plan.instance,
-            fits=self._fits(encode.job),
+            prefer=task.plan.instance,
+            fits=self._fits(task.job),
         )
 
-    def _assign_groups(
-        self, job: EncodeJob, encodes: Sequence[ItemEncode]
-    ) -> Sequence[EncodeGroup]:
+    def _assign_groups(self, job: EncodeJob, tasks: Sequence[EncodeTask]) -> Sequence[EncodeGroup]:
         """Assign items to instances, and group those with the same instance and modality.
 
         Raises:
@@ -236,19 +237,19 @@ class EncodeTries:
         """
         context = job.context
         instances = self._choice.spread_items(
-            [encode.item.identity for encode in encodes],
-            [encode.plan.tokens for encode in encodes],
-            [encode.plan.instance for encode in encodes],
+            [task.item.identity for task in tasks],
+            [task.plan.tokens for task in tasks],
+            [task.plan.instance for task in tasks],
             balance=context.config.encode_balance,
             session=context.session,
             fits=self._fits(job),
         )
-        together: dict[object, list[ItemEncode]] = {}
-        for encode, instance in zip(encodes, instances, strict=True):
-            may_share = self._may_share(job, encode.item)
-            key = (instance, encode.item.modality) if may_share else encode
-            together.setdefault(key, []).append(encode)
-        at, most = dict(zip(encodes, instances, strict=True)), context.config.encode_group_items
+        together: dict[object, list[EncodeTask]] = {}
+        for task, instance in zip(tasks, instances, strict=True):
+            may_share = self._may_share(job, task.item)
+            key = (instance, task.item.modality) if may_share else task
+            together.setdefault(key, []).append(task)
+        at, most = dict(zip(tasks, instances, strict=True)), context.config.encode_group_items
         return [
             EncodeGroup(at[members[0]], tuple(members[start : start + most]))
             for members in together.values()
@@ -272,8 +273,8 @@ class EncodeTries:
             ProxyError: the instance failed, or rejected an item.
         """
         instance, context, body = group.instance, job.context, job.request.body
-        items = [encode.item for encode in group.encodes]
-        tokens = sum([encode.plan.tokens for encode in group.encodes])
+        items = [task.item for task in group.tasks]
+        tokens = sum([task.plan.tokens for task in group.tasks])
         identities = [item.identity for item in items]
         # New for each request: an instance that failed may still push its output later.
         asked = [
@@ -291,8 +292,8 @@ class EncodeTries:
             raise error from failure.__cause__
         self._fatal.record_survival(context.watched, identities, body=False)
         for item, output in zip(items, encoded, strict=True):
-            tokens = media_tokens(output.metadata)
-            self._token_counts.learn_tokens(body.get("model"), item.modality, item.pixels, tokens)
+            reported = media_tokens(output.metadata)
+            self._token_counts.learn_tokens(body.get("model"), item.modality, item.pixels, reported)
         return [self._if_in_namespace(output, instance, job.namespace) for output in encoded]
 
     def _if_in_namespace(

@@ -160,7 +160,7 @@ class KVHandover:
     def begin_decode(self, instance: Instance) -> Consumed:
         """Return the request for the decode instance."""
         self.decode = instance
-        consumed, context = self.prepared.consumed, self.prepared.sending.context
+        consumed, context = self.prepared.consumed, self.prepared.stage_input.context
         body = with_params(consumed.body, self.params)
         if self.prefilled is not None and context.turn is not None and context.endpoint.tokenized:
             body = context.turn.with_tokens(body)
@@ -180,8 +180,8 @@ class KVHandover:
         if error is None or params is None or not self._is_held(error):
             return
         context, tried = (
-            self.prepared.sending.context,
-            self.prepared.sending.attempt.avoided_decodes,
+            self.prepared.stage_input.context,
+            self.prepared.stage_input.attempt.avoided_decodes,
         )
         if self.decode is not None:
             tried = (*tried, self.decode)
@@ -202,7 +202,7 @@ class KVHandover:
         earlier). If decode has sent the head of its answer, aborting it notifies prefill, and a
         release would then read blocks that prefill has freed.
         """
-        if self.accepted or self.prepared.sending.context.watched.deaths is not None:
+        if self.accepted or self.prepared.stage_input.context.watched.deaths is not None:
             return False
         return not (isinstance(error, ProxyError) and (error.died or error.engine_failed))
 

@@ -153,7 +153,7 @@ class Readbacks:
             prepared: the request. Only its first attempt receives them.
             prefill: the instance that would read the blocks. It also tokenizes the prompt.
         """
-        context = prepared.sending.context
+        context = prepared.stage_input.context
         turn = context.turn
         if turn is None or not self._transfer.bidirectional:
             return None

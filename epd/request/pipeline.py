@@ -17,7 +17,7 @@ from epd.request.recovery import (
     Attempt,
     Encodings,
     FailedAttempt,
-    Failure,
+    RecoveryState,
     next_attempt,
 )
 from epd.request.request_media import RequestMedia, request_work
@@ -27,7 +27,7 @@ from epd.request.stage_inputs import (
     EncodeJob,
     KeyedRequest,
     PreparedRequest,
-    Sending,
+    StageInput,
 )
 from epd.request.targets import Courses, Decoders
 from epd.routing.instances import Instance, Role
@@ -82,17 +82,17 @@ class Pipeline:
         attempt = Attempt(course, facts)
         with self._retries.tries(MAX_ATTEMPTS) as tries:
             while True:
-                result = await self._send(self._sending(request, attempt, context))
+                result = await self._run_attempt(self._stage_input(request, attempt, context))
                 if not isinstance(result, FailedAttempt):
                     return result
-                following = self._next_attempt(result, context)
+                following = self._attempt_after(result, context)
                 if following is None:
                     raise result.error
                 await tries.next_try(result.error)
                 attempt = following
                 context.record.retries += 1
 
-    async def _send(self, sending: Sending) -> DecodeAnswer | FailedAttempt:
+    async def _run_attempt(self, stage_input: StageInput) -> DecodeAnswer | FailedAttempt:
         """Send a request through its stages once: encode, prefill, decode.
 
         Returns:
@@ -101,15 +101,15 @@ class Pipeline:
         stages = self._prefill_decode
         encodings = prepared = prefill_place = pair = decode = None
         try:
-            targets = await self._early_targets(sending)
-            encodings = self._earlier_encodings(sending, targets)
+            targets = await self._early_targets(stage_input)
+            encodings = self._earlier_encodings(stage_input, targets)
             if encodings is None:
-                job = self._encode_job(sending, targets)
+                job = self._encode_job(stage_input, targets)
                 with targets.consumer_place or nullcontext():
                     encoded_items = await self._encoder.encode(job)
-                    await self._remember_names(sending, encoded_items)
+                    await self._remember_names(stage_input, encoded_items)
                 encodings = Encodings(encoded_items, job.namespace)
-            prepared = self._prepared(sending, encodings)
+            prepared = self._prepared(stage_input, encodings)
             prefill_place = await stages.choose_prefill(prepared, targets)
             if prefill_place is None:
                 decode = await stages.choose_decode(prepared, targets.consumer or targets.decode)
@@ -125,7 +125,7 @@ class Pipeline:
                 return await stages.decode(prepared, decode, handover)
         except ProxyError as error:
             return FailedAttempt(
-                sending.attempt,
+                stage_input.attempt,
                 error,
                 encodings,
                 depends=prepared is not None and prepared.consumed.depends,
@@ -154,50 +154,56 @@ class Pipeline:
         """Forget the key of a client's uuid: see `Keys.forget_uuid`."""
         await self._keys.forget_uuid(uuid, model, context.tenant, context.config)
 
-    def _sending(self, request: KeyedRequest, attempt: Attempt, context: RequestContext) -> Sending:
+    def _stage_input(
+        self, request: KeyedRequest, attempt: Attempt, context: RequestContext
+    ) -> StageInput:
         """Return the input of the stages. Without a prefill instance, decode also prefills."""
         local = context.config.on_prefill_failure == "local"
         if attempt.course.prefill and local and not self._table.has(Role.PREFILL):
             attempt = attempt._replace(without_prefill=True)
-        return Sending(request, attempt, context)
+        return StageInput(request, attempt, context)
 
-    async def _early_targets(self, sending: Sending) -> EarlyTargets:
+    async def _early_targets(self, stage_input: StageInput) -> EarlyTargets:
         """Choose the instance that will consume the encoder outputs, if the encode depends on it.
 
         It does in two cases: the transfer pushes outputs to the consumer, or consumers have
         different namespaces, so that an output is usable in only one of them.
         """
-        encodes = sending.attempt.course.encode
+        encodes = stage_input.attempt.course.encode
         differ = encodes and len(self._namespaces.of_consumers()) > 1
-        if not sending.request.media_items or not (self._transfer.pushed or differ):
+        if not stage_input.request.media_items or not (self._transfer.pushed or differ):
             return NO_TARGETS
-        body, prefix = Consumed(sending.request.body), request_prefix(sending)
-        raw = PreparedRequest(sending, NO_ENCODINGS, body, prefix)
+        body, prefix = Consumed(stage_input.request.body), request_prefix(stage_input)
+        raw = PreparedRequest(stage_input, NO_ENCODINGS, body, prefix)
         return await self._prefill_decode.choose_early_targets(raw)
 
-    def _earlier_encodings(self, sending: Sending, targets: EarlyTargets) -> Encodings | None:
+    def _earlier_encodings(
+        self, stage_input: StageInput, targets: EarlyTargets
+    ) -> Encodings | None:
         """Return the encoder outputs of an earlier attempt; None if there are no usable ones."""
-        if not sending.request.media_items:
+        if not stage_input.request.media_items:
             return NO_ENCODINGS
-        earlier, namespace = sending.attempt.encodings, self._namespace(targets.consumer)
+        earlier, namespace = stage_input.attempt.encodings, self._namespace(targets.consumer)
         if earlier is None or earlier.namespace != namespace:
             return None
         return None if self._transfer.pushed else earlier
 
-    def _encode_job(self, sending: Sending, targets: EarlyTargets) -> EncodeJob:
+    def _encode_job(self, stage_input: StageInput, targets: EarlyTargets) -> EncodeJob:
         return EncodeJob(
-            sending.request,
-            sending.context,
-            sending.attempt.course,
+            stage_input.request,
+            stage_input.context,
+            stage_input.attempt.course,
             targets.consumer_place,
             self._namespace(targets.consumer),
-            sending.attempt.reencode,
+            stage_input.attempt.reencode,
         )
 
-    async def _remember_names(self, sending: Sending, encoded_items: Sequence[EncodedItem]) -> None:
+    async def _remember_names(
+        self, stage_input: StageInput, encoded_items: Sequence[EncodedItem]
+    ) -> None:
         """Remember the client's names of the items, which its next request may use."""
-        if sending.attempt.encodings is None:
-            body, context = sending.request.body, sending.context
+        if stage_input.attempt.encodings is None:
+            body, context = stage_input.request.body, stage_input.context
             named = [encoded for encoded in encoded_items if encoded.item.uuid is not None]
             await self._keys.remember_names(body, named, context.tenant, context.config)
 
@@ -208,22 +214,22 @@ class Pipeline:
         known = self._namespaces.of_consumers()
         return next(iter(known)) if len(known) == 1 else None
 
-    def _prepared(self, sending: Sending, encodings: Encodings) -> PreparedRequest:
+    def _prepared(self, stage_input: StageInput, encodings: Encodings) -> PreparedRequest:
         """Return the request as prefill and decode get it."""
-        consumed = self._media.consumed(sending, encodings)
-        prefix = request_prefix(sending, encodings.encoded_items)
-        if prefix.links and sending.context.config.kv_events:
+        consumed = self._media.consumed(stage_input, encodings)
+        prefix = request_prefix(stage_input, encodings.encoded_items)
+        if prefix.links and stage_input.context.config.kv_events:
             consumed = marked_prompt(consumed, prefix)
-        work = request_work(sending, encodings)
-        return PreparedRequest(sending, encodings, consumed, prefix, work)
+        work = request_work(stage_input, encodings)
+        return PreparedRequest(stage_input, encodings, consumed, prefix, work)
 
-    def _next_attempt(self, failed: FailedAttempt, context: RequestContext) -> Attempt | None:
+    def _attempt_after(self, failed: FailedAttempt, context: RequestContext) -> Attempt | None:
         """Return the attempt after a failed one; None if the client gets the error."""
         if context.watched.is_spent:
             return None
         course, decodes = failed.attempt.course, failed.failed_decodes
         return next_attempt(
-            Failure(
+            RecoveryState(
                 failed,
                 other_prefills=self._prefill_decode.other_prefills(failed),
                 other_decodes=self._decoders.has_untried(course, decodes),

@@ -99,7 +99,7 @@ class PrefillDecodeStages:
         Raises:
             NoInstance: no instance is available.
         """
-        attempt, context = prepared.sending.attempt, prepared.sending.context
+        attempt, context = prepared.stage_input.attempt, prepared.stage_input.context
         await self._readbacks.begin_turn(context)
         if self._needs_prefill(prepared):
             prefix = prepared.prefill_prefix
@@ -126,7 +126,7 @@ class PrefillDecodeStages:
         Raises:
             NoInstance: no instance is available.
         """
-        await self._readbacks.begin_turn(prepared.sending.context)
+        await self._readbacks.begin_turn(prepared.stage_input.context)
         if not self._needs_prefill(prepared):
             return None
         instance, rank = targets.consumer, targets.consumer_rank
@@ -140,7 +140,7 @@ class PrefillDecodeStages:
         Raises:
             ProxyError: no instance is available, or a request to one failed.
         """
-        attempt, context = prepared.sending.attempt, prepared.sending.context
+        attempt, context = prepared.stage_input.attempt, prepared.stage_input.context
         prefill = place.instance
         request_id = context.child_id() if attempt.resent else context.request_id
         try:
@@ -169,7 +169,7 @@ class PrefillDecodeStages:
         Raises:
             ProxyError: no instance is available, or the choice failed.
         """
-        attempt, context = prepared.sending.attempt, prepared.sending.context
+        attempt, context = prepared.stage_input.attempt, prepared.stage_input.context
         return chosen or await self._decoders.pick_instance(
             attempt, context, pair and pair.prefill, prefix=prepared.decode_prefix
         )
@@ -208,7 +208,7 @@ class PrefillDecodeStages:
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        consumed, work, context = prepared.consumed, prepared.work, prepared.sending.context
+        consumed, work, context = prepared.consumed, prepared.work, prepared.stage_input.context
         request_id = on_head = prefill = None
         if handover is not None:
             consumed, work = handover.begin_decode(instance), NO_WORK
@@ -267,7 +267,7 @@ class PrefillDecodeStages:
         return opening.result()
 
     def _prefill_instance(self, prepared: PreparedRequest) -> Instance:
-        attempt, context = prepared.sending.attempt, prepared.sending.context
+        attempt, context = prepared.stage_input.attempt, prepared.stage_input.context
         url = attempt.course.prefill_url
         if url is None:
             prefers = None if context.turn is None else context.turn.prefers_prefill
@@ -287,13 +287,13 @@ class PrefillDecodeStages:
         return local
 
     def _needs_prefill(self, prepared: PreparedRequest) -> bool:
-        attempt, context = prepared.sending.attempt, prepared.sending.context
+        attempt, context = prepared.stage_input.attempt, prepared.stage_input.context
         wanted = attempt.course.prefill and not attempt.without_prefill
         return wanted and context.endpoint.can_prefill(prepared.consumed.body)
 
     async def _prefilled(self, handover: KVHandover) -> Prefilled:
         prepared, pair = handover.prepared, handover.pair
-        context = prepared.sending.context
+        context = prepared.stage_input.context
         reads_back = pair.earlier is not None
         try:
             with self._table.track_request(
@@ -324,7 +324,7 @@ class PrefillDecodeStages:
         """Return the final error of an attempt, after counting a death of its instance."""
         if not isinstance(error, UpstreamDied):
             return error
-        watched = prepared.sending.context.watched
+        watched = prepared.stage_input.context.watched
         return self._fatal.after(error, instance, watched, prepared.encodings.local_identities)
 
     def _judging(
@@ -332,7 +332,7 @@ class PrefillDecodeStages:
     ) -> Callable[[BaseException | None], None]:
         """Return a callback for the end of an opened answer, without a reference to the request."""
         watched, encoded_here = (
-            prepared.sending.context.watched,
+            prepared.stage_input.context.watched,
             prepared.encodings.local_identities,
         )
 

@@ -18,7 +18,7 @@ from epd.api.body import dump_json
 from epd.api.items import MM_KWARGS, Body, Path
 from epd.api.prompts import BYTES_PER_TOKEN
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
-from epd.request.stage_inputs import Sending
+from epd.request.stage_inputs import StageInput
 from epd.routing.kv_blocks import mark_of, sampled_prefix
 from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.transfer.encoded import Consumed, EncodedItem
@@ -62,14 +62,14 @@ FEWEST = 2
 """Number of the fields of most messages and parts: role and content, type and text."""
 
 
-def request_prefix(sending: Sending, encoded: Sequence[EncodedItem] = ()) -> Prefix:
+def request_prefix(stage_input: StageInput, encoded: Sequence[EncodedItem] = ()) -> Prefix:
     """Return the prompt of a request; `NO_PREFIX` if no instance is chosen by its content.
 
     Args:
-        sending: the attempt.
+        stage_input: the attempt.
         encoded: encoder outputs of the items; empty before the encode.
     """
-    request, context = sending.request, sending.context
+    request, context = stage_input.request, stage_input.context
     balances = context.config.prefill_balance, context.config.decode_balance
     if "content" not in balances or not context.endpoint.generates:
         return NO_PREFIX

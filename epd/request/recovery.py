@@ -76,7 +76,7 @@ NO_ENCODINGS = Encodings()
 
 
 class Attempt(NamedTuple):
-    """Plan of one sending. `next_attempt` derives the next one.
+    """How a request is sent once. `next_attempt` derives the next one.
 
     Attributes:
         course: stages of the request.
@@ -141,7 +141,7 @@ class FailedAttempt(NamedTuple):
         return avoided if decode is None or self.error.stage != "decode" else (*avoided, decode)
 
 
-class Failure(NamedTuple):
+class RecoveryState(NamedTuple):
     """Failed attempt, and the remaining options.
 
     Attributes:
@@ -177,8 +177,8 @@ class Failure(NamedTuple):
         return retry_delay_s(self.error, others=others) is not None
 
     @property
-    def next_attempt(self) -> Attempt:
-        """The next attempt, which avoids the instances that have had the request."""
+    def base_attempt(self) -> Attempt:
+        """The next attempt, unless a rule changes more: it avoids the instances chosen before."""
         failed, attempt, decodes = self.failed, self.failed.attempt, self.failed.failed_decodes
         prefills = () if failed.prefill is None else (failed.prefill,)
         doubtful = attempt.doubtful
@@ -209,15 +209,15 @@ class Rule(NamedTuple):
 
     condition: str
     follows: str
-    applies: Callable[[Failure], bool]
-    attempt: Callable[[Failure], Attempt]
+    applies: Callable[[RecoveryState], bool]
+    attempt: Callable[[RecoveryState], Attempt]
 
 
-def _read_back_failed(failure: Failure) -> bool:
+def _read_back_failed(failure: RecoveryState) -> bool:
     return failure.failed_at("prefill") and failure.failed.reads_back and failure.error.worked
 
 
-def _metadata_refused(failure: Failure) -> bool:
+def _metadata_refused(failure: RecoveryState) -> bool:
     failed, attempt = failure.failed, failure.failed.attempt
     return (
         failed.error.answered == HTTPStatus.BAD_REQUEST
@@ -228,12 +228,12 @@ def _metadata_refused(failure: Failure) -> bool:
     )
 
 
-def _entry_lost(failure: Failure) -> bool:
+def _entry_lost(failure: RecoveryState) -> bool:
     failed = failure.failed
     return failed.error.engine_failed and failed.depends and not failed.attempt.reencode
 
 
-def _prefill_again(failure: Failure) -> bool:
+def _prefill_again(failure: RecoveryState) -> bool:
     few = failure.failures.count("prefill") < MAX_PREFILLS
     # Unreachable instances do not count, but the attempts at decode are reserved.
     chosen = len(failure.failed.attempt.avoided_prefills) + 1
@@ -243,45 +243,45 @@ def _prefill_again(failure: Failure) -> bool:
     return failure.failed_at("prefill") and few and not only and failure.can_repeat
 
 
-def _prefill_locally(failure: Failure) -> bool:
+def _prefill_locally(failure: RecoveryState) -> bool:
     possible = failure.may_prefill_locally and failure.error.retryable
     return failure.failed_at("prefill") and possible
 
 
-def _may_decode_again(failure: Failure) -> bool:
+def _may_decode_again(failure: RecoveryState) -> bool:
     few = failure.failures.count("decode") < MAX_DECODES
     return failure.failed_at("decode") and few and not isinstance(failure.error, UpstreamTimeout)
 
 
-def _blocks_lost(failure: Failure) -> bool:
+def _blocks_lost(failure: RecoveryState) -> bool:
     # As with vLLM's `kv_load_failure_policy` "fail".
     lost = failure.error.engine_failed and failure.failed.prefilled
     return _may_decode_again(failure) and lost
 
 
-def _decode_again(failure: Failure) -> bool:
+def _decode_again(failure: RecoveryState) -> bool:
     return _may_decode_again(failure) and failure.can_repeat
 
 
-def _doubtful_prefill_is_left(failure: Failure) -> bool:
+def _doubtful_prefill_is_left(failure: RecoveryState) -> bool:
     attempt = failure.failed.attempt
     left = attempt.doubtful in attempt.avoided_prefills and not failure.error.engine_failed
     return failure.failed_at("prefill") and failure.error.retryable and left
 
 
-def _doubtful_decode_is_left(failure: Failure) -> bool:
+def _doubtful_decode_is_left(failure: RecoveryState) -> bool:
     attempt, late = failure.failed.attempt, isinstance(failure.error, UpstreamTimeout)
     left = attempt.doubtful in attempt.avoided_decodes
     return failure.failed_at("decode") and failure.error.retryable and left and not late
 
 
-def _encoded_again(failure: Failure) -> Attempt:
+def _encoded_again(failure: RecoveryState) -> Attempt:
     """Return the next attempt, which does not reuse the encoder outputs.
 
     The instance that lacked one is not avoided if all others have had the request: they failed for
     other reasons.
     """
-    attempt = failure.next_attempt._replace(reencode=True, encodings=None)
+    attempt = failure.base_attempt._replace(reencode=True, encodings=None)
     before = failure.failed.attempt
     if failure.failed_at("prefill") and not failure.other_prefills:
         return attempt._replace(avoided_prefills=before.avoided_prefills)
@@ -290,13 +290,13 @@ def _encoded_again(failure: Failure) -> Attempt:
     return attempt
 
 
-def _not_counted(failure: Failure) -> Attempt:
+def _not_counted(failure: RecoveryState) -> Attempt:
     """Return the next attempt, without counting this one as a failure of its stage."""
-    return failure.next_attempt._replace(failures=failure.failed.attempt.failures)
+    return failure.base_attempt._replace(failures=failure.failed.attempt.failures)
 
 
-def _without_doubt(failure: Failure) -> Attempt:
-    attempt = failure.next_attempt
+def _without_doubt(failure: RecoveryState) -> Attempt:
+    attempt = failure.base_attempt
     prefills, decodes = (
         tuple(instance for instance in avoided if instance != attempt.doubtful)
         for avoided in (attempt.avoided_prefills, attempt.avoided_decodes)
@@ -330,7 +330,7 @@ RULES = (
         "another prefill instance, or the only one; with `--on-prefill-failure local`, "
         f"{MAX_ATTEMPTS - MAX_DECODES} are chosen at most",
         _prefill_again,
-        lambda failure: failure.next_attempt,
+        lambda failure: failure.base_attempt,
     ),
     Rule(
         "prefill fails, and another instance may have failed only because an entry was lost",
@@ -342,19 +342,19 @@ RULES = (
         "prefill fails otherwise, with `--on-prefill-failure local`",
         "decode prefills the request itself",
         _prefill_locally,
-        lambda failure: failure.next_attempt._replace(without_prefill=True),
+        lambda failure: failure.base_attempt._replace(without_prefill=True),
     ),
     Rule(
         f"decode answers 500 after a prefill, fewer than {MAX_DECODES} times",
         "prefill and decode again: the KV blocks may have been lost",
         _blocks_lost,
-        lambda failure: failure.next_attempt,
+        lambda failure: failure.base_attempt,
     ),
     Rule(
         f"decode fails without a timeout, fewer than {MAX_DECODES} times, and one may succeed",
         "another decode instance, or the only one",
         _decode_again,
-        lambda failure: failure.next_attempt,
+        lambda failure: failure.base_attempt,
     ),
     Rule(
         "decode fails without a timeout, and another may have failed only because of lost state",
@@ -367,7 +367,7 @@ RULES = (
 row."""
 
 
-def next_attempt(failure: Failure) -> Attempt | None:
+def next_attempt(failure: RecoveryState) -> Attempt | None:
     """Return the attempt that follows a failure; None: the client gets the error."""
     if failure.error.stage not in {"prefill", "decode"}:
         return None

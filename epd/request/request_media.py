@@ -9,7 +9,7 @@ from epd.media.parts import inline_bytes
 from epd.request.context import RequestContext
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
 from epd.request.recovery import Encodings
-from epd.request.stage_inputs import KeyedRequest, Sending
+from epd.request.stage_inputs import KeyedRequest, StageInput
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Role
 from epd.routing.table import InstanceTable, Work
@@ -65,9 +65,9 @@ class RequestMedia:
         self._fatal.check(context.watched, [item.identity for item in items])
         return KeyedRequest(body, items)
 
-    def consumed(self, sending: Sending, encodings: Encodings) -> Consumed:
+    def consumed(self, stage_input: StageInput, encodings: Encodings) -> Consumed:
         """Return the body for prefill and decode, with the encoder outputs of its items."""
-        body, attempt, context = sending.request.body, sending.attempt, sending.context
+        body, attempt, context = stage_input.request.body, stage_input.attempt, stage_input.context
         record, items = context.record, encodings.encoded_items
         record.saved_bytes = 0
         if attempt.without_prefill:
@@ -92,9 +92,9 @@ class RequestMedia:
         return consumed._replace(depends=consumed.depends or waits)
 
 
-def request_work(sending: Sending, encodings: Encodings) -> Work:
+def request_work(stage_input: StageInput, encodings: Encodings) -> Work:
     """Return the predicted work of the instance that prefills a request."""
-    items, text_bytes = sending.request.media_items, sending.context.text_bytes
+    items, text_bytes = stage_input.request.media_items, stage_input.context.text_bytes
     if not items:
         return Work(text_bytes // BYTES_PER_TOKEN)
     text_bytes -= sum([inline_bytes(item, NO_CUTS) for item in items])  # short media are not cut

@@ -1,4 +1,14 @@
-"""Inputs of the stages of a request, and the keys of its encoder outputs. No I/O."""
+"""Inputs of the stages of a request, and the keys of its encoder outputs. No I/O.
+
+Names of one media item, from the client to the store:
+
+- `MMItem.uuid`: the client's own name; it is never sent to an instance.
+- `MMItem.content_key`: key that the proxy derives from the content and the tenant, if it can.
+- `MMItem.engine_name`: that key where a request may carry it, as vLLM's `uuid` of the part.
+- `MMItem.identity`: what equal items have in common in this process: the key, or else the URL.
+- `OutputKey`: the content key with all else on which an encoder output depends.
+- `identifier`: vLLM's own name of an output (`mm_hash`): the entry's key in the store.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -54,7 +64,7 @@ class KeyedRequest(NamedTuple):
     media_items: Sequence[MMItem] = ()
 
 
-class Sending(NamedTuple):
+class StageInput(NamedTuple):
     """Input of the stages: a request, the plan of one attempt, and the context."""
 
     request: KeyedRequest
@@ -65,17 +75,17 @@ class Sending(NamedTuple):
 class PreparedRequest(NamedTuple):
     """Request as prefill and decode get it.
 
-    Instances that are chosen before the encode are chosen by one without encoder outputs.
+    Early choices of instances use one without encoder outputs.
 
     Attributes:
-        sending: the attempt.
+        stage_input: the attempt.
         encodings: encoder outputs of the items.
         consumed: body for prefill and decode.
         prefix: content of the prompt, if instances are chosen by it.
         work: predicted work of the instance that prefills.
     """
 
-    sending: Sending
+    stage_input: StageInput
     encodings: Encodings
     consumed: Consumed
     prefix: Prefix = NO_PREFIX
@@ -84,13 +94,13 @@ class PreparedRequest(NamedTuple):
     @property
     def prefill_prefix(self) -> Prefix:
         """Content of the prompt, if the prefill instance is chosen by it."""
-        chosen = self.sending.context.config.prefill_balance == "content"
+        chosen = self.stage_input.context.config.prefill_balance == "content"
         return self.prefix if chosen else NO_PREFIX
 
     @property
     def decode_prefix(self) -> Prefix:
         """Content of the prompt, if the decode instance is chosen by it."""
-        chosen = self.sending.context.config.decode_balance == "content"
+        chosen = self.stage_input.context.config.decode_balance == "content"
         return self.prefix if chosen else NO_PREFIX
 
     def blames_instance(self, stage: Stage, *, loads_blocks: bool) -> bool:
@@ -99,7 +109,7 @@ class PreparedRequest(NamedTuple):
         The first 500 of a stage that loads entries or blocks may mean that they are missing.
         """
         loads = self.consumed.depends or loads_blocks
-        return not loads or stage in self.sending.attempt.failures
+        return not loads or stage in self.stage_input.attempt.failures
 
 
 MAX_LEARNED = 65536
@@ -152,7 +162,7 @@ class StoreLookup(NamedTuple):
     Attributes:
         output_keys: the output that each item needs; None if an engine makes the item's key.
         identifiers: store keys of the items, as far as they are known and looked up.
-        answered: whether the store answered.
+        answered: False if there is no store, or if it failed to answer.
         found: stored outputs, by item.
     """
 

@@ -10,7 +10,7 @@ import epd
 from epd.api.chat import CHAT
 from epd.errors import EncodeMismatch, NoInstance, ProxyError, SuspectedFatal, UpstreamFailed
 from epd.request.context import RequestContext
-from epd.request.encode_tries import EncodeGroup, FirstTries, ItemEncode
+from epd.request.encode_tries import EncodeGroup, EncodeTask, FirstTries
 from epd.request.stage_inputs import EncodeJob, ItemPlan, KeyedRequest
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
@@ -22,12 +22,12 @@ from tests.requests import image, request
 E1, E2 = (Instance(Role.ENCODE, f"http://e{number}:1") for number in (1, 2))
 
 
-def encodes(count: int) -> list[ItemEncode]:
+def tasks(count: int) -> list[EncodeTask]:
     body = request(*(image(b"%d" % number) for number in range(count)))
     items = [*CHAT.items(body)]
     config = epd.ProxyConfig(encode_servers_urls=(E1.url,), decode_servers_urls=("http://d:1",))
     job = EncodeJob(KeyedRequest(body, items), RequestContext("r", {}, config))
-    return [ItemEncode(job, item, None, ItemPlan(1), True, None) for item in items]
+    return [EncodeTask(job, item, None, ItemPlan(1), True, None) for item in items]
 
 
 class Sent:
@@ -39,40 +39,38 @@ class Sent:
     """
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.groups: list[tuple[ItemEncode, ...]] = []
+        self.groups: list[tuple[EncodeTask, ...]] = []
         self.error = error
         self.tries = FirstTries(self.assign_all, self.send_group)
 
-    def assign_all(self, some: Sequence[ItemEncode]) -> list[EncodeGroup]:
+    def assign_all(self, some: Sequence[EncodeTask]) -> list[EncodeGroup]:
         return [EncodeGroup(E1, tuple(some))]
 
-    async def output_of(self, encode: ItemEncode) -> Encoded | None:
-        return await self.tries.output_of(encode, await self.tries.group_of(encode))
+    async def output_of(self, task: EncodeTask) -> Encoded | None:
+        return await self.tries.output_of(task, await self.tries.group_of(task))
 
     async def send_group(self, group: EncodeGroup) -> list[Encoded]:
-        self.groups.append(group.encodes)
+        self.groups.append(group.tasks)
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
-        return [Encoded(identifier=encode.item.param_path) for encode in group.encodes]
+        return [Encoded(identifier=task.item.param_path) for task in group.tasks]
 
 
 async def test_items_that_arrive_in_one_turn_of_the_loop_share_a_request() -> None:
-    some, sent = encodes(3), Sent()
+    some, sent = tasks(3), Sent()
     encoded = await asyncio.gather(*map(sent.output_of, some))
 
     assert sent.groups == [tuple(some)]
-    assert [one and one.identifier for one in encoded] == [
-        encode.item.param_path for encode in some
-    ]
+    assert [one and one.identifier for one in encoded] == [task.item.param_path for task in some]
 
 
 async def test_an_item_that_arrives_later_is_not_grouped() -> None:
-    (first, second, late), sent = encodes(3), Sent()
+    (first, second, late), sent = tasks(3), Sent()
 
-    async def waits(encode: ItemEncode) -> Encoded | None:
+    async def waits(task: EncodeTask) -> Encoded | None:
         await asyncio.sleep(0.01)
-        return await sent.output_of(encode)
+        return await sent.output_of(task)
 
     await asyncio.gather(sent.output_of(first), sent.output_of(second), waits(late))
 
@@ -92,7 +90,7 @@ async def test_a_failure_of_the_instance_fails_all_items_and_a_rejection_none(
 ) -> None:
     sent = Sent(error)
 
-    found = await asyncio.gather(*map(sent.output_of, encodes(2)), return_exceptions=True)
+    found = await asyncio.gather(*map(sent.output_of, tasks(2)), return_exceptions=True)
 
     assert found == [error if fails else None] * 2
     assert len(sent.groups) == 1
@@ -101,9 +99,9 @@ async def test_a_failure_of_the_instance_fails_all_items_and_a_rejection_none(
 async def test_an_item_without_an_instance_is_not_sent_with_a_later_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (*lost, later), sent = encodes(3), Sent()
+    (*lost, later), sent = tasks(3), Sent()
 
-    def assign_none(_: Sequence[ItemEncode]) -> Any:
+    def assign_none(_: Sequence[EncodeTask]) -> Any:
         raise NoInstance("there is none")
 
     with monkeypatch.context() as patched:

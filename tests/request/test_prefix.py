@@ -22,7 +22,7 @@ from epd.request.item_tokens import media_tokens
 from epd.request.prefix import MAX_LINKS as MAX_OF_PROMPT
 from epd.request.prefix import PIECE_BYTES, request_prefix
 from epd.request.recovery import Attempt
-from epd.request.stage_inputs import KeyedRequest, Sending
+from epd.request.stage_inputs import KeyedRequest, StageInput
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Load, Report
@@ -57,7 +57,7 @@ def prefix_of(body: Body, path: str = CHAT, metadata: dict[str, Any] | None = No
     facts = Facts(path, prefills=True, items=len(items), roles=frozenset())
     keyed = KeyedRequest(body, items)
     context = RequestContext("r", {}, CONFIG, endpoint)
-    return request_prefix(Sending(keyed, Attempt(Course(), facts), context), encoded)
+    return request_prefix(StageInput(keyed, Attempt(Course(), facts), context), encoded)
 
 
 def common(one: Prefix, other: Prefix) -> int:
@@ -217,9 +217,9 @@ def test_prefixes_are_computed_only_for_the_content_balance() -> None:
     facts = Facts(CHAT, prefills=True, items=0, roles=frozenset())
     config = epd.ProxyConfig(encode_servers_urls=(), decode_servers_urls=("http://d:1",))
     context = RequestContext("r", {}, config)
-    sending = Sending(KeyedRequest({}), Attempt(Course(), facts), context)
+    stage_input = StageInput(KeyedRequest({}), Attempt(Course(), facts), context)
 
-    assert request_prefix(sending) is NO_PREFIX
+    assert request_prefix(stage_input) is NO_PREFIX
     assert prefix_of({"text_1": "a", "text_2": "b"}, "/v1/score") is NO_PREFIX
 
 

@@ -35,7 +35,7 @@ from epd.request.recovery import (
     EncodeFailure,
     Encodings,
     FailedAttempt,
-    Failure,
+    RecoveryState,
     encode_delay_s,
     next_attempt,
 )
@@ -55,7 +55,7 @@ def item(*, has_media: bool = True) -> MMItem:
     return found
 
 
-def failure(error: ProxyError, **more: Any) -> Failure:
+def failure(error: ProxyError, **more: Any) -> RecoveryState:
     """Return a failure of the first attempt at P1 and D1, with an encoder output in the request."""
     facts = Facts("/v1/chat/completions", prefills=True, items=1, roles=TABLE.roles)
     attempt = Attempt(Course(), facts)._replace(**more.pop("attempt", {}))
@@ -71,7 +71,7 @@ def failure(error: ProxyError, **more: Any) -> Failure:
         decode=more.pop("decode", D1 if error.stage == "decode" else None),
     )
     others = {"other_prefills": True, "other_decodes": True, "may_prefill_locally": True} | more
-    return Failure(failed_attempt, **others)
+    return RecoveryState(failed_attempt, **others)
 
 
 def failed(stage: Stage, answered: int | None = None) -> UpstreamFailed:
@@ -93,7 +93,7 @@ DOUBTFUL_PREFILL: dict[str, Any] = {
     "failures": ("prefill",),
 }
 
-ROWS: list[tuple[int, Failure, dict[str, Any]]] = [
+ROWS: list[tuple[int, RecoveryState, dict[str, Any]]] = [
     (
         1,
         failure(failed("prefill"), reads_back=True),
@@ -209,7 +209,9 @@ ROWS: list[tuple[int, Failure, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("row", "case", "changes"), ROWS)
-def test_a_row_makes_the_next_attempt(row: int, case: Failure, changes: dict[str, Any]) -> None:
+def test_a_row_makes_the_next_attempt(
+    row: int, case: RecoveryState, changes: dict[str, Any]
+) -> None:
     applies = [number for number, rule in enumerate(RULES, 1) if rule.applies(case)]
     assert applies[0] == row
 
@@ -308,7 +310,7 @@ def test_every_row_has_a_case() -> None:
         failure(failed("prefill"), attempt={"failures": ("prefill",)}, may_prefill_locally=False),
     ],
 )
-def test_the_client_gets_the_error(case: Failure) -> None:
+def test_the_client_gets_the_error(case: RecoveryState) -> None:
     assert next_attempt(case) is None
 
 

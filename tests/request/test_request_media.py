@@ -12,7 +12,7 @@ from epd.policies.plan import Course, Facts
 from epd.request.context import RequestContext
 from epd.request.recovery import Attempt, Encodings
 from epd.request.request_media import request_work
-from epd.request.stage_inputs import KeyedRequest, Sending
+from epd.request.stage_inputs import KeyedRequest, StageInput
 from epd.routing.table import Work
 from epd.tenants import ANONYMOUS
 from epd.transfer.encoded import Encoded, EncodedItem
@@ -33,7 +33,7 @@ def work_of(*encoded: EncodedItem, text_bytes: int) -> Work:
     facts = Facts(CHAT, prefills=True, items=len(encoded), roles=frozenset())
     context = RequestContext("r", {}, CONFIG, text_bytes=text_bytes)
     keyed = KeyedRequest({}, [one.item for one in encoded])
-    return request_work(Sending(keyed, Attempt(Course(), facts), context), Encodings(encoded))
+    return request_work(StageInput(keyed, Attempt(Course(), facts), context), Encodings(encoded))
 
 
 def test_text_counts_by_its_bytes() -> None:
