@@ -219,11 +219,16 @@ class _Relay(logging.Handler):
         log.log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info)
 
 
+PROBES = ("/ready", "/ping")
+"""Paths that load balancers request every few seconds."""
+
+
 class LogObserver:
     """Observer that logs each client request, and at level debug each upstream request."""
 
     def __init__(self, live: Live[ConfigFields]) -> None:
         self._live = live
+        self._probe_errors: dict[str, str | None] = {}
 
     def renew_logger(self) -> None:
         """Use the current log level from the next line on."""
@@ -271,7 +276,10 @@ class LogObserver:
         )
 
     def request_done(self, event: RequestRecord) -> None:
-        """Log one line: info, a warning after a failure, and debug outside of the API."""
+        """Log one line: info, a warning after a failure, and debug outside of the API.
+
+        Of readiness probes, those with another result than the one before are logged.
+        """
         failures = _failures(event)
         level = self._level(event, failed=bool(failures))
         if not self._log.is_enabled_for(level):
@@ -298,6 +306,13 @@ class LogObserver:
         return fields
 
     def _level(self, event: RequestRecord, *, failed: bool) -> int:
+        if event.path in PROBES:
+            before = self._probe_errors.get(event.path)
+            self._probe_errors[event.path] = event.error
+            if event.error == before:
+                return logging.DEBUG
+            if event.error is None:
+                return logging.INFO
         if failed or event.error is not None or self._is_long_wait(event):
             return logging.WARNING
         return logging.INFO if is_api(event.path) else logging.DEBUG

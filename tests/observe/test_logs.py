@@ -183,6 +183,20 @@ def line_of(event: RequestRecord, *, tenants: bool = False) -> MutableMapping[st
     return line
 
 
+def test_readiness_probe_is_logged_if_its_result_differs_from_the_last() -> None:
+    urls = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d:1"}
+    observer = LogObserver(LiveConfig(ProxyConfig.model_validate(urls)))
+    with structlog.testing.capture_logs() as lines:
+        for error in ("no_decode", "no_decode", None, None, "no_decode", "shutting_down"):
+            for path in ("/ready", "/ping"):
+                observer.request_done(RequestRecord("r", "GET", path, error=error))
+
+    for path in ("/ready", "/ping"):
+        levels = [line["log_level"] for line in lines if line["path"] == path]
+        shown = [level for level in levels if level != "debug"]
+        assert shown == ["warning", "info", "warning", "warning"]
+
+
 def test_the_line_of_a_stream_names_its_instances_its_model_and_its_first_token() -> None:
     stages = (
         StageDone("encode", "http://e:1", 0.0, 0.1, None),
