@@ -7,7 +7,7 @@ costs at most a second encode.
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from ec_store.entry import EntryInfo
@@ -81,7 +81,7 @@ class Claims:
         known = any(key in self._held or key in self.pending_lookups for key in keys)
         claiming = not patient and not known
         lookup = self._new(keys) if claiming else Lookup(keys)
-        return LookupContext(self, lookup, claiming=claiming, patient=patient)
+        return LookupContext(self, lookup, claiming, patient)
 
     def queue_claim(
         self, model: str | None, identifier: str, wait_s: float, namespace: str | None = None
@@ -183,21 +183,18 @@ class Claims:
             await self.cache.write("renew", lambda store: store.claim(keys, self._owner, CLAIM_S))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LookupContext:
-    """A lookup in the store as a context manager. It holds its claims until the exit.
+    """A lookup of `Claims.start_lookup`: a context manager that holds its claims until the exit.
 
     A `ClaimWait` for one of these claims within the context need not wait.
     """
 
-    __slots__ = ("_claiming", "_claims", "_held", "_lookup", "_patient")
-
-    def __init__(self, claims: Claims, lookup: Lookup, *, claiming: bool, patient: bool) -> None:
-        """Create the context; called by `Claims.start_lookup`."""
-        self._claims = claims
-        self._lookup = lookup
-        self._claiming = claiming
-        self._patient = patient
-        self._held: list[EntryKey] = []
+    _claims: Claims
+    _lookup: Lookup
+    _claiming: bool
+    _patient: bool
+    _held: list[EntryKey] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         """Register the lookup for other requests of this process."""
@@ -218,6 +215,7 @@ class LookupContext:
         self._claims.drop_claims(self._held)
 
 
+@dataclass(slots=True, eq=False)
 class ClaimWait:
     """A place in the queue of the requests that need an item encoded: a context manager.
 
@@ -228,15 +226,11 @@ class ClaimWait:
         made: whether an encode instance is writing the entry; set by the caller.
     """
 
-    __slots__ = ("_claims", "_held", "_keys", "_wait_s", "made")
-
-    def __init__(self, claims: Claims, keys: Sequence[EntryKey], wait_s: float) -> None:
-        """Create the context; called by `Claims.queue_claim`."""
-        self._claims = claims
-        self._keys = keys
-        self._wait_s = wait_s
-        self._held: list[EntryKey] = []
-        self.made = False
+    _claims: Claims
+    _keys: Sequence[EntryKey]
+    _wait_s: float
+    _held: list[EntryKey] = field(default_factory=list)
+    made: bool = False
 
     def __enter__(self) -> Self:
         return self

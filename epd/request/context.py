@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from ec_store.bounded import BoundedDict
 from epd.api.body import JSON, Cuts
@@ -262,9 +261,7 @@ class Timed:
         self._started_s = time.monotonic()
         return self.span
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         slug, ended_s, context = slug_of(error), time.monotonic(), self._context
         if self.span is not None and (error is not None or self._stage != "decode"):
             self.span.end_span(slug)  # decode's span continues until its answer has been relayed

@@ -7,7 +7,7 @@ decode to release the KV blocks of abandoned prefills.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from types import TracebackType
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from epd.aio import Flights
@@ -116,6 +116,7 @@ ChooseInstance = Callable[[Sequence[Instance], RequestContext], Instance | None]
 """Returns an untried decode instance, given the tried ones; None if there is none."""
 
 
+@dataclass(slots=True, eq=False)
 class KVHandover:
     """KV blocks of a prefill, until decode has read them.
 
@@ -130,32 +131,14 @@ class KVHandover:
         accepted: whether decode has begun a 2xx answer.
     """
 
-    __slots__ = (
-        "_choose_release_instance",
-        "_releases",
-        "accepted",
-        "decode",
-        "pair",
-        "params",
-        "prefilled",
-        "prepared",
-    )
-
-    def __init__(
-        self,
-        releases: "Releases",
-        choose_release_instance: ChooseInstance,
-        prepared: PreparedRequest,
-        pair: Pair,
-    ) -> None:
-        self._releases = releases
-        self._choose_release_instance = choose_release_instance
-        self.prepared = prepared
-        self.pair = pair
-        self.prefilled: Prefilled | None = None
-        self.params: Params | None = None
-        self.decode: Instance | None = None
-        self.accepted = False
+    _releases: "Releases"
+    _choose_release_instance: ChooseInstance
+    prepared: PreparedRequest
+    pair: Pair
+    prefilled: Prefilled | None = None
+    params: Params | None = None
+    decode: Instance | None = None
+    accepted: bool = False
 
     def begin_decode(self, instance: Instance) -> Consumed:
         """Return the request for the decode instance."""
@@ -173,16 +156,12 @@ class KVHandover:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         params = None if self.prefilled is None else self.prefilled.params
         if error is None or params is None or not self._is_held(error):
             return
-        context, tried = (
-            self.prepared.stage_input.context,
-            self.prepared.stage_input.attempt.avoided_decodes,
-        )
+        stage_input = self.prepared.stage_input
+        context, tried = stage_input.context, stage_input.attempt.avoided_decodes
         if self.decode is not None:
             tried = (*tried, self.decode)
         # The instance that received the request, or another one if that failed.

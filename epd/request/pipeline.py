@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 from epd.api.items import Body
 from epd.encoder_cache.keys import Keys
@@ -38,33 +39,21 @@ from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Consumed, EncodedItem
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
     """Pipeline that runs requests through the stages."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
-        self,
-        table: InstanceTable,
-        namespaces: Namespaces,
-        courses: Courses,
-        media: RequestMedia,
-        keys: Keys,
-        encoder: Encoder,
-        transfer: ECTransfer,
-        prefill_decode: PrefillDecodeStages,
-        decoders: Decoders,
-        releases: Releases,
-    ) -> None:
-        self._table = table
-        self._namespaces = namespaces
-        self._courses = courses
-        self._media = media
-        self._keys = keys
-        self._encoder = encoder
-        self._transfer = transfer
-        self._prefill_decode = prefill_decode
-        self._decoders = decoders
-        self._releases = releases
-        self._retries = Retries()
+    _table: InstanceTable
+    _namespaces: Namespaces
+    _courses: Courses
+    _media: RequestMedia
+    _keys: Keys
+    _encoder: Encoder
+    _transfer: ECTransfer
+    _prefill_decode: PrefillDecodeStages
+    _decoders: Decoders
+    _releases: Releases
+    _retries: Retries = field(default_factory=Retries)
 
     async def run(self, body: Body, context: RequestContext) -> DecodeAnswer:
         """Return decode's answer with a 2xx status: a context manager that the caller enters.

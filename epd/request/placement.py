@@ -7,6 +7,7 @@ and by the speeds of the instances (`epd.policies.plan.ItemRule`).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from epd.api.items import MMItem
@@ -30,29 +31,21 @@ UNDER_WAY = ItemPlace(local=False, reason="under_way")
 """Place of an item that is being encoded for another request."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Decisions about where the items of requests are encoded."""
+    """Decisions about where the items of requests are encoded.
 
-    def __init__(
-        self,
-        table: InstanceTable,
-        namespaces: Namespaces,
-        token_counts: TokenCounts,
-        *,
-        pushed: bool,
-    ) -> None:
-        """Decide by these instances.
+    Args:
+        table: instances with their load.
+        namespaces: which consumers write to the store.
+        token_counts: tokens of items in earlier replies of encode instances.
+        pushed: whether consumers wait for the encoder output of every item.
+    """
 
-        Args:
-            table: instances with their load.
-            namespaces: which consumers write to the store.
-            token_counts: tokens of items in earlier replies of encode instances.
-            pushed: whether consumers wait for the encoder output of every item.
-        """
-        self._table = table
-        self._namespaces = namespaces
-        self._pushed = pushed
-        self._token_counts = token_counts
+    _table: InstanceTable
+    _namespaces: Namespaces
+    _token_counts: TokenCounts
+    _pushed: bool
 
     def skips_encode(self, job: EncodeJob) -> bool:
         """Return whether all items go to their consumer with their media.

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, nullcontext, suppress
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from epd.aio import StrictTaskGroup
@@ -28,24 +28,19 @@ DIES_WITHIN_S = 1.0
 seconds."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeAnswer:
-    """Decode's answer, as `Stages.decode` opened it. It must be closed, or used as a context."""
+    """Decode's answer, as `Stages.decode` opened it. It must be closed, or used as a context.
 
-    __slots__ = ("_ended", "_opened", "_using")
+    Args:
+        opened: the answer.
+        using: the request's place at its instance, already begun.
+        ended: callback for the end of the answer, with its error or None.
+    """
 
-    def __init__(
-        self, opened: Opened, using: InFlight, ended: Callable[[BaseException | None], None]
-    ) -> None:
-        """Keep the resources of an answer until it has been relayed.
-
-        Args:
-            opened: the answer.
-            using: the request's place at its instance, already begun.
-            ended: callback for the end of the answer, with its error or None.
-        """
-        self._opened = opened
-        self._using = using
-        self._ended = ended
+    _opened: Opened
+    _using: InFlight
+    _ended: Callable[[BaseException | None], None]
 
     def close(self, error: BaseException | None) -> None:
         """Close the answer, and judge its instance by the error."""
@@ -58,33 +53,22 @@ class DecodeAnswer:
     def __enter__(self) -> Reply:
         return self._opened.reply
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PrefillDecodeStages:
     """Runner of prefill and decode of an attempt, after its encode."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
-        self,
-        table: InstanceTable,
-        stages: Stages,
-        transfer: KVTransfer,
-        peers: PeerRegistry,
-        decoders: Decoders,
-        readbacks: Readbacks,
-        fatal: FatalRequests,
-    ) -> None:
-        self._fatal = fatal
-        self._table = table
-        self._stages = stages
-        self._transfer = transfer
-        self._peers = peers
-        self._decoders = decoders
-        self._readbacks = readbacks
-        self._prefills = Choice(table, Role.PREFILL)
+    _table: InstanceTable
+    _prefills: Choice
+    _stages: Stages
+    _transfer: KVTransfer
+    _peers: PeerRegistry
+    _decoders: Decoders
+    _readbacks: Readbacks
+    _fatal: FatalRequests
 
     def other_prefills(self, failed: FailedAttempt) -> bool:
         """Return whether there is an eligible prefill instance that has not had the request."""

@@ -1,5 +1,7 @@
 """Media items of a request: their keys, and the body in which prefill and decode get them."""
 
+from dataclasses import dataclass
+
 from epd.api.body import NO_CUTS
 from epd.api.items import Body, MMItem, at_most, check_mm_kwargs
 from epd.api.prompts import BYTES_PER_TOKEN
@@ -17,22 +19,15 @@ from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Consumed, consumer_body, metadata_uuids
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RequestMedia:
     """Preparation of requests with media: fetch, keys, and the body for prefill and decode."""
 
-    def __init__(
-        self,
-        table: InstanceTable,
-        fetcher: MediaFetcher,
-        keys: Keys,
-        transfer: ECTransfer,
-        fatal: FatalRequests,
-    ) -> None:
-        self._table = table
-        self._fetcher = fetcher
-        self._keys = keys
-        self._transfer = transfer
-        self._fatal = fatal
+    _table: InstanceTable
+    _fetcher: MediaFetcher
+    _keys: Keys
+    _transfer: ECTransfer
+    _fatal: FatalRequests
 
     def items(self, body: Body, context: RequestContext) -> tuple[MMItem, ...]:
         """Return the media items of a valid request.

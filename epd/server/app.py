@@ -50,9 +50,10 @@ from epd.request.request_media import RequestMedia
 from epd.request.stages import Stages
 from epd.request.targets import Courses, Decoders, Picker
 from epd.request.warmup import Warmup
+from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.health import HealthState
-from epd.routing.instances import ANSWERING, Change, Instance, InstanceSource, Registry
+from epd.routing.instances import ANSWERING, Change, Instance, InstanceSource, Registry, Role
 from epd.routing.kv_blocks import EventCounts
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
@@ -169,7 +170,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         peers = PeerRegistry(table, transfer, upstream, live)
         readbacks = Readbacks(table, stages, transfer, conversations)
         prefill_decode = PrefillDecodeStages(
-            table, stages, transfer, peers, decoders, readbacks, fatal
+            table, Choice(table, Role.PREFILL), stages, transfer, peers, decoders, readbacks, fatal
         )
         ec_transfer = EC_TRANSFERS[config.ec_transfer]()
         keys = Keys(cache)
@@ -211,7 +212,7 @@ def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
 ) -> Encoder:
     claims = None if cache is None or transfer.pushed else Claims(cache)
     counts = TokenCounts()
-    placement = Placement(table, namespaces, counts, pushed=transfer.pushed)
+    placement = Placement(table, namespaces, counts, transfer.pushed)
     tries = EncodeTries(table, stages, namespaces, transfer, fatal, counts)
     return Encoder(claims, transfer, placement, tries)
 

@@ -88,7 +88,7 @@ class EncodeFleet:
         namespaces = Namespaces(self.table, clock)
         for one in decodes:
             namespaces.record_writes(one, writes=True)
-        self._placement = Placement(self.table, namespaces, TokenCounts(), pushed=False)
+        self._placement = Placement(self.table, namespaces, TokenCounts(), False)
         self._encodes = Choice(self.table, Role.ENCODE)
         self._decodes = Choice(self.table, Role.PREFILL_DECODE)
         self._free_s = dict.fromkeys([*encodes, *decodes], 0.0)

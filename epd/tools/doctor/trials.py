@@ -11,6 +11,7 @@ import random
 import secrets
 import wave
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
@@ -71,6 +72,7 @@ def new_sound() -> Mapping[str, Any]:
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Tried:
     """Output of an encode instance for the picture or sound of a trial.
 
@@ -81,13 +83,10 @@ class Tried:
         consumer: consumer to which the output was pushed; None: every consumer can read it.
     """
 
-    def __init__(
-        self, body: Body, encoded: Encoded, params: Params, consumer: Reservation | None
-    ) -> None:
-        self.body = body
-        self.encoded = encoded
-        self.params = params
-        self.consumer = consumer
+    body: Body
+    encoded: Encoded
+    params: Params
+    consumer: Reservation | None
 
     def by_key(self) -> Body:
         """Return the request with the output's key in place of the media."""
@@ -96,6 +95,7 @@ class Tried:
         return consumer_body(self.body, [encoded_item], self.params, raw=False).body
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Trials:
     """Trial requests of single stages, and of conversations.
 
@@ -108,21 +108,12 @@ class Trials:
         config: configuration of the proxy, with its timeouts.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - all that a request depends on
-        self,
-        stages: Stages,
-        encoded: ECTransfer,
-        transfer: KVTransfer,
-        peers: PeerRegistry,
-        headers: Mapping[str, str],
-        config: ProxyConfig,
-    ) -> None:
-        self._stages = stages
-        self._encoded = encoded
-        self._transfer = transfer
-        self._peers = peers
-        self._headers = headers
-        self._config = config
+    _stages: Stages
+    _encoded: ECTransfer
+    _transfer: KVTransfer
+    _peers: PeerRegistry
+    _headers: Mapping[str, str]
+    _config: ProxyConfig
 
     @property
     def reads_back(self) -> bool:
