@@ -254,26 +254,6 @@ class Folder:
         """Rename a file, here or into another folder, and replace a file of the new name."""
         os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=(into or self).fd)
 
-    def rename_over(self, name: str, new: str) -> os.stat_result | None:
-        """Rename a file, and return the status of the file of the new name that this removes.
-
-        None if there is none, or if another process has renamed that file aside: it may remove it.
-        """
-        try:
-            old = os.open(new, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
-        except FileNotFoundError:
-            self.rename(name, new)
-            return None
-        try:
-            before = os.fstat(old)
-            self.rename(name, new)
-            try:
-                return None if os.fstat(old).st_nlink else before
-            except OSError:  # ESTALE on NFS: the file is gone
-                return before
-        finally:
-            os.close(old)
-
     def link(self, name: str, text: str) -> bool:
         """Create a symbolic link with data as its text, not a target; False if the name exists."""
         try:

@@ -258,8 +258,7 @@ class SharedDiskStore(Store):
         if not replace:
             if self._read(key, digest, load_header, use=True):
                 return False
-            # Replaced, not deleted: another writer may have published a new entry in between.
-            replace = self._has_unusable(digest)
+            self._forget_expired(digest)
         try:
             return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
         except OSError as error:
@@ -272,12 +271,25 @@ class SharedDiskStore(Store):
         # Once more, with room or with the directory that is there now.
         return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
 
-    def _has_unusable(self, digest: str) -> bool:
-        """Return whether an expired or too large entry has the name: readers miss it."""
+    def _forget_expired(self, digest: str) -> None:
+        """Remove an entry that is expired or too large: readers miss it, but it has the name.
+
+        It is renamed, checked again, and then removed, as evictors do: another writer may have
+        published a new entry since the first check.
+        """
         with suppress(OSError):
             tree = self._opening.tree()
-            return not self._is_live(tree, tree.folder(digest).stat(digest))
-        return False
+            folder = tree.folder(digest)
+            status = folder.stat(digest)
+            if self._is_live(tree, status):
+                return
+            aside = staging_name(digest, status.st_size)
+            folder.rename(digest, aside)
+            if self._is_live(tree, folder.stat(aside)):
+                folder.publish(aside, digest)
+                folder.remove(aside)
+            elif folder.remove(aside):
+                self._keeper.ledger.release(tree.usage, taken_bytes(status.st_size))
 
     def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         digest, taken = key.digest, taken_bytes(size)
@@ -310,10 +322,13 @@ class SharedDiskStore(Store):
         return published
 
     def _replace(self, tree: Tree, folder: Folder, staging: str, digest: str) -> None:
-        removed = folder.rename_over(staging, digest)
-        if removed is not None:
+        before = 0
+        with suppress(OSError):
+            before = taken_bytes(folder.stat(digest).st_size)
+        folder.rename(staging, digest)
+        if before:
             with suppress(OSError):  # otherwise the sum is too high until the next sweep
-                self._keeper.ledger.release(tree.usage, taken_bytes(removed.st_size))
+                self._keeper.ledger.release(tree.usage, before)
 
     def _read(
         self, key: EntryKey, digest: str, load: Callable[[EntryKey, int, int], T], *, use: bool

@@ -356,25 +356,6 @@ def test_sweep_runs_if_the_last_one_is_far_ahead_of_the_clock(root: Path, ahead_
         assert runs == (ahead_s > 3600)
 
 
-def test_replacing_writer_releases_no_entry_that_an_evictor_removes(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(root) as store:
-        store.put(key("k"), sized(100))
-        rename = Folder.rename
-
-        def rename_after_an_evictor(folder: Folder, name: str, new: str) -> None:
-            rename(folder, key("k").digest, ".aside.tmp")
-            rename(folder, name, new)
-
-        monkeypatch.setattr(Folder, "rename", rename_after_an_evictor)
-        store.put(key("k"), sized(100), replace=True)
-        monkeypatch.undo()
-
-        assert store.stats().entries == 2  # until the evictor has removed the old one
-        assert store.get(key("k")) == sized(100)
-
-
 def test_entry_whose_predecessor_could_not_be_released_stays_charged(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
