@@ -101,6 +101,15 @@ class ClientNames:
             if key not in self._stale or self._stale[key] not in (None, metadata)
         }
 
+    async def drop_name(self, model: str | None, name: str, unless: str | None) -> None:
+        """Delete a name, unless it stands for this key. Without an answer, the name is ignored."""
+        with suppress(StoreUnavailable):
+            known = (await self.recall_names(model, [name])).get(name)
+            if known is not None and known.key == unless:
+                return
+        with suppress(StoreUnavailable):
+            await self.delete_names(model, [name])
+
     async def delete_names(
         self, model: str | None, names: Sequence[str], identifiers: Sequence[str] = ()
     ) -> None:
@@ -231,7 +240,7 @@ class Keys:
     ) -> None:
         """Let clients name their media by the uuid that they sent or the key in the answer.
 
-        A name is forgotten if its item cannot be referenced by name.
+        A name of other media is forgotten if its new item cannot be referenced by name.
         """
         for encoded_item in encoded:
             key = metadata_uuid(encoded_item, body)
@@ -241,8 +250,7 @@ class Keys:
             model, modality = body.get("model"), encoded_item.item.modality
             name = name_key(config.name_scope_of(tenant), modality, uuid)
             if key is None:
-                with suppress(StoreUnavailable):
-                    await self._names.delete_names(model, [name])
+                await self._names.drop_name(model, name, unless=encoded_item.item.content_key)
             else:
                 stands_for = Name(key, own=encoded_item.item.engine_name is not None)
                 await self._names.store_name(model, name, modality, stands_for)
