@@ -23,7 +23,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import structlog
 
-from epd.errors import ProxyError
+from epd.errors import ProxyError, drop_tracebacks
 
 FIRST_DELAY_S = 1.0
 """Delay before the restart of a task that raised. Each further exception doubles it."""
@@ -207,7 +207,9 @@ async def gather_first(
             if tasks:
                 await asyncio.wait(tasks)
     except ExceptionGroup as failures:
-        first = failures.exceptions[0]
+        first, *others = failures.exceptions
+        for other in others:
+            drop_tracebacks(other)
         raise first from first.__cause__
     return [task.result() for task in tasks]
 

@@ -15,7 +15,7 @@ from epd.aio import Flights, gather_first
 from epd.api.items import MMItem
 from epd.encoder_cache.claims import Claims, LookupContext
 from epd.errors import ProxyError, UnknownMedia, drop_tracebacks, no_store
-from epd.request.encode_tries import EncodeTask, EncodeTries, flight_key
+from epd.request.encode_tries import EncodeTask, EncodeTries, FirstTries, flight_key
 from epd.request.placement import Placement
 from epd.request.stage_inputs import (
     EncodeJob,
@@ -79,9 +79,10 @@ class Encoder:
             plans = self._plan_items(job, lookup)
             tasks = self._encode_tasks(job, lookup, plans)
             if len(tasks) == 1:
-                encoded_now = [await self._encode_item(tasks[0])]
+                encoded_now = [await self._encode_item(None, tasks[0])]
             else:
-                encoded_now = await gather_first(self._encode_item, tasks, AT_ONCE)
+                encode_item = partial(self._encode_item, self._tries.first_tries(job))
+                encoded_now = await gather_first(encode_item, tasks, AT_ONCE)
         encoded_items = _in_order(items, encoded_now, lookup, plans)
         results = [encoded_item.result for encoded_item in encoded_items]
         record.items = {result: results.count(result) for result in results}
@@ -165,7 +166,6 @@ class Encoder:
         missing = [item for item, plan in plans.items() if not plan.at_consumer]
         if (unknown := next((item for item in missing if not item.has_media), None)) is not None:
             raise _unknown(unknown, lookup)
-        first_tries = self._tries.first_tries(job) if len(missing) > 1 else None
         return [
             EncodeTask(
                 job,
@@ -173,12 +173,11 @@ class Encoder:
                 lookup.output_keys[item],
                 plans[item],
                 skips_claims=job.skips_claims(lookup),
-                first_tries=first_tries,
             )
             for item in missing
         ]
 
-    async def _encode_item(self, task: EncodeTask) -> EncodedItem:
+    async def _encode_item(self, first_tries: FirstTries | None, task: EncodeTask) -> EncodedItem:
         """Return the output of an item that is not stored.
 
         Requests that need an output at the same time share its encode. Two kinds of output are not
@@ -190,12 +189,13 @@ class Encoder:
         item, output_key, context = task.item, task.output_key, task.job.context
         try:
             if output_key is None or self._transfer.pushed:
-                shared = SharedOutput(await self._tries.encode_item(task), item)
+                encoded = await self._tries.encode_item(task, first_tries)
+                shared = SharedOutput(encoded, item)
             else:
                 flight = flight_key(task.job, output_key, skips_claims=task.skips_claims)
                 under_way = flight in self._flights
                 with context.wait_span(item) if under_way else nullcontext() as waiting:
-                    work = partial(self._encode_once, task, output_key, waiting)
+                    work = partial(self._encode_once, first_tries, task, output_key, waiting)
                     shared = await self._flights.try_join(flight, work)
                     if waiting is not None and shared.span is not None:
                         waiting.link(shared.span)
@@ -211,19 +211,25 @@ class Encoder:
         Raises:
             ProxyError: they may not encode it.
         """
+        # `gather_first` replaces the context of what is raised below, which leads to this failure.
+        drop_tracebacks(failure)
         error = self._tries.error_after_last_try(failure)
         if not self._placement.may_fall_back(task.job, error):
             raise error.at_param(task.item.param_path) from error.__cause__
-        drop_tracebacks(failure)
         task.job.context.record.degraded.add("encode-local")
         return EncodedItem(task.item, Encoded(), "local", task.plan.tokens)
 
     async def _encode_once(
-        self, task: EncodeTask, output_key: OutputKey, earlier_wait: Span | None
+        self,
+        first_tries: FirstTries | None,
+        task: EncodeTask,
+        output_key: OutputKey,
+        earlier_wait: Span | None,
     ) -> SharedOutput:
         """Return the output of an item: encode it, unless another proxy already does.
 
         Args:
+            first_tries: common first tries of the request's items.
             task: the item.
             output_key: the output that it needs.
             earlier_wait: span of the wait for another request's encode that failed; it ends here.
@@ -233,7 +239,7 @@ class Encoder:
         item, context, namespace = task.item, task.job.context, task.job.namespace
         identifier = self._identifiers.identifier_of(output_key)
         if self._claims is None or identifier is None or task.skips_claims:
-            encoded = await self._tries.encode_item(task)
+            encoded = await self._tries.encode_item(task, first_tries)
         else:
             wait_s = context.config.encode_timeout_s
             with self._claims.queue_claim(output_key.model, identifier, wait_s, namespace) as turn:
@@ -241,7 +247,7 @@ class Encoder:
                     found = await turn.wait_turn()
                 if found is not None and found.modality == item.modality:
                     return SharedOutput(from_entry(found))
-                encoded = await self._tries.encode_item(task)
+                encoded = await self._tries.encode_item(task, first_tries)
                 turn.made = encoded.identifier is not None
         if self._claims is not None and encoded.namespace is not None:
             self._claims.cache.learn_namespace(output_key.model, encoded.namespace)

@@ -19,6 +19,7 @@ from epd.errors import (
     UpstreamDied,
     UpstreamFailed,
     UpstreamTimeout,
+    drop_tracebacks,
 )
 from epd.request.item_tokens import TokenCounts, media_tokens
 from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
@@ -48,7 +49,6 @@ class EncodeTask:
         plan: plan for the item.
         skips_claims: whether to ignore other proxies' claims, because their outputs would be
             unusable.
-        first_tries: common first tries of the request's items; None if each is sent by itself.
     """
 
     job: EncodeJob
@@ -56,7 +56,6 @@ class EncodeTask:
     output_key: OutputKey | None
     plan: ItemPlan
     skips_claims: bool
-    first_tries: "FirstTries | None"
 
 
 def flight_key(job: EncodeJob, output_key: OutputKey, *, skips_claims: bool) -> Hashable:
@@ -133,6 +132,7 @@ class FirstTries:
         except ProxyError as failure:
             if failure.retryable or failure.died:
                 raise
+            drop_tracebacks(failure)
             return None
         return outputs[group.tasks.index(task)]
 
@@ -168,15 +168,18 @@ class EncodeTries:
             return None
         return FirstTries(partial(self._assign_groups, job), partial(self._send, job))
 
-    async def encode_item(self, task: EncodeTask) -> Encoded:
+    async def encode_item(self, task: EncodeTask, first_tries: FirstTries | None) -> Encoded:
         """Return the output of an item from an encode instance, or from the next after a failure.
 
-        Items of one request may share their first try. Further ones are the item's own.
+        Args:
+            task: the item.
+            first_tries: common first tries of the request's items; None if each is sent by itself.
+                Further tries are the item's own.
 
         Raises:
             ProxyError: all tries failed, or the item itself is invalid.
         """
-        job, item, first_tries = task.job, task.item, task.first_tries
+        job, item = task.job, task.item
         context, watched, fits = job.context, job.context.watched, self._fits(job)
         clock = asyncio.get_running_loop().time
         tried: list[Instance] = []

@@ -103,6 +103,9 @@ def uncollected() -> Iterator[None]:
         ({"on_encode_failure": "fail", "encode_timeout_s": 0.2}, "e", hangs, 504),
         ({}, "e", drops, 200),
         ({"encode": 2}, "e", drops, 200),
+        ({"encode_group_items": 2}, "e", None, 200),
+        ({"encode_group_items": 2}, "e", refuses(400), 400),
+        ({"encode_group_items": 2, "encode_balance": "least_load"}, "e", drops, 200),
         ({"prefill": 1}, "p", drops, 200),
         ({"prefill": 2}, "p", drops, 200),
         ({}, "d", refuses(500), 500),
@@ -120,8 +123,24 @@ async def test_failed_requests_leave_no_reference_cycles(
         if fault is not None:
             getattr(fleet, role).chat = fault
         for number in range(4):
-            assert (await fleet.chat(request(image(png(9, 9) + b"%d" % number))))[0] == status
+            # Two pictures, if they may share a request.
+            pictures = [
+                image(png(9, 9) + b"%d %d" % (number, place))
+                for place in range(config.get("encode_group_items", 1))
+            ]
+            assert (await fleet.chat(request(*pictures)))[0] == status
         # The client's connection holds the last one.
+        await until(lambda: contexts() <= others + 1)
+
+
+@pytest.mark.usefixtures("uncollected")
+async def test_items_rejected_at_the_same_time_leave_no_reference_cycles(launch: Launch) -> None:
+    others = contexts()
+    async with launch() as fleet:
+        fleet.e.chat = refuses(400)
+        for number in range(4):
+            pictures = [image(png(9, 9) + b"%d %d" % (number, place)) for place in range(4)]
+            assert (await fleet.chat(request(*pictures)))[0] == 400
         await until(lambda: contexts() <= others + 1)
 
 

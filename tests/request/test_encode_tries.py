@@ -27,7 +27,7 @@ def tasks(count: int) -> list[EncodeTask]:
     items = [*CHAT.items(body)]
     config = epd.ProxyConfig(encode_servers_urls=(E1.url,), decode_servers_urls=("http://d:1",))
     job = EncodeJob(KeyedRequest(body, items), RequestContext("r", {}, config))
-    return [EncodeTask(job, item, None, ItemPlan(1), True, None) for item in items]
+    return [EncodeTask(job, item, None, ItemPlan(1), True) for item in items]
 
 
 class Sent:
