@@ -8,6 +8,7 @@ request to an encode instance, and to the next one after a failure (`epd.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -47,18 +48,16 @@ class SharedOutput(NamedTuple):
     span: Span | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Encoder:
     """Provider of the encoder outputs of requests. Belongs to one event loop."""
 
-    def __init__(
-        self, claims: Claims | None, transfer: ECTransfer, placement: Placement, tries: EncodeTries
-    ) -> None:
-        self._claims = claims
-        self._transfer = transfer
-        self._placement = placement
-        self._tries = tries
-        self._identifiers = Identifiers()
-        self._flights: Flights[object, SharedOutput] = Flights()
+    _claims: Claims | None
+    _transfer: ECTransfer
+    _placement: Placement
+    _tries: EncodeTries
+    _identifiers: Identifiers = field(default_factory=Identifiers)
+    _flights: Flights[object, SharedOutput] = field(default_factory=Flights)
 
     async def encode(self, job: EncodeJob) -> list[EncodedItem]:
         """Return the encoder outputs of all items; encode those that are not stored.

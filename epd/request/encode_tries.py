@@ -7,7 +7,7 @@ fails, each of its items goes on alone, by the rules for a failed try of its own
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -137,26 +137,18 @@ class FirstTries:
         return outputs[group.tasks.index(task)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class EncodeTries:
     """Requests to encode instances for the items of requests. Belongs to one event loop."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
-        self,
-        table: InstanceTable,
-        stages: Stages,
-        namespaces: Namespaces,
-        transfer: ECTransfer,
-        fatal: FatalRequests,
-        token_counts: TokenCounts,
-    ) -> None:
-        self._table = table
-        self._stages = stages
-        self._namespaces = namespaces
-        self._transfer = transfer
-        self._fatal = fatal
-        self._token_counts = token_counts
-        self._choice = Choice(table, Role.ENCODE)
-        self._retries = Retries()
+    _table: InstanceTable
+    _choice: Choice
+    _stages: Stages
+    _namespaces: Namespaces
+    _transfer: ECTransfer
+    _fatal: FatalRequests
+    _token_counts: TokenCounts
+    _retries: Retries = field(default_factory=Retries)
 
     def first_tries(self, job: EncodeJob) -> FirstTries | None:
         """Return the common first tries of a job's items; None if each is sent by itself.

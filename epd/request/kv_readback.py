@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import structlog
@@ -113,6 +114,7 @@ BLOCK_SIZE = re.compile(
 logger = structlog.get_logger("epd")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Readbacks:
     """Search for the part of a prompt that decode has in its blocks: prefill may read only that.
 
@@ -120,19 +122,12 @@ class Readbacks:
     cache them for this prompt. The proxy therefore compares the tokens first.
     """
 
-    def __init__(
-        self,
-        table: InstanceTable,
-        stages: Stages,
-        transfer: KVTransfer,
-        conversations: Conversations,
-    ) -> None:
-        self._table = table
-        self._stages = stages
-        self._transfer = transfer
-        self._conversations = conversations
-        self._rests = Cooldowns()
-        self._block_tokens: BoundedDict[str, int] = BoundedDict(MAX_ENGINES)
+    _table: InstanceTable
+    _stages: Stages
+    _transfer: KVTransfer
+    _conversations: Conversations
+    _rests: Cooldowns = field(default_factory=Cooldowns)
+    _block_tokens: BoundedDict[str, int] = field(default_factory=lambda: BoundedDict(MAX_ENGINES))
 
     async def begin_turn(self, context: RequestContext) -> None:
         """Look up the previous turn, right before the choice of the instance that continues it.

@@ -213,7 +213,9 @@ def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
     claims = None if cache is None or transfer.pushed else Claims(cache)
     counts = TokenCounts()
     placement = Placement(table, namespaces, counts, transfer.pushed)
-    tries = EncodeTries(table, stages, namespaces, transfer, fatal, counts)
+    tries = EncodeTries(
+        table, Choice(table, Role.ENCODE), stages, namespaces, transfer, fatal, counts
+    )
     return Encoder(claims, transfer, placement, tries)
 
 

@@ -36,6 +36,7 @@ IDLE_S = KEEP_ALIVE_S + 0.5
 """Time for which an instance must keep an idle connection: a little longer than the proxy does."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class InstanceReader:
     """Reader of what instances report about themselves.
 
@@ -46,13 +47,10 @@ class InstanceReader:
         timeout_s: deadline of each answer.
     """
 
-    def __init__(
-        self, upstream: Upstream, pool: Pool, headers: Mapping[str, str], timeout_s: float
-    ) -> None:
-        self._upstream = upstream
-        self._pool = pool
-        self._headers = headers
-        self._timeout_s = timeout_s
+    _upstream: Upstream
+    _pool: Pool
+    _headers: Mapping[str, str]
+    _timeout_s: float
 
     async def read_instance(self, instance: Instance) -> InstanceFacts:
         """Return the facts about an instance. This takes a little longer than `IDLE_S`."""
