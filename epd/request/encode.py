@@ -1,8 +1,12 @@
 """Encoder outputs of a request's items: from the store, or from an encode instance.
 
-The steps for one item: a lookup in the store (`encode`); a shared encode with other requests of
-this process (`_encode_item`); a wait for another proxy on the same store (`_encode_once`); a
-request to an encode instance, and to the next one after a failure (`epd.request.encode_tries`).
+The steps for one item. Each calls the next one, unless it has the output:
+
+    Encoder.encode           lookup in the store                   the store has it
+    Encoder._encode_item     flight, shared by this process        another request encodes it
+    Encoder._encode_once     claim, shared by all proxies          another proxy encodes it
+    EncodeTries.encode_item  instance, and the next one            an encode instance encodes it
+    Encoder._fall_back       after the last failure                prefill or decode encodes it
 """
 
 from collections import Counter
