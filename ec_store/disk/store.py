@@ -285,10 +285,9 @@ class SharedDiskStore(Store):
                 return
             aside = staging_name(digest, status.st_size)
             folder.rename(digest, aside)
-            if self._is_live(tree, folder.stat(aside)):
-                folder.publish(aside, digest)
-                folder.remove(aside)
-            elif folder.remove(aside):
+            status = folder.stat(aside)
+            restored = self._is_live(tree, status) and folder.publish(aside, digest)
+            if folder.remove(aside) and not restored:
                 self._keeper.ledger.release(tree.usage, taken_bytes(status.st_size))
 
     def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:

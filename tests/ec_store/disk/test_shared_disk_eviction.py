@@ -162,6 +162,35 @@ def test_writer_of_an_expired_entry_keeps_the_new_entry_of_another_writer(
         assert slow.stats().bytes == entries_bytes(root)
 
 
+def test_entry_that_cannot_be_put_back_beside_a_third_writers_is_released(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(root, "ttl=1h") as slow, opened(root, "ttl=1h") as fast:
+        slow.put(key("k"), sized(100))
+        age(path_of(root, key("k")), 7200)
+        stat, rename = Folder.stat, Folder.rename
+
+        def stat_then_replace(folder: Folder, name: str) -> os.stat_result:
+            status = stat(folder, name)
+            if name == key("k").digest:
+                monkeypatch.setattr(Folder, "stat", stat)
+                fast.put(key("k"), sized(100), replace=True)
+                monkeypatch.setattr(Folder, "rename", rename_then_publish)
+            return status
+
+        def rename_then_publish(folder: Folder, name: str, new: str) -> None:
+            rename(folder, name, new)
+            monkeypatch.setattr(Folder, "rename", rename)
+            fast.put(key("k"), sized(200))
+
+        monkeypatch.setattr(Folder, "stat", stat_then_replace)
+        slow.put(key("k"), sized(100))
+
+        assert slow.get(key("k")) == sized(200)
+        assert slow.stats().entries == 1
+        assert slow.stats().bytes == entries_bytes(root)
+
+
 # Duration
 
 
