@@ -125,7 +125,7 @@ def test_an_entry_larger_than_the_queue_may_wait_by_itself(paused: Paused) -> No
     assert taken == [True, False]
 
 
-def test_a_tensor_is_let_go_of_when_it_is_written(store: Store) -> None:
+def test_writer_releases_a_tensor_after_its_write(store: Store) -> None:
     writer = Writer(store)
 
     class Tensor:

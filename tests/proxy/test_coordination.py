@@ -7,6 +7,7 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from epd.server.operator_routes import TABLE
 from tests.requests import image, request, text
 from tests.support.fake_instance import (
     FakeInstance,
@@ -434,6 +435,12 @@ async def test_a_client_that_leaves_while_the_picker_thinks_leaves_nothing(launc
                 await asyncio.sleep(0.01)
             asking.cancel()
             await asyncio.wait([asking])
+            table = fleet.runner.app[TABLE]
+            await until(lambda: fleet.events.requests and table.under_way == {})
+            await until(lambda: fleet.d.calls)
+
+            assert asked(fleet) == (0, 1, 1)
+            assert fleet.d.calls[0].body["max_tokens"] == 1  # the release of prefill's blocks
 
 
 async def test_the_picker_is_asked_for_a_decode_instance_if_none_is_named(launch: Launch) -> None:

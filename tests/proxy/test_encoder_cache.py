@@ -641,6 +641,9 @@ async def test_errors_name_the_failed_item_of_each_client(launch: Launch) -> Non
 async def test_a_claim_of_a_disconnected_client_is_released(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The claim does not expire, and claims are still tended ten times a second.
+    monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 3600.0)
+    monkeypatch.setattr("epd.encoder_cache.claims.TENDS", 36_000)
     claim = type(backed.store).claim
 
     def slow(*args: Any, **options: Any) -> list[bool]:
