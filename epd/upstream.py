@@ -9,10 +9,9 @@ import errno
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from epd.api.body import Pieces
 from epd.errors import (
@@ -78,8 +77,7 @@ def is_success(status: int) -> bool:
     return 200 <= status < 300  # noqa: PLR2004 - a member of `HTTPStatus` takes a call
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A complete answer of an instance."""
 
     status: int

@@ -6,7 +6,6 @@ The encoder store has the clients' names for their media, with the key behind ea
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ec_store.bounded import BoundedDict
@@ -208,7 +207,7 @@ class Keys:
             keyed = await asyncio.to_thread(_content_keys, scope, inline, config)
         else:
             keyed = _content_keys(scope, inline, config)
-        keyed |= {item: replace(item, content_key=key) for item, key in known.items()}
+        keyed |= {item: item.with_key(key) for item, key in known.items()}
         return tuple([keyed.get(item, item) for item in items])
 
     async def _check_files(self, paths: Mapping[str, str], config: ConfigFields) -> None:
@@ -321,10 +320,6 @@ def _content_keys(
         if item.modality == "image"
     }
     return {
-        item: replace(
-            item,
-            content_key=content_key(scope, item.modality, media),
-            pixels=pixels.get(item, 0),
-        )
+        item: item.with_key(content_key(scope, item.modality, media), pixels.get(item, 0))
         for item, media in inline.items()
     }

@@ -3,7 +3,7 @@
 import binascii
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from epd.api.body import MARK_LENGTH, NO_CUTS, Cuts
@@ -17,13 +17,12 @@ MAX_DATA_URL_HEAD = 1024
 GROUP, GROUP_BYTES = 4, 3
 """Number of characters in a group of base64, and number of its bytes."""
 
-WINDOW_BYTES = 768
-"""Number of a picture's bytes that are decoded at once. The whole header of most pictures is
-shorter."""
+FIRST_BYTES, WINDOW_BYTES = 64, 768
+"""Number of a picture's bytes that are decoded first, and then at once. The size of most formats is
+among the first ones, and that of a JPEG without EXIF among the next."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inline:
+class Inline(NamedTuple):
     """Media inside the request.
 
     Attributes:
@@ -166,7 +165,8 @@ def _header_reader(media: Inline) -> Read:
     def read(offset: int, size: int) -> bytes:
         nonlocal start, window
         if offset < start or offset + size > start + len(window):
-            start, window = offset, media.read(offset, max(size, WINDOW_BYTES))
+            size_bytes = WINDOW_BYTES if offset else FIRST_BYTES
+            start, window = offset, media.read(offset, max(size, size_bytes))
         return window[offset - start :][:size]
 
     return read

@@ -28,7 +28,7 @@ DIES_WITHIN_S = 1.0
 seconds."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class DecodeAnswer:
     """Decode's answer, as `Stages.decode` opened it. It must be closed, or used as a context.
 

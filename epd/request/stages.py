@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -101,12 +100,8 @@ class Stages:
             ProxyError: the instance failed, or rejected an item.
         """
         modality, remote = items[0].modality, any(item.is_remote for item in items)
-        with ExitStack() as timed:
-            spans = [
-                timed.enter_context(context.time_stage("encode", instance.url, item))
-                for item in items
-            ]
-            headers = context.headers_for(context.child_id(), spans[0])
+        with context.time_stage("encode", instance.url, items) as timed:
+            headers = context.headers_for(context.child_id(), timed.span)
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
             try:
                 answer = await self._upstream.fetch(
@@ -120,8 +115,7 @@ class Stages:
                 if remote:  # the media's host may have caused the delay
                     raise _fetch_failed("encode") from error
                 raise
-            for span in filter(None, spans):
-                span.record_status(answer.status)
+            timed.record_status(answer.status)
             accepted = _accepted(answer, "encode", context, fetches=remote)
             context.learn_model(accepted)
             if len(items) > 1:
@@ -144,18 +138,17 @@ class Stages:
         """
         endpoint, instance = context.endpoint, pair.prefill
         asked = endpoint.prefill(sent.body, transfer.prefill_params(pair))
-        with context.time_stage("prefill", instance.url) as span:
+        with context.time_stage("prefill", instance.url) as timed:
             answer = await self._upstream.fetch(
                 instance.url + endpoint.path,
                 stage="prefill",
                 headers=context.headers_for(
-                    pair.request_id, span, pair.prefill_rank, mark=sent.mark
+                    pair.request_id, timed.span, pair.prefill_rank, mark=sent.mark
                 ),
                 body=endpoint.encode_body(asked, context.cuts),
                 timeout_s=context.config.prefill_timeout_s,
             )
-            if span is not None:
-                span.record_status(answer.status)
+            timed.record_status(answer.status)
             accepted = _accepted(answer, "prefill", context, fetches=sent.fetches)
             context.learn_model(accepted)
             replied = reply_field(accepted, "kv_transfer_params", stage="prefill")
@@ -190,19 +183,19 @@ class Stages:
             ProxyError: the instance failed.
         """
         endpoint, body, idle_s = context.endpoint, sent.body, context.config.idle_timeout_s
-        with context.time_stage("decode", instance.url) as span:
+        with context.time_stage("decode", instance.url) as timed:
             reply = await self._upstream.open(
                 instance.url + endpoint.path,
                 stage="decode",
                 headers=context.headers_for(
-                    request_id, span, rank, endpoint.content_type(body), mark=sent.mark
+                    request_id, timed.span, rank, endpoint.content_type(body), mark=sent.mark
                 ),
                 body=endpoint.encode_body(body, context.cuts),
                 head_timeout_s=_head_timeout_s(body, context.config),
             )
-            if span is not None:
-                span.record_status(reply.status)
-                span.event("head")
+            timed.record_status(reply.status)
+            if timed.span is not None:
+                timed.span.event("head")
             if not reply.ok:
                 with reply:
                     content = await reply.read(idle_s=idle_s)
@@ -221,8 +214,8 @@ class Stages:
                 reply.close()
                 raise
             context.record.at = "answer"
-            context.answering = span
-            return Opened(reply, span)
+            context.answering = timed.span
+            return Opened(reply, timed.span)
 
     async def prompt_tokens(
         self, instance: Instance, question: Body, context: RequestContext
@@ -271,11 +264,11 @@ class Stages:
             ProxyError: the release failed.
         """
         endpoint = context.endpoint
-        with context.time_stage("release", instance.url) as span:
+        with context.time_stage("release", instance.url) as timed:
             opened = await self._upstream.open(
                 instance.url + endpoint.path,
                 stage="release",
-                headers=context.headers_for(context.child_id(), span),
+                headers=context.headers_for(context.child_id(), timed.span),
                 body=endpoint.encode_body(endpoint.release(body), context.cuts),
                 head_timeout_s=RELEASE_TIMEOUT_S,
             )

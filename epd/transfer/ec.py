@@ -17,7 +17,6 @@ There is one class for this project's ECStoreConnector, and one for each of vLLM
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from epd.errors import EncodeMismatch, NoInstance
@@ -78,7 +77,7 @@ class ECTransfer:
         Raises:
             UpstreamFailed: the instance did not do what the request asked for.
         """
-        return replace(replied, metadata={}) if self.missing_field(replied) else replied
+        return replied._replace(metadata={}) if self.missing_field(replied) else replied
 
     def missing_field(self, encoded: Encoded) -> str | None:
         """Return the first field of `handle` that an output's report lacks; None if it has all."""
@@ -168,7 +167,7 @@ class ECMooncake(ECTransfer):
         ids = [entry["transfer_id"] for entry in params.values() if entry["transfer_id"]]
         if len(set(ids)) < len(ids):
             raise EncodeMismatch("two features have the same index")
-        return replace(replied, params=params)
+        return replied._replace(params=params)
 
     def consumer_params(self, encoded: Iterable[Encoded]) -> Params:
         """Return the id of each push with the key of its output, in the order of the items."""

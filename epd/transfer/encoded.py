@@ -1,8 +1,7 @@
 """Replies of encode instances, and the requests that prefill and decode get with encoded items."""
 
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ec_store.entry import EntryInfo
@@ -25,8 +24,7 @@ CONTENT_HASH_LENGTHS = (64, 128)
 (`vllm/multimodal/hasher.py`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(NamedTuple):
     """Facts about an item's encoder output, from an encode instance's reply or from the store.
 
     Attributes:
@@ -36,9 +34,9 @@ class Encoded:
         namespace: namespace of the model's entries, if the instance's connector reports it.
     """
 
-    params: Params = field(default_factory=dict)
+    params: Mapping[str, Any] = {}
     identifier: str | None = None
-    metadata: Params = field(default_factory=dict)
+    metadata: Mapping[str, Any] = {}
     namespace: str | None = None
 
 
@@ -140,8 +138,7 @@ def _is_numbers(value: Any) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedItem:
+class EncodedItem(NamedTuple):
     """An item with the facts about its encoder output.
 
     Attributes:
