@@ -1,6 +1,7 @@
 """`ECStoreConnector`, the class that vLLM loads."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +9,6 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 
 from ec_store.backchannel import Receiver, Sender
-from ec_store.base import Store
 from ec_store.config import redacted
 from ec_store.counts import Counts
 from ec_store.device.region import SharedRegion
@@ -87,9 +87,10 @@ class ECStoreConnector(ECConnectorBase):
         resolver = PlaceholderMetadataResolver(model_config)
         if self.is_consumer:
             size = config.memory_bytes if config.region_bytes is None else config.region_bytes
-            self._sharing = Sharing(self._store, make_region(size, vllm_config.parallel_config))
+            region = make_region(size, vllm_config.parallel_config)
+            self._sharing = Sharing(self._store, region) if region else None
             self._fetcher = Fetcher(
-                self._sharing,
+                self._sharing or self._store,
                 self.namespace,
                 counts=self.counts,
                 timeout_s=config.timeout_s,
@@ -107,18 +108,14 @@ class ECStoreConnector(ECConnectorBase):
         )
 
     def _open_worker(self, engine: str, config: ConnectorConfig) -> None:
-        number = reader() if self.is_consumer else None
-        if number is not None:
+        if self.is_consumer and (number := reader()) is not None:
             self._loader = Loader(number)
-        if not is_writer():
-            return
-        if self.is_producer:
-            sender = Sender(engine)
-            self._saver = Saver(
-                self._store, self.namespace, config.queue_bytes, sender, self.counts
-            )
-        if self.is_consumer:
+        if self.is_consumer and is_writer():
             self._learner = Learner(Sender(engine), self.counts)
+        if self.is_producer and is_writer():
+            self._saver = Saver(
+                self._store, self.namespace, config.queue_bytes, Sender(engine), self.counts
+            )
 
     def shutdown(self) -> None:
         """Write the queued entries, for a bounded time, and close all parts."""
@@ -132,13 +129,11 @@ class ECStoreConnector(ECConnectorBase):
             self._store,
         ):
             if part is not None:
-                self._close(part)
+                self._close(part.close)
 
     @guard_method(lambda: None)
-    def _close(
-        self, part: NamespaceRegistration | Consumer | Sharing | Receiver | Saver | Learner | Store
-    ) -> None:
-        part.close()
+    def _close(self, close: Callable[[], None]) -> None:
+        close()
 
     # Methods of the scheduler's side.
 
@@ -194,10 +189,11 @@ class ECStoreConnector(ECConnectorBase):
 
     @guard_method(dict)
     def _loads(self) -> dict[str, EntryLoad]:
-        if self._consumer is None or self._sharing is None:
+        if self._consumer is None:
             return {}
-        self._consumer.end_step()
-        entries = self._consumer.take_loads()
+        entries = self._consumer.end_step()
+        if self._sharing is None:
+            return by_value(entries)
         try:
             return self._sharing.loads(entries)
         except Exception as error:  # noqa: BLE001 - a step without its entries ends the engine
@@ -214,9 +210,8 @@ class ECStoreConnector(ECConnectorBase):
 
     @guard_method(dict)
     def _items(self, scheduler_output: Any) -> dict[str, Item]:
-        if self._producer is None:
-            return {}
-        return self._producer.items(scheduler_output.scheduled_new_reqs)
+        producer = self._producer
+        return {} if producer is None else producer.items(scheduler_output.scheduled_new_reqs)
 
     @guard_method(lambda: (False, None))
     def request_finished(
@@ -238,7 +233,6 @@ class ECStoreConnector(ECConnectorBase):
         return False, self._producer.report(request)
 
     def _process_messages(self) -> None:
-        """Process the messages of the workers."""
         for message in self._receiver.drain() if self._receiver is not None else ():
             self.counts.add(**message.get("counts", {}))
             for name, values in message.get("observations", {}).items():
@@ -311,12 +305,10 @@ class ECStoreConnector(ECConnectorBase):
     def build_ec_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> StoreConnectorStats | None:
-        """Return metrics in the form that vLLM's logger needs."""
         return StoreConnectorStats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> StorePromMetrics:
-        """Return the metrics for vLLM's `/metrics`."""
         return StorePromMetrics(*args, **kwargs)
 
 

@@ -15,7 +15,7 @@ from ec_store.device.tensors import DTYPES
 from ec_store.entry import ITEM_BYTES, Entry
 from ec_store.fetch_queue import Want
 from ec_store.fetcher import Fetcher, FetchState
-from ec_store.vllm_connector.accept import MODALITIES, Acceptance, Expected, ItemTarget, Widths
+from ec_store.vllm_connector.accept import MODALITIES, Acceptance, ItemTarget, Widths
 
 
 class How(enum.Enum):
@@ -52,7 +52,6 @@ class Part:
 
     @classmethod
     def from_feature(cls, feature: Any) -> Self:
-        """Return the item of one of vLLM's features."""
         where = feature.mm_position
         end = where.offset + where.length
         return cls(feature, feature.identifier, where.get_num_embeds(), end)
@@ -83,12 +82,6 @@ class Needs:
     failed: bool = False
     waiting: int = 0
     arrived: list[tuple[Part, FetchState]] = field(default_factory=list)
-
-    @classmethod
-    def needs_of(cls, request: Any) -> Self:
-        """Return the needs of one of vLLM's requests, at the first call for it."""
-        parts = sorted(map(Part.from_feature, request.mm_features), key=lambda part: part.end)
-        return cls(parts, time.monotonic(), request.num_preemptions)
 
     def open(self) -> list[Part]:
         """Return items that are needed and not settled."""
@@ -128,15 +121,7 @@ class Consumer:
         widths: Widths,
         counts: Counts,
     ) -> None:
-        """Create the consumer without fetching.
-
-        Args:
-            fetcher: fetcher of the entries.
-            model_config: vLLM's `ModelConfig`.
-            resolver: vLLM's resolver of the model's placeholder metadata.
-            widths: number of columns that an entry must have, by modality.
-            counts: gets `misfits`, `nonfinite` and `failed_requests`.
-        """
+        """Create the consumer; `counts` gets failed requests and rejected entries."""
         self._fetcher = fetcher
         self._dtype = DTYPES[model_config.dtype]
         # Building a processor is slow: it is done here and not in a step.
@@ -194,7 +179,6 @@ class Consumer:
             self._unavailable.add(request.request_id)
 
     def take_unavailable(self) -> set[str]:
-        """Return requests without media and without an entry, and clear the list."""
         taken, self._unavailable = self._unavailable, set()
         return taken
 
@@ -218,12 +202,9 @@ class Consumer:
         for modality, columns in message.get("widths", {}).items():
             self._widths.learn_columns(modality, columns)
 
-    def end_step(self) -> None:
-        """Note that the scheduler starts with its first request again."""
+    def end_step(self) -> dict[str, Entry]:
+        """Return the step's loads. The scheduler starts with its first request again after it."""
         self._blocking = None
-
-    def take_loads(self) -> dict[str, Entry]:
-        """Return the entries of the next step by identifier, and clear them."""
         taken, self._loads = self._loads, {}
         return taken
 
@@ -242,7 +223,8 @@ class Consumer:
         self._fetcher.close()
 
     def _new(self, request: Any, computed: int) -> Needs:
-        needs = Needs.needs_of(request)
+        parts = sorted(map(Part.from_feature, request.mm_features), key=lambda part: part.end)
+        needs = Needs(parts, time.monotonic(), request.num_preemptions)
         self._requests[request.request_id] = needs
         self._release_computed(needs, computed)
         return needs
@@ -260,7 +242,6 @@ class Consumer:
         return needs
 
     def _release_computed(self, needs: Needs, computed: int) -> None:
-        """Release the items that are computed."""
         while needs.passed < len(needs.parts) and needs.parts[needs.passed].end <= computed:
             part = needs.parts[needs.passed]
             self._release_part(needs, part)
@@ -293,26 +274,22 @@ class Consumer:
         # Any JSON value: a client sets it if no proxy removes it.
         params = request.ec_transfer_params
         promised = params if isinstance(params, dict) else {}
-        return {
-            part: self._request_part(request, needs, part, part.identifier in promised)
-            for part in needs.open()
-        }
-
-    def _request_part(self, request: Any, needs: Needs, part: Part, promised: bool) -> Want:
-        target = self._target(part)
-        _, rows, columns = target.expected
-        return Want(
-            size_bytes=rows * (columns or 0) * ITEM_BYTES[self._dtype],
-            accept=partial(self._accept, target),
-            asked_s=needs.asked_s,
-            rank=request.priority,
-            promised=promised,
-        )
+        wants = {}
+        for part in needs.open():
+            target = self._target(part)
+            wants[part] = Want(
+                size_bytes=target.rows * (target.columns or 0) * ITEM_BYTES[self._dtype],
+                accept=partial(self._accept, target),
+                asked_s=needs.asked_s,
+                rank=request.priority,
+                promised=part.identifier in promised,
+            )
+        return wants
 
     def _target(self, part: Part) -> ItemTarget:
         modality = part.feature.modality
-        expected = Expected(self._dtype, part.tokens, self._widths.known_columns(modality))
-        return ItemTarget(part.identifier, modality, expected)
+        columns = self._widths.known_columns(modality)
+        return ItemTarget(part.identifier, modality, self._dtype, part.tokens, columns)
 
     def _record_result(self, identifier: str, state: FetchState) -> None:
         """Pass the result of a fetch to the waiting requests; their next call settles the item."""

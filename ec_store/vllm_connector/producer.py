@@ -32,12 +32,6 @@ class Producer:
     """Source of the items that workers save, and of the entries that replies name."""
 
     def __init__(self, namespace: str, resolver: PlaceholderMetadataResolver) -> None:
-        """Create the producer of one namespace.
-
-        Args:
-            namespace: namespace of the entries.
-            resolver: vLLM's resolver of the model's placeholder metadata.
-        """
         self._namespace = namespace
         self._resolver = resolver
         self._lost: BoundedDict[str, None] = BoundedDict(MAX_LOST)
@@ -98,22 +92,16 @@ class Producer:
 class Sharing:
     """Source of entries for workers: by place if in shared memory, otherwise by value."""
 
-    def __init__(self, store: EntrySource, region: Region | None) -> None:
-        """Wrap a source of entries.
-
-        Args:
-            store: source of the entries.
-            region: shared memory; None if the workers are not in other processes.
-        """
+    def __init__(self, store: EntrySource, region: Region) -> None:
         self._store = store
         self._region = region
-        self._mapped = False
+        self._logged = False
 
     def get(self, key: EntryKey) -> Entry | None:
         """Fetch an entry, as `Store.get`, into the shared memory if it has room."""
         entry = self._store.get(key)
-        if entry is None or self._region is None:
-            return entry
+        if entry is None:
+            return None
         shared = self._region.copy_in(entry.data)
         return entry if shared is None else replace(entry, data=shared)
 
@@ -122,39 +110,31 @@ class Sharing:
 
         An entry in the shared memory stays until all workers have loaded it.
         """
-        region = self._mapped_region()
+        is_mapped = self._region.is_mapped()
+        if is_mapped and not self._logged:
+            self._logged = True
+            logger.info("all workers have mapped the shared memory: steps refer to entries in it")
         loads, sent = {}, []
         for identifier, entry in entries.items():
-            place = None if region is None else region.find_place(entry.data)
+            place = self._region.find_place(entry.data) if is_mapped else None
             if place is not None:
                 sent.append(entry.data)
             raw = as_tensor(entry.data) if place is None else place
             loads[identifier] = EntryLoad(raw, entry.dtype, entry.shape)
-        if self._region is not None:
-            self._region.send(sent)
+        self._region.send(sent)
         return loads
 
-    def shared_region(self) -> SharedRegion | None:
+    def shared_region(self) -> SharedRegion:
         """Return the next step's description of the shared memory."""
-        return None if self._region is None else self._region.shared_region()
-
-    def _mapped_region(self) -> Region | None:
-        """Return the shared memory, once all workers have mapped it."""
-        if self._region is None or not self._region.is_mapped():
-            return None
-        if not self._mapped:
-            self._mapped = True
-            logger.info("all workers have mapped the shared memory: steps refer to entries in it")
-        return self._region
+        return self._region.shared_region()
 
     def close(self) -> None:
         """Close the shared memory. Workers keep their mappings."""
-        if self._region is not None:
-            self._region.close()
+        self._region.close()
 
 
 def by_value(entries: Mapping[str, Entry]) -> dict[str, EntryLoad]:
-    """Return loads with the bytes of entries, in shared memory or not."""
+    """Return loads with the bytes of entries."""
     return {
         identifier: EntryLoad(as_tensor(entry.data), entry.dtype, entry.shape)
         for identifier, entry in entries.items()
@@ -167,10 +147,6 @@ def make_region(size_bytes: int, parallel_config: Any) -> Region | None:
     Without it entries travel in each step's metadata. With several hosts they do too: a worker that
     read the store itself could miss an entry that the others have, and a missing entry in a step
     ends the engine.
-
-    Args:
-        size_bytes: memory for entries; 0 for none.
-        parallel_config: vLLM's `ParallelConfig`.
     """
     apart = parallel_config.distributed_executor_backend in {"mp", "ray"}
     # Only the first pipeline stage has the embeddings.
