@@ -57,12 +57,7 @@ T = TypeVar("T")
 
 
 class Guarded(Protocol):
-    """Interface of an object with guarded methods.
-
-    Attributes:
-        counts: gets `exceptions`.
-        logged: names of the methods that have logged an exception.
-    """
+    """Interface of an object with guarded methods, see `ECStoreConnector`."""
 
     counts: Counts
     logged: set[str]
@@ -107,7 +102,6 @@ class NamespaceRegistration:
     """
 
     def __init__(self, store: Store, model: str, namespace: str) -> None:
-        """Start the thread that registers the namespace."""
         self._store = store
         self._model = model
         self._namespace = namespace
@@ -126,9 +120,7 @@ class NamespaceRegistration:
             except StoreError as error:
                 if not failed:
                     logger.warning(
-                        "the encoder store cannot be used; retrying every %g s: %s",
-                        RETRY_S,
-                        error,
+                        "the encoder store cannot be used; retrying every %g s: %s", RETRY_S, error
                     )
                 failed = True
                 self._closed.wait(RETRY_S)
