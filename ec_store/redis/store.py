@@ -31,22 +31,20 @@ class RedisClaims:
         self._client = client
         self._names = names
 
-    def take_claims(self, digests: Sequence[str], owner: bytes, ms: int) -> list[bool]:
+    def take_claims(
+        self, keys: Sequence[EntryKey], owner: str, seconds: float, then: Sequence[Command] = ()
+    ) -> tuple[list[bool], list[Reply]]:
         """Take or renew claims; False for each entry that another owner claims.
 
-        One round trip, and a second one if this owner held some of them already.
+        One round trip, which also returns the replies to the commands `then`, and a second one if
+        this owner held some of the claims already.
         """
-        return self.take_and_ask(digests, owner, ms, ())[0]
-
-    def take_and_ask(
-        self, digests: Sequence[str], owner: bytes, ms: int, then: Sequence[Command]
-    ) -> tuple[list[bool], list[Reply]]:
-        """Take claims as `take_claims`, and return replies to commands of the same round trip."""
-        names = [self._names.claim(digest) for digest in digests]
+        names = [self._names.claim(key.digest) for key in keys]
+        value, ms = owner_bytes(owner), max(1, int(min(seconds, LONGEST_CLAIM_S) * 1000))
         claims: list[Command] = [
             command
             for name in names
-            for command in (("SET", name, owner, "NX", "PX", ms), ("GET", name))
+            for command in (("SET", name, value, "NX", "PX", ms), ("GET", name))
         ]
         replies = self._client.run([*claims, *then])
         replies, answers = replies[: len(claims)], replies[len(claims) :]
@@ -54,9 +52,9 @@ class RedisClaims:
         held = [
             name
             for name, taken, holder in zip(names, replies[::2], replies[1::2], strict=True)
-            if not taken and holder == owner
+            if not taken and holder == value
         ]
-        renewed = self._renewed(held, owner, ms)
+        renewed = self._renewed(held, value, ms)
         taken = [
             bool(taken) or renewed.get(name, False)
             for name, taken in zip(names, replies[::2], strict=True)
@@ -69,17 +67,13 @@ class RedisClaims:
         )
         return {name: holder == owner for name, holder in zip(names, replies[1::2], strict=True)}
 
-    def give_back(self, digests: Sequence[str], owner: bytes) -> None:
+    def give_back(self, keys: Sequence[EntryKey], owner: str) -> None:
         """Release claims. Claims of other owners stay. Two round trips."""
-        names = [self._names.claim(digest) for digest in digests]
+        value = owner_bytes(owner)
+        names = [self._names.claim(key.digest) for key in keys]
         holders = self._client.run([("GET", name) for name in names])
-        self._client.run(
-            [
-                ("UNLINK", name)
-                for name, holder in zip(names, holders, strict=True)
-                if holder == owner
-            ]
-        )
+        held = [name for name, holder in zip(names, holders, strict=True) if holder == value]
+        self._client.run([("UNLINK", name) for name in held])
 
 
 WRITES_OFF_S = 5.0
@@ -155,7 +149,9 @@ class RedisStore(Store):
         One round trip, and a second one if a header is longer than `HEAD_BYTES`.
         """
         with self._client.limit_time():
-            return self._entries.parse_infos([key.digest for key in keys])
+            digests = [key.digest for key in keys]
+            replies = self._client.run(self._entries.info_commands(digests))
+            return self._entries.parse_infos(digests, replies)
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         """Look up entries and prevent their expiry for `seconds`.
@@ -178,8 +174,7 @@ class RedisStore(Store):
 
         No claim waits for another one: `wait` has no effect.
         """
-        digests = [key.digest for key in keys]
-        return self._claims.take_claims(digests, owner_bytes(owner), _claim_ms(seconds))
+        return self._claims.take_claims(keys, owner, seconds)[0]
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
@@ -187,28 +182,20 @@ class RedisStore(Store):
         """Claim missing entries (see `Store.claim_or_find`), in as many round trips as `claim`."""
         digests = [key.digest for key in keys]
         with self._client.limit_time():
-            claims, heads = self._claims.take_and_ask(
-                digests,
-                owner_bytes(owner),
-                _claim_ms(seconds),
-                self._entries.info_commands(digests),
+            claims, heads = self._claims.take_claims(
+                keys, owner, seconds, self._entries.info_commands(digests)
             )
             infos = self._entries.parse_infos(digests, heads)
-        self.release(
-            [
-                key
-                for key, info, held in zip(keys, infos, claims, strict=True)
-                if held and info is not None
-            ],
-            owner,
-        )
+        needless = [
+            key for key, info, held in zip(keys, infos, claims, strict=True) if info and held
+        ]
+        self.release(needless, owner)
         return [info or held for info, held in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        self._claims.give_back([key.digest for key in keys], owner_bytes(owner))
+        self._claims.give_back(keys, owner)
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        """Delete entries, and return how many existed."""
         digests = list(dict.fromkeys(key.digest for key in keys))
         with self._client.limit_time():
             return self._entries.remove_entries(digests)
@@ -260,17 +247,15 @@ class RedisStore(Store):
 
     def stats(self) -> StoreStats:
         """Return metrics; the bytes are all memory that Redis uses, for any purpose."""
-        used = quota = 0
-        unbounded = False
-        for reply in self._client.masters(("INFO", "memory")):
-            figures = dict(line.split(b":", 1) for line in reply.split(b"\r\n") if b":" in line)
-            used += int(figures[b"used_memory"])
-            quota += int(figures[b"maxmemory"])
-            unbounded = unbounded or figures[b"maxmemory"] == b"0"
+        servers = [
+            dict(line.split(b":", 1) for line in reply.split(b"\r\n") if b":" in line)
+            for _, reply in self._client.each_master(("INFO", "memory"))
+        ]
+        quotas = [int(server[b"maxmemory"]) for server in servers]  # 0 for none
         return StoreStats(
             entries=None,
-            bytes=used,
-            max_bytes=None if unbounded else quota,
+            bytes=sum(int(server[b"used_memory"]) for server in servers),
+            max_bytes=sum(quotas) if all(quotas) else None,
             hits=self.counts["hits"],
             misses=self.counts["misses"],
             puts=self.counts["puts"],
@@ -331,10 +316,6 @@ def _listed(digest: str, head: bytes, size: int) -> Listed:
         return Listed(digest, None, size, None, str(error))
     problem = None if size == info.size_bytes else f"{size} bytes, not {info.size_bytes}"
     return Listed(digest, info, size, None, problem)
-
-
-def _claim_ms(seconds: float) -> int:
-    return max(1, int(min(seconds, LONGEST_CLAIM_S) * 1000))
 
 
 def _encoded(text: str) -> bytes:
