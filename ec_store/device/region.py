@@ -117,7 +117,6 @@ class SharedRegion(NamedTuple):
     """Part of a step that describes the memory.
 
     Attributes:
-        handle: handle of the memory.
         number: number of the last step with entries in the memory, this step included.
     """
 

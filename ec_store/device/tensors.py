@@ -1,8 +1,4 @@
-"""Copies of tensors between host memory and the model's device, in a worker.
-
-`HostCopies` copies to host memory and blocks neither the model nor other copies. `to_device`
-converts bytes to a tensor on the device, and `Loader` uses it for the entries of a step.
-"""
+"""Copies of tensors between host memory and the model's device, in a worker."""
 
 import logging
 import queue
@@ -56,11 +52,10 @@ class HostCopies:
     def start(self, tensor: torch.Tensor) -> HostTensor | None:
         """Copy a tensor as it is after the work queued on its device so far; on a CPU, do not copy.
 
-        Its memory in the ring is free again after the last view of the copy is deleted.
+        The copy is contiguous. Its memory in the ring is free again after its last view is deleted.
 
         Returns:
-            Function that waits for the copy and returns it, contiguous; None if the ring has no
-            room.
+            Function that waits for the copy and returns it; None if the ring has no room.
         """
         tensor = tensor.detach()
         if tensor.device.type == "cpu":

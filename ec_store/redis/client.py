@@ -119,11 +119,9 @@ class RedisClient:
         raise AssertionError
 
     def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
-        """Yield names of keys in batches, some more than once. Scans all keys of each master.
+        """Yield names of keys in batches, some more than once.
 
-        Args:
-            pattern: pattern of `SCAN`.
-            count: number of keys that a server visits in one step.
+        Scans all keys of each master, `count` in one step.
         """
         rest = ("MATCH", pattern, "COUNT", count)
         for node, first in self.each_master(("SCAN", 0, *rest)):

@@ -271,11 +271,7 @@ class RedisEntries:
 
 
 def info_of(digest: str, head: bytes) -> EntryInfo:
-    """Return the fields of the header in the first bytes of an entry.
-
-    Raises:
-        CorruptEntry: the bytes are not the header of the entry of this digest.
-    """
+    """Return the header's fields; raise CorruptEntry if it is not the entry of this digest."""
     info = read_header(memoryview(head))
     if info.key.digest != digest:
         raise CorruptEntry("it is another key's entry")

@@ -240,11 +240,9 @@ class Node:
         """Close all connections, those in use after their calls: they may lead to an old server."""
         self._own()
         self._generation += 1
-        while self._idle:
-            try:
+        with suppress(IndexError):  # another thread has taken the last one
+            while self._idle:
                 self._idle.pop().close()
-            except IndexError:
-                return
 
     def _keep(self, link: Link) -> None:
         # Appended before the check: a `close` or `close_connections` after the check finds it.

@@ -68,7 +68,6 @@ class Needs:
         passed: number of leading items with computed tokens.
         computed: end of the last of these items. With fewer computed tokens, some were lost.
         admitted: whether there was room for all of its entries.
-        failed: whether the request is to fail.
         waiting: number of its entries that are being fetched.
         arrived: items with a result of their fetch since the last call for this request.
     """
@@ -160,8 +159,7 @@ class Consumer:
     def encode_here(self, request: Any, computed: int) -> bool:
         """Encode the items that a request does not hold, after `ensure_items` has raised.
 
-        Returns:
-            False if the request cannot be encoded here: it fails.
+        Return whether all of them can be encoded here; if not, the request fails.
         """
         needs = self._requests.get(request.request_id) or self._new(request, computed)
         needs.admitted = True

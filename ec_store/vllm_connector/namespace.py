@@ -194,8 +194,7 @@ def _parsed_again(model: Any, source: str, revision: str | None) -> dict[str, An
             source,
             error,
         )
-    parsed: dict[str, Any] = config.to_dict()
-    return parsed
+    return dict(config.to_dict())
 
 
 def _processor_files(model: Any) -> dict[str, Any]:
@@ -211,23 +210,20 @@ def _weights(model: Any, load: Any) -> Weights | _NamedWeights:
     source = model.model_weights or model.model
     if load.load_format == "dummy":  # equal for all engines of one configuration
         return _NamedWeights("")
+    reason: object = "they are not in files on this machine"
     try:
-        files = weight_files(model, load)
-        weights = fingerprint(files) if files else None
+        if files := weight_files(model, load):
+            return fingerprint(files)
     except Exception as error:  # noqa: BLE001 - raised by a hub's library or a loader; logged
-        weights, reason = None, f"{error}"
-    else:
-        reason = "they are not in files on this machine"
-    if weights is None:
-        logger.warning(
-            "the weights of %s could not be compared: %s. Engines share encoder outputs where this "
-            "name, the revision and the configuration are equal. Raise the option generation when "
-            "the weights change.",
-            source,
-            reason,
-        )
-        return _NamedWeights(source, model.revision)
-    return weights
+        reason = error
+    logger.warning(
+        "the weights of %s could not be compared: %s. Engines share encoder outputs where this "
+        "name, the revision and the configuration are equal. Raise the option generation when "
+        "the weights change.",
+        source,
+        reason,
+    )
+    return _NamedWeights(source, model.revision)
 
 
 def _other_loader(load: Any) -> list[Any] | None:

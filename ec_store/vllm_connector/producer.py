@@ -1,8 +1,4 @@
-"""Scheduler's side of a producer, and entries in memory shared with the workers that load them.
-
-`Producer` has the items to encode, and the entries that the reply to a finished request names.
-`Sharing` places fetched entries in memory that the scheduler's process shares with its workers.
-"""
+"""Scheduler's side of a producer, and entries in memory shared with the workers that load them."""
 
 import logging
 from collections.abc import Mapping, Sequence

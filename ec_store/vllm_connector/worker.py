@@ -1,7 +1,4 @@
-"""Worker's side of the connector: loads entries into the encoder cache, and saves them from it.
-
-`StepMetadata` is what the scheduler's side sends to the workers for each step.
-"""
+"""Worker's side of the connector: loads entries into the encoder cache, and saves them from it."""
 
 import functools
 import threading
@@ -11,6 +8,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from vllm.distributed import parallel_state
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
 from ec_store.backchannel import Sender
@@ -39,7 +37,6 @@ class EntryLoad(NamedTuple):
         raw: place of the bytes in the shared memory, or the bytes, uint8, as a torch tensor, which
             vLLM sends to several ranks through shared memory of its own (`ShmTensorArena`).
         dtype: dtype of the tensor, as `Entry.dtype`.
-        shape: shape of the tensor.
     """
 
     raw: torch.Tensor | Place
@@ -56,7 +53,7 @@ class Item(NamedTuple):
 
 @dataclass
 class StepMetadata(ECConnectorMetadata):
-    """Metadata that the workers need for one step.
+    """Metadata that the scheduler's side sends to the workers for one step.
 
     Attributes:
         loads: entries to put into the encoder cache, by identifier.
@@ -218,17 +215,11 @@ def reader() -> int | None:
 
     Only the first pipeline stage has the embeddings.
     """
-    from vllm.distributed.parallel_state import (  # noqa: PLC0415 - known once workers are up
-        get_pcp_group,
-        get_pp_group,
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
-
-    if not get_pp_group().is_first_rank:
+    if not parallel_state.get_pp_group().is_first_rank:
         return None
-    contexts = get_pcp_group().rank_in_group * get_tensor_model_parallel_world_size()
-    return int(contexts + get_tensor_model_parallel_rank())
+    context = parallel_state.get_pcp_group().rank_in_group
+    readers = context * parallel_state.get_tensor_model_parallel_world_size()
+    return int(readers + parallel_state.get_tensor_model_parallel_rank())
 
 
 def is_writer() -> bool:
@@ -236,6 +227,5 @@ def is_writer() -> bool:
 
     All ranks of a tensor-parallel group and of a prefill-context-parallel group encode every item.
     """
-    from vllm.distributed.parallel_state import get_pcp_group, get_tensor_model_parallel_rank  # noqa: PLC0415 - known once workers are up
-
-    return bool(get_tensor_model_parallel_rank() == 0 and get_pcp_group().rank_in_group == 0)
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    return bool(tensor_rank == 0 and parallel_state.get_pcp_group().rank_in_group == 0)
