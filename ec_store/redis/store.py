@@ -23,59 +23,6 @@ from ec_store.redis.entries import Beginning, RedisEntries, RedisNames, info_of,
 from ec_store.redis.link import Command, Reply
 from ec_store.redis.url import RedisOptions, redis_options
 
-
-class RedisClaims:
-    """Claims of one store. Every method may raise StoreUnavailable."""
-
-    def __init__(self, client: RedisClient, names: RedisNames) -> None:
-        self._client = client
-        self._names = names
-
-    def take_claims(
-        self, keys: Sequence[EntryKey], owner: str, seconds: float, then: Sequence[Command] = ()
-    ) -> tuple[list[bool], list[Reply]]:
-        """Take or renew claims; False for each entry that another owner claims.
-
-        One round trip, which also returns the replies to the commands `then`, and a second one if
-        this owner held some of the claims already.
-        """
-        names = [self._names.claim(key.digest) for key in keys]
-        value, ms = owner_bytes(owner), max(1, int(min(seconds, LONGEST_CLAIM_S) * 1000))
-        claims: list[Command] = [
-            command
-            for name in names
-            for command in (("SET", name, value, "NX", "PX", ms), ("GET", name))
-        ]
-        replies = self._client.run([*claims, *then])
-        replies, answers = replies[: len(claims)], replies[len(claims) :]
-        # A PEXPIRE in the same round trip would renew another owner's claim with each call.
-        held = [
-            name
-            for name, taken, holder in zip(names, replies[::2], replies[1::2], strict=True)
-            if not taken and holder == value
-        ]
-        renewed = self._renewed(held, value, ms)
-        taken = [
-            bool(taken) or renewed.get(name, False)
-            for name, taken in zip(names, replies[::2], strict=True)
-        ]
-        return taken, answers
-
-    def _renewed(self, names: Sequence[bytes], owner: bytes, ms: int) -> dict[bytes, bool]:
-        replies = self._client.run(
-            [command for name in names for command in (("PEXPIRE", name, ms), ("GET", name))]
-        )
-        return {name: holder == owner for name, holder in zip(names, replies[1::2], strict=True)}
-
-    def give_back(self, keys: Sequence[EntryKey], owner: str) -> None:
-        """Release claims. Claims of other owners stay. Two round trips."""
-        value = owner_bytes(owner)
-        names = [self._names.claim(key.digest) for key in keys]
-        holders = self._client.run([("GET", name) for name in names])
-        held = [name for name, holder in zip(names, holders, strict=True) if holder == value]
-        self._client.run([("UNLINK", name) for name in held])
-
-
 WRITES_OFF_S = 5.0
 """Seconds without writes after Redis has reported that it is out of memory."""
 
@@ -96,7 +43,6 @@ class RedisStore(Store):
         self._names = RedisNames(options.prefix)
         self._client = RedisClient(options)
         self._entries = RedisEntries(self._client, self._names, int(options.ttl_s * 1000))
-        self._claims = RedisClaims(self._client, self._names)
         self._writes_off_until = 0.0
         self.counts = Counts()
 
@@ -174,7 +120,7 @@ class RedisStore(Store):
 
         No claim waits for another one: `wait` has no effect.
         """
-        return self._claims.take_claims(keys, owner, seconds)[0]
+        return self._claim_and_ask(keys, owner, seconds, ())[0]
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
@@ -182,7 +128,7 @@ class RedisStore(Store):
         """Claim missing entries (see `Store.claim_or_find`), in as many round trips as `claim`."""
         digests = [key.digest for key in keys]
         with self._client.limit_time():
-            claims, heads = self._claims.take_claims(
+            claims, heads = self._claim_and_ask(
                 keys, owner, seconds, self._entries.info_commands(digests)
             )
             infos = self._entries.parse_infos(digests, heads)
@@ -193,7 +139,12 @@ class RedisStore(Store):
         return [info or held for info, held in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        self._claims.give_back(keys, owner)
+        """Release claims (see `Store.release`), in two round trips."""
+        value = owner_bytes(owner)
+        names = [self._names.claim(key.digest) for key in keys]
+        holders = self._client.run([("GET", name) for name in names])
+        held = [name for name, holder in zip(names, holders, strict=True) if holder == value]
+        self._client.run([("UNLINK", name) for name in held])
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         digests = list(dict.fromkeys(key.digest for key in keys))
@@ -281,6 +232,37 @@ class RedisStore(Store):
         if time.monotonic() < self._writes_off_until:
             raise StoreUnavailable("Redis was out of memory a moment ago, so the entry is dropped")
         return self._entries.write(key.digest, header, payload, replace=replace)
+
+    def _claim_and_ask(
+        self, keys: Sequence[EntryKey], owner: str, seconds: float, then: Sequence[Command]
+    ) -> tuple[list[bool], list[Reply]]:
+        """Claim entries as `claim`, and return the replies to `then`, of the same round trip."""
+        names = [self._names.claim(key.digest) for key in keys]
+        value, ms = owner_bytes(owner), max(1, int(min(seconds, LONGEST_CLAIM_S) * 1000))
+        claims: list[Command] = [
+            command
+            for name in names
+            for command in (("SET", name, value, "NX", "PX", ms), ("GET", name))
+        ]
+        replies = self._client.run([*claims, *then])
+        taken, holders = replies[: len(claims) : 2], replies[1 : len(claims) : 2]
+        # A PEXPIRE in the same round trip would renew another owner's claim with each call.
+        held = [
+            name
+            for name, is_new, holder in zip(names, taken, holders, strict=True)
+            if not is_new and holder == value
+        ]
+        renewed = self._renewed(held, value, ms)
+        claimed = [
+            bool(is_new) or name in renewed for name, is_new in zip(names, taken, strict=True)
+        ]
+        return claimed, replies[len(claims) :]
+
+    def _renewed(self, names: Sequence[bytes], owner: bytes, ms: int) -> set[bytes]:
+        replies = self._client.run(
+            [command for name in names for command in (("PEXPIRE", name, ms), ("GET", name))]
+        )
+        return {name for name, holder in zip(names, replies[1::2], strict=True) if holder == owner}
 
     def _get(self, key: EntryKey) -> Entry | None:
         for _ in range(ATTEMPTS):
