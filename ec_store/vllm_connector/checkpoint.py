@@ -73,25 +73,24 @@ def weight_files(model: Any, load: Any) -> Sequence[Path]:
     folder = path if path.is_dir() else maybe_download_from_modelscope(source, model.revision)
     if folder is not None:
         return _loaded(Path(folder), load.load_format)
-    snapshot = _snapshot(model, load)
-    if snapshot is None or not _is_complete(_loaded(snapshot, load.load_format)):
+    files = _downloaded(model, load)
+    if not _is_complete(files):
         get_model_loader(load).download_model(model)
-        snapshot = _snapshot(model, load)
-    return () if snapshot is None else _loaded(snapshot, load.load_format)
+        files = _downloaded(model, load)
+    return files
 
 
-def _snapshot(model: Any, load: Any) -> Path | None:
-    """Return the folder of a model of the hub; None if no part of it is on this machine."""
+def _downloaded(model: Any, load: Any) -> Sequence[Path]:
+    """Return the files of a model of the hub that are on this machine, as `_loaded`."""
     # A branch may move between two reads; the commit that vLLM has resolved it to does not.
     commit = getattr(model.revision, "resolved", model.revision)
     try:
-        return Path(
-            snapshot_download(
-                model.model, revision=commit, cache_dir=load.download_dir, local_files_only=True
-            )
+        folder = snapshot_download(
+            model.model, revision=commit, cache_dir=load.download_dir, local_files_only=True
         )
     except LocalEntryNotFoundError:
-        return None
+        return ()
+    return _loaded(Path(folder), load.load_format)
 
 
 def _loaded(folder: Path, load_format: str) -> Sequence[Path]:

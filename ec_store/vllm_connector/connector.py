@@ -11,7 +11,7 @@ from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataR
 from ec_store.backchannel import Receiver, Sender
 from ec_store.config import redacted
 from ec_store.counts import Counts
-from ec_store.device.region import SharedRegion
+from ec_store.device.region import Region, SharedRegion
 from ec_store.device.tensors import Loader
 from ec_store.fetcher import Fetcher
 from ec_store.opening import open_store
@@ -73,6 +73,7 @@ class ECStoreConnector(ECConnectorBase):
         self._saver: Saver | None = None
         self._learner: Learner | None = None
         self._loader: Loader | None = None
+        self._region: Region | None = None
         self._sharing: Sharing | None = None
         self._receiver: Receiver | None = None
         self._registration: NamespaceRegistration | None = None
@@ -87,8 +88,8 @@ class ECStoreConnector(ECConnectorBase):
         resolver = PlaceholderMetadataResolver(model_config)
         if self.is_consumer:
             size = config.memory_bytes if config.region_bytes is None else config.region_bytes
-            region = make_region(size, vllm_config.parallel_config)
-            self._sharing = Sharing(self._store, region) if region else None
+            self._region = make_region(size, vllm_config.parallel_config)
+            self._sharing = Sharing(self._store, self._region) if self._region else None
             self._fetcher = Fetcher(
                 self._sharing or self._store,
                 self.namespace,
@@ -122,7 +123,7 @@ class ECStoreConnector(ECConnectorBase):
         for part in (
             self._registration,
             self._consumer,
-            self._sharing,
+            self._region,
             self._receiver,
             self._saver,
             self._learner,
@@ -206,7 +207,7 @@ class ECStoreConnector(ECConnectorBase):
 
         Without it workers still read their entries, and report them in a later step.
         """
-        return None if self._sharing is None else self._sharing.shared_region()
+        return None if self._region is None else self._region.shared_region()
 
     @guard_method(dict)
     def _items(self, scheduler_output: Any) -> dict[str, Item]:

@@ -11,7 +11,7 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
 )
 
 from ec_store.bounded import BoundedDict
-from ec_store.device.region import Region, SharedRegion
+from ec_store.device.region import Region
 from ec_store.device.tensors import as_tensor
 from ec_store.entry import Entry
 from ec_store.fetcher import EntrySource
@@ -62,27 +62,23 @@ class Producer:
 
     def handle_message(self, message: dict[str, Any]) -> None:
         """Process a worker's message: the namespace it writes to, and the results of its writes."""
-        self._compare(message.get("namespace"))
+        written_to = message.get("namespace")
+        if written_to not in {None, self._namespace, self._written_to}:
+            self._written_to = written_to
+            logger.error(
+                "this engine derives two namespaces: its worker writes encoder outputs to %s, its "
+                "scheduler names and reads %s. Its entries would not be found, so its replies name "
+                "no entries and media are sent to prefill and decode. Make sure that all of its "
+                "hosts have the same vLLM, the same ec_store and the same files of the model; "
+                "if they have, report the model's architecture with both names.",
+                written_to,
+                self._namespace,
+            )
         for digest, stored in message.get("outcomes", {}).items():
             if stored:
                 self._lost.pop(digest, None)
             else:
                 self._lost[digest] = None
-
-    def _compare(self, written_to: str | None) -> None:
-        """Log an error if a worker writes to another namespace than this engine reads."""
-        if written_to in {None, self._namespace, self._written_to}:
-            return
-        self._written_to = written_to
-        logger.error(
-            "this engine derives two namespaces: its worker writes encoder outputs to %s, its "
-            "scheduler names and reads %s. Its entries would not be found, so its replies name no "
-            "entries and media are sent to prefill and decode. Make sure that all of its hosts "
-            "have the same vLLM, the same ec_store and the same files of the model; "
-            "if they have, report the model's architecture with both names.",
-            written_to,
-            self._namespace,
-        )
 
 
 class Sharing:
@@ -119,14 +115,6 @@ class Sharing:
             loads[identifier] = EntryLoad(raw, entry.dtype, entry.shape)
         self._region.send(sent)
         return loads
-
-    def shared_region(self) -> SharedRegion:
-        """Return the next step's description of the shared memory."""
-        return self._region.shared_region()
-
-    def close(self) -> None:
-        """Close the shared memory. Workers keep their mappings."""
-        self._region.close()
 
 
 def by_value(entries: Mapping[str, Entry]) -> dict[str, EntryLoad]:

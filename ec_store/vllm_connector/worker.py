@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -62,10 +62,10 @@ class StepMetadata(ECConnectorMetadata):
         shared: shared memory that loads may be in; None without one.
     """
 
-    loads: dict[str, EntryLoad] = field(default_factory=dict)
-    items: dict[str, Item] = field(default_factory=dict)
-    learn: dict[str, str] = field(default_factory=dict)
-    shared: SharedRegion | None = None
+    loads: dict[str, EntryLoad]
+    items: dict[str, Item]
+    learn: dict[str, str]
+    shared: SharedRegion | None
 
 
 class Saver:
