@@ -50,9 +50,10 @@ class HostCopies:
         self._ring: np.ndarray[Any, Any] | None = None
 
     def start(self, tensor: torch.Tensor) -> HostTensor | None:
-        """Copy a tensor as it is after the work queued on its device so far; on a CPU, do not copy.
+        """Copy a tensor as it is after the work queued on its device so far.
 
-        The copy is contiguous. Its memory in the ring is free again after its last view is deleted.
+        A tensor on a CPU is not copied. The copy is contiguous; its memory in the ring is free
+        again after its last view is deleted.
 
         Returns:
             Function that waits for the copy and returns it; None if the ring has no room.

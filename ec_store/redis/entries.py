@@ -215,9 +215,7 @@ class RedisEntries:
         first = beginning.blob
         if len(first) < FIRST_BYTES:
             return decode(key, memoryview(first))
-        info = read_header(memoryview(first))
-        if info.key != key:
-            raise CorruptEntry("it is another key's entry")
+        info = info_of(key.digest, first)
         payload = self._buffers.take_buffer(info.payload_bytes)
         received = min(len(first) - info.header_bytes, len(payload))
         payload[:received] = memoryview(first)[info.header_bytes :][:received]

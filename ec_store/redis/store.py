@@ -48,11 +48,7 @@ class RedisStore(Store):
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """Create a store from its URL; the first call connects.
-
-        Raises:
-            ValueError: the URL is invalid, or has an unknown or invalid parameter.
-        """
+        """Create a store from its URL; the errors are those of `redis_options`."""
         return cls(redis_options(url))
 
     def __repr__(self) -> str:
