@@ -82,10 +82,6 @@ class Needs:
     waiting: int = 0
     arrived: list[tuple[Part, FetchState]] = field(default_factory=list)
 
-    def open(self) -> list[Part]:
-        """Return items that are needed and not settled."""
-        return [part for part in self.parts[self.passed :] if part.how is How.OPEN]
-
     def has_changed(self, request: Any, computed: int) -> bool:
         """Return whether a request has lost computed tokens, or its session has more items."""
         return (
@@ -272,8 +268,9 @@ class Consumer:
         # Any JSON value: a client sets it if no proxy removes it.
         params = request.ec_transfer_params
         promised = params if isinstance(params, dict) else {}
+        unsettled = [part for part in needs.parts[needs.passed :] if part.how is How.OPEN]
         wants = {}
-        for part in needs.open():
+        for part in unsettled:
             target = self._target(part)
             wants[part] = Want(
                 size_bytes=target.rows * (target.columns or 0) * ITEM_BYTES[self._dtype],
