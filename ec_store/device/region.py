@@ -25,7 +25,7 @@ import secrets
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,11 +43,6 @@ class Slots:
     """
 
     def __init__(self, size_bytes: int) -> None:
-        """Create an allocator with all memory free.
-
-        Args:
-            size_bytes: size of the memory, of which whole pages are used.
-        """
         self.size_bytes = size_bytes - size_bytes % ALIGNMENT
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self.size_bytes)] if self.size_bytes else []
@@ -122,7 +117,6 @@ class SharedRegion(NamedTuple):
     """Part of a step that describes the memory.
 
     Attributes:
-        handle: handle of the memory.
         number: number of the last step with entries in the memory, this step included.
     """
 
@@ -134,11 +128,7 @@ class Region:
     """Shared memory, in the scheduler's process. Thread-safe."""
 
     def __init__(self, size_bytes: int, readers: int) -> None:
-        """Allocate the memory.
-
-        Args:
-            size_bytes: memory for entries.
-            readers: number of workers that read each step's entries.
+        """Allocate memory for entries, which this number of workers read.
 
         Raises:
             OSError: the machine has not that much memory.
@@ -163,16 +153,13 @@ class Region:
         self._address = self._entries.ctypes.data
         self._number = 0
         self._lock = threading.Lock()
-        self._sent: deque[tuple[int, list[memoryview]]] = deque()
+        self._sent: deque[tuple[int, Sequence[memoryview]]] = deque()
 
     def copy_in(self, data: memoryview) -> memoryview | None:
-        """Copy bytes into the memory.
+        """Copy bytes into the memory, and return a read-only view; None if there is no room.
 
         Their place is free again after the last view of it is deleted, and all workers have read
         it.
-
-        Returns:
-            Read-only view; None if there is no room.
         """
         self._release()
         offset = self._slots.take_slot(data.nbytes) if data.nbytes else None
@@ -194,17 +181,15 @@ class Region:
         """Return whether all workers have mapped the memory, so that steps may refer to it."""
         return bool(self._words.all())
 
-    def send(self, views: Iterable[memoryview]) -> None:
+    def send(self, views: Sequence[memoryview]) -> None:
         """Keep views until all workers have read them, in the step that is sent next."""
-        kept = list(views)
-        if kept:
+        if views:
             with self._lock:
                 self._number += 1
-                self._sent.append((self._number, kept))
+                self._sent.append((self._number, views))
         self._release()
 
     def shared_region(self) -> SharedRegion:
-        """Return the next step's description of the memory."""
         return SharedRegion(self._handle, self._number)
 
     def close(self) -> None:
@@ -227,11 +212,7 @@ class RegionReader:
     """Shared memory, mapped in a worker."""
 
     def __init__(self, handle: Handle, reader: int) -> None:
-        """Map the memory, and register it with CUDA.
-
-        Args:
-            handle: handle of the memory, from a step.
-            reader: index of this worker, from 0.
+        """Map the memory as the worker of this index, and register it with CUDA.
 
         Raises:
             OSError: the memory cannot be mapped: it is on another machine, of another user, or
@@ -260,8 +241,7 @@ class RegionReader:
     def has_read(self, number: int) -> None:
         """Report that this worker no longer uses entries of steps up to this one.
 
-        Args:
-            number: number of the step; 0 reports that this worker has mapped the memory.
+        Number 0 reports that it has mapped the memory.
         """
         self._words[self._reader] = number + 1
 

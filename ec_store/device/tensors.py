@@ -1,8 +1,4 @@
-"""Copies of tensors between host memory and the model's device, in a worker.
-
-`HostCopies` copies to host memory and blocks neither the model nor other copies. `to_device`
-converts bytes to a tensor on the device, and `Loader` uses it for the entries of a step.
-"""
+"""Copies of tensors between host memory and the model's device, in a worker."""
 
 import logging
 import queue
@@ -28,10 +24,8 @@ class _Job(NamedTuple):
     """One copy from the device to host memory.
 
     Attributes:
-        tensor: tensor on the device.
         ready: event that fires when the tensor has been computed.
         offset: offset in the ring; None if the tensor is larger than the ring.
-        copied: future of the copy.
     """
 
     tensor: torch.Tensor
@@ -49,11 +43,7 @@ class HostCopies:
     """
 
     def __init__(self, size_bytes: int) -> None:
-        """Create the copier without memory: on a CPU no tensor is copied.
-
-        Args:
-            size_bytes: host memory for copies. A single tensor may be larger.
-        """
+        """Create the copier with a ring of this size; a single tensor may be larger."""
         self._slots = Slots(size_bytes)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -62,14 +52,11 @@ class HostCopies:
     def start(self, tensor: torch.Tensor) -> HostTensor | None:
         """Copy a tensor as it is after the work queued on its device so far.
 
-        Its memory in the ring is free again after the last view of the copy is deleted.
-
-        Args:
-            tensor: tensor on any device. On a CPU it is not copied.
+        A tensor on a CPU is not copied. The copy is contiguous; its memory in the ring is free
+        again after its last view is deleted.
 
         Returns:
-            Function that waits for the copy and returns it, contiguous; None if the ring has no
-            room.
+            Function that waits for the copy and returns it; None if the ring has no room.
         """
         tensor = tensor.detach()
         if tensor.device.type == "cpu":
@@ -162,10 +149,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class _Writable:
-    """Wrapper that presents bytes to numpy as writable, although no code writes to them.
-
-    torch warns of read-only arrays.
-    """
+    """Wrapper that presents bytes to numpy as writable: torch warns of read-only arrays."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -204,11 +188,7 @@ class Loader:
     """Loader of a step's entries, for the thread that runs the model."""
 
     def __init__(self, reader: int) -> None:
-        """Create the loader; `map_shared` maps the shared memory.
-
-        Args:
-            reader: index of this worker among those that read a step's entries, from 0.
-        """
+        """Create the loader of the worker of this index, from 0, among those that load entries."""
         self._number = reader
         self._reader: RegionReader | None = None
         self._mapping: threading.Thread | None = None
@@ -228,21 +208,16 @@ class Loader:
             self._mapping.start()
 
     def load(self, raw: torch.Tensor | Place, dtype: str, shape: Iterable[int]) -> torch.Tensor:
-        """Return an entry as a tensor on the device; the copy is asynchronous.
-
-        Args:
-            raw: bytes of the entry, or their place in the shared memory.
-            dtype: dtype, as `Entry.dtype`.
-            shape: shape of the tensor.
+        """Return an entry as a tensor on the device, as `to_device`.
 
         Raises:
             RuntimeError: the device failed, or this worker has not mapped the shared memory.
         """
-        if not isinstance(raw, Place):
-            return to_device(raw, dtype, shape)
-        if self._reader is None:
-            raise RuntimeError("an entry is in shared memory that this worker has not mapped")
-        return to_device(self._reader.view(raw), dtype, shape)
+        if isinstance(raw, Place):
+            if self._reader is None:
+                raise RuntimeError("an entry is in shared memory that this worker has not mapped")
+            raw = self._reader.view(raw)
+        return to_device(raw, dtype, shape)
 
     def finish(self, number: int) -> None:
         """Report steps up to this one as loaded, once their copies have been made."""

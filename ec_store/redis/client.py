@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from typing import cast
 
 import redis
 from redis.crc import key_slot
@@ -98,10 +99,6 @@ class RedisClient:
             if moves > MOST_MOVES or failures > 1 or not _is_retryable(problem):
                 raise _translated(problem) from None
 
-    def masters(self, command: Command) -> list[Reply]:
-        """Return the reply of each master to a command without a key."""
-        return [reply for _, reply in self.each_master(command)]
-
     def each_master(self, command: Command) -> list[tuple[Node, Reply]]:
         """Return each master with its reply to a command without a key."""
         try:
@@ -122,11 +119,9 @@ class RedisClient:
         raise AssertionError
 
     def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
-        """Yield names of keys in batches, some more than once. Scans all keys of each master.
+        """Yield names of keys in batches, some more than once.
 
-        Args:
-            pattern: pattern of `SCAN`.
-            count: number of keys that a server visits in one step.
+        Scans all keys of each master, `count` in one step.
         """
         rest = ("MATCH", pattern, "COUNT", count)
         for node, first in self.each_master(("SCAN", 0, *rest)):
@@ -231,7 +226,7 @@ class RedisClient:
         slots = self._slots or self._loaded(deadline_s)
         groups: dict[Node, list[int]] = {}
         for number, command in commands.items():
-            node = slots[key_slot(_key(command))]
+            node = slots[key_slot(cast("bytes", command[1]))]
             if node is None:
                 raise redis.exceptions.ClusterDownError("a slot has no node")
             groups.setdefault(node, []).append(number)
@@ -286,13 +281,6 @@ class _Bound(threading.local):
     """Deadline of this thread's calls inside `limit_time`; None outside."""
 
     deadline_s: float | None = None
-
-
-def _key(command: Command) -> bytes:
-    key = command[1]
-    if not isinstance(key, bytes):
-        raise TypeError("a key must be bytes")
-    return key
 
 
 def _checked(reply: Reply) -> Reply:

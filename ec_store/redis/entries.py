@@ -30,11 +30,7 @@ _ENTRY = re.compile(rb".*:\{([0-9a-f]{64})\}:e2", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class RedisNames:
-    """Names of the keys of one store.
-
-    Attributes:
-        prefix: first part of every name.
-    """
+    """Names of the keys of one store."""
 
     prefix: str
 
@@ -52,7 +48,6 @@ class RedisNames:
         return f"{self.prefix}:{{{digest}}}:e2".encode()
 
     def claim(self, digest: str) -> bytes:
-        """Return the name of an entry's claim."""
         return f"{self.prefix}:{{{digest}}}:c".encode()
 
 
@@ -168,17 +163,10 @@ class RedisEntries:
         return infos
 
     def parse_infos(
-        self, digests: Sequence[str], looked: Sequence[bytes] | None = None
+        self, digests: Sequence[str], replies: Sequence[bytes]
     ) -> list[EntryInfo | None]:
-        """Return the headers' fields; None for each entry without a valid header.
-
-        Args:
-            digests: digests of the entries.
-            looked: replies to `info_commands`, if they have been read already.
-        """
-        heads = self._client.run(self.info_commands(digests)) if looked is None else list(looked)
-        pairs = zip(digests, self._completed(digests, heads), strict=True)
-        return [info_or_none(digest, head) for digest, head in pairs]
+        """Return the headers' fields in the replies to `info_commands`; None if invalid."""
+        return list(map(info_or_none, digests, self._completed(digests, list(replies))))
 
     def info_commands(self, digests: Sequence[str]) -> list[Command]:
         """Return the commands that `parse_infos` needs, one for each entry."""
@@ -191,10 +179,6 @@ class RedisEntries:
 
     def _id(self, digest: str) -> Command:
         return ("GETRANGE", self._names.entry(digest), 0, ID_BYTES - 1)
-
-    def read_heads(self, digests: Sequence[str]) -> list[bytes]:
-        """Return the first bytes of entries, headers at least; empty for missing entries."""
-        return self._completed(digests, self._client.run(self.info_commands(digests)))
 
     def _completed(self, digests: Sequence[str], heads: list[bytes]) -> list[bytes]:
         """Replace heads that end within a long header by longer ones."""
@@ -231,9 +215,7 @@ class RedisEntries:
         first = beginning.blob
         if len(first) < FIRST_BYTES:
             return decode(key, memoryview(first))
-        info = read_header(memoryview(first))
-        if info.key != key:
-            raise CorruptEntry("it is another key's entry")
+        info = info_of(key.digest, first)
         payload = self._buffers.take_buffer(info.payload_bytes)
         received = min(len(first) - info.header_bytes, len(payload))
         payload[:received] = memoryview(first)[info.header_bytes :][:received]
@@ -273,7 +255,7 @@ class RedisEntries:
         for found in self._client.scan(self._names.entries, SCAN_BATCH):
             new = list({digest for name in found if (digest := entry_digest(name))} - seen)
             seen.update(new)
-            heads = self.read_heads(new)
+            heads = self._completed(new, self._client.run(self.info_commands(new)))
             yield {digest: head for digest, head in zip(new, heads, strict=True) if head}
 
     def sizes(self, digests: Sequence[str]) -> list[int]:
@@ -287,11 +269,7 @@ class RedisEntries:
 
 
 def info_of(digest: str, head: bytes) -> EntryInfo:
-    """Return the fields of the header in the first bytes of an entry.
-
-    Raises:
-        CorruptEntry: the bytes are not the header of the entry of this digest.
-    """
+    """Return the header's fields; raise CorruptEntry if it is not the entry of this digest."""
     info = read_header(memoryview(head))
     if info.key.digest != digest:
         raise CorruptEntry("it is another key's entry")
@@ -299,7 +277,7 @@ def info_of(digest: str, head: bytes) -> EntryInfo:
 
 
 def info_or_none(digest: str, head: bytes) -> EntryInfo | None:
-    """Return the fields as `info_of`, or None if the header is invalid."""
+    """Return the fields as `info_of`; None if the header is invalid."""
     try:
         return info_of(digest, head)
     except CorruptEntry:

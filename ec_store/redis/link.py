@@ -69,11 +69,14 @@ def reply_error(text: str) -> redis.RedisError:
 
 
 class Link:
-    """Connection. It can be reused exactly when `owed`, the number of pending replies, is 0."""
+    """Connection. It can be reused exactly when `owed`, the number of pending replies, is 0.
+
+    All sends and receives end by `deadline_s` of the monotonic clock.
+    """
 
     def __init__(self, sock: socket.socket, deadline_s: float, generation: int) -> None:
         self._sock = sock
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._reader = hiredis.Reader(
             replyError=reply_error, protocolError=redis.InvalidResponse, notEnoughData=_NOTHING
         )
@@ -89,10 +92,6 @@ class Link:
         after the end of the call returns the connection to its node.
         """
         return self._sock.fileno() >= 0
-
-    def set_deadline(self, deadline_s: float) -> None:
-        """Set the deadline of all following sends and receives, by the monotonic clock."""
-        self._deadline_s = deadline_s
 
     def send(self, commands: Sequence[Command]) -> None:
         """Send commands without waiting for replies."""
@@ -154,7 +153,7 @@ class Link:
 
     def _call_in_time(self, call: Callable[[T], R], argument: T) -> R:
         """Send or receive some bytes before the deadline."""
-        left_s = self._deadline_s - time.monotonic()
+        left_s = self.deadline_s - time.monotonic()
         if left_s <= 0:
             raise redis.TimeoutError("the server did not answer in time")
         try:
@@ -166,7 +165,6 @@ class Link:
             raise redis.ConnectionError(f"the connection broke: {error}") from None
 
     def close(self) -> None:
-        """Close the socket of the connection."""
         self._sock.close()
 
 
@@ -218,11 +216,7 @@ class Node:
 
     @contextmanager
     def link(self, deadline_s: float) -> Iterator[Link]:
-        """Open a context with an exclusive connection, which is kept if every reply has been read.
-
-        Args:
-            deadline_s: deadline of the calls on it, by the monotonic clock.
-        """
+        """Open a context with an exclusive connection, kept after it if every reply was read."""
         try:
             link = self._take(deadline_s)
         except redis.RedisError:
@@ -246,11 +240,9 @@ class Node:
         """Close all connections, those in use after their calls: they may lead to an old server."""
         self._own()
         self._generation += 1
-        while self._idle:
-            try:
+        with suppress(IndexError):  # another thread has taken the last one
+            while self._idle:
                 self._idle.pop().close()
-            except IndexError:
-                return
 
     def _keep(self, link: Link) -> None:
         # Appended before the check: a `close` or `close_connections` after the check finds it.
@@ -269,7 +261,7 @@ class Node:
             except IndexError:
                 return self._connect(deadline_s, generation)
             if link.open:
-                link.set_deadline(deadline_s)
+                link.deadline_s = deadline_s
                 return link
 
     def _own(self) -> None:

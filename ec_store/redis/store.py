@@ -23,65 +23,6 @@ from ec_store.redis.entries import Beginning, RedisEntries, RedisNames, info_of,
 from ec_store.redis.link import Command, Reply
 from ec_store.redis.url import RedisOptions, redis_options
 
-
-class RedisClaims:
-    """Claims of one store. Every method may raise StoreUnavailable."""
-
-    def __init__(self, client: RedisClient, names: RedisNames) -> None:
-        self._client = client
-        self._names = names
-
-    def take_claims(self, digests: Sequence[str], owner: bytes, ms: int) -> list[bool]:
-        """Take or renew claims; False for each entry that another owner claims.
-
-        One round trip, and a second one if this owner held some of them already.
-        """
-        return self.take_and_ask(digests, owner, ms, ())[0]
-
-    def take_and_ask(
-        self, digests: Sequence[str], owner: bytes, ms: int, then: Sequence[Command]
-    ) -> tuple[list[bool], list[Reply]]:
-        """Take claims as `take_claims`, and return replies to commands of the same round trip."""
-        names = [self._names.claim(digest) for digest in digests]
-        claims: list[Command] = [
-            command
-            for name in names
-            for command in (("SET", name, owner, "NX", "PX", ms), ("GET", name))
-        ]
-        replies = self._client.run([*claims, *then])
-        replies, answers = replies[: len(claims)], replies[len(claims) :]
-        # A PEXPIRE in the same round trip would renew another owner's claim with each call.
-        held = [
-            name
-            for name, taken, holder in zip(names, replies[::2], replies[1::2], strict=True)
-            if not taken and holder == owner
-        ]
-        renewed = self._renewed(held, owner, ms)
-        taken = [
-            bool(taken) or renewed.get(name, False)
-            for name, taken in zip(names, replies[::2], strict=True)
-        ]
-        return taken, answers
-
-    def _renewed(self, names: Sequence[bytes], owner: bytes, ms: int) -> dict[bytes, bool]:
-        replies = self._client.run(
-            [command for name in names for command in (("PEXPIRE", name, ms), ("GET", name))]
-        )
-        return {name: holder == owner for name, holder in zip(names, replies[1::2], strict=True)}
-
-    def give_back(self, digests: Sequence[str], owner: bytes) -> None:
-        """Release claims. Claims of other owners stay. Two round trips."""
-        names = [self._names.claim(digest) for digest in digests]
-        holders = self._client.run([("GET", name) for name in names])
-        self._client.run(
-            [
-                ("UNLINK", name)
-                for name, holder in zip(names, holders, strict=True)
-                if holder == owner
-            ]
-        )
-
-
 WRITES_OFF_S = 5.0
 """Seconds without writes after Redis has reported that it is out of memory."""
 
@@ -102,17 +43,12 @@ class RedisStore(Store):
         self._names = RedisNames(options.prefix)
         self._client = RedisClient(options)
         self._entries = RedisEntries(self._client, self._names, int(options.ttl_s * 1000))
-        self._claims = RedisClaims(self._client, self._names)
         self._writes_off_until = 0.0
         self.counts = Counts()
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """Create a store from its URL; the first call connects.
-
-        Raises:
-            ValueError: the URL is invalid, or has an unknown or invalid parameter.
-        """
+        """Create a store from its URL; the errors are those of `redis_options`."""
         return cls(redis_options(url))
 
     def __repr__(self) -> str:
@@ -155,7 +91,9 @@ class RedisStore(Store):
         One round trip, and a second one if a header is longer than `HEAD_BYTES`.
         """
         with self._client.limit_time():
-            return self._entries.parse_infos([key.digest for key in keys])
+            digests = [key.digest for key in keys]
+            replies = self._client.run(self._entries.info_commands(digests))
+            return self._entries.parse_infos(digests, replies)
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         """Look up entries and prevent their expiry for `seconds`.
@@ -178,8 +116,7 @@ class RedisStore(Store):
 
         No claim waits for another one: `wait` has no effect.
         """
-        digests = [key.digest for key in keys]
-        return self._claims.take_claims(digests, owner_bytes(owner), _claim_ms(seconds))
+        return self._claim_and_ask(keys, owner, seconds, ())[0]
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
@@ -187,28 +124,25 @@ class RedisStore(Store):
         """Claim missing entries (see `Store.claim_or_find`), in as many round trips as `claim`."""
         digests = [key.digest for key in keys]
         with self._client.limit_time():
-            claims, heads = self._claims.take_and_ask(
-                digests,
-                owner_bytes(owner),
-                _claim_ms(seconds),
-                self._entries.info_commands(digests),
+            claims, heads = self._claim_and_ask(
+                keys, owner, seconds, self._entries.info_commands(digests)
             )
             infos = self._entries.parse_infos(digests, heads)
-        self.release(
-            [
-                key
-                for key, info, held in zip(keys, infos, claims, strict=True)
-                if held and info is not None
-            ],
-            owner,
-        )
+        needless = [
+            key for key, info, held in zip(keys, infos, claims, strict=True) if info and held
+        ]
+        self.release(needless, owner)
         return [info or held for info, held in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        self._claims.give_back([key.digest for key in keys], owner_bytes(owner))
+        """Release claims (see `Store.release`), in two round trips."""
+        value = owner_bytes(owner)
+        names = [self._names.claim(key.digest) for key in keys]
+        holders = self._client.run([("GET", name) for name in names])
+        held = [name for name, holder in zip(names, holders, strict=True) if holder == value]
+        self._client.run([("UNLINK", name) for name in held])
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        """Delete entries, and return how many existed."""
         digests = list(dict.fromkeys(key.digest for key in keys))
         with self._client.limit_time():
             return self._entries.remove_entries(digests)
@@ -260,17 +194,15 @@ class RedisStore(Store):
 
     def stats(self) -> StoreStats:
         """Return metrics; the bytes are all memory that Redis uses, for any purpose."""
-        used = quota = 0
-        unbounded = False
-        for reply in self._client.masters(("INFO", "memory")):
-            figures = dict(line.split(b":", 1) for line in reply.split(b"\r\n") if b":" in line)
-            used += int(figures[b"used_memory"])
-            quota += int(figures[b"maxmemory"])
-            unbounded = unbounded or figures[b"maxmemory"] == b"0"
+        servers = [
+            dict(line.split(b":", 1) for line in reply.split(b"\r\n") if b":" in line)
+            for _, reply in self._client.each_master(("INFO", "memory"))
+        ]
+        quotas = [int(server[b"maxmemory"]) for server in servers]  # 0 for none
         return StoreStats(
             entries=None,
-            bytes=used,
-            max_bytes=None if unbounded else quota,
+            bytes=sum(int(server[b"used_memory"]) for server in servers),
+            max_bytes=sum(quotas) if all(quotas) else None,
             hits=self.counts["hits"],
             misses=self.counts["misses"],
             puts=self.counts["puts"],
@@ -296,6 +228,37 @@ class RedisStore(Store):
         if time.monotonic() < self._writes_off_until:
             raise StoreUnavailable("Redis was out of memory a moment ago, so the entry is dropped")
         return self._entries.write(key.digest, header, payload, replace=replace)
+
+    def _claim_and_ask(
+        self, keys: Sequence[EntryKey], owner: str, seconds: float, then: Sequence[Command]
+    ) -> tuple[list[bool], list[Reply]]:
+        """Claim entries as `claim`, and return the replies to `then`, of the same round trip."""
+        names = [self._names.claim(key.digest) for key in keys]
+        value, ms = owner_bytes(owner), max(1, int(min(seconds, LONGEST_CLAIM_S) * 1000))
+        claims: list[Command] = [
+            command
+            for name in names
+            for command in (("SET", name, value, "NX", "PX", ms), ("GET", name))
+        ]
+        replies = self._client.run([*claims, *then])
+        taken, holders = replies[: len(claims) : 2], replies[1 : len(claims) : 2]
+        # A PEXPIRE in the same round trip would renew another owner's claim with each call.
+        held = [
+            name
+            for name, is_new, holder in zip(names, taken, holders, strict=True)
+            if not is_new and holder == value
+        ]
+        renewed = self._renewed(held, value, ms)
+        claimed = [
+            bool(is_new) or name in renewed for name, is_new in zip(names, taken, strict=True)
+        ]
+        return claimed, replies[len(claims) :]
+
+    def _renewed(self, names: Sequence[bytes], owner: bytes, ms: int) -> set[bytes]:
+        replies = self._client.run(
+            [command for name in names for command in (("PEXPIRE", name, ms), ("GET", name))]
+        )
+        return {name for name, holder in zip(names, replies[1::2], strict=True) if holder == owner}
 
     def _get(self, key: EntryKey) -> Entry | None:
         for _ in range(ATTEMPTS):
@@ -331,10 +294,6 @@ def _listed(digest: str, head: bytes, size: int) -> Listed:
         return Listed(digest, None, size, None, str(error))
     problem = None if size == info.size_bytes else f"{size} bytes, not {info.size_bytes}"
     return Listed(digest, info, size, None, problem)
-
-
-def _claim_ms(seconds: float) -> int:
-    return max(1, int(min(seconds, LONGEST_CLAIM_S) * 1000))
 
 
 def _encoded(text: str) -> bytes:

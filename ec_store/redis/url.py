@@ -77,7 +77,6 @@ class RedisOptions:
     connect_timeout_s: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the values, and raise ValueError for an invalid one."""
         if min(self.ttl_s, self.timeout_s, self.connect_timeout_s) < 0.001:  # noqa: PLR2004
             raise ValueError("ttl, timeout and connect_timeout must be at least 1ms")
         if not _PREFIX.fullmatch(self.prefix):

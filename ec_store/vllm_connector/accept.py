@@ -26,24 +26,17 @@ INFINITY = {"BF16": (2, 0x7F80), "F16": (2, 0x7C00), "F32": (4, 0x7F800000)}
 
 
 class FiniteOnly:
-    """Check that rejects, counts and logs entries with values that are not finite.
+    """Check that rejects entries with values that are not finite, and counts them as `nonfinite`.
 
-    Only the first one is logged.
+    The first one is logged, with its `consequence`: a clause that states what happens to it.
     """
 
     def __init__(self, counts: Counts, consequence: str) -> None:
-        """Create the check.
-
-        Args:
-            counts: gets `nonfinite`.
-            consequence: clause of the log message that states what happens to a rejected entry.
-        """
         self._counts = counts
         self._consequence = consequence
         self._logged = False
 
     def __call__(self, entry: Entry) -> bool:
-        """Return whether an entry is accepted."""
         if is_finite(entry):
             return True
         self._counts.add(nonfinite=1)
@@ -90,45 +83,41 @@ MODALITIES = ("image", "audio", "video")
 VISUAL = frozenset({"image", "video"})
 
 
-class Expected(NamedTuple):
-    """Dtype and shape that the model needs for one item.
+class ItemTarget(NamedTuple):
+    """Item that an entry is fetched for, and the tensor that the model needs for it.
 
     Attributes:
-        dtype: dtype, as `Entry.dtype`.
+        dtype: dtype of the tensor, as `Entry.dtype`.
         rows: number of the item's tokens.
         columns: number of columns; None if unknown.
     """
 
+    identifier: str
+    modality: str
     dtype: str
     rows: int
     columns: int | None
 
 
 class Misfit(NamedTuple):
-    """Reason why an entry is not loaded.
-
-    Attributes:
-        kind: `dtype`, `dimensions`, `rows` or `columns`.
-        found: value in the entry.
-        expected: value that the model needs.
-    """
+    """Reason why an entry is not loaded, with its value and the one that the model needs."""
 
     kind: str
     found: object
     expected: object
 
 
-def find_misfit(entry: Entry, expected: Expected) -> Misfit | None:
+def find_misfit(entry: Entry, target: ItemTarget) -> Misfit | None:
     """Return why an entry cannot be loaded; None if it fits."""
-    if entry.dtype != expected.dtype:
-        return Misfit("dtype", entry.dtype, expected.dtype)
+    if entry.dtype != target.dtype:
+        return Misfit("dtype", entry.dtype, target.dtype)
     if len(entry.shape) != 2:  # noqa: PLR2004 - rows and columns
         return Misfit("dimensions", len(entry.shape), 2)
     rows, columns = entry.shape
-    if rows != expected.rows:
-        return Misfit("rows", rows, expected.rows)
-    if columns != expected.columns:
-        return Misfit("columns", columns, expected.columns or "unknown")
+    if rows != target.rows:
+        return Misfit("rows", rows, target.rows)
+    if columns != target.columns:
+        return Misfit("columns", columns, target.columns or "unknown")
     return None
 
 
@@ -141,12 +130,6 @@ class Widths:
     """
 
     def __init__(self, vllm_config: Any, stated: Mapping[str, int]) -> None:
-        """Read the widths that are known at the start.
-
-        Args:
-            vllm_config: vLLM's configuration of this engine.
-            stated: columns by modality, from the operator.
-        """
         measured: Mapping[str, int] = vllm_config.ec_transfer_config.mm_encoder_output_widths
         self._known = {**measured, **stated}
         self._derived = {
@@ -154,7 +137,6 @@ class Widths:
         }
 
     def known_columns(self, modality: str) -> int | None:
-        """Return the columns of an encoder output; None if unknown."""
         return self._known.get(modality) or self._derived.get(modality)
 
     def is_derived(self, modality: str) -> bool:
@@ -182,10 +164,6 @@ def derived_columns(model_config: Any, modality: str) -> int | None:
 
     Most encoders end in the width of the language model's embeddings. DeepStack models concatenate
     one such width for each level. Video pruning appends columns with positions.
-
-    Args:
-        model_config: vLLM's `ModelConfig`.
-        modality: modality of the item.
     """
     width: int = model_config.get_inputs_embeds_size()
     visual = modality in VISUAL
@@ -209,43 +187,24 @@ def _deepstack(config: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any]]]
             yield str(name), value if isinstance(value, list | tuple) else [value]
 
 
-class ItemTarget(NamedTuple):
-    """Item that an entry is fetched for.
-
-    Attributes:
-        identifier: identifier of the item.
-        modality: modality of the item.
-        expected: dtype and shape that the model needs for it.
-    """
-
-    identifier: str
-    modality: str
-    expected: Expected
-
-
 class Acceptance:
     """Check that rejects entries of the wrong dtype or shape, or with values that are not finite.
 
-    Thread-safe.
+    They are counted as `misfits` and `nonfinite`. Thread-safe.
     """
 
     def __init__(self, counts: Counts) -> None:
-        """Create the check.
-
-        Args:
-            counts: gets `misfits` and `nonfinite`.
-        """
         self._counts = counts
         self._finite = FiniteOnly(counts, "it was fetched and counts as a miss")
         self._logged: set[str] = set()
 
     def __call__(self, target: ItemTarget, entry: Entry) -> bool:
-        """Return whether an entry is accepted. Called on the thread that fetched it."""
+        """Run on the thread that fetched the entry."""
         return self.accepts_entry(target, entry) and self._finite(entry)
 
     def accepts_entry(self, target: ItemTarget, entry: Entry) -> bool:
         """Return whether dtype and shape fit the item. Cheap: the values are not read."""
-        found = find_misfit(entry, target.expected)
+        found = find_misfit(entry, target)
         if found is None:
             return True
         self._counts.add(misfits=1)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,10 +58,6 @@ def weight_files(model: Any, load: Any) -> Sequence[Path]:
     their connectors before they load the weights, and must see the same files as the scheduler,
     which does so afterwards.
 
-    Args:
-        model: vLLM's `ModelConfig`.
-        load: vLLM's `LoadConfig`.
-
     Returns:
         No files if the weights are not in files of this machine: object storage, random weights.
 
@@ -76,25 +73,24 @@ def weight_files(model: Any, load: Any) -> Sequence[Path]:
     folder = path if path.is_dir() else maybe_download_from_modelscope(source, model.revision)
     if folder is not None:
         return _loaded(Path(folder), load.load_format)
-    snapshot = _snapshot(model, load)
-    if snapshot is None or not _is_complete(_loaded(snapshot, load.load_format)):
+    files = _downloaded(model, load)
+    if not _is_complete(files):
         get_model_loader(load).download_model(model)
-        snapshot = _snapshot(model, load)
-    return () if snapshot is None else _loaded(snapshot, load.load_format)
+        files = _downloaded(model, load)
+    return files
 
 
-def _snapshot(model: Any, load: Any) -> Path | None:
-    """Return the folder of a model of the hub; None if no part of it is on this machine."""
+def _downloaded(model: Any, load: Any) -> Sequence[Path]:
+    """Return the files of a model of the hub that are on this machine, as `_loaded`."""
     # A branch may move between two reads; the commit that vLLM has resolved it to does not.
     commit = getattr(model.revision, "resolved", model.revision)
     try:
-        return Path(
-            snapshot_download(
-                model.model, revision=commit, cache_dir=load.download_dir, local_files_only=True
-            )
+        folder = snapshot_download(
+            model.model, revision=commit, cache_dir=load.download_dir, local_files_only=True
         )
     except LocalEntryNotFoundError:
-        return None
+        return ()
+    return _loaded(Path(folder), load.load_format)
 
 
 def _loaded(folder: Path, load_format: str) -> Sequence[Path]:
@@ -178,15 +174,11 @@ class Weights(NamedTuple):
         digest: digest of names, dtypes, shapes and sampled bytes, independent of the files' names.
         apart: whether the language model's tensors were left out.
         plain: whether no tensor of the encoder is quantised.
-        read_bytes: number of bytes read.
-        reads: number of reads.
     """
 
     digest: str
     apart: bool
     plain: bool
-    read_bytes: int
-    reads: int
 
 
 class Tensor(NamedTuple):
@@ -197,25 +189,6 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
-
-
-class _File:
-    """Reader of pieces of one file, which counts them."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.size = os.fstat(self._descriptor).st_size
-        self.read_bytes = 0
-        self.reads = 0
-
-    def piece(self, begin: int, end: int) -> bytes:
-        content = os.pread(self._descriptor, end - begin, begin)
-        self.read_bytes += len(content)
-        self.reads += 1
-        return content
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 def fingerprint(paths: Iterable[Path]) -> Weights:
@@ -229,17 +202,12 @@ def fingerprint(paths: Iterable[Path]) -> Weights:
         OSError: a file cannot be read.
         ValueError: a file that ends in `.safetensors` has no valid header.
     """
-    opened: list[tuple[_File, list[Tensor] | None]] = []
-    try:
+    opened: list[tuple[int, list[Tensor] | None]] = []
+    with ExitStack() as stack:
         for path in paths:
-            file = _File(path)
-            opened.append((file, None))
-            if path.suffix == ".safetensors":
-                opened[-1] = (file, _tensors(file, path))
+            file = stack.enter_context(path.open("rb", buffering=0)).fileno()
+            opened.append((file, _tensors(file, path) if path.suffix == ".safetensors" else None))
         return _fingerprint(opened)
-    finally:
-        for file, _ in opened:
-            file.close()
 
 
 def encoder_names(names: Iterable[str]) -> frozenset[str]:
@@ -259,14 +227,15 @@ def encoder_names(names: Iterable[str]) -> frozenset[str]:
     return kept if any(not INPUT_EMBEDDINGS.search(name) for name in kept) else everything
 
 
-def _fingerprint(opened: Sequence[tuple[_File, list[Tensor] | None]]) -> Weights:
+def _fingerprint(opened: Sequence[tuple[int, list[Tensor] | None]]) -> Weights:
     names = frozenset(tensor.name for _, tensors in opened for tensor in tensors or ())
     wanted = encoder_names(names)
     windows = WINDOWS if len(wanted) <= MANY_TENSORS else 1
     lines, plain = [], True
     for file, tensors in opened:
         if tensors is None:
-            lines.append(f"{file.size} {_sampled(file, _steps(file.size))}")
+            size = os.fstat(file).st_size
+            lines.append(f"{size} {_sampled(file, _steps(size))}")
             plain = False
             continue
         for tensor in tensors:
@@ -278,31 +247,28 @@ def _fingerprint(opened: Sequence[tuple[_File, list[Tensor] | None]]) -> Weights
         digest=hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest(),
         apart=bool(names) and wanted != names,
         plain=plain,
-        read_bytes=sum(file.read_bytes for file, _ in opened),
-        reads=sum(file.reads for file, _ in opened),
     )
 
 
-def _sampled(file: _File, windows: Iterable[tuple[int, int]]) -> str:
+def _sampled(file: int, windows: Iterable[tuple[int, int]]) -> str:
     digest = hashlib.sha256()
     for begin, end in windows:
-        digest.update(file.piece(begin, end))
+        digest.update(os.pread(file, end - begin, begin))
     return digest.hexdigest()
 
 
 def _windows(begin: int, end: int, windows: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges of a tensor that are sampled."""
     length = end - begin
+    middle = begin + (length - WINDOW_BYTES) // 2
     if length <= windows * WINDOW_BYTES:
         yield begin, end
-        return
-    middle = begin + (length - WINDOW_BYTES) // 2
-    if windows == 1:
+    elif windows == 1:
         yield middle, middle + WINDOW_BYTES
-        return
-    yield begin, begin + WINDOW_BYTES
-    yield middle, middle + WINDOW_BYTES
-    yield end - WINDOW_BYTES, end
+    else:
+        yield begin, begin + WINDOW_BYTES
+        yield middle, middle + WINDOW_BYTES
+        yield end - WINDOW_BYTES, end
 
 
 def _steps(size: int) -> Iterator[tuple[int, int]]:
@@ -313,25 +279,21 @@ def _steps(size: int) -> Iterator[tuple[int, int]]:
     yield max(size - TAIL_BYTES, 0), size
 
 
-def _tensors(file: _File, path: Path) -> list[Tensor]:
-    """Return the tensors of a safetensors file, from its header.
-
-    Raises:
-        ValueError: the header is invalid.
-    """
-    length = int.from_bytes(file.piece(0, 8), "little")
-    if not 0 < length <= min(MAX_HEADER_BYTES, file.size - 8):
+def _tensors(file: int, path: Path) -> list[Tensor]:
+    """Return the tensors in the header of a safetensors file; ValueError if it is invalid."""
+    size = os.fstat(file).st_size
+    length = int.from_bytes(os.pread(file, 8, 0), "little")
+    if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
         raise ValueError(f"{path} is not a safetensors file")
     try:
-        header = json.loads(file.piece(8, 8 + length))
-        found = [
-            _tensor(name, entry, 8 + length, file.size)
+        header = json.loads(os.pread(file, length, 8))
+        return [
+            _tensor(name, entry, 8 + length, size)
             for name, entry in header.items()
             if name != "__metadata__"
         ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the header of {path} cannot be read: {error!r}") from error
-    return found
 
 
 def _tensor(name: str, entry: dict[str, Any], payload: int, size: int) -> Tensor:

@@ -1,9 +1,4 @@
-"""Options of the connector, guard of its methods, and registration of its namespace.
-
-The operator writes the options into `ec_connector_extra_config`. The guard catches exceptions in
-the connector's methods, which would end the engine. A proxy finds a model's entries by the
-namespace that the engine registers.
-"""
+"""Options of the connector, guard of its methods, and registration of its namespace."""
 
 import functools
 import logging
@@ -21,7 +16,7 @@ from ec_store.writer import QUEUE_BYTES
 
 
 class ConnectorConfig(BaseModel):
-    """Options of the connector.
+    """Options of the connector, which the operator writes into `ec_connector_extra_config`.
 
     Attributes:
         store: URL of the store, as for `ec_store.open_store`.
@@ -57,19 +52,14 @@ T = TypeVar("T")
 
 
 class Guarded(Protocol):
-    """Interface of an object with guarded methods.
-
-    Attributes:
-        counts: gets `exceptions`.
-        logged: names of the methods that have logged an exception.
-    """
+    """Interface of an object with guarded methods, see `ECStoreConnector`."""
 
     counts: Counts
     logged: set[str]
 
 
 def guard_method(default: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Return a decorator: a method that raises returns a default instead.
+    """Return a decorator: a method that raises returns a default, and does not end the engine.
 
     Exceptions are counted. The first one of each method is logged with its traceback.
     """
@@ -107,7 +97,6 @@ class NamespaceRegistration:
     """
 
     def __init__(self, store: Store, model: str, namespace: str) -> None:
-        """Start the thread that registers the namespace."""
         self._store = store
         self._model = model
         self._namespace = namespace
@@ -126,9 +115,7 @@ class NamespaceRegistration:
             except StoreError as error:
                 if not failed:
                     logger.warning(
-                        "the encoder store cannot be used; retrying every %g s: %s",
-                        RETRY_S,
-                        error,
+                        "the encoder store cannot be used; retrying every %g s: %s", RETRY_S, error
                     )
                 failed = True
                 self._closed.wait(RETRY_S)

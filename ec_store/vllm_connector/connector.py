@@ -1,6 +1,7 @@
 """`ECStoreConnector`, the class that vLLM loads."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,10 +9,9 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 
 from ec_store.backchannel import Receiver, Sender
-from ec_store.base import Store
 from ec_store.config import redacted
 from ec_store.counts import Counts
-from ec_store.device.region import SharedRegion
+from ec_store.device.region import Region, SharedRegion
 from ec_store.device.tensors import Loader
 from ec_store.fetcher import Fetcher
 from ec_store.opening import open_store
@@ -73,6 +73,7 @@ class ECStoreConnector(ECConnectorBase):
         self._saver: Saver | None = None
         self._learner: Learner | None = None
         self._loader: Loader | None = None
+        self._region: Region | None = None
         self._sharing: Sharing | None = None
         self._receiver: Receiver | None = None
         self._registration: NamespaceRegistration | None = None
@@ -87,9 +88,10 @@ class ECStoreConnector(ECConnectorBase):
         resolver = PlaceholderMetadataResolver(model_config)
         if self.is_consumer:
             size = config.memory_bytes if config.region_bytes is None else config.region_bytes
-            self._sharing = Sharing(self._store, make_region(size, vllm_config.parallel_config))
+            self._region = make_region(size, vllm_config.parallel_config)
+            self._sharing = Sharing(self._store, self._region) if self._region else None
             self._fetcher = Fetcher(
-                self._sharing,
+                self._sharing or self._store,
                 self.namespace,
                 counts=self.counts,
                 timeout_s=config.timeout_s,
@@ -107,38 +109,32 @@ class ECStoreConnector(ECConnectorBase):
         )
 
     def _open_worker(self, engine: str, config: ConnectorConfig) -> None:
-        number = reader() if self.is_consumer else None
-        if number is not None:
+        if self.is_consumer and (number := reader()) is not None:
             self._loader = Loader(number)
-        if not is_writer():
-            return
-        if self.is_producer:
-            sender = Sender(engine)
-            self._saver = Saver(
-                self._store, self.namespace, config.queue_bytes, sender, self.counts
-            )
-        if self.is_consumer:
+        if self.is_consumer and is_writer():
             self._learner = Learner(Sender(engine), self.counts)
+        if self.is_producer and is_writer():
+            self._saver = Saver(
+                self._store, self.namespace, config.queue_bytes, Sender(engine), self.counts
+            )
 
     def shutdown(self) -> None:
         """Write the queued entries, for a bounded time, and close all parts."""
         for part in (
             self._registration,
             self._consumer,
-            self._sharing,
+            self._region,
             self._receiver,
             self._saver,
             self._learner,
             self._store,
         ):
             if part is not None:
-                self._close(part)
+                self._close(part.close)
 
     @guard_method(lambda: None)
-    def _close(
-        self, part: NamespaceRegistration | Consumer | Sharing | Receiver | Saver | Learner | Store
-    ) -> None:
-        part.close()
+    def _close(self, close: Callable[[], None]) -> None:
+        close()
 
     # Methods of the scheduler's side.
 
@@ -194,10 +190,11 @@ class ECStoreConnector(ECConnectorBase):
 
     @guard_method(dict)
     def _loads(self) -> dict[str, EntryLoad]:
-        if self._consumer is None or self._sharing is None:
+        if self._consumer is None:
             return {}
-        self._consumer.end_step()
-        entries = self._consumer.take_loads()
+        entries = self._consumer.end_step()
+        if self._sharing is None:
+            return by_value(entries)
         try:
             return self._sharing.loads(entries)
         except Exception as error:  # noqa: BLE001 - a step without its entries ends the engine
@@ -210,13 +207,12 @@ class ECStoreConnector(ECConnectorBase):
 
         Without it workers still read their entries, and report them in a later step.
         """
-        return None if self._sharing is None else self._sharing.shared_region()
+        return None if self._region is None else self._region.shared_region()
 
     @guard_method(dict)
     def _items(self, scheduler_output: Any) -> dict[str, Item]:
-        if self._producer is None:
-            return {}
-        return self._producer.items(scheduler_output.scheduled_new_reqs)
+        producer = self._producer
+        return {} if producer is None else producer.items(scheduler_output.scheduled_new_reqs)
 
     @guard_method(lambda: (False, None))
     def request_finished(
@@ -238,7 +234,6 @@ class ECStoreConnector(ECConnectorBase):
         return False, self._producer.report(request)
 
     def _process_messages(self) -> None:
-        """Process the messages of the workers."""
         for message in self._receiver.drain() if self._receiver is not None else ():
             self.counts.add(**message.get("counts", {}))
             for name, values in message.get("observations", {}).items():
@@ -311,12 +306,10 @@ class ECStoreConnector(ECConnectorBase):
     def build_ec_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> StoreConnectorStats | None:
-        """Return metrics in the form that vLLM's logger needs."""
         return StoreConnectorStats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> StorePromMetrics:
-        """Return the metrics for vLLM's `/metrics`."""
         return StorePromMetrics(*args, **kwargs)
 
 

@@ -15,7 +15,7 @@ from ec_store.device.tensors import DTYPES
 from ec_store.entry import ITEM_BYTES, Entry
 from ec_store.fetch_queue import Want
 from ec_store.fetcher import Fetcher, FetchState
-from ec_store.vllm_connector.accept import MODALITIES, Acceptance, Expected, ItemTarget, Widths
+from ec_store.vllm_connector.accept import MODALITIES, Acceptance, ItemTarget, Widths
 
 
 class How(enum.Enum):
@@ -52,7 +52,6 @@ class Part:
 
     @classmethod
     def from_feature(cls, feature: Any) -> Self:
-        """Return the item of one of vLLM's features."""
         where = feature.mm_position
         end = where.offset + where.length
         return cls(feature, feature.identifier, where.get_num_embeds(), end)
@@ -69,7 +68,6 @@ class Needs:
         passed: number of leading items with computed tokens.
         computed: end of the last of these items. With fewer computed tokens, some were lost.
         admitted: whether there was room for all of its entries.
-        failed: whether the request is to fail.
         waiting: number of its entries that are being fetched.
         arrived: items with a result of their fetch since the last call for this request.
     """
@@ -83,16 +81,6 @@ class Needs:
     failed: bool = False
     waiting: int = 0
     arrived: list[tuple[Part, FetchState]] = field(default_factory=list)
-
-    @classmethod
-    def needs_of(cls, request: Any) -> Self:
-        """Return the needs of one of vLLM's requests, at the first call for it."""
-        parts = sorted(map(Part.from_feature, request.mm_features), key=lambda part: part.end)
-        return cls(parts, time.monotonic(), request.num_preemptions)
-
-    def open(self) -> list[Part]:
-        """Return items that are needed and not settled."""
-        return [part for part in self.parts[self.passed :] if part.how is How.OPEN]
 
     def has_changed(self, request: Any, computed: int) -> bool:
         """Return whether a request has lost computed tokens, or its session has more items."""
@@ -128,15 +116,7 @@ class Consumer:
         widths: Widths,
         counts: Counts,
     ) -> None:
-        """Create the consumer without fetching.
-
-        Args:
-            fetcher: fetcher of the entries.
-            model_config: vLLM's `ModelConfig`.
-            resolver: vLLM's resolver of the model's placeholder metadata.
-            widths: number of columns that an entry must have, by modality.
-            counts: gets `misfits`, `nonfinite` and `failed_requests`.
-        """
+        """Create the consumer; `counts` gets failed requests and rejected entries."""
         self._fetcher = fetcher
         self._dtype = DTYPES[model_config.dtype]
         # Building a processor is slow: it is done here and not in a step.
@@ -175,8 +155,7 @@ class Consumer:
     def encode_here(self, request: Any, computed: int) -> bool:
         """Encode the items that a request does not hold, after `ensure_items` has raised.
 
-        Returns:
-            False if the request cannot be encoded here: it fails.
+        Return whether all of them can be encoded here; if not, the request fails.
         """
         needs = self._requests.get(request.request_id) or self._new(request, computed)
         needs.admitted = True
@@ -194,7 +173,6 @@ class Consumer:
             self._unavailable.add(request.request_id)
 
     def take_unavailable(self) -> set[str]:
-        """Return requests without media and without an entry, and clear the list."""
         taken, self._unavailable = self._unavailable, set()
         return taken
 
@@ -218,12 +196,9 @@ class Consumer:
         for modality, columns in message.get("widths", {}).items():
             self._widths.learn_columns(modality, columns)
 
-    def end_step(self) -> None:
-        """Note that the scheduler starts with its first request again."""
+    def end_step(self) -> dict[str, Entry]:
+        """Return the step's loads. The scheduler starts with its first request again after it."""
         self._blocking = None
-
-    def take_loads(self) -> dict[str, Entry]:
-        """Return the entries of the next step by identifier, and clear them."""
         taken, self._loads = self._loads, {}
         return taken
 
@@ -242,7 +217,8 @@ class Consumer:
         self._fetcher.close()
 
     def _new(self, request: Any, computed: int) -> Needs:
-        needs = Needs.needs_of(request)
+        parts = sorted(map(Part.from_feature, request.mm_features), key=lambda part: part.end)
+        needs = Needs(parts, time.monotonic(), request.num_preemptions)
         self._requests[request.request_id] = needs
         self._release_computed(needs, computed)
         return needs
@@ -260,7 +236,6 @@ class Consumer:
         return needs
 
     def _release_computed(self, needs: Needs, computed: int) -> None:
-        """Release the items that are computed."""
         while needs.passed < len(needs.parts) and needs.parts[needs.passed].end <= computed:
             part = needs.parts[needs.passed]
             self._release_part(needs, part)
@@ -293,26 +268,23 @@ class Consumer:
         # Any JSON value: a client sets it if no proxy removes it.
         params = request.ec_transfer_params
         promised = params if isinstance(params, dict) else {}
-        return {
-            part: self._request_part(request, needs, part, part.identifier in promised)
-            for part in needs.open()
-        }
-
-    def _request_part(self, request: Any, needs: Needs, part: Part, promised: bool) -> Want:
-        target = self._target(part)
-        _, rows, columns = target.expected
-        return Want(
-            size_bytes=rows * (columns or 0) * ITEM_BYTES[self._dtype],
-            accept=partial(self._accept, target),
-            asked_s=needs.asked_s,
-            rank=request.priority,
-            promised=promised,
-        )
+        unsettled = [part for part in needs.parts[needs.passed :] if part.how is How.OPEN]
+        wants = {}
+        for part in unsettled:
+            target = self._target(part)
+            wants[part] = Want(
+                size_bytes=target.rows * (target.columns or 0) * ITEM_BYTES[self._dtype],
+                accept=partial(self._accept, target),
+                asked_s=needs.asked_s,
+                rank=request.priority,
+                promised=part.identifier in promised,
+            )
+        return wants
 
     def _target(self, part: Part) -> ItemTarget:
         modality = part.feature.modality
-        expected = Expected(self._dtype, part.tokens, self._widths.known_columns(modality))
-        return ItemTarget(part.identifier, modality, expected)
+        columns = self._widths.known_columns(modality)
+        return ItemTarget(part.identifier, modality, self._dtype, part.tokens, columns)
 
     def _record_result(self, identifier: str, state: FetchState) -> None:
         """Pass the result of a fetch to the waiting requests; their next call settles the item."""

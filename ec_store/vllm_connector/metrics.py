@@ -63,7 +63,6 @@ class StoreConnectorStats(ECConnectorStats):
     data: dict[str, Any]
 
     def reset(self) -> None:
-        """Clear all counts, gauges and observations."""
         self.data = {}
 
     def aggregate(self, other: ECConnectorStats) -> "StoreConnectorStats":
@@ -121,7 +120,7 @@ class StorePromMetrics(ECConnectorPromMetrics):
         options = vllm_config.ec_transfer_config.ec_connector_extra_config or {}
         generation = ConnectorConfig.model_validate(options).generation
         namespace = namespace_of(vllm_config, generation)
-        info = self._gauge_cls(
+        self._info = self._gauge_cls(
             name="vllm:ec_store_namespace_info",
             documentation="1 for the namespace of this engine's encoder outputs.",
             labelnames=[*labelnames, "namespace"],
@@ -133,10 +132,9 @@ class StorePromMetrics(ECConnectorPromMetrics):
             labelnames=labelnames,
             multiprocess_mode="mostrecent",
         )
-        self._info = info
         self._namespaces = dict.fromkeys(per_engine_labelvalues, namespace)
         for values in per_engine_labelvalues.values():
-            info.labels(*values, namespace).set(1)
+            self._info.labels(*values, namespace).set(1)
             producer.labels(*values).set(vllm_config.ec_transfer_config.is_ec_producer)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -113,20 +113,12 @@ class _NamedWeights(NamedTuple):
     plain: bool = False
 
 
-def namespace_of(vllm_config: Any, generation: int = 0) -> str:
+def namespace_of(vllm_config: Any, generation: int) -> str:
     """Return the namespace: equal exactly for engines that may share encoder outputs.
-
-    It covers a sample of the encoder's weights, the encoder's part of the configuration files and
-    of their overrides, the files and options of the processor, the dtype, the quantisation if it
-    affects the encoder, the layout of encoder outputs, and the format of entries.
 
     vLLM creates the workers' connectors before it builds the model, the scheduler's connector
     afterwards, and its metrics last. Nothing that a model class may modify is used here, so that
     all processes of an engine return the same namespace.
-
-    Args:
-        vllm_config: vLLM's configuration of this engine.
-        generation: number chosen by the operator. Engines of different generations share nothing.
     """
     model = vllm_config.model_config
     multimodal = model.multimodal_config
@@ -158,7 +150,7 @@ def namespace_of(vllm_config: Any, generation: int = 0) -> str:
 
 
 def layout_of(version: str) -> int | str:
-    """Return the layout of encoder outputs of a vLLM release, see `LAYOUTS`."""
+    """Return the layout of a vLLM release, see `LAYOUTS`."""
     release = ".".join(version.split(".")[:2])
     return LAYOUTS.get(release, release)
 
@@ -170,9 +162,6 @@ def configuration(model: Any) -> dict[str, dict[str, Any]]:
     with each version of transformers, which adds defaults. If vLLM's files are not on this machine
     (another source of models, a parser of a plugin), the configuration is parsed again from its
     source.
-
-    Args:
-        model: vLLM's `ModelConfig`.
     """
     source = model.hf_config_path or model.model
     revision = getattr(model, "_hf_config_revision", None) or model.revision
@@ -205,8 +194,7 @@ def _parsed_again(model: Any, source: str, revision: str | None) -> dict[str, An
             source,
             error,
         )
-    parsed: dict[str, Any] = config.to_dict()
-    return parsed
+    return dict(config.to_dict())
 
 
 def _processor_files(model: Any) -> dict[str, Any]:
@@ -222,23 +210,20 @@ def _weights(model: Any, load: Any) -> Weights | _NamedWeights:
     source = model.model_weights or model.model
     if load.load_format == "dummy":  # equal for all engines of one configuration
         return _NamedWeights("")
+    reason: object = "they are not in files on this machine"
     try:
-        files = weight_files(model, load)
-        weights = fingerprint(files) if files else None
+        if files := weight_files(model, load):
+            return fingerprint(files)
     except Exception as error:  # noqa: BLE001 - raised by a hub's library or a loader; logged
-        weights, reason = None, f"{error}"
-    else:
-        reason = "they are not in files on this machine"
-    if weights is None:
-        logger.warning(
-            "the weights of %s could not be compared: %s. Engines share encoder outputs where this "
-            "name, the revision and the configuration are equal. Raise the option generation when "
-            "the weights change.",
-            source,
-            reason,
-        )
-        return _NamedWeights(source, model.revision)
-    return weights
+        reason = error
+    logger.warning(
+        "the weights of %s could not be compared: %s. Engines share encoder outputs where this "
+        "name, the revision and the configuration are equal. Raise the option generation when "
+        "the weights change.",
+        source,
+        reason,
+    )
+    return _NamedWeights(source, model.revision)
 
 
 def _other_loader(load: Any) -> list[Any] | None:
@@ -259,15 +244,10 @@ def _quantization(model: Any, files: dict[str, Any], weights: Weights | _NamedWe
     by_itself = QUANT_FILE in files or bool(stated)
     if model.quantization is None and not by_itself:
         return None
-    online = getattr(model, "quantization_config", None) is not None
-    if by_itself and not online and weights.apart and weights.plain:
+    online = getattr(model, "quantization_config", None)
+    if by_itself and online is None and weights.apart and weights.plain:
         return None
-    return [
-        model.quantization,
-        getattr(model, "quantization_config", None),
-        files.get(QUANT_FILE),
-        stated,
-    ]
+    return [model.quantization, online, files.get(QUANT_FILE), stated]
 
 
 def _overrides(overrides: Any) -> Any:
@@ -279,10 +259,7 @@ def _overrides(overrides: Any) -> Any:
 
 
 def _processor_options(multimodal: Any) -> dict[str, Any]:
-    """Return the processor's options, without its device.
-
-    vLLM sets the device by itself, on encode instances only, and it changes outputs only by
-    rounding.
-    """
     options = (multimodal and multimodal.mm_processor_kwargs) or {}
+    # vLLM sets the device by itself, on encode instances only, and it changes outputs only by
+    # rounding.
     return {key: value for key, value in options.items() if key != "device"}

@@ -1,8 +1,4 @@
-"""Scheduler's side of a producer, and entries in memory shared with the workers that load them.
-
-`Producer` has the items to encode, and the entries that the reply to a finished request names.
-`Sharing` places fetched entries in memory that the scheduler's process shares with its workers.
-"""
+"""Scheduler's side of a producer, and entries in memory shared with the workers that load them."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,7 +11,7 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
 )
 
 from ec_store.bounded import BoundedDict
-from ec_store.device.region import Region, SharedRegion
+from ec_store.device.region import Region
 from ec_store.device.tensors import as_tensor
 from ec_store.entry import Entry
 from ec_store.fetcher import EntrySource
@@ -32,12 +28,6 @@ class Producer:
     """Source of the items that workers save, and of the entries that replies name."""
 
     def __init__(self, namespace: str, resolver: PlaceholderMetadataResolver) -> None:
-        """Create the producer of one namespace.
-
-        Args:
-            namespace: namespace of the entries.
-            resolver: vLLM's resolver of the model's placeholder metadata.
-        """
         self._namespace = namespace
         self._resolver = resolver
         self._lost: BoundedDict[str, None] = BoundedDict(MAX_LOST)
@@ -72,48 +62,38 @@ class Producer:
 
     def handle_message(self, message: dict[str, Any]) -> None:
         """Process a worker's message: the namespace it writes to, and the results of its writes."""
-        self._compare(message.get("namespace"))
+        written_to = message.get("namespace")
+        if written_to not in {None, self._namespace, self._written_to}:
+            self._written_to = written_to
+            logger.error(
+                "this engine derives two namespaces: its worker writes encoder outputs to %s, its "
+                "scheduler names and reads %s. Its entries would not be found, so its replies name "
+                "no entries and media are sent to prefill and decode. Make sure that all of its "
+                "hosts have the same vLLM, the same ec_store and the same files of the model; "
+                "if they have, report the model's architecture with both names.",
+                written_to,
+                self._namespace,
+            )
         for digest, stored in message.get("outcomes", {}).items():
             if stored:
                 self._lost.pop(digest, None)
             else:
                 self._lost[digest] = None
 
-    def _compare(self, written_to: str | None) -> None:
-        """Log an error if a worker writes to another namespace than this engine reads."""
-        if written_to in {None, self._namespace, self._written_to}:
-            return
-        self._written_to = written_to
-        logger.error(
-            "this engine derives two namespaces: its worker writes encoder outputs to %s, its "
-            "scheduler names and reads %s. Its entries would not be found, so its replies name no "
-            "entries and media are sent to prefill and decode. Make sure that all of its hosts "
-            "have the same vLLM, the same ec_store and the same files of the model; "
-            "if they have, report the model's architecture with both names.",
-            written_to,
-            self._namespace,
-        )
-
 
 class Sharing:
     """Source of entries for workers: by place if in shared memory, otherwise by value."""
 
-    def __init__(self, store: EntrySource, region: Region | None) -> None:
-        """Wrap a source of entries.
-
-        Args:
-            store: source of the entries.
-            region: shared memory; None if the workers are not in other processes.
-        """
+    def __init__(self, store: EntrySource, region: Region) -> None:
         self._store = store
         self._region = region
-        self._mapped = False
+        self._logged = False
 
     def get(self, key: EntryKey) -> Entry | None:
         """Fetch an entry, as `Store.get`, into the shared memory if it has room."""
         entry = self._store.get(key)
-        if entry is None or self._region is None:
-            return entry
+        if entry is None:
+            return None
         shared = self._region.copy_in(entry.data)
         return entry if shared is None else replace(entry, data=shared)
 
@@ -122,39 +102,23 @@ class Sharing:
 
         An entry in the shared memory stays until all workers have loaded it.
         """
-        region = self._mapped_region()
+        is_mapped = self._region.is_mapped()
+        if is_mapped and not self._logged:
+            self._logged = True
+            logger.info("all workers have mapped the shared memory: steps refer to entries in it")
         loads, sent = {}, []
         for identifier, entry in entries.items():
-            place = None if region is None else region.find_place(entry.data)
+            place = self._region.find_place(entry.data) if is_mapped else None
             if place is not None:
                 sent.append(entry.data)
             raw = as_tensor(entry.data) if place is None else place
             loads[identifier] = EntryLoad(raw, entry.dtype, entry.shape)
-        if self._region is not None:
-            self._region.send(sent)
+        self._region.send(sent)
         return loads
-
-    def shared_region(self) -> SharedRegion | None:
-        """Return the next step's description of the shared memory."""
-        return None if self._region is None else self._region.shared_region()
-
-    def _mapped_region(self) -> Region | None:
-        """Return the shared memory, once all workers have mapped it."""
-        if self._region is None or not self._region.is_mapped():
-            return None
-        if not self._mapped:
-            self._mapped = True
-            logger.info("all workers have mapped the shared memory: steps refer to entries in it")
-        return self._region
-
-    def close(self) -> None:
-        """Close the shared memory. Workers keep their mappings."""
-        if self._region is not None:
-            self._region.close()
 
 
 def by_value(entries: Mapping[str, Entry]) -> dict[str, EntryLoad]:
-    """Return loads with the bytes of entries, in shared memory or not."""
+    """Return loads with the bytes of entries."""
     return {
         identifier: EntryLoad(as_tensor(entry.data), entry.dtype, entry.shape)
         for identifier, entry in entries.items()
@@ -167,10 +131,6 @@ def make_region(size_bytes: int, parallel_config: Any) -> Region | None:
     Without it entries travel in each step's metadata. With several hosts they do too: a worker that
     read the store itself could miss an entry that the others have, and a missing entry in a step
     ends the engine.
-
-    Args:
-        size_bytes: memory for entries; 0 for none.
-        parallel_config: vLLM's `ParallelConfig`.
     """
     apart = parallel_config.distributed_executor_backend in {"mp", "ray"}
     # Only the first pipeline stage has the embeddings.

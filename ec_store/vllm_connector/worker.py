@@ -1,16 +1,14 @@
-"""Worker's side of the connector: loads entries into the encoder cache, and saves them from it.
-
-`StepMetadata` is what the scheduler's side sends to the workers for each step.
-"""
+"""Worker's side of the connector: loads entries into the encoder cache, and saves them from it."""
 
 import functools
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from vllm.distributed import parallel_state
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
 from ec_store.backchannel import Sender
@@ -39,7 +37,6 @@ class EntryLoad(NamedTuple):
         raw: place of the bytes in the shared memory, or the bytes, uint8, as a torch tensor, which
             vLLM sends to several ranks through shared memory of its own (`ShmTensorArena`).
         dtype: dtype of the tensor, as `Entry.dtype`.
-        shape: shape of the tensor.
     """
 
     raw: torch.Tensor | Place
@@ -56,7 +53,7 @@ class Item(NamedTuple):
 
 @dataclass
 class StepMetadata(ECConnectorMetadata):
-    """Metadata that the workers need for one step.
+    """Metadata that the scheduler's side sends to the workers for one step.
 
     Attributes:
         loads: entries to put into the encoder cache, by identifier.
@@ -65,10 +62,10 @@ class StepMetadata(ECConnectorMetadata):
         shared: shared memory that loads may be in; None without one.
     """
 
-    loads: dict[str, EntryLoad] = field(default_factory=dict)
-    items: dict[str, Item] = field(default_factory=dict)
-    learn: dict[str, str] = field(default_factory=dict)
-    shared: SharedRegion | None = None
+    loads: dict[str, EntryLoad]
+    items: dict[str, Item]
+    learn: dict[str, str]
+    shared: SharedRegion | None
 
 
 class Saver:
@@ -77,15 +74,7 @@ class Saver:
     def __init__(
         self, store: Store, namespace: str, queue_bytes: int, sender: Sender, counts: Counts
     ) -> None:
-        """Create the saver and start its thread.
-
-        Args:
-            store: destination of the entries.
-            namespace: namespace of the entries.
-            queue_bytes: upper bound of the host memory of entries that wait to be written.
-            sender: sender to the scheduler; closed with the saver.
-            counts: counts and observations of this worker.
-        """
+        """Start the writer's thread. The saver closes the sender."""
         self._store = store
         self._namespace = namespace
         self._sender = sender
@@ -108,7 +97,6 @@ class Saver:
                 self.save(identifier, encoder_cache[identifier])
 
     def save(self, identifier: str, tensor: torch.Tensor) -> None:
-        """Queue an item that was just encoded for writing."""
         item = self._items.get(identifier)
         key = key_or_none(self._namespace, identifier)
         if item is None or key is None:
@@ -130,36 +118,25 @@ class Saver:
     def send_reports(self) -> None:
         """Send results to the scheduler; results that do not fit are sent later.
 
-        Each message contains the namespace of the entries. The first one is sent even without
-        results.
-
+        The first message is sent even without results: the scheduler compares the namespaces.
         Call it once in a step: the kernel queues few messages, and the scheduler reads them only
         between steps.
         """
         with self._lock:
+            self._observe(self._store.counts.take_observations())
             outcomes = dict(islice(self._outcomes.items(), MAX_TOLD))
             counts = self._counts.take_counts()
-            observations = self._observations()
-            if self._introduced and not outcomes and not counts and not observations:
+            observations = self._counts.take_observations(MAX_TOLD)
+            results = {"outcomes": outcomes, "counts": counts, "observations": observations}
+            if self._introduced and not any(results.values()):
                 return
-            message = {
-                "namespace": self._namespace,
-                "outcomes": outcomes,
-                "counts": counts,
-                "observations": observations,
-            }
-            if self._sender.send(message):
+            if self._sender.send({"namespace": self._namespace, **results}):
                 self._introduced = True
                 for digest in outcomes:
                     del self._outcomes[digest]
             else:
                 self._counts.add(**counts)
                 self._observe(observations)
-
-    def _observations(self) -> dict[str, list[float]]:
-        """Take the observations of this worker and of the store, at most one message's worth."""
-        self._observe(self._store.counts.take_observations())
-        return self._counts.take_observations(MAX_TOLD)
 
     def _observe(self, observations: Mapping[str, Sequence[float]]) -> None:
         for name, values in observations.items():
@@ -185,12 +162,7 @@ class Learner:
     """
 
     def __init__(self, sender: Sender, counts: Counts) -> None:
-        """Create the learner without items.
-
-        Args:
-            sender: sender to the scheduler; closed with the learner.
-            counts: counts of this worker, which are reported too.
-        """
+        """Create the learner. It reports the counts too, and closes the sender."""
         self._sender = sender
         self._counts = counts
         self._items: BoundedDict[str, str] = BoundedDict(MAX_ITEMS)
@@ -208,34 +180,27 @@ class Learner:
 
         One item of a modality is enough: the others are dropped.
         """
-        seen = [identifier for identifier in self._items if identifier in self._cache]
         widths = {
-            self._items[identifier]: int(self._cache[identifier].shape[-1]) for identifier in seen
+            modality: int(self._cache[identifier].shape[-1])
+            for identifier, modality in self._items.items()
+            if identifier in self._cache
         }
         counts = self._counts.take_counts()
         if not widths and not counts:
             return
         if self._sender.send({"widths": widths, "counts": counts}):
-            for identifier in [
-                seen_identifier
-                for seen_identifier, modality in self._items.items()
-                if modality in widths
-            ]:
-                del self._items[identifier]
+            for identifier, modality in list(self._items.items()):
+                if modality in widths:
+                    del self._items[identifier]
         else:
             self._counts.add(**counts)
 
     def close(self) -> None:
-        """Close the sender to the scheduler."""
         self._sender.close()
 
 
 def load(loader: Loader, step: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
-    """Put a step's entries into the encoder cache.
-
-    The scheduler's side has checked the entries before the step. Only the device can still fail
-    here.
-    """
+    """Put a step's entries into the encoder cache."""
     if step.shared is not None:
         loader.map_shared(step.shared)
     for identifier, item in step.loads.items():
@@ -250,17 +215,11 @@ def reader() -> int | None:
 
     Only the first pipeline stage has the embeddings.
     """
-    from vllm.distributed.parallel_state import (  # noqa: PLC0415 - known once workers are up
-        get_pcp_group,
-        get_pp_group,
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
-
-    if not get_pp_group().is_first_rank:
+    if not parallel_state.get_pp_group().is_first_rank:
         return None
-    contexts = get_pcp_group().rank_in_group * get_tensor_model_parallel_world_size()
-    return int(contexts + get_tensor_model_parallel_rank())
+    context = parallel_state.get_pcp_group().rank_in_group
+    readers = context * parallel_state.get_tensor_model_parallel_world_size()
+    return int(readers + parallel_state.get_tensor_model_parallel_rank())
 
 
 def is_writer() -> bool:
@@ -268,6 +227,5 @@ def is_writer() -> bool:
 
     All ranks of a tensor-parallel group and of a prefill-context-parallel group encode every item.
     """
-    from vllm.distributed.parallel_state import get_pcp_group, get_tensor_model_parallel_rank  # noqa: PLC0415 - known once workers are up
-
-    return bool(get_tensor_model_parallel_rank() == 0 and get_pcp_group().rank_in_group == 0)
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    return bool(tensor_rank == 0 and parallel_state.get_pcp_group().rank_in_group == 0)

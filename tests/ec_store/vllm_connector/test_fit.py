@@ -102,7 +102,7 @@ def test_an_entry_fits_exactly_where_dtype_rows_and_columns_are_those_expected(
 ) -> None:
     size = math.prod(shape) * (4 if dtype == "F32" else 2)
     entry = Entry(memoryview(bytes(size)), dtype, shape, "image")
-    found = fit.find_misfit(entry, fit.Expected("F32", rows, columns))
+    found = fit.find_misfit(entry, fit.ItemTarget("a", "image", "F32", rows, columns))
     assert (found is None) == (dtype == "F32" and shape == (rows, columns))
 
 
