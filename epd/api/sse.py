@@ -127,10 +127,12 @@ class EventAligner:
         # A blank line may begin in the bytes searched before, at most three bytes from their end.
         start = max(0, len(self._held) - 3)
         self._held += chunk
+        end = 0
         if self._held.endswith(b"\n\n"):  # as vLLM ends each event
             end = len(self._held)
         else:
-            end = max((found.end() for found in _BLANK_LINE.finditer(self._held, start)), default=0)
+            for match in _BLANK_LINE.finditer(self._held, start):
+                end = match.end()
         if len(self._held) - end > MAX_EVENT_BYTES:
             raise ValueError("event too large")
         events = bytes(self._held[:end])
