@@ -287,8 +287,9 @@ def _content_keys(
         for item, media in inline.items()
         if item.modality == "image"
     }
-    keys = {item: content_key(scope, item.modality, media) for item, media in inline.items()}
     return {
-        item: replace(item, content_key=key, pixels=pixels.get(item, 0))
-        for item, key in keys.items()
+        item: replace(
+            item, content_key=content_key(scope, item.modality, media), pixels=pixels.get(item, 0)
+        )
+        for item, media in inline.items()
     }
