@@ -35,7 +35,6 @@ class _Held:
 
     Attributes:
         since_s: time of the last claim or renewal, on the event loop's clock.
-        holders: number of holders.
         until_s: time until which it is kept without a holder.
     """
 
