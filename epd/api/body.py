@@ -22,12 +22,10 @@ from epd.errors import BadRequest, RequestRefused, Stage, UpstreamFailed
 from epd.json_or_none import json_or_none
 
 WINDOW = 16 * 1024
-"""Bytes without a quotation mark that indicate a long string. A string of twice that length is
-always found."""
+"""Bytes without a quotation mark that indicate a long string; twice as many are always found."""
 
 MAX_HEAD = 1024
-"""Maximum size in bytes of a data: URL up to its comma, and of the key before a text under "data".
-"""
+"""Maximum bytes of a data: URL up to its comma, and of the key before a text under "data"."""
 
 BEGINS = re.compile(rb'data:[^"\\,]*;base64,|(?<="data":")|(?<="data": ")', re.IGNORECASE)
 """Beginning after which a long string is cut: base64 in a data: URL, or in input_audio."""
@@ -70,12 +68,7 @@ def cut_media(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
 
 
 def join_cuts(cuts: Cuts, texts: Sequence[memoryview]) -> tuple[Cuts, list[str]]:
-    """Add texts to the cuts of a body. Return all cuts, and the marks of the added texts.
-
-    Args:
-        cuts: texts that were cut out of the body.
-        texts: base64 texts.
-    """
+    """Add texts to the cuts of a body. Return all cuts, and the marks of the added texts."""
     token = next(iter(cuts))[:-NUMBER_DIGITS] if cuts else _token()
     marks = [f"{token}{len(cuts) + index:0{NUMBER_DIGITS}}" for index in range(len(texts))]
     return {**cuts, **dict(zip(marks, texts, strict=True))}, marks
@@ -86,7 +79,6 @@ def _token() -> str:
 
 
 def _media(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:
-    """Yield the start and the end of each long text in a body."""
     at = 0
     while at + WINDOW <= len(raw):
         # Text with quotation marks is skipped by windows, text without them by strings.
@@ -133,7 +125,6 @@ MAX_CONTAINERS = 50_000
 most: an empty object has two bytes of JSON and takes over 64 bytes of memory, and the garbage
 collector visits each."""
 
-
 DIGITS = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
 LONG = b"0" * 19
 """Digits of the shortest integer that has more than 64 bits, translated by `DIGITS`."""
@@ -144,9 +135,6 @@ def check_json_type(content_type: str) -> None:
 
     A web page of another origin can send any body as `text/plain`, and the browser sends no
     preflight request.
-
-    Args:
-        content_type: the client's media type of the body; an empty string for none.
 
     Raises:
         RequestRefused: 415, it is neither `application/json` nor a type that ends in `+json`.
@@ -165,11 +153,8 @@ def cut_and_parsed(
 ) -> tuple[T, Cuts]:
     """Return the parsed value of a body, and the media that were cut out of it.
 
-    Args:
-        raw: the body.
-        parse: parser of a body without media.
-        max_text_bytes: maximum size of the text to parse. Parsing blocks the event loop, and a
-            thread would not help: the parser holds the GIL.
+    The text is limited because parsing blocks the event loop, and a thread would not help: the
+    parser holds the GIL.
 
     Raises:
         RequestRefused: 413, the body without its media is larger than `max_text_bytes`.
@@ -205,11 +190,7 @@ def parse_object(raw: bytes | bytearray) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes | bytearray) -> Any:
-    """Return the value in a JSON body.
-
-    Raises:
-        BadRequest: the body is not JSON, or exceeds a limit.
-    """
+    """Return the value in a JSON body. Raise `BadRequest` if it is invalid or exceeds a limit."""
     # Before memory is allocated for the values. Text may contain commas and brackets too: if there
     # are many, those in strings do not count.
     if _count_too_many(raw) and _count_too_many(_without_strings(raw)):
@@ -222,7 +203,7 @@ def parse_json(raw: bytes | bytearray) -> Any:
     gc.disable()
     try:
         value = _loads(raw)
-        if may_be_deep(raw) and is_deeper(value, MAX_DEPTH):
+        if _is_too_deep(value, raw):
             raise BadRequest(
                 f"the body is nested deeper than {MAX_DEPTH} levels", slug="invalid_json"
             )
@@ -271,18 +252,12 @@ def _without_strings(raw: bytes | bytearray) -> bytes:
     return b"".join(pieces[::2])
 
 
-def may_be_deep(raw: bytes | bytearray) -> bool:
-    """Return whether JSON has enough brackets to exceed the maximum nesting."""
-    return raw.count(b"[") + raw.count(b"{") > MAX_DEPTH
-
-
-def is_deeper(value: Any, limit: int) -> bool:
-    """Return whether a value has more levels of lists and objects than `limit`.
-
-    The search goes level by level, because it must not recurse.
-    """
+def _is_too_deep(value: Any, raw: bytes | bytearray) -> bool:
+    """Return whether the value of a body is nested deeper than `MAX_DEPTH`, without recursion."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return False
     level = [value] if isinstance(value, list | dict) else []
-    for _ in range(limit):
+    for _ in range(MAX_DEPTH):
         if not level:
             return False
         level = [
@@ -304,7 +279,7 @@ def reply_field(reply: bytes, name: str, *, stage: Stage) -> dict[str, Any]:
     value = parsed.get(name) if isinstance(parsed, dict) else ...
     if value is None:
         return {}
-    if not isinstance(value, dict) or (may_be_deep(reply) and is_deeper(value, MAX_DEPTH)):
+    if not isinstance(value, dict) or _is_too_deep(value, reply):
         raise UpstreamFailed(
             f"the {stage} instance's answer is not in vLLM's format",
             slug=f"{stage}_bad_response",

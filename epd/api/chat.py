@@ -62,23 +62,15 @@ class ChatCompletions(Endpoint):
     limits = ("max_tokens", "max_completion_tokens")
     paced = True
     tokenized = (
-        "messages",
-        "tools",
-        "chat_template",
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "continue_final_message",
-        "add_special_tokens",
-        *MM_KWARGS,
+        *("messages", "tools", "chat_template", "chat_template_kwargs", *MM_KWARGS),
+        *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
     )
 
     def check(self, body: Body) -> None:
-        """Reject a request without a list of messages."""
         if not isinstance(body.get("messages"), list):
             raise BadRequest("messages must be a list", param="messages")
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """Return the media parts of all messages, in order."""
         return chat_items(body["messages"], ("messages",))
 
 
@@ -86,23 +78,14 @@ CHAT = ChatCompletions()
 
 
 def encode_body(
-    body: Body,
-    items: Sequence[MMItem],
-    ec_transfer_params: Mapping[str, Any] | None = None,
+    body: Body, items: Sequence[MMItem], ec_transfer_params: Mapping[str, Any] | None = None
 ) -> Body:
-    """Return the encode request of some items, without text.
-
-    Args:
-        body: the client's request.
-        items: the items.
-        ec_transfer_params: parameters of the transfer; None for none.
-    """
+    """Return the encode request of some items, without text."""
     own = {} if ec_transfer_params is None else {"ec_transfer_params": ec_transfer_params}
-    parts = [raw_part(item) for item in items]
     return {
         **own,
         **{field: body[field] for field in FOR_ENCODE if field in body},
-        "messages": [{"role": "user", "content": parts}],
+        "messages": [{"role": "user", "content": [raw_part(item) for item in items]}],
         "stream": False,
         "max_tokens": 1,
     }
@@ -129,17 +112,10 @@ def _is_one(prompt: Any) -> bool:
     """Return whether a prompt is one text, or the tokens of one text, possibly within a list."""
     match prompt:
         case [str() | list() as only]:
-            return isinstance(only, str) or _is_tokens(only)
-        case _:
-            return isinstance(prompt, str) or _is_tokens(prompt)
-
-
-def _is_tokens(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(token, int) for token in prompt)
-    )
+            prompt = only
+    if isinstance(prompt, list):
+        return bool(prompt) and all(isinstance(token, int) for token in prompt)
+    return isinstance(prompt, str)
 
 
 class Responses(Endpoint):
@@ -158,7 +134,6 @@ class Responses(Endpoint):
         return {**body, "store": False}
 
     def check(self, body: Body) -> None:
-        """Reject a request without input, and one that needs state from another request."""
         if not isinstance(body.get("input"), str | list):
             raise BadRequest("input must be a string or a list", param="input")
         for field in STATEFUL:
@@ -171,7 +146,6 @@ class Responses(Endpoint):
                 )
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """Yield the pictures of all input items, in order."""
         if isinstance(body["input"], str):
             return
         for index, item in enumerate(body["input"]):

@@ -22,12 +22,10 @@ from epd.api.sse import OPENAI, Grammar
 from epd.errors import BadRequest, ProxyError
 
 RESERVED = ("kv_transfer_params", "ec_transfer_params")
-"""Fields between proxy and instances. Those of clients are dropped, as vLLM's security guide asks.
-"""
+"""Fields between proxy and instances. vLLM's security guide asks to drop those of clients."""
 
 NOT_FOR_PREFILL = ("stream_options", "min_tokens")
 """Fields that contradict a prefill request's `stream: false` and its one token."""
-
 
 FALSE = frozenset({"0", "f", "false", "n", "no", "off"})
 """Strings that pydantic reads as false."""
@@ -68,10 +66,7 @@ class Endpoint:
     ) -> tuple[Body, Cuts]:
         """Return the request in a body, and the texts that were cut out of it.
 
-        Args:
-            raw: the body.
-            content_type: the client's media type of the body.
-            max_text_bytes: maximum size of a JSON body without its media.
+        `max_text_bytes` limits a JSON body without its media.
 
         Raises:
             RequestRefused: 415, the media type is not JSON; 413, the text is too large.
@@ -81,11 +76,7 @@ class Endpoint:
         return cut_and_parsed(raw, self.parse, max_text_bytes)
 
     def parse(self, raw: bytes | bytearray) -> Body:
-        """Return the request in a JSON body.
-
-        Raises:
-            BadRequest: the body is not JSON, or not a request of this endpoint.
-        """
+        """Return the request in a JSON body. Raise `BadRequest` if it is invalid."""
         body = parse_object(raw)
         self.check(body)
         check_model(body)
@@ -93,18 +84,10 @@ class Endpoint:
         return {key: value for key, value in body.items() if key not in RESERVED}
 
     def check(self, body: Body) -> None:
-        """Reject a request that this endpoint cannot process.
-
-        Raises:
-            BadRequest: a field is missing or invalid.
-        """
+        """Raise `BadRequest` if a field is missing or invalid for this endpoint."""
 
     def items(self, body: Body) -> Iterator[MMItem]:  # noqa: ARG002
-        """Return the media items of a request, in order.
-
-        Raises:
-            BadRequest: a part has the wrong shape, or must not be sent.
-        """
+        """Return the media items of a request in order. Raise `BadRequest` if a part is invalid."""
         return iter(())
 
     def at_interval(self, body: Body, tokens: int) -> Body:
@@ -124,10 +107,8 @@ class Endpoint:
 
     def prefill(self, body: Body, kv_transfer_params: Mapping[str, Any] | None) -> Body:
         """Return the prefill request: the same prompt and one token; KV is kept for decode."""
-        own = {**self._one_token(body), "stream": False}
-        return (
-            own if kv_transfer_params is None else own | {"kv_transfer_params": kv_transfer_params}
-        )
+        params = {} if kv_transfer_params is None else {"kv_transfer_params": kv_transfer_params}
+        return {**self._one_token(body), "stream": False, **params}
 
     def release(self, body: Body) -> Body:
         """Return a minimal decode request, for an answer with a head before the first token."""
@@ -144,11 +125,9 @@ class Endpoint:
         return JSON
 
     def encode_body(self, body: Body, cuts: Cuts) -> Pieces:
-        """Return a body for instances, in pieces."""
         return encode_json(body, cuts)
 
     def error(self, error: ProxyError) -> bytes:
-        """Return the body of an error answer."""
         return error.body()
 
     def error_event(self, error: ProxyError) -> bytes:
@@ -170,11 +149,7 @@ def encode_json(body: Body, cuts: Cuts) -> Pieces:
 
 
 def check_model(body: Body) -> None:
-    """Reject a model that is not a string.
-
-    Raises:
-        BadRequest: the model is not a string.
-    """
+    """Raise `BadRequest` if the model is not a string."""
     if not isinstance(body.get("model"), str | None):
         raise BadRequest("model must be a string", param="model")
 
@@ -197,12 +172,9 @@ def _needs_one_engine(body: Body) -> bool:
 
 
 def check_xargs(body: Body) -> None:
-    """Reject extra arguments that are, or may hide, a reserved field.
+    """Raise `BadRequest` if extra arguments are not an object, or have a reserved field.
 
     vLLM merges `vllm_xargs` and the reserved fields into one mapping.
-
-    Raises:
-        BadRequest: `vllm_xargs` is not an object, or has a reserved field.
     """
     xargs = body.get("vllm_xargs")
     if not isinstance(xargs, dict | None):

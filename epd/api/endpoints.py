@@ -2,20 +2,10 @@
 
 from collections.abc import Mapping
 
+from epd.api import passthrough
 from epd.api.chat import CHAT, Completions, Responses
 from epd.api.endpoint import Endpoint
 from epd.api.messages import CountTokens, Messages
-from epd.api.passthrough import (
-    Classify,
-    CohereEmbed,
-    Detokenize,
-    Embeddings,
-    Pooling,
-    Rerank,
-    Score,
-    Tokenize,
-    Transcriptions,
-)
 
 ENDPOINTS: Mapping[str, Endpoint] = {
     endpoint.path: endpoint
@@ -25,19 +15,19 @@ ENDPOINTS: Mapping[str, Endpoint] = {
         Responses(),
         Messages(),
         CountTokens(),
-        Embeddings(),
-        Tokenize(),
-        Detokenize(),
-        Score("/score"),
-        Score("/v1/score"),
-        Rerank("/rerank"),
-        Rerank("/v1/rerank"),
-        Rerank("/v2/rerank"),
-        Pooling(),
-        Classify(),
-        CohereEmbed(),
-        Transcriptions("/v1/audio/transcriptions"),
-        Transcriptions("/v1/audio/translations"),
+        passthrough.Embeddings(),
+        passthrough.Tokenize(),
+        passthrough.Detokenize(),
+        passthrough.Score("/score"),
+        passthrough.Score("/v1/score"),
+        passthrough.Rerank("/rerank"),
+        passthrough.Rerank("/v1/rerank"),
+        passthrough.Rerank("/v2/rerank"),
+        passthrough.Pooling(),
+        passthrough.Classify(),
+        passthrough.CohereEmbed(),
+        passthrough.Transcriptions("/v1/audio/transcriptions"),
+        passthrough.Transcriptions("/v1/audio/translations"),
     )
 }
 

@@ -26,8 +26,7 @@ MAX_HEAD_BYTES = 4096
 """Upper bound of the headers of one part."""
 
 MAX_FILENAME = 128
-"""Maximum length of a file name for an instance, in characters. The end, with its suffix, is kept.
-"""
+"""Maximum characters of a file name for an instance. The end, with its suffix, is kept."""
 
 VALUE = r'"((?:[^"\\\x00-\x1f\x7f]|\\.)*)"|([^\s";]*)'
 PARAMETER = re.compile(rf"[ \t]*;[ \t]*([A-Za-z0-9_*-]+)=(?:{VALUE})[ \t]*")
@@ -46,7 +45,6 @@ class FormPart:
     """Part of a form.
 
     Attributes:
-        name: name of the field.
         data: content; a view of the body, or bytes.
         filename: name of the file; None for a field that is not a file.
         media_type: the client's media type of a file; an empty string for none.
@@ -58,17 +56,14 @@ class FormPart:
     media_type: str = ""
 
     def text(self) -> str:
-        """Return the content of a field that is not a file.
-
-        Raises:
-            BadRequest: the content is not UTF-8.
-        """
+        """Return the content of a field. Raise `BadRequest` if it is not UTF-8."""
         try:
             return bytes(self.data).decode()
         except UnicodeDecodeError:
-            raise BadRequest(
-                "the field is not UTF-8", slug="invalid_form", param=self.name
-            ) from None
+            raise self.invalid("the field is not UTF-8") from None
+
+    def invalid(self, message: str) -> BadRequest:
+        return BadRequest(message, slug="invalid_form", param=self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,6 @@ class MultipartForm:
     """A form for an instance.
 
     Attributes:
-        parts: parts of the form, in order.
         boundary: separator of the parts. It is random, so no part contains it.
     """
 
@@ -85,11 +79,9 @@ class MultipartForm:
 
     @property
     def content_type(self) -> str:
-        """The form's media type, with its boundary."""
         return f"{FORM}; boundary={self.boundary}"
 
     def pieces(self) -> Pieces:
-        """Return the body, one piece after the other."""
         found: list[bytes | memoryview] = []
         for part in self.parts:
             found += f"--{self.boundary}\r\n{_head(part)}\r\n\r\n".encode(), part.data, b"\r\n"
@@ -103,10 +95,6 @@ def new_form(parts: Iterable[FormPart]) -> MultipartForm:
 
 def read_form(raw: bytes | bytearray, content_type: str) -> Iterator[FormPart]:
     """Yield the parts of a form, in order.
-
-    Args:
-        raw: the body.
-        content_type: the client's media type of the body, with the boundary.
 
     Raises:
         RequestRefused: 415, the body is not a form.
@@ -138,10 +126,9 @@ def read_form(raw: bytes | bytearray, content_type: str) -> Iterator[FormPart]:
 
 
 def _boundary(content_type: str) -> str:
-    kind, _, _ = content_type.partition(";")
-    parameters = _parameters(content_type[len(kind) :])
-    boundary = "" if parameters is None else parameters.get("boundary", "")
-    if kind.strip().lower() != FORM or BOUNDARY.fullmatch(boundary) is None:
+    kind, parameters = _parsed_header(content_type)
+    boundary = parameters.get("boundary", "")
+    if kind != FORM or BOUNDARY.fullmatch(boundary) is None:
         raise RequestRefused(
             415, f"the body must be {FORM} with a boundary", slug="unsupported_media_type"
         )
@@ -158,26 +145,27 @@ def _part(head: bytes, data: memoryview) -> FormPart:
         if name in headers:
             raise _invalid("a part has a header twice")
         headers[name] = header[2]
-    kind, _, _ = headers.get("content-disposition", "").partition(";")
-    parameters = _parameters(headers.get("content-disposition", "")[len(kind) :])
-    if kind.strip().lower() != "form-data" or parameters is None or "name" not in parameters:
+    kind, parameters = _parsed_header(headers.get("content-disposition", ""))
+    if kind != "form-data" or "name" not in parameters:
         raise _invalid("a part has no Content-Disposition of form-data with a name")
     media_type = headers.get("content-type", "").partition(";")[0].strip()
     return FormPart(parameters["name"], data, parameters.get("filename"), media_type)
 
 
-def _parameters(text: str) -> dict[str, str] | None:
-    """Return the parameters of a header; None if one is malformed or repeated."""
+def _parsed_header(text: str) -> tuple[str, dict[str, str]]:
+    """Return a header in lower case, and its parameters: none if one is malformed or repeated."""
+    kind = text.partition(";")[0]
     found: dict[str, str] = {}
-    at = 0
+    at = len(kind)
     while at < len(text):
         parameter = PARAMETER.match(text, at)
         if parameter is None or parameter[1].lower() in found:
-            return None
+            found = {}
+            break
         quoted, token = parameter[2], parameter[3]
         found[parameter[1].lower()] = token if quoted is None else ESCAPED.sub(r"\1", quoted)
         at = parameter.end()
-    return found
+    return kind.strip().lower(), found
 
 
 def _head(part: FormPart) -> str:

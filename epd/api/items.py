@@ -92,7 +92,6 @@ class MMItem:
 
     @property
     def modality(self) -> Modality:
-        """The kind of the media."""
         return MODALITY[self.kind]
 
     @property
@@ -137,7 +136,6 @@ class MMItem:
 
     @property
     def media_param(self) -> str:
-        """Place of the media, as errors name it."""
         media = f"{self.kind}.url" if self.form is None else self.form.media
         return f"{self.param_path}.{media}" if media else self.param_path
 
@@ -179,16 +177,11 @@ def chat_items(messages: list[Any], path: Path) -> Iterator[MMItem]:
 
 
 def content_items(content: list[Any], path: Path) -> Iterator[MMItem]:
-    """Yield the media parts of one content, in order.
-
-    Raises:
-        BadRequest: a content part has the wrong shape, or an unknown type.
-    """
+    """Yield the media parts of one content, in order. Raise `BadRequest` if a part is invalid."""
     for position, part in enumerate(content):
         if isinstance(part, str) or _is_text(part):  # vLLM treats a string as text
             continue
-        item = _media_item(part, (*path, position))
-        if item is not None:
+        if (item := _media_item(part, (*path, position))) is not None:
             yield item
 
 
@@ -293,28 +286,25 @@ def _is_text(part: Any) -> bool:
 def check_part(part: Any, path: Path, kinds: Iterable[str] = MODALITY) -> None:
     """Reject a content part that the proxy and an instance could read differently.
 
-    Args:
-        part: the part.
-        path: place of the part.
-        kinds: types of parts that may have a `uuid`.
+    Only parts of these `kinds` may have a `uuid`.
 
     Raises:
         BadRequest: the part is ambiguous, reserved, or not a content part.
     """
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise BadRequest("a content part must be an object with a type", param=param_path(path))
+    kind, uuid = part["type"], part.get("uuid")
     for key in REFUSED:
-        if key in part or part["type"] == key:
+        if key in part or kind == key:
             raise BadRequest(
                 f"{key} parts are not accepted from clients",
                 slug="reserved_field",
                 param=param_path(path),
             )
-    if part.get("uuid") is not None and part["type"] not in kinds:
+    if uuid is not None and kind not in kinds:
         raise BadRequest(
             "uuid belongs on media parts only", slug="reserved_field", param=param_path(path)
         )
-    uuid = part.get("uuid")
     if uuid is not None and (not isinstance(uuid, str) or UUID.fullmatch(uuid) is None):
         raise BadRequest(
             "a uuid has 1 to 128 of A-Z a-z 0-9 . _ : -", param=param_path((*path, "uuid"))
@@ -322,7 +312,7 @@ def check_part(part: Any, path: Path, kinds: Iterable[str] = MODALITY) -> None:
     # vLLM reads a part with a uuid by its keys, and other parts by their type. If the two disagree,
     # the proxy and an instance could read the part differently.
     for key in MODALITY:
-        if key in part and part["type"] != key:
+        if key in part and kind != key:
             raise BadRequest(f"a part with {key} must have the type {key}", param=param_path(path))
 
 
@@ -353,11 +343,8 @@ def metadata_part(item: MMItem, metadata: Mapping[str, Any], uuid: str) -> Part:
     Values are flat per item, such as `[t, h, w]` for `image_grid_thw`: vLLM stacks them.
     """
     kind = f"{item.modality}_embeds"
-    return {
-        "type": kind,
-        kind: {key: _flat(value) for key, value in metadata.items()},
-        "uuid": uuid,
-    }
+    flat = {key: _flat(value) for key, value in metadata.items()}
+    return {"type": kind, kind: flat, "uuid": uuid}
 
 
 def _flat(value: Any) -> Any:
@@ -367,11 +354,7 @@ def _flat(value: Any) -> Any:
 
 
 def check_mm_kwargs(body: Body) -> None:
-    """Reject fields that change how media are processed, as vLLM does without its flag.
-
-    Raises:
-        BadRequest: such a field is not empty.
-    """
+    """Raise `BadRequest` if a field changes how media are processed, as vLLM does by default."""
     for field in MM_KWARGS:
         if body.get(field):
             raise BadRequest(

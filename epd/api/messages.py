@@ -7,6 +7,7 @@ decode, and find the encoder output by that hash.
 """
 
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -33,17 +34,10 @@ RESULTS = frozenset({"text", "image", "tool_reference"})
 Anthropic's clients put documents and search results there."""
 
 BLOCKS = RESULTS | {
-    "redacted_thinking",
-    "thinking",
-    "tool_addition",
-    "tool_removal",
-    "tool_result",
-    "tool_use",
+    *("redacted_thinking", "thinking"),
+    *("tool_addition", "tool_removal", "tool_result", "tool_use"),
 }
 """Types of content blocks that vLLM accepts (`vllm/entrypoints/anthropic/protocol.py`)."""
-
-API_ERROR = 500
-"""Lowest status of the server's own errors."""
 
 
 class Messages(Endpoint):
@@ -63,7 +57,6 @@ class Messages(Endpoint):
         return body
 
     def check(self, body: Body) -> None:
-        """Reject a request without messages, and a system prompt that is not text."""
         if not isinstance(body.get("messages"), list):
             raise BadRequest("messages must be a list", param="messages")
         system = body.get("system")
@@ -72,7 +65,6 @@ class Messages(Endpoint):
                 raise unknown_part(("system", position), ("text",))
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """Yield the pictures of all messages and of the tool results in them, in order."""
         for index, message in enumerate(body["messages"]):
             if not isinstance(message, dict):
                 raise BadRequest("a message must be an object", param=f"messages[{index}]")
@@ -82,9 +74,9 @@ class Messages(Endpoint):
     def error(self, error: ProxyError) -> bytes:
         """Return an error in Anthropic's shape, also for errors of instances."""
         is_named = error.param is None or error.message.startswith(f"{error.param} ")
-        other = "api_error" if error.status >= API_ERROR else "invalid_request_error"
+        is_own = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
         detail = {
-            "type": TYPES.get(error.status, other),
+            "type": TYPES.get(error.status, "api_error" if is_own else "invalid_request_error"),
             "message": error.message if is_named else f"{error.param}: {error.message}",
         }
         return orjson.dumps({"type": "error", "error": detail})
@@ -146,8 +138,8 @@ def _chat_part(source: Any, path: Path) -> Part:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _write(part: Part) -> Part:
-    return {"type": "image", "source": {"type": "url", "url": part["image_url"]["url"]}}
-
-
-FORM = Form(_write, media="source", named=False)
+FORM = Form(
+    lambda part: {"type": "image", "source": {"type": "url", "url": part["image_url"]["url"]}},
+    media="source",
+    named=False,
+)

@@ -30,42 +30,20 @@ SEVERAL = frozenset({"timestamp_granularities[]"})
 """Fields of a form that may come more than once."""
 
 FIELDS = SEVERAL | {
-    FILE,
-    XARGS,
-    "frequency_penalty",
-    "hotwords",
-    "include_stop_str_in_output",
-    "language",
-    "length_penalty",
-    "max_completion_tokens",
-    "min_p",
-    "model",
-    "n",
-    "presence_penalty",
-    "prompt",
-    "repetition_penalty",
-    "response_format",
-    "seed",
-    "stream",
-    "stream_continuous_usage_stats",
-    "stream_include_usage",
-    "temperature",
-    "to_language",
-    "top_k",
-    "top_p",
-    "use_beam_search",
-    "watermarking",
+    *(FILE, XARGS, "hotwords", "language", "model", "prompt", "response_format", "to_language"),
+    # Streams.
+    *("stream", "stream_continuous_usage_stats", "stream_include_usage"),
+    # Sampling.
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty"),
+    *("min_p", "seed", "temperature", "top_k", "top_p", "n", "use_beam_search", "watermarking"),
+    *("include_stop_str_in_output", "max_completion_tokens"),
 }
 """Fields of a form that vLLM 0.32 and 0.33 know (`vllm/entrypoints/speech_to_text`)."""
 
 IGNORED = frozenset(
     {
-        "chunking_strategy",
-        "conversation_id",
-        "include",
-        "known_speaker_names",
-        "known_speaker_references",
-        "timestamp_granularities",
+        *("chunking_strategy", "conversation_id", "include", "timestamp_granularities"),
+        *("known_speaker_names", "known_speaker_references"),
     }
 )
 """Fields of a form that OpenAI's API or the proxy knows and vLLM ignores. They are dropped."""
@@ -96,7 +74,6 @@ class Embeddings(PassedOn):
     operation: ClassVar[str | None] = "embeddings"
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """Yield the media parts of all conversations, in order."""
         for field in ("messages", "input"):
             if isinstance(body.get(field), list):
                 yield from _conversations(body[field], (field,))
@@ -109,7 +86,6 @@ class Tokenize(PassedOn):
     salted = False
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """Yield the media parts of the conversation, in order."""
         if isinstance(body.get("messages"), list):
             yield from chat_items(body["messages"], ("messages",))
 
@@ -135,10 +111,7 @@ class Transcriptions(PassedOn):
         content_type: str,
         max_text_bytes: int,  # noqa: ARG002 - that of each field
     ) -> tuple[Body, Cuts]:
-        """Read the form.
-
-        Returns:
-            `form`, the form to send, and `model`, if the form names one; no cuts.
+        """Return the `form` to send, and its `model` if it names one; no cuts.
 
         Raises:
             RequestRefused: 415, the body is not a form.
@@ -149,7 +122,6 @@ class Transcriptions(PassedOn):
         return {"form": form} if model is None else {"model": model, "form": form}, NO_CUTS
 
     def content_type(self, body: Body) -> str:
-        """Return the media type of the form, with its boundary."""
         return str(body["form"].content_type)
 
     def encode_body(self, body: Body, cuts: Cuts) -> Pieces:  # noqa: ARG002
@@ -187,26 +159,18 @@ def _kept(parts: Iterable[FormPart]) -> Iterator[FormPart]:
                 param=part.name[:MAX_NAME],
             )
         if part.name in seen and part.name not in SEVERAL:
-            raise BadRequest("the form has this field twice", slug="invalid_form", param=part.name)
+            raise part.invalid("the form has this field twice")
         seen.add(part.name)
         yield _checked(part)
 
 
 def _checked(part: FormPart) -> FormPart:
     if (part.filename is not None) != (part.name == FILE):
-        raise BadRequest(
-            f"the field {FILE} must be a file, and no other field may be one",
-            slug="invalid_form",
-            param=part.name,
-        )
+        raise part.invalid(f"the field {FILE} must be a file, and no other field may be one")
     if part.name == FILE:
         return part
     if len(part.data) > MAX_FIELD_BYTES:
-        raise BadRequest(
-            f"the field is larger than {MAX_FIELD_BYTES} bytes",
-            slug="invalid_form",
-            param=part.name,
-        )
+        raise part.invalid(f"the field is larger than {MAX_FIELD_BYTES} bytes")
     text = part.text()
     return _written_xargs(text) if part.name == XARGS else FormPart(part.name, text.encode())
 
@@ -232,7 +196,6 @@ class Score(PassedOn):
         self.path = path
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """Yield the media parts of both sides, in the order of `SCORED`."""
         for field in SCORED:
             value = body.get(field)
             if isinstance(value, list):
@@ -280,7 +243,6 @@ class CohereEmbed(PassedOn):
     operation = "embeddings"
 
     def items(self, body: Body) -> Iterator[MMItem]:
-        """Yield the images, then those in the content of inputs."""
         for index, image in enumerate(_list(body.get("images"), ("images",))):
             if not isinstance(image, str):
                 raise BadRequest("an image must be a URL", param=f"images[{index}]")
@@ -308,25 +270,22 @@ def _scored(value: Any, path: Path) -> Iterator[MMItem]:
 
 
 def _list(value: Any, path: Path) -> list[Any]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
+    if not isinstance(value, list | None):
         raise BadRequest("must be a list", param=param_path(path))
-    return value
+    return value or []
 
 
 def _cohere_part(part: Any, path: Path) -> Iterator[MMItem]:
-    """Yield the item of a part of an input; nothing for text."""
     check_part(part, path, kinds=())
-    if part["type"] == "text":
-        return
-    image = part.get("image_url")
-    url = image.get("url") if isinstance(image, dict) else None
-    if part["type"] != "image_url":
-        raise unknown_part(path, ("text", "image_url"))
-    if not isinstance(url, str):
-        raise BadRequest('image_url must be an object with a "url"', param=param_path(path))
-    yield MMItem(path, "image_url", _image(url), PART)
+    match part:
+        case {"type": "text"}:
+            pass
+        case {"type": "image_url", "image_url": {"url": str() as url}}:
+            yield MMItem(path, "image_url", _image(url), PART)
+        case {"type": "image_url"}:
+            raise BadRequest('image_url must be an object with a "url"', param=param_path(path))
+        case _:
+            raise unknown_part(path, ("text", "image_url"))
 
 
 def _image(url: str) -> Part:

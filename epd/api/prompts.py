@@ -60,58 +60,22 @@ MAX_NAME = 256
 
 NEUTRAL = frozenset(
     {
-        "allowed_token_ids",
-        "bad_words",
-        "best_of",
-        "cache_salt",
-        "ec_transfer_params",
-        "echo",
-        "frequency_penalty",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "kv_transfer_params",
-        "length_penalty",
-        "logit_bias",
-        "logprob_token_ids",
-        "logprobs",
-        "max_completion_tokens",
-        "max_tokens",
-        "metadata",
-        "min_p",
-        "min_tokens",
-        "model",
-        "n",
-        "parallel_tool_calls",
-        "presence_penalty",
-        "priority",
-        "prompt_cache_key",
-        "prompt_logprobs",
-        "repetition_detection",
-        "repetition_penalty",
-        "request_id",
-        "return_prompt_text",
-        "return_token_ids",
-        "return_token_offsets",
-        "return_tokens_as_token_ids",
-        "safety_identifier",
-        "seed",
-        "service_tier",
-        "session_id",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "stop",
-        "stop_token_ids",
-        "store",
-        "stream",
-        "stream_interval",
-        "stream_options",
-        "temperature",
-        "top_k",
-        "top_logprobs",
-        "top_p",
-        "use_beam_search",
-        "user",
-        "watermarking",
+        # Sampling.
+        *("best_of", "frequency_penalty", "length_penalty", "min_p", "n", "presence_penalty"),
+        *("repetition_detection", "repetition_penalty", "seed", "temperature", "top_k", "top_p"),
+        *("allowed_token_ids", "bad_words", "logit_bias", "use_beam_search", "watermarking"),
+        # Length and end of the answer.
+        *("ignore_eos", "include_stop_str_in_output", "max_completion_tokens", "max_tokens"),
+        *("min_tokens", "stop", "stop_token_ids"),
+        # Content and form of the answer.
+        *("echo", "logprob_token_ids", "logprobs", "prompt_logprobs", "top_logprobs"),
+        *("return_prompt_text", "return_token_ids", "return_token_offsets"),
+        *("return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens"),
+        *("parallel_tool_calls", "stream", "stream_interval", "stream_options"),
+        # Names and handling of the request.
+        *("cache_salt", "ec_transfer_params", "kv_transfer_params", "metadata", "model"),
+        *("priority", "prompt_cache_key", "request_id", "safety_identifier", "service_tier"),
+        *("session_id", "store", "user"),
     }
 )
 """Fields on which a prompt does not depend, or by which a conversation is identified."""
@@ -119,23 +83,15 @@ NEUTRAL = frozenset(
 ALIKE = frozenset(
     {
         *MM_KWARGS,
-        "include_reasoning",
-        "response_format",
-        "structured_outputs",
-        "thinking_token_budget",
-        "tool_choice",
-        "vllm_xargs",
+        *("include_reasoning", "response_format", "structured_outputs"),
+        *("thinking_token_budget", "tool_choice", "vllm_xargs"),
     }
 )
 """Fields on which the KV cache may depend in addition to the tokens. Two turns need equal ones."""
 
 
 def conversation_id(body: Body) -> str | None:
-    """Return a request's name for its conversation; None for none.
-
-    Raises:
-        BadRequest: the name is not a string, or has a wrong length.
-    """
+    """Return a request's name for its conversation, if any. Raise `BadRequest` if it is invalid."""
     match body.get(CONVERSATION):
         case None:
             return None
@@ -164,9 +120,7 @@ class Prompt(NamedTuple):
 def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
     """Return the prompt of a request; None if its tokens cannot be determined.
 
-    Args:
-        body: the request.
-        fields: fields that `/tokenize` tokenizes, for the request's endpoint.
+    `/tokenize` tokenizes the `fields` as the request's endpoint does.
     """
     question = {name: body[name] for name in ("model", *fields) if name in body}
     if not _determines_kv(question.get("messages")):
@@ -191,9 +145,7 @@ def _determines_kv(messages: Any) -> bool:
     """
     if not isinstance(messages, list):
         return messages is None
-    contents = (
-        message.get("content") if isinstance(message, dict) else None for message in messages
-    )
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return all(isinstance(part, str) or _kind(part) in COMPARED for part in parts)
 

@@ -11,7 +11,7 @@ origin's 4xx to 422). A failure inside the engine has one of a few fixed message
 import re
 from dataclasses import dataclass
 
-from epd.json_or_none import json_or_none
+from epd.errors import openai_error
 
 MAX_EVENT_BYTES = 16 * 1024**2
 """Maximum size of an event."""
@@ -117,30 +117,27 @@ class EventAligner:
         self.done = self.done or (
             grammar.done_word in events and grammar.done.search(events) is not None
         )
-        failed = grammar.failed_word in events and grammar.failed.search(events) is not None
-        self.failed = self.failed or failed
-        self.ended = self.ended or self.done or failed
+        self.failed = self.failed or (
+            grammar.failed_word in events and grammar.failed.search(events) is not None
+        )
+        self.ended = self.done or self.failed
         return events
 
     def _whole_events(self, chunk: bytes) -> bytes:
         # A blank line may begin in the bytes searched before, at most three bytes from their end.
         start = max(0, len(self._held) - 3)
         self._held += chunk
-        end = _end_of_last_event(self._held, start)
+        end = 0
+        if self._held.endswith(b"\n\n"):  # as vLLM ends each event
+            end = len(self._held)
+        else:
+            for match in _BLANK_LINE.finditer(self._held, start):
+                end = match.end()
         if len(self._held) - end > MAX_EVENT_BYTES:
             raise ValueError("event too large")
         events = bytes(self._held[:end])
         del self._held[:end]
         return events
-
-
-def _end_of_last_event(data: bytearray, start: int) -> int:
-    if data.endswith(b"\n\n"):  # as vLLM ends each event
-        return len(data)
-    end = 0
-    for match in _BLANK_LINE.finditer(data, start):
-        end = match.end()
-    return end
 
 
 ENGINE_DIED = b"EngineCore encountered an issue"
@@ -163,8 +160,7 @@ def may_be_fetch(reply: bytes) -> bool:
     This applies to every error in vLLM's shape that is not the engine's own: the messages of HTTP
     clients are too many to list, and change.
     """
-    match json_or_none(reply):
-        case {"error": {"message": str() as message}}:
-            return FAILED_INSIDE not in message.lower() and not engine_died(reply)
-        case _:
-            return False
+    error = openai_error(reply)
+    if error is None or engine_died(reply):
+        return False
+    return FAILED_INSIDE not in error["message"].lower()

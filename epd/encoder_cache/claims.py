@@ -35,7 +35,6 @@ class _Held:
 
     Attributes:
         since_s: time of the last claim or renewal, on the event loop's clock.
-        holders: number of holders.
         until_s: time until which it is kept without a holder.
     """
 
@@ -69,12 +68,7 @@ class Claims:
     ) -> "LookupContext":
         """Return a lookup of some items that claims the missing ones.
 
-        Args:
-            model: model of the items.
-            identifiers: keys of the items.
-            patient: whether the request cannot be served without an answer. Such a lookup claims
-                nothing.
-            namespace: namespace of the consumer; None for the model's.
+        A `patient` lookup is for a request that cannot do without an answer. It claims nothing.
         """
         keys = self.cache.keys(model, identifiers, namespace)
         # Keys that this process has claimed or is looking up are resolved by `queue_claim`.
@@ -88,12 +82,7 @@ class Claims:
     ) -> "ClaimWait":
         """Return a place in the queue of the requests that need an item encoded.
 
-        Args:
-            model: model of the item.
-            identifier: key of the item.
-            wait_s: maximum wait. After it, or without the store, the item is encoded even if
-                another proxy encodes it too.
-            namespace: namespace of the consumer; None for the model's.
+        After `wait_s`, or without the store, the item is encoded even if another proxy encodes it.
         """
         return ClaimWait(self, self.cache.keys(model, [identifier], namespace), wait_s)
 

@@ -67,8 +67,7 @@ Operation = Literal[
 ]
 """Operations of the store."""
 Result = Literal["ok", "timeout", "error", "skipped"]
-"""Results of an operation. `skipped`: the store could not be opened, or is bypassed after
-failures."""
+"""Results of an operation. `skipped`: the store is not open, or is bypassed after failures."""
 
 OpenStore = Callable[[], Awaitable[AsyncStore]]
 
@@ -130,14 +129,10 @@ class EncoderCache:
     async def find_entries(
         self, keys: Sequence[EntryKey], *, patient: bool = False
     ) -> Mapping[EntryKey, EntryInfo] | None:
-        """Return the stored entries in one round trip. They are leased soon after.
+        """Return the stored entries by key, from one round trip. They are leased soon after.
 
-        Args:
-            keys: keys of the entries.
-            patient: whether the request cannot be served without an answer.
-
-        Returns:
-            The entries by key; None if the store did not answer. The request should then bypass it.
+        None means that the store did not answer: the request should then bypass it. A `patient`
+        request cannot be served without an answer.
         """
         look = Lookup(keys)
         return look.found or {} if await self.run_lookup(look, patient=patient) else None
@@ -173,11 +168,9 @@ class EncoderCache:
         return self._judged(look, failure, late=not visiting.done())
 
     def _is_fast(self, store: AsyncStore, keys: int) -> bool:
-        """Return whether a call for this many keys runs on the event loop."""
         return store.in_memory and self._at_once.allows_inline(keys, time.monotonic())
 
     def _look_up_on_loop(self, look: Lookup, store: AsyncStore) -> bool:
-        """Run a lookup on the event loop. Return whether the store answered."""
         failure = None
         try:
             store.at_once(look.run_at_once)
@@ -264,10 +257,7 @@ class EncoderCache:
     ) -> list[EntryKey]:
         """Return the keys of entries; an empty list if their namespace is unknown.
 
-        Args:
-            model: model of the entries.
-            identifiers: identifiers of the entries.
-            namespace: namespace of the reading instance; None for the model's.
+        The namespace is that of the reading instance, or else the model's.
         """
         namespace = namespace or self.namespace(model)
         if namespace is None:
@@ -297,7 +287,6 @@ class EncoderCache:
     async def _ask(
         self, operation: Operation, call: Callable[[AsyncStore], Awaitable[T]], breaker: Breaker
     ) -> T | None:
-        """Return the store's answer; None if it did not answer."""
         if self._store is None or breaker.open:
             self.operations[operation, "skipped"] += 1
             return None

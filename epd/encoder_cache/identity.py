@@ -8,8 +8,6 @@ of such a digest.
 """
 
 import hmac
-from collections.abc import Mapping
-from typing import Any
 
 from blake3 import blake3
 
@@ -29,8 +27,7 @@ def content_key(scope: Scope, modality: str, media: Inline) -> str:
     once the engine's strict decoder has accepted it. vLLM selects a video's decoder by the media
     type.
     """
-    content = blake3(media.base64).digest()
-    parts = (modality.encode(), media.media_type.encode(), content)
+    parts = (modality.encode(), media.media_type.encode(), blake3(media.base64).digest())
     return _digest(scope, b"blake3", *parts)
 
 
@@ -45,12 +42,8 @@ def name_key(scope: Scope, modality: str, uuid: str) -> str:
 def conversation_key(scope: Scope, body: Body, name: str) -> str:
     """Return the key of a client's conversation id: 64 hexadecimal digits.
 
-    It includes the model and the salt, because blocks of another model or salt are unusable.
-
-    Args:
-        scope: scope with the tenant, even if tenants share entries.
-        body: the request, with its salt.
-        name: the client's conversation id.
+    It includes the model and the salt, because blocks of another model or salt are unusable. The
+    scope includes the tenant even if tenants share entries.
     """
     others = dump_json([body.get("model"), body.get("cache_salt")])
     return _digest(scope, b"conversation", others, name.encode("utf-8", "surrogatepass"))
@@ -66,17 +59,11 @@ def with_salt(body: Body, scope: Scope) -> Body:
     """
     if scope.tenant is None:
         return body
-    return {**body, "cache_salt": _digest(scope, b"salt", *_own_salt(body))}
-
-
-def _own_salt(body: Mapping[str, Any]) -> tuple[bytes, ...]:
-    match body.get("cache_salt"):
-        case None:
-            return ()
-        case str() as salt if salt:
-            return (salt.encode(),)
-        case _:
-            raise BadRequest("cache_salt must be a non-empty string", param="cache_salt")
+    salt = body.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise BadRequest("cache_salt must be a non-empty string", param="cache_salt")
+    own = () if salt is None else (salt.encode(),)
+    return {**body, "cache_salt": _digest(scope, b"salt", *own)}
 
 
 def _digest(scope: Scope, purpose: bytes, *parts: bytes) -> str:

@@ -58,11 +58,12 @@ class ClientNames:
         self, model: str | None, name: str, modality: str, stands_for: Name
     ) -> None:
         """Store the meaning of a name. It expires as unused entries do."""
-        key = self._key(model, name)
-        if key is None:
+        keys = self._keys(model, [name])
+        if not keys:
             return
+        [key] = keys
         metadata = stands_for._asdict()
-        infos = await self._cache.read("get_name", lambda store: store.lookup([key]))
+        infos = await self._cache.read("get_name", lambda store: store.lookup(keys))
         before = infos[0].metadata if infos and infos[0] is not None else None
         if before == metadata:
             self._stale.pop(key, None)
@@ -77,15 +78,11 @@ class ClientNames:
             if written:
                 self._stale.pop(key, None)
             else:
-                self._mark_stale(key, before)
+                self._stale[key] = before
 
     async def recall_names(self, model: str | None, names: Sequence[str]) -> Mapping[str, Name]:
-        """Return the meanings of the known names.
-
-        Raises:
-            StoreUnavailable: the store did not answer.
-        """
-        keys = [key for name in names if (key := self._key(model, name)) is not None]
+        """Return the meanings of the known names. Raise `StoreUnavailable` without an answer."""
+        keys = self._keys(model, names)
         infos: Sequence[EntryInfo | None] | None = []
         if keys:
             infos = await self._cache.read("get_name", lambda store: store.lookup(keys))
@@ -117,37 +114,29 @@ class ClientNames:
         Raises:
             StoreUnavailable: the store did not answer. This proxy ignores the names nevertheless.
         """
-        keys = [key for name in names if (key := self._key(model, name)) is not None]
-        namespace = self._cache.namespace(model)
-        entries = (
-            [EntryKey(namespace, identifier) for identifier in identifiers] if namespace else []
-        )
+        keys = self._keys(model, names)
+        removed = keys + self._cache.keys(model, identifiers)
         deleted: int | None = None
         try:
-            deleted = await self._cache.write(
-                "delete", lambda store: store.delete([*keys, *entries])
-            )
+            deleted = await self._cache.write("delete", lambda store: store.delete(removed))
         finally:
             for key in keys:
                 if deleted is None:
-                    self._mark_stale(key, None)
+                    self._stale[key] = None
                 else:
                     self._stale.pop(key, None)
         if deleted is None:
             raise StoreUnavailable("the encoder store did not answer")
 
-    def _key(self, model: str | None, name: str) -> EntryKey | None:
+    def _keys(self, model: str | None, names: Sequence[str]) -> list[EntryKey]:
+        """Return the keys of names; an empty list if their namespace is unknown."""
         namespace = self._cache.namespace(model)
-        return None if namespace is None else EntryKey(f"{namespace}#names", name)
-
-    def _mark_stale(self, key: EntryKey, metadata: Mapping[str, Any] | None) -> None:
-        self._stale[key] = metadata
+        return [] if namespace is None else [EntryKey(f"{namespace}#names", name) for name in names]
 
 
 IN_THREAD = 4 * 1024**2
 """Base64 characters in a request above which its media are hashed on a thread. Hashing this many
 takes less than a millisecond; on a busy machine a thread takes longer to start."""
-
 
 FILE_THREADS = 4
 """Number of threads that resolve `file://` paths."""
@@ -175,20 +164,13 @@ class Keys:
     ) -> tuple[MMItem, ...]:
         """Return the items with their keys, and with the sizes of pictures in the request.
 
-        Args:
-            body: the request.
-            items: the items of the request.
-            tenant: tenant of the request.
-            config: limits of media, and isolation of tenants.
-            cuts: media cut out of the body.
-
         Raises:
             MediaFetchFailed: the file system did not answer.
             BadRequest: an item has no media, or media that are not allowed.
             UnknownMedia: a client's name is unknown.
             RequestRefused: 503, the store with the names did not answer.
         """
-        named: list[MMItem] = []
+        named: dict[MMItem, str] = {}
         inline: dict[MMItem, Inline] = {}
         paths: dict[str, str] = {}
         for item in items:
@@ -196,7 +178,7 @@ class Keys:
             if isinstance(media, Inline):
                 inline[item] = media
             elif isinstance(media, Known):
-                named.append(item)
+                named[item] = media.uuid
             elif media.path is not None:
                 paths[item.media_param] = media.path
         if paths:
@@ -211,12 +193,7 @@ class Keys:
         return tuple([keyed.get(item, item) for item in items])
 
     async def _check_files(self, paths: Mapping[str, str], config: ConfigFields) -> None:
-        """Reject files outside the allowed folder. The check has a timeout: a file system may hang.
-
-        Args:
-            paths: paths of the files, by their place in the request.
-            config: configuration of the request.
-        """
+        """Reject files outside the allowed folder, within a time limit: a file system may hang."""
         folder = config.allowed_local_media_path
         if folder is None:
             raise BadRequest(
@@ -281,16 +258,10 @@ class Keys:
             raise no_store("the encoder store did not answer; retry later") from error
 
     async def _named_items(
-        self, body: Body, items: Sequence[MMItem], tenant: Tenant, config: ConfigFields
+        self, body: Body, uuids: Mapping[MMItem, str], tenant: Tenant, config: ConfigFields
     ) -> Mapping[MMItem, str]:
         scope = config.name_scope_of(tenant)
-        names = {
-            item: name_key(scope, item.modality, item.uuid)
-            for item in items
-            if item.uuid is not None
-        }
-        if not names:
-            return {}
+        names = {item: name_key(scope, item.modality, uuid) for item, uuid in uuids.items()}
         found: Mapping[str, Name] = {}
         if self._names is not None:
             try:
@@ -309,13 +280,9 @@ def _content_keys(
     scope: Scope, inline: Mapping[MMItem, Inline], config: ConfigFields
 ) -> dict[MMItem, MMItem]:
     """Return the items with keys of their media, after checking that an engine can process them."""
+    min_side, max_pixels = config.min_image_side, config.max_image_pixels
     pixels = {
-        item: check_image(
-            media,
-            min_side=config.min_image_side,
-            max_pixels=config.max_image_pixels,
-            param=item.param_path,
-        )
+        item: check_image(media, min_side=min_side, max_pixels=max_pixels, param=item.param_path)
         for item, media in inline.items()
         if item.modality == "image"
     }

@@ -52,7 +52,6 @@ class AtOnce:
         return self._trusted and keys <= MOST_KEYS and now_s >= self._threads_until_s
 
     def took_on_loop(self, seconds: float, now_s: float) -> None:
-        """Record the duration of a call on the event loop."""
         self._slow_share += WEIGHT * ((seconds > SLOW_S) - self._slow_share)
         if self._slow_share > MOST_SLOW or seconds >= STALLED_S:
             self._stop_fast_path(now_s)
@@ -77,7 +76,6 @@ class Lookup:
     """A lookup of entries, and claims of the missing ones.
 
     Attributes:
-        keys: keys to look up.
         found: stored entries; None until the store has answered.
         took_s: duration of the lookup; on the event loop including the claims.
         claimed: missing keys that were claimed.
@@ -164,9 +162,8 @@ class Lookup:
         return [answer is True for answer in answers]
 
     def abandon_visit(self) -> None:
-        """Abandon the visit: release at once all claims that it takes from now on."""
+        """Release at once all claims that the visit takes from now on."""
         self._left = True
 
     def claim_nothing(self) -> None:
-        """Disable the claims of this lookup."""
         self.kept_from_claiming, self._owner = self._owner is not None, None

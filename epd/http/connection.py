@@ -15,11 +15,9 @@ from multidict import CIMultiDict
 from epd.http.http1 import AnswerReader, Malformed
 
 PIECE_BYTES = 256 * 1024
-"""Size of the batches of a large request. Larger ones would block the event loop in TLS or in a
-copy."""
+"""Size of the batches of a large request. Larger ones block the event loop in TLS or in a copy."""
 JOINED_BYTES = 16 * 1024
-"""Size up to which head and body are joined. For a larger body, the copy costs more than passing
-one more piece to the kernel."""
+"""Size up to which head and body are joined. A larger copy costs more than one piece more."""
 STALE_S = 1.0
 """Time after sending in which the end of a reused connection is attributed to its idle time."""
 DEAD_HOST_S = 120
@@ -47,10 +45,8 @@ class Died(Broken):
 
 
 def _enable_keepalive(shown: socket.socket) -> None:
-    """Let the kernel close a connection to a host that no longer acknowledges.
-
-    The socket object of uvloop duplicates the descriptor for each option; this one does not.
-    """
+    """Let the kernel close a connection to a host that no longer acknowledges."""
+    # The socket object of uvloop duplicates the descriptor for each option; this one does not.
     opened = socket.socket(shown.family, shown.type, shown.proto, fileno=shown.fileno())
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -77,6 +73,9 @@ def _batches(parts: Iterable[bytes | memoryview]) -> Iterator[Sequence[memoryvie
 
 class Connection(asyncio.Protocol):
     """A connection, and the exchange in progress on it.
+
+    Each wait raises `Broken` if the connection ends before, or the answer is invalid. It raises
+    `TimeoutError` if nothing is received in time: until `until_s`, on the event loop's clock.
 
     Attributes:
         reused: whether the current request is not its first.
@@ -113,7 +112,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether the whole answer has been received."""
         return self._answer.complete
 
     @property
@@ -139,7 +137,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether another request can be sent."""
         return (
             self.kept
             and self._reading  # else the next answer would not be read
@@ -151,12 +148,7 @@ class Connection(asyncio.Protocol):
     async def send_request(
         self, head: bytes, body: Sequence[bytes | memoryview], until_s: float
     ) -> None:
-        """Send a request, and wait for the head of its answer.
-
-        Raises:
-            Broken: the connection ended, or the answer is invalid.
-            TimeoutError: no head was received until `until_s`, on the event loop's clock.
-        """
+        """Send a request, and wait for the head of its answer."""
         self.reused, self._asked = self._asked, True
         self._sent_s = None
         self._answer.start_answer()
@@ -185,34 +177,21 @@ class Connection(asyncio.Protocol):
         self._transport.writelines(batch)
 
     def _check_open(self) -> None:
-        """Check before each write that the connection has not ended.
+        """Raise `Broken` before a write if the connection has ended.
 
         uvloop resumes writing on a transport that was aborted just before, and its `write` then
         raises RuntimeError.
-
-        Raises:
-            Broken: the connection has ended.
         """
         if self._failure is not None:
             raise Broken from self._failure
 
     async def wait_body(self, until_s: float) -> None:
-        """Wait for the first byte of the body, or for its end, without taking it.
-
-        Raises:
-            Broken: the connection ended before.
-            TimeoutError: nothing was received until `until_s`, on the event loop's clock.
-        """
+        """Wait for the first byte of the body, or for its end, without taking it."""
         while not (self._answer.held or self._answer.complete):
             await self._wait(until_s)
 
     async def chunk(self, until_s: float) -> bytes:
-        """Return the next received part of the body; empty at its end.
-
-        Raises:
-            Broken: the connection ended before.
-            TimeoutError: nothing was received until `until_s`, on the event loop's clock.
-        """
+        """Return the next received part of the body; empty at its end."""
         while not (data := self.take_body()):
             if self._answer.complete:
                 return b""
@@ -222,19 +201,12 @@ class Connection(asyncio.Protocol):
     async def pour_body(self, sink: Sink, idle_s: float) -> bool:
         """Pass the body to `sink` as it is received, without waking a task, while it accepts more.
 
-        Returns:
-            Whether the body has ended.
-
-        Raises:
-            Broken: the connection ended before.
-            TimeoutError: nothing was received for `idle_s` seconds.
+        Return whether the body has ended. A wait for the next part takes at most `idle_s` seconds.
         """
         self._sink, self._idle_s = sink, idle_s
         try:
-            more = self._pour_received()
-            while more:
+            while self._pour_received():
                 await self._wait(self._loop.time() + idle_s)
-                more = self._pour_received()
         finally:
             self._sink = None
         return self.has_ended
@@ -265,7 +237,6 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     async def _wait(self, until_s: float) -> None:
-        """Wait for the next event of the connection."""
         if self._failure is not None:
             died = self._sent_s is not None and not isinstance(self._failure, Malformed)
             raise (Died() if died else Broken()) from self._failure
@@ -300,12 +271,10 @@ class Connection(asyncio.Protocol):
     # Callbacks of the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport, and set the socket options."""
         self._transport = cast("asyncio.Transport", transport)
         _enable_keepalive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data, and pass it to the sink or wake the waiter."""
         if not self._asked or self._answer.complete:  # no request is waiting for it
             self.abort()
             return
@@ -331,10 +300,8 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def pause_writing(self) -> None:
-        """Stop writing until the server reads more."""
         self._writable = False
 
     def resume_writing(self) -> None:
-        """Continue writing, and wake the writer."""
         self._writable = True
         self._wake()

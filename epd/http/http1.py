@@ -14,8 +14,7 @@ CONTINUE, OK = 100, 200
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum size of an answer's head."""
 TEXT_ERRORS = "surrogateescape"
-"""Error handler for headers: bytes that are not UTF-8 become surrogates and are passed on
-unchanged."""
+"""Error handler for headers: bytes that are not UTF-8 become surrogates and are passed on."""
 
 
 class Malformed(ValueError):
@@ -69,11 +68,7 @@ def http_url(url: str) -> URL:
 
 @lru_cache(maxsize=1024)
 def target_of(url: str) -> Target:
-    """Return the parts of a URL.
-
-    Raises:
-        ValueError: the text is not an HTTP URL.
-    """
+    """Return the parts of a URL. Raise `ValueError` if it is not an HTTP URL."""
     parts = http_url(url)
     host = parts.raw_host or ""
     origin = _origin(host, parts.port or 0, tls=parts.scheme == "https")
@@ -99,11 +94,8 @@ def request_head(
 ) -> bytes:
     """Return the head of a POST with a body of this length, or of a GET without a body.
 
-    Args:
-        target: destination of the request.
-        headers: headers by name.
-        length: length of the body in bytes; None for a GET.
-        more: lines of further headers, which are not checked.
+    The length is in bytes, or None for a GET. `more` has lines of further headers, which are not
+    checked.
 
     Raises:
         ValueError: a header contains a line break or a null byte.
@@ -142,11 +134,7 @@ class AnswerReader:
         self._head_bytes = 0
 
     def feed(self, data: bytes) -> None:
-        """Parse the next received data.
-
-        Raises:
-            Malformed: the data is not a valid answer.
-        """
+        """Parse the next received data. Raise `Malformed` if it is not a valid answer."""
         self.begun = True
         try:
             self._parser.feed_data(data)
@@ -177,13 +165,11 @@ class AnswerReader:
     # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
-        """Reject a second answer to one request."""
         if self.complete:
             raise Malformed("an answer without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; ignore a trailer."""
-        if not self.status:
+        if not self.status:  # else it is a trailer
             self._fields.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -206,7 +192,6 @@ class AnswerReader:
         self.held += len(data)
 
     def on_message_complete(self) -> None:
-        """Mark the answer as complete, unless it is an interim one."""
-        if self.status:
+        if self.status:  # and the answer is not an interim one
             self.complete = True
             self.reusable = self._parser.should_keep_alive()

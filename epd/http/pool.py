@@ -41,7 +41,6 @@ class Addresses:
         self._look_ups: dict[Host, _LookUp] = {}
 
     def __len__(self) -> int:
-        """Return the number of hosts with a cached answer."""
         return len(self._kept)
 
     async def close(self) -> None:
@@ -98,19 +97,13 @@ class Pool:
     """Idle connections by origin. Belongs to one event loop.
 
     Attributes:
-        connect_timeout_s: timeout of a connect; may be changed at any time.
+        connect_timeout_s: timeout of a connect, including lookup and TLS handshake; may be changed
+            at any time.
     """
 
     def __init__(
         self, tls: ssl.SSLContext, *, connect_timeout_s: float, keep_alive_s: float
     ) -> None:
-        """Create an empty pool.
-
-        Args:
-            tls: context that verifies servers.
-            connect_timeout_s: timeout of a connect, including lookup and TLS handshake.
-            keep_alive_s: time for which idle connections are kept.
-        """
         self._tls = tls
         self.connect_timeout_s = connect_timeout_s
         self._keep_alive_s = keep_alive_s
@@ -154,8 +147,9 @@ class Pool:
             raise Unreachable from error
 
     async def _connect(self, origin: Origin) -> Connection:
-        tls = self._tls if origin.tls else None
-        name = self._name(origin) if origin.tls else None
+        tls = name = None
+        if origin.tls:
+            tls, name = self._tls, self._server_names.get(origin, origin.host).rstrip(".")
         if not origin.named:
             _, connection = await self._loop.create_connection(
                 Connection, origin.host, origin.port, ssl=tls, server_hostname=name
@@ -171,10 +165,6 @@ class Pool:
             raise
         return connection
 
-    def _name(self, origin: Origin) -> str:
-        """Return the name that a certificate must have."""
-        return self._server_names.get(origin, origin.host).rstrip(".")
-
     def give_back(self, origin: Origin, connection: Connection) -> None:
         """Keep a connection for the next request if it can be reused; else close it."""
         if self._closed or not connection.is_usable:
@@ -186,7 +176,6 @@ class Pool:
             self._sweeper = self._loop.call_later(self._keep_alive_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Close connections that have been idle for too long."""
         since_s = self._loop.time() - self._keep_alive_s
         for origin, idle in list(self._idle.items()):
             while idle and not (idle[0].is_usable and idle[0].idle_since_s > since_s):

@@ -23,11 +23,7 @@ def upstream_context(ca_file: Path | None) -> ssl.SSLContext:
 
 
 def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
-    """Add a certificate with its key to a context.
-
-    Raises:
-        TlsInvalid: the certificate cannot be used with this key.
-    """
+    """Add a certificate with its key to a context. Raise `TlsInvalid` if they cannot be used."""
     _readable("--ssl-certfile", certificate)
     _readable("--ssl-keyfile", key)
     try:

@@ -41,12 +41,7 @@ class CacheKey(NamedTuple):
 
 
 class Media(NamedTuple):
-    """Media as a `data:` URL in two parts.
-
-    Attributes:
-        head: text up to the comma.
-        base64: the rest, which must not be modified.
-    """
+    """Media as a `data:` URL: the text up to the comma, and the rest, which must not change."""
 
     head: str
     base64: bytearray
@@ -62,7 +57,6 @@ class CachedMedia:
     """Fetched media with their validators.
 
     Attributes:
-        media: the media.
         url: final URL after redirects, to which revalidation requests go.
         headers: headers of `HEADERS` in its answer.
         fresh_until: time until which they may be used without revalidation, on the caller's clock.
@@ -75,7 +69,6 @@ class CachedMedia:
 
     @property
     def cost_bytes(self) -> int:
-        """Memory of the entry, in bytes."""
         return self.media.size + ENTRY_OVERHEAD_BYTES
 
 
@@ -108,7 +101,6 @@ class MediaCache:
             self.drop(next(iter(self._entries)))
 
     def drop(self, key: CacheKey) -> None:
-        """Remove an entry, if present."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.size_bytes -= entry.cost_bytes
@@ -131,22 +123,17 @@ def fresh_s(headers: Headers) -> float:
     directives = _directives(headers)
     if "no-cache" in directives or "no-store" in directives:
         return 0
-    for name in ("s-maxage", "max-age"):
-        if name in directives:
-            lifetime: float = _seconds(directives[name])
-            break
+    given = directives.get("s-maxage", directives.get("max-age"))
+    if given is not None:
+        lifetime: float = _seconds(given)
     else:
         expires, date = (_date(headers.get(name)) for name in ("Expires", "Date"))
         lifetime = (expires - date).total_seconds() if expires and date else 0
-    age = _seconds(headers["Age"]) if "Age" in headers else 0
-    return max(0, lifetime - age)
+    return max(0, lifetime - _seconds(headers.get("Age", "")))
 
 
 def revalidation_headers(headers: Headers) -> dict[str, str]:
-    """Return the request headers that revalidate an answer with these headers.
-
-    They are empty if the answer has no usable validator.
-    """
+    """Return the request headers that revalidate an answer; none without a usable validator."""
     etag = headers.get("ETag", "")
     if ETAG.fullmatch(etag):
         return {"If-None-Match": etag}
@@ -169,9 +156,7 @@ def _directives(headers: Headers) -> dict[str, str]:
     for directive in parse_http_list(headers.get("Cache-Control", "")):
         name, _, value = directive.partition("=")
         name, value = name.strip().lower(), value.strip().strip('"')
-        directives[name] = (
-            value if name not in directives else min(value, directives[name], key=_seconds)
-        )
+        directives[name] = min(value, directives.get(name, value), key=_seconds)
     return directives
 
 
@@ -179,10 +164,8 @@ def _seconds(text: str) -> int:
     """Return a number of seconds; 0, which means stale, for invalid text."""
     if not (text.isascii() and text.isdigit()):
         return 0
-    digits = text.lstrip("0")
-    return (
-        MAX_SECONDS if len(digits) > len(str(MAX_SECONDS)) else min(int(digits or 0), MAX_SECONDS)
-    )
+    digits = text.lstrip("0")[: 1 + len(str(MAX_SECONDS))]  # further ones make it no smaller
+    return min(int(digits or 0), MAX_SECONDS)
 
 
 def _date(text: str | None) -> datetime | None:

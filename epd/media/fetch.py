@@ -6,7 +6,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Self
@@ -32,7 +32,7 @@ from epd.media.cache import (
     revalidated_headers,
     revalidation_headers,
 )
-from epd.media.parts import Remote, source
+from epd.media.parts import GROUP, GROUP_BYTES, Remote, source
 from epd.media.policy import NO_ADDRESS, HeldBytes, allows_address, check_url, refused_url
 from epd.version import __version__
 
@@ -43,18 +43,11 @@ CONNECTIONS = 32
 CONNECTIONS_PER_HOST = 16
 """Maximum per host, so that one slow host cannot use all connections."""
 
-BASE64_BYTES = 3
-"""Number of bytes in a group of base64. Texts of whole groups can be concatenated."""
-
-BASE64_CHARACTERS = 4
-"""Number of characters of such a group."""
-
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 TRANSIENT = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
 MEDIA_TYPE = re.compile(r"(image|audio|video)/[a-z0-9][a-z0-9.+-]{0,62}")
 UNKNOWN_TYPE = "application/octet-stream"
-"""Media type that replaces an invalid one. Engines detect the type of pictures and sounds by
-content."""
+"""Replacement of an invalid media type. Engines detect pictures and sounds by their content."""
 
 
 class NotAtOrigin(MediaFetchFailed):
@@ -106,14 +99,8 @@ class MediaFetcher:
         """Return the body with `data:` URLs in place of `http` and `https` ones, and its cuts.
 
         All items are fetched concurrently. Their total size is limited like that of a body with
-        media. With `--media-fetch engine` the body is returned unchanged.
-
-        Args:
-            body: the request.
-            items: media items of the request.
-            config: configuration of the request.
-            cuts: media cut out of the body; the fetched media are added to them.
-            held: memory counter of the request. Its scope separates the cache entries of tenants.
+        media. With `--media-fetch engine` the body is returned unchanged. The scope of `held`
+        separates the cache entries of tenants.
 
         Raises:
             ProxyError: an item failed; the other fetches are cancelled.
@@ -123,7 +110,12 @@ class MediaFetcher:
         total = _Total(config.worker_max_body_bytes, held)
 
         async def fetch_item(item: MMItem) -> Media:
-            return await self._of_item(item, remote[item], total)
+            try:
+                medium = await self.fetch(remote[item], item.modality, held)
+                total.add(medium.size)
+            except ProxyError as error:
+                raise error.at_param(item.media_param) from error.__cause__
+            return medium
 
         media = await gather_first(fetch_item, remote, len(remote))
         cuts, marks = join_cuts(cuts, [memoryview(medium.base64) for medium in media])
@@ -132,14 +124,6 @@ class MediaFetcher:
             for item, medium, mark in zip(remote, media, marks, strict=True)
         }
         return with_parts(body, parts), cuts
-
-    async def _of_item(self, item: MMItem, url: str, total: "_Total") -> Media:
-        try:
-            media = await self.fetch(url, item.modality, total.held)
-            total.add(media.size)
-        except ProxyError as error:
-            raise error.at_param(item.media_param) from error.__cause__
-        return media
 
     async def fetch(self, url: str, modality: str, held: HeldBytes) -> Media:
         """Return the media. Until they are complete, their memory is counted apart from `held`.
@@ -185,29 +169,24 @@ class MediaFetcher:
         fresh = float("inf")
         for _ in range(MAX_REDIRECTS + 1):
             ours = known if known is not None and known.url == str(url) else None
-            headers = {"Accept": f"{key.modality}/*"} | (
-                revalidation_headers(ours.headers) if ours else {}
-            )
+            headers = revalidation_headers(ours.headers) if ours else {}
+            headers["Accept"] = f"{key.modality}/*"
             async with self._session.get(url, headers=headers, allow_redirects=False) as response:
                 cache_headers = _cache_headers(response)
                 location = response.headers.get("Location")
                 if response.status in REDIRECTS and location:
                     # The result is at most as fresh as the redirects to it.
-                    fresh = min(
-                        fresh, fresh_s(cache_headers) if may_keep(cache_headers, key.scope) else 0
-                    )
+                    kept = may_keep(cache_headers, key.scope)
+                    fresh = min(fresh, fresh_s(cache_headers) if kept else 0)
                     url = check_url(self._live.current, location, base=url)
                     continue
                 if response.status == HTTPStatus.NOT_MODIFIED and ours is not None:
-                    media, cache_headers = (
-                        ours.media,
-                        revalidated_headers(ours.headers, cache_headers),
-                    )
+                    media = ours.media
+                    cache_headers = revalidated_headers(ours.headers, cache_headers)
                 else:
                     media = await self._read(response, key.modality, held)
-            return CachedMedia(
-                media, str(url), cache_headers, asked + min(fresh, fresh_s(cache_headers))
-            )
+            fresh_until = asked + min(fresh, fresh_s(cache_headers))
+            return CachedMedia(media, str(url), cache_headers, fresh_until)
         raise NotAtOrigin(f"the origin redirects more than {MAX_REDIRECTS} times")
 
     async def _read(
@@ -216,7 +195,7 @@ class MediaFetcher:
         """Return the body of a 200. Its memory is counted as announced, or else as received."""
         _check_head(response)
         config = self._live.current
-        whole = config.worker_max_body_bytes // BASE64_CHARACTERS * BASE64_BYTES
+        whole = config.worker_max_body_bytes // GROUP * GROUP_BYTES
         limit = min(config.max_media_bytes, whole)
         if (response.content_length or 0) > limit:
             raise _too_large(limit)
@@ -229,7 +208,7 @@ class MediaFetcher:
             if size > limit:
                 raise _too_large(limit)
             rest += chunk
-            whole = len(rest) // BASE64_BYTES * BASE64_BYTES
+            whole = len(rest) // GROUP_BYTES * GROUP_BYTES  # whole groups can be concatenated
             if (now := _base64_size(size)) > counted:
                 held.add(now - counted)
                 counted = now
@@ -253,11 +232,7 @@ class CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Return the allowed addresses of the name.
-
-        Raises:
-            OSError: it has none.
-        """
+        """Return the allowed addresses of the name. Raise `OSError` if there are none."""
         found = await self._resolver.resolve(host, port, family)
         config = self._live.current
         allowed = [address for address in found if allows_address(config, address["host"])]
@@ -275,7 +250,7 @@ class _Total:
 
     limit: int
     held: HeldBytes
-    size: int = field(default=0)
+    size: int = 0
 
     def add(self, size: int) -> None:
         self.size += size
@@ -288,17 +263,16 @@ class _Total:
 
 
 def _remote(items: Sequence[MMItem]) -> dict[MMItem, str]:
-    """Return the items to fetch. `file:` URLs are left to the engines."""
-    sources = {item: source(item) for item in items}
+    """Return the URLs of the items to fetch. `file:` URLs are left to the engines."""
     return {
         item: media.url
-        for item, media in sources.items()
-        if isinstance(media, Remote) and media.path is None
+        for item in items
+        if isinstance(media := source(item), Remote) and media.path is None
     }
 
 
 def _base64_size(size: int) -> int:
-    return -(-size // BASE64_BYTES) * BASE64_CHARACTERS
+    return -(-size // GROUP_BYTES) * GROUP
 
 
 def _now() -> float:

@@ -34,11 +34,7 @@ class Inline(NamedTuple):
     base64: bytes | memoryview
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return some of the bytes; fewer at their end.
-
-        Raises:
-            ValueError: the text is not base64.
-        """
+        """Return some of the bytes; fewer at their end. Raise `ValueError` if it is not base64."""
         first, end = offset // GROUP_BYTES, -(-(offset + size) // GROUP_BYTES)
         groups = self.base64[first * GROUP : end * GROUP]
         return binascii.a2b_base64(groups, strict_mode=True)[offset % GROUP_BYTES :][:size]
@@ -48,9 +44,7 @@ class Inline(NamedTuple):
 class Remote:
     """Media at an http, https or file URL, for the engines to fetch.
 
-    Attributes:
-        url: the URL.
-        path: path of a file URL, subject to `check_inside`.
+    The path of a file URL is subject to `check_inside`.
     """
 
     url: str
@@ -59,11 +53,7 @@ class Remote:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Media that the client has sent before.
-
-    Attributes:
-        uuid: the client's name for them.
-    """
+    """Media that the client has sent before, under this `uuid`."""
 
     uuid: str
 
@@ -73,15 +63,7 @@ FRAMES = "video/jpeg"
 
 
 def source(item: MMItem, cuts: Cuts = NO_CUTS) -> Inline | Remote | Known:
-    """Return the location of the item's media.
-
-    Args:
-        item: the item.
-        cuts: media cut out of the body.
-
-    Raises:
-        BadRequest: the part has no media, or their location is not allowed.
-    """
+    """Return the location of an item's media. Raise `BadRequest` for none, or an invalid one."""
     if not item.has_media and item.uuid is not None:
         return Known(item.uuid)
     value = item.part.get(item.kind)
@@ -99,16 +81,7 @@ def source(item: MMItem, cuts: Cuts = NO_CUTS) -> Inline | Remote | Known:
 
 
 def check_inside(path: str, allowed: Path, param: str) -> None:
-    """Reject a file outside a folder. Blocks on the file system.
-
-    Args:
-        path: path of the file.
-        allowed: the folder.
-        param: place of the path in the request.
-
-    Raises:
-        BadRequest: the file is outside.
-    """
+    """Raise `BadRequest` if a file is outside a folder. Blocks on the file system."""
     # Symlinks are resolved, so that none leads out of the folder.
     try:
         inside = allowed.resolve() in Path(path).resolve().parents
@@ -147,14 +120,11 @@ def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) ->
     if size is None:
         return 0
     width, height = size
+    found = f"the image has {width} x {height} pixels"
     if min(size) < min_side:
-        raise _invalid(
-            f"the image has {width} x {height} pixels; each side needs at least {min_side}", param
-        )
+        raise _invalid(f"{found}; each side needs at least {min_side}", param)
     if width * height > max_pixels:
-        raise _invalid(
-            f"the image has {width} x {height} pixels; at most {max_pixels} are allowed", param
-        )
+        raise _invalid(f"{found}; at most {max_pixels} are allowed", param)
     return width * height
 
 
@@ -211,7 +181,10 @@ def _from_url(url: str, param: str) -> Remote:
             raise BadRequest("the URL must have a host, and no user", param=param)
         return Remote(url)
     if parts.scheme == "file":
-        return Remote(url, _path(url, param))
+        path = unquote(parts.path)
+        if url[:8].lower() != "file:///" or parts.query or parts.fragment or "\0" in path:
+            raise BadRequest("a file URL must have the form file:///absolute/path", param=param)
+        return Remote(url, path)
     raise BadRequest("the URL must start with data:, https://, http:// or file://", param=param)
 
 
@@ -225,15 +198,5 @@ def _from_data_url(url: str, cuts: Cuts, param: str) -> Inline:
             "a data: URL must have the form data:<media type>;base64,<data>", param=param
         )
     kind, text = media_type.partition(";")[0].lower(), url[comma + 1 :]
-    # A video of JPEG frames has a comma between two of them.
-    return Inline(
-        kind, text.encode() if kind == FRAMES and "," in text else _base64(text, cuts, param)
-    )
-
-
-def _path(url: str, param: str) -> str:
-    parts = urlsplit(url)
-    path = unquote(parts.path)
-    if url[:8].lower() != "file:///" or parts.query or parts.fragment or "\0" in path:
-        raise BadRequest("a file URL must have the form file:///absolute/path", param=param)
-    return path
+    frames = kind == FRAMES and "," in text  # a comma is between two frames
+    return Inline(kind, text.encode() if frames else _base64(text, cuts, param))

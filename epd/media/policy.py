@@ -116,11 +116,7 @@ class HeldBytes(Protocol):
         """Name of the tenant."""
 
     def add(self, size: int) -> None:
-        """Count additional bytes.
-
-        Raises:
-            TryLater: the memory limit is reached.
-        """
+        """Count additional bytes. Raise `TryLater` if the memory limit is reached."""
 
     def separate_count(self) -> AbstractContextManager["HeldBytes"]:
         """Return a separate counter for the same tenant, valid until its context exits."""
