@@ -29,13 +29,11 @@ class DnsState:
     """
 
     def __init__(self, empty_s: float = EMPTY_S) -> None:
-        """Start without addresses. `empty_s` is the delay of an empty answer, in seconds."""
         self.current: frozenset[str] = frozenset()
         self._empty_s = empty_s
         self._empty_since_s = math.inf
 
     def record_addresses(self, addresses: Collection[str], now_s: float) -> None:
-        """Record the answer of a lookup."""
         if addresses:
             self.current = frozenset(addresses)
             self._empty_since_s = math.inf
@@ -85,11 +83,7 @@ class DnsNames:
         return frozenset(str(record) for record in answer.rrset or ())
 
     def _resolver(self) -> dns.asyncresolver.Resolver:
-        """Return the resolver, created at first use: the machine may get name servers later.
-
-        Raises:
-            NoResolverConfiguration: the machine has no name servers.
-        """
+        """Return the resolver, created at first use: the machine may get name servers later."""
         if self._made is None:
             made = dns.asyncresolver.Resolver(configure=self._server is None)
             made.lifetime = TIMEOUT_S
