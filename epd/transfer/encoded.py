@@ -82,12 +82,8 @@ def read_group(reply: bytes, modality: str, names: Sequence[str | None]) -> list
     """Return the facts about each item of a group, in order, from one encode reply.
 
     `item_indices` of an entry are the places in the request of the items with this output. An item
-    without an entry has no known output.
-
-    Args:
-        reply: the reply.
-        modality: modality of all items. The places of a mixture would depend on the chat template.
-        names: name of each item in the request; None for no name.
+    without an entry has no known output. All items have one modality: the places of a mixture would
+    depend on the chat template. The names are those of the items in the request; None for no name.
 
     Raises:
         UpstreamFailed: the reply is not JSON.
@@ -145,8 +141,6 @@ class EncodedItem:
     """An item with the facts about its encoder output.
 
     Attributes:
-        item: the item.
-        encoded: facts about the output.
         result: source of the output.
         tokens: predicted number of its tokens, if prefill or decode encodes it.
     """
@@ -161,7 +155,6 @@ class Consumed(NamedTuple):
     """The request for prefill and decode.
 
     Attributes:
-        body: body of the request.
         depends: whether the request fails if an encoder output is missing, because items have no
             media, or because the consumer waits for a push.
         fetches: whether the instance must fetch media.
@@ -196,27 +189,23 @@ def consumer_body(
     if not items:
         return Consumed(body)
     uuids = metadata_uuids(items, body, raw=raw)
+    parts = {}
     for encoded_item in items:
-        if encoded_item.item not in uuids and not encoded_item.item.has_media:
+        item = encoded_item.item
+        if item in uuids:
+            parts[item] = metadata_part(item, encoded_item.encoded.metadata, uuids[item])
+        elif item.has_media:
+            parts[item] = raw_part(item)
+        else:
             raise UnknownMedia(
                 "this request needs the media themselves: a uuid is not enough",
-                param=encoded_item.item.param_path,
+                param=item.param_path,
             )
-    parts = {
-        encoded_item.item: metadata_part(
-            encoded_item.item, encoded_item.encoded.metadata, uuids[encoded_item.item]
-        )
-        if encoded_item.item in uuids
-        else raw_part(encoded_item.item)
-        for encoded_item in items
-    }
     body = with_parts(body, parts)
     return Consumed(
         {**body, "ec_transfer_params": params} if params else body,
         depends=bool(uuids),
-        fetches=any(
-            encoded_item.item.is_remote and encoded_item.item not in uuids for encoded_item in items
-        ),
+        fetches=any(item.is_remote and item not in uuids for item in parts),
         bare=len(uuids),
     )
 
@@ -258,12 +247,12 @@ def metadata_uuid(encoded_item: EncodedItem, body: Body) -> str | None:
     identifier serves as a uuid only if the consumer uses it unchanged: with processor kwargs the
     consumer would hash it again, and with a LoRA on the vision tower it would prefix it again.
     """
-    metadata = encoded_item.encoded.metadata
-    sufficient = encoded_item.item.modality in METADATA_ONLY or TIMESTAMPS in metadata
-    if not (encoded_item.item.is_named and metadata and sufficient):
+    item, metadata = encoded_item.item, encoded_item.encoded.metadata
+    sufficient = item.modality in METADATA_ONLY or TIMESTAMPS in metadata
+    if not (item.is_named and metadata and sufficient):
         return None
-    if encoded_item.item.engine_name is not None:
-        return encoded_item.item.engine_name
+    if item.engine_name is not None:
+        return item.engine_name
     identifier = encoded_item.encoded.identifier or ""
     is_hash = len(identifier) in CONTENT_HASH_LENGTHS and set(identifier) <= set(string.hexdigits)
     return identifier if is_hash and not any(body.get(field) for field in MM_KWARGS) else None

@@ -27,7 +27,6 @@ class Pair(NamedTuple):
 
     Attributes:
         request_id: unique id of this attempt of a request.
-        prefill: the prefill instance.
         prefill_rank: data-parallel rank of the prefill; None if the instance chooses it.
         decode: the decode instance; None if it is chosen after prefill has answered.
         peer: facts about the prefill instance's connector; None if unknown.
@@ -82,10 +81,7 @@ class KVTransfer(ABC):
         return True
 
     def peer_url(self, prefill: Instance) -> str | None:  # noqa: ARG002
-        """Return the URL of the JSON that `parse_peer` reads, of a prefill instance.
-
-        None without one.
-        """
+        """Return the URL of the JSON that `parse_peer` reads; None without one."""
         return None
 
     def parse_peer(self, answer: Any) -> Params:  # noqa: ARG002
@@ -129,22 +125,15 @@ class KVTransfer(ABC):
 
 
 def host_and_ports(address: str, ports: int) -> list[str]:
-    """Split an address such as `host:7300` into its parts.
-
-    Args:
-        address: the host and its ports.
-        ports: number of ports; each may be a list such as `7300+7301`.
+    """Split an address into its host and ports. Each port may be a list such as `7300+7301`.
 
     Raises:
         ValueError: the address is invalid.
     """
     host, *found = address.rsplit(":", ports)
     numbers = [number for port in found for number in port.split("+")]
-    if (
-        not HOST.fullmatch(host)
-        or len(found) < ports
-        or not all(PORT.fullmatch(number) and 0 < int(number) < 2**16 for number in numbers)
-    ):
+    valid = all(PORT.fullmatch(number) and 0 < int(number) < 2**16 for number in numbers)
+    if not valid or not HOST.fullmatch(host) or len(found) < ports:
         wanted = "host" + ":port" * ports
         raise ValueError(f"{address!r} is not an address such as {wanted}")
     return [host, *found]

@@ -85,11 +85,7 @@ def _transfer_id(pair: Pair) -> str:
 
 
 def _engine_id(pair: Pair) -> str:
-    """Return the id of the engine that prefills.
-
-    Raises:
-        UpstreamFailed: the id is unknown, because the number of ranks is not the configured one.
-    """
+    """Return the id of the engine that prefills."""
     engines = pair.peer or {}
     if pair.prefill_rank is None and len(engines) == 1:
         [engine_id] = engines.values()
