@@ -13,12 +13,14 @@ import structlog
 
 from epd.aio import Background
 from epd.config.sections.instances import InstanceSettings
+from epd.discovery.dns import DnsNames
 from epd.discovery.entries import MAX_INSTANCES
 from epd.discovery.stores import (
     Edit,
     InFolder,
     InProcess,
     Instances,
+    RegistrationsInRedis,
     RegistrationStore,
     StoreFailed,
     folder_of,
@@ -167,8 +169,6 @@ async def open_store(url: str | None) -> AsyncIterator[RegistrationStore]:
     elif (folder := folder_of(url)) is not None:
         yield InFolder(folder)
     else:
-        from epd.discovery.stores import RegistrationsInRedis  # noqa: PLC0415 - takes its time to load
-
         async with RegistrationsInRedis.connected(url) as store:
             yield store
 
@@ -178,8 +178,6 @@ def _watches(config: InstanceSettings, registry: Registry, upstream: Upstream) -
     if config.instances_file is not None:
         yield WatchedFile(config.instances_file, registry, memory)
     if config.discovered_instances:
-        from epd.discovery.dns import DnsNames  # noqa: PLC0415 - takes its time to load
-
         services, interval_s = config.discovered_instances, config.discovery_interval_s
         look_up = DnsNames(config.discovery_dns_server).resolve_addresses
         yield WatchedNames(services, look_up, interval_s, registry, upstream, memory)

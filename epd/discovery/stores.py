@@ -136,11 +136,7 @@ class RegistrationStore(Protocol):
         """
 
     async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
-        """Make a change, and return the result.
-
-        Args:
-            known: instances to write first if the store has lost its data.
-            edit: the change; None for no other change.
+        """Make a change, and return the result. A store that has lost its data first gets `known`.
 
         Raises:
             StoreFailed: the store did not answer; the change may have been made or not.
@@ -156,8 +152,7 @@ class InProcess:
     async def read(self) -> Instances | None:
         return self._held
 
-    async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
-        del known
+    async def write(self, known: Instances, edit: Edit | None = None) -> Instances:  # noqa: ARG002
         self._held = self._held if edit is None else edit.edited_instances(self._held)
         return self._held
 

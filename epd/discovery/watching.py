@@ -42,7 +42,6 @@ class StoredAnswers:
                 await asyncio.to_thread(self._folder.write, name, content)
 
     async def recall_content(self, name: str) -> bytes | None:
-        """Return the stored content; None without it."""
         if self._folder is not None:
             with suppress(OSError):
                 return await asyncio.to_thread(self._folder.read, name)
