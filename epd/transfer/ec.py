@@ -46,11 +46,9 @@ class ECTransfer:
     handle: ClassVar[tuple[str, ...]] = ()
 
     def encode_params(self, consumer: Reservation | None, features: int) -> Params | None:  # noqa: ARG002
-        """Return the `ec_transfer_params` of an item's encode request; None for none.
+        """Return the `ec_transfer_params` of the encode request of an item with `features` outputs.
 
-        Args:
-            consumer: consumer of the outputs; None if it is chosen after the encode.
-            features: number of outputs of the item.
+        None for none. The consumer is None if it is chosen after the encode.
 
         Raises:
             NoInstance: the address at which the consumer receives outputs is unknown.

@@ -105,7 +105,6 @@ def read_group(reply: bytes, modality: str, names: Sequence[str | None]) -> list
 
 
 def _indices(entry: Params, count: int) -> list[int]:
-    """Return the places of the items with an output."""
     match entry.get("item_indices"):
         case [*indices] if all(type(index) is int and 0 <= index < count for index in indices):
             return indices
@@ -114,7 +113,6 @@ def _indices(entry: Params, count: int) -> list[int]:
 
 
 def _read_entry(identifier: str, entry: Params, modality: str) -> Encoded:
-    """Return the facts in the only entry of one item."""
     if entry.get("modality", modality) != modality:
         raise EncodeMismatch("their modality differs from the item's")
     metadata = entry.get("metadata") or {}
@@ -175,13 +173,8 @@ def consumer_body(
     """Return the request for prefill and decode with its encoded items.
 
     Items are sent metadata-only if this is known to give the same answer for all of them, and raw
-    otherwise. The outputs of raw items are found in the store too, by the same key.
-
-    Args:
-        body: the client's request.
-        items: all items of the request.
-        params: `ec_transfer_params` of the items; empty for none.
-        raw: whether to send all media raw, if all items have media.
+    otherwise; with `raw`, all are raw if all have media. The outputs of raw items are found in the
+    store too, by the same key. The parameters are the `ec_transfer_params`; empty for none.
 
     Raises:
         UnknownMedia: an item must be sent raw but has no media.

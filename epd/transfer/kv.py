@@ -73,7 +73,6 @@ class KVTransfer(ABC):
             raise ValueError(f"{self.name} does not use a kv_addr of {instance.role} instances")
 
     def accepts_instance(self, instance: Instance) -> bool:
-        """Return whether `check` accepts an instance."""
         try:
             self.check(instance)
         except ValueError:
@@ -107,9 +106,7 @@ class KVTransfer(ABC):
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
         """Return the `kv_transfer_params` of the decode request; None for none.
 
-        Args:
-            pair: the two instances.
-            replied: prefill's `kv_transfer_params`; empty before its reply, or if it has none.
+        `replied` are those of prefill: empty before its reply, or if it has none.
 
         Raises:
             UpstreamFailed: decode would have to compute everything again.
@@ -167,7 +164,6 @@ class LMCache(KVTransfer):
     addressed = frozenset({Role.DECODE})
 
     def check(self, instance: Instance) -> None:
-        """Reject a `kv_addr` that cannot be the address of decode's LMCache."""
         super().check(instance)
         if instance.kv_addr:
             host_and_ports(instance.kv_addr, 2)

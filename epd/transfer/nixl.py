@@ -52,7 +52,6 @@ class Nixl(KVTransfer):
         return {**pair.earlier, "do_remote_decode": True, "do_remote_prefill": False}
 
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:
-        """Return prefill's parameters, with a host that decode can reach."""
         return _with_host(pair, super().decode_params(pair, replied))
 
 
@@ -91,11 +90,9 @@ class NixlPush(KVTransfer):
         return {name: replied[name] for name in (*self.COORDINATES, *self.SIZES) if name in replied}
 
     def decode_concurrent(self, pair: Pair) -> bool:
-        """Return whether the coordinates are known."""
         return pair.peer is not None
 
     def prefill_params(self, pair: Pair) -> Params:  # noqa: ARG002
-        """Return the parameters that make prefill keep its blocks."""
         return KEEP
 
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:
@@ -125,7 +122,6 @@ class Multi(Nixl):
     name = "multi"
 
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:
-        """Return prefill's parameters; None if its reply has none."""
         return super().decode_params(pair, replied) if replied else None
 
 
