@@ -119,7 +119,6 @@ class Active(NamedTuple):
         return type(self.policy) in OWN.values()
 
     def course(self, facts: Facts) -> Course | None:
-        """Return the course of a request; None if the policy does not apply to it."""
         course = self.policy.course(facts)
         if course is None or (course.decode_from and course.decode_choice):
             return course
@@ -226,8 +225,8 @@ PATH = "/v1/chat/completions"
 def check_suited(policies: Sequence[Active], roles: frozenset[Role], *, pushed: bool) -> None:
     """Reject policies that would fail all requests of a kind, with fixed roles of the instances.
 
-    The check uses two sample requests: one of text, and one with a picture. `pushed` is that of
-    `ECTransfer`.
+    The check uses two sample requests: one of text, and one with a picture. `pushed` tells whether
+    consumers wait for the encoder output of every item (`ECTransfer.pushed`).
 
     Raises:
         PolicyInvalid: the policies do not suit the fleet.

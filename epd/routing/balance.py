@@ -188,17 +188,9 @@ class Choice:
         """Return an instance for each item of a request.
 
         With `least_load` they are chosen together, so that all instances finish at the same time.
-        Otherwise each item gets the instance that it would get alone, while the items before it are
-        under way.
-
-        Args:
-            keys: key of each item, for `affinity`.
-            costs: predicted tokens of each item, for `least_load`.
-            prefer: URL of the preferred instance of each item; None for none. With any, each item
-                is assigned by itself.
-            balance: name of the algorithm.
-            session: affinity key of the request, for `session`.
-            fits: predicate of the instances that can serve this request; None for all.
+        Otherwise, and with any preferred URL, each item gets the instance that it would get alone,
+        while the items before it are under way. The costs are the predicted tokens of each item.
+        The other arguments are those of `best_instance`.
 
         Raises:
             NoInstance: there is no such instance.
@@ -271,11 +263,7 @@ def spread_costs(
     assignment.
 
     Of equal instances the first one is taken, and of equal items the first one is assigned first.
-
-    Args:
-        costs: predicted cost of each item.
-        busy: cost of the work that each instance has already, in the same unit.
-        shares: speed of each instance, relative to the others.
+    `busy` is the cost of the work that each instance has already; `shares` are relative speeds.
     """
     ends = [work / share for work, share in zip(busy, shares, strict=True)]
     assigned = [0] * len(costs)

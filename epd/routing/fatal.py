@@ -170,7 +170,7 @@ class FatalRequests:
     def record_survival(
         self, watched: Watched, items: Iterable[str] = (), *, body: bool = True
     ) -> None:
-        """Forget the deaths of items and bodies that an instance has processed successfully."""
+        """Forget the deaths of processed items, and with `body`, of the processed request."""
         if self._suspects:
             for subject in _subjects(watched, items, body=body):
                 self._suspects.pop(subject, None)

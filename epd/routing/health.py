@@ -143,9 +143,9 @@ class Health:
     ) -> None:
         """Record the end of a request.
 
-        A failure counts only if the request began after the last change of state, which `begun`,
-        the value of `request_begun`, tells: requests from before an outage may fail long after it.
-        For `rest_s` seconds an overloaded instance asks for no requests.
+        `begun` is the value of `request_begun`. A failure counts only if the request began after
+        the last change of state: requests from before an outage may fail long after it. An
+        overloaded instance asks for no requests for `rest_s` seconds.
         """
         if begun == self._changes:
             self._under_way -= 1

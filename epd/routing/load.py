@@ -239,7 +239,6 @@ class Load:
         return self.cache if self.ranks is None or rank is None else self.ranks.seats[rank].cache
 
     def begin_request(self, rank: int | None = None) -> None:
-        """Count the start of a local request, for one of the ranks if given."""
         self.under_way += 1
         self._asked = max(self._asked, self.under_way)  # an outstanding report may include it
         if self.ranks is not None and rank is not None:
@@ -363,7 +362,10 @@ def read_report(page: bytes) -> Report | None:
 
 
 def read_namespace(page: bytes) -> str:
-    """Return the common namespace of all engines on a page; empty if there is none."""
+    """Return the common namespace of all engines on a page; empty if there is none.
+
+    Engines with different namespaces cannot share entries, so the result is empty.
+    """
     found = read_namespaces(page)
     return next(iter(found)) if len(found) == 1 else ""
 

@@ -76,7 +76,6 @@ class Namespaces:
         return bool(consumers) and all(consumer.key in self._writers for consumer in consumers)
 
     def namespace_of(self, instance: Instance) -> str | None:
-        """Return the namespace of an instance; None if unknown."""
         return self._known.get(instance.key)
 
     def of_consumers(self) -> frozenset[str]:

@@ -219,17 +219,14 @@ class InstanceTable:
             member.health.policy = policy
 
     def of_roles(self, *roles: Role) -> tuple[Instance, ...]:
-        """Return all instances of these roles."""
         return tuple(candidate.instance for candidate in self.all(*roles))
 
     def all(self, *roles: Role) -> Sequence[Candidate]:
-        """Return all instances of these roles, with health and load."""
         if len(roles) == 1:
             return self._by_role[roles[0]]
         return [candidate for role in roles for candidate in self._by_role[role]]
 
     def find_instance(self, url: str, *roles: Role) -> Instance | None:
-        """Return the instance with this URL and one of these roles; None if there is none."""
         return next((instance for instance in self.of_roles(*roles) if instance.url == url), None)
 
     def has(self, role: Role) -> bool:
@@ -306,15 +303,10 @@ class InstanceTable:
     ) -> InFlight:
         """Return a context manager for a request at this instance.
 
-        Its exit judges the instance by the error. A cancelled request does not count.
-
-        Args:
-            instance: the instance.
-            alone: whether a 500 is the instance's own fault. The cause may also be a missing entry
-                or block of another instance.
-            rank: data-parallel rank of the request; None to choose it.
-            prefix: prompt of the request, which is then known to be in the prefix cache.
-            work: predicted work of the request.
+        Its exit judges the instance by the error. A cancelled request does not count. A 500 counts
+        only with `alone`: the cause may otherwise be a missing entry or block of another instance.
+        The prompt is then known to be in the prefix cache. Without a rank, it is chosen by the
+        prompt.
         """
         health, load = self._health_and_load(instance)
         rank = load.next_rank(prefix) if rank is None else rank
@@ -362,7 +354,7 @@ class InstanceTable:
     ) -> list[Instance]:
         """Return the instances to ask for their load now; each answer goes to `record_report`.
 
-        A single instance of a role that has no ranks is only asked with `single`: its load decides
+        A single instance of a role that has no ranks is asked only with `single`: its load decides
         nothing unless the roles are compared.
         """
         now_s = self._clock()
