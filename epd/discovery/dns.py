@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Awaitable, Callable, Collection
+from functools import cached_property
 
 import dns.asyncresolver
 import dns.exception
@@ -29,13 +30,11 @@ class DnsState:
     """
 
     def __init__(self, empty_s: float = EMPTY_S) -> None:
-        """Start without addresses. `empty_s` is the delay of an empty answer, in seconds."""
         self.current: frozenset[str] = frozenset()
         self._empty_s = empty_s
         self._empty_since_s = math.inf
 
     def record_addresses(self, addresses: Collection[str], now_s: float) -> None:
-        """Record the answer of a lookup."""
         if addresses:
             self.current = frozenset(addresses)
             self._empty_since_s = math.inf
@@ -59,7 +58,6 @@ class DnsNames:
     def __init__(self, server: str | None = None) -> None:
         """Use one server, `address` or `address:port`; without it those of the machine."""
         self._server = server
-        self._made: dns.asyncresolver.Resolver | None = None
 
     async def resolve_addresses(self, host: str) -> frozenset[str]:
         """Return all IPv4 addresses of a name, or else all its IPv6 addresses.
@@ -75,26 +73,19 @@ class DnsNames:
 
     async def _resolve_host(self, host: str, kind: str) -> frozenset[str]:
         try:
-            answer = await self._resolver().resolve(
-                host, kind, search=True, raise_on_no_answer=False
-            )
+            answer = await self._resolver.resolve(host, kind, search=True, raise_on_no_answer=False)
         except dns.resolver.NXDOMAIN:
             return frozenset()
         except dns.exception.DNSException as error:
             raise LookUpFailed(type(error).__name__) from error
         return frozenset(str(record) for record in answer.rrset or ())
 
+    @cached_property
     def _resolver(self) -> dns.asyncresolver.Resolver:
-        """Return the resolver, created at first use: the machine may get name servers later.
-
-        Raises:
-            NoResolverConfiguration: the machine has no name servers.
-        """
-        if self._made is None:
-            made = dns.asyncresolver.Resolver(configure=self._server is None)
-            made.lifetime = TIMEOUT_S
-            if self._server is not None:
-                address, made.port = name_server(self._server)
-                made.nameservers = [address]
-            self._made = made
-        return self._made
+        """The resolver, created at first use: the machine may get name servers later."""
+        resolver = dns.asyncresolver.Resolver(configure=self._server is None)
+        resolver.lifetime = TIMEOUT_S
+        if self._server is not None:
+            address, resolver.port = name_server(self._server)
+            resolver.nameservers = [address]
+        return resolver

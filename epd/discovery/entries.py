@@ -33,7 +33,6 @@ NOT_FOR_OTHERS = "ec_zmq_addrs is only for consumers: roles prefill and prefill_
 
 ZmqAddress = Annotated[str, AfterValidator(zmq_address), Field(max_length=256)]
 
-
 EventsAddress = Annotated[
     str, AfterValidator(lambda address: address and events_address(address)), Field(max_length=256)
 ]
@@ -78,16 +77,8 @@ class InstanceEntry(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def instance(self) -> Instance:
-        """The instance for the registry."""
-        return Instance(
-            self.role,
-            self.url,
-            self.dp_size,
-            self.weight,
-            kv_addr=self.kv_addr,
-            ec_zmq_addrs=self.ec_zmq_addrs,
-            kv_events=self.kv_events,
-        )
+        """The instance for the registry, which has the same fields."""
+        return Instance(**dict(self))
 
 
 class Registration(InstanceEntry, frozen=True, extra="ignore"):
@@ -118,11 +109,7 @@ class _Document(BaseModel, extra="forbid"):
 
 
 def registration(body: bytes | bytearray) -> Registration:
-    """Parse the body of a registration.
-
-    Raises:
-        EntriesInvalid: the body is invalid.
-    """
+    """Parse the body of a registration; raise `EntriesInvalid` for an invalid one."""
     try:
         return Registration.model_validate_json(bytes(body))
     except ValidationError as invalid:
@@ -130,11 +117,7 @@ def registration(body: bytes | bytearray) -> Registration:
 
 
 def read_yaml(raw: bytes) -> tuple[Instance, ...]:
-    """Parse the instances in a file, in YAML or JSON.
-
-    Raises:
-        EntriesInvalid: the file is invalid.
-    """
+    """Parse the instances in a file, in YAML or JSON; raise `EntriesInvalid` for an invalid one."""
     try:
         # BaseLoader keeps all scalars as text, so that YAML's dates and numbers are not converted.
         document = yaml.BaseLoader(raw).get_single_data()
@@ -144,11 +127,7 @@ def read_yaml(raw: bytes) -> tuple[Instance, ...]:
 
 
 def read_json(raw: bytes) -> tuple[Instance, ...]:
-    """Parse the output of `write_json`.
-
-    Raises:
-        EntriesInvalid: the text is something else.
-    """
+    """Parse the output of `write_json`; raise `EntriesInvalid` for anything else."""
     try:
         return _read(orjson.loads(raw))
     except orjson.JSONDecodeError:
@@ -187,7 +166,7 @@ def _read(document: Any) -> tuple[Instance, ...]:
         if entry.ec_zmq_addrs and entry.role not in CONSUMERS:
             raise EntriesInvalid(f"{entry.url}: {NOT_FOR_OTHERS}")
     instances = tuple(entry.instance for entry in found.instances)
-    named = [(instance.role, instance.url) for instance in instances]
+    named = [instance.key for instance in instances]
     if len(set(named)) < len(named):
         twice = next(url for role, url in named if named.count((role, url)) > 1)
         raise EntriesInvalid(f"{twice!r} is named twice")

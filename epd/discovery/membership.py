@@ -13,12 +13,14 @@ import structlog
 
 from epd.aio import Background
 from epd.config.sections.instances import InstanceSettings
+from epd.discovery.dns import DnsNames
 from epd.discovery.entries import MAX_INSTANCES
 from epd.discovery.stores import (
     Edit,
     InFolder,
     InProcess,
     Instances,
+    RegistrationsInRedis,
     RegistrationStore,
     StoreFailed,
     folder_of,
@@ -82,17 +84,14 @@ class Registrations:
             return True
 
     async def begin_poll(self) -> None:
-        """Take over the registrations of other processes."""
         await self.refresh_store()
 
     async def poll_periodically(self) -> None:
-        """Take over the registrations of other processes periodically."""
         while True:
             await asyncio.sleep(POLL_S)
             await self.refresh_store()
 
     async def refresh_store(self) -> None:
-        """Read the store; after a failure everything stays unchanged."""
         async with self._turn:
             try:
                 await self._read()
@@ -131,22 +130,12 @@ async def membership(
 ) -> AsyncIterator[Registrations]:
     """Keep a registry up to date with the sources outside the configuration.
 
-    The context starts after the first answer of every source, or after `BEGIN_S`. Without sources,
-    nothing runs.
-
-    Args:
-        config: configuration of the sources.
-        registry: registry to update.
-        upstream: client; receives the expected certificate name of each address.
-        background: runner of the sources. A source that raises is restarted, and its instances
-            stay.
-
-    Returns:
-        The registrations.
+    The context starts after the first answer of every source, or after `BEGIN_S`. A source that
+    raises is restarted, and its instances stay. The upstream client receives the expected
+    certificate name of each address.
     """
-    async with open_store(
-        config.registration_store if config.dynamic_registration else None
-    ) as store:
+    url = config.registration_store if config.dynamic_registration else None
+    async with open_store(url) as store:
         registrations = Registrations(store, registry)
         sources = [*_watches(config, registry, upstream)]
         if not isinstance(store, InProcess):
@@ -180,8 +169,6 @@ async def open_store(url: str | None) -> AsyncIterator[RegistrationStore]:
     elif (folder := folder_of(url)) is not None:
         yield InFolder(folder)
     else:
-        from epd.discovery.stores import RegistrationsInRedis  # noqa: PLC0415 - takes its time to load
-
         async with RegistrationsInRedis.connected(url) as store:
             yield store
 
@@ -191,15 +178,9 @@ def _watches(config: InstanceSettings, registry: Registry, upstream: Upstream) -
     if config.instances_file is not None:
         yield WatchedFile(config.instances_file, registry, memory)
     if config.discovered_instances:
-        from epd.discovery.dns import DnsNames  # noqa: PLC0415 - takes its time to load
-
-        look_up, interval_s = (
-            DnsNames(config.discovery_dns_server).resolve_addresses,
-            config.discovery_interval_s,
-        )
-        yield WatchedNames(
-            config.discovered_instances, look_up, interval_s, registry, upstream, memory
-        )
+        services, interval_s = config.discovered_instances, config.discovery_interval_s
+        look_up = DnsNames(config.discovery_dns_server).resolve_addresses
+        yield WatchedNames(services, look_up, interval_s, registry, upstream, memory)
 
 
 @contextmanager

@@ -37,11 +37,6 @@ class LockedFolder:
         self._path = path
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file; None if it does not exist.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
         return read_file(self._path / name)
 
     def write(self, name: str, content: bytes) -> None:
@@ -53,9 +48,8 @@ class LockedFolder:
         self._path.mkdir(mode=0o750, parents=True, exist_ok=True)
         staging = self._path / f".{name}.{secrets.token_hex(8)}"
         try:
-            with os.fdopen(
-                os.open(staging, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o640), "wb"
-            ) as file:
+            descriptor = os.open(staging, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o640)
+            with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -127,7 +121,6 @@ class Edit(NamedTuple):
     instance: Instance | None = None
 
     def edited_instances(self, instances: Sequence[Instance]) -> Instances:
-        """Return the instances after the change."""
         kept = tuple(instance for instance in instances if instance.url != self.url)
         return kept if self.instance is None else (*kept, self.instance)
 
@@ -143,11 +136,7 @@ class RegistrationStore(Protocol):
         """
 
     async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
-        """Make a change, and return the result.
-
-        Args:
-            known: instances to write first if the store has lost its data.
-            edit: the change; None for no other change.
+        """Make a change, and return the result. A store that has lost its data first gets `known`.
 
         Raises:
             StoreFailed: the store did not answer; the change may have been made or not.
@@ -163,8 +152,7 @@ class InProcess:
     async def read(self) -> Instances | None:
         return self._held
 
-    async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
-        del known
+    async def write(self, known: Instances, edit: Edit | None = None) -> Instances:  # noqa: ARG002
         self._held = self._held if edit is None else edit.edited_instances(self._held)
         return self._held
 

@@ -42,7 +42,6 @@ class StoredAnswers:
                 await asyncio.to_thread(self._folder.write, name, content)
 
     async def recall_content(self, name: str) -> bytes | None:
-        """Return the stored content; None without it."""
         if self._folder is not None:
             with suppress(OSError):
                 return await asyncio.to_thread(self._folder.read, name)
@@ -130,13 +129,8 @@ def check_file(path: Path, transfer: KVTransfer) -> None:
 class WatchedNames:
     """Names in the DNS, each address of which is an instance.
 
-    Args:
-        services: the discovered services, with names as hosts of the URLs.
-        look_up: function that returns the addresses of a name.
-        interval_s: interval of lookups.
-        registry: registry to update.
-        upstream: client; receives the expected certificate name of each address.
-        memory: storage of the last good answers.
+    The URLs of the discovered services have the names as hosts. The client receives the expected
+    certificate name of each address.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
@@ -148,13 +142,13 @@ class WatchedNames:
         upstream: Upstream,
         memory: StoredAnswers,
     ) -> None:
-        self._services = tuple(services)
+        self._services = [(service, urlsplit(service.url).hostname or "") for service in services]
         self._addresses = look_up
         self._interval_s = interval_s
         self._registry = registry
         self._upstream = upstream
         self._memory = memory
-        hosts = dict.fromkeys(urlsplit(service.url).hostname or "" for service in self._services)
+        hosts = dict.fromkeys(host for _, host in self._services)
         self._sightings = {host: DnsState() for host in hosts}
         self._complaints = {
             host: StateLog("a name cannot be looked up", name=host) for host in hosts
@@ -176,21 +170,13 @@ class WatchedNames:
         before = self._current()
         await asyncio.gather(*map(self._look_up, self._sightings))
         current = self._current()
-        self._upstream.verify_as(
-            {
-                at_address(service.url, address): urlsplit(service.url).hostname or ""
-                for service in self._services
-                for address in current[urlsplit(service.url).hostname or ""]
-            }
-        )
-        self._registry.replace(
-            InstanceSource.DNS,
-            [
-                replace(service, url=at_address(service.url, address))
-                for service in self._services
-                for address in sorted(current[urlsplit(service.url).hostname or ""])
-            ],
-        )
+        found = [
+            (replace(service, url=at_address(service.url, address)), host)
+            for service, host in self._services
+            for address in sorted(current[host])
+        ]
+        self._upstream.verify_as({instance.url: host for instance, host in found})
+        self._registry.replace(InstanceSource.DNS, [instance for instance, _ in found])
         if current != before:
             held = {host: sorted(addresses) for host, addresses in current.items()}
             await self._memory.store_content(LAST_NAMES, orjson.dumps(held))

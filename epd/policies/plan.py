@@ -17,8 +17,7 @@ from epd.routing.instances import ANSWERING, Role
 from epd.routing.urls import base_url
 
 DecodeChoice = Literal["late", "early"]
-"""Time at which the decode instance is chosen: after prefill has answered, or before its request.
-"""
+"""When the decode instance is chosen: after prefill has answered, or before its request."""
 
 DecodeFrom = Literal["table", "header", "picker"]
 """The origin of the decode instance's choice: the proxy's own table, the client's header, or an

@@ -9,7 +9,6 @@ are checked against them.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.metadata import entry_points
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 from urllib.parse import parse_qsl
 
@@ -34,16 +33,14 @@ from epd.routing.instances import ANSWERING, Role
 GROUP = "epd.policies"
 """Entry points of this group are policies: dataclasses with a method `course`."""
 
-OWN: Mapping[str, type[Policy]] = MappingProxyType(
-    {
-        "encode_prefill_decode": EncodePrefillDecode,
-        "encode_pd": EncodePD,
-        "prefill_decode": PrefillDecode,
-        "pd_only": PDOnly,
-        "cost": Cost,
-        "prefill_local_decode_remote": PrefillLocalDecodeRemote,
-    }
-)
+OWN: Mapping[str, type[Policy]] = {
+    "encode_prefill_decode": EncodePrefillDecode,
+    "encode_pd": EncodePD,
+    "prefill_decode": PrefillDecode,
+    "pd_only": PDOnly,
+    "cost": Cost,
+    "prefill_local_decode_remote": PrefillLocalDecodeRemote,
+}
 
 
 class PolicyInvalid(ValueError):
@@ -71,10 +68,8 @@ def find_policy(name: str) -> type[Policy]:
             raise PolicyInvalid(f"there is no policy {name!r}; known: {', '.join(known_names())}")
         case several:
             brought = ", ".join(found.value for found in several)
-            raise PolicyInvalid(
-                f"{name} is provided by more than one distribution: {brought}; uninstall all but "
-                "one"
-            )
+            problem = f"{name} is provided by more than one distribution: {brought}"
+            raise PolicyInvalid(f"{problem}; uninstall all but one")
     try:
         policy: Any = entry_point.load()
     except Exception as error:  # a third-party module may raise anything at its import
@@ -93,12 +88,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """The options of every policy.
-
-    Attributes:
-        decode_choice: when the decode instance is chosen.
-        decode_from: where its choice comes from.
-    """
+    """The options of every policy."""
 
     decode_choice: DecodeChoice = "late"
     decode_from: DecodeFrom = "table"
@@ -109,9 +99,6 @@ class Active(NamedTuple):
 
     Attributes:
         written: text of the policy.
-        name: name of the policy.
-        policy: the policy itself.
-        common: the options of every policy.
         options: all options, for display.
     """
 
@@ -132,7 +119,6 @@ class Active(NamedTuple):
         return type(self.policy) in OWN.values()
 
     def course(self, facts: Facts) -> Course | None:
-        """Return the course of a request; None if the policy does not apply to it."""
         course = self.policy.course(facts)
         if course is None or (course.decode_from and course.decode_choice):
             return course
@@ -166,9 +152,7 @@ def choose_policy(policies: Iterable[Active], facts: Facts) -> tuple[str, Course
 def activate(written: Sequence[str], settings: Settings) -> tuple[Active, ...]:
     """Return the policies of their texts, in order of precedence.
 
-    Args:
-        written: texts of the policies.
-        settings: defaults of the options.
+    The settings are the defaults of the options.
 
     Raises:
         PolicyInvalid: a text is invalid, or a policy cannot be used.
@@ -239,14 +223,10 @@ PATH = "/v1/chat/completions"
 
 
 def check_suited(policies: Sequence[Active], roles: frozenset[Role], *, pushed: bool) -> None:
-    """Reject policies that would fail all requests of a kind.
+    """Reject policies that would fail all requests of a kind, with fixed roles of the instances.
 
-    The check uses two sample requests: one of text, and one with a picture.
-
-    Args:
-        policies: policies in force.
-        roles: roles with at least one instance, which are fixed.
-        pushed: whether consumers wait for the encoder output of every item (`ECTransfer.pushed`).
+    The check uses two sample requests: one of text, and one with a picture. `pushed` tells whether
+    consumers wait for the encoder output of every item (`ECTransfer.pushed`).
 
     Raises:
         PolicyInvalid: the policies do not suit the fleet.

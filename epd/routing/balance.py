@@ -25,12 +25,7 @@ class Balance(Protocol):
     """Selects one of several instances, by their loads and weights."""
 
     def pick_load(self, loads: Sequence[Load], key: str) -> Load:
-        """Return the selected load.
-
-        Args:
-            loads: loads of the candidates, at least two.
-            key: affinity key of the request; empty for none.
-        """
+        """Return one of at least two loads. `key` is the request's affinity key; empty for none."""
 
 
 class RoundRobin:
@@ -43,8 +38,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._owed: dict[Load, float] = {}
 
-    def pick_load(self, loads: Sequence[Load], key: str = "") -> Load:
-        del key
+    def pick_load(self, loads: Sequence[Load], key: str = "") -> Load:  # noqa: ARG002
         owed = self._owed
         if len(owed) > MAX_OWED:  # many have been removed
             owed = self._owed = {load: owed.get(load, 0.0) for load in loads}
@@ -65,8 +59,7 @@ class LeastLoad:
     def __init__(self) -> None:
         self._turns = RoundRobin()
 
-    def pick_load(self, loads: Sequence[Load], key: str = "") -> Load:
-        del key
+    def pick_load(self, loads: Sequence[Load], key: str = "") -> Load:  # noqa: ARG002
         least = min(map(_pressure, loads))
         equals = [load for load in loads if load.pressure == least]
         return equals[0] if len(equals) == 1 else self._turns.pick_load(equals)
@@ -82,8 +75,7 @@ class PowerOfTwo:
     def __init__(self, chance: random.Random | None = None) -> None:
         self._chance = chance or random.Random()  # noqa: S311 - no secret
 
-    def pick_load(self, loads: Sequence[Load], key: str = "") -> Load:
-        del key
+    def pick_load(self, loads: Sequence[Load], key: str = "") -> Load:  # noqa: ARG002
         first = self._draw(loads)
         other = self._draw([load for load in loads if load is not first])
         return other if other.pressure < first.pressure else first
@@ -196,17 +188,9 @@ class Choice:
         """Return an instance for each item of a request.
 
         With `least_load` they are chosen together, so that all instances finish at the same time.
-        Otherwise each item gets the instance that it would get alone, while the items before it are
-        under way.
-
-        Args:
-            keys: key of each item, for `affinity`.
-            costs: predicted tokens of each item, for `least_load`.
-            prefer: URL of the preferred instance of each item; None for none. With any, each item
-                is assigned by itself.
-            balance: name of the algorithm.
-            session: affinity key of the request, for `session`.
-            fits: predicate of the instances that can serve this request; None for all.
+        Otherwise, and with any preferred URL, each item gets the instance that it would get alone,
+        while the items before it are under way. The costs are the predicted tokens of each item.
+        The other arguments are those of `best_instance`.
 
         Raises:
             NoInstance: there is no such instance.
@@ -220,14 +204,11 @@ class Choice:
                     balance=balance, item=key, session=session, prefer=url, fits=fits
                 )
                 chosen.append(best)
-                places.enter_context(self._table.reserve_place(chosen[-1]))
+                places.enter_context(self._table.reserve_place(best))
         return chosen
 
     def _spread(self, costs: Sequence[float], usable: Sequence[Candidate]) -> list[Instance]:
-        """Return an instance for each cost.
-
-        A request of other clients counts as much as an item of this request.
-        """
+        """Return an instance for each cost; other clients' requests count as items of mean cost."""
         self._turn += 1  # equal instances take turns with the costliest item
         first = self._turn % len(usable)
         turns = [*usable[first:], *usable[:first]]
@@ -239,15 +220,10 @@ class Choice:
     def has_untried(
         self, tried: Collection[Instance], fits: Callable[[Instance], bool] | None = None
     ) -> bool:
-        """Return whether there is an instance that has not been tried."""
         return bool(self._untried(tried, fits))
 
     def _usable(self, fits: Callable[[Instance], bool] | None) -> Sequence[Candidate]:
-        """Return the instances that may get the request.
-
-        Raises:
-            NoInstance: there are none.
-        """
+        """Return the instances that may get the request; raise `NoInstance` without any."""
         usable = self._table.usable_candidates(*self._roles)
         if fits is not None:
             usable = [candidate for candidate in usable if fits(candidate.instance)]
@@ -264,10 +240,8 @@ class Choice:
 
         An ejected instance may have recovered before its next probe; trying it is cheap.
         """
-        for candidates in (
-            self._table.usable_candidates(*self._roles),
-            self._table.all(*self._roles),
-        ):
+        usable = self._table.usable_candidates(*self._roles)
+        for candidates in (usable, self._table.all(*self._roles)):
             fresh = [
                 candidate
                 for candidate in candidates
@@ -289,11 +263,7 @@ def spread_costs(
     assignment.
 
     Of equal instances the first one is taken, and of equal items the first one is assigned first.
-
-    Args:
-        costs: predicted cost of each item.
-        busy: cost of the work that each instance has already, in the same unit.
-        shares: speed of each instance, relative to the others.
+    `busy` is the cost of the work that each instance has already; `shares` are relative speeds.
     """
     ends = [work / share for work, share in zip(busy, shares, strict=True)]
     assigned = [0] * len(costs)

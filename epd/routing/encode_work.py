@@ -11,8 +11,8 @@ of this proxy counts for none of them. The time is divided among all clients of 
 reported load (`epd.routing.load`).
 """
 
-import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 DECAY = 0.95
@@ -21,7 +21,6 @@ DECAY = 0.95
 KEPT_S = 600.0
 """Time after the last answer at which a speed expires, in seconds. The instance then gets an item
 again, even if the policy would avoid it."""
-
 
 Sums = tuple[float, float, float, float, float]
 """Weighted sums of ones, tokens, seconds, and their products."""
@@ -41,7 +40,6 @@ class Speed(NamedTuple):
     token_s: float
 
     def work_s(self, requests: float, tokens: float) -> float:
-        """Return the time for this many requests with this many tokens together."""
         return requests * self.request_s + tokens * self.token_s
 
 
@@ -58,6 +56,7 @@ def mean_speed(speeds: Iterable[Speed | None]) -> Speed | None:
     return Speed(request_s / len(known), token_s / len(known))
 
 
+@dataclass(slots=True, eq=False)
 class EncodeWork:
     """Encoder tokens under way at one instance, and its speed.
 
@@ -66,16 +65,13 @@ class EncodeWork:
         mean_tokens: mean tokens of the answered requests; 0 before the first one.
     """
 
-    __slots__ = ("_clock", "_ended_s", "_speed", "_sums", "_until_s", "mean_tokens", "tokens")
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._ended_s: float | None = None
-        self._sums = NO_SUMS
-        self._speed: Speed | None = None
-        self._until_s = 0.0
-        self.mean_tokens = 0.0
-        self.tokens = 0
+    _clock: Callable[[], float]
+    _ended_s: float | None = None
+    _sums: Sums = NO_SUMS
+    _speed: Speed | None = None
+    _until_s: float = 0.0
+    mean_tokens: float = 0.0
+    tokens: int = 0
 
     @property
     def speed(self) -> Speed | None:
@@ -92,7 +88,6 @@ class EncodeWork:
         return self._clock()
 
     def end_tokens(self, tokens: int) -> None:
-        """Count the end of their encode, or its failure."""
         self.tokens -= tokens
 
     def learn_answer(self, tokens: int, started_s: float, share: float) -> None:

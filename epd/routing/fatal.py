@@ -34,9 +34,7 @@ logger = structlog.get_logger("epd")
 def fingerprint(raw: bytes | bytearray, seed: int) -> str:
     """Return a digest that identifies a repeated body.
 
-    Args:
-        raw: the body as received.
-        seed: seed of this process, so that no client can construct a collision.
+    `seed` is that of this process, so that no client can construct a collision.
     """
     return xxh3_128_hexdigest(raw, seed)
 
@@ -65,7 +63,6 @@ class Watched:
     """A client's request with its deaths.
 
     Attributes:
-        tenant: name of the tenant.
         fingerprint: digest of the body.
         deaths: deaths of instances that served it, in all stages; None for no death.
         engine_died: whether decode's stream reported the death of its engine.
@@ -94,53 +91,37 @@ class _Subject(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Suspect:
-    """The deaths of one subject.
+class _Suspect(Deaths):
+    """The deaths of one subject. They are forgotten at `until_s`."""
 
-    Attributes:
-        deaths: deaths of instances.
-        until_s: time at which they are forgotten.
-    """
-
-    deaths: Deaths = field(default_factory=Deaths)
     until_s: float = math.inf
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class FatalRequests:
     """Deaths by their cause, and the rejection of requests because of them.
 
     Belongs to one event loop. While there has been no death, a request costs one check of an empty
     mapping.
+
+    Args:
+        reject_s: returns the time of rejection after the last death; 0 to disable it.
+        drains: returns whether an instance was about to leave. Its end is then not a death.
+        clock: monotonic clock, in seconds.
     """
 
-    def __init__(
-        self,
-        reject_s: Callable[[], float],
-        drains: Callable[[Instance], bool],
-        clock: Callable[[], float],
-    ) -> None:
-        """Start without suspects.
-
-        Args:
-            reject_s: returns the time of rejection after the last death; 0 to disable it.
-            drains: returns whether an instance was about to leave. Its end is then not a death.
-            clock: monotonic clock, in seconds.
-        """
-        self._reject_s = reject_s
-        self._drains = drains
-        self._clock = clock
-        self._suspects: BoundedDict[_Subject, _Suspect] = BoundedDict(MAX_SUSPECTS)
+    _reject_s: Callable[[], float]
+    _drains: Callable[[Instance], bool]
+    _clock: Callable[[], float]
+    _suspects: BoundedDict[_Subject, _Suspect] = field(
+        default_factory=lambda: BoundedDict(MAX_SUSPECTS)
+    )
 
     def __len__(self) -> int:
-        """Return the number of remembered bodies and items."""
         return len(self._suspects)
 
     def check(self, watched: Watched, items: Iterable[str] = ()) -> None:
         """Reject a request that has killed instances before, or one with such an item.
-
-        Args:
-            watched: the request.
-            items: keys of its items.
 
         Raises:
             SuspectedFatal: the request is rejected.
@@ -162,12 +143,8 @@ class FatalRequests:
     ) -> UpstreamDied | SuspectedFatal:
         """Count a death, and return the final error of the sending.
 
-        Args:
-            error: error of the sending.
-            instance: the instance that died.
-            watched: the request.
-            items: keys of the items that the instance had to process. Empty if it had several: the
-                cause may be any of them.
+        `items` are the keys of the items that the instance had to process. They are empty if it had
+        several: the cause may be any of them.
         """
         if self._drains(instance):
             return error
@@ -193,13 +170,7 @@ class FatalRequests:
     def record_survival(
         self, watched: Watched, items: Iterable[str] = (), *, body: bool = True
     ) -> None:
-        """Forget the deaths of items and bodies that an instance has processed successfully.
-
-        Args:
-            watched: the request.
-            items: keys of the processed items.
-            body: whether the whole request was processed.
-        """
+        """Forget the deaths of processed items, and with `body`, of the processed request."""
         if self._suspects:
             for subject in _subjects(watched, items, body=body):
                 self._suspects.pop(subject, None)
@@ -211,7 +182,7 @@ class FatalRequests:
         if suspect is None or now_s >= suspect.until_s:
             suspect = _Suspect()
         self._suspects[subject] = suspect
-        suspect.deaths.add(instance, now_s)
+        suspect.add(instance, now_s)
         suspect.until_s = now_s + self._reject_s()
         return self._rejected_s(subject)
 
@@ -223,7 +194,7 @@ class FatalRequests:
         if left_s <= 0:
             del self._suspects[subject]
             return None
-        return left_s if suspect.deaths.count >= MAX_DEATHS else None
+        return left_s if suspect.count >= MAX_DEATHS else None
 
 
 def _subjects(watched: Watched, items: Iterable[str], *, body: bool = True) -> list[_Subject]:

@@ -32,7 +32,6 @@ class EncodeQueue:
         return self.speed.work_s(self._requests + 1, self._tokens + tokens)
 
     def add_item(self, tokens: int) -> None:
-        """Plan an item for this instance."""
         self._requests += 1
         self._tokens += tokens
 
@@ -63,13 +62,10 @@ class Forecast:
         consumer: Instance | None = None,
         fits: Callable[[Instance], bool] | None = None,
     ) -> None:
-        """Forecast by the present load.
+        """Forecast by the present load, for a consumer that has a place for the request.
 
-        Args:
-            table: instances with their load.
-            consumer: the chosen consumer, which has a place for the request; None for the one with
-                the lowest load.
-            fits: predicate of the encode instances that can serve the request; None for all.
+        Without a consumer it is the one with the lowest load. `fits` tells which encode instances
+        can serve the request; None for all.
         """
         usable = [
             (candidate.instance, candidate.load)
@@ -87,9 +83,8 @@ class Forecast:
         """
         if not self._queues:
             return None
-        far = distances(
-            [queue.load for queue in self._queues], key.encode("utf-8", "surrogatepass")
-        )
+        loads = [queue.load for queue in self._queues]
+        far = distances(loads, key.encode("utf-8", "surrogatepass"))
         costs = [
             (round(queue.finish_s(tokens), 3), away)
             for queue, away in zip(self._queues, far, strict=True)

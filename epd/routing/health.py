@@ -92,27 +92,17 @@ class Health:
     ) -> None:
         """Start as healthy although not yet met, with a probe due at once.
 
-        Args:
-            policy: the limits.
-            now_s: time of a monotonic clock, as in all calls.
-            on_change: callback with the new state.
-            random: returns a number from 0 to 1, for the jitter of probes.
+        `now_s` is the time of a monotonic clock, as in all calls. `random` returns a number from 0
+        to 1, for the jitter of probes.
         """
         self.policy = policy
         self.met = False
         self._on_change = on_change
         self._random = random
         self._state = HealthState.HEALTHY
-        self._since_s = now_s
-        self._until_s = now_s
-        self._busy_until_s = now_s
-        self._probe_s = now_s
-        self._failures = 0
+        self._since_s = self._until_s = self._busy_until_s = self._probe_s = now_s
+        self._failures = self._failed_probes = self._ejections = self._under_way = self._changes = 0
         self._latest = 0  # a bit for each request, 1 for a failure; the lowest is the last one
-        self._failed_probes = 0
-        self._ejections = 0
-        self._under_way = 0
-        self._changes = 0
 
     def state(self, now_s: float) -> HealthState:
         if self._state is HealthState.EJECTED and now_s >= self._until_s:
@@ -120,7 +110,6 @@ class Health:
         return self._state
 
     def is_eligible(self, now_s: float) -> bool:
-        """Return whether it should get a request."""
         state = self.state(now_s)
         return state is HealthState.HEALTHY or (state is HealthState.TRIAL and not self._under_way)
 
@@ -154,13 +143,9 @@ class Health:
     ) -> None:
         """Record the end of a request.
 
-        Args:
-            outcome: result of the request.
-            now_s: current time.
-            begun: value that `request_begun` returned. A failure counts only if the request began
-                after the last change of state: requests from before an outage may fail long after
-                it.
-            rest_s: seconds for which an overloaded instance asks for no requests.
+        `begun` is the value of `request_begun`. A failure counts only if the request began after
+        the last change of state: requests from before an outage may fail long after it. An
+        overloaded instance asks for no requests for `rest_s` seconds.
         """
         if begun == self._changes:
             self._under_way -= 1
@@ -255,9 +240,7 @@ class Health:
             return
         self._state = state
         self._since_s = now_s
-        self._failures = 0
-        self._latest = 0
-        self._under_way = 0
+        self._failures = self._latest = self._under_way = 0
         self._changes += 1
         self._on_change(state)
 

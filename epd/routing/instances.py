@@ -7,7 +7,6 @@ import enum
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 
@@ -32,7 +31,6 @@ class Instance:
     """Instance: a vLLM server with its role.
 
     Attributes:
-        role: the stage that it serves.
         url: base URL without a trailing slash, such as `http://host:8001`.
         dp_size: number of data-parallel ranks; a request to a consumer names one.
         weight: relative share of the load in its role. 0 drains it: no new requests unless no other
@@ -74,22 +72,19 @@ class InstanceSource(enum.StrEnum):
 Change = Literal["added", "removed", "refused"]
 """The change of an instance after a source has added or dropped it."""
 
-CLASHES: Mapping[Role, frozenset[Role]] = MappingProxyType(
-    {
-        Role.ENCODE: frozenset(),
-        Role.PREFILL: frozenset({Role.PREFILL_DECODE}),
-        Role.DECODE: frozenset({Role.PREFILL_DECODE}),
-        Role.PREFILL_DECODE: frozenset({Role.PREFILL, Role.DECODE}),
-    }
-)
+CLASHES: Mapping[Role, frozenset[Role]] = {
+    Role.ENCODE: frozenset(),
+    Role.PREFILL: frozenset({Role.PREFILL_DECODE}),
+    Role.DECODE: frozenset({Role.PREFILL_DECODE}),
+    Role.PREFILL_DECODE: frozenset({Role.PREFILL, Role.DECODE}),
+}
 """Roles that exclude each other, because a request would have two possible paths."""
 
 
 class Table(Protocol):
     """Receives the resulting membership."""
 
-    def add(self, instance: Instance) -> None:
-        """Add an instance to the membership."""
+    def add(self, instance: Instance) -> None: ...
 
     def remove(self, instance: Instance) -> None:
         """Stop sending new requests to an instance."""
@@ -99,13 +94,7 @@ class Table(Protocol):
 
 
 class Member(NamedTuple):
-    """A registered instance.
-
-    Attributes:
-        instance: the instance.
-        sources: sources that name it.
-        since_s: time of its admission, on the wall clock.
-    """
+    """An instance that sources name, admitted at `since_s` on the wall clock."""
 
     instance: Instance
     sources: tuple[InstanceSource, ...]
@@ -131,12 +120,7 @@ class Registry:
     ) -> None:
         """Add the configured instances, without calls of `on_change`.
 
-        Args:
-            table: table to update.
-            configured: instances of `InstanceSource.CONFIG`.
-            fits: predicate of the instances that can be members.
-            on_change: callback with an instance, its change and the source.
-            clock: wall clock, in seconds.
+        `fits` tells which instances can be members. `clock` is a wall clock, in seconds.
         """
         self._table = table
         self._fits = fits
@@ -162,11 +146,9 @@ class Registry:
                 self._admit(instance, by)
 
     def conflicting_member(self, instance: Instance) -> Instance | None:
-        """Return a member that conflicts with an instance, if any."""
         return next((member for member in self._since_s if _conflict(member, instance)), None)
 
     def sources(self, url: str) -> tuple[InstanceSource, ...]:
-        """Return the sources that name an instance with this URL."""
         return tuple(
             source
             for source in InstanceSource
@@ -175,7 +157,6 @@ class Registry:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The registered instances, with their sources."""
         named = {member.key: member for member in self._since_s}
         sources: dict[Instance, list[InstanceSource]] = {member: [] for member in self._since_s}
         for source in InstanceSource:

@@ -14,6 +14,7 @@ import binascii
 import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -33,12 +34,7 @@ EventCounts = Callable[[], Mapping[tuple[Role, str], Mapping[str, int]]]
 
 
 class EventSource(NamedTuple):
-    """Endpoints of one engine.
-
-    Attributes:
-        endpoint: publisher of the events.
-        replay: server of past events; empty for none.
-    """
+    """Endpoints of one engine: publisher of the events, and server of past ones; empty for none."""
 
     endpoint: str
     replay: str = ""
@@ -47,11 +43,8 @@ class EventSource(NamedTuple):
 def event_sources(instance: Instance, addresses: Sequence[str]) -> Iterator[EventSource]:
     """Yield the endpoints of each of an instance's engines.
 
-    vLLM adds the number of a data-parallel rank to the ports.
-
-    Args:
-        instance: the instance.
-        addresses: addresses of instances, as of `named_events_address`.
+    The addresses are of instances, as of `named_events_address`. vLLM adds the number of a
+    data-parallel rank to the ports.
     """
     if instance.dp_size > 1 and instance.role not in CONSUMERS:
         return  # it chooses the rank itself: which engine has a prompt is not known
@@ -138,6 +131,7 @@ def read_mark(mark: str | None) -> Prefix:
     return Prefix(links, ends) if list(ends) == sorted(ends) else NO_PREFIX
 
 
+@dataclass(slots=True, eq=False)
 class BlockMap:
     """Known blocks of one engine, and the links that are tied to them.
 
@@ -145,22 +139,18 @@ class BlockMap:
     their blocks twice, and later removes each.
     """
 
-    __slots__ = ("_block_of", "_changes", "_copies", "_ends", "_links", "_prompts")
-
-    def __init__(self) -> None:
-        self._ends: dict[int, int] = {}
-        self._copies: dict[int, int] = {}
-        self._links: dict[int, set[int]] = {}
-        self._block_of: dict[int, int] = {}
-        self._prompts: BoundedDict[int, int] = BoundedDict(MAX_PROMPTS)
-        self._changes: dict[int, int | None] = {}
+    _ends: dict[int, int] = field(default_factory=dict)
+    _copies: dict[int, int] = field(default_factory=dict)
+    _links: dict[int, set[int]] = field(default_factory=dict)
+    _block_of: dict[int, int] = field(default_factory=dict)
+    _prompts: BoundedDict[int, int] = field(default_factory=lambda: BoundedDict(MAX_PROMPTS))
+    _changes: dict[int, int | None] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._ends)
 
     @property
     def change_count(self) -> int:
-        """Number of links that have changed since the last call of `take_changes`."""
         return len(self._changes)
 
     def take_changes(self) -> Mapping[int, int | None]:
@@ -171,13 +161,10 @@ class BlockMap:
     def record_stored(
         self, blocks: Sequence[int], parent: int | None, size: int, mark: str | None
     ) -> None:
-        """Record blocks that follow each other.
+        """Record hashes of blocks of `size` tokens that follow each other.
 
-        Args:
-            blocks: hashes of the blocks.
-            parent: hash of the block before them; None at the beginning of a prompt.
-            size: tokens of a block.
-            mark: mark of the request that they were stored for.
+        `parent` is the hash of the block before them; None at the beginning of a prompt. `mark` is
+        that of the request that they were stored for.
         """
         prompt = read_mark(mark)
         start = 0 if parent is None else self._ends.get(parent)
@@ -209,7 +196,6 @@ class BlockMap:
                 self._drop_block(block)
 
     def clear_blocks(self) -> None:
-        """Forget all blocks and all changes."""
         for known in (self._ends, self._copies, self._links, self._block_of, self._changes):
             known.clear()
         self._prompts.clear()

@@ -18,8 +18,8 @@ the instance's metrics page, which also has its namespace.
 import math
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -28,60 +28,52 @@ from epd.routing.encode_work import EncodeWork
 from epd.routing.prefix import NO_PREFIX, Prefix, PrefixCache, cheapest_seat
 
 
+@dataclass(slots=True, eq=False)
 class RankLoad:
     """Load of one data-parallel rank.
 
     Attributes:
         under_way: number of local requests at the rank.
-        value: the load, in requests.
-        pressure: the load divided by the share.
         share: the rank's part of its instance's share.
         seed: seed for hashes, the same in every proxy.
         cache: known content of its engine's prefix cache.
     """
 
-    __slots__ = ("_asked", "_elsewhere", "cache", "seed", "share", "under_way")
-
-    def __init__(self, rank: int, clock: Callable[[], float]) -> None:
-        self.under_way = self._elsewhere = self._asked = 0
-        self.share = 1.0
-        self.seed = rank
-        self.cache = PrefixCache(clock)
+    seed: int
+    cache: PrefixCache
+    share: float = 1.0
+    under_way: int = 0
+    _elsewhere: int = 0
+    _asked: int = 0
 
     @property
     def value(self) -> int:
+        """The load, in requests."""
         return self.under_way + self._elsewhere
 
     @property
     def pressure(self) -> float:
+        """The load divided by the share."""
         return self.value / self.share
 
-    def begin_request(self, *, asking: bool) -> None:
-        """Count the start of a local request, with or without an outstanding report."""
+    def begin_request(self) -> None:
         self.under_way += 1
-        if asking:
-            self._asked = max(self._asked, self.under_way)
+        self._asked = max(self._asked, self.under_way)
 
     def report_requested(self) -> None:
-        """Record that a report has been requested."""
         self._asked = self.under_way
 
     def record_report(self, requests: int) -> None:
-        """Record a report of this many requests."""
         self._elsewhere = max(0, requests - self._asked)
 
 
 class Ranks:
-    """Loads of an instance's data-parallel ranks, by the rule of this module.
-
-    Attributes:
-        seats: the ranks.
-    """
+    """Loads of an instance's data-parallel ranks, by the rule of this module."""
 
     __slots__ = ("_last", "seats")
 
     def __init__(self, count: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seats = tuple(RankLoad(rank, clock) for rank in range(count))
+        self.seats = tuple(RankLoad(rank, PrefixCache(clock)) for rank in range(count))
         self._last = -1
 
     def next_rank(self, prefix: Prefix = NO_PREFIX) -> int:
@@ -102,15 +94,13 @@ class Ranks:
             seat.seed = xxh3_64_intdigest(b"%d" % rank, seed)
             seat.share = share / len(self.seats)
 
-    def begin_request(self, rank: int, *, asking: bool = False) -> None:
-        """Count the start of a local request, with or without an outstanding report."""
-        self.seats[rank].begin_request(asking=asking)
+    def begin_request(self, rank: int) -> None:
+        self.seats[rank].begin_request()
 
     def end_request(self, rank: int) -> None:
         self.seats[rank].under_way -= 1
 
     def report_requested(self) -> None:
-        """Record that a report has been requested."""
         for seat in self.seats:
             seat.report_requested()
 
@@ -132,11 +122,9 @@ MAX_DOUBLINGS = 5
 
 
 class Report(NamedTuple):
-    """The load that an instance reports.
+    """The numbers of waiting and running requests that an instance reports.
 
     Attributes:
-        waiting: number of queued requests.
-        running: number of running requests.
         engines: sum of both, by the number of the data-parallel engine.
         kv_tokens: number of tokens for which an engine has KV blocks; 0 if it is not reported.
     """
@@ -148,10 +136,9 @@ class Report(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """Prompts that an instance has received from this proxy.
+    """Estimated tokens of the prompts that an instance has received from this proxy.
 
     Attributes:
-        tokens: estimated number of their tokens.
         matched: the part of them that was expected in the prefix cache.
     """
 
@@ -205,14 +192,11 @@ class Load:
         self.cache = PrefixCache(clock)
         self.encode = EncodeWork(clock)
         self.report: Report | None = None
-        self.under_way = 0
-        self._elsewhere = 0
+        self.under_way = self._elsewhere = self._asked = self._failures = 0
         self.weight = weight
-        self._asked = 0
         self._since_s = -math.inf
         self._intervals = 1.0
         self._until_s = math.inf
-        self._failures = 0
 
     @property
     def weight(self) -> float:
@@ -234,7 +218,6 @@ class Load:
 
     @property
     def caches(self) -> Sequence[PrefixCache]:
-        """Known content of the prefix cache of each engine."""
         return [seat.cache for seat in self.seats]
 
     @property
@@ -253,20 +236,16 @@ class Load:
         return None if self.ranks is None else self.ranks.next_rank(prefix)
 
     def cache_of(self, rank: int | None) -> PrefixCache:
-        """Return the known content of a rank's prefix cache."""
         return self.cache if self.ranks is None or rank is None else self.ranks.seats[rank].cache
 
     def begin_request(self, rank: int | None = None) -> None:
-        """Count the start of a local request, for one of the ranks if given."""
         self.under_way += 1
-        if asking := self._since_s == math.inf:  # the outstanding report may include it
-            self._asked = max(self._asked, self.under_way)
+        self._asked = max(self._asked, self.under_way)  # an outstanding report may include it
         if self.ranks is not None and rank is not None:
-            self.ranks.begin_request(rank, asking=asking)
+            self.ranks.begin_request(rank)
         self._weigh()
 
     def end_request(self, rank: int | None = None) -> None:
-        """Count the end of a local request."""
         self.under_way -= 1
         if self.ranks is not None and rank is not None:
             self.ranks.end_request(rank)
@@ -280,9 +259,7 @@ class Load:
     def report_due(self, now_s: float, interval_s: float) -> bool:
         """Return whether a report is due. After True, the caller must ask and call `record_report`.
 
-        Args:
-            now_s: current time.
-            interval_s: current interval of reports; it may change between calls.
+        The interval may change between calls.
         """
         if now_s < self._since_s + self._intervals * interval_s:
             return False
@@ -293,13 +270,7 @@ class Load:
         return True
 
     def record_report(self, report: Report | None, now_s: float, interval_s: float) -> None:
-        """Record a report.
-
-        Args:
-            report: the report; None after a failure.
-            now_s: current time.
-            interval_s: current interval of reports.
-        """
+        """Record a report; None after a failure. The interval is the current one of reports."""
         self._since_s = now_s
         if report is None:
             self._failures = min(self._failures + 1, MAX_DOUBLINGS)
@@ -384,11 +355,10 @@ def read_report(page: bytes) -> Report | None:
         return None
     if not running or running.keys() != waiting.keys():
         return None
-    engines = Counter(running)
-    engines.update(waiting)
+    engines = {engine: count + waiting[engine] for engine, count in running.items()}
     size = _KV_TOKENS.search(page)
     kv_tokens = int(size[1]) if size else 0
-    return Report(sum(waiting.values()), sum(running.values()), dict(engines), kv_tokens)
+    return Report(sum(waiting.values()), sum(running.values()), engines, kv_tokens)
 
 
 def read_namespace(page: bytes) -> str:
@@ -425,12 +395,18 @@ def writes_outputs(page: bytes) -> bool:
 
 
 def _samples(page: bytes, name: bytes) -> Iterator[tuple[int, int]]:
-    """Return the engine and the value of each sample.
+    """Yield the engine and the value of each sample.
 
     Raises:
         ValueError: a value is not a number of requests.
     """
-    return map(_sample, _lines(page, name))
+    for line in _lines(page, name):
+        labels, _, after = line.rpartition(b"}")
+        number = float((*after.split(), b"")[0])
+        if not 0 <= number <= MAX_REQUESTS:
+            raise ValueError("not a number of requests")
+        engine = _ENGINE.search(labels)
+        yield int(engine[1]) if engine else 0, int(number)
 
 
 def _lines(page: bytes, name: bytes) -> Iterator[bytes]:
@@ -451,13 +427,3 @@ def _lines(page: bytes, name: bytes) -> Iterator[bytes]:
                 raise ValueError("not a metrics page of one server")
             yield page[after:end]
         found = page.find(begins, after)
-
-
-def _sample(line: bytes) -> tuple[int, int]:
-    labels, _, after = line.rpartition(b"}")
-    value, *_ = (*after.split(), b"")
-    number = float(value)
-    if not 0 <= number <= MAX_REQUESTS:
-        raise ValueError("not a number of requests")
-    engine = _ENGINE.search(labels)
-    return int(engine[1]) if engine else 0, int(number)

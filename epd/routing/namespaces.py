@@ -35,7 +35,7 @@ class Namespaces:
         """Return the instances to ask now; each answer goes to `record_namespace`."""
         members = {instance.key: instance for instance in self._table.of_roles(*Role)}
         up = {
-            key
+            key: instance
             for key, instance in members.items()
             if self._table.state(instance) is not HealthState.DOWN
         }
@@ -44,20 +44,17 @@ class Namespaces:
         self._asked_s = {key: asked_s for key, asked_s in self._asked_s.items() if key in up}
         now_s = self._clock()
         due = [
-            (key, instance)
-            for key, instance in members.items()
-            if key in up and self._asked_s.get(key, -math.inf) + INTERVAL_S <= now_s
+            instance
+            for key, instance in up.items()
+            if self._asked_s.get(key, -math.inf) + INTERVAL_S <= now_s
         ]
-        self._asked_s.update((key, now_s) for key, _ in due)
-        return [instance for _, instance in due]
+        self._asked_s.update((instance.key, now_s) for instance in due)
+        return due
 
     def record_namespace(self, instance: Instance, namespace: str | None) -> None:
-        """Record the answer of an instance.
+        """Record the namespace of an instance; empty for none or several, None without an answer.
 
-        Args:
-            instance: the instance. One that is not in the table is dropped by the next
-                `due_instances`.
-            namespace: the namespace; empty for none or several; None without an answer.
+        An instance that is not in the table is dropped by the next `due_instances`.
         """
         if namespace is None or namespace == self._known.get(instance.key, ""):
             return
@@ -68,7 +65,6 @@ class Namespaces:
             del self._known[instance.key]
 
     def record_writes(self, instance: Instance, *, writes: bool) -> None:
-        """Record whether an instance writes the outputs of its own encodes."""
         if writes:
             self._writers.add(instance.key)
         else:
@@ -80,14 +76,10 @@ class Namespaces:
         return bool(consumers) and all(consumer.key in self._writers for consumer in consumers)
 
     def namespace_of(self, instance: Instance) -> str | None:
-        """Return the namespace of an instance; None if unknown."""
         return self._known.get(instance.key)
 
     def of_consumers(self) -> frozenset[str]:
-        """Return all known namespaces of consumers of encoder outputs.
-
-        Each request with media needs them. They are recomputed only after a change.
-        """
+        """Return all known namespaces of consumers. Each request with media needs them."""
         if self._consumers is None or self._counted_at != self._table.changes:
             known = (self.namespace_of(instance) for instance in self._table.of_roles(*CONSUMERS))
             self._consumers = frozenset(namespace for namespace in known if namespace is not None)

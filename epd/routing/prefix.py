@@ -9,10 +9,10 @@ evicted. With events of the engine it is known precisely (`epd.routing.kv_blocks
 stored, until it is removed. Then only prompts that wait for their prefill are estimated.
 """
 
-import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 from epd.routing.rendezvous import LoadedSeat, distances, upper_bound
@@ -34,7 +34,6 @@ A token that another engine has in its cache also evicts a token of other prompt
 later prompts. With a weight of 1 a busy fleet computes so much again that its queues grow. From 4
 on they stay short, and with several proxies from 8 on (`tests/request/test_prefix_fleet.py`).
 """
-
 
 FEW_REQUESTS = 4
 """Number of unfinished requests below which an engine is not overloaded, however idle the others
@@ -69,6 +68,7 @@ NO_PREFIX = Prefix()
 """Value of a request that is not placed by its content."""
 
 
+@dataclass(slots=True, eq=False)
 class PrefixCache:
     """Known content of one engine's prefix cache, and the prompts that wait for its prefill.
 
@@ -85,25 +85,15 @@ class PrefixCache:
         matched: the part of `asked` that was in the cache.
     """
 
-    __slots__ = (
-        "_clock",
-        "_links",
-        "_reported",
-        "asked",
-        "limit",
-        "matched",
-        "pending",
-        "precise",
-        "tokens",
-    )
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._links: OrderedDict[int, tuple[int, float]] = OrderedDict()
-        self._reported: OrderedDict[int, int] = OrderedDict()
-        self.precise = False
-        self.limit = MAX_TOKENS
-        self.tokens = self.pending = self.asked = self.matched = 0
+    _clock: Callable[[], float]
+    _links: OrderedDict[int, tuple[int, float]] = field(default_factory=OrderedDict)
+    _reported: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    limit: int = MAX_TOKENS
+    tokens: int = 0
+    precise: bool = False
+    pending: int = 0
+    asked: int = 0
+    matched: int = 0
 
     def __len__(self) -> int:
         return len(self._links) + len(self._reported)
@@ -137,7 +127,6 @@ class PrefixCache:
         self._evict()
 
     def drop(self, link: int) -> None:
-        """Remove a link, if it is there."""
         self._reported.pop(link, None)
         if (found := self._links.pop(link, None)) is not None:
             self.tokens -= found[0]
@@ -181,7 +170,6 @@ class PrefixCache:
         return computed
 
     def end_prompt(self, computed: int) -> None:
-        """Count the end of a prompt's prefill, with the tokens that it had to compute."""
         self.pending -= computed
 
     def _evict(self) -> None:
@@ -216,11 +204,7 @@ def cheapest_seat(seats: Sequence[S], prefix: Prefix) -> S:
     to all. Proxies that know nothing of each other therefore send the same new prefix to the same
     seat, and only a seat with the larger part of a prompt attracts it more than its home.
 
-    Requests of other clients at a seat count as the mean of this proxy's.
-
-    Args:
-        seats: the candidates.
-        prefix: the prompt, not empty.
+    Requests of other clients at a seat count as the mean of this proxy's. The prompt is not empty.
     """
     most = upper_bound(seats)
     seats = [seat for seat in seats if seat.value < max(most(seat), FEW_REQUESTS)]

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 from collections import deque
+from dataclasses import dataclass
 from typing import Self
 
 from epd.errors import ProxyError, drop_tracebacks
@@ -41,10 +42,9 @@ class Retries:
 
     def tries(self, most: int) -> "Tries":
         """Return the tries of one request: a context manager for the whole request."""
-        return Tries(self, most)
+        return Tries(self, most - 1)
 
     def release_place(self) -> None:
-        """Release the place of a retry. Only `Tries` calls it."""
         self._again -= 1
         self._admit()
 
@@ -60,8 +60,7 @@ class Retries:
             return place.done() and not place.cancelled()
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():
-                self._again -= 1
-                self._admit()
+                self.release_place()
             raise
         return True
 
@@ -74,33 +73,25 @@ class Retries:
                 place.set_result(None)
 
 
+@dataclass(slots=True, eq=False)
 class Tries:
     """The tries of one request. The first one is free; each retry holds a place for a time."""
 
-    __slots__ = ("_left", "_number", "_retries", "_timer")
-
-    def __init__(self, retries: Retries, most: int) -> None:
-        self._retries = retries
-        self._left = most - 1
-        self._number = 0
-        self._timer: asyncio.TimerHandle | None = None
+    _retries: Retries
+    _left: int
+    _number: int = 0
+    _timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
-        """Start the first try."""
         self._retries.requests += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the last try."""
         self._leave()
         self._retries.requests -= 1
 
     async def next_try(self, error: ProxyError, delay_s: float = 0.0) -> None:
-        """End a failed try, and wait until the next one may start.
-
-        Args:
-            error: error of the try.
-            delay_s: minimum delay.
+        """End a failed try, and wait until the next one may start, at least for the delay.
 
         Raises:
             ProxyError: `error` itself: the maximum of tries is reached, or no place in the budget

@@ -7,6 +7,7 @@ judgement of the instance's health (`InFlight`).
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Self
 
@@ -17,30 +18,23 @@ from epd.routing.load import Load, Ranks, Report
 from epd.routing.prefix import NO_PREFIX, Prefix
 
 
+@dataclass(slots=True, eq=False)
 class Reservation:
     """A request's place at an instance, which counts as load until the context exits.
 
     Attributes:
-        instance: the instance.
         rank: data-parallel rank of the request; None to let the instance choose.
     """
 
-    __slots__ = ("_load", "instance", "rank")
-
-    def __init__(
-        self, instance: Instance, load: Load, rank: int | None, prefix: Prefix = NO_PREFIX
-    ) -> None:
-        self.instance = instance
-        self._load = load
-        self.rank = load.next_rank(prefix) if rank is None else rank
+    instance: Instance
+    rank: int | None
+    _load: Load
 
     def begin_request(self) -> Self:
-        """Count the request as load of the instance."""
         self._load.begin_request(self.rank)
         return self
 
     def end_request(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - of `InFlight`
-        """Remove the request from the load."""
         self._load.end_request(self.rank)
 
     def __enter__(self) -> Self:
@@ -65,6 +59,7 @@ class Work(NamedTuple):
 NO_WORK = Work()
 
 
+@dataclass(slots=True, eq=False)
 class InFlight(Reservation):
     """Request at an instance.
 
@@ -75,42 +70,17 @@ class InFlight(Reservation):
             a prefix.
     """
 
-    __slots__ = (
-        "_alone",
-        "_begun",
-        "_clock",
-        "_computed",
-        "_health",
-        "_prefix",
-        "_sent_s",
-        "_work",
-        "matched",
-    )
-
-    def __init__(  # noqa: PLR0913 - a place, and the inputs of the judgement
-        self,
-        instance: Instance,
-        load: Load,
-        rank: int | None,
-        health: Health,
-        clock: Callable[[], float],
-        *,
-        alone: bool,
-        prefix: Prefix,
-        work: Work,
-    ) -> None:
-        super().__init__(instance, load, rank, prefix)
-        self._health = health
-        self._clock = clock
-        self._alone = alone
-        self._prefix = prefix
-        self._work = work
-        self._computed = 0
-        self._sent_s: float | None = None
-        self.matched: int | None = None
+    _health: Health
+    _clock: Callable[[], float]
+    _alone: bool
+    _prefix: Prefix
+    _work: Work
+    _begun: int = 0
+    _computed: int = 0
+    _sent_s: float | None = None
+    matched: int | None = None
 
     def begin_request(self) -> Self:
-        """Count the request as load of the instance."""
         self._load.begin_request(self.rank)
         self._begun = self._health.request_begun()
         if self._prefix.links:
@@ -181,13 +151,8 @@ class InstanceTable:
     ) -> None:
         """Create the table with all instances healthy.
 
-        Args:
-            instances: initial instances.
-            policy: limits of health.
-            on_change: callback with an instance and its new state.
-            clock: monotonic clock, in seconds.
-            jitter: returns a number from 0 to 1 for the jitter of probes; None for a generator of
-                the table's own.
+        `clock` is monotonic, in seconds. `jitter` returns a number from 0 to 1 for the jitter of
+        probes; None for a generator of the table's own.
         """
         self._policy = policy
         self._on_change = on_change
@@ -206,18 +171,11 @@ class InstanceTable:
     def under_way(self) -> Mapping[Instance, int]:
         """Number of this proxy's requests, by instance, including removed ones."""
         loads = {member.instance: member.load for member in self._members.values()}
-        return {
-            instance: load.under_way
-            for instance, load in (self._leaving | loads).items()
-            if load.under_way
-        }
+        everywhere = (self._leaving | loads).items()
+        return {instance: load.under_way for instance, load in everywhere if load.under_way}
 
     def load(self, instance: Instance) -> Load:
-        """Return the load of an instance.
-
-        Raises:
-            KeyError: the instance is not in the table.
-        """
+        """Return the load of an instance; raise KeyError if it is not in the table."""
         return self._members[instance.key].load
 
     def add(self, instance: Instance) -> None:
@@ -256,34 +214,26 @@ class InstanceTable:
         seats[seats.index(before)] = candidate
 
     def judge_by(self, policy: HealthPolicy) -> None:
-        """Apply another health policy to all instances from now on."""
         self._policy = policy
         for member in self._members.values():
             member.health.policy = policy
 
     def of_roles(self, *roles: Role) -> tuple[Instance, ...]:
-        """Return all instances of these roles."""
-        return tuple(candidate.instance for role in roles for candidate in self._by_role[role])
+        return tuple(candidate.instance for candidate in self.all(*roles))
 
     def all(self, *roles: Role) -> Sequence[Candidate]:
-        """Return all instances of these roles, with health and load."""
         if len(roles) == 1:
             return self._by_role[roles[0]]
         return [candidate for role in roles for candidate in self._by_role[role]]
 
     def find_instance(self, url: str, *roles: Role) -> Instance | None:
-        """Return the instance with this URL and one of these roles; None if there is none."""
         return next((instance for instance in self.of_roles(*roles) if instance.url == url), None)
 
     def has(self, role: Role) -> bool:
         return role in self.roles
 
     def state(self, instance: Instance) -> HealthState:
-        """Return the health state of an instance.
-
-        Raises:
-            KeyError: the instance is not in the table.
-        """
+        """Return the health state of an instance; raise KeyError if it is not in the table."""
         return self._members[instance.key].health.state(self._clock())
 
     def is_draining(self, instance: Instance) -> bool:
@@ -292,7 +242,6 @@ class InstanceTable:
         return instance.key in self._removed if candidate is None else not candidate.load.weight
 
     def any_serving(self, *roles: Role) -> bool:
-        """Return whether any instance of these roles is not down."""
         return any(
             self.state(instance) is not HealthState.DOWN for instance in self.of_roles(*roles)
         )
@@ -333,20 +282,15 @@ class InstanceTable:
         return [candidate for candidate in fit if not candidate.health.is_busy(now_s)] or fit
 
     def reserve_place(
-        self,
-        instance: Instance,
-        rank: int | None = None,
-        *,
-        prefix: Prefix = NO_PREFIX,
+        self, instance: Instance, rank: int | None = None, *, prefix: Prefix = NO_PREFIX
     ) -> Reservation:
         """Return a place at this instance, for a request that will be sent to it later.
 
-        Args:
-            instance: the instance.
-            rank: data-parallel rank of the request; None to choose it.
-            prefix: prompt of the request, by which the rank is chosen.
+        Without a data-parallel rank, the rank is chosen by the prompt.
         """
-        return Reservation(instance, self._health_and_load(instance)[1], rank, prefix)
+        load = self._health_and_load(instance)[1]
+        rank = load.next_rank(prefix) if rank is None else rank
+        return Reservation(instance, rank, load)
 
     def track_request(
         self,
@@ -359,20 +303,14 @@ class InstanceTable:
     ) -> InFlight:
         """Return a context manager for a request at this instance.
 
-        Its exit judges the instance by the error. A cancelled request does not count.
-
-        Args:
-            instance: the instance.
-            alone: whether a 500 is the instance's own fault. The cause may also be a missing entry
-                or block of another instance.
-            rank: data-parallel rank of the request; None to choose it.
-            prefix: prompt of the request, which is then known to be in the prefix cache.
-            work: predicted work of the request.
+        Its exit judges the instance by the error. A cancelled request does not count. A 500 counts
+        only with `alone`: the cause may otherwise be a missing entry or block of another instance.
+        The prompt is then known to be in the prefix cache. Without a rank, it is chosen by the
+        prompt.
         """
         health, load = self._health_and_load(instance)
-        return InFlight(
-            instance, load, rank, health, self._clock, alone=alone, prefix=prefix, work=work
-        )
+        rank = load.next_rank(prefix) if rank is None else rank
+        return InFlight(instance, rank, load, health, self._clock, alone, prefix, work)
 
     def _health_and_load(self, instance: Instance) -> tuple[Health, Load]:
         candidate = self._members.get(instance.key)
@@ -416,11 +354,8 @@ class InstanceTable:
     ) -> list[Instance]:
         """Return the instances to ask for their load now; each answer goes to `record_report`.
 
-        Args:
-            roles: roles of the instances.
-            interval_s: interval of reports.
-            single: whether to ask a single instance of a role that has no ranks. Its load decides
-                nothing unless the roles are compared.
+        A single instance of a role that has no ranks is asked only with `single`: its load decides
+        nothing unless the roles are compared.
         """
         now_s = self._clock()
         for member in self._members.values():

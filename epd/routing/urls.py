@@ -46,11 +46,7 @@ def base_url(url: str) -> str:
 
 
 def service_url(service: str) -> str:
-    """Return a base URL for a URL or for `host:port`, which means `http`.
-
-    Raises:
-        ValueError: the text is neither.
-    """
+    """Return a base URL for a URL or for `host:port`, which means `http`."""
     if "://" in service:
         return base_url(service)
     url = base_url(f"http://{service}")
@@ -68,11 +64,7 @@ def at_address(url: str, address: str) -> str:
 
 
 def zmq_address(address: str) -> str:
-    """Return a valid address of a ZMQ socket: `tcp://host:port`.
-
-    Raises:
-        ValueError: the address is invalid.
-    """
+    """Return a valid address of a ZMQ socket: `tcp://host:port`."""
     parts = urlsplit(address)
     plain = address == f"tcp://{parts.netloc}" and "@" not in address
     if not plain or not parts.hostname or not parts.port or any(c <= " " for c in address):
@@ -88,11 +80,7 @@ EVENTS_OF = re.compile(r"(https?://.+)=((?:tcp|ipc)://.*)")
 
 
 def events_address(address: str) -> str:
-    """Return a valid address such as `tcp://host:5557?replay=5558`, or `ipc:///a/path`.
-
-    Raises:
-        ValueError: the address is invalid.
-    """
+    """Return a valid address such as `tcp://host:5557?replay=5558`, or `ipc:///a/path`."""
     found = EVENTS_AT.fullmatch(address)
     if found is not None and all(0 < int(port or 1) < 2**16 for port in found.group(2, 3)):
         return address
@@ -102,11 +90,7 @@ def events_address(address: str) -> str:
 
 
 def named_events_address(written: str) -> tuple[str, str]:
-    """Return the instance's URL and the address of `[URL=]ADDRESS`; an empty URL means all others.
-
-    Raises:
-        ValueError: the text is invalid.
-    """
+    """Return the instance's URL, empty for all others, and the address of `[URL=]ADDRESS`."""
     if (found := EVENTS_OF.fullmatch(written)) is not None:
         return service_url(found[1]), events_address(found[2])
     return "", events_address(written)
@@ -122,11 +106,7 @@ def is_address(host: str) -> bool:
 
 
 def name_server(server: str) -> tuple[str, int]:
-    """Return address and port of a DNS server, written as `address` or `address:port`.
-
-    Raises:
-        ValueError: the text is neither.
-    """
+    """Return address and port of a DNS server, written as `address` or `address:port`."""
     try:
         return str(ip_address(server.strip("[]"))), DNS_PORT
     except ValueError:
@@ -137,9 +117,7 @@ def name_server(server: str) -> tuple[str, int]:
 def registration_store_url(url: str) -> str:
     """Return a valid URL of a store for registrations.
 
-    Raises:
-        ValueError: the URL is invalid. The message quotes no part of it, because it may contain a
-            password.
+    The message of an error quotes no part of it, because it may contain a password.
     """
     parts = urlsplit(url)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
@@ -150,12 +128,7 @@ def registration_store_url(url: str) -> str:
 
 
 def conversation_store_url(url: str) -> str:
-    """Return a valid URL of a store for conversations.
-
-    Raises:
-        ValueError: the URL is invalid. The message quotes no part of it, because it may contain a
-            password.
-    """
+    """Return a valid URL of a store for conversations, as `registration_store_url` does."""
     return _redis_url(url, "must be memory, redis://host:6379 or rediss://host:6379")
 
 
@@ -168,8 +141,7 @@ def _redis_url(url: str, expected: str) -> str:
     except ValueError:
         raise ValueError("its port is invalid") from None
     known = REDIS_PARAMETERS[parts.scheme]
-    wrong = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - known
-    if wrong:
+    if wrong := {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - known:
         raise ValueError(f"unknown parameter {min(wrong)!r}; known: {', '.join(sorted(known))}")
     return url
 
@@ -179,11 +151,7 @@ MAX_WEIGHT = 1000.0
 
 
 def check_weight(weight: float) -> float:
-    """Return a valid weight: 0, or one within the bounds.
-
-    Raises:
-        ValueError: the weight is invalid.
-    """
+    """Return a valid weight: 0, or one within the bounds."""
     if weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT:
         return weight
     raise ValueError(f"a weight is 0, or from {MIN_WEIGHT} to {MAX_WEIGHT:.0f}")
@@ -192,8 +160,7 @@ def check_weight(weight: float) -> float:
 def weight_of(written: str) -> tuple[str, float]:
     """Return the instance's URL and the weight of a text such as `http://host:8001=2`.
 
-    Raises:
-        ValueError: the text is invalid. The message contains no password.
+    The message of an error contains no password.
     """
     url, equals, weight = written.rpartition("=")
     try:
@@ -209,11 +176,7 @@ NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 
 
 def check_pattern(pattern: str) -> str:
-    """Return a valid pattern in canonical form: a network, a host name, or `*.` and a domain.
-
-    Raises:
-        ValueError: the pattern is invalid.
-    """
+    """Return a valid pattern in canonical form: a network, a host name, or `*.` and a domain."""
     written = pattern.strip().lower()
     with suppress(ValueError):
         return str(ip_network(written))

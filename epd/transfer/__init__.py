@@ -16,12 +16,10 @@ Params = Mapping[str, Any]
 
 
 def with_reachable_host(params: Params, url: str) -> Params:
-    """Return parameters with a `remote_host` that other instances can reach.
+    """Return an instance's parameters with a `remote_host` that other instances can reach.
 
-    Args:
-        params: parameters from an instance.
-        url: URL of the instance. Its host replaces a missing host, and one that stands for every
-            address, which a NIXL side channel reports if it listens at all of them.
+    The host of the instance's URL replaces an empty host, and one that stands for every address,
+    which a NIXL side channel reports if it listens at all of them.
     """
     host = params.get("remote_host")
     if not isinstance(host, str) or not _is_wildcard(host):

@@ -45,11 +45,9 @@ class ECTransfer:
     handle: ClassVar[tuple[str, ...]] = ()
 
     def encode_params(self, consumer: Reservation | None, features: int) -> Params | None:  # noqa: ARG002
-        """Return the `ec_transfer_params` of an item's encode request; None for none.
+        """Return the `ec_transfer_params` of the encode request of an item with `features` outputs.
 
-        Args:
-            consumer: consumer of the outputs; None if it is chosen after the encode.
-            features: number of outputs of the item.
+        None for none. The consumer is None if it is chosen after the encode.
 
         Raises:
             NoInstance: the address at which the consumer receives outputs is unknown.
@@ -59,8 +57,7 @@ class ECTransfer:
     def group_params(self, asked: Sequence[Params | None]) -> Params | None:  # noqa: ARG002
         """Return the `ec_transfer_params` of one encode request for several items; None for none.
 
-        Args:
-            asked: parameters of each item's own encode request, in order.
+        `asked` has those of each item's own encode request, in order.
         """
         return None
 
@@ -68,11 +65,7 @@ class ECTransfer:
         """Return the known facts about an item's outputs.
 
         If the reply lacks a field of `handle`, the metadata are dropped: the consumer cannot get
-        the outputs, and needs the media.
-
-        Args:
-            replied: reply of the encode instance.
-            asked: `ec_transfer_params` of the encode request.
+        the outputs, and needs the media. `asked` are the parameters of the encode request.
 
         Raises:
             UpstreamFailed: the instance did not do what the request asked for.
@@ -81,22 +74,12 @@ class ECTransfer:
 
     def missing_field(self, encoded: Encoded) -> str | None:
         """Return the first field of `handle` that an output's report lacks; None if it has all."""
-        return next(
-            (
-                name
-                for entry in encoded.params.values()
-                for name in self.handle
-                if name not in entry
-            ),
-            None,
-        )
+        entries = encoded.params.values()
+        lacking = (name for entry in entries for name in self.handle if name not in entry)
+        return next(lacking, None)
 
     def consumer_params(self, encoded: Iterable[Encoded]) -> Params:
-        """Return the `ec_transfer_params` of the consumer's request; empty for none.
-
-        Args:
-            encoded: known facts about the request's items, in order.
-        """
+        """Return the `ec_transfer_params` of the consumer's request; empty for none."""
         return {key: entry for output in encoded for key, entry in output.params.items()}
 
 
@@ -144,7 +127,6 @@ class ECMooncake(ECTransfer):
         return {"consumer_zmq": addresses[consumer.rank or 0], "ec_items": ids}
 
     def group_params(self, asked: Sequence[Params | None]) -> Params:
-        """Return the common address, and the ids of all items in their order."""
         given = [params for params in asked if params is not None]
         ids = [item for params in given for item in params["ec_items"]]
         return {"consumer_zmq": given[0]["consumer_zmq"], "ec_items": ids}

@@ -80,12 +80,8 @@ def read_group(reply: bytes, modality: str, names: Sequence[str | None]) -> list
     """Return the facts about each item of a group, in order, from one encode reply.
 
     `item_indices` of an entry are the places in the request of the items with this output. An item
-    without an entry has no known output.
-
-    Args:
-        reply: the reply.
-        modality: modality of all items. The places of a mixture would depend on the chat template.
-        names: name of each item in the request; None for no name.
+    without an entry has no known output. All items have one modality: the places of a mixture would
+    depend on the chat template. The names are those of the items in the request; None for no name.
 
     Raises:
         UpstreamFailed: the reply is not JSON.
@@ -107,7 +103,6 @@ def read_group(reply: bytes, modality: str, names: Sequence[str | None]) -> list
 
 
 def _indices(entry: Params, count: int) -> list[int]:
-    """Return the places of the items with an output."""
     match entry.get("item_indices"):
         case [*indices] if all(type(index) is int and 0 <= index < count for index in indices):
             return indices
@@ -116,7 +111,6 @@ def _indices(entry: Params, count: int) -> list[int]:
 
 
 def _read_entry(identifier: str, entry: Params, modality: str) -> Encoded:
-    """Return the facts in the only entry of one item."""
     if entry.get("modality", modality) != modality:
         raise EncodeMismatch("their modality differs from the item's")
     metadata = entry.get("metadata") or {}
@@ -142,8 +136,6 @@ class EncodedItem(NamedTuple):
     """An item with the facts about its encoder output.
 
     Attributes:
-        item: the item.
-        encoded: facts about the output.
         result: source of the output.
         tokens: predicted number of its tokens, if prefill or decode encodes it.
     """
@@ -158,7 +150,6 @@ class Consumed(NamedTuple):
     """The request for prefill and decode.
 
     Attributes:
-        body: body of the request.
         depends: whether the request fails if an encoder output is missing, because items have no
             media, or because the consumer waits for a push.
         fetches: whether the instance must fetch media.
@@ -179,13 +170,8 @@ def consumer_body(
     """Return the request for prefill and decode with its encoded items.
 
     Items are sent metadata-only if this is known to give the same answer for all of them, and raw
-    otherwise. The outputs of raw items are found in the store too, by the same key.
-
-    Args:
-        body: the client's request.
-        items: all items of the request.
-        params: `ec_transfer_params` of the items; empty for none.
-        raw: whether to send all media raw, if all items have media.
+    otherwise; with `raw`, all are raw if all have media. The outputs of raw items are found in the
+    store too, by the same key. The parameters are the `ec_transfer_params`; empty for none.
 
     Raises:
         UnknownMedia: an item must be sent raw but has no media.
@@ -193,27 +179,23 @@ def consumer_body(
     if not items:
         return Consumed(body)
     uuids = metadata_uuids(items, body, raw=raw)
+    parts = {}
     for encoded_item in items:
-        if encoded_item.item not in uuids and not encoded_item.item.has_media:
+        item = encoded_item.item
+        if item in uuids:
+            parts[item] = metadata_part(item, encoded_item.encoded.metadata, uuids[item])
+        elif item.has_media:
+            parts[item] = raw_part(item)
+        else:
             raise UnknownMedia(
                 "this request needs the media themselves: a uuid is not enough",
-                param=encoded_item.item.param_path,
+                param=item.param_path,
             )
-    parts = {
-        encoded_item.item: metadata_part(
-            encoded_item.item, encoded_item.encoded.metadata, uuids[encoded_item.item]
-        )
-        if encoded_item.item in uuids
-        else raw_part(encoded_item.item)
-        for encoded_item in items
-    }
     body = with_parts(body, parts)
     return Consumed(
         {**body, "ec_transfer_params": params} if params else body,
         depends=bool(uuids),
-        fetches=any(
-            encoded_item.item.is_remote and encoded_item.item not in uuids for encoded_item in items
-        ),
+        fetches=any(item.is_remote and item not in uuids for item in parts),
         bare=len(uuids),
     )
 
@@ -255,12 +237,12 @@ def metadata_uuid(encoded_item: EncodedItem, body: Body) -> str | None:
     identifier serves as a uuid only if the consumer uses it unchanged: with processor kwargs the
     consumer would hash it again, and with a LoRA on the vision tower it would prefix it again.
     """
-    metadata = encoded_item.encoded.metadata
-    sufficient = encoded_item.item.modality in METADATA_ONLY or TIMESTAMPS in metadata
-    if not (encoded_item.item.is_named and metadata and sufficient):
+    item, metadata = encoded_item.item, encoded_item.encoded.metadata
+    sufficient = item.modality in METADATA_ONLY or TIMESTAMPS in metadata
+    if not (item.is_named and metadata and sufficient):
         return None
-    if encoded_item.item.engine_name is not None:
-        return encoded_item.item.engine_name
+    if item.engine_name is not None:
+        return item.engine_name
     identifier = encoded_item.encoded.identifier or ""
     is_hash = len(identifier) in CONTENT_HASH_LENGTHS and set(identifier) <= set(string.hexdigits)
     return identifier if is_hash and not any(body.get(field) for field in MM_KWARGS) else None

@@ -27,7 +27,6 @@ class Pair(NamedTuple):
 
     Attributes:
         request_id: unique id of this attempt of a request.
-        prefill: the prefill instance.
         prefill_rank: data-parallel rank of the prefill; None if the instance chooses it.
         decode: the decode instance; None if it is chosen after prefill has answered.
         peer: facts about the prefill instance's connector; None if unknown.
@@ -74,7 +73,6 @@ class KVTransfer(ABC):
             raise ValueError(f"{self.name} does not use a kv_addr of {instance.role} instances")
 
     def accepts_instance(self, instance: Instance) -> bool:
-        """Return whether `check` accepts an instance."""
         try:
             self.check(instance)
         except ValueError:
@@ -82,10 +80,7 @@ class KVTransfer(ABC):
         return True
 
     def peer_url(self, prefill: Instance) -> str | None:  # noqa: ARG002
-        """Return the URL of the JSON that `parse_peer` reads, of a prefill instance.
-
-        None without one.
-        """
+        """Return the URL of the JSON that `parse_peer` reads; None without one."""
         return None
 
     def parse_peer(self, answer: Any) -> Params:  # noqa: ARG002
@@ -111,9 +106,7 @@ class KVTransfer(ABC):
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
         """Return the `kv_transfer_params` of the decode request; None for none.
 
-        Args:
-            pair: the two instances.
-            replied: prefill's `kv_transfer_params`; empty before its reply, or if it has none.
+        `replied` are those of prefill: empty before its reply, or if it has none.
 
         Raises:
             UpstreamFailed: decode would have to compute everything again.
@@ -129,22 +122,15 @@ class KVTransfer(ABC):
 
 
 def host_and_ports(address: str, ports: int) -> list[str]:
-    """Split an address such as `host:7300` into its parts.
-
-    Args:
-        address: the host and its ports.
-        ports: number of ports; each may be a list such as `7300+7301`.
+    """Split an address into its host and ports. Each port may be a list such as `7300+7301`.
 
     Raises:
         ValueError: the address is invalid.
     """
     host, *found = address.rsplit(":", ports)
     numbers = [number for port in found for number in port.split("+")]
-    if (
-        not HOST.fullmatch(host)
-        or len(found) < ports
-        or not all(PORT.fullmatch(number) and 0 < int(number) < 2**16 for number in numbers)
-    ):
+    valid = all(PORT.fullmatch(number) and 0 < int(number) < 2**16 for number in numbers)
+    if not valid or not HOST.fullmatch(host) or len(found) < ports:
         wanted = "host" + ":port" * ports
         raise ValueError(f"{address!r} is not an address such as {wanted}")
     return [host, *found]
@@ -178,7 +164,6 @@ class LMCache(KVTransfer):
     addressed = frozenset({Role.DECODE})
 
     def check(self, instance: Instance) -> None:
-        """Reject a `kv_addr` that cannot be the address of decode's LMCache."""
         super().check(instance)
         if instance.kv_addr:
             host_and_ports(instance.kv_addr, 2)

@@ -29,7 +29,6 @@ class Mooncake(KVTransfer):
     addressed = frozenset({Role.PREFILL})
 
     def check(self, instance: Instance) -> None:
-        """Reject a `kv_addr` that cannot be the address of a bootstrap server."""
         super().check(instance)
         if instance.kv_addr:
             service_url(instance.kv_addr)
@@ -63,7 +62,6 @@ class Mooncake(KVTransfer):
         }
 
     def decode_params(self, pair: Pair, replied: Params) -> Params:  # noqa: ARG002
-        """Return the transfer id, and the engine that has the blocks."""
         return {
             "do_remote_decode": False,
             "do_remote_prefill": True,
@@ -85,11 +83,6 @@ def _transfer_id(pair: Pair) -> str:
 
 
 def _engine_id(pair: Pair) -> str:
-    """Return the id of the engine that prefills.
-
-    Raises:
-        UpstreamFailed: the id is unknown, because the number of ranks is not the configured one.
-    """
     engines = pair.peer or {}
     if pair.prefill_rank is None and len(engines) == 1:
         [engine_id] = engines.values()

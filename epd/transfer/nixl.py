@@ -52,7 +52,6 @@ class Nixl(KVTransfer):
         return {**pair.earlier, "do_remote_decode": True, "do_remote_prefill": False}
 
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:
-        """Return prefill's parameters, with a host that decode can reach."""
         return _with_host(pair, super().decode_params(pair, replied))
 
 
@@ -91,11 +90,9 @@ class NixlPush(KVTransfer):
         return {name: replied[name] for name in (*self.COORDINATES, *self.SIZES) if name in replied}
 
     def decode_concurrent(self, pair: Pair) -> bool:
-        """Return whether the coordinates are known."""
         return pair.peer is not None
 
     def prefill_params(self, pair: Pair) -> Params:  # noqa: ARG002
-        """Return the parameters that make prefill keep its blocks."""
         return KEEP
 
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:
@@ -125,7 +122,6 @@ class Multi(Nixl):
     name = "multi"
 
     def decode_params(self, pair: Pair, replied: Params) -> Params | None:
-        """Return prefill's parameters; None if its reply has none."""
         return super().decode_params(pair, replied) if replied else None
 
 
@@ -137,10 +133,7 @@ def _with_host(pair: Pair, params: Params | None) -> Params | None:
 def kept_params(params: Params, decode: str) -> Params | None:
     """Return the parameters for the next turn from decode's reply; None for unreadable blocks.
 
-    Args:
-        params: `kv_transfer_params` of the reply.
-        decode: URL of the decode instance. Its host replaces that of a side channel that listens
-            at every address, because prefill could not reach the reported one.
+    `decode` is the URL of the decode instance, for `with_reachable_host`.
     """
     match params:
         case {
@@ -151,13 +144,10 @@ def kept_params(params: Params, decode: str) -> Params | None:
             "remote_host": str() as host,
             "remote_port": int(),
             "remote_num_tokens": int() as tokens,
-        } if tokens > 0 and params.get("transfer_mode", "pull") == "pull":
-            pass
-        case _:
-            return None
-    if not any(groups) or len(host) > MAX_HOST:
-        return None
-    return with_reachable_host(params, decode)
+        } if tokens > 0 and any(groups) and len(host) <= MAX_HOST:
+            pulls = params.get("transfer_mode", "pull") == "pull"
+            return with_reachable_host(params, decode) if pulls else None
+    return None
 
 
 def engine_of(params: Params) -> str:
@@ -170,17 +160,10 @@ def shorten_params(params: Params, tokens: int, block_tokens: int) -> Params | N
 
     Prefill pairs lists of blocks from their ends, so the blocks of the other tokens must be
     removed. Models with several kinds of attention have one list for each kind, with blocks of
-    different sizes.
-
-    Args:
-        params: parameters as stored.
-        tokens: number of tokens that prefill may take.
-        block_tokens: number of tokens in a block of decode.
+    different sizes. `block_tokens` is the size of a block of decode.
     """
     match params["remote_block_ids"]:
         case [[*blocks]] if len(blocks) == math.ceil(params["remote_num_tokens"] / block_tokens):
-            pass
-        case _:
-            return None
-    kept = blocks[: math.ceil(tokens / block_tokens)]
-    return {**params, "remote_num_tokens": tokens, "remote_block_ids": [kept]}
+            kept = blocks[: math.ceil(tokens / block_tokens)]
+            return {**params, "remote_num_tokens": tokens, "remote_block_ids": [kept]}
+    return None

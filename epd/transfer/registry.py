@@ -1,7 +1,6 @@
 """Registry of the transfers: classes by the names in `--kv-transfer` and `--ec-transfer`."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from epd.transfer import ECTransferName, KVTransferName
 from epd.transfer.ec import ECMooncake, ECNixl, ECStoreTransfer, ECTransfer, Example
@@ -9,19 +8,20 @@ from epd.transfer.kv import KVTransfer, LMCache, WithoutParams
 from epd.transfer.mooncake import Mooncake
 from epd.transfer.nixl import Multi, Nixl, NixlPush
 
-KV_TRANSFERS: Mapping[KVTransferName, type[KVTransfer]] = MappingProxyType(
-    {
-        "nixl": Nixl,
-        "nixl-push": NixlPush,
-        "mooncake": Mooncake,
-        "lmcache": LMCache,
-        "multi": Multi,
-        "example": WithoutParams,
-        "offloading": WithoutParams,
-        "none": WithoutParams,
-    }
-)
+KV_TRANSFERS: Mapping[KVTransferName, type[KVTransfer]] = {
+    "nixl": Nixl,
+    "nixl-push": NixlPush,
+    "mooncake": Mooncake,
+    "lmcache": LMCache,
+    "multi": Multi,
+    "example": WithoutParams,
+    "offloading": WithoutParams,
+    "none": WithoutParams,
+}
 
-EC_TRANSFERS: Mapping[ECTransferName, type[ECTransfer]] = MappingProxyType(
-    {"store": ECStoreTransfer, "example": Example, "nixl": ECNixl, "mooncake": ECMooncake}
-)
+EC_TRANSFERS: Mapping[ECTransferName, type[ECTransfer]] = {
+    "store": ECStoreTransfer,
+    "example": Example,
+    "nixl": ECNixl,
+    "mooncake": ECMooncake,
+}

@@ -139,7 +139,7 @@ def test_no_request_from_here_is_counted_twice_and_none_is_left_out(
 def test_a_rank_that_begins_more_while_it_is_asked_is_not_counted_twice() -> None:
     ranks = Ranks(2)
     ranks.report_requested()
-    ranks.begin_request(1, asking=True)
+    ranks.begin_request(1)
     ranks.record_report({0: 1, 1: 1})
 
     # One each: rank 0's is from elsewhere.
