@@ -280,9 +280,8 @@ def _content_keys(
     scope: Scope, inline: Mapping[MMItem, Inline], config: ConfigFields
 ) -> dict[MMItem, MMItem]:
     """Return the items with keys of their media, after checking that an engine can process them."""
-    min_side, max_pixels = config.min_image_side, config.max_image_pixels
     pixels = {
-        item: check_image(media, min_side=min_side, max_pixels=max_pixels, param=item.param_path)
+        item: _pixels(item, media, config)
         for item, media in inline.items()
         if item.modality == "image"
     }
@@ -290,3 +289,12 @@ def _content_keys(
         item: item.with_key(content_key(scope, item.modality, media), pixels.get(item, 0))
         for item, media in inline.items()
     }
+
+
+def _pixels(item: MMItem, media: Inline, config: ConfigFields) -> int:
+    try:
+        return check_image(
+            media, min_side=config.min_image_side, max_pixels=config.max_image_pixels
+        )
+    except BadRequest as error:
+        raise error.at_param(item.param_path) from None

@@ -74,10 +74,10 @@ def source(item: MMItem, cuts: Cuts = NO_CUTS) -> Inline | Remote | Known:
         raise BadRequest(
             f'{item.kind} must be an object with a "url"', param=f"{item.param_path}.{item.kind}"
         )
-    param = item.media_param
-    if url[:5].lower() == "data:":
-        return _from_data_url(url, cuts, param)
-    return _from_url(url, param)
+    try:
+        return _from_data_url(url, cuts) if url[:5].lower() == "data:" else _from_url(url)
+    except BadRequest as error:
+        raise error.at_param(item.media_param) from None
 
 
 def check_inside(path: str, allowed: Path, param: str) -> None:
@@ -102,7 +102,7 @@ def inline_bytes(item: MMItem, cuts: Cuts) -> int:
     return len(text) - text.find(",") - 1 if found is None else len(found)
 
 
-def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) -> int:
+def check_image(media: Inline, *, min_side: int, max_pixels: int) -> int:
     """Return the number of a picture's pixels by its header; 0 for an unknown format.
 
     A picture of one pixel has crashed engines (CVE-2026-22773), and a small file may have gigabytes
@@ -116,15 +116,15 @@ def check_image(media: Inline, *, min_side: int, max_pixels: int, param: str) ->
     except ValueError as error:
         # The message of the base64 decoder describes its argument, not the picture.
         reason = "the data is not base64" if isinstance(error, binascii.Error) else str(error)
-        raise _invalid(f"the image cannot be read: {reason}", param) from None
+        raise _invalid(f"the image cannot be read: {reason}") from None
     if size is None:
         return 0
     width, height = size
     found = f"the image has {width} x {height} pixels"
     if min(size) < min_side:
-        raise _invalid(f"{found}; each side needs at least {min_side}", param)
+        raise _invalid(f"{found}; each side needs at least {min_side}")
     if width * height > max_pixels:
-        raise _invalid(f"{found}; at most {max_pixels} are allowed", param)
+        raise _invalid(f"{found}; at most {max_pixels} are allowed")
     return width * height
 
 
@@ -142,7 +142,7 @@ def _header_reader(media: Inline) -> Read:
     return read
 
 
-def _invalid(message: str, param: str) -> BadRequest:
+def _invalid(message: str, param: str | None = None) -> BadRequest:
     return BadRequest(message, slug="invalid_media", param=param)
 
 
@@ -158,7 +158,7 @@ def _input_audio(value: Any, cuts: Cuts, param: str) -> Inline:
             )
 
 
-def _base64(text: str, cuts: Cuts, param: str) -> bytes | memoryview:
+def _base64(text: str, cuts: Cuts, param: str | None = None) -> bytes | memoryview:
     found = cuts.get(text) if len(text) == MARK_LENGTH else None
     if found is not None:
         return found
@@ -167,36 +167,34 @@ def _base64(text: str, cuts: Cuts, param: str) -> bytes | memoryview:
     return text.encode()
 
 
-def _from_url(url: str, param: str) -> Remote:
+def _from_url(url: str) -> Remote:
     # A difference between the parser here and the one in the engine could bypass a media policy
     # (CVE-2026-24779): a URL that two parsers could read differently is rejected.
     if "\\" in url or any(character <= " " or character == "\x7f" for character in url):
-        raise BadRequest("the URL contains a character that must be percent-encoded", param=param)
+        raise BadRequest("the URL contains a character that must be percent-encoded")
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise BadRequest("not a valid URL", param=param) from None
+        raise BadRequest("not a valid URL") from None
     if parts.scheme in {"http", "https"}:
         if not parts.hostname or "@" in parts.netloc:
-            raise BadRequest("the URL must have a host, and no user", param=param)
+            raise BadRequest("the URL must have a host, and no user")
         return Remote(url)
     if parts.scheme == "file":
         path = unquote(parts.path)
         if url[:8].lower() != "file:///" or parts.query or parts.fragment or "\0" in path:
-            raise BadRequest("a file URL must have the form file:///absolute/path", param=param)
+            raise BadRequest("a file URL must have the form file:///absolute/path")
         return Remote(url, path)
-    raise BadRequest("the URL must start with data:, https://, http:// or file://", param=param)
+    raise BadRequest("the URL must start with data:, https://, http:// or file://")
 
 
-def _from_data_url(url: str, cuts: Cuts, param: str) -> Inline:
+def _from_data_url(url: str, cuts: Cuts) -> Inline:
     comma = url.find(",", 5, 5 + MAX_DATA_URL_HEAD)
     # The form that vLLM accepts (`vllm/multimodal/media/connector.py`, `_load_data_url`):
     # parameters such as `codecs=opus` may be between the media type and `base64`.
     media_type, semicolon, encoding = url[5 : max(5, comma)].rpartition(";")
     if not semicolon or encoding != "base64":
-        raise BadRequest(
-            "a data: URL must have the form data:<media type>;base64,<data>", param=param
-        )
+        raise BadRequest("a data: URL must have the form data:<media type>;base64,<data>")
     kind, text = media_type.partition(";")[0].lower(), url[comma + 1 :]
     frames = kind == FRAMES and "," in text  # a comma is between two frames
-    return Inline(kind, text.encode() if frames else _base64(text, cuts, param))
+    return Inline(kind, text.encode() if frames else _base64(text, cuts))
