@@ -34,18 +34,14 @@ class Settings(ProxyConfig, BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, populate_by_name=True)
 
-    config: Path | None = Field(
-        default=None,
-        description="YAML file with settings by their names; flags and the environment override it",
-    )
-    key_secret_file: Path | None = Field(
-        default=None, description="file with the secret for store keys and cache salts"
-    )
-    admin_api_key_file: Path | None = Field(default=None, description="file with the admin key")
-    openai_api_key_file: Path | None = Field(
-        default=None, description="file with the API key sent to the instances"
-    )
-
+    config: Path | None = None
+    """YAML file with settings by their names; flags and the environment override it"""
+    key_secret_file: Path | None = None
+    """file with the secret for store keys and cache salts"""
+    admin_api_key_file: Path | None = None
+    """file with the admin key"""
+    openai_api_key_file: Path | None = None
+    """file with the API key sent to the instances"""
     openai_api_key: Secret = Field(
         default=None,
         validation_alias=AliasChoices("EPD_OPENAI_API_KEY", "OPENAI_API_KEY"),
