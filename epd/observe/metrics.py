@@ -14,7 +14,7 @@ workers do not combine to the ratio of all.
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
@@ -26,9 +26,17 @@ from prometheus_client.registry import Collector
 
 from epd.aio import Background
 from epd.edge.admission import Admission
-from epd.events import GAPS_S, Histogram, InstanceChanged, Modality, RequestRecord, StageDone
+from epd.events import (
+    CLIENT_CLOSED,
+    GAPS_S,
+    Histogram,
+    InstanceChanged,
+    Modality,
+    RequestRecord,
+    StageDone,
+)
 from epd.observe import metric_defs
-from epd.observe.collectors import AdmissionGlance
+from epd.observe.collectors import Glance, admission_metrics
 from epd.observe.metric_defs import ITEMS, ITEMS_HIT_RATIO, MODEL, Figure, Value
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.version import __version__
@@ -165,9 +173,6 @@ def _bound(bound: float) -> str:
     return "+Inf" if bound == math.inf else repr(float(bound))
 
 
-CLIENT_LEFT = 499
-"""Status for a client that disconnected before the end of its response, as nginx uses it."""
-
 OF_LATE = 0.1
 """Weight of the latest encode in the moving mean of encode times."""
 
@@ -208,8 +213,12 @@ class MetricsObserver(Collector):
         self._loop_lag_s = 0.0
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self.registry.register(AdmissionGlance(admission))
         self.shown: Collector = self.registry
+        self.add_source(partial(admission_metrics, admission))
+
+    def add_source(self, read: Callable[[], Iterable[Metric]]) -> None:
+        """Show the families that `read` returns at each scrape."""
+        self.registry.register(Glance(read))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the values of all counters and gauges of this observer."""
@@ -254,7 +263,7 @@ class MetricsObserver(Collector):
             self._gaps.histogram_for((model,)).merge(event.gaps)
         if event.kv_wait_s is not None:
             self._kv_waits.histogram_for(()).add(event.kv_wait_s)
-        if event.status == CLIENT_LEFT:
+        if event.status == CLIENT_CLOSED:
             self._disconnects.add((event.at,))
         if event.retries:
             self._retries.add((model,), event.retries)
