@@ -87,11 +87,7 @@ async def _window_maximum(window_s: float) -> float:
 
 
 class WithHitRatio(Collector):
-    """Metrics page with the hit ratio. A model without items has no ratio.
-
-    Args:
-        page: all other metrics.
-    """
+    """Metrics page with the hit ratio. A model without items has no ratio."""
 
     def __init__(self, page: Collector) -> None:
         self._page = page
@@ -126,13 +122,14 @@ class CounterValues:
     def __init__(self, figure: Figure) -> None:
         """Start empty, or at 0 for a counter without labels, which is shown at once."""
         self.figure = figure
-        self._values: dict[tuple[Value, ...], float] = {} if figure.labels else {(): 0.0}
+        self._values: dict[tuple[Value, ...], float] = defaultdict(float)
+        if not figure.labels:
+            self.add((), 0)
 
     def add(self, labels: tuple[Value, ...], amount: float = 1) -> None:
-        self._values[labels] = self._values.get(labels, 0) + amount
+        self._values[labels] += amount
 
     def collect(self) -> Metric:
-        """Return the family with the current values."""
         return self.figure.metric_family(self._values.items())
 
 
@@ -142,35 +139,24 @@ class HistogramValues:
     def __init__(self, figure: Figure, bounds: Sequence[float] = SECONDS) -> None:
         """Start empty. A histogram without labels is shown at once."""
         self.figure = figure
-        self._bounds = bounds
-        self._values: dict[tuple[Value, ...], Histogram] = {}
+        self._values = defaultdict[tuple[Value, ...], Histogram](lambda: Histogram(bounds))
         if not figure.labels:
             self.histogram_for(())
 
     def histogram_for(self, labels: tuple[Value, ...]) -> Histogram:
-        """Return the histogram of these labels; create it at the first use."""
-        found = self._values.get(labels)
-        if found is None:
-            found = self._values[labels] = Histogram(self._bounds)
-        return found
+        return self._values[labels]
 
     def collect(self) -> Metric:
-        """Return the family with the current values."""
         family = Metric(self.figure.name, self.figure.meaning, "histogram")
         for labels, values in self._values.items():
             named, below = self.figure.label_values(labels), 0
             for bound, count in zip((*values.bounds, math.inf), values.counts, strict=True):
                 below += count
-                family.add_sample(
-                    f"{self.figure.name}_bucket", {**named, "le": _bound(bound)}, below
-                )
+                le = "+Inf" if bound == math.inf else repr(float(bound))
+                family.add_sample(f"{self.figure.name}_bucket", {**named, "le": le}, below)
             family.add_sample(f"{self.figure.name}_count", named, below)
             family.add_sample(f"{self.figure.name}_sum", named, values.sum)
         return family
-
-
-def _bound(bound: float) -> str:
-    return "+Inf" if bound == math.inf else repr(float(bound))
 
 
 OF_LATE = 0.1
@@ -271,10 +257,8 @@ class MetricsObserver(Collector):
             self._degraded.add((model, kind))
         if event.policy is not None:
             self._policies.add((model, event.policy))
-        if event.items or event.places:
+        if event.items or event.places or event.media:
             self._count_items(model, event)
-        if event.media:
-            self._count_media(model, event)
 
     def _count_items(self, model: str, event: RequestRecord) -> None:
         for labels, count in event.places.items():
@@ -288,8 +272,6 @@ class MetricsObserver(Collector):
             self._saved_seconds.add((model,), count * self._encode_s.get(modality, 0.0))
         if event.saved_bytes:
             self._saved_bytes.add((model,), event.saved_bytes)
-
-    def _count_media(self, model: str, event: RequestRecord) -> None:
         for form, count in event.media.items():
             if count:
                 self._sent.add((model, form), count)
