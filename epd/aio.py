@@ -1,10 +1,4 @@
-"""Helpers for asyncio: background tasks, time limits, concurrent calls, and single flight.
-
-- `Background` runs tasks while a process serves. Their failures are logged and counted.
-- `cancel_after` limits the time of code that may lose a cancellation.
-- `gather_first` runs concurrent calls, and stops them at the first error.
-- `Flights` lets concurrent callers of one key share one run.
-"""
+"""Helpers for asyncio: background tasks, time limits, concurrent calls, and single flight."""
 
 import asyncio
 from collections.abc import (
@@ -46,9 +40,8 @@ class Background:
     def __init__(self, count: Callable[[str, int], None]) -> None:
         """Create the runner without tasks.
 
-        Args:
-            count: called with a task's name and 1 for each unexpected exception. Called with 0 when
-                the task starts, because Prometheus sees no increase in a series that begins at 1.
+        `count` is called with a task's name and 1 for each unexpected exception, and with 0 when
+        the task starts, because Prometheus sees no increase in a series that begins at 1.
         """
         self._count = count
 
@@ -245,8 +238,7 @@ class Flights(Generic[K, V]):
         Every waiter receives an error of the run. Cancelling one waiter does not cancel the run for
         the others.
         """
-        flight = self._flights.get(key) or self._add(key, asyncio.create_task(start()))
-        return await self._wait(key, flight)
+        return await self._wait(key, self._flights.get(key) or self._add(key, start))
 
     async def try_join(self, key: K, start: Start[V]) -> V:
         """Join as `join` does, but take only a success from a run that began before this call.
@@ -254,14 +246,10 @@ class Flights(Generic[K, V]):
         Raises:
             ProxyError: a run that began after this call failed.
         """
-        begun = self._flights.get(key)
-        if begun is not None:
-            try:
+        if (begun := self._flights.get(key)) is not None:
+            with suppress(ProxyError):
                 return await self._wait(key, begun)
-            except ProxyError:
-                begun = self._flights.get(key)
-        flight = begun or self._add(key, asyncio.create_task(start()))
-        return await self._wait(key, flight)
+        return await self.join(key, start)
 
     async def close(self) -> None:
         """Cancel all runs, and wait for their end."""
@@ -269,7 +257,8 @@ class Flights(Generic[K, V]):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _add(self, key: K, task: asyncio.Task[V]) -> _Flight[V]:
+    def _add(self, key: K, start: Start[V]) -> _Flight[V]:
+        task = asyncio.create_task(start())
         flight = self._flights[key] = _Flight(task)
         self._tasks.add(task)
         task.add_done_callback(lambda _: self._close_flight(key, flight))

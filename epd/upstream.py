@@ -370,25 +370,21 @@ class Upstream:
         return is_success(connection.status)
 
 
+@dataclass(slots=True)
 class _Request:
-    """A request and its destination."""
-
-    __slots__ = ("_headers", "body", "target")
-
-    def __init__(self, url: str, headers: Mapping[str, str], body: Pieces | None) -> None:
-        self.target: Target = target_of(url)
-        self.body = body
-        self._headers = headers
+    target: Target
+    headers: Mapping[str, str]
+    body: Pieces | None
 
     def head(self, more: str = "") -> bytes:
         """Return the head, with additional header lines."""
         length = None if self.body is None else sum(map(len, self.body))
-        return request_head(self.target, self._headers, length, OURS + more)
+        return request_head(self.target, self.headers, length, OURS + more)
 
 
 def _request(url: str, headers: Mapping[str, str], body: Pieces | None, stage: Stage) -> _Request:
     try:
-        return _Request(url, headers, body)
+        return _Request(target_of(url), headers, body)
     except ValueError as error:
         raise UpstreamUnreachable(
             f"the URL of the {stage} instance is invalid", slug=f"{stage}_failed", stage=stage
@@ -406,7 +402,6 @@ async def _send_again(pool: Pool, request: _Request, until_s: float, broken: Bro
 
 
 async def _send_on_new(pool: Pool, request: _Request, until_s: float) -> Connection:
-    """Send a request over a new connection."""
     connection = await pool.connect(request.target.origin, until_s)
     connection.kept = False
     try:
