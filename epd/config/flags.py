@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import orjson
@@ -127,32 +126,30 @@ def group_of(name: str) -> str:
 HOST = re.compile(r"[A-Za-z0-9._-]+")
 """Name of a host, or an IPv4 address."""
 
-RENAMED: Mapping[str, str] = MappingProxyType(
-    {
-        "--probe-interval": "probe_interval_s",
-        "--probe-timeout": "health_timeout_s",
-        "--fail-threshold": "eject_after",
-        "--encode-policy": "encode_balance",  # the former name of the setting
-    }
-)
+RENAMED: Mapping[str, str] = {
+    "--probe-interval": "probe_interval_s",
+    "--probe-timeout": "health_timeout_s",
+    "--fail-threshold": "eject_after",
+    "--encode-policy": "encode_balance",  # the former name of the setting
+}
 """Settings that these flags set."""
 
-SWITCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"--no-rewrite": ("decode_media", "raw"), "--log-requests": ("log_level", "debug")}
-)
+SWITCHES: Mapping[str, tuple[str, str]] = {
+    "--no-rewrite": ("decode_media", "raw"),
+    "--log-requests": ("log_level", "debug"),
+}
 """Settings and values that these flags stand for."""
 
-IDLE: Mapping[str, str] = MappingProxyType(
-    {
-        "--decode-retries": "does nothing here: the proxy retries without it",
-        "--evicted-ttl": "does nothing here: registrations do not expire",
-    }
-)
+IDLE: Mapping[str, str] = {
+    "--decode-retries": "does nothing here: the proxy retries without it",
+    "--evicted-ttl": "does nothing here: registrations do not expire",
+}
 """Reasons why these flags have no effect."""
 
-SERVERS: Mapping[str, tuple[str, int]] = MappingProxyType(
-    {"prefill_servers_urls": ("prefiller", 8100), "decode_servers_urls": ("decoder", 8200)}
-)
+SERVERS: Mapping[str, tuple[str, int]] = {
+    "prefill_servers_urls": ("prefiller", 8100),
+    "decode_servers_urls": ("decoder", 8200),
+}
 """Settings that flags with hosts and ports set: the server's name in these flags, and its default
 port."""
 
@@ -259,38 +256,27 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-METAVARS: Mapping[str, str] = MappingProxyType(
-    {
-        "_urls": "URLS",
-        "_url": "URL",
-        "_store": "URL",
-        "_endpoint": "URL",
-        "policies": "POLICIES",
-        "_header": "NAME",
-        "_addrs": "ADDRESSES",
-        "_server": "ADDRESS",
-        "host": "ADDRESS",
-        "_hosts": "HOSTS",
-        "_domains": "HOSTS",
-        "_weights": "WEIGHTS",
-        "_s": "SECONDS",
-        "_ttl": "SECONDS",
-        "_bytes": "BYTES",
-        "file": "FILE",
-        "config": "FILE",
-        "_ca_certs": "FILE",
-        "root_path": "PREFIX",
-        "_path": "FOLDER",
-        "uds": "PATH",
-        "_tenants": "NAMES",
-        "_origins": "LIST",
-        "_methods": "LIST",
-        "_headers": "LIST",
-    }
-)
-"""Placeholders of values in the help, by the end of the setting's name."""
+METAVARS: Mapping[str, tuple[str, ...]] = {
+    "URLS": ("_urls",),
+    "URL": ("_url", "_store", "_endpoint"),
+    "POLICIES": ("policies",),
+    "NAME": ("_header",),
+    "ADDRESSES": ("_addrs",),
+    "ADDRESS": ("_server", "host"),
+    "HOSTS": ("_hosts", "_domains"),
+    "WEIGHTS": ("_weights",),
+    "SECONDS": ("_s", "_ttl"),
+    "BYTES": ("_bytes",),
+    "FILE": ("file", "config", "_ca_certs"),
+    "PREFIX": ("root_path",),
+    "FOLDER": ("_path",),
+    "PATH": ("uds",),
+    "NAMES": ("_tenants",),
+    "LIST": ("_origins", "_methods", "_headers"),
+}
+"""Placeholders of values in the help, with the ends of the settings' names: the first applies."""
 
-NUMBERS: Mapping[object, str] = MappingProxyType({int: "N", int | None: "N"})
+NUMBERS: Mapping[object, str] = {int: "N", int | None: "N"}
 """Placeholders of values by type, if the name has none."""
 
 
@@ -303,21 +289,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, field in Settings.model_fields.items():
         if name in SECRETS:
             continue
+        value: dict[str, Any]
         if field.annotation is bool:
-            groups[group_of(name)].add_argument(
-                flag_of(name),
-                default=argparse.SUPPRESS,
-                action=argparse.BooleanOptionalAction,
-                help=field.description,
-            )
-            continue
-        # No choices here: the model checks the value, and reports it along with all other errors.
-        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
+            value = {"action": argparse.BooleanOptionalAction}
+        elif get_origin(field.annotation) is Literal:
+            # Not `choices`: the model checks the value, and reports it along with other errors.
+            value = {"metavar": f"{{{','.join(get_args(field.annotation))}}}"}
+        else:
+            value = {"metavar": metavar_of(name, field)}
         groups[group_of(name)].add_argument(
-            flag_of(name),
-            default=argparse.SUPPRESS,
-            metavar=f"{{{','.join(choices)}}}" if choices else metavar_of(name, field),
-            help=_help(field),
+            flag_of(name), default=argparse.SUPPRESS, help=_help(field), **value
         )
     add_example_flags(parser)
 
@@ -328,14 +309,14 @@ def metavar_of(name: str, field: FieldInfo) -> str:
     Raises:
         KeyError: the setting has no placeholder; add one to `METAVARS`.
     """
-    for ending, metavar in METAVARS.items():
-        if name.endswith(ending):
+    for metavar, endings in METAVARS.items():
+        if name.endswith(endings):
             return metavar
     return "HOST:PORT" if name.startswith("discover_") else NUMBERS[field.annotation]
 
 
 def _help(field: FieldInfo) -> str:
-    if field.is_required() or field.default in (None, ()):
+    if field.annotation is bool or field.default in (None, ()):
         return f"{field.description}"
     return f"{field.description} (default: {shown_default(field)})"
 

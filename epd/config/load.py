@@ -69,9 +69,7 @@ def from_environment() -> dict[str, Given]:
     found = {}
     for alias, value in EnvSettingsSource(Settings)().items():
         name = names.get(alias, alias)
-        variable = next(
-            variable_name for variable_name in variables_of(name) if variable_name in present
-        )
+        variable = next(each for each in variables_of(name) if each in present)
         if not _is_service_link(variable, value):
             found[name] = Given(value, "environment", variable, variable)
     return found
@@ -321,18 +319,15 @@ def _secrets(given: Layer, reasons: list[str]) -> dict[str, str]:
 def _error_lines(invalid: ValidationError, given: Layer, *, complete: bool) -> list[str]:
     """Return a line for each error.
 
-    If a source could not be read, missing and conflicting settings are not reported: the unread
-    source may resolve them.
+    If a source could not be read, conflicting settings are not reported: the unread source may
+    resolve them.
     """
     lines = []
     for error in invalid.errors(include_url=False, include_context=False, include_input=False):
         name = str(error["loc"][0]) if error["loc"] else ""
         message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
         message = message.partition(", unable to parse")[0]
-        if not complete and (error["type"] == "missing" or not name):
-            continue
-        if error["type"] == "missing":
-            lines.append(f"{name_of(name)} is required")
+        if not complete and not name:
             continue
         setting = given.get(name) or given.get(f"{name}_file")
         label = setting.label if setting else name_of(name) if name else ""

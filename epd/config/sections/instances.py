@@ -126,14 +126,11 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
         size = self.ec_consumer_dp_size
         apart = self.prefill_servers_urls or self.discover_prefill or self.discover_decode
         role, ranks = (Role.DECODE, 1) if apart else (Role.PREFILL_DECODE, size)
+        prefills = zip_longest(self.prefill_servers_urls, self.prefill_kv_addrs, fillvalue="")
+        decodes = zip_longest(self.decode_servers_urls, self.decode_kv_addrs, fillvalue="")
         found = (
             *(Instance(Role.ENCODE, url) for url in self.encode_servers_urls),
-            *(
-                Instance(Role.PREFILL, url, size, kv_addr=address)
-                for url, address in zip_longest(
-                    self.prefill_servers_urls, self.prefill_kv_addrs, fillvalue=""
-                )
-            ),
+            *(Instance(Role.PREFILL, url, size, kv_addr=address) for url, address in prefills),
             *(
                 Instance(
                     role,
@@ -142,9 +139,7 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
                     kv_addr=address,
                     ec_zmq_addrs=self.ec_consumer_zmq_addrs[position * size :][:size],
                 )
-                for position, (url, address) in enumerate(
-                    zip_longest(self.decode_servers_urls, self.decode_kv_addrs, fillvalue="")
-                )
+                for position, (url, address) in enumerate(decodes)
             ),
         )
         return tuple(map(self._weighed, found))
