@@ -82,10 +82,7 @@ class Tracer(Protocol):
     """Creates the root span of each request."""
 
     def request(self, method: str, route: str, headers: Mapping[str, str]) -> RequestSpan:
-        """Start the span of a request.
+        """Start the span of a request to the declared path of a route.
 
-        Args:
-            method: HTTP method.
-            route: path of the route, as declared.
-            headers: the client's `traceparent` and `tracestate`, as far as it sent them.
+        `headers` are the client's `traceparent` and `tracestate`, as far as it sent them.
         """

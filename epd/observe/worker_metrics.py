@@ -228,15 +228,10 @@ UNASKED_S = 15.0
 
 
 class WorkerMetrics(Collector):
-    """Collector of one worker's metrics and of the sums over all workers.
-
-    Args:
-        own: collector of this worker's metrics.
-        pages: pages of all workers, in the same order in each worker.
-        seat: index of this worker's page.
-    """
+    """Collector of one worker's metrics and of the sums over all workers."""
 
     def __init__(self, own: Collector, pages: Sequence[SharedPage], seat: int) -> None:
+        """Collect `own` and `pages`: those of all workers, of which `seat` is this one's."""
         self._own = own
         self._pages = pages
         self._page = pages[seat]
