@@ -108,21 +108,20 @@ Say = Callable[[yaml.Node, str], None]
 """Function called with a node and its error message."""
 
 
-def read_yaml(path: Path, names: Collection[str]) -> tuple[dict[str, Given], list[str]]:
-    """Return the settings of a file, and the error messages for its invalid lines.
-
-    A key without a value sets nothing.
+def read_yaml(path: Path, names: Collection[str], reasons: list[str]) -> dict[str, Given]:
+    """Return the settings of a file. A key without a value sets nothing.
 
     Args:
         path: path of the file.
         names: names of the settings that the file may have.
+        reasons: list to which an error message is added for each invalid line.
 
     Raises:
         ConfigInvalid: the file cannot be read, or is not YAML.
     """
-    root, reasons = _parsed(path), list[str]()
+    root = _parsed(path)
     if root is None:
-        return {}, reasons
+        return {}
     if not isinstance(root, yaml.MappingNode):
         raise ConfigInvalid([f"{path}:{_line(root)}: must be lines of `name: value`"])
 
@@ -135,7 +134,7 @@ def read_yaml(path: Path, names: Collection[str]) -> tuple[dict[str, Given], lis
         if value is not None:
             where = f"{path}:{_line(key)}"
             found[key.value] = Given(value, "file", where, f"{where}: {key.value}")
-    return found, reasons
+    return found
 
 
 def _parsed(path: Path) -> yaml.Node | None:
@@ -261,11 +260,10 @@ def _file(layers: Iterable[Layer], reasons: list[str]) -> Layer:
         return {}
     names = [name for name in Settings.model_fields if name != "config"]
     try:
-        found, wrong = read_yaml(Path(named), names)
+        return read_yaml(Path(named), names, reasons)
     except ConfigInvalid as invalid:
-        found, wrong = {}, list(invalid.reasons)
-    reasons += wrong
-    return found
+        reasons += invalid.reasons
+        return {}
 
 
 def _first(layers: Sequence[Layer], reasons: list[str]) -> dict[str, Given]:

@@ -167,17 +167,11 @@ _PAGE = TypeAdapter(list[_Family])
 
 def dump(families: Iterable[Metric]) -> bytes:
     """Encode families: name, documentation, type and samples. Values are finite."""
-    return _PAGE.dump_json(
-        [
-            (
-                family.name,
-                family.documentation,
-                family.type,
-                [sample[:3] for sample in family.samples],
-            )
-            for family in families
-        ]
-    )
+    page = [
+        (found.name, found.documentation, found.type, [sample[:3] for sample in found.samples])
+        for found in families
+    ]
+    return _PAGE.dump_json(page)
 
 
 def load(page: bytes) -> list[Metric]:

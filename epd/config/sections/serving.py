@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, model_validator
 from epd.config.fields import (
     AdminKey,
     EndpointUrl,
+    Fixed,
     HeaderNames,
     KeySecret,
     Methods,
@@ -28,35 +29,35 @@ from epd.tenants import ANONYMOUS, Scope, Tenant
 class ServingSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for the listening address, TLS, processes, logs and traces."""
 
-    host: str = "0.0.0.0"  # noqa: S104
+    host: Fixed[str] = "0.0.0.0"  # noqa: S104
     """address to listen on"""
-    port: int = Field(default=8000, ge=0, le=65535)
+    port: Fixed[int] = Field(default=8000, ge=0, le=65535)
     """port to listen on"""
-    uds: Path | None = None
+    uds: Fixed[Path | None] = None
     """path of a Unix socket to listen on instead of address and port; a stale socket file is
     replaced"""
-    root_path: RootPath = None
+    root_path: Fixed[RootPath] = None
     """path prefix that a reverse proxy puts before the routes, such as /vllm; every route is
     answered with and without it"""
-    workers: int = Field(default=1, ge=1)
+    workers: Fixed[int] = Field(default=1, ge=1)
     """number of serving processes; each uses at most one core"""
-    ssl_certfile: Path | None = None
+    ssl_certfile: Fixed[Path | None] = None
     """file with the TLS certificate for clients, and its chain; default: no TLS"""
-    ssl_keyfile: Path | None = None
+    ssl_keyfile: Fixed[Path | None] = None
     """file with the private key of the certificate, without passphrase"""
-    ssl_ca_certs: Path | None = None
+    ssl_ca_certs: Fixed[Path | None] = None
     """file with the CAs that verify clients' certificates"""
-    ssl_cert_reqs: int = Field(default=0, ge=0, le=2)
+    ssl_cert_reqs: Fixed[int] = Field(default=0, ge=0, le=2)
     """clients' certificates: 0 none, 1 optional, 2 required"""
-    upstream_ca_file: Path | None = None
+    upstream_ca_file: Fixed[Path | None] = None
     """file with the CAs that verify https instances; default: the system's CAs"""
-    log_format: Literal["console", "json"] = "console"
+    log_format: Fixed[Literal["console", "json"]] = "console"
     """format of log lines: console text, or JSON"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """minimum level of log lines"""
     log_tenants: bool = False
     """add the tenant's name, as in --api-keys-file, to the log line of a request"""
-    otlp_traces_endpoint: EndpointUrl = None
+    otlp_traces_endpoint: Fixed[EndpointUrl] = None
     """URL of the OpenTelemetry collector for each request's spans, such as http://host:4317 (gRPC),
     or http://host:4318/v1/traces with OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf; OTEL_...
     variables set the rest; default: no traces"""
@@ -78,14 +79,14 @@ class ServingSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docs
 class CrossOriginSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for cross-origin requests (CORS), with their validation."""
 
-    allowed_origins: Origins = ()
+    allowed_origins: Fixed[Origins] = ()
     """origins of web pages that may use the proxy from a browser, as a JSON list such as
     ["https://chat.example.com"], or ["*"] for all; default: none"""
-    allowed_methods: Methods = ("*",)
+    allowed_methods: Fixed[Methods] = ("*",)
     """HTTP methods that these web pages may use, as a JSON list; * allows all"""
-    allowed_headers: HeaderNames = ("*",)
+    allowed_headers: Fixed[HeaderNames] = ("*",)
     """request headers that these web pages may set, as a JSON list; * allows all"""
-    allow_credentials: bool = False
+    allow_credentials: Fixed[bool] = False
     """allow requests of these web pages to carry cookies and client certificates; invalid with the
     origin *"""
 
@@ -104,13 +105,13 @@ class CrossOriginSettings(BaseModel, frozen=True, extra="forbid", use_attribute_
 class TenancySettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for tenants, their API keys, limits and isolation."""
 
-    api_keys_file: Path | None = None
+    api_keys_file: Fixed[Path | None] = None
     """file with lines tenant:sha256, as `epd hash-key` prints them; with it, clients need a key,
     which is not forwarded to the instances"""
-    isolation: Literal["tenant", "shared"] = "tenant"
+    isolation: Fixed[Literal["tenant", "shared"]] = "tenant"
     """cache entries: separate ones per tenant, or shared by all tenants; applies only with
     --api-keys-file"""
-    key_secret: KeySecret = None
+    key_secret: Fixed[KeySecret] = None
     """secret for store keys and cache salts, in addition to the tenant's name"""
     admin_api_key: AdminKey = None
     """key for /metrics, /ui/state, /policies, /start_profile and /stop_profile; default: they
