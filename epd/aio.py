@@ -51,12 +51,7 @@ class Background:
 
     @asynccontextmanager
     async def run_task(self, task: str, work: Work) -> AsyncIterator[None]:
-        """Run a task until the context exits. The exit waits for the end of the task.
-
-        Args:
-            task: name in the log and in the metric.
-            work: function to call at each start. It is not started again after it returns.
-        """
+        """Run a task, as `keep_running` does, until the context exits, which waits for its end."""
         kept = asyncio.create_task(self.keep_running(task, work))
         try:
             yield
@@ -66,7 +61,10 @@ class Background:
                 await kept
 
     async def keep_running(self, task: str, work: Work) -> None:
-        """Run a task to its end, and restart it after each exception. See `run_task`."""
+        """Call `work` until it returns; after an exception, call it again.
+
+        `task` is its name in the log and in the metric.
+        """
         clock = asyncio.get_running_loop().time
         delay_s = FIRST_DELAY_S
         self._count(task, 0)
@@ -93,14 +91,11 @@ AGAIN_S = 0.05
 
 @contextmanager
 def cancel_after(limit_s: float) -> Iterator[None]:
-    """Cancel the body after a time, as `asyncio.timeout` does, and again until it ends.
+    """Cancel the body after `limit_s` seconds, as `asyncio.timeout` does, and again until it ends.
 
     A library can lose a cancellation and then wait without a limit: Python 3.11's
     `asyncio.wait_for` drops one that arrives just as it ends
     (https://github.com/python/cpython/issues/86296).
-
-    Args:
-        limit_s: seconds from now.
 
     Raises:
         TimeoutError: the limit was reached and the body was cancelled.
@@ -178,12 +173,7 @@ def _cancels() -> int:
 async def gather_first(
     call: Callable[[T], Coroutine[Any, Any, V]], values: Iterable[T], at_once: int
 ) -> list[V]:
-    """Return the result of `call` for each value, in the order of the values.
-
-    Args:
-        call: function that runs as a task for each value.
-        values: arguments of the calls.
-        at_once: maximum number of concurrent calls.
+    """Return the result of `call` for each value, in order. At most `at_once` calls run at a time.
 
     Raises:
         Exception: the first error of a call; the other calls are cancelled.

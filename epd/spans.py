@@ -63,12 +63,9 @@ class RequestSpan(Protocol):
         """Record the operation and the model that the client asks for, as far as known."""
 
     def child(self, name: str, *, url: str | None = None, item: SpanItem | None = None) -> Span:
-        """Start a child span.
+        """Start a child span of an operation: a request to the instance at `url`, work on `item`.
 
-        Args:
-            name: name of the operation, from a small fixed set.
-            url: URL of the instance, for a request to one.
-            item: the media item, for an operation on one.
+        The names of operations are a small fixed set.
         """
 
     def latest_child(self, name: str, item: SpanItem) -> Span | None:

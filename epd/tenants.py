@@ -223,16 +223,14 @@ class TenantLedger:
             row.requests[slot] = 0
 
 
+@dataclass(slots=True, eq=False)
 class SlotReader:
     """Slot of a tenant in the row of another worker, once that worker has one."""
 
-    __slots__ = ("_found", "_key", "_row", "_slot")
-
-    def __init__(self, row: LedgerRow, key: int) -> None:
-        self._row = row
-        self._key = key
-        self._slot = 0
-        self._found = False
+    _row: LedgerRow
+    _key: int
+    _slot: int = 0
+    _found: bool = False
 
     def find(self) -> bool:
         """Return whether the worker has a slot for the tenant."""

@@ -211,11 +211,7 @@ def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]
     """Return the flags with hosts and ports replaced by URLs, and without encode instances.
 
     If only hosts or only ports are given, the others have their default, as in vLLM's proxy.
-
-    Args:
-        flags: parsed flags.
-        reasons: list to which an error message is added for each invalid flag. Invalid hosts and
-            ports become no URLs.
+    Invalid hosts and ports become no URLs; `reasons` gets an error message for each invalid flag.
     """
     named = {f"{server}_{what}" for server, _ in SERVERS.values() for what in ("hosts", "ports")}
     if named.isdisjoint(flags):

@@ -111,10 +111,7 @@ Say = Callable[[yaml.Node, str], None]
 def read_yaml(path: Path, names: Collection[str], reasons: list[str]) -> dict[str, Given]:
     """Return the settings of a file. A key without a value sets nothing.
 
-    Args:
-        path: path of the file.
-        names: names of the settings that the file may have.
-        reasons: list to which an error message is added for each invalid line.
+    `names` are those that the file may have; `reasons` gets an error message for each invalid line.
 
     Raises:
         ConfigInvalid: the file cannot be read, or is not YAML.

@@ -4,7 +4,7 @@ A configuration is an immutable value, which a reload replaces as a whole.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
@@ -231,6 +231,7 @@ class Change:
     kept: frozenset[str]
 
 
+@dataclass(slots=True, eq=False)
 class LiveConfig:
     """Holder of the configuration in force.
 
@@ -242,9 +243,8 @@ class LiveConfig:
         current: configuration in force.
     """
 
-    def __init__(self, config: ProxyConfig) -> None:
-        self.current = config
-        self._followers: list[Follower] = []
+    current: ProxyConfig
+    _followers: list[Follower] = field(default_factory=list)
 
     def add_follower(self, follower: Follower) -> None:
         """Call a follower at each change, once the new configuration is in force."""

@@ -108,9 +108,7 @@ class Conversations:
     async def begin_turn(self, turn: Turn, decodes: Collection[str]) -> None:
         """Look up and take the entry of the previous turn. No other turn can use it.
 
-        Args:
-            turn: the turn.
-            decodes: URLs of the instances that may still hold its blocks.
+        `decodes` are the URLs of the instances that may still hold its blocks.
         """
         if turn.begun:
             return

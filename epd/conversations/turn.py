@@ -50,11 +50,7 @@ class Fingerprint:
 
     @classmethod
     def of_tokens(cls, tokens: Sequence[int], key: bytes = b"") -> Self:
-        """Return the fingerprint of tokens.
-
-        Args:
-            tokens: the tokens.
-            key: secret that prevents guessing the tokens; at most 64 bytes, or empty.
+        """Return the fingerprint of tokens. A secret key of up to 64 bytes prevents guessing them.
 
         Raises:
             ValueError: the values are not tokens.

@@ -56,10 +56,7 @@ def watched(
 ) -> AbstractAsyncContextManager[None]:
     """Watch the running loop until the context is left.
 
-    Args:
-        tell: called with the longest lag of each window, in seconds.
-        background: group of tasks that runs the watch.
-        window_s: length of a window, in seconds.
+    `tell` is called with the longest lag of each window, in seconds.
     """
     return background.run_task("loop_lag", partial(_watch, tell, window_s))
 

@@ -1,9 +1,4 @@
-"""Settings of the server, of cross-origin requests (CORS), and of tenants.
-
-- Server: the listening address, TLS, processes, logs and traces.
-- CORS: the web pages that may use the proxy.
-- Tenants: their API keys, limits and isolation.
-"""
+"""Settings of the server, of cross-origin requests (CORS), and of tenants."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -77,7 +72,7 @@ class ServingSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docs
 
 
 class CrossOriginSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Fields for cross-origin requests (CORS), with their validation."""
+    """Fields for the web pages that may use the proxy (CORS), with their validation."""
 
     allowed_origins: Fixed[Origins] = ()
     """origins of web pages that may use the proxy from a browser, as a JSON list such as
