@@ -21,15 +21,7 @@ from pydantic_settings import EnvSettingsSource
 
 from ec_store.config import redacted
 from epd.config.fields import flag_of
-from epd.config.flags import (
-    PREFIX,
-    SECRETS,
-    Settings,
-    group_of,
-    name_of,
-    variables_of,
-    with_urls,
-)
+from epd.config.flags import PREFIX, SECRETS, Settings, group_of, name_of, variables_of, with_urls
 from epd.config.proxy_config import ConfigInvalid, ProxyConfig
 
 OTHERS = ("EPD_UP_", "EPD_BENCH_", "EPD_PYTHON")
@@ -336,8 +328,8 @@ HIDDEN = "**********"
 def as_yaml(loaded: Loaded) -> str:
     """Return a file for `--config` with the same settings; secrets and passwords are comments."""
     lines, groups = list[str](), dict[str, list[str]]()
-    for name, shown in _settings(loaded):
-        hidden = "# " if shown["hidden"] else ""
+    for name, shown, is_hidden in _settings(loaded):
+        hidden = "# " if is_hidden else ""
         where = f" {shown['where']}" if shown["where"] else ""
         line = f"{hidden}{name}: {orjson.dumps(shown['value']).decode()}  # {shown['from']}{where}"
         groups.setdefault(group_of(name), []).append(line)
@@ -348,29 +340,21 @@ def as_yaml(loaded: Loaded) -> str:
 
 def as_json(loaded: Loaded) -> str:
     """Return the settings as JSON: `{name: {"value": …, "from": …, "where": …}}`."""
-    shown = {
-        name: {key: value for key, value in setting.items() if key != "hidden"}
-        for name, setting in _settings(loaded)
-    }
+    shown = {name: setting for name, setting, _ in _settings(loaded)}
     return orjson.dumps(shown, option=orjson.OPT_INDENT_2, default=str).decode()
 
 
-def _settings(loaded: Loaded) -> Iterator[tuple[str, dict[str, Any]]]:
+def _settings(loaded: Loaded) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Yield the name and the value of each setting, and whether a part of the value is hidden."""
     for name in Settings.model_fields:
         given = loaded.given.get(name)
         if name == "config" or (name in SECRETS and given is None):
             continue
         value = getattr(loaded.config, name, given and given.value)
         shown = _shown(value)
-        yield (
-            name,
-            {
-                "value": shown,
-                "hidden": name in SECRETS or (isinstance(value, str) and shown != value),
-                "from": "default" if given is None else given.source,
-                "where": None if given is None else given.where,
-            },
-        )
+        source, where = ("default", None) if given is None else (given.source, given.where)
+        is_hidden = name in SECRETS or (isinstance(value, str) and shown != value)
+        yield name, {"value": shown, "from": source, "where": where}, is_hidden
 
 
 def _shown(value: Any) -> Any:

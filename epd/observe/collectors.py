@@ -103,10 +103,7 @@ def kv_event_metrics(table: InstanceTable, event_counts: EventCounts) -> Iterato
             if labels in counts
         ]
     )
-    for family, kinds in (
-        (metric_defs.KV_EVENTS, EVENTS),
-        (metric_defs.KV_EVENT_FAULTS, FAULTS),
-    ):
+    for family, kinds in ((metric_defs.KV_EVENTS, EVENTS), (metric_defs.KV_EVENT_FAULTS, FAULTS)):
         yield family.metric_family(
             [
                 ((*labels, kind), found.get(kind, 0))
