@@ -239,7 +239,7 @@ class Flights(Generic[K, V]):
         if (begun := self._flights.get(key)) is not None:
             with suppress(ProxyError):
                 return await self._wait(key, begun)
-        return await self.join(key, start)
+        return await self._wait(key, self._flights.get(key) or self._add(key, start))
 
     async def close(self) -> None:
         """Cancel all runs, and wait for their end."""
