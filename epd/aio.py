@@ -228,7 +228,8 @@ class Flights(Generic[K, V]):
         Every waiter receives an error of the run. Cancelling one waiter does not cancel the run for
         the others.
         """
-        return await self._wait(key, self._flights.get(key) or self._add(key, start))
+        flight = self._flights.get(key) or self._add(key, asyncio.create_task(start()))
+        return await self._wait(key, flight)
 
     async def try_join(self, key: K, start: Start[V]) -> V:
         """Join as `join` does, but take only a success from a run that began before this call.
@@ -239,7 +240,8 @@ class Flights(Generic[K, V]):
         if (begun := self._flights.get(key)) is not None:
             with suppress(ProxyError):
                 return await self._wait(key, begun)
-        return await self._wait(key, self._flights.get(key) or self._add(key, start))
+        flight = self._flights.get(key) or self._add(key, asyncio.create_task(start()))
+        return await self._wait(key, flight)
 
     async def close(self) -> None:
         """Cancel all runs, and wait for their end."""
@@ -247,8 +249,7 @@ class Flights(Generic[K, V]):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _add(self, key: K, start: Start[V]) -> _Flight[V]:
-        task = asyncio.create_task(start())
+    def _add(self, key: K, task: asyncio.Task[V]) -> _Flight[V]:
         flight = self._flights[key] = _Flight(task)
         self._tasks.add(task)
         task.add_done_callback(lambda _: self._close_flight(key, flight))
