@@ -1,10 +1,4 @@
-"""Helpers for asyncio: background tasks, time limits, concurrent calls, and single flight.
-
-- `Background` runs tasks while a process serves. Their failures are logged and counted.
-- `cancel_after` limits the time of code that may lose a cancellation.
-- `gather_first` runs concurrent calls, and stops them at the first error.
-- `Flights` lets concurrent callers of one key share one run.
-"""
+"""Helpers for asyncio: background tasks, time limits, concurrent calls, and single flight."""
 
 import asyncio
 from collections.abc import (
@@ -46,9 +40,8 @@ class Background:
     def __init__(self, count: Callable[[str, int], None]) -> None:
         """Create the runner without tasks.
 
-        Args:
-            count: called with a task's name and 1 for each unexpected exception. Called with 0 when
-                the task starts, because Prometheus sees no increase in a series that begins at 1.
+        `count` is called with a task's name and 1 for each unexpected exception, and with 0 when
+        the task starts, because Prometheus sees no increase in a series that begins at 1.
         """
         self._count = count
 
@@ -58,12 +51,7 @@ class Background:
 
     @asynccontextmanager
     async def run_task(self, task: str, work: Work) -> AsyncIterator[None]:
-        """Run a task until the context exits. The exit waits for the end of the task.
-
-        Args:
-            task: name in the log and in the metric.
-            work: function to call at each start. It is not started again after it returns.
-        """
+        """Run a task, as `keep_running` does, until the context exits, which waits for its end."""
         kept = asyncio.create_task(self.keep_running(task, work))
         try:
             yield
@@ -73,7 +61,10 @@ class Background:
                 await kept
 
     async def keep_running(self, task: str, work: Work) -> None:
-        """Run a task to its end, and restart it after each exception. See `run_task`."""
+        """Call `work` until it returns; after an exception, call it again.
+
+        `task` is its name in the log and in the metric.
+        """
         clock = asyncio.get_running_loop().time
         delay_s = FIRST_DELAY_S
         self._count(task, 0)
@@ -100,14 +91,11 @@ AGAIN_S = 0.05
 
 @contextmanager
 def cancel_after(limit_s: float) -> Iterator[None]:
-    """Cancel the body after a time, as `asyncio.timeout` does, and again until it ends.
+    """Cancel the body after `limit_s` seconds, as `asyncio.timeout` does, and again until it ends.
 
     A library can lose a cancellation and then wait without a limit: Python 3.11's
     `asyncio.wait_for` drops one that arrives just as it ends
     (https://github.com/python/cpython/issues/86296).
-
-    Args:
-        limit_s: seconds from now.
 
     Raises:
         TimeoutError: the limit was reached and the body was cancelled.
@@ -185,12 +173,7 @@ def _cancels() -> int:
 async def gather_first(
     call: Callable[[T], Coroutine[Any, Any, V]], values: Iterable[T], at_once: int
 ) -> list[V]:
-    """Return the result of `call` for each value, in the order of the values.
-
-    Args:
-        call: function that runs as a task for each value.
-        values: arguments of the calls.
-        at_once: maximum number of concurrent calls.
+    """Return the result of `call` for each value, in order. At most `at_once` calls run at a time.
 
     Raises:
         Exception: the first error of a call; the other calls are cancelled.
@@ -254,13 +237,10 @@ class Flights(Generic[K, V]):
         Raises:
             ProxyError: a run that began after this call failed.
         """
-        begun = self._flights.get(key)
-        if begun is not None:
-            try:
+        if (begun := self._flights.get(key)) is not None:
+            with suppress(ProxyError):
                 return await self._wait(key, begun)
-            except ProxyError:
-                begun = self._flights.get(key)
-        flight = begun or self._add(key, asyncio.create_task(start()))
+        flight = self._flights.get(key) or self._add(key, asyncio.create_task(start()))
         return await self._wait(key, flight)
 
     async def close(self) -> None:

@@ -42,14 +42,11 @@ ItemResult = Literal["hit", "encoded", "local"]
 instance made it for this request. `local`: prefill or decode makes it, because no encode instance
 could, or the policy decided so."""
 
-
 MediaForm = Literal["metadata", "raw"]
 """Form of an item for prefill and decode: only its placeholder metadata, or its media."""
 
-
 Degraded = Literal["encode-local", "prefill-local"]
 """Stages that were replaced by another stage, sent as `x-epd-degraded`."""
-
 
 Modality = str
 """`image`, `audio` or `video`."""
@@ -57,27 +54,9 @@ Modality = str
 Waiting = Stage | Literal["answer"]
 """Target of a request's wait: a stage, or the rest of its answer."""
 
-GAPS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-)
+GAPS_MS = (1, 2.5, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2500, 5000, 10_000)
+GAPS_S = tuple(gap_ms / 1000 for gap_ms in GAPS_MS)
 """Upper bounds of the histogram of times between the chunks of a stream, in seconds."""
-
 
 CLIENT_CLOSED = 499
 """Status for a client that disconnected before its answer, as nginx uses it; logged, never sent."""

@@ -39,14 +39,12 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def _suggest_flag(self, rest: Iterable[str]) -> str:
+        known = [flag for action in self._actions for flag in action.option_strings]
         for word in rest:
             flag = word.partition("=")[0]
-            if word.startswith("-") and (near := get_close_matches(flag, self._flags(), n=1)):
+            if word.startswith("-") and (near := get_close_matches(flag, known, n=1)):
                 return f"; is {near[0]} meant?"
         return ""
-
-    def _flags(self) -> list[str]:
-        return [flag for action in self._actions for flag in action.option_strings]
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # noqa: SLF001 - it has no public name

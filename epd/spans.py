@@ -63,12 +63,9 @@ class RequestSpan(Protocol):
         """Record the operation and the model that the client asks for, as far as known."""
 
     def child(self, name: str, *, url: str | None = None, item: SpanItem | None = None) -> Span:
-        """Start a child span.
+        """Start a child span of an operation: a request to the instance at `url`, work on `item`.
 
-        Args:
-            name: name of the operation, from a small fixed set.
-            url: URL of the instance, for a request to one.
-            item: the media item, for an operation on one.
+        The names of operations are a small fixed set.
         """
 
     def latest_child(self, name: str, item: SpanItem) -> Span | None:
@@ -82,10 +79,7 @@ class Tracer(Protocol):
     """Creates the root span of each request."""
 
     def request(self, method: str, route: str, headers: Mapping[str, str]) -> RequestSpan:
-        """Start the span of a request.
+        """Start the span of a request to the declared path of a route.
 
-        Args:
-            method: HTTP method.
-            route: path of the route, as declared.
-            headers: the client's `traceparent` and `tracestate`, as far as it sent them.
+        `headers` are the client's `traceparent` and `tracestate`, as far as it sent them.
         """

@@ -18,17 +18,12 @@ class StateLog:
         """Record a failure; log it if the reason is new."""
         if reason != self._reason:
             self._reason = reason
-            self._log.warning(f"{self._what}: {self._meanwhile}", reason=reason)
+            structlog.get_logger("epd").warning(
+                f"{self._what}: {self._meanwhile}", **self._fields, reason=reason
+            )
 
     def record_success(self) -> None:
         """Record a success; log the end of a failure."""
         if self._reason is not None:
             self._reason = None
-            self._log.info(f"{self._what} again")
-
-    @property
-    def _log(self) -> structlog.typing.FilteringBoundLogger:
-        log: structlog.typing.FilteringBoundLogger = structlog.get_logger("epd").bind(
-            **self._fields
-        )
-        return log
+            structlog.get_logger("epd").info(f"{self._what} again", **self._fields)

@@ -121,6 +121,7 @@ ROUNDING_S = 1e-6
 """Tolerance for times on the clock, in seconds."""
 
 
+@dataclass(slots=True, eq=False)
 class TenantUse:
     """Requests and bytes of one tenant in this process.
 
@@ -130,12 +131,9 @@ class TenantUse:
         full_at_s: time at which the tenant's bucket will be full, on the monotonic clock.
     """
 
-    __slots__ = ("body_bytes", "full_at_s", "requests")
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.body_bytes = 0
-        self.full_at_s = 0.0
+    requests: int = 0
+    body_bytes: int = 0
+    full_at_s: float = 0.0
 
     def begin_request(self) -> None:
         self.requests += 1
@@ -178,12 +176,7 @@ class LedgerRow:
         self.full_at_s = memory[2 * size : 3 * size].cast("d")
 
     def find_slot(self, key: int, first: int = 0) -> int:
-        """Return the slot with a key, or the first free one; `MAX_SHARED` if there is neither.
-
-        Args:
-            key: the key.
-            first: slot at which the search begins.
-        """
+        """Return the first slot from `first` on that is free or has a key; else `MAX_SHARED`."""
         for slot in range(first, MAX_SHARED):
             found = self.keys[slot]
             if found == key or not found:
@@ -210,11 +203,9 @@ class TenantLedger:
         return LedgerRow.BYTES * workers
 
     def use_of(self, worker: int, name: str) -> TenantUse:
-        """Return the use of a tenant. The first one in a worker takes time with its tenants.
+        """Return the use of a tenant in a worker, which is numbered from 0.
 
-        Args:
-            worker: number of the worker, from 0.
-            name: name of the tenant.
+        The first call for a tenant in a worker is O(tenants of that worker).
         """
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         key, row = int.from_bytes(digest) | 1, self._rows[worker]
@@ -222,8 +213,8 @@ class TenantLedger:
         if slot == MAX_SHARED:
             return TenantUse()
         row.keys[slot] = key
-        others = [other for other in self._rows if other is not row]
-        return SharedUse(row, slot, [SlotReader(other, key) for other in others])
+        others = [SlotReader(other, key) for other in self._rows if other is not row]
+        return SharedUse(row, slot, others)
 
     def forget_requests(self, worker: int) -> None:
         """Remove the requests of a worker that has died. Its rates stay."""
@@ -232,16 +223,14 @@ class TenantLedger:
             row.requests[slot] = 0
 
 
+@dataclass(slots=True, eq=False)
 class SlotReader:
     """Slot of a tenant in the row of another worker, once that worker has one."""
 
-    __slots__ = ("_found", "_key", "_row", "_slot")
-
-    def __init__(self, row: LedgerRow, key: int) -> None:
-        self._row = row
-        self._key = key
-        self._slot = 0
-        self._found = False
+    _row: LedgerRow
+    _key: int
+    _slot: int = 0
+    _found: bool = False
 
     def find(self) -> bool:
         """Return whether the worker has a slot for the tenant."""
@@ -272,25 +261,20 @@ class SharedUse(TenantUse):
         self.full_at_s = row.full_at_s[slot]
 
     def begin_request(self) -> None:
-        """Count a request, and show the count to the other workers."""
         self.requests += 1
         self._row.requests[self._slot] = self.requests
 
     def end_request(self) -> None:
-        """Remove a request, and show the count to the other workers."""
         self.requests -= 1
         self._row.requests[self._slot] = self.requests
 
     def total_requests(self) -> int:
-        """Return the number of the tenant's requests in all workers."""
         return self.requests + sum([other.requests for other in self._others])
 
     def latest_full_at_s(self) -> float:
-        """Return the latest `full_at_s` of all workers."""
         return max([self.full_at_s, *(other.full_at_s for other in self._others)])
 
     def set_full_at_s(self, full_at_s: float) -> None:
-        """Set the time at which the bucket will be full."""
         self.full_at_s = self._row.full_at_s[self._slot] = full_at_s
 
 

@@ -9,6 +9,7 @@ import errno
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -90,8 +91,12 @@ class Answer(NamedTuple):
         return is_success(self.status)
 
 
+@dataclass(slots=True, eq=False)
 class Reply:
     """An answer after its head. It must be closed, or used as a context manager.
+
+    The deadline of its body, `_until_s`, is on the event loop's clock; `_late` is the slug of a
+    timeout. `_release` pools the connection of a complete answer, and closes any other.
 
     Attributes:
         status: HTTP status.
@@ -99,46 +104,21 @@ class Reply:
         ok: whether the status is a 2xx.
     """
 
-    __slots__ = (
-        "_body",
-        "_clock",
-        "_connection",
-        "_late",
-        "_release",
-        "_stage",
-        "_until_s",
-        "headers",
-        "ok",
-        "status",
-    )
+    _connection: Connection
+    _stage: Stage
+    _until_s: float
+    _late: str
+    _release: Callable[[], None]
+    _body: bytes | None = None
+    status: int = field(init=False)
+    headers: Mapping[str, str] = field(init=False)
+    ok: bool = field(init=False)
 
-    def __init__(
-        self,
-        connection: Connection,
-        stage: Stage,
-        until_s: float,
-        late: str,
-        release: Callable[[], None],
-    ) -> None:
-        """Read the body from a connection.
-
-        Args:
-            connection: connection of the answer.
-            stage: stage of the instance.
-            until_s: deadline of the body, on the event loop's clock.
-            late: slug of a timeout.
-            release: function that pools the connection of a complete answer, and closes any other.
-        """
-        self.status = connection.status
-        self.headers: Mapping[str, str] = connection.headers
+    def __post_init__(self) -> None:
+        # The connection may serve another request once it is released.
+        self.status = self._connection.status
+        self.headers = self._connection.headers
         self.ok = is_success(self.status)
-        self._connection = connection
-        self._stage: Stage = stage
-        self._until_s = until_s
-        self._late = late
-        self._release = release
-        self._body: bytes | None = None
-        self._clock = asyncio.get_running_loop().time
 
     def __enter__(self) -> Self:
         return self
@@ -190,7 +170,7 @@ class Reply:
         if self._connection.complete or self._connection.held_bytes:
             return
         try:
-            await self._connection.wait_body(min(self._clock() + idle_s, self._until_s))
+            await self._connection.wait_body(self._deadline_s(idle_s))
         except FAILURES as error:
             raise self._broken_error(error) from underlying_error(error)
 
@@ -202,7 +182,7 @@ class Reply:
             UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
         try:
-            return await self._connection.chunk(min(self._clock() + idle_s, self._until_s))
+            return await self._connection.chunk(self._deadline_s(idle_s))
         except FAILURES as error:
             raise self._broken_error(error) from underlying_error(error)
 
@@ -220,6 +200,9 @@ class Reply:
             return await self._connection.pour_body(sink, idle_s)
         except FAILURES as error:
             raise self._broken_error(error) from underlying_error(error)
+
+    def _deadline_s(self, idle_s: float) -> float:
+        return min(asyncio.get_running_loop().time() + idle_s, self._until_s)
 
     def _broken_error(self, error: Exception) -> ProxyError:
         # The head of a stream precedes its first token; any other head follows the last one.
@@ -368,25 +351,21 @@ class Upstream:
         return is_success(connection.status)
 
 
+@dataclass(slots=True)
 class _Request:
-    """A request and its destination."""
-
-    __slots__ = ("_headers", "body", "target")
-
-    def __init__(self, url: str, headers: Mapping[str, str], body: Pieces | None) -> None:
-        self.target: Target = target_of(url)
-        self.body = body
-        self._headers = headers
+    target: Target
+    headers: Mapping[str, str]
+    body: Pieces | None
 
     def head(self, more: str = "") -> bytes:
         """Return the head, with additional header lines."""
         length = None if self.body is None else sum(map(len, self.body))
-        return request_head(self.target, self._headers, length, OURS + more)
+        return request_head(self.target, self.headers, length, OURS + more)
 
 
 def _request(url: str, headers: Mapping[str, str], body: Pieces | None, stage: Stage) -> _Request:
     try:
-        return _Request(url, headers, body)
+        return _Request(target_of(url), headers, body)
     except ValueError as error:
         raise UpstreamUnreachable(
             f"the URL of the {stage} instance is invalid", slug=f"{stage}_failed", stage=stage
@@ -404,7 +383,6 @@ async def _send_again(pool: Pool, request: _Request, until_s: float, broken: Bro
 
 
 async def _send_on_new(pool: Pool, request: _Request, until_s: float) -> Connection:
-    """Send a request over a new connection."""
     connection = await pool.connect(request.target.origin, until_s)
     connection.kept = False
     try:

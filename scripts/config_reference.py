@@ -92,8 +92,7 @@ def first_row(name: str) -> str:
     """Return the row of one setting in the table of those that most operators need."""
     field = Settings.model_fields[name]
     name_shown = code(variables_of(name)[0] if name in SECRETS else flag_of(name))
-    text = (field.description or "").replace("|", "\\|")
-    return f"| {name_shown} | {default(name, field)} | {text} |\n"
+    return f"| {name_shown} | {default(name, field)} | {description(field)} |\n"
 
 
 def names(title: str) -> Iterator[str]:
@@ -110,9 +109,14 @@ def row(name: str, field: FieldInfo) -> str:
         value(name, field),
         default(name, field),
         "restart" if name in FIXED or name in {"config", "key_secret_file"} else "reload",
-        (field.description or "").replace("|", "\\|"),
+        description(field),
     )
     return f"| {' | '.join(cells)} |\n"
+
+
+def description(field: FieldInfo) -> str:
+    """Return the description of a setting in one line."""
+    return " ".join((field.description or "").split()).replace("|", "\\|")
 
 
 def value(name: str, field: FieldInfo) -> str:

@@ -1,8 +1,8 @@
 """Types of the settings' values: the parsing and the validation of each."""
 
 import re
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import NoDecode
@@ -54,10 +54,14 @@ def _split_addresses(value: Any) -> Any:
 
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     checked = tuple(map(base_url, urls))
-    for url in checked:
-        if checked.count(url) > 1:
-            raise ValueError(f"{url!r} is named twice")
+    _check_named_once(checked)
     return checked
+
+
+def _check_named_once(urls: Sequence[str]) -> None:
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ValueError(f"{url!r} is named twice")
 
 
 def _check_secret(secret: SecretStr) -> SecretStr:
@@ -70,26 +74,6 @@ def _check_admin_key(key: SecretStr) -> SecretStr:
     if KEY.fullmatch(key.get_secret_value()) is None:
         raise ValueError("must have 16 to 512 printable ASCII characters and no space")
     return key
-
-
-def _if_set(check: Callable[[Any], object]) -> AfterValidator:
-    """Return the validator that checks a value unless it is None."""
-    return AfterValidator(lambda value: None if value is None else check(value))
-
-
-_OR_NONE = BeforeValidator(lambda value: value or None)
-_URL_OR_NONE = BeforeValidator(lambda url: None if url in NO_INSTANCES else url)
-
-Urls = Annotated[
-    tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_urls)
-]
-Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_addresses)]
-"""Addresses, one per instance; an empty one stands for an instance that needs no address."""
-StoreUrl = Annotated[str | None, _URL_OR_NONE]
-EndpointUrl = Annotated[str | None, _URL_OR_NONE, _if_set(base_url)]
-KeySecret = Annotated[SecretStr | None, _OR_NONE, _if_set(_check_secret)]
-AdminKey = Annotated[SecretStr | None, _OR_NONE, _if_set(_check_admin_key)]
-Secret = Annotated[SecretStr | None, _OR_NONE]
 
 
 def _split_domains(value: Any) -> Any:
@@ -144,23 +128,11 @@ def _check_token(name: str) -> str:
     return name
 
 
-Origins = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_origin)], ...], NoDecode, BeforeValidator(_json_list)
-]
-Methods = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_token)], ...], NoDecode, BeforeValidator(_json_list)
-]
-HeaderNames = Methods
-
-
 def _check_root_path(path: str | None) -> str | None:
     stripped = (path or "").rstrip("/")
     if stripped and ROOT_PATH.fullmatch(stripped) is None:
         raise ValueError(f"{path!r} is not a path such as /vllm, of A-Z a-z 0-9 . _ ~ - and /")
     return stripped or None
-
-
-RootPath = Annotated[str | None, AfterValidator(_check_root_path)]
 
 
 def _check_tenant(name: str) -> str:
@@ -169,30 +141,8 @@ def _check_tenant(name: str) -> str:
     return name
 
 
-_Tenant = Annotated[str, AfterValidator(_check_tenant)]
-TenantNames = Annotated[tuple[_Tenant, ...], NoDecode, BeforeValidator(_split_addresses)]
-_Domain = Annotated[str, AfterValidator(_check_domain)]
-Domains = Annotated[tuple[_Domain, ...], NoDecode, BeforeValidator(_split_domains)]
-PolicyNames = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_urls)]
-HeaderName = Annotated[str, AfterValidator(_check_header_name)]
-_Pattern = Annotated[str, AfterValidator(check_pattern)]
-HostPatterns = Annotated[tuple[_Pattern, ...], NoDecode, BeforeValidator(_split_domains)]
-Services = Annotated[
-    tuple[Annotated[str, AfterValidator(service_url)], ...],
-    NoDecode,
-    BeforeValidator(_split_urls),
-    AfterValidator(_check_urls),
-]
-ZmqAddresses = Annotated[
-    tuple[Annotated[str, AfterValidator(zmq_address)], ...], NoDecode, BeforeValidator(_split_urls)
-]
-
-
 def _check_weights(weights: tuple[str, ...]) -> tuple[str, ...]:
-    urls = [url for url, _ in map(weight_of, weights)]
-    for url in urls:
-        if urls.count(url) > 1:
-            raise ValueError(f"{url!r} is named twice")
+    _check_named_once([url for url, _ in map(weight_of, weights)])
     return weights
 
 
@@ -204,26 +154,59 @@ def _check_event_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     return addresses
 
 
-Weights = Annotated[
-    tuple[str, ...], NoDecode, BeforeValidator(_split_urls), AfterValidator(_check_weights)
-]
-EventAddresses = Annotated[
-    tuple[str, ...],
-    NoDecode,
-    BeforeValidator(_split_addresses),
-    AfterValidator(_check_event_addresses),
-]
+def _check_name_server(server: str) -> str:
+    name_server(server)
+    return server
+
+
+def _if_set(check: Callable[[Any], object]) -> AfterValidator:
+    """Return the validator that checks a value unless it is None."""
+    return AfterValidator(lambda value: None if value is None else check(value))
+
+
+_OR_NONE = BeforeValidator(lambda value: value or None)
+_URL_OR_NONE = BeforeValidator(lambda url: None if url in NO_INSTANCES else url)
+_STORE_OR_NONE = BeforeValidator(lambda url: None if url in {*NO_INSTANCES, "memory"} else url)
+
+KeySecret = Annotated[SecretStr | None, _OR_NONE, _if_set(_check_secret)]
+AdminKey = Annotated[SecretStr | None, _OR_NONE, _if_set(_check_admin_key)]
+Secret = Annotated[SecretStr | None, _OR_NONE]
+DnsServer = Annotated[str | None, _OR_NONE, _if_set(_check_name_server)]
+StoreUrl = Annotated[str | None, _URL_OR_NONE]
+EndpointUrl = Annotated[str | None, _URL_OR_NONE, _if_set(base_url)]
 RegistrationStore = Annotated[str | None, _URL_OR_NONE, _if_set(registration_store_url)]
-ConversationStore = Annotated[
-    str | None,
-    BeforeValidator(lambda url: None if url in {*NO_INSTANCES, "memory"} else url),
-    _if_set(conversation_store_url),
+ConversationStore = Annotated[str | None, _STORE_OR_NONE, _if_set(conversation_store_url)]
+RootPath = Annotated[str | None, AfterValidator(_check_root_path)]
+HeaderName = Annotated[str, AfterValidator(_check_header_name)]
+
+T = TypeVar("T")
+
+RESTART = "restart"
+Fixed = Annotated[T, RESTART]
+"""Type of a setting that is read only at the start: a change needs a restart."""
+
+_UrlList = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_split_urls)]
+_AddressList = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_split_addresses)]
+_DomainList = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_split_domains)]
+_JsonList = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_json_list)]
+
+Urls = Annotated[_UrlList[str], AfterValidator(_check_urls)]
+Services = Annotated[
+    _UrlList[Annotated[str, AfterValidator(service_url)]], AfterValidator(_check_urls)
 ]
-DnsServer = Annotated[
-    str | None,
-    _OR_NONE,
-    AfterValidator(lambda server: server and (name_server(server), server)[1]),
-]
+ZmqAddresses = _UrlList[Annotated[str, AfterValidator(zmq_address)]]
+Weights = Annotated[_UrlList[str], AfterValidator(_check_weights)]
+PolicyNames = _UrlList[str]
+Addresses = _AddressList[str]
+"""Addresses, one per instance; an empty one stands for an instance that needs no address."""
+EventAddresses = Annotated[_AddressList[str], AfterValidator(_check_event_addresses)]
+TenantNames = _AddressList[Annotated[str, AfterValidator(_check_tenant)]]
+Domains = _DomainList[Annotated[str, AfterValidator(_check_domain)]]
+HostPatterns = _DomainList[Annotated[str, AfterValidator(check_pattern)]]
+Origins = _JsonList[Annotated[str, AfterValidator(_check_origin)]]
+Methods = _JsonList[Annotated[str, AfterValidator(_check_token)]]
+HeaderNames = Methods
+
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

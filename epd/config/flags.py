@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import orjson
@@ -34,18 +33,14 @@ class Settings(ProxyConfig, BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, populate_by_name=True)
 
-    config: Path | None = Field(
-        default=None,
-        description="YAML file with settings by their names; flags and the environment override it",
-    )
-    key_secret_file: Path | None = Field(
-        default=None, description="file with the secret for store keys and cache salts"
-    )
-    admin_api_key_file: Path | None = Field(default=None, description="file with the admin key")
-    openai_api_key_file: Path | None = Field(
-        default=None, description="file with the API key sent to the instances"
-    )
-
+    config: Path | None = None
+    """YAML file with settings by their names; flags and the environment override it"""
+    key_secret_file: Path | None = None
+    """file with the secret for store keys and cache salts"""
+    admin_api_key_file: Path | None = None
+    """file with the admin key"""
+    openai_api_key_file: Path | None = None
+    """file with the API key sent to the instances"""
     openai_api_key: Secret = Field(
         default=None,
         validation_alias=AliasChoices("EPD_OPENAI_API_KEY", "OPENAI_API_KEY"),
@@ -131,32 +126,30 @@ def group_of(name: str) -> str:
 HOST = re.compile(r"[A-Za-z0-9._-]+")
 """Name of a host, or an IPv4 address."""
 
-RENAMED: Mapping[str, str] = MappingProxyType(
-    {
-        "--probe-interval": "probe_interval_s",
-        "--probe-timeout": "health_timeout_s",
-        "--fail-threshold": "eject_after",
-        "--encode-policy": "encode_balance",  # the former name of the setting
-    }
-)
+RENAMED: Mapping[str, str] = {
+    "--probe-interval": "probe_interval_s",
+    "--probe-timeout": "health_timeout_s",
+    "--fail-threshold": "eject_after",
+    "--encode-policy": "encode_balance",  # the former name of the setting
+}
 """Settings that these flags set."""
 
-SWITCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"--no-rewrite": ("decode_media", "raw"), "--log-requests": ("log_level", "debug")}
-)
+SWITCHES: Mapping[str, tuple[str, str]] = {
+    "--no-rewrite": ("decode_media", "raw"),
+    "--log-requests": ("log_level", "debug"),
+}
 """Settings and values that these flags stand for."""
 
-IDLE: Mapping[str, str] = MappingProxyType(
-    {
-        "--decode-retries": "does nothing here: the proxy retries without it",
-        "--evicted-ttl": "does nothing here: registrations do not expire",
-    }
-)
+IDLE: Mapping[str, str] = {
+    "--decode-retries": "does nothing here: the proxy retries without it",
+    "--evicted-ttl": "does nothing here: registrations do not expire",
+}
 """Reasons why these flags have no effect."""
 
-SERVERS: Mapping[str, tuple[str, int]] = MappingProxyType(
-    {"prefill_servers_urls": ("prefiller", 8100), "decode_servers_urls": ("decoder", 8200)}
-)
+SERVERS: Mapping[str, tuple[str, int]] = {
+    "prefill_servers_urls": ("prefiller", 8100),
+    "decode_servers_urls": ("decoder", 8200),
+}
 """Settings that flags with hosts and ports set: the server's name in these flags, and its default
 port."""
 
@@ -218,11 +211,7 @@ def with_urls(flags: Mapping[str, Any], reasons: list[str]) -> Mapping[str, Any]
     """Return the flags with hosts and ports replaced by URLs, and without encode instances.
 
     If only hosts or only ports are given, the others have their default, as in vLLM's proxy.
-
-    Args:
-        flags: parsed flags.
-        reasons: list to which an error message is added for each invalid flag. Invalid hosts and
-            ports become no URLs.
+    Invalid hosts and ports become no URLs; `reasons` gets an error message for each invalid flag.
     """
     named = {f"{server}_{what}" for server, _ in SERVERS.values() for what in ("hosts", "ports")}
     if named.isdisjoint(flags):
@@ -263,38 +252,27 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-METAVARS: Mapping[str, str] = MappingProxyType(
-    {
-        "_urls": "URLS",
-        "_url": "URL",
-        "_store": "URL",
-        "_endpoint": "URL",
-        "policies": "POLICIES",
-        "_header": "NAME",
-        "_addrs": "ADDRESSES",
-        "_server": "ADDRESS",
-        "host": "ADDRESS",
-        "_hosts": "HOSTS",
-        "_domains": "HOSTS",
-        "_weights": "WEIGHTS",
-        "_s": "SECONDS",
-        "_ttl": "SECONDS",
-        "_bytes": "BYTES",
-        "file": "FILE",
-        "config": "FILE",
-        "_ca_certs": "FILE",
-        "root_path": "PREFIX",
-        "_path": "FOLDER",
-        "uds": "PATH",
-        "_tenants": "NAMES",
-        "_origins": "LIST",
-        "_methods": "LIST",
-        "_headers": "LIST",
-    }
-)
-"""Placeholders of values in the help, by the end of the setting's name."""
+METAVARS: Mapping[str, tuple[str, ...]] = {
+    "URLS": ("_urls",),
+    "URL": ("_url", "_store", "_endpoint"),
+    "POLICIES": ("policies",),
+    "NAME": ("_header",),
+    "ADDRESSES": ("_addrs",),
+    "ADDRESS": ("_server", "host"),
+    "HOSTS": ("_hosts", "_domains"),
+    "WEIGHTS": ("_weights",),
+    "SECONDS": ("_s", "_ttl"),
+    "BYTES": ("_bytes",),
+    "FILE": ("file", "config", "_ca_certs"),
+    "PREFIX": ("root_path",),
+    "FOLDER": ("_path",),
+    "PATH": ("uds",),
+    "NAMES": ("_tenants",),
+    "LIST": ("_origins", "_methods", "_headers"),
+}
+"""Placeholders of values in the help, with the ends of the settings' names: the first applies."""
 
-NUMBERS: Mapping[object, str] = MappingProxyType({int: "N", int | None: "N"})
+NUMBERS: Mapping[object, str] = {int: "N", int | None: "N"}
 """Placeholders of values by type, if the name has none."""
 
 
@@ -307,21 +285,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, field in Settings.model_fields.items():
         if name in SECRETS:
             continue
+        value: dict[str, Any]
         if field.annotation is bool:
-            groups[group_of(name)].add_argument(
-                flag_of(name),
-                default=argparse.SUPPRESS,
-                action=argparse.BooleanOptionalAction,
-                help=field.description,
-            )
-            continue
-        # No choices here: the model checks the value, and reports it along with all other errors.
-        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
+            value = {"action": argparse.BooleanOptionalAction}
+        elif get_origin(field.annotation) is Literal:
+            # Not `choices`: the model checks the value, and reports it along with other errors.
+            value = {"metavar": f"{{{','.join(get_args(field.annotation))}}}"}
+        else:
+            value = {"metavar": metavar_of(name, field)}
         groups[group_of(name)].add_argument(
-            flag_of(name),
-            default=argparse.SUPPRESS,
-            metavar=f"{{{','.join(choices)}}}" if choices else metavar_of(name, field),
-            help=_help(field),
+            flag_of(name), default=argparse.SUPPRESS, help=_help(field), **value
         )
     add_example_flags(parser)
 
@@ -332,14 +305,14 @@ def metavar_of(name: str, field: FieldInfo) -> str:
     Raises:
         KeyError: the setting has no placeholder; add one to `METAVARS`.
     """
-    for ending, metavar in METAVARS.items():
-        if name.endswith(ending):
+    for metavar, endings in METAVARS.items():
+        if name.endswith(endings):
             return metavar
     return "HOST:PORT" if name.startswith("discover_") else NUMBERS[field.annotation]
 
 
 def _help(field: FieldInfo) -> str:
-    if field.is_required() or field.default in (None, ()):
+    if field.annotation is bool or field.default in (None, ()):
         return f"{field.description}"
     return f"{field.description} (default: {shown_default(field)})"
 

@@ -21,15 +21,7 @@ from pydantic_settings import EnvSettingsSource
 
 from ec_store.config import redacted
 from epd.config.fields import flag_of
-from epd.config.flags import (
-    PREFIX,
-    SECRETS,
-    Settings,
-    group_of,
-    name_of,
-    variables_of,
-    with_urls,
-)
+from epd.config.flags import PREFIX, SECRETS, Settings, group_of, name_of, variables_of, with_urls
 from epd.config.proxy_config import ConfigInvalid, ProxyConfig
 
 OTHERS = ("EPD_UP_", "EPD_BENCH_", "EPD_PYTHON")
@@ -69,9 +61,7 @@ def from_environment() -> dict[str, Given]:
     found = {}
     for alias, value in EnvSettingsSource(Settings)().items():
         name = names.get(alias, alias)
-        variable = next(
-            variable_name for variable_name in variables_of(name) if variable_name in present
-        )
+        variable = next(each for each in variables_of(name) if each in present)
         if not _is_service_link(variable, value):
             found[name] = Given(value, "environment", variable, variable)
     return found
@@ -110,21 +100,17 @@ Say = Callable[[yaml.Node, str], None]
 """Function called with a node and its error message."""
 
 
-def read_yaml(path: Path, names: Collection[str]) -> tuple[dict[str, Given], list[str]]:
-    """Return the settings of a file, and the error messages for its invalid lines.
+def read_yaml(path: Path, names: Collection[str], reasons: list[str]) -> dict[str, Given]:
+    """Return the settings of a file. A key without a value sets nothing.
 
-    A key without a value sets nothing.
-
-    Args:
-        path: path of the file.
-        names: names of the settings that the file may have.
+    `names` are those that the file may have; `reasons` gets an error message for each invalid line.
 
     Raises:
         ConfigInvalid: the file cannot be read, or is not YAML.
     """
-    root, reasons = _parsed(path), list[str]()
+    root = _parsed(path)
     if root is None:
-        return {}, reasons
+        return {}
     if not isinstance(root, yaml.MappingNode):
         raise ConfigInvalid([f"{path}:{_line(root)}: must be lines of `name: value`"])
 
@@ -137,7 +123,7 @@ def read_yaml(path: Path, names: Collection[str]) -> tuple[dict[str, Given], lis
         if value is not None:
             where = f"{path}:{_line(key)}"
             found[key.value] = Given(value, "file", where, f"{where}: {key.value}")
-    return found, reasons
+    return found
 
 
 def _parsed(path: Path) -> yaml.Node | None:
@@ -263,11 +249,10 @@ def _file(layers: Iterable[Layer], reasons: list[str]) -> Layer:
         return {}
     names = [name for name in Settings.model_fields if name != "config"]
     try:
-        found, wrong = read_yaml(Path(named), names)
+        return read_yaml(Path(named), names, reasons)
     except ConfigInvalid as invalid:
-        found, wrong = {}, list(invalid.reasons)
-    reasons += wrong
-    return found
+        reasons += invalid.reasons
+        return {}
 
 
 def _first(layers: Sequence[Layer], reasons: list[str]) -> dict[str, Given]:
@@ -321,18 +306,15 @@ def _secrets(given: Layer, reasons: list[str]) -> dict[str, str]:
 def _error_lines(invalid: ValidationError, given: Layer, *, complete: bool) -> list[str]:
     """Return a line for each error.
 
-    If a source could not be read, missing and conflicting settings are not reported: the unread
-    source may resolve them.
+    If a source could not be read, conflicting settings are not reported: the unread source may
+    resolve them.
     """
     lines = []
     for error in invalid.errors(include_url=False, include_context=False, include_input=False):
         name = str(error["loc"][0]) if error["loc"] else ""
         message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
         message = message.partition(", unable to parse")[0]
-        if not complete and (error["type"] == "missing" or not name):
-            continue
-        if error["type"] == "missing":
-            lines.append(f"{name_of(name)} is required")
+        if not complete and not name:
             continue
         setting = given.get(name) or given.get(f"{name}_file")
         label = setting.label if setting else name_of(name) if name else ""
@@ -346,8 +328,8 @@ HIDDEN = "**********"
 def as_yaml(loaded: Loaded) -> str:
     """Return a file for `--config` with the same settings; secrets and passwords are comments."""
     lines, groups = list[str](), dict[str, list[str]]()
-    for name, shown in _settings(loaded):
-        hidden = "# " if shown["hidden"] else ""
+    for name, shown, is_hidden in _settings(loaded):
+        hidden = "# " if is_hidden else ""
         where = f" {shown['where']}" if shown["where"] else ""
         line = f"{hidden}{name}: {orjson.dumps(shown['value']).decode()}  # {shown['from']}{where}"
         groups.setdefault(group_of(name), []).append(line)
@@ -358,29 +340,21 @@ def as_yaml(loaded: Loaded) -> str:
 
 def as_json(loaded: Loaded) -> str:
     """Return the settings as JSON: `{name: {"value": …, "from": …, "where": …}}`."""
-    shown = {
-        name: {key: value for key, value in setting.items() if key != "hidden"}
-        for name, setting in _settings(loaded)
-    }
+    shown = {name: setting for name, setting, _ in _settings(loaded)}
     return orjson.dumps(shown, option=orjson.OPT_INDENT_2, default=str).decode()
 
 
-def _settings(loaded: Loaded) -> Iterator[tuple[str, dict[str, Any]]]:
+def _settings(loaded: Loaded) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Yield the name and the value of each setting, and whether a part of the value is hidden."""
     for name in Settings.model_fields:
         given = loaded.given.get(name)
         if name == "config" or (name in SECRETS and given is None):
             continue
         value = getattr(loaded.config, name, given and given.value)
         shown = _shown(value)
-        yield (
-            name,
-            {
-                "value": shown,
-                "hidden": name in SECRETS or (isinstance(value, str) and shown != value),
-                "from": "default" if given is None else given.source,
-                "where": None if given is None else given.where,
-            },
-        )
+        source, where = ("default", None) if given is None else (given.source, given.where)
+        is_hidden = name in SECRETS or (isinstance(value, str) and shown != value)
+        yield name, {"value": shown, "from": source, "where": where}, is_hidden
 
 
 def _shown(value: Any) -> Any:

@@ -4,13 +4,13 @@ A configuration is an immutable value, which a reload replaces as a whole.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
 from ec_store.urls import check_url
-from epd.config.fields import flag_of
+from epd.config.fields import RESTART, flag_of
 from epd.config.sections import ConfigFields
 from epd.config.sections.instances import ENCODE_SOURCES
 from epd.policies.registry import Active, activate, check_suited
@@ -18,43 +18,7 @@ from epd.routing.instances import Role
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 
 FIXED = frozenset(
-    {
-        "host",
-        "port",
-        "uds",
-        "root_path",
-        "workers",
-        "ssl_certfile",
-        "ssl_keyfile",
-        "ssl_ca_certs",
-        "ssl_cert_reqs",
-        "upstream_ca_file",
-        "allowed_origins",
-        "allowed_methods",
-        "allowed_headers",
-        "allow_credentials",
-        "ec_store",
-        "api_keys_file",
-        "isolation",
-        "key_secret",
-        "log_format",
-        "otlp_traces_endpoint",
-        "dynamic_registration",
-        "registration_store",
-        "registration_hosts",
-        "instances_file",
-        "discover_encode",
-        "discover_prefill",
-        "discover_decode",
-        "discover_prefill_decode",
-        "discovery_interval_s",
-        "discovery_dns_server",
-        "ec_consumer_dp_size",
-        "kv_transfer",
-        "conversation_store",
-        "ec_transfer",
-        "kv_events",
-    }
+    name for name, field in ConfigFields.model_fields.items() if RESTART in field.metadata
 )
 """Fields that are read only at the start: a change needs a restart."""
 
@@ -267,6 +231,7 @@ class Change:
     kept: frozenset[str]
 
 
+@dataclass(slots=True, eq=False)
 class LiveConfig:
     """Holder of the configuration in force.
 
@@ -278,9 +243,8 @@ class LiveConfig:
         current: configuration in force.
     """
 
-    def __init__(self, config: ProxyConfig) -> None:
-        self.current = config
-        self._followers: list[Follower] = []
+    current: ProxyConfig
+    _followers: list[Follower] = field(default_factory=list)
 
     def add_follower(self, follower: Follower) -> None:
         """Call a follower at each change, once the new configuration is in force."""

@@ -14,23 +14,28 @@ from ec_store.config import redacted
 from epd.aio import cancel_after
 from epd.config.sections import ConfigFields, Live
 from epd.config.sections.transfers import TransferSettings
-from epd.conversations.stores import ConversationsInMemory, ConversationStore, StoreAway
+from epd.conversations.stores import (
+    ConversationsInMemory,
+    ConversationsInRedis,
+    ConversationStore,
+    StoreAway,
+)
 from epd.conversations.turn import MAX_ENTRY_BYTES, ConversationEntry, Fingerprint, HeldBlocks, Turn
 from epd.tenants import ANONYMOUS
 from epd.transfer.nixl import BLOCKS_TTL_S, engine_of, kept_params
 
+logger = structlog.get_logger("epd")
+
 
 def warn_of(config: TransferSettings, before: TransferSettings | None = None) -> None:
-    """Warn if conversations live longer than decode's blocks by default.
+    """Warn if conversations live longer than decode's blocks by default, unless they did before.
 
-    Args:
-        config: new configuration.
-        before: previous configuration, to avoid a repeated warning; None at the start.
+    `before` is the previous configuration, and None at the start.
     """
     ttl_s = config.conversation_ttl
     if ttl_s < BLOCKS_TTL_S or (before is not None and before.conversation_ttl == ttl_s):
         return
-    structlog.get_logger("epd").warning(
+    logger.warning(
         "conversations are kept for longer than decode instances keep their blocks by default",
         conversation_ttl=ttl_s,
         next=f"choose less than {BLOCKS_TTL_S:g}, or give decode a decoder_kv_blocks_ttl above "
@@ -49,8 +54,6 @@ answer."""
 
 RESULTS: tuple[Result, ...] = ("hit", "miss", "stale", "changed", "failed", "rested", "unknown")
 
-logger = structlog.get_logger("epd")
-
 
 class Conversations:
     """Entries that turns leave for the next ones.
@@ -67,9 +70,9 @@ class Conversations:
         live: Live[ConfigFields],
         clock: Callable[[], float] = time.time,
     ) -> None:
+        config = live.current
         self.results: Counter[Result] = Counter()
         self._store = store
-        config = live.current
         self._live = live
         self._clock = clock
         self._key = hashlib.blake2b(config.name_scope_of(ANONYMOUS).secret).digest()
@@ -84,8 +87,6 @@ class Conversations:
         """Return the conversations of the configured store: a context manager that closes it."""
         if (url := live.current.conversation_store) is None:
             return cls(ConversationsInMemory(lambda: live.current.max_conversations), live)
-        from epd.conversations.stores import ConversationsInRedis  # noqa: PLC0415 - takes its time to load
-
         return cls(ConversationsInRedis(url), live)
 
     async def __aenter__(self) -> Self:
@@ -107,9 +108,7 @@ class Conversations:
     async def begin_turn(self, turn: Turn, decodes: Collection[str]) -> None:
         """Look up and take the entry of the previous turn. No other turn can use it.
 
-        Args:
-            turn: the turn.
-            decodes: URLs of the instances that may still hold its blocks.
+        `decodes` are the URLs of the instances that may still hold its blocks.
         """
         if turn.begun:
             return
@@ -155,13 +154,8 @@ class Conversations:
     def drop_instance(self, decode: str) -> None:
         """Drop the entries of a removed or restarted decode instance: its blocks are lost."""
         now_s = self._clock()
-        over = [
-            url
-            for url, at in self._lost_s.items()
-            if at < now_s - self._live.current.conversation_ttl
-        ]
-        for url in over:
-            del self._lost_s[url]
+        expired_s = now_s - self._live.current.conversation_ttl
+        self._lost_s = {url: at for url, at in self._lost_s.items() if at >= expired_s}
         self._lost_s[decode] = now_s
         self._engines.pop(decode, None)
         self._store.forget_decode(decode)
@@ -171,8 +165,7 @@ class Conversations:
         heard = turn.heard
         if turn.basis is None or heard is None or heard.params is None or not heard.prompt:
             return None
-        params = kept_params(heard.params, decode)
-        if params is None:
+        if (params := kept_params(heard.params, decode)) is None:
             return None
         try:
             tokens = [*heard.prompt, *heard.answer][: params["remote_num_tokens"]]

@@ -57,13 +57,7 @@ MAX_TOTAL_BYTES = 256 * 1024**2
 
 
 class KeptEntry(NamedTuple):
-    """An entry with its expiry.
-
-    Attributes:
-        until_s: time of expiry, on the store's clock.
-        entry: the entry.
-        size: size in bytes, as JSON.
-    """
+    """An entry with its time of expiry on the store's clock, and its size in bytes as JSON."""
 
     until_s: float
     entry: ConversationEntry
@@ -79,13 +73,7 @@ class ConversationsInMemory:
         clock: Callable[[], float] = time.monotonic,
         max_bytes: int = MAX_TOTAL_BYTES,
     ) -> None:
-        """Create an empty store.
-
-        Args:
-            most: returns the maximum number of entries.
-            clock: monotonic clock, in seconds.
-            max_bytes: maximum size of all entries.
-        """
+        """Create an empty store. `most` returns the maximum number of entries."""
         self._most = most
         self._clock = clock
         self._max_bytes = max_bytes
@@ -121,7 +109,7 @@ class ConversationsInMemory:
             self._evict(key)
 
     async def close(self) -> None:
-        """See `ConversationStore`. There is nothing to close."""
+        """Do nothing: the store has no connection."""
 
     def _drop(self, key: str) -> KeptEntry | None:
         kept = self._held.pop(key, None)
@@ -178,10 +166,7 @@ class ConversationsInRedis:
             await self._client.set(f"{self._key}:{key}", entry.to_json(), px=ttl_ms)
 
     def forget_decode(self, decode: str) -> None:
-        """See `ConversationStore`.
-
-        Entries are not searched; the reader of an entry detects the lost decode.
-        """
+        """Do nothing: entries are not searched; the reader of one detects the lost decode."""
 
     async def close(self) -> None:
         await close(self._client)

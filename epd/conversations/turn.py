@@ -16,7 +16,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import orjson
@@ -50,11 +50,7 @@ class Fingerprint:
 
     @classmethod
     def of_tokens(cls, tokens: Sequence[int], key: bytes = b"") -> Self:
-        """Return the fingerprint of tokens.
-
-        Args:
-            tokens: the tokens.
-            key: secret that prevents guessing the tokens; at most 64 bytes, or empty.
+        """Return the fingerprint of tokens. A secret key of up to 64 bytes prevents guessing them.
 
         Raises:
             ValueError: the values are not tokens.
@@ -64,20 +60,13 @@ class Fingerprint:
     def shared_prefix_len(self, prompt: Sequence[int], key: bytes = b"") -> int:
         """Return the length of the shared prefix: a multiple of `CHUNK`, or all tokens.
 
-        Args:
-            prompt: tokens of the prompt.
-            key: key of the fingerprint.
-
         Raises:
             ValueError: the values are not tokens.
         """
-        if len(prompt) < self.tokens:
-            whole = len(prompt) // CHUNK * CHUNK
-            ours = _digests(prompt[:whole], whole, key)
-        else:
-            ours = _digests(prompt, self.tokens, key)
+        whole_chunks = len(prompt) // CHUNK * CHUNK
+        compared = self.tokens if len(prompt) >= self.tokens else whole_chunks
         shared = 0
-        for number, digest in enumerate(ours):
+        for number, digest in enumerate(_digests(prompt, compared, key)):
             at = 2 * DIGEST_BYTES * number
             if digest != self.digests[at : at + 2 * DIGEST_BYTES]:
                 break
@@ -160,25 +149,21 @@ _PARAMS = re.compile(rb'(?<!\\)"kv_transfer_params"\s*:\s*(?=\{)')
 _DECODER = json.JSONDecoder()
 
 
+@dataclass(slots=True)
 class ReplyCapture:
     """The extracted fields of one answer.
 
     Attributes:
+        cut_tokens: whether to remove the tokens, because the client did not ask for them.
         prompt: tokens of the prompt.
         answer: tokens of the answer, which has one choice.
         params: `kv_transfer_params` of decode; None before they arrive.
     """
 
-    def __init__(self, *, cut_tokens: bool) -> None:
-        """Start without fields.
-
-        Args:
-            cut_tokens: whether to remove the tokens, because the client did not ask for them.
-        """
-        self.prompt: list[int] = []
-        self.answer: list[int] = []
-        self.params: dict[str, Any] | None = None
-        self._cut_tokens = cut_tokens
+    cut_tokens: bool
+    prompt: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    params: dict[str, Any] | None = None
 
     def capture_fields(self, events: bytes) -> bytes:
         """Return events of a stream, or another answer, with null for the proxy's fields."""
@@ -197,7 +182,7 @@ class ReplyCapture:
             self.prompt = tokens
         else:
             self.answer += tokens
-        return found[1] + b"null" if self._cut_tokens else found[0]
+        return found[1] + b"null" if self.cut_tokens else found[0]
 
     def _parse_params(self, events: bytes, found: re.Match[bytes]) -> bytes:
         rest = events[found.end() :].decode("utf-8", "surrogateescape")
@@ -225,6 +210,7 @@ class Basis(NamedTuple):
         return self.form == held.form and self.media[: len(held.media)] == held.media
 
 
+@dataclass(slots=True, eq=False)
 class Turn:
     """The turn of a request in a conversation.
 
@@ -238,17 +224,14 @@ class Turn:
         heard: fields extracted from decode's answer; None if they are not extracted.
     """
 
-    __slots__ = ("_held", "basis", "before", "begun", "decode", "heard", "key", "prefill")
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.begun = False
-        self.before: ConversationEntry | None = None
-        self._held: HeldBlocks | None = None
-        self.prefill: str | None = None
-        self.decode: str | None = None
-        self.basis: Basis | None = None
-        self.heard: ReplyCapture | None = None
+    key: str
+    begun: bool = False
+    before: ConversationEntry | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    basis: Basis | None = None
+    heard: ReplyCapture | None = None
+    _held: HeldBlocks | None = field(default=None, init=False)
 
     @property
     def prefers_prefill(self) -> str | None:

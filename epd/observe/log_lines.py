@@ -15,11 +15,8 @@ BATCH_LINES = 256
 """Upper bound of the lines of a batch. A request's line has about 250 bytes."""
 
 WHOLE_BYTES = select.PIPE_BUF
-"""Size of the largest write that a pipe takes as one piece, in bytes.
-
-Several workers share a pipe, and their lines must not be mixed.
-"""
-
+"""Size of the largest write that a pipe takes as one piece, in bytes. Several workers share a pipe,
+and their lines must not be mixed."""
 
 Rendering = Callable[[], str | bytes]
 """Returns a line, without its end."""

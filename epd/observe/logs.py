@@ -112,20 +112,12 @@ class RequestLines:
     def __init__(
         self, lines: LineWriter, render: Callable[[Any, str, EventDict], Any], worker: int | None
     ) -> None:
-        """Write rendered events to `lines`.
-
-        Args:
-            lines: destination of the lines.
-            render: returns the line of an event.
-            worker: number of this worker, or None.
-        """
         self._lines = lines
         self._render = render
         self._named = {} if worker is None else {"worker": worker}
         self._clock = _Clock()
 
     def __call__(self, *_: object) -> LineLogger:
-        """Return a logger for structlog."""
         return LineLogger(self._lines)
 
     def renders(self, processors: Iterable[structlog.typing.Processor]) -> bool:
@@ -160,13 +152,11 @@ def _of_request(_: Any, __: str, event: EventDict) -> EventDict:
 
 
 def _named(worker: int, _: Any, __: str, event: EventDict) -> EventDict:
-    """Add the number of the worker."""
     event.setdefault("worker", worker)
     return event
 
 
 def _console(*, colors: bool) -> structlog.typing.Processor:
-    """Return a renderer of text lines."""
     # Fields keep the order of the call, so that the most important ones are not at the far right.
     full = structlog.dev.ConsoleRenderer(colors=colors, sort_keys=False)
     return full if colors else partial(plain_line, full)
@@ -232,9 +222,8 @@ class LogObserver:
 
     def renew_logger(self) -> None:
         """Use the current log level from the next line on."""
-        self.__dict__.pop("_log", None)
-        self.__dict__.pop("_debugs", None)
-        self.__dict__.pop("_lines", None)
+        for name in ("_log", "_debugs", "_lines"):
+            self.__dict__.pop(name, None)
 
     @cached_property
     def _log(self) -> structlog.typing.FilteringBoundLogger:
@@ -386,7 +375,6 @@ def _add_served(fields: Fields, event: RequestRecord) -> None:
 
 
 def _failures(event: RequestRecord) -> list[str]:
-    """Return the first failures, each with instance, stage and error."""
     failed = [
         f"{stage.stage}@{stage.instance}={stage.error}"
         for stage in event.stages

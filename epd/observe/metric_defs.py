@@ -7,6 +7,7 @@ clients cannot create new ones.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -21,16 +22,16 @@ class Figure:
     """Definition of a metric family.
 
     Attributes:
-        name: name without the suffix `_total` of a counter's samples.
         kind: type of the family, as Prometheus names it.
+        name: name without the suffix `_total` of a counter's samples.
         meaning: HELP text: what is counted, unit and labels.
         labels: names of the labels.
         of_workers: function that combines a gauge of several processes. Counters and histograms are
             always summed.
     """
 
-    name: str
     kind: Literal["counter", "gauge", "histogram"]
+    name: str
     meaning: str
     labels: tuple[str, ...] = ()
     of_workers: Callable[[Sequence[float]], float] = math.fsum
@@ -52,78 +53,72 @@ def _text(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+_counter = partial(Figure, "counter")
+_gauge = partial(Figure, "gauge")
+_histogram = partial(Figure, "histogram")
+
 MODEL = "model_name"
 
-REQUESTS = Figure(
+REQUESTS = _counter(
     "epd_requests",
-    "counter",
     "Completed client requests by status. Status 499: the client disconnected before the end of "
     "the response.",
     (MODEL, "path", "status"),
 )
-REQUEST_SECONDS = Figure(
+REQUEST_SECONDS = _histogram(
     "epd_request_seconds",
-    "histogram",
     "Duration of client requests in seconds, from the request head to the last byte of the "
     "response.",
     (MODEL, "path"),
 )
-FIRST_TOKEN_SECONDS = Figure(
+FIRST_TOKEN_SECONDS = _histogram(
     "epd_time_to_first_token_seconds",
-    "histogram",
     "Time in seconds from the request head to the first event of the stream with tokens. Without "
     "streaming: to the complete response, for endpoints with a prefill. Comments in a stream, such "
     "as those of vLLM's --sse-keep-alive-interval, are ignored.",
     (MODEL,),
 )
-CHUNK_SECONDS = Figure(
+CHUNK_SECONDS = _histogram(
     "epd_inter_chunk_seconds",
-    "histogram",
     "Time in seconds between two chunks of a stream, as received from decode. Chunks with only "
     "comments are ignored.",
     (MODEL,),
 )
-STAGE_SECONDS = Figure(
+STAGE_SECONDS = _histogram(
     "epd_stage_seconds",
-    "histogram",
     "Duration of upstream requests, store operations and queue waits in seconds, until the answer "
     "or failure; for decode, until the head of the response. Label failed: false; true; rejected "
     "if the client request itself is invalid, such as invalid media or a URL that cannot be "
     "fetched.",
     (MODEL, "stage", "failed"),
 )
-KV_WAIT_SECONDS = Figure(
+KV_WAIT_SECONDS = _histogram(
     "epd_kv_wait_seconds",
-    "histogram",
     "Time in seconds from prefill's response to decode's first token, for streams. Prefill keeps "
     "the request's KV blocks for this time.",
 )
-ITEMS = Figure(
+ITEMS = _counter(
     "epd_items",
-    "counter",
     "Media items by source of their encoder output, for endpoints with an encode stage. hit: "
     "stored, or already being encoded; encoded: by an encode instance, for this request; local: "
     "by prefill or decode.",
     (MODEL, "result"),
 )
-ITEMS_HIT_RATIO = Figure(
+ITEMS_HIT_RATIO = _gauge(
     "epd_items_hit_ratio",
-    "gauge",
     "Ratio of hits to media items of a model, 0 to 1, since the start of the proxy and over all "
     "workers. Absent before the first item.",
     (MODEL,),
 )
-ITEMS_SENT = Figure(
+ITEMS_SENT = _counter(
     "epd_items_sent",
-    "counter",
     "Media items by the form in which they are sent to prefill and decode. metadata: placeholder "
     "metadata instead of the media; raw: the media themselves, which are uploaded and preprocessed "
     "again.",
     (MODEL, "form"),
 )
-ENCODE_DECISIONS = Figure(
+ENCODE_DECISIONS = _counter(
     "epd_encode_decisions",
-    "counter",
     "Media items that are not in the store, by where the policy (cost) has them encoded. Label "
     "decision: encode, by an encode instance; local, by prefill or PD. Label reason: cheaper, the "
     "other one was predicted to cost more; below_pixels, above_pixels, by --encode-below-pixels; "
@@ -134,195 +129,166 @@ ENCODE_DECISIONS = Figure(
     "all items of the request.",
     (MODEL, "decision", "reason"),
 )
-ENCODE_WAITS = Figure(
+ENCODE_WAITS = _counter(
     "epd_encode_waits",
-    "counter",
     "Hits that waited for an encode already under way for another request, at this or another "
     "proxy.",
     (MODEL,),
 )
-SAVED_ENCODES = Figure(
-    "epd_saved_encodes", "counter", "Encodes saved by the cache: one for each hit.", (MODEL,)
+SAVED_ENCODES = _counter(
+    "epd_saved_encodes", "Encodes saved by the cache: one for each hit.", (MODEL,)
 )
-SAVED_BYTES = Figure(
+SAVED_BYTES = _counter(
     "epd_saved_bytes",
-    "counter",
     "Bytes of media of client requests, base64 as received, that were sent to no instance because "
     "of hits.",
     (MODEL,),
 )
-SAVED_ENCODE_SECONDS = Figure(
+SAVED_ENCODE_SECONDS = _counter(
     "epd_saved_encode_seconds",
-    "counter",
     "Estimated encode time saved by hits, in seconds: for each hit the moving mean of recent "
     "encode times of its modality, as measured by this process.",
     (MODEL,),
 )
-STORE_OPERATIONS = Figure(
+STORE_OPERATIONS = _counter(
     "epd_store_operations",
-    "counter",
     "Operations on the encoder store by result: ok; timeout; error; skipped, because the "
     "store cannot be opened or its circuit is open.",
     ("operation", "result"),
 )
-STORE_BYTES = Figure(
+STORE_BYTES = _counter(
     "epd_store_bytes",
-    "counter",
     "Bytes of the entries found by lookups, which consumers load instead of encoding.",
     ("operation",),
 )
-CIRCUIT_OPEN = Figure(
+CIRCUIT_OPEN = _gauge(
     "epd_circuit_open",
-    "gauge",
     "1 while the circuit of the store is open after repeated failures. Label circuit: "
     "store_questions or store_changes. Absent without a store.",
     ("circuit",),
     max,
 )
-RETRIES = Figure(
+RETRIES = _counter(
     "epd_request_retries",
-    "counter",
     "Retries of requests after a failed prefill or decode, invisible to the client.",
     (MODEL,),
 )
-DEGRADED = Figure(
+DEGRADED = _counter(
     "epd_requests_degraded",
-    "counter",
     "Requests with a stage replaced by another stage. Label kind: encode-local, media encoded by "
     "prefill or decode; prefill-local, prompt prefilled by decode.",
     (MODEL, "kind"),
 )
-POLICIES = Figure(
+POLICIES = _counter(
     "epd_policy_requests",
-    "counter",
     "Requests by the coordination policy that selected their stages.",
     (MODEL, "policy"),
 )
-DISCONNECTS = Figure(
+DISCONNECTS = _counter(
     "epd_disconnects",
-    "counter",
     "Client disconnects by the activity of the request. Label stage: a stage; answer, the rest of "
     "the response; proxy, reading the body, fetching media or validation.",
     ("stage",),
 )
-KV_RELEASES = Figure(
+KV_RELEASES = _counter(
     "epd_kv_releases",
-    "counter",
     "KV releases requested from decode for abandoned prefills, by result: ok; failed, and the "
     "blocks stay until their lease expires.",
     ("result",),
 )
-INSTANCE_CHANGES = Figure(
+INSTANCE_CHANGES = _counter(
     "epd_instance_changes",
-    "counter",
     "State changes of instances: added, removed, refused, ejected, down, trial or healthy.",
     ("role", "state"),
 )
-INSTANCE_UP = Figure(
+INSTANCE_UP = _gauge(
     "epd_instance_up",
-    "gauge",
     "1 if an instance gets requests (healthy or on trial); 0 if it is ejected or down.",
     ("role", "instance"),
     min,
 )
-INSTANCE_REQUESTS = Figure(
+INSTANCE_REQUESTS = _gauge(
     "epd_instance_requests",
-    "gauge",
     "Requests of this proxy that are under way at an instance.",
     ("role", "instance"),
 )
-INSTANCE_REPORTED = Figure(
+INSTANCE_REPORTED = _gauge(
     "epd_instance_reported_requests",
-    "gauge",
     "Requests waiting or running at an instance, as reported by the instance; requests of other "
     "clients are included.",
     ("role", "instance", "state"),
     max,
 )
-ENCODE_BACKLOG = Figure(
+ENCODE_BACKLOG = _gauge(
     "epd_encode_backlog_seconds",
-    "gauge",
     "Predicted encode work of this proxy, queued or running at encode instances, in seconds for "
     "each healthy one. The sum over all proxies is the backlog of the fleet. Absent without encode "
     "instances.",
 )
-PREFILL_BACKLOG = Figure(
+PREFILL_BACKLOG = _gauge(
     "epd_prefill_backlog_tokens",
-    "gauge",
     "Estimated prompt tokens of this proxy, queued or running at the instances that prefill, for "
     "each healthy one; with the balance content, without those in a prefix cache. A prompt counts "
     "until the head of the response: at PD without streaming, until the end of decode. The sum "
     "over all proxies is the backlog of the fleet. Absent without such instances.",
 )
-PREFIX_TOKENS = Figure(
+PREFIX_TOKENS = _counter(
     "epd_prefix_tokens",
-    "counter",
     "Estimated prompt tokens of the requests sent to an instance that is chosen by content "
     "(--prefill-balance, --decode-balance).",
     ("role", "instance"),
 )
-PREFIX_TOKENS_MATCHED = Figure(
+PREFIX_TOKENS_MATCHED = _counter(
     "epd_prefix_tokens_matched",
-    "counter",
     "The part of epd_prefix_tokens_total that this proxy expected in the prefix cache of the "
     "instance.",
     ("role", "instance"),
 )
-PREFIX_CACHE_PRECISE = Figure(
+PREFIX_CACHE_PRECISE = _gauge(
     "epd_prefix_cache_precise",
-    "gauge",
     "1 while KV events of an instance tell what its prefix cache holds, 0 while that is estimated. "
     "Absent without --kv-events.",
     ("role", "instance"),
     min,
 )
-KV_EVENTS = Figure(
+KV_EVENTS = _counter(
     "epd_kv_events",
-    "counter",
     "KV events of an instance that this proxy has read, for each worker. Label event: stored, "
     "removed or cleared. Absent without --kv-events.",
     ("role", "instance", "event"),
 )
-KV_EVENT_FAULTS = Figure(
+KV_EVENT_FAULTS = _counter(
     "epd_kv_event_faults",
-    "counter",
     "Faults of an instance's KV events, after which its prefix cache is estimated. Label reason: "
     "disconnected, gap (events were lost), malformed or restarted (the engine is new).",
     ("role", "instance", "reason"),
 )
-IN_FLIGHT = Figure("epd_requests_in_flight", "gauge", "Requests that are being processed.")
-QUEUED = Figure("epd_requests_queued", "gauge", "Requests waiting for admission.")
-BODY_BYTES = Figure(
-    "epd_body_bytes_in_flight", "gauge", "Bytes of the bodies of requests that are being processed."
+IN_FLIGHT = _gauge("epd_requests_in_flight", "Requests that are being processed.")
+QUEUED = _gauge("epd_requests_queued", "Requests waiting for admission.")
+BODY_BYTES = _gauge(
+    "epd_body_bytes_in_flight", "Bytes of the bodies of requests that are being processed."
 )
-REFUSED = Figure(
-    "epd_requests_refused",
-    "counter",
-    "Requests rejected by admission control, by reason.",
-    ("reason",),
+REFUSED = _counter(
+    "epd_requests_refused", "Requests rejected by admission control, by reason.", ("reason",)
 )
-LOOP_LAG = Figure(
+LOOP_LAG = _gauge(
     "epd_event_loop_lag_seconds",
-    "gauge",
     "Longest delay of the event loop in the last 15 s, in seconds.",
     of_workers=max,
 )
-BACKGROUND_FAILURES = Figure(
+BACKGROUND_FAILURES = _counter(
     "epd_background_failures",
-    "counter",
     "Unexpected exceptions in background tasks of the proxy, by task. The log has each cause with "
     "its traceback. A probe or load report that raises counts as failed; other tasks are "
     "restarted after 1 s, and after up to 60 s if they raise repeatedly.",
     ("task",),
 )
-CONVERSATIONS = Figure(
+CONVERSATIONS = _gauge(
     "epd_conversations",
-    "gauge",
     "Conversations in memory that a next turn can find. Absent for conversations in Redis.",
 )
-CONVERSATION_TURNS = Figure(
+CONVERSATION_TURNS = _counter(
     "epd_conversation_turns",
-    "counter",
     "Turns of conversations, by what became of the KV blocks that decode kept of the previous "
     "turn. hit: read by prefill; miss: there were none; stale: decode was unreachable or had "
     "restarted; changed: the prompt does not begin with the previous one, or this could not be "
@@ -330,20 +296,18 @@ CONVERSATION_TURNS = Figure(
     "from that decode engine had failed; unknown: the conversation store gave no answer.",
     ("result",),
 )
-CONVERSATIONS_EVICTED = Figure(
+CONVERSATIONS_EVICTED = _counter(
     "epd_conversations_evicted",
-    "counter",
     "Conversations dropped before a next turn found them: too many, expired, or their decode "
     "instance is gone. 0 for conversations in Redis, which expires them itself.",
 )
-RELOADED = Figure(
+RELOADED = _gauge(
     "epd_config_last_reload_success",
-    "gauge",
     "1 if the last reload accepted all files; 0 if it did not, and older files are in force.",
     of_workers=min,
 )
-BUILD = Figure(
-    "epd_build_info", "gauge", "Always 1. Label version: version of the proxy.", ("version",), max
+BUILD = _gauge(
+    "epd_build_info", "Always 1. Label version: version of the proxy.", ("version",), max
 )
 
 FIGURES: Mapping[str, Figure] = MappingProxyType(

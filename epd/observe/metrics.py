@@ -14,7 +14,7 @@ workers do not combine to the ratio of all.
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
@@ -26,9 +26,17 @@ from prometheus_client.registry import Collector
 
 from epd.aio import Background
 from epd.edge.admission import Admission
-from epd.events import GAPS_S, Histogram, InstanceChanged, Modality, RequestRecord, StageDone
+from epd.events import (
+    CLIENT_CLOSED,
+    GAPS_S,
+    Histogram,
+    InstanceChanged,
+    Modality,
+    RequestRecord,
+    StageDone,
+)
 from epd.observe import metric_defs
-from epd.observe.collectors import AdmissionGlance
+from epd.observe.collectors import Glance, admission_metrics
 from epd.observe.metric_defs import ITEMS, ITEMS_HIT_RATIO, MODEL, Figure, Value
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.version import __version__
@@ -48,10 +56,7 @@ def watched(
 ) -> AbstractAsyncContextManager[None]:
     """Watch the running loop until the context is left.
 
-    Args:
-        tell: called with the longest lag of each window, in seconds.
-        background: group of tasks that runs the watch.
-        window_s: length of a window, in seconds.
+    `tell` is called with the longest lag of each window, in seconds.
     """
     return background.run_task("loop_lag", partial(_watch, tell, window_s))
 
@@ -79,11 +84,7 @@ async def _window_maximum(window_s: float) -> float:
 
 
 class WithHitRatio(Collector):
-    """Metrics page with the hit ratio. A model without items has no ratio.
-
-    Args:
-        page: all other metrics.
-    """
+    """Metrics page with the hit ratio. A model without items has no ratio."""
 
     def __init__(self, page: Collector) -> None:
         self._page = page
@@ -118,13 +119,14 @@ class CounterValues:
     def __init__(self, figure: Figure) -> None:
         """Start empty, or at 0 for a counter without labels, which is shown at once."""
         self.figure = figure
-        self._values: dict[tuple[Value, ...], float] = {} if figure.labels else {(): 0.0}
+        self._values: dict[tuple[Value, ...], float] = defaultdict(float)
+        if not figure.labels:
+            self.add((), 0)
 
     def add(self, labels: tuple[Value, ...], amount: float = 1) -> None:
-        self._values[labels] = self._values.get(labels, 0) + amount
+        self._values[labels] += amount
 
     def collect(self) -> Metric:
-        """Return the family with the current values."""
         return self.figure.metric_family(self._values.items())
 
 
@@ -134,39 +136,25 @@ class HistogramValues:
     def __init__(self, figure: Figure, bounds: Sequence[float] = SECONDS) -> None:
         """Start empty. A histogram without labels is shown at once."""
         self.figure = figure
-        self._bounds = bounds
-        self._values: dict[tuple[Value, ...], Histogram] = {}
+        self._values = defaultdict[tuple[Value, ...], Histogram](lambda: Histogram(bounds))
         if not figure.labels:
             self.histogram_for(())
 
     def histogram_for(self, labels: tuple[Value, ...]) -> Histogram:
-        """Return the histogram of these labels; create it at the first use."""
-        found = self._values.get(labels)
-        if found is None:
-            found = self._values[labels] = Histogram(self._bounds)
-        return found
+        return self._values[labels]
 
     def collect(self) -> Metric:
-        """Return the family with the current values."""
         family = Metric(self.figure.name, self.figure.meaning, "histogram")
         for labels, values in self._values.items():
             named, below = self.figure.label_values(labels), 0
             for bound, count in zip((*values.bounds, math.inf), values.counts, strict=True):
                 below += count
-                family.add_sample(
-                    f"{self.figure.name}_bucket", {**named, "le": _bound(bound)}, below
-                )
+                le = "+Inf" if bound == math.inf else repr(float(bound))
+                family.add_sample(f"{self.figure.name}_bucket", {**named, "le": le}, below)
             family.add_sample(f"{self.figure.name}_count", named, below)
             family.add_sample(f"{self.figure.name}_sum", named, values.sum)
         return family
 
-
-def _bound(bound: float) -> str:
-    return "+Inf" if bound == math.inf else repr(float(bound))
-
-
-CLIENT_LEFT = 499
-"""Status for a client that disconnected before the end of its response, as nginx uses it."""
 
 OF_LATE = 0.1
 """Weight of the latest encode in the moving mean of encode times."""
@@ -208,8 +196,12 @@ class MetricsObserver(Collector):
         self._loop_lag_s = 0.0
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self.registry.register(AdmissionGlance(admission))
         self.shown: Collector = self.registry
+        self.add_source(partial(admission_metrics, admission))
+
+    def add_source(self, read: Callable[[], Iterable[Metric]]) -> None:
+        """Show the families that `read` returns at each scrape."""
+        self.registry.register(Glance(read))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the values of all counters and gauges of this observer."""
@@ -254,7 +246,7 @@ class MetricsObserver(Collector):
             self._gaps.histogram_for((model,)).merge(event.gaps)
         if event.kv_wait_s is not None:
             self._kv_waits.histogram_for(()).add(event.kv_wait_s)
-        if event.status == CLIENT_LEFT:
+        if event.status == CLIENT_CLOSED:
             self._disconnects.add((event.at,))
         if event.retries:
             self._retries.add((model,), event.retries)
@@ -262,10 +254,8 @@ class MetricsObserver(Collector):
             self._degraded.add((model, kind))
         if event.policy is not None:
             self._policies.add((model, event.policy))
-        if event.items or event.places:
+        if event.items or event.places or event.media:
             self._count_items(model, event)
-        if event.media:
-            self._count_media(model, event)
 
     def _count_items(self, model: str, event: RequestRecord) -> None:
         for labels, count in event.places.items():
@@ -279,8 +269,6 @@ class MetricsObserver(Collector):
             self._saved_seconds.add((model,), count * self._encode_s.get(modality, 0.0))
         if event.saved_bytes:
             self._saved_bytes.add((model,), event.saved_bytes)
-
-    def _count_media(self, model: str, event: RequestRecord) -> None:
         for form, count in event.media.items():
             if count:
                 self._sent.add((model, form), count)

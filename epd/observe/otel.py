@@ -41,7 +41,6 @@ from epd.version import __version__
 
 MAX_MODEL = 128
 """Upper bound of a model's name in an attribute, in characters."""
-SERVER_ERROR = 500
 
 W3C = TraceContextTextMapPropagator()
 
@@ -156,7 +155,7 @@ class OtelRequest:
             attributes["epd.degraded"] = sorted(event.degraded)
         if event.error is not None:
             attributes["error.type"] = event.error
-            if not SERVER_ERROR > event.status >= 400:  # noqa: PLR2004
+            if not 400 <= event.status < 500:  # noqa: PLR2004
                 self._span.set_status(Status(StatusCode.ERROR))
         self._span.set_attributes(attributes)
         self._span.end()
@@ -164,7 +163,6 @@ class OtelRequest:
 
 @lru_cache(maxsize=1024)
 def _peer(url: str) -> Mapping[str, str | int]:
-    """Return the attributes that name the instance of an upstream request."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return {
@@ -224,18 +222,15 @@ async def exporting(endpoint: str) -> AsyncIterator[Tracer | None]:
 
 
 def _resource() -> Resource:
-    """Return the resource that the spans name as their source."""
     resource = Resource.create()
     ours: dict[str, str] = {SERVICE_VERSION: __version__}
-    if str(resource.attributes[SERVICE_NAME]).startswith(
-        "unknown_service"
-    ):  # the SDK's own default
+    # The SDK's own default.
+    if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         ours[SERVICE_NAME] = SERVICE
     return resource.merge(Resource(ours))
 
 
 async def _flush(provider: TracerProvider, exporter: SpanExporter) -> None:
-    """Export the remaining spans within the time limit."""
     pool = DaemonPool(1, "traces")
     ending = asyncio.wrap_future(pool.submit(provider.shutdown))
     try:
@@ -271,15 +266,12 @@ class Reporting(SpanExporter):
         away = result is not SpanExportResult.SUCCESS
         if away != self._away:
             self._away = away
-            self._report()
+            log = structlog.get_logger("epd")
+            if away:
+                log.warning("spans are lost", endpoint=self._endpoint, reason=self._heard.line)
+            else:
+                log.info("spans are exported again", endpoint=self._endpoint)
         return result
-
-    def _report(self) -> None:
-        log = structlog.get_logger("epd")
-        if self._away:
-            log.warning("spans are lost", endpoint=self._endpoint, reason=self._heard.line)
-        else:
-            log.info("spans are exported again", endpoint=self._endpoint)
 
     def shutdown(self) -> None:
         """Stop, and abandon an export under way."""

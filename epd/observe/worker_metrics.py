@@ -22,7 +22,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from struct import Struct
 
@@ -31,6 +31,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from pydantic import TypeAdapter
 
+from epd.observe.collectors import Glance
 from epd.observe.metric_defs import FIGURES
 
 NUMBER = Struct("<Q")
@@ -166,17 +167,11 @@ _PAGE = TypeAdapter(list[_Family])
 
 def dump(families: Iterable[Metric]) -> bytes:
     """Encode families: name, documentation, type and samples. Values are finite."""
-    return _PAGE.dump_json(
-        [
-            (
-                family.name,
-                family.documentation,
-                family.type,
-                [sample[:3] for sample in family.samples],
-            )
-            for family in families
-        ]
-    )
+    page = [
+        (found.name, found.documentation, found.type, [sample[:3] for sample in found.samples])
+        for found in families
+    ]
+    return _PAGE.dump_json(page)
 
 
 def load(page: bytes) -> list[Metric]:
@@ -227,15 +222,10 @@ UNASKED_S = 15.0
 
 
 class WorkerMetrics(Collector):
-    """Collector of one worker's metrics and of the sums over all workers.
-
-    Args:
-        own: collector of this worker's metrics.
-        pages: pages of all workers, in the same order in each worker.
-        seat: index of this worker's page.
-    """
+    """Collector of one worker's metrics and of the sums over all workers."""
 
     def __init__(self, own: Collector, pages: Sequence[SharedPage], seat: int) -> None:
+        """Collect `own` and `pages`: those of all workers, of which `seat` is this one's."""
         self._own = own
         self._pages = pages
         self._page = pages[seat]
@@ -269,14 +259,14 @@ class WorkerMetrics(Collector):
         """Yield the sums over all workers, with this worker's current values."""
         yield from self.write_figures().collect()
 
-    def write_figures(self) -> "Written":
+    def write_figures(self) -> Glance:
         """Write this worker's metrics. Return a collector of all, to be read on any thread."""
         self.write()
         for page in self._pages:
             if page is not self._page:
                 with suppress(OSError):  # reading it fails too, and is logged
                     page.mark_wanted()
-        return Written(lambda: merge_pages([self._read(page) for page in self._pages]))
+        return Glance(lambda: merge_pages([self._read(page) for page in self._pages]))
 
     def _read(self, page: SharedPage) -> list[Metric]:
         try:
@@ -289,17 +279,6 @@ class WorkerMetrics(Collector):
         if about not in self._warned:
             self._warned.add(about)
             structlog.get_logger("epd").warning(event, reason=str(error))
-
-
-class Written(Collector):
-    """Collector of the sums of all pages."""
-
-    def __init__(self, read: Callable[[], list[Metric]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterator[Metric]:
-        """Read and sum the pages."""
-        return iter(self._read())
 
 
 def keep_counters(page: SharedPage) -> None:

@@ -28,10 +28,10 @@ from epd.encoder_cache.keys import Keys
 from epd.events import InstanceChanged, Observer
 from epd.media.fetch import MediaFetcher
 from epd.observe.collectors import (
-    ConversationsGlance,
-    InstancesGlance,
-    KVEventsGlance,
-    StoreGlance,
+    conversation_metrics,
+    instance_metrics,
+    kv_event_metrics,
+    store_metrics,
 )
 from epd.observe.logs import LogObserver, hide_locals, set_level
 from epd.observe.metrics import MetricsObserver, watched
@@ -195,9 +195,10 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         app[BOARD] = Board(app[RECENT], table, app[METRICS], store_kind(config))
         if tracer is not None:
             app[TRACER] = tracer
-        glances = InstancesGlance(table), KVEventsGlance(table, event_counts), StoreGlance(cache)
-        for glance in (*glances, ConversationsGlance(conversations)):
-            app[METRICS].registry.register(glance)
+        app[METRICS].add_source(partial(instance_metrics, table))
+        app[METRICS].add_source(partial(kv_event_metrics, table, event_counts))
+        app[METRICS].add_source(partial(store_metrics, cache))
+        app[METRICS].add_source(partial(conversation_metrics, conversations))
         live.add_follower(partial(_apply_config, app, registry, table, upstream))
         yield
 

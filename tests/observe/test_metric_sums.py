@@ -18,7 +18,12 @@ from epd.config.proxy_config import LiveConfig
 from epd.conversations.conversations import Conversations
 from epd.edge.admission import Admission
 from epd.encoder_cache.client import EncoderCache
-from epd.observe.collectors import ConversationsGlance, InstancesGlance, KVEventsGlance, StoreGlance
+from epd.observe.collectors import (
+    conversation_metrics,
+    instance_metrics,
+    kv_event_metrics,
+    store_metrics,
+)
 from epd.observe.metric_defs import FIGURES
 from epd.observe.metrics import MetricsObserver, WithHitRatio
 from epd.observe.worker_metrics import counted, dump, load, merge_pages
@@ -122,10 +127,14 @@ def families() -> list[Metric]:
     config = ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
     observer = MetricsObserver(Admission(config, time.monotonic))
     cache = EncoderCache(partial(open_async_store, "file:///nowhere"), LiveConfig(config))
-    observer.registry.register(InstancesGlance(InstanceTable(config.instances)))
-    observer.registry.register(KVEventsGlance(InstanceTable(config.instances), dict))
-    observer.registry.register(StoreGlance(cache))
-    observer.registry.register(ConversationsGlance(Conversations.from_config(LiveConfig(config))))
+    table, conversations = (
+        InstanceTable(config.instances),
+        Conversations.from_config(LiveConfig(config)),
+    )
+    observer.add_source(partial(instance_metrics, table))
+    observer.add_source(partial(kv_event_metrics, table, dict))
+    observer.add_source(partial(store_metrics, cache))
+    observer.add_source(partial(conversation_metrics, conversations))
     return list(WithHitRatio(observer.shown).collect())
 
 

@@ -44,7 +44,7 @@ def texts(labels: tuple[str, int, bool]) -> tuple[str, str, str]:
 def test_a_spread_is_a_histogram(values: list[tuple[tuple[str, int, bool], float]]) -> None:
     registry = CollectorRegistry()
     theirs = Histogram("h", "Times.", NAMES, buckets=BOUNDS, registry=registry)
-    ours = HistogramValues(Figure("h", "histogram", "Times.", NAMES), BOUNDS)
+    ours = HistogramValues(Figure("histogram", "h", "Times.", NAMES), BOUNDS)
     for labels, value in values:
         theirs.labels(*texts(labels)).observe(value)
         ours.histogram_for(labels).add(value)
@@ -56,7 +56,7 @@ def test_a_spread_is_a_histogram(values: list[tuple[tuple[str, int, bool], float
 def test_counted_values_are_counters(values: list[tuple[tuple[str, int, bool], int]]) -> None:
     registry = CollectorRegistry()
     theirs = Counter("c", "Counts.", NAMES, registry=registry)
-    ours = CounterValues(Figure("c", "counter", "Counts.", NAMES))
+    ours = CounterValues(Figure("counter", "c", "Counts.", NAMES))
     for labels, value in values:
         theirs.labels(*texts(labels)).inc(value)
         ours.add(labels, value)
@@ -82,8 +82,8 @@ def test_merged_histograms_equal_one_with_all_observations(
 
 
 def test_metrics_without_labels_appear_before_their_first_count() -> None:
-    counted = CounterValues(Figure("c", "counter", "Counts."))
-    spread = HistogramValues(Figure("h", "histogram", "Times."), BOUNDS)
+    counted = CounterValues(Figure("counter", "c", "Counts."))
+    spread = HistogramValues(Figure("histogram", "h", "Times."), BOUNDS)
 
     assert shown(Page(counted.collect())) == {"c_total[]": 0}
     assert shown(Page(spread.collect()))["h_count[]"] == 0

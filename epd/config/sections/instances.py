@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, model_validator
 from epd.config.fields import (
     Addresses,
     DnsServer,
+    Fixed,
     HostPatterns,
     RegistrationStore,
     Seconds,
@@ -30,91 +31,56 @@ ENCODE_SOURCES = (
 """Fields that name encode instances, or allow them to join later."""
 
 
-class InstanceSettings(BaseModel, frozen=True, extra="forbid"):
+class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for the instances, with their validation and the instances that they name."""
 
-    encode_servers_urls: Urls = Field(
-        default=(),
-        description="URLs of the encode instances, comma-separated; 'disable', 'none' or empty: no "
-        "encode stage, prefill or decode gets the media unchanged (P+D)",
-    )
-    prefill_servers_urls: Urls = Field(
-        default=(),
-        description="URLs of the prefill instances, comma-separated; 'disable', 'none' or empty: "
-        "no prefill stage (E+PD)",
-    )
-    decode_servers_urls: Urls = Field(
-        default=(),
-        description="URLs of the decode instances, comma-separated; without prefill instances, "
-        "they prefill too",
-    )
-    ec_consumer_dp_size: int = Field(
-        default=1,
-        ge=1,
-        description="data-parallel ranks of each prefill instance, or of each decode instance if "
-        "there is no prefill stage; the proxy selects the rank of each request",
-    )
-    ec_consumer_zmq_addrs: ZmqAddresses = Field(
-        default=(),
-        description="addresses at which decode instances that also prefill receive encoder outputs "
-        "with Mooncake: tcp://host:port, comma-separated, one per instance in the order of "
-        "--decode-servers-urls; with --ec-consumer-dp-size, one per rank, all ranks of an instance "
-        "in a row",
-    )
-    prefill_kv_addrs: Addresses = Field(
-        default=(),
-        description="addresses of the prefill instances' KV connectors, comma-separated, one per "
-        "URL; for --kv-transfer mooncake (host:port of the bootstrap server; default: port 8998 of "
-        "the instance's host)",
-    )
-    decode_kv_addrs: Addresses = Field(
-        default=(),
-        description="addresses of the decode instances' KV connectors, comma-separated, one per "
-        "URL; for --kv-transfer lmcache (host:init:alloc, the ports of its pd_peer_...)",
-    )
-    instance_weights: Weights = Field(
-        default=(),
-        description="relative weight per instance, URL=WEIGHT, comma-separated; default: 1 each; "
-        "0 drains an instance: no new requests unless no other instance is available",
-    )
-    dynamic_registration: bool = Field(
-        default=False,
-        description="allow launchers to register instances (POST /instances); needs the admin key",
-    )
-    registration_store: RegistrationStore = Field(
-        default=None,
-        description="store for registrations, file:///a/folder or redis://host: they survive a "
-        "restart and are shared with other proxies; default: memory of this proxy",
-    )
-    registration_hosts: HostPatterns = Field(
-        default=(),
-        description="hosts that may be registered, comma-separated: names, *.domain, networks; "
-        "default: all",
-    )
-    instances_file: Path | None = Field(
-        default=None, description="YAML file with instances; changes of the file need no restart"
-    )
-    discover_encode: Services = Field(
-        default=(),
-        description="DNS names of encode instances, comma-separated, as host:port or "
-        "https://host:port; each address of a name is an instance",
-    )
-    discover_prefill: Services = Field(
-        default=(), description="DNS names of prefill instances, as for --discover-encode"
-    )
-    discover_decode: Services = Field(
-        default=(), description="DNS names of decode instances, as for --discover-encode"
-    )
-    discover_prefill_decode: Services = Field(
-        default=(),
-        description="DNS names of instances that prefill and decode, as for --discover-encode",
-    )
-    discovery_interval_s: Seconds = Field(
-        default=5.0, description="seconds between two lookups of a DNS name (--discover-...)"
-    )
-    discovery_dns_server: DnsServer = Field(
-        default=None, description="address or address:port of the DNS server; default: the system's"
-    )
+    encode_servers_urls: Urls = ()
+    """URLs of the encode instances, comma-separated; 'disable', 'none' or empty: no encode stage,
+    prefill or decode gets the media unchanged (P+D)"""
+    prefill_servers_urls: Urls = ()
+    """URLs of the prefill instances, comma-separated; 'disable', 'none' or empty: no prefill stage
+    (E+PD)"""
+    decode_servers_urls: Urls = ()
+    """URLs of the decode instances, comma-separated; without prefill instances, they prefill too"""
+    ec_consumer_dp_size: Fixed[int] = Field(default=1, ge=1)
+    """data-parallel ranks of each prefill instance, or of each decode instance if there is no
+    prefill stage; the proxy selects the rank of each request"""
+    ec_consumer_zmq_addrs: ZmqAddresses = ()
+    """addresses at which decode instances that also prefill receive encoder outputs with Mooncake:
+    tcp://host:port, comma-separated, one per instance in the order of --decode-servers-urls; with
+    --ec-consumer-dp-size, one per rank, all ranks of an instance in a row"""
+    prefill_kv_addrs: Addresses = ()
+    """addresses of the prefill instances' KV connectors, comma-separated, one per URL; for
+    --kv-transfer mooncake (host:port of the bootstrap server; default: port 8998 of the instance's
+    host)"""
+    decode_kv_addrs: Addresses = ()
+    """addresses of the decode instances' KV connectors, comma-separated, one per URL; for
+    --kv-transfer lmcache (host:init:alloc, the ports of its pd_peer_...)"""
+    instance_weights: Weights = ()
+    """relative weight per instance, URL=WEIGHT, comma-separated; default: 1 each; 0 drains an
+    instance: no new requests unless no other instance is available"""
+    dynamic_registration: Fixed[bool] = False
+    """allow launchers to register instances (POST /instances); needs the admin key"""
+    registration_store: Fixed[RegistrationStore] = None
+    """store for registrations, file:///a/folder or redis://host: they survive a restart and are
+    shared with other proxies; default: memory of this proxy"""
+    registration_hosts: Fixed[HostPatterns] = ()
+    """hosts that may be registered, comma-separated: names, *.domain, networks; default: all"""
+    instances_file: Fixed[Path | None] = None
+    """YAML file with instances; changes of the file need no restart"""
+    discover_encode: Fixed[Services] = ()
+    """DNS names of encode instances, comma-separated, as host:port or https://host:port; each
+    address of a name is an instance"""
+    discover_prefill: Fixed[Services] = ()
+    """DNS names of prefill instances, as for --discover-encode"""
+    discover_decode: Fixed[Services] = ()
+    """DNS names of decode instances, as for --discover-encode"""
+    discover_prefill_decode: Fixed[Services] = ()
+    """DNS names of instances that prefill and decode, as for --discover-encode"""
+    discovery_interval_s: Fixed[Seconds] = 5.0
+    """seconds between two lookups of a DNS name (--discover-...)"""
+    discovery_dns_server: Fixed[DnsServer] = None
+    """address or address:port of the DNS server; default: the system's"""
 
     @model_validator(mode="after")
     def _check_roles(self) -> Self:
@@ -161,14 +127,11 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid"):
         size = self.ec_consumer_dp_size
         apart = self.prefill_servers_urls or self.discover_prefill or self.discover_decode
         role, ranks = (Role.DECODE, 1) if apart else (Role.PREFILL_DECODE, size)
+        prefills = zip_longest(self.prefill_servers_urls, self.prefill_kv_addrs, fillvalue="")
+        decodes = zip_longest(self.decode_servers_urls, self.decode_kv_addrs, fillvalue="")
         found = (
             *(Instance(Role.ENCODE, url) for url in self.encode_servers_urls),
-            *(
-                Instance(Role.PREFILL, url, size, kv_addr=address)
-                for url, address in zip_longest(
-                    self.prefill_servers_urls, self.prefill_kv_addrs, fillvalue=""
-                )
-            ),
+            *(Instance(Role.PREFILL, url, size, kv_addr=address) for url, address in prefills),
             *(
                 Instance(
                     role,
@@ -177,9 +140,7 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid"):
                     kv_addr=address,
                     ec_zmq_addrs=self.ec_consumer_zmq_addrs[position * size :][:size],
                 )
-                for position, (url, address) in enumerate(
-                    zip_longest(self.decode_servers_urls, self.decode_kv_addrs, fillvalue="")
-                )
+                for position, (url, address) in enumerate(decodes)
             ),
         )
         return tuple(map(self._weighed, found))

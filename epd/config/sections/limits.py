@@ -9,148 +9,84 @@ from epd.config.fields import Domains, Seconds, SecondsOrNone, flag_of
 from epd.routing.health import HealthPolicy
 
 
-class LimitSettings(BaseModel, frozen=True, extra="forbid"):
+class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for limits, deadlines and the health of instances."""
 
-    max_requests: int = Field(
-        default=1024,
-        ge=1,
-        description="maximum of concurrent requests, over all workers; further ones are queued",
-    )
-    max_queue: int = Field(
-        default=256,
-        ge=0,
-        description="maximum of queued requests, over all workers; further ones get 429",
-    )
-    max_inflight_bytes: int = Field(
-        default=1024**3,
-        ge=1024,
-        description="maximum of bytes of request bodies in memory, over all workers; further "
-        "bodies get 503",
-    )
-    max_body_bytes: int = Field(
-        default=128 * 1024**2,
-        ge=1024,
-        description="maximum size of a request body, in bytes; a larger one gets 413",
-    )
-    max_text_bytes: int = Field(
-        default=16 * 1024**2,
-        ge=1024,
-        description="maximum size of a JSON request body without its media (data: URLs in base64, "
-        "input_audio), in bytes; parsing it blocks the process",
-    )
-    max_connections: int = Field(
-        default=0,
-        ge=0,
-        description="maximum of client connections to one process; 0: as many as its file "
-        "descriptors allow",
-    )
-    stream_interval: int = Field(
-        default=1,
-        ge=1,
-        description="tokens per chunk of a stream, after the first token, unless the request has a "
-        "stream_interval; vLLM applies it to chat and text completions, and its own "
-        "--stream-interval (1) is the minimum",
-    )
-    body_min_rate_bytes: int = Field(
-        default=64 * 1024,
-        ge=1,
-        description="minimum rate of a request body after its first 5 s, in bytes per second; a "
-        "slower one gets 408",
-    )
-    header_timeout_s: Seconds = Field(
-        default=10.0, description="maximum time for a request's head to arrive, in seconds"
-    )
-    keep_alive_s: Seconds = Field(
-        default=75.0, description="seconds until a client connection without a request is closed"
-    )
-    write_timeout_s: Seconds = Field(
-        default=60.0,
-        description="seconds until the connection of a client that does not read is closed",
-    )
-    queue_timeout_s: Seconds = Field(
-        default=10.0,
-        description="maximum time of a request in the queue, in seconds; then it gets 503",
-    )
-    body_timeout_s: Seconds = Field(
-        default=60.0,
-        description="maximum time for a request's body to arrive, in seconds; then it gets 408",
-    )
-    connect_timeout_s: Seconds = Field(
-        default=2.0, description="maximum time to connect to an instance, in seconds"
-    )
-    media_timeout_s: Seconds = Field(
-        default=30.0, description="maximum time for the proxy to fetch one media item, in seconds"
-    )
-    encode_timeout_s: Seconds = Field(
-        default=30.0, description="maximum time to encode one media item, in seconds"
-    )
-    prefill_timeout_s: Seconds = Field(
-        default=120.0, description="maximum time of the prefill stage, in seconds"
-    )
-    kv_lease_s: Seconds = Field(
-        default=30.0,
-        description="seconds for which prefill keeps its KV blocks for decode (set it to vLLM's "
-        "kv_lease_duration); a request that uses half of them is logged as a warning",
-    )
-    first_byte_timeout_s: Seconds = Field(
-        default=300.0,
-        description="maximum time from a streaming decode request to the first byte of its "
-        "response, in seconds; only request_timeout_s limits responses that are not streams",
-    )
-    idle_timeout_s: Seconds = Field(
-        default=600.0,
-        description="maximum time between two chunks of a decode response, in seconds; vLLM sends "
-        "nothing while reasoning is hidden, unless it runs with --sse-keep-alive-interval",
-    )
-    request_timeout_s: Seconds = Field(
-        default=1800.0,
-        description="maximum time of a request from its head to its end, in seconds; a client's "
-        "x-request-timeout, in seconds, can only shorten it",
-    )
-    health_timeout_s: Seconds = Field(
-        default=5.0,
-        description="maximum time for an instance's response to /health and /v1/models, in seconds",
-    )
-    probe_interval_s: Seconds = Field(
-        default=5.0,
-        description="seconds between two probes (GET /health) of an instance that is up; each "
-        "delay between probes varies by up to a tenth, to spread the probes of several instances",
-    )
-    probe_backoff_s: Seconds = Field(
-        default=1.0,
-        description="seconds until an instance that is down is probed again; doubled each time",
-    )
-    probe_backoff_max_s: Seconds = Field(
-        default=30.0, description="maximum of --probe-backoff-s after doubling, in seconds"
-    )
-    eject_after: int = Field(
-        default=5, ge=1, description="failures in a row after which an instance is ejected"
-    )
-    eject_s: Seconds = Field(
-        default=30.0,
-        description="seconds of an ejection, times the number of the instance's recent ejections",
-    )
-    eject_max_s: Seconds = Field(default=300.0, description="maximum of an ejection, in seconds")
-    suspect_s: SecondsOrNone = Field(
-        default=300.0,
-        description="seconds for which a request, or one with the same media, is rejected after "
-        "two instances died while they served it (503 suspected_fatal); 0: no rejection",
-    )
-    drain_delay_s: SecondsOrNone = Field(
-        default=5.0,
-        description="seconds from SIGTERM, when /ready turns to 503, until the proxy accepts no "
-        "more connections",
-    )
-    drain_timeout_s: SecondsOrNone = Field(
-        default=300.0,
-        description="seconds after --drain-delay-s until requests that still run are cancelled",
-    )
-    profile_timeout_s: Seconds = Field(
-        default=300.0,
-        description="maximum time for an instance's response to /start_profile and /stop_profile, "
-        "in seconds",
-    )
+    max_requests: int = Field(default=1024, ge=1)
+    """maximum of concurrent requests, over all workers; further ones are queued"""
+    max_queue: int = Field(default=256, ge=0)
+    """maximum of queued requests, over all workers; further ones get 429"""
+    max_inflight_bytes: int = Field(default=1024**3, ge=1024)
+    """maximum of bytes of request bodies in memory, over all workers; further bodies get 503"""
+    max_body_bytes: int = Field(default=128 * 1024**2, ge=1024)
+    """maximum size of a request body, in bytes; a larger one gets 413"""
+    max_text_bytes: int = Field(default=16 * 1024**2, ge=1024)
+    """maximum size of a JSON request body without its media (data: URLs in base64, input_audio), in
+    bytes; parsing it blocks the process"""
+    max_connections: int = Field(default=0, ge=0)
+    """maximum of client connections to one process; 0: as many as its file descriptors allow"""
+    stream_interval: int = Field(default=1, ge=1)
+    """tokens per chunk of a stream, after the first token, unless the request has a
+    stream_interval; vLLM applies it to chat and text completions, and its own --stream-interval (1)
+    is the minimum"""
+    body_min_rate_bytes: int = Field(default=64 * 1024, ge=1)
+    """minimum rate of a request body after its first 5 s, in bytes per second; a slower one gets
+    408"""
+    header_timeout_s: Seconds = 10.0
+    """maximum time for a request's head to arrive, in seconds"""
+    keep_alive_s: Seconds = 75.0
+    """seconds until a client connection without a request is closed"""
+    write_timeout_s: Seconds = 60.0
+    """seconds until the connection of a client that does not read is closed"""
+    queue_timeout_s: Seconds = 10.0
+    """maximum time of a request in the queue, in seconds; then it gets 503"""
+    body_timeout_s: Seconds = 60.0
+    """maximum time for a request's body to arrive, in seconds; then it gets 408"""
+    connect_timeout_s: Seconds = 2.0
+    """maximum time to connect to an instance, in seconds"""
+    media_timeout_s: Seconds = 30.0
+    """maximum time for the proxy to fetch one media item, in seconds"""
+    encode_timeout_s: Seconds = 30.0
+    """maximum time to encode one media item, in seconds"""
+    prefill_timeout_s: Seconds = 120.0
+    """maximum time of the prefill stage, in seconds"""
+    kv_lease_s: Seconds = 30.0
+    """seconds for which prefill keeps its KV blocks for decode (set it to vLLM's
+    kv_lease_duration); a request that uses half of them is logged as a warning"""
+    first_byte_timeout_s: Seconds = 300.0
+    """maximum time from a streaming decode request to the first byte of its response, in seconds;
+    only request_timeout_s limits responses that are not streams"""
+    idle_timeout_s: Seconds = 600.0
+    """maximum time between two chunks of a decode response, in seconds; vLLM sends nothing while
+    reasoning is hidden, unless it runs with --sse-keep-alive-interval"""
+    request_timeout_s: Seconds = 1800.0
+    """maximum time of a request from its head to its end, in seconds; a client's x-request-timeout,
+    in seconds, can only shorten it"""
+    health_timeout_s: Seconds = 5.0
+    """maximum time for an instance's response to /health and /v1/models, in seconds"""
+    probe_interval_s: Seconds = 5.0
+    """seconds between two probes (GET /health) of an instance that is up; each delay between probes
+    varies by up to a tenth, to spread the probes of several instances"""
+    probe_backoff_s: Seconds = 1.0
+    """seconds until an instance that is down is probed again; doubled each time"""
+    probe_backoff_max_s: Seconds = 30.0
+    """maximum of --probe-backoff-s after doubling, in seconds"""
+    eject_after: int = Field(default=5, ge=1)
+    """failures in a row after which an instance is ejected"""
+    eject_s: Seconds = 30.0
+    """seconds of an ejection, times the number of the instance's recent ejections"""
+    eject_max_s: Seconds = 300.0
+    """maximum of an ejection, in seconds"""
+    suspect_s: SecondsOrNone = 300.0
+    """seconds for which a request, or one with the same media, is rejected after two instances died
+    while they served it (503 suspected_fatal); 0: no rejection"""
+    drain_delay_s: SecondsOrNone = 5.0
+    """seconds from SIGTERM, when /ready turns to 503, until the proxy accepts no more
+    connections"""
+    drain_timeout_s: SecondsOrNone = 300.0
+    """seconds after --drain-delay-s until requests that still run are cancelled"""
+    profile_timeout_s: Seconds = 300.0
+    """maximum time for an instance's response to /start_profile and /stop_profile, in seconds"""
 
     @property
     def health(self) -> HealthPolicy:
@@ -165,55 +101,34 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid"):
         )
 
 
-class MediaSettings(BaseModel, frozen=True, extra="forbid"):
+class MediaSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for the media in requests, with their validation."""
 
-    allowed_local_media_path: Path | None = Field(
-        default=None,
-        description="folder from which file:// media are allowed, the same as on the encode "
-        "instances; default: file:// media are rejected",
-    )
-    media_fetch: Literal["engine", "proxy"] = Field(
-        default="engine",
-        description="component that fetches http(s) media: each engine, or the proxy, once and "
-        "keyed by content",
-    )
-    allowed_media_domains: Domains = Field(
-        default=(),
-        description="hosts from which the proxy fetches media, comma-separated; default: all hosts "
-        "with a public address",
-    )
-    allow_http_media: bool = Field(
-        default=False, description="allow the proxy to fetch media over http too, not only https"
-    )
-    allow_private_media: bool = Field(
-        default=False,
-        description="allow private addresses for the hosts of --allowed-media-domains",
-    )
-    trust_request_mm_kwargs: bool = Field(
-        default=False,
-        description="allow mm_processor_kwargs and media_io_kwargs in requests; the instances need "
-        "the same flag",
-    )
-    media_cache_bytes: int = Field(
-        default=256 * 1024**2,
-        ge=0,
-        description="size of each process's cache of fetched media, in bytes; 0: no cache",
-    )
-    max_items: int = Field(default=64, ge=1, description="maximum of media items in one request")
-    max_media_bytes: int = Field(
-        default=64 * 1024**2,
-        ge=1,
-        description="maximum size of one media item that the proxy fetches, in bytes",
-    )
-    max_image_pixels: int = Field(
-        default=178_956_970,
-        ge=1,
-        description="maximum of pixels in one image; the default is vLLM's",
-    )
-    min_image_side: int = Field(
-        default=2, ge=0, description="minimum width and height of one image, in pixels"
-    )
+    allowed_local_media_path: Path | None = None
+    """folder from which file:// media are allowed, the same as on the encode instances; default:
+    file:// media are rejected"""
+    media_fetch: Literal["engine", "proxy"] = "engine"
+    """component that fetches http(s) media: each engine, or the proxy, once and keyed by content"""
+    allowed_media_domains: Domains = ()
+    """hosts from which the proxy fetches media, comma-separated; default: all hosts with a public
+    address"""
+    allow_http_media: bool = False
+    """allow the proxy to fetch media over http too, not only https"""
+    allow_private_media: bool = False
+    """allow private addresses for the hosts of --allowed-media-domains"""
+    trust_request_mm_kwargs: bool = False
+    """allow mm_processor_kwargs and media_io_kwargs in requests; the instances need the same
+    flag"""
+    media_cache_bytes: int = Field(default=256 * 1024**2, ge=0)
+    """size of each process's cache of fetched media, in bytes; 0: no cache"""
+    max_items: int = Field(default=64, ge=1)
+    """maximum of media items in one request"""
+    max_media_bytes: int = Field(default=64 * 1024**2, ge=1)
+    """maximum size of one media item that the proxy fetches, in bytes"""
+    max_image_pixels: int = Field(default=178_956_970, ge=1)
+    """maximum of pixels in one image; the default is vLLM's"""
+    min_image_side: int = Field(default=2, ge=0)
+    """minimum width and height of one image, in pixels"""
 
     @model_validator(mode="after")
     def _check_media(self) -> Self:

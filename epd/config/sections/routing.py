@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field, model_validator
 from epd.config.fields import (
     EndpointUrl,
     EventAddresses,
+    Fixed,
     HeaderName,
     HostPatterns,
     PolicyNames,
@@ -21,108 +22,65 @@ MIN_LOAD_INTERVAL_S = 0.05
 """Minimum of `load_interval_s`, in seconds: more frequent load reports would slow the instance."""
 
 
-class RouteSettings(BaseModel, frozen=True, extra="forbid"):
+class RouteSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for coordination policies and load balancing, with their validation."""
 
-    skip_prefill_below_tokens: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_TOKENS,
-        description="text prompts with fewer estimated tokens are prefilled by decode itself "
-        "(policy pd_only); 0: no prompts",
-    )
-    skip_prefill_for_text: bool = Field(
-        default=False,
-        description="decode itself prefills all prompts without media (policy pd_only)",
-    )
-    local_prefill_url: EndpointUrl = Field(
-        default=None,
-        description="URL of the prefill instance next to the proxy (policy "
-        "prefill_local_decode_remote); default: the first one of --prefill-servers-urls",
-    )
-    encode_below_pixels: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_PIXELS,
-        description="pictures with fewer pixels (width x height) that are not in the store are "
-        "left to prefill or PD, which encode them; encode instances get all other media (policy "
-        "cost). Only if all instances that prefill have the ec_role ec_both; 0: no pictures",
-    )
-    policies: PolicyNames = Field(
-        default=(),
-        validate_default=True,
-        description="coordination policies by name, comma-separated: the first one that applies to "
-        "a request decides which stages run on which instances; options as in "
-        "'pd_only?decode_choice=early'; default: derived from the other settings and the instances",
-    )
-    decode_choice: DecodeChoice = Field(
-        default="late",
-        description="time at which the decode instance is chosen: after the prefill response "
-        "(late), or before the prefill request (early)",
-    )
-    decode_from: DecodeFrom = Field(
-        default="table",
-        description="source of the decode instance: the proxy's table of instances, the client's "
-        "--decode-header if it is sent, or the endpoint picker at --decode-picker-url",
-    )
-    decode_header: HeaderName = Field(
-        default="x-decoder-host-port",
-        description="request header in which a client names the decode instance, as host:port, "
-        "with --decode-from header",
-    )
-    decode_hosts: HostPatterns = Field(
-        default=(),
-        description="hosts that the header or the picker may name in addition to the known "
-        "instances, comma-separated: names, *.domain, networks",
-    )
-    decode_picker_url: EndpointUrl = Field(
-        default=None, description="URL of the endpoint picker, with --decode-from picker"
-    )
-    decode_picker_timeout_s: Seconds = Field(
-        default=0.5, description="maximum time for the picker's response, in seconds"
-    )
-    encode_balance: ItemBalanceName = Field(
-        default="affinity",
-        description="choice of the encode instance of a media item: the same one per item "
-        "(affinity) or per session (session) while its load is within a bound, round robin, the "
-        "least loaded one, or the less loaded one of two random ones (power_of_two)",
-    )
-    encode_group_items: int = Field(
-        default=1,
-        ge=1,
-        description="maximum number of a request's items in one encode request; 1: each item has a "
-        "request of its own. Only pictures and sounds in the request itself share one",
-    )
-    prefill_balance: BalanceName = Field(
-        default="least_load",
-        description="choice of the prefill instance of a request, as for --encode-balance, or "
-        "content: the one with the lowest cost by its prefix cache and its queue",
-    )
-    decode_balance: BalanceName = Field(
-        default="least_load",
-        description="choice of the decode instance of a request, as for --prefill-balance",
-    )
-    kv_events: bool = Field(
-        default=False,
-        description="read the KV events of the instances (vLLM's --kv-events-config) for the "
-        "balance content: what their prefix caches hold is then known, and not estimated; needs "
-        "the extra kv-events",
-    )
-    kv_events_addrs: EventAddresses = Field(
-        default=(),
-        description="addresses of KV events, comma-separated: tcp://host:port for all instances "
-        "(* stands for the instance's host), or URL=tcp://host:port for one; with ?replay=PORT, "
-        "lost events are read again; the rank of a data-parallel engine is added to the ports; "
-        "default: tcp://*:5557",
-    )
-    load_interval_s: SecondsOrNone = Field(
-        default=1.0,
-        description="seconds between two reads of an instance's waiting and running requests (its "
-        "/metrics); 0: neither its load nor its namespace is read",
-    )
-    session_header: HeaderName = Field(
-        default="x-session-id", description="request header with the name of the request's session"
-    )
+    skip_prefill_below_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
+    """text prompts with fewer estimated tokens are prefilled by decode itself (policy pd_only); 0:
+    no prompts"""
+    skip_prefill_for_text: bool = False
+    """decode itself prefills all prompts without media (policy pd_only)"""
+    local_prefill_url: EndpointUrl = None
+    """URL of the prefill instance next to the proxy (policy prefill_local_decode_remote); default:
+    the first one of --prefill-servers-urls"""
+    encode_below_pixels: int = Field(default=0, ge=0, le=MAX_PIXELS)
+    """pictures with fewer pixels (width x height) that are not in the store are left to prefill or
+    PD, which encode them; encode instances get all other media (policy cost). Only if all instances
+    that prefill have the ec_role ec_both; 0: no pictures"""
+    policies: PolicyNames = Field(default=(), validate_default=True)
+    """coordination policies by name, comma-separated: the first one that applies to a request
+    decides which stages run on which instances; options as in 'pd_only?decode_choice=early';
+    default: derived from the other settings and the instances"""
+    decode_choice: DecodeChoice = "late"
+    """time at which the decode instance is chosen: after the prefill response (late), or before the
+    prefill request (early)"""
+    decode_from: DecodeFrom = "table"
+    """source of the decode instance: the proxy's table of instances, the client's --decode-header
+    if it is sent, or the endpoint picker at --decode-picker-url"""
+    decode_header: HeaderName = "x-decoder-host-port"
+    """request header in which a client names the decode instance, as host:port, with --decode-from
+    header"""
+    decode_hosts: HostPatterns = ()
+    """hosts that the header or the picker may name in addition to the known instances,
+    comma-separated: names, *.domain, networks"""
+    decode_picker_url: EndpointUrl = None
+    """URL of the endpoint picker, with --decode-from picker"""
+    decode_picker_timeout_s: Seconds = 0.5
+    """maximum time for the picker's response, in seconds"""
+    encode_balance: ItemBalanceName = "affinity"
+    """choice of the encode instance of a media item: the same one per item (affinity) or per
+    session (session) while its load is within a bound, round robin, the least loaded one, or the
+    less loaded one of two random ones (power_of_two)"""
+    encode_group_items: int = Field(default=1, ge=1)
+    """maximum number of a request's items in one encode request; 1: each item has a request of its
+    own. Only pictures and sounds in the request itself share one"""
+    prefill_balance: BalanceName = "least_load"
+    """choice of the prefill instance of a request, as for --encode-balance, or content: the one
+    with the lowest cost by its prefix cache and its queue"""
+    decode_balance: BalanceName = "least_load"
+    """choice of the decode instance of a request, as for --prefill-balance"""
+    kv_events: Fixed[bool] = False
+    """read the KV events of the instances (vLLM's --kv-events-config) for the balance content: what
+    their prefix caches hold is then known, and not estimated; needs the extra kv-events"""
+    kv_events_addrs: EventAddresses = ()
+    """addresses of KV events, comma-separated: tcp://host:port for all instances (* stands for the
+    instance's host), or URL=tcp://host:port for one; with ?replay=PORT, lost events are read again;
+    the rank of a data-parallel engine is added to the ports; default: tcp://*:5557"""
+    load_interval_s: SecondsOrNone = 1.0
+    """seconds between two reads of an instance's waiting and running requests (its /metrics); 0:
+    neither its load nor its namespace is read"""
+    session_header: HeaderName = "x-session-id"
+    """request header with the name of the request's session"""
 
     @model_validator(mode="after")
     def _check_interval(self) -> Self:

@@ -1,9 +1,4 @@
-"""Settings of the server, of cross-origin requests (CORS), and of tenants.
-
-- Server: the listening address, TLS, processes, logs and traces.
-- CORS: the web pages that may use the proxy.
-- Tenants: their API keys, limits and isolation.
-"""
+"""Settings of the server, of cross-origin requests (CORS), and of tenants."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -13,6 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 from epd.config.fields import (
     AdminKey,
     EndpointUrl,
+    Fixed,
     HeaderNames,
     KeySecret,
     Methods,
@@ -25,58 +21,41 @@ from epd.config.fields import (
 from epd.tenants import ANONYMOUS, Scope, Tenant
 
 
-class ServingSettings(BaseModel, frozen=True, extra="forbid"):
+class ServingSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for the listening address, TLS, processes, logs and traces."""
 
-    host: str = Field(default="0.0.0.0", description="address to listen on")  # noqa: S104
-    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on")
-    uds: Path | None = Field(
-        default=None,
-        description="path of a Unix socket to listen on instead of address and port; a stale "
-        "socket file is replaced",
-    )
-    root_path: RootPath = Field(
-        default=None,
-        description="path prefix that a reverse proxy puts before the routes, such as /vllm; every "
-        "route is answered with and without it",
-    )
-    workers: int = Field(
-        default=1, ge=1, description="number of serving processes; each uses at most one core"
-    )
-    ssl_certfile: Path | None = Field(
-        default=None,
-        description="file with the TLS certificate for clients, and its chain; default: no TLS",
-    )
-    ssl_keyfile: Path | None = Field(
-        default=None, description="file with the private key of the certificate, without passphrase"
-    )
-    ssl_ca_certs: Path | None = Field(
-        default=None, description="file with the CAs that verify clients' certificates"
-    )
-    ssl_cert_reqs: int = Field(
-        default=0, ge=0, le=2, description="clients' certificates: 0 none, 1 optional, 2 required"
-    )
-    upstream_ca_file: Path | None = Field(
-        default=None,
-        description="file with the CAs that verify https instances; default: the system's CAs",
-    )
-    log_format: Literal["console", "json"] = Field(
-        default="console", description="format of log lines: console text, or JSON"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="minimum level of log lines"
-    )
-    log_tenants: bool = Field(
-        default=False,
-        description="add the tenant's name, as in --api-keys-file, to the log line of a request",
-    )
-    otlp_traces_endpoint: EndpointUrl = Field(
-        default=None,
-        description="URL of the OpenTelemetry collector for each request's spans, such as "
-        "http://host:4317 (gRPC), or http://host:4318/v1/traces with "
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf; OTEL_... variables set the rest; "
-        "default: no traces",
-    )
+    host: Fixed[str] = "0.0.0.0"  # noqa: S104
+    """address to listen on"""
+    port: Fixed[int] = Field(default=8000, ge=0, le=65535)
+    """port to listen on"""
+    uds: Fixed[Path | None] = None
+    """path of a Unix socket to listen on instead of address and port; a stale socket file is
+    replaced"""
+    root_path: Fixed[RootPath] = None
+    """path prefix that a reverse proxy puts before the routes, such as /vllm; every route is
+    answered with and without it"""
+    workers: Fixed[int] = Field(default=1, ge=1)
+    """number of serving processes; each uses at most one core"""
+    ssl_certfile: Fixed[Path | None] = None
+    """file with the TLS certificate for clients, and its chain; default: no TLS"""
+    ssl_keyfile: Fixed[Path | None] = None
+    """file with the private key of the certificate, without passphrase"""
+    ssl_ca_certs: Fixed[Path | None] = None
+    """file with the CAs that verify clients' certificates"""
+    ssl_cert_reqs: Fixed[int] = Field(default=0, ge=0, le=2)
+    """clients' certificates: 0 none, 1 optional, 2 required"""
+    upstream_ca_file: Fixed[Path | None] = None
+    """file with the CAs that verify https instances; default: the system's CAs"""
+    log_format: Fixed[Literal["console", "json"]] = "console"
+    """format of log lines: console text, or JSON"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """minimum level of log lines"""
+    log_tenants: bool = False
+    """add the tenant's name, as in --api-keys-file, to the log line of a request"""
+    otlp_traces_endpoint: Fixed[EndpointUrl] = None
+    """URL of the OpenTelemetry collector for each request's spans, such as http://host:4317 (gRPC),
+    or http://host:4318/v1/traces with OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf; OTEL_...
+    variables set the rest; default: no traces"""
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
@@ -92,27 +71,19 @@ class ServingSettings(BaseModel, frozen=True, extra="forbid"):
         return self
 
 
-class CrossOriginSettings(BaseModel, frozen=True, extra="forbid"):
-    """Fields for cross-origin requests (CORS), with their validation."""
+class CrossOriginSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Fields for the web pages that may use the proxy (CORS), with their validation."""
 
-    allowed_origins: Origins = Field(
-        default=(),
-        description="origins of web pages that may use the proxy from a browser, as a JSON list "
-        'such as ["https://chat.example.com"], or ["*"] for all; default: none',
-    )
-    allowed_methods: Methods = Field(
-        default=("*",),
-        description="HTTP methods that these web pages may use, as a JSON list; * allows all",
-    )
-    allowed_headers: HeaderNames = Field(
-        default=("*",),
-        description="request headers that these web pages may set, as a JSON list; * allows all",
-    )
-    allow_credentials: bool = Field(
-        default=False,
-        description="allow requests of these web pages to carry cookies and client certificates; "
-        "invalid with the origin *",
-    )
+    allowed_origins: Fixed[Origins] = ()
+    """origins of web pages that may use the proxy from a browser, as a JSON list such as
+    ["https://chat.example.com"], or ["*"] for all; default: none"""
+    allowed_methods: Fixed[Methods] = ("*",)
+    """HTTP methods that these web pages may use, as a JSON list; * allows all"""
+    allowed_headers: Fixed[HeaderNames] = ("*",)
+    """request headers that these web pages may set, as a JSON list; * allows all"""
+    allow_credentials: Fixed[bool] = False
+    """allow requests of these web pages to carry cookies and client certificates; invalid with the
+    origin *"""
 
     @model_validator(mode="after")
     def _check_origins(self) -> Self:
@@ -126,50 +97,30 @@ class CrossOriginSettings(BaseModel, frozen=True, extra="forbid"):
         return self
 
 
-class TenancySettings(BaseModel, frozen=True, extra="forbid"):
+class TenancySettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for tenants, their API keys, limits and isolation."""
 
-    api_keys_file: Path | None = Field(
-        default=None,
-        description="file with lines tenant:sha256, as `epd hash-key` prints them; with it, "
-        "clients need a key, which is not forwarded to the instances",
-    )
-    isolation: Literal["tenant", "shared"] = Field(
-        default="tenant",
-        description="cache entries: separate ones per tenant, or shared by all tenants; applies "
-        "only with --api-keys-file",
-    )
-    key_secret: KeySecret = Field(
-        default=None,
-        description="secret for store keys and cache salts, in addition to the tenant's name",
-    )
-    admin_api_key: AdminKey = Field(
-        default=None,
-        description="key for /metrics, /ui/state, /policies, /start_profile and /stop_profile; "
-        "default: they answer only clients on this machine",
-    )
-    trusted_tenants: TenantNames = Field(
-        default=(),
-        description="tenants, comma-separated, that may set a request's priority and get the load "
-        "of the decode instance; priorities of other tenants are dropped. Without --api-keys-file, "
-        "every client may",
-    )
-    openai_api_key: Secret = Field(
-        default=None,
-        description="API key sent to the instances if the client sends no Authorization",
-    )
-    tenant_max_requests: int | None = Field(
-        default=None,
-        ge=1,
-        description="maximum of concurrent requests of one tenant, queued ones included; further "
-        "ones get 429; default: no limit",
-    )
-    tenant_requests_per_minute: int | None = Field(
-        default=None,
-        ge=1,
-        description="maximum of requests of one tenant per minute; further ones get 429; default: "
-        "no limit",
-    )
+    api_keys_file: Fixed[Path | None] = None
+    """file with lines tenant:sha256, as `epd hash-key` prints them; with it, clients need a key,
+    which is not forwarded to the instances"""
+    isolation: Fixed[Literal["tenant", "shared"]] = "tenant"
+    """cache entries: separate ones per tenant, or shared by all tenants; applies only with
+    --api-keys-file"""
+    key_secret: Fixed[KeySecret] = None
+    """secret for store keys and cache salts, in addition to the tenant's name"""
+    admin_api_key: AdminKey = None
+    """key for /metrics, /ui/state, /policies, /start_profile and /stop_profile; default: they
+    answer only clients on this machine"""
+    trusted_tenants: TenantNames = ()
+    """tenants, comma-separated, that may set a request's priority and get the load of the decode
+    instance; priorities of other tenants are dropped. Without --api-keys-file, every client may"""
+    openai_api_key: Secret = None
+    """API key sent to the instances if the client sends no Authorization"""
+    tenant_max_requests: int | None = Field(default=None, ge=1)
+    """maximum of concurrent requests of one tenant, queued ones included; further ones get 429;
+    default: no limit"""
+    tenant_requests_per_minute: int | None = Field(default=None, ge=1)
+    """maximum of requests of one tenant per minute; further ones get 429; default: no limit"""
 
     @model_validator(mode="after")
     def _check_tenants(self) -> Self:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from epd.config.fields import NO_INSTANCES, ConversationStore, Seconds, StoreUrl
+from epd.config.fields import NO_INSTANCES, ConversationStore, Fixed, Seconds, StoreUrl
 from epd.transfer import ECTransferName, KVTransferName
 
 MAX_TTL_S = 30 * 24 * 3600.0
@@ -12,68 +12,44 @@ MAX_TTL_S = 30 * 24 * 3600.0
 within the range of Redis."""
 
 
-class TransferSettings(BaseModel, frozen=True, extra="forbid"):
+class TransferSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for transfers, the encoder store and conversations, with their validation."""
 
-    ec_transfer: ECTransferName = Field(
-        default="store",
-        description="transfer of encoder outputs to prefill, by the connector of the instances' "
-        "--ec-transfer-config: ECStoreConnector (store), ECExampleConnector (example), "
-        "ECCPUConnector with ec_enable_nixl (nixl), or ECMooncakeConnector (mooncake), which "
-        "--ec-consumer-zmq-addrs also selects",
-    )
-    ec_store: StoreUrl = Field(
-        default=None,
-        description="URL of the encode instances' encoder store, such as file:///dev/shm/ec "
-        "or redis://host: items in it are not encoded again; default or 'none': no lookups",
-    )
-    ec_store_budget_s: Seconds = Field(
-        default=0.02,
-        description="maximum time of a lookup in the store, in seconds; then all items are encoded",
-    )
-    ec_store_lease_s: Seconds = Field(
-        default=30.0,
-        description="seconds for which an entry is safe from eviction after its lookup",
-    )
-    kv_transfer: KVTransferName = Field(
-        default="nixl",
-        description="transfer of prefill's KV blocks to decode, by the connector of the instances' "
-        "--kv-transfer-config",
-    )
-    decode_media: Literal["metadata", "raw"] = Field(
-        default="metadata",
-        description="form of a media item for prefill and decode: only placeholder metadata if the "
-        "encode instance reports them (metadata), or always the media (raw)",
-    )
-    on_encode_failure: Literal["local", "fail"] = Field(
-        default="local",
-        description="if no encode instance could encode an item: prefill or decode encodes it "
-        "(local), or the request fails (fail)",
-    )
-    on_prefill_failure: Literal["local", "fail"] = Field(
-        default="local",
-        description="if no prefill instance could prefill a request: decode gets the media and "
-        "prefills it (local), or the request fails (fail)",
-    )
-    conversation_store: ConversationStore = Field(
-        default=None,
-        description="store for the state between the turns of a conversation: memory, or "
-        "redis://host for several proxies or workers; default: memory",
-    )
-    conversation_ttl: Seconds = Field(
-        default=450.0,
-        le=MAX_TTL_S,
-        description="time to live of a conversation's state, in seconds: more than 5 below the "
-        "decode instances' decoder_kv_blocks_ttl (480)",
-    )
-    conversation_budget_s: Seconds = Field(
-        default=0.05,
-        description="maximum time of a lookup of a conversation's state, in seconds; then prefill "
-        "computes the whole conversation",
-    )
-    max_conversations: int = Field(
-        default=10_000, ge=0, description="maximum of conversations in memory, per process"
-    )
+    ec_transfer: Fixed[ECTransferName] = "store"
+    """transfer of encoder outputs to prefill, by the connector of the instances'
+    --ec-transfer-config: ECStoreConnector (store), ECExampleConnector (example), ECCPUConnector
+    with ec_enable_nixl (nixl), or ECMooncakeConnector (mooncake), which --ec-consumer-zmq-addrs
+    also selects"""
+    ec_store: Fixed[StoreUrl] = None
+    """URL of the encode instances' encoder store, such as file:///dev/shm/ec or redis://host: items
+    in it are not encoded again; default or 'none': no lookups"""
+    ec_store_budget_s: Seconds = 0.02
+    """maximum time of a lookup in the store, in seconds; then all items are encoded"""
+    ec_store_lease_s: Seconds = 30.0
+    """seconds for which an entry is safe from eviction after its lookup"""
+    kv_transfer: Fixed[KVTransferName] = "nixl"
+    """transfer of prefill's KV blocks to decode, by the connector of the instances'
+    --kv-transfer-config"""
+    decode_media: Literal["metadata", "raw"] = "metadata"
+    """form of a media item for prefill and decode: only placeholder metadata if the encode instance
+    reports them (metadata), or always the media (raw)"""
+    on_encode_failure: Literal["local", "fail"] = "local"
+    """if no encode instance could encode an item: prefill or decode encodes it (local), or the
+    request fails (fail)"""
+    on_prefill_failure: Literal["local", "fail"] = "local"
+    """if no prefill instance could prefill a request: decode gets the media and prefills it
+    (local), or the request fails (fail)"""
+    conversation_store: Fixed[ConversationStore] = None
+    """store for the state between the turns of a conversation: memory, or redis://host for several
+    proxies or workers; default: memory"""
+    conversation_ttl: Seconds = Field(default=450.0, le=MAX_TTL_S)
+    """time to live of a conversation's state, in seconds: more than 5 below the decode instances'
+    decoder_kv_blocks_ttl (480)"""
+    conversation_budget_s: Seconds = 0.05
+    """maximum time of a lookup of a conversation's state, in seconds; then prefill computes the
+    whole conversation"""
+    max_conversations: int = Field(default=10_000, ge=0)
+    """maximum of conversations in memory, per process"""
 
     @model_validator(mode="before")
     @classmethod
