@@ -61,13 +61,9 @@ def private_folder(folder: Path) -> Iterator[None]:
 def remove_abandoned(kept_folder: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     """Remove this user's folders of ended fleets in shared memory, and return them.
 
-    A fleet locks its folder, and the kernel releases the lock when the fleet's process ends. So a
-    folder that can be locked has no owner. A process id would prove nothing, because ids are
-    reused.
-
-    Args:
-        kept_folder: folder of the starting fleet, which takes over its entries.
-        shared_memory: parent of the folders.
+    The starting fleet takes over the entries in `kept_folder`. A fleet locks its folder, and the
+    kernel releases the lock when the fleet's process ends. So a folder that can be locked has no
+    owner. A process id would prove nothing, because ids are reused.
     """
     found = sorted(shared_memory.glob(f"epd-up-{os.getuid()}-*"))
     named = [folder for folder in found if OWN.fullmatch(folder.name) and folder != kept_folder]
@@ -89,11 +85,7 @@ def _remove_abandoned(folder: Path) -> bool:
 
 
 def _lock_made(folder: Path) -> int:
-    """Create a folder and return a descriptor that locks it until the descriptor is closed.
-
-    Raises:
-        FolderTaken: the folder belongs to another user or fleet.
-    """
+    """Create a folder, and lock it as `_lock` does."""
     while True:
         make(folder)
         try:
@@ -136,10 +128,6 @@ def make(folder: Path) -> None:
 
 
 def check_reachable(url: str) -> None:
-    """Check that the store answers, with a lookup.
-
-    Raises:
-        StoreUnavailable: the store does not answer.
-    """
+    """Raise `StoreUnavailable` if the store does not answer a lookup."""
     with open_store(url) as store:
         store.lookup([EntryKey("", "health")])
