@@ -31,8 +31,7 @@ class Scenario:
     """Kind of load.
 
     Attributes:
-        name: name on the command line and in results.
-        title: name in tables.
+        name, title: name on the command line and in results, and in tables.
         clients: number of concurrent requests.
         pictures: number of pictures per request.
         picture_bytes: size of each picture before base64, in bytes.
@@ -209,11 +208,9 @@ def sample(load: BenchLoad, cpu_s: float, resident_bytes: int) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a scenario.
+    """Result of a scenario: the turns of each contender, in order.
 
-    Attributes:
-        scenario: scenario that was measured.
-        turns: turns of each contender, in order; the contenders alternate. `DIRECT` is one of them.
+    The contenders alternate; `DIRECT` is one of them.
     """
 
     scenario: Scenario
@@ -266,37 +263,20 @@ def table(results: Sequence[Result], reference: str) -> Iterator[str]:
 
 def details(results: Sequence[Result]) -> Iterator[str]:
     """Yield the lines of a Markdown table with all other measurements."""
-    yield _row(
-        "scenario",
-        "proxy",
-        "requests/s",
-        "CPU us per chunk",
-        "first byte p50, ms",
-        "p99, ms",
-        "added p50, ms",
-        "p99, ms",
-        "longest gap, ms",
-        "peak MB",
-        "done",
-        "failed",
+    yield (
+        "| scenario | proxy | requests/s | CPU us per chunk | first byte p50, ms | p99, ms "
+        "| added p50, ms | p99, ms | longest gap, ms | peak MB | done | failed |"
     )
     yield _row(*["---"] * 12)
     for result in results:
         for name in result.turns:
             median, (p50_ms, p99_ms) = result.median(name), result.added_ms(name)
-            yield _row(
-                result.scenario.title,
-                name,
-                f"{median.rps:.0f}",
-                f"{median.cpu_chunk_us:.1f}",
-                f"{median.first_p50_ms:.2f}",
-                f"{median.first_p99_ms:.2f}",
-                f"{p50_ms:.2f}",
-                f"{p99_ms:.2f}",
-                f"{median.gap_ms:.1f}",
-                f"{median.resident_bytes / 1e6:.0f}",
-                f"{median.done:.0f}",
-                f"{median.failed:.0f}",
+            yield (
+                f"| {result.scenario.title} | {name} | {median.rps:.0f} "
+                f"| {median.cpu_chunk_us:.1f} | {median.first_p50_ms:.2f} "
+                f"| {median.first_p99_ms:.2f} | {p50_ms:.2f} | {p99_ms:.2f} "
+                f"| {median.gap_ms:.1f} | {median.resident_bytes / 1e6:.0f} "
+                f"| {median.done:.0f} | {median.failed:.0f} |"
             )
 
 
