@@ -33,23 +33,14 @@ class NoFigures(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """Server with OpenAI's API.
-
-    Attributes:
-        name: name in the results.
-        url: base URL.
-    """
+    """Server with OpenAI's API, and its name in the results."""
 
     name: str
     url: str
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `URL` or `NAME=URL`; the default name is host and port.
-
-        Raises:
-            ValueError: the text has another form.
-        """
+        """Read `URL`, named by host and port, or `NAME=URL`; raise `ValueError` otherwise."""
         match = _NAMED.fullmatch(text)
         # A password in the URL would be written to every result file.
         if match is None or not (parts := urlsplit(match["url"])).hostname or parts.username:
@@ -59,11 +50,9 @@ class BenchTarget:
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """Model of a server.
+    """Model of a server, by its name in requests.
 
-    Attributes:
-        id: name in requests.
-        tokenizer: folder or hub name; by default the model's source that the server reports.
+    The tokenizer is a folder or hub name; by default the model's source that the server reports.
     """
 
     id: str
@@ -142,9 +131,8 @@ def warm_target(target: BenchTarget, model: BenchModel, jpeg: bytes) -> None:
         )
     )
     if status != HTTPStatus.OK:
-        raise TargetFailed(
-            f"{target.url} failed a request with a picture: {_error(status, answer)}"
-        )
+        reason = _error(status, answer)
+        raise TargetFailed(f"{target.url} failed a request with a picture: {reason}")
 
 
 def read_items(target: BenchTarget) -> Items:
