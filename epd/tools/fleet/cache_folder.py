@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ec_store.keys import EntryKey
-from ec_store.opening import open_store
-
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder in it is checked to be this user's
 OWN = re.compile(r"epd-up-[0-9]+-[0-9]{1,5}")
 """Name of a fleet's folder in shared memory, with the user's id and the proxy's port."""
@@ -125,9 +122,3 @@ def make(folder: Path) -> None:
     found = folder.lstat()
     if found.st_uid != os.getuid() or folder.is_symlink():
         raise FolderTaken(f"{folder} belongs to another user: name another one with --ec-store")
-
-
-def check_reachable(url: str) -> None:
-    """Raise `StoreUnavailable` if the store does not answer a lookup."""
-    with open_store(url) as store:
-        store.lookup([EntryKey("", "health")])

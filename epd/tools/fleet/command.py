@@ -16,6 +16,8 @@ from pydantic import AliasChoices, ValidationError
 from pydantic.fields import FieldInfo
 
 from ec_store.errors import StoreError
+from ec_store.keys import EntryKey
+from ec_store.opening import open_store
 from epd.parser import Commands, Parser
 from epd.routing.instances import Role
 from epd.tools.fleet import cache_folder
@@ -193,14 +195,14 @@ def _flag_or_variable(location: tuple[int | str, ...]) -> str:
 
 
 def _check(plan: FleetPlan) -> None:
-    """Raise if the store cannot be reached or a port is in use."""
     for port, (host, owner) in plan.ports().items():
         try:
             check_free(host, port)
         except OSError as error:
             raise OSError(f"{host}:{port}, the port of {owner}: {error.strerror}") from None
     if plan.store and plan.keeper_port is None:
-        cache_folder.check_reachable(plan.store)
+        with open_store(plan.store) as store:
+            store.lookup([EntryKey("", "health")])
 
 
 def _serve(fleet: Fleet, example: str) -> None:

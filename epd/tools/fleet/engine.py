@@ -39,12 +39,10 @@ class Platform:
     """Kind of device, and what a vLLM instance needs on it.
 
     Attributes:
-        name: value of `--device`.
         affinity: variable with the devices that a process sees; None: there are no devices.
         files: pattern below /dev that matches one file per device.
         environment: variables of every instance, unless the caller has set them.
         ucx: the same for instances with NIXL.
-        flags: flags of every instance.
         executor: vLLM's executor for an instance with one rank; None: vLLM's default.
         eager: roles that run without captured graphs.
         encode_tokens: maximum tokens in a batch of an encode instance.
@@ -221,8 +219,6 @@ class Engine:
         max_model_len, max_num_seqs: maximum tokens of a request and its answer, maximum concurrent
             requests; None: the platform's defaults.
         ec_both: whether a consumer of encoder outputs writes those that it makes to the store too.
-        kv_events: whether it publishes its KV events.
-        program: command that starts vLLM.
         flags: additional flags; of a repeated flag, vLLM uses the last value.
         inherited: environment of the caller, which takes precedence over the platform's defaults.
     """

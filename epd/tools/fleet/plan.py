@@ -47,7 +47,6 @@ class FleetPlan:
     Attributes:
         store: URL of the encoder store; empty: there is none.
         host, port: address that the proxy listens on.
-        local_media: folder from which file:// media may be read.
         keeper_port: port of the service that enforces the store's quota; None: no service is
             started.
     """

@@ -91,14 +91,10 @@ def hold_signals() -> Iterator[None]:
         yield  # Python runs signal handlers only in the main thread
         return
     came: list[int] = []
-
-    def keep_signal(number: int, _: FrameType | None) -> None:
-        came.append(number)
-
     handlers = {number: signal.getsignal(number) for number in ENDING}
     kept = {number: how for number, how in handlers.items() if how not in {signal.SIG_IGN, None}}
     for number in kept:
-        signal.signal(number, keep_signal)
+        signal.signal(number, lambda number, _frame: came.append(number))
     try:
         yield
     finally:
@@ -116,7 +112,6 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        """Start the guard's process."""
         self._popen = subprocess.Popen(
             [sys.executable, "-I", guard.__file__],
             stdin=subprocess.PIPE,
@@ -188,7 +183,7 @@ class Process:
         log: Path,
         guard: Guard | None = None,
     ) -> None:
-        """Start the server, whose `/health` below `url` answers 200 once it is ready.
+        """Start the server; `/health` below `url` answers 200 once it is ready.
 
         `environment` has variables in addition to this process's own. The guard ends the server if
         this process is killed.
@@ -219,7 +214,6 @@ class Process:
             raise ProcessDied(f"{self.name} ended {how}. The end of {self.log}:\n{self.tail()}")
 
     def is_ready(self) -> bool:
-        """Whether `/health` answers 200."""
         connection = HTTPConnection(urlsplit(self.url).netloc, timeout=5)
         try:
             connection.request("GET", "/health")

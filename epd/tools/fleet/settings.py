@@ -283,7 +283,6 @@ class FleetSettings(BaseSettings):
         return self.served_model_name or (path.resolve().name if path.is_dir() else None)
 
     def kv_extra(self) -> Mapping[str, Any]:
-        """Return the extra configuration of the KV connectors of prefill and decode instances."""
         if not self.bidirectional_kv:
             return {}
         threshold = self.kv_recompute_threshold

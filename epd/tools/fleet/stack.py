@@ -123,7 +123,6 @@ class Fleet:
             self._guard = None
 
     def launch(self, server: FleetServer, log: Path) -> Process:
-        """Start the process of a server, with its output in `log`."""
         return Process(
             server.name, server.url, server.command, server.environment, log, self._guard
         )
