@@ -122,9 +122,8 @@ async def _try_encode(fleet: Examined, trials: Trials, model: str) -> None:
         # An engine that sends blocks to an address crashes on a request without one.
         alone = (Role.PREFILL,) if trials.prefills_alone else ()
         for instance in fleet.answering_instances(*alone, Role.PREFILL_DECODE):
-            fleet.note_trials(
-                instance, {judge.CONSUME: await trials.consume(instance, fleet.tried)}
-            )
+            trial = await trials.consume(instance, fleet.tried)
+            fleet.note_trials(instance, {judge.CONSUME: trial})
 
 
 async def _try_pushes(fleet: Examined, trials: Trials, model: str) -> None:

@@ -4,6 +4,7 @@ Facts are observations without a verdict. `judge` turns them into findings. No I
 """
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath, PurePosixPath
@@ -69,7 +70,6 @@ class InstanceFacts:
 
     Attributes:
         problem: why it cannot be used; None: it answers `GET /health` with 2xx.
-        version: version of vLLM.
         skew_s: how far its clock is ahead of this machine's, by its `Date` header.
         keeps_alive: whether it keeps an idle connection for as long as the proxy pools one; None:
             not known.
@@ -101,10 +101,8 @@ class StoreFacts:
             but not readable) or `missing`; None: no output to look up.
         elsewhere: namespace that has the missing output, if it is another than the encode
             instance reports.
-        bytes: bytes in use.
         max_bytes: quota in bytes.
-        free_bytes: free bytes of the file system; None for Redis.
-        mount: mount of the file system; None for Redis.
+        free_bytes, mount: free bytes and mount of the file system; None for Redis.
     """
 
     problem: str | None = None
@@ -170,10 +168,8 @@ def as_text(findings: Sequence[Finding]) -> str:
         lines.append(f"{finding.verdict:<4}  {finding.subject:<{width}}  {finding.seen}")
         if finding.advice:
             lines.append(f"{'':4}  {'':{width}}  -> {finding.advice}")
-    counts = {
-        verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict
-    }
-    lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items())]
+    counts = Counter(finding.verdict for finding in findings)
+    lines += ["", ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict)]
     return "\n".join(lines)
 
 

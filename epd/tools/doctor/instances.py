@@ -58,7 +58,7 @@ class InstanceReader:
                 self._keeps_alive(instance),
             )
         except ProxyError as error:
-            return InstanceFacts(instance, f"{error} ({_reason(error)})")
+            return InstanceFacts(instance, f"{error} ({error.__cause__ or type(error).__name__})")
         if models.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             return InstanceFacts(instance, "requires an API key: set OPENAI_API_KEY")
         return InstanceFacts(
@@ -94,10 +94,6 @@ class InstanceReader:
             return None
 
 
-def _reason(error: ProxyError) -> str:
-    return str(error.__cause__ or type(error).__name__)
-
-
 def _json(answer: Answer) -> Mapping[str, Any]:
     value = json_or_none(answer.body)
     return value if isinstance(value, dict) else {}
@@ -130,11 +126,9 @@ def _skew_s(answer: Answer) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class KnownInstances:
-    """Instances that the sources name.
+    """Instances of all sources that are compatible with each other, and defects of the sources.
 
-    Attributes:
-        instances: all instances of the sources that are compatible with each other.
-        names: by URL, the host name that the certificate of an instance found by DNS must show.
+    `names` has by URL the host name that the certificate of an instance found by DNS must show.
     """
 
     instances: Sequence[Instance]
@@ -149,15 +143,14 @@ async def read_sources(config: ProxyConfig) -> KnownInstances:
     transfer = KV_TRANSFERS[config.kv_transfer]()
 
     def report_change(instance: Instance, change: Change, _: InstanceSource) -> None:
+        name = f"{instance.role} {instance.url}"
         if change == "refused" and not transfer.accepts_instance(instance):
             advice = "correct its kv_addr, or remove it from the configuration"
-            findings.append(
-                fail(f"{instance.role} {instance.url}", "--kv-transfer cannot use it", advice)
-            )
+            findings.append(fail(name, "--kv-transfer cannot use it", advice))
         elif change == "refused":
             advice = "run either prefill and decode instances, or prefill_decode instances"
             seen = "is not used: its role conflicts with that of another instance"
-            findings.append(warn(f"{instance.role} {instance.url}", seen, advice))
+            findings.append(warn(name, seen, advice))
 
     registry = Registry(
         InstanceTable(), config.instances, fits=transfer.accepts_instance, on_change=report_change
