@@ -172,12 +172,7 @@ class DatasetUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Data set of one run.
-
-    Attributes:
-        path: folder, or name on the hub.
-        trace: picture of each conversation, in the order of the requests.
-    """
+    """Data set of one run: a folder or name on the hub, and the picture of each request in turn."""
 
     name: str
     path: str
@@ -193,9 +188,6 @@ def local(data_dir: Path, name: str, prompts: int, seed: int) -> Dataset:
 
     The folder is an image folder of Hugging Face: `load_dataset(folder)` returns the columns of
     VisionArena-Chat. vLLM reads `images[0]` and the first message of `conversation`.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
     trace = REPLAYS[name](rng(seed, name), prompts)
     folder = data_dir / f"{name}-{seed}"

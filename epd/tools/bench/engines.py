@@ -74,7 +74,6 @@ class EngineConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Answer a request once it is complete."""
         self._request.feed(data)
         if not self._request.complete:
             return

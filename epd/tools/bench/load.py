@@ -99,7 +99,6 @@ class Done:
             client opens one for this request.
         total_s: time to the last byte.
         gap_s: longest time between two arrivals of the body.
-        events: number of events if the response is a stream.
     """
 
     first_s: float
@@ -133,7 +132,6 @@ class Client(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the pending request with a failure."""
         self._end(f"closed: {exc}" if exc else "closed")
 
     def data_received(self, data: bytes) -> None:

@@ -241,7 +241,6 @@ def _recorded(
 
 
 def _compare(results: Sequence[Result], recorded: Mapping[str, float]) -> None:
-    """Exit with 1 if a scenario is slower than recorded."""
     slower = []
     print()
     for result in results:

@@ -169,7 +169,6 @@ def draw(bars: Bars, theme: Theme, path: Path) -> None:
 
 
 def _draw_bars(axes: "Axes", bars: Bars, theme: Theme) -> None:
-    """Draw a group of bars per row, with the value beside each bar."""
     height = BAR_HEIGHT / len(bars.series)
     for number, (name, values) in enumerate(bars.series.items()):
         middle = (number - (len(bars.series) - 1) / 2) * height

@@ -141,11 +141,8 @@ class Rig:
     ) -> None:
         """Prepare the rig without starting a process.
 
-        Args:
-            contenders: proxies to measure.
-            folder: folder for logs, an absolute path; it is deleted if this process is killed.
-            store: URL of the encoder store.
-            proxy_cores: number of cores of a proxy; the load uses the others, if there are any.
+        The folder of logs, an absolute path, is deleted if this process is killed. The load uses
+        the cores beside the `proxy_cores` of a proxy, if there are any.
         """
         cores = sorted(os.sched_getaffinity(0))
         self._theirs = set(cores[:proxy_cores])
@@ -200,7 +197,7 @@ class Rig:
         return Measured(contender, places, self._folder / f"{contender.name}.log", self._theirs)
 
     def warm_up(self, scenario: Scenario, measured: Measured) -> None:
-        """Put a short load on a contender: it opens its connections and fills its caches."""
+        """Put a short load on a contender, to open connections and fill caches, as `measure`."""
         self._turn(measured, scenario, WARM_S)
 
     def measure(self, scenario: Scenario, measured: Measured, seconds: float) -> Sample:

@@ -62,10 +62,7 @@ class Figures:
         ttft_new_ms: median time to the first token of conversations with a new picture; None
             without such conversations.
         ttft_seen_ms: the same for conversations with a repeated picture.
-        request_throughput_rps: completed requests per second.
         output_throughput_tps: output tokens per second.
-        completed: number of completed requests.
-        failed: number of failed requests.
         cut: number of completed requests with fewer tokens than requested.
         errors: distinct errors of the failed requests.
     """
@@ -255,7 +252,6 @@ def run_of(
 def _counted(
     before: Items | str, after: Items | str, figures: Figures, dataset: Dataset
 ) -> tuple[Items | None, str | None]:
-    """Return the proxy's counts for a run, and a note about them."""
     if isinstance(before, str) or isinstance(after, str):
         return None, f"without hit rate and encodes: {after if isinstance(after, str) else before}"
     items = after.counts_since(before)

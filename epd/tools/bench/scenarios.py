@@ -33,7 +33,6 @@ class Scenario:
     Attributes:
         name, title: name on the command line and in results, and in tables.
         clients: number of concurrent requests.
-        pictures: number of pictures per request.
         picture_bytes: size of each picture before base64, in bytes.
         reuse: share of requests with pictures that were sent before.
         chunks: events of the streamed response; 0: the response is one JSON document.
@@ -112,7 +111,6 @@ class Bodies:
         self._made = 0
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield bodies without end."""
         while True:
             reused = self._made and self._random.random() < self._scenario.reuse
             number = self._random.randrange(self._made) if reused else self._made
@@ -169,13 +167,10 @@ class Sample:
     Attributes:
         cpu_ms: CPU time of its processes per request, in milliseconds.
         cpu_chunk_us: CPU time per event of a stream, in microseconds; 0 without streams.
-        rps: requests per second.
         first_p50_ms: median time to the first byte of a response's body, in milliseconds.
         first_p99_ms: 99th percentile of the same time.
         gap_ms: longest time between two arrivals of one response, in milliseconds.
         resident_bytes: peak memory so far, in bytes.
-        done: number of complete responses.
-        failed: number of other requests.
     """
 
     cpu_ms: float

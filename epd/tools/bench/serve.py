@@ -242,7 +242,6 @@ def _datasets(plan: BenchPlan) -> Iterator[Dataset]:
 
 @contextmanager
 def _started(plan: BenchPlan, topology: str) -> Iterator[BenchTarget]:
-    """Start a stack on this machine, and stop it at the end of the context."""
     with TemporaryDirectory(prefix="epd-bench-") as folder:
         stack = Stack(
             Path(plan.model or ""),

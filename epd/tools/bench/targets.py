@@ -5,7 +5,7 @@ import base64
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
@@ -76,12 +76,8 @@ class Items:
     encodes: int
 
     def counts_since(self, before: Self) -> "Items":
-        return Items(
-            self.hits - before.hits,
-            self.encoded - before.encoded,
-            self.local - before.local,
-            self.encodes - before.encodes,
-        )
+        counts = zip(astuple(self), astuple(before), strict=True)
+        return Items(*(now - then for now, then in counts))
 
     @property
     def total(self) -> int:
@@ -111,11 +107,7 @@ def find_model(target: BenchTarget, wanted: str | None) -> BenchModel:
 
 
 def warm_target(target: BenchTarget, model: BenchModel, jpeg: bytes) -> None:
-    """Send a request with a picture, to warm up the engines.
-
-    Raises:
-        TargetFailed: the server does not answer with 200.
-    """
+    """Warm up the engines with a picture; raise `TargetFailed` if the answer is not 200."""
     url = f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
     picture = {"type": "image_url", "image_url": {"url": url}}
     text = {"type": "text", "text": "What is in this picture?"}
@@ -220,7 +212,6 @@ def _json(body: bytes) -> dict[str, Any]:
 
 
 def _error(status: int, body: bytes) -> str:
-    """Return status and message of an error response."""
     try:
         error = orjson.loads(body)["error"]
         return f"{status}, {error['message']}"
