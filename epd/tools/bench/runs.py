@@ -204,9 +204,8 @@ class Run:
     @property
     def lru_hit_rate(self) -> float | None:
         """Return the hit rate of an LRU cache with as many entries as the store."""
-        if self.store_entries is None:
-            return None
-        return ideal_hit_rate(self.dataset.trace, self.store_entries)
+        entries = self.store_entries
+        return None if entries is None else ideal_hit_rate(self.dataset.trace, entries)
 
     @property
     def encodes_per_picture(self) -> float | None:

@@ -93,10 +93,8 @@ def find_model(target: BenchTarget, wanted: str | None) -> BenchModel:
     status, body = asyncio.run(_request("GET", f"{target.url}/v1/models", _client_key()))
     if status != HTTPStatus.OK:
         raise TargetFailed(f"{target.url}/v1/models: {_error(status, body)}")
-    models = [
-        BenchModel(model["id"], model.get("root") or model["id"])
-        for model in _json(body).get("data", [])
-    ]
+    rows = _json(body).get("data", [])
+    models = [BenchModel(row["id"], row.get("root") or row["id"]) for row in rows]
     names = wanted and {wanted, Path(wanted).name}
     found = [model for model in models if names is None or model.id in names]
     if len(found) != 1:

@@ -161,9 +161,8 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
 
 def _check_model(parser: Parser, settings: FleetSettings, config: Mapping[str, Any]) -> None:
     """Exit with an error if the topology has an encode stage that the model cannot use."""
-    if Role.ENCODE not in settings.topology.roles:
-        return
-    if overrides_config(settings.vllm_flags + settings.encode_flags):
+    overridden = overrides_config(settings.vllm_flags + settings.encode_flags)
+    if overridden or Role.ENCODE not in settings.topology.roles:
         return
     reason = why_unservable(config, text_architectures())
     if reason is not None:
