@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -25,27 +26,20 @@ from epd.tools.fleet.settings import Topology
 READY_TIMEOUT_S = 600.0
 
 
+@dataclass(eq=False)
 class Fleet:
-    """Running servers, stopped at the end of the context or of this process."""
+    """Running servers, stopped at the end of the context or of this process.
 
-    def __init__(
-        self,
-        plan: FleetPlan,
-        logs: Path,
-        *,
-        timeout_s: float = READY_TIMEOUT_S,
-        report: Callable[[str], None] = print,
-    ) -> None:
-        """Describe the fleet; entering the context starts it, with a log per server in `logs`.
+    Entering the context starts them, with a log per server in `logs`. `timeout_s` limits the time
+    until all are ready; `report` receives progress lines.
+    """
 
-        `timeout_s` limits the time until all servers are ready; `report` receives progress lines.
-        """
-        self.plan = plan
-        self._logs = logs
-        self._timeout_s = timeout_s
-        self._report = report
-        self._processes: list[Process] = []
-        self._guard: Guard | None = None
+    plan: FleetPlan
+    logs: Path
+    timeout_s: float = READY_TIMEOUT_S
+    report: Callable[[str], None] = print
+    _processes: list[Process] = field(default_factory=list, init=False)
+    _guard: Guard | None = field(default=None, init=False)
 
     @property
     def all_engines(self) -> tuple[Engine, ...]:
@@ -64,13 +58,13 @@ class Fleet:
 
     def __enter__(self) -> Self:
         """Start all servers; raise `ProcessDied` or `TimeoutError` if one does not become ready."""
-        self._logs.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as undo:
             undo.callback(self.stop)
             self._guard = Guard()
             for server in self.plan.servers():
                 self._start(server)
-            wait_until_ready(self._processes, self._timeout_s, self._report)
+            wait_until_ready(self._processes, self.timeout_s, self.report)
             undo.pop_all()
         return self
 
@@ -84,7 +78,7 @@ class Fleet:
     def restart(self, engine: Engine) -> None:
         """Start an engine that was killed; fail as the start of the fleet does."""
         self._start(engine.server())
-        wait_until_ready(self._processes[-1:], self._timeout_s, self._report)
+        wait_until_ready(self._processes[-1:], self.timeout_s, self.report)
 
     def process_of(self, engine: Engine) -> Process:
         [process] = [process for process in self._processes if process.name == engine.name]
@@ -106,7 +100,7 @@ class Fleet:
                     lacking = self.plan.missing_role([process.name for process in self._processes])
                     if lacking is not None:
                         raise ProcessDied(f"{death}\n{lacking}: stopping all servers.") from None
-                    self._report(f"{death}\nThe other servers continue without {process.name}.")
+                    self.report(f"{death}\nThe other servers continue without {process.name}.")
             time.sleep(POLL_S)
 
     def stop(self) -> None:
@@ -128,8 +122,8 @@ class Fleet:
         )
 
     def _start(self, server: FleetServer) -> None:
-        log = self._logs / f"{server.name}.log"
-        self._report(f"starting {server.name}: {server.url}, log in {log}")
+        log = self.logs / f"{server.name}.log"
+        self.report(f"starting {server.name}: {server.url}, log in {log}")
         with hold_signals():
             self._processes.append(self.launch(server, log))
 
