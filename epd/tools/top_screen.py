@@ -108,18 +108,16 @@ class Room(NamedTuple):
 def frame(
     state: UiState | None, width: int, height: int | None, failure: str = ""
 ) -> RenderableType:
-    """Return a whole frame.
+    """Return a whole frame of `width` columns and `height` lines; None: no limit.
 
-    Args:
-        state: latest state of the proxy; None before the first one.
-        width: width in columns.
-        height: height in lines; None: no limit.
-        failure: reason why the proxy did not answer the latest request.
+    `state` is None before the first one; `failure` says why the proxy did not answer since.
     """
     if state is None:
         return Text(strip_control(failure) or "waiting", "red" if failure else "")
     stages = [stage for stage in state["stages"] if stage["count"]]
-    head = [_truncate(line, width) for line in _head(state, failure)]
+    head = [*_head(state, failure)]
+    for line in head:
+        line.truncate(width, overflow="ellipsis")
     room = _room(state, len(stages), None if height is None else height - len(head))
     parts: list[RenderableType] = [*head]
     parts += _instances(state["instances"], room.instances, width)
@@ -159,20 +157,15 @@ def _head(state: UiState, failure: str) -> Iterable[Text]:
 
 def _saved(totals: Totals) -> Text:
     saved, items = totals["saved"], totals["items"]
-    line = Text.assemble("Saved ", (f"{saved['encodes']:,} encodes", "bold green"))
+    parts: list[str | tuple[str, str]] = ["Saved ", (f"{saved['encodes']:,} encodes", "bold green")]
     if saved["bytes"]:
-        line.append_text(Text.assemble(", ", (size(saved["bytes"]), "bold green"), " not sent"))
-    spent = (seconds(saved["encode_seconds"]), "bold green")
-    line.append_text(Text.assemble(", ", spent, " of encoding"))
-    line.append_text(
-        Text.assemble("  hit rate ", (share_text(items["hit"], sum(items.values())), "bold"))
-    )
+        parts += [", ", (size(saved["bytes"]), "bold green"), " not sent"]
+    parts += [", ", (seconds(saved["encode_seconds"]), "bold green"), " of encoding"]
+    parts += ["  hit rate ", (share_text(items["hit"], sum(items.values())), "bold")]
     sent = totals.get("media", {})  # an older proxy does not report them
     if sum(sent.values()):
-        line.append_text(
-            Text.assemble("  raw ", (share_text(sent["raw"], sum(sent.values())), "bold"))
-        )
-    return line
+        parts += ["  raw ", (share_text(sent["raw"], sum(sent.values())), "bold")]
+    return Text.assemble(*parts)
 
 
 def _conversations(shown: ConversationsShown) -> Iterable[Text]:
@@ -191,9 +184,8 @@ def _rates(state: UiState, last: Sequence[Second]) -> Text:
     totals = state["totals"]
     now = sum(second["requests"] for second in last[-5:]) / 5
     failed = sum(second["failed"] for second in last)
-    rejected = sum(
-        second.get("rejected", 0) for second in last
-    )  # an older proxy counts them as failed
+    # An older proxy counts them as failed.
+    rejected = sum(second.get("rejected", 0) for second in last)
     return Text.assemble(
         (f"{rate(now)}/s ", "bold"),
         (spark([second["requests"] for second in last[-20:]]), "cyan"),
@@ -252,9 +244,8 @@ def _names(instances: Iterable[InstanceShown]) -> Mapping[tuple[str, str], str]:
     names = {}
     for instance in instances:
         seen[instance["role"]] += 1
-        names[instance["role"], instance["url"]] = (
-            f"{LETTERS[instance['role']]}{seen[instance['role']]}"
-        )
+        name = f"{LETTERS[instance['role']]}{seen[instance['role']]}"
+        names[instance["role"], instance["url"]] = name
     return names
 
 
@@ -280,10 +271,9 @@ def _notices(notices: Sequence[Notice], room: int) -> Iterable[Text]:
         if notice["kind"] == "instance":
             _, color, message = STATES.get(message, ("", "", message))
         message, what, more = map(strip_control, (message, notice["what"], notice["more"]))
-        line = Text.assemble(
-            (clock(notice["at_s"]), "dim"), " ", (message, color), f" {what} {more}"
-        )
-        line.no_wrap, line.overflow = True, "ellipsis"
+        at = (clock(notice["at_s"]), "dim")
+        line = Text.assemble(at, " ", (message, color), f" {what} {more}", overflow="ellipsis")
+        line.no_wrap = True
         yield line
 
 
@@ -297,9 +287,7 @@ def _requests(requests: Sequence[Request], room: int, width: int) -> Iterable[Re
     table.columns[1].max_width = 12
     table.columns[2].max_width = 12
     for span in shown:
-        result = (
-            str(span["status"]) if span["error"] is None else f"{span['status']} {span['error']}"
-        )
+        result = f"{span['status']} {span['error'] or ''}".rstrip()
         table.add_row(
             Text(clock(span["ended_s"]), "dim"),
             Text(strip_control(span["id"])),
@@ -320,12 +308,11 @@ def _bars(request: Request, longest_s: float, cells: int) -> Text:
             for span in request["spans"]
             if span["after_s"] <= at_s < span["after_s"] + span["seconds"]
         ]
-        if not running:
-            line.append("─", "dim")
+        if running:
+            color = OUTCOMES[_outcome(running[-1])] or COLORS.get(running[-1]["stage"], "")
+            line.append("█", color)
         else:
-            line.append(
-                "█", OUTCOMES[_outcome(running[-1])] or COLORS.get(running[-1]["stage"], "")
-            )
+            line.append("─", "dim")
     return line
 
 
@@ -341,8 +328,3 @@ def _table(*titles: str, right: Iterable[int]) -> Table:
             title, justify="right" if index in right else "left", no_wrap=True, overflow="ellipsis"
         )
     return table
-
-
-def _truncate(line: Text, width: int) -> Text:
-    line.truncate(width, overflow="ellipsis")
-    return line

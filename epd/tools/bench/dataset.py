@@ -140,8 +140,7 @@ REPLAYS: Mapping[str, Callable[[random.Random, int], Trace]] = MappingProxyType(
 def ideal_hit_rate(trace: Sequence[Hashable], entries: int | None = None) -> float:
     """Return the hit rate of a cache of all pictures, or of the `entries` most recently used ones.
 
-    Raises:
-        ValueError: the trace is empty.
+    An empty trace raises `ValueError`.
     """
     if not trace:
         raise ValueError("an empty trace has no hit rate")
@@ -173,13 +172,7 @@ class DatasetUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Data set of one run.
-
-    Attributes:
-        name: name in the results.
-        path: folder, or name on the hub.
-        trace: picture of each conversation, in the order of the requests.
-    """
+    """Data set of one run: a folder or name on the hub, and the picture of each request in turn."""
 
     name: str
     path: str
@@ -187,7 +180,6 @@ class Dataset:
 
     @property
     def distinct_count(self) -> int:
-        """Return the number of distinct pictures."""
         return len(set(self.trace))
 
 
@@ -196,9 +188,6 @@ def local(data_dir: Path, name: str, prompts: int, seed: int) -> Dataset:
 
     The folder is an image folder of Hugging Face: `load_dataset(folder)` returns the columns of
     VisionArena-Chat. vLLM reads `images[0]` and the first message of `conversation`.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
     trace = REPLAYS[name](rng(seed, name), prompts)
     folder = data_dir / f"{name}-{seed}"
@@ -220,20 +209,16 @@ def vision_arena(prompts: int) -> Dataset:
         DatasetUnavailable: the hub cannot be reached, or denies access.
     """
     try:
-        _check_access()
+        from huggingface_hub import HfApi  # noqa: PLC0415 - as below
+
+        # One request: `load_dataset` would retry for half a minute.
+        HfApi().auth_check(HUB_NAME, repo_type="dataset")
         trace = tuple(islice(media_digests(HUB_NAME), prompts))
     except Exception as error:  # the type depends on the version of the HTTP library
         lines = str(error).strip().splitlines()
         reason = lines[-1] if lines else type(error).__name__
         raise DatasetUnavailable(f"VisionArena-Chat cannot be read: {reason}") from error
     return Dataset(VISION_ARENA, HUB_NAME, trace)
-
-
-def _check_access() -> None:
-    """Check the access with one request: `load_dataset` would retry for half a minute."""
-    from huggingface_hub import HfApi  # noqa: PLC0415 - as below
-
-    HfApi().auth_check(HUB_NAME, repo_type="dataset")
 
 
 def media_digests(path: str) -> Iterator[str]:

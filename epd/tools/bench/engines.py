@@ -32,25 +32,17 @@ GAP_MS = re.compile(rb'"%b":\s*([\d.]+)' % GAP.encode())
 TAIL = 4096
 """Bytes at either end of a body that are searched for short fields."""
 
+HEAD = {"id": "chatcmpl-measured", "created": 1, "model": MODEL}
 EVENT = {
-    "id": "chatcmpl-measured",
+    **HEAD,
     "object": "chat.completion.chunk",
-    "created": 1,
-    "model": MODEL,
     "choices": [{"index": 0, "delta": {"content": " token"}, "logprobs": None}],
 }
+MESSAGE = {"role": "assistant", "content": "It is a picture of noise."}
 ANSWER = {
-    "id": "chatcmpl-measured",
+    **HEAD,
     "object": "chat.completion",
-    "created": 1,
-    "model": MODEL,
-    "choices": [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": "It is a picture of noise."},
-            "finish_reason": "stop",
-        }
-    ],
+    "choices": [{"index": 0, "message": MESSAGE, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 1300, "total_tokens": 1308, "completion_tokens": 8},
 }
 KV = {
@@ -82,7 +74,6 @@ class EngineConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Answer a request once it is complete."""
         self._request.feed(data)
         if not self._request.complete:
             return
@@ -93,7 +84,6 @@ class EngineConnection(asyncio.Protocol):
             self.json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     def json(self, document: object) -> None:
-        """Answer with one JSON document."""
         body = orjson.dumps(document)
         self._transport.write(load.head(OK, body) + body)
 
@@ -118,20 +108,12 @@ def encode(store: Store | None, to: EngineConnection, body: bytearray) -> None:
     """Write a store entry for each item, and answer with `ec_transfer_params`."""
     uuids = [found.decode() for found in UUID.findall(body)]
     for uuid in uuids:
-        entry = Entry(
-            memoryview(bytes(ENTRY_BYTES)), "BF16", (16, ENTRY_BYTES // 32), "image", GRID
-        )
+        output = memoryview(bytes(ENTRY_BYTES))
+        entry = Entry(output, "BF16", (16, ENTRY_BYTES // 32), "image", GRID)
         if store is not None:
             store.put(EntryKey(NAMESPACE, uuid), entry)
-    reply = {
-        uuid: {
-            "modality": "image",
-            "item_indices": [index],
-            "metadata": GRID,
-            "namespace": NAMESPACE,
-        }
-        for index, uuid in enumerate(uuids)
-    }
+    item = {"modality": "image", "metadata": GRID, "namespace": NAMESPACE}
+    reply = {uuid: {**item, "item_indices": [index]} for index, uuid in enumerate(uuids)}
     to.json({**ANSWER, "ec_transfer_params": reply})
 
 
@@ -159,9 +141,8 @@ async def serve(roles: list[tuple[str, int]], store: Store | None) -> None:
     }
     loop = asyncio.get_running_loop()
     for role, port in roles:
-        await loop.create_server(
-            partial(EngineConnection, answers[role]), "127.0.0.1", port, backlog=2048
-        )
+        connection = partial(EngineConnection, answers[role])
+        await loop.create_server(connection, "127.0.0.1", port, backlog=2048)
     await asyncio.Event().wait()
 
 
@@ -171,9 +152,8 @@ def main() -> None:
     parser.add_argument("instances", nargs="+", metavar="ROLE:PORT")
     parser.add_argument("--ec-store", metavar="URL", help="store for encoder outputs")
     args = parser.parse_args()
-    roles = [
-        (role, int(port)) for role, _, port in (word.partition(":") for word in args.instances)
-    ]
+    words = (word.partition(":") for word in args.instances)
+    roles = [(role, int(port)) for role, _, port in words]
     with ExitStack() as stack:
         store = stack.enter_context(open_store(args.ec_store)) if args.ec_store else None
         if store is not None:

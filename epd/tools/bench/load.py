@@ -24,7 +24,6 @@ class Message:
     Attributes:
         head: first line and headers, in lower case; empty until they are complete.
         body: bytes of the body so far, with the framing of chunks.
-        complete: whether the whole message has arrived.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,6 @@ class Message:
 
     @property
     def status(self) -> int:
-        """Return the HTTP status of a response."""
         return int(self.head[9:12])
 
 
@@ -97,11 +95,10 @@ class Done:
     """Request with a complete response.
 
     Attributes:
-        first_s: time to the first byte of the response's body, in seconds; it includes the
-            connection if the client opens one for this request.
-        total_s: time to the last byte, in seconds.
-        gap_s: longest time between two arrivals of the body, in seconds.
-        events: number of events if the response is a stream.
+        first_s: time to the first byte of the response's body; it includes the connection if the
+            client opens one for this request.
+        total_s: time to the last byte.
+        gap_s: longest time between two arrivals of the body.
     """
 
     first_s: float
@@ -112,13 +109,7 @@ class Done:
 
 @dataclass(slots=True)
 class BenchLoad:
-    """Result of a load.
-
-    Attributes:
-        done: requests with a complete response.
-        failed: failures of the other requests, as text.
-        seconds: duration of the load, in seconds.
-    """
+    """Completed requests of a load, the failures of the others as text, and its duration."""
 
     done: list[Done] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -141,7 +132,6 @@ class Client(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the pending request with a failure."""
         self._end(f"closed: {exc}" if exc else "closed")
 
     def data_received(self, data: bytes) -> None:
@@ -174,9 +164,7 @@ class Client(asyncio.Protocol):
     async def send_request(self, body: bytes, began_s: float | None = None) -> str | Done:
         """Send a request and wait for its whole response; return a text if it failed.
 
-        Args:
-            body: body of the request.
-            began_s: start of its times, on the clock of `time.perf_counter`; None: now.
+        Its times start at `began_s` on the clock of `time.perf_counter`; None: now.
         """
         self._ended = self._loop.create_future()
         self._answer = Message()
@@ -199,15 +187,11 @@ async def run(  # noqa: PLR0913 - parameters of a load
     seconds: float | None,
     connect: bool = False,
 ) -> BenchLoad:
-    """Put a load on a server.
+    """Put a load of concurrent clients on a server for some seconds.
 
-    Args:
-        url: base URL of the server.
-        bodies: bodies of the requests.
-        clients: number of concurrent clients.
-        events: expected events per response; 0: the response must not be a stream.
-        seconds: duration in seconds; None: each client sends one request, all at the same time.
-        connect: whether each client connects only when it sends its request.
+    Each response must have this number of events; 0: it must not be a stream. If `seconds` is None,
+    each client sends one request, all at the same time. With `connect`, each client connects only
+    when it sends its request.
 
     Raises:
         TimeoutError: responses were not complete `TIMEOUT_S` seconds after the last request.

@@ -23,13 +23,10 @@ CPUINFO = Path("/proc/cpuinfo")
 
 def machine() -> dict[str, str | int]:
     """Return the processor, the cores of this process, the kernel and the Python version."""
-    models = [
-        line.partition(":")[2].strip()
-        for line in CPUINFO.read_text().splitlines()
-        if line.startswith("model name")
-    ]
+    lines = CPUINFO.read_text().splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "cpu": models[0] if models else platform.machine(),
+        "cpu": next(models, platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -176,18 +173,16 @@ def _results(
     rig: Rig, scenarios: Sequence[Scenario], rounds: int, seconds: float
 ) -> Iterator[Result]:
     """Yield the result of each scenario; scenarios that share processes run in a row."""
-    for prefill in (False, True):
-        some = [
-            scenario for scenario in scenarios if scenario.prefill is prefill and not scenario.fresh
-        ]
-        if some:
-            with rig.run_contenders(prefill=prefill) as running:
-                for scenario in some:
-                    yield _result(rig, scenario, running, rounds, seconds)
-    for scenario in scenarios:
-        if scenario.fresh:
-            with rig.run_contenders(prefill=scenario.prefill) as running:
-                yield _result(rig, scenario, running, 1, seconds)
+    lasting = [scenario for scenario in scenarios if not scenario.fresh]
+    groups = [
+        [scenario for scenario in lasting if not scenario.prefill],
+        [scenario for scenario in lasting if scenario.prefill],
+        *([scenario] for scenario in scenarios if scenario.fresh),
+    ]
+    for group in filter(None, groups):
+        with rig.run_contenders(prefill=group[0].prefill) as running:
+            for scenario in group:
+                yield _result(rig, scenario, running, rounds, seconds)
 
 
 def _result(rig: Rig, scenario: Scenario, running: Running, rounds: int, seconds: float) -> Result:
@@ -197,7 +192,7 @@ def _result(rig: Rig, scenario: Scenario, running: Running, rounds: int, seconds
     if not scenario.fresh:
         for contender in running.contenders:
             rig.warm_up(scenario, contender)
-    for number in range(rounds):
+    for number in range(1 if scenario.fresh else rounds):
         turns[DIRECT].append(rig.measure_direct(scenario, running.url, seconds))
         # Rotated, so that each round starts with another contender.
         start = number % len(running.contenders)
@@ -244,7 +239,6 @@ def _recorded(
 
 
 def _compare(results: Sequence[Result], recorded: Mapping[str, float]) -> None:
-    """Exit with 1 if a scenario is slower than recorded."""
     slower = []
     print()
     for result in results:

@@ -23,13 +23,10 @@ WIDTH_INCHES = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Colours for light or dark pages.
+    """Colours for light or dark pages; the name is the suffix of the chart's file.
 
-    Attributes:
-        name: suffix of the chart's file.
-        text: colour of labels and lines.
-        bars: colours of the contenders, in order. They can be distinguished without red and green
-            (Okabe and Ito, https://jfly.uni-koeln.de/color/).
+    The colours of the contenders can be distinguished without red and green (Okabe and Ito,
+    https://jfly.uni-koeln.de/color/).
     """
 
     name: str
@@ -45,13 +42,7 @@ THEMES = (
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Chart of horizontal bars.
-
-    Attributes:
-        title: title of the chart.
-        rows: name of each group of bars.
-        series: value and label of each contender in each row.
-    """
+    """Chart of horizontal bars; `series` has value and label of each contender in each row."""
 
     title: str
     rows: Sequence[str]
@@ -163,12 +154,7 @@ PICTURES: Mapping[str, Callable[[Document], dict[str, Bars]]] = {
 
 
 def draw(bars: Bars, theme: Theme, path: Path) -> None:
-    """Write a chart as SVG. The same bars give the same bytes.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
+    """Write a chart as SVG, the same bytes for the same bars; `ImportError`: no matplotlib."""
     import matplotlib as mpl  # noqa: PLC0415 - an optional dependency
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -183,7 +169,6 @@ def draw(bars: Bars, theme: Theme, path: Path) -> None:
 
 
 def _draw_bars(axes: "Axes", bars: Bars, theme: Theme) -> None:
-    """Draw a group of bars per row, with the value beside each bar."""
     height = BAR_HEIGHT / len(bars.series)
     for number, (name, values) in enumerate(bars.series.items()):
         middle = (number - (len(bars.series) - 1) / 2) * height

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -35,12 +36,7 @@ PLACES = ("port", "encode_urls", "prefill_urls", "decode_urls", "ec_store")
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Name and command line of a proxy.
-
-    Attributes:
-        name: name in the results.
-        command: words of the command line, with placeholders such as `{port}`.
-    """
+    """Name of a proxy, and its command line with placeholders such as `{port}`."""
 
     name: str
     command: tuple[str, ...]
@@ -67,7 +63,6 @@ class Contender:
         return cls(name, words)
 
     def argv(self, places: Mapping[str, str]) -> list[str]:
-        """Return the command line with its placeholders filled."""
         return [word.format(**places) for word in self.command]
 
 
@@ -77,14 +72,7 @@ class Measured:
     def __init__(
         self, contender: Contender, places: Mapping[str, str], log: Path, cores: set[int]
     ) -> None:
-        """Start the contender, and bind it to the cores.
-
-        Args:
-            contender: proxy to start.
-            places: values of the placeholders.
-            log: file for its output.
-            cores: numbers of the cores.
-        """
+        """Start the contender with the values of its placeholders, and bind it to the cores."""
         self.name = contender.name
         self.url = f"http://127.0.0.1:{places['port']}"
         self.process = Process(self.name, self.url, contender.argv(places), {}, log)
@@ -126,36 +114,23 @@ WARM_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Running engines and contenders.
-
-    Attributes:
-        url: base URL of the decode engine, for the load without a proxy.
-        contenders: running proxies.
-    """
+    """Running contenders, and the URL of their decode engine for the load without a proxy."""
 
     url: str
     contenders: Sequence[Measured]
 
 
-class _Started:
-    """Started processes, stopped with the context; if this process dies, the folder goes too."""
-
-    def __init__(self, folder: Path) -> None:
-        self.processes: list[Process] = []
-        self._guard = Guard()
-        self._guard.delete(folder)
-
-    def add_process(self, process: Process) -> None:
-        """Add a process to stop with the others."""
-        self.processes.append(process)
-        self._guard.watch(process.pid)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        stop(self.processes)
-        self._guard.close()
+@contextmanager
+def _stopped_at_end(folder: Path) -> Iterator[tuple[list[Process], Guard]]:
+    """Stop the processes with the context; if this process dies, the guard deletes the folder."""
+    guard = Guard()
+    guard.delete(folder)
+    processes: list[Process] = []
+    try:
+        yield processes, guard
+    finally:
+        stop(processes)
+        guard.close()
 
 
 class Rig:
@@ -166,11 +141,8 @@ class Rig:
     ) -> None:
         """Prepare the rig without starting a process.
 
-        Args:
-            contenders: proxies to measure.
-            folder: folder for logs, an absolute path; it is deleted if this process is killed.
-            store: URL of the encoder store.
-            proxy_cores: number of cores of a proxy; the load uses the others, if there are any.
+        The folder of logs, an absolute path, is deleted if this process is killed. The load uses
+        the cores beside the `proxy_cores` of a proxy, if there are any.
         """
         cores = sorted(os.sched_getaffinity(0))
         self._theirs = set(cores[:proxy_cores])
@@ -194,34 +166,25 @@ class Rig:
         with ExitStack() as stack:
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, self._ours)
-            started = stack.enter_context(_Started(self._folder))
+            processes, guard = stack.enter_context(_stopped_at_end(self._folder))
             with hold_signals():
-                started.add_process(self._engines(ports))
-            wait_until_ready(started.processes, READY_S, _no_report)
+                processes.append(self._engines(ports))
+                guard.watch(processes[-1].pid)
+            wait_until_ready(processes, READY_S, _no_report)
             measured: list[Measured] = []
             for contender in self._contenders:
                 with hold_signals():
                     measured.append(self._start(contender, urls, prefill=prefill))
-                    started.add_process(measured[-1].process)
-            wait_until_ready(started.processes, READY_S, _no_report)
+                    processes.append(measured[-1].process)
+                    guard.watch(processes[-1].pid)
+            wait_until_ready(processes, READY_S, _no_report)
             yield Running(urls["decode"], measured)
 
     def _engines(self, ports: dict[str, int]) -> Process:
-        instances = [f"{role}:{port}" for role, port in ports.items()]
-        return Process(
-            "engines",
-            f"http://127.0.0.1:{ports['decode']}",
-            [
-                sys.executable,
-                "-m",
-                "epd.tools.bench.engines",
-                "--ec-store",
-                self._store,
-                *instances,
-            ],
-            {},
-            self._folder / "engines.log",
-        )
+        program = (sys.executable, "-m", "epd.tools.bench.engines", "--ec-store", self._store)
+        instances = (f"{role}:{port}" for role, port in ports.items())
+        url = f"http://127.0.0.1:{ports['decode']}"
+        return Process("engines", url, [*program, *instances], {}, self._folder / "engines.log")
 
     def _start(self, contender: Contender, urls: dict[str, str], *, prefill: bool) -> Measured:
         places = {
@@ -234,12 +197,7 @@ class Rig:
         return Measured(contender, places, self._folder / f"{contender.name}.log", self._theirs)
 
     def warm_up(self, scenario: Scenario, measured: Measured) -> None:
-        """Put a short load on a contender, so that it opens its connections and fills its caches.
-
-        Raises:
-            ProcessDied: the contender has ended.
-            TimeoutError: requests got no response.
-        """
+        """Put a short load on a contender, to open connections and fill caches, as `measure`."""
         self._turn(measured, scenario, WARM_S)
 
     def measure(self, scenario: Scenario, measured: Measured, seconds: float) -> Sample:
@@ -251,11 +209,8 @@ class Rig:
         """
         before_s = measured.cpu_s()
         outcome = self._turn(measured, scenario, seconds)
-        for failure in outcome.failed[:1]:
-            print(
-                f"{measured.name}: {len(outcome.failed)} failed, the first: {failure}",
-                file=sys.stderr,
-            )
+        if failed := outcome.failed:
+            print(f"{measured.name}: {len(failed)} failed, the first: {failed[0]}", file=sys.stderr)
         return sample(outcome, measured.cpu_s() - before_s, measured.resident_bytes())
 
     def _turn(self, measured: Measured, scenario: Scenario, seconds: float) -> BenchLoad:
@@ -274,20 +229,12 @@ class Rig:
         self._seed += 1  # the pictures of all turns differ
         bodies = iter(Bodies(scenario, self._seed))
         limit_s = None if scenario.once else seconds
+        put = partial(load.run, events=scenario.events, seconds=limit_s, connect=scenario.connect)
         gc.collect()
         gc.disable()  # its pauses would be counted as the proxy's
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(
-                    load.run(
-                        url,
-                        bodies,
-                        scenario.clients,
-                        events=scenario.events,
-                        seconds=limit_s,
-                        connect=scenario.connect,
-                    )
-                )
+                return runner.run(put(url, bodies, scenario.clients))
         finally:
             gc.enable()
 

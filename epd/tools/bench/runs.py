@@ -1,7 +1,6 @@
 """Runs of `vllm bench serve`: execution, measurements, and results as JSON and as tables."""
 
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import orjson
 
 from epd.tools.bench.dataset import HUB_NAME, Dataset, ideal_hit_rate, seen_before
+from epd.tools.bench.overhead import machine
 from epd.tools.bench.targets import BenchModel, BenchTarget, Items
 from epd.version import __version__
 
@@ -62,10 +62,7 @@ class Figures:
         ttft_new_ms: median time to the first token of conversations with a new picture; None
             without such conversations.
         ttft_seen_ms: the same for conversations with a repeated picture.
-        request_throughput_rps: completed requests per second.
         output_throughput_tps: output tokens per second.
-        completed: number of completed requests.
-        failed: number of failed requests.
         cut: number of completed requests with fewer tokens than requested.
         errors: distinct errors of the failed requests.
     """
@@ -181,8 +178,6 @@ class Run:
     """Run of one data set against one target.
 
     Attributes:
-        target: server that was measured.
-        dataset: data set that was sent.
         figures: measurements of the client.
         items: counts of the proxy for this run; None if they are unknown.
         store_entries: capacity of the encoder store, in pictures; None if it is unknown.
@@ -209,9 +204,8 @@ class Run:
     @property
     def lru_hit_rate(self) -> float | None:
         """Return the hit rate of an LRU cache with as many entries as the store."""
-        if self.store_entries is None:
-            return None
-        return ideal_hit_rate(self.dataset.trace, self.store_entries)
+        entries = self.store_entries
+        return None if entries is None else ideal_hit_rate(self.dataset.trace, entries)
 
     @property
     def encodes_per_picture(self) -> float | None:
@@ -221,7 +215,6 @@ class Run:
         return (self.items.encodes + self.items.local) / self.dataset.distinct_count
 
     def as_json(self) -> dict[str, Any]:
-        """Return the run as an item of `runs` in a result file."""
         return {
             "name": self.target.name,
             "url": self.target.url,
@@ -246,12 +239,7 @@ def run_of(
 ) -> Run:
     """Return a run from its figures and the proxy's counts before and after it.
 
-    Args:
-        target: server that was measured.
-        dataset: data set that was sent.
-        figures: measurements of the client.
-        counted: counts before and after the run, or the reason why they are unknown.
-        store_entries: capacity of the encoder store, in pictures; None if it is unknown.
+    Instead of a count, there is the reason why it is unknown.
     """
     items, note = _counted(*counted, figures, dataset)
     notes = [note] if note else []
@@ -263,7 +251,6 @@ def run_of(
 def _counted(
     before: Items | str, after: Items | str, figures: Figures, dataset: Dataset
 ) -> tuple[Items | None, str | None]:
-    """Return the proxy's counts for a run, and a note about them."""
     if isinstance(before, str) or isinstance(after, str):
         return None, f"without hit rate and encodes: {after if isinstance(after, str) else before}"
     items = after.counts_since(before)
@@ -297,13 +284,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def machine() -> dict[str, Any]:
-    """Return the processor and the number of cores of this machine."""
-    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return {"cpu": next(models, platform.processor()), "cores": len(os.sched_getaffinity(0))}
 
 
 ROWS: Sequence[tuple[str, str, Callable[[Run], float | None]]] = (

@@ -31,10 +31,8 @@ class Scenario:
     """Kind of load.
 
     Attributes:
-        name: name on the command line and in results.
-        title: name in tables.
+        name, title: name on the command line and in results, and in tables.
         clients: number of concurrent requests.
-        pictures: number of pictures per request.
         picture_bytes: size of each picture before base64, in bytes.
         reuse: share of requests with pictures that were sent before.
         chunks: events of the streamed response; 0: the response is one JSON document.
@@ -113,7 +111,6 @@ class Bodies:
         self._made = 0
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield bodies without end."""
         while True:
             reused = self._made and self._random.random() < self._scenario.reuse
             number = self._random.randrange(self._made) if reused else self._made
@@ -170,13 +167,10 @@ class Sample:
     Attributes:
         cpu_ms: CPU time of its processes per request, in milliseconds.
         cpu_chunk_us: CPU time per event of a stream, in microseconds; 0 without streams.
-        rps: requests per second.
         first_p50_ms: median time to the first byte of a response's body, in milliseconds.
         first_p99_ms: 99th percentile of the same time.
         gap_ms: longest time between two arrivals of one response, in milliseconds.
         resident_bytes: peak memory so far, in bytes.
-        done: number of complete responses.
-        failed: number of other requests.
     """
 
     cpu_ms: float
@@ -209,11 +203,9 @@ def sample(load: BenchLoad, cpu_s: float, resident_bytes: int) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a scenario.
+    """Result of a scenario: the turns of each contender, in order.
 
-    Attributes:
-        scenario: scenario that was measured.
-        turns: turns of each contender, in order; the contenders alternate. `DIRECT` is one of them.
+    The contenders alternate; `DIRECT` is one of them.
     """
 
     scenario: Scenario
@@ -266,37 +258,20 @@ def table(results: Sequence[Result], reference: str) -> Iterator[str]:
 
 def details(results: Sequence[Result]) -> Iterator[str]:
     """Yield the lines of a Markdown table with all other measurements."""
-    yield _row(
-        "scenario",
-        "proxy",
-        "requests/s",
-        "CPU us per chunk",
-        "first byte p50, ms",
-        "p99, ms",
-        "added p50, ms",
-        "p99, ms",
-        "longest gap, ms",
-        "peak MB",
-        "done",
-        "failed",
+    yield (
+        "| scenario | proxy | requests/s | CPU us per chunk | first byte p50, ms | p99, ms "
+        "| added p50, ms | p99, ms | longest gap, ms | peak MB | done | failed |"
     )
     yield _row(*["---"] * 12)
     for result in results:
         for name in result.turns:
             median, (p50_ms, p99_ms) = result.median(name), result.added_ms(name)
-            yield _row(
-                result.scenario.title,
-                name,
-                f"{median.rps:.0f}",
-                f"{median.cpu_chunk_us:.1f}",
-                f"{median.first_p50_ms:.2f}",
-                f"{median.first_p99_ms:.2f}",
-                f"{p50_ms:.2f}",
-                f"{p99_ms:.2f}",
-                f"{median.gap_ms:.1f}",
-                f"{median.resident_bytes / 1e6:.0f}",
-                f"{median.done:.0f}",
-                f"{median.failed:.0f}",
+            yield (
+                f"| {result.scenario.title} | {name} | {median.rps:.0f} "
+                f"| {median.cpu_chunk_us:.1f} | {median.first_p50_ms:.2f} "
+                f"| {median.first_p99_ms:.2f} | {p50_ms:.2f} | {p99_ms:.2f} "
+                f"| {median.gap_ms:.1f} | {median.resident_bytes / 1e6:.0f} "
+                f"| {median.done:.0f} | {median.failed:.0f} |"
             )
 
 

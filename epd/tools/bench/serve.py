@@ -112,11 +112,7 @@ def _add_target_flags(group: "argparse._ArgumentGroup") -> None:
         help="served name of the model (default: the only one); with --topology, its folder",
     )
     add("--tokenizer", help="folder or hub name of the tokenizer (default: the server's model)")
-    add(
-        "--ec-store",
-        metavar="URL",
-        help="encoder store of a --topology (default: a new folder)",
-    )
+    add("--ec-store", metavar="URL", help="encoder store of a --topology (default: a new folder)")
     add(
         "--store-entries",
         type=_checked(_count),
@@ -146,20 +142,13 @@ def _add_load_flags(group: "argparse._ArgumentGroup") -> None:
         metavar="R",
         help="requests per second, on average (default: inf, all at once)",
     )
-    add(
+    integer = partial(add, type=int, metavar="N")
+    integer(
         "--warmups",
-        type=int,
         default=3,
-        metavar="N",
         help="requests with other pictures before the measurement (default: 3)",
     )
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of pictures and questions (default: 0)",
-    )
+    integer("--seed", default=0, help="seed of pictures and questions (default: 0)")
     add(
         "--data-dir",
         type=Path,
@@ -216,7 +205,6 @@ def _write(plan: BenchPlan, runs: Sequence[Run], started_at: datetime) -> None:
 
 
 def _one(plan: BenchPlan, target: BenchTarget, model: BenchModel, dataset: Dataset) -> Run:
-    """Send one data set to one target, and return the run."""
     _report(f"{target.name}: {len(dataset.trace)} requests of {dataset.name}")
     before = _items(target)
     with TemporaryDirectory(prefix="epd-bench-") as folder:
@@ -254,7 +242,6 @@ def _datasets(plan: BenchPlan) -> Iterator[Dataset]:
 
 @contextmanager
 def _started(plan: BenchPlan, topology: str) -> Iterator[BenchTarget]:
-    """Start a stack on this machine, and stop it at the end of the context."""
     with TemporaryDirectory(prefix="epd-bench-") as folder:
         stack = Stack(
             Path(plan.model or ""),

@@ -5,7 +5,7 @@ import base64
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
@@ -33,23 +33,14 @@ class NoFigures(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """Server with OpenAI's API.
-
-    Attributes:
-        name: name in the results.
-        url: base URL.
-    """
+    """Server with OpenAI's API, and its name in the results."""
 
     name: str
     url: str
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `URL` or `NAME=URL`; the default name is host and port.
-
-        Raises:
-            ValueError: the text has another form.
-        """
+        """Read `URL`, named by host and port, or `NAME=URL`; raise `ValueError` otherwise."""
         match = _NAMED.fullmatch(text)
         # A password in the URL would be written to every result file.
         if match is None or not (parts := urlsplit(match["url"])).hostname or parts.username:
@@ -59,11 +50,9 @@ class BenchTarget:
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """Model of a server.
+    """Model of a server, by its name in requests.
 
-    Attributes:
-        id: name in requests.
-        tokenizer: folder or hub name; by default the model's source that the server reports.
+    The tokenizer is a folder or hub name; by default the model's source that the server reports.
     """
 
     id: str
@@ -87,12 +76,8 @@ class Items:
     encodes: int
 
     def counts_since(self, before: Self) -> "Items":
-        return Items(
-            self.hits - before.hits,
-            self.encoded - before.encoded,
-            self.local - before.local,
-            self.encodes - before.encodes,
-        )
+        counts = zip(astuple(self), astuple(before), strict=True)
+        return Items(*(now - then for now, then in counts))
 
     @property
     def total(self) -> int:
@@ -108,10 +93,8 @@ def find_model(target: BenchTarget, wanted: str | None) -> BenchModel:
     status, body = asyncio.run(_request("GET", f"{target.url}/v1/models", _client_key()))
     if status != HTTPStatus.OK:
         raise TargetFailed(f"{target.url}/v1/models: {_error(status, body)}")
-    models = [
-        BenchModel(model["id"], model.get("root") or model["id"])
-        for model in _json(body).get("data", [])
-    ]
+    rows = _json(body).get("data", [])
+    models = [BenchModel(row["id"], row.get("root") or row["id"]) for row in rows]
     names = wanted and {wanted, Path(wanted).name}
     found = [model for model in models if names is None or model.id in names]
     if len(found) != 1:
@@ -122,11 +105,7 @@ def find_model(target: BenchTarget, wanted: str | None) -> BenchModel:
 
 
 def warm_target(target: BenchTarget, model: BenchModel, jpeg: bytes) -> None:
-    """Send a request with a picture, to warm up the engines.
-
-    Raises:
-        TargetFailed: the server does not answer with 200.
-    """
+    """Warm up the engines with a picture; raise `TargetFailed` if the answer is not 200."""
     url = f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
     picture = {"type": "image_url", "image_url": {"url": url}}
     text = {"type": "text", "text": "What is in this picture?"}
@@ -142,9 +121,8 @@ def warm_target(target: BenchTarget, model: BenchModel, jpeg: bytes) -> None:
         )
     )
     if status != HTTPStatus.OK:
-        raise TargetFailed(
-            f"{target.url} failed a request with a picture: {_error(status, answer)}"
-        )
+        reason = _error(status, answer)
+        raise TargetFailed(f"{target.url} failed a request with a picture: {reason}")
 
 
 def read_items(target: BenchTarget) -> Items:
@@ -232,7 +210,6 @@ def _json(body: bytes) -> dict[str, Any]:
 
 
 def _error(status: int, body: bytes) -> str:
-    """Return status and message of an error response."""
     try:
         error = orjson.loads(body)["error"]
         return f"{status}, {error['message']}"

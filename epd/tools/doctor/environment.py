@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import psutil
@@ -69,11 +69,7 @@ def _somaxconn() -> int | None:
 
 
 def judge_backlog(somaxconn: int | None) -> Iterator[Finding]:
-    """Judge how many connections the kernel queues until the proxy accepts them.
-
-    Args:
-        somaxconn: `net.core.somaxconn` of Linux; None: not known.
-    """
+    """Judge `net.core.somaxconn` of Linux; None: not known."""
     if somaxconn is None:
         return
     seen = f"the kernel queues {somaxconn} connections until the proxy accepts them"
@@ -170,13 +166,12 @@ WITHIN_S = 10.0
 
 
 async def look_at_store(url: str, made: Encoded | None) -> StoreFacts:
-    """Return the facts about the store.
+    """Return the facts about the store, and whether it has `made`.
 
-    Args:
-        url: URL of the store.
-        made: output that an encode instance just wrote, as the instance reported it; None: there
-            is none to look up.
+    That is the output that an encode instance just wrote, as the instance reported it; None: there
+    is none to look up.
     """
+    folder = _folder(url)
     try:
         async with asyncio.timeout(WITHIN_S), await open_async_store(url, create=False) as store:
             entry = None if made is None else await _entry(store, made)
@@ -190,8 +185,8 @@ async def look_at_store(url: str, made: Encoded | None) -> StoreFacts:
                 elsewhere=elsewhere,
                 bytes=stats.bytes,
                 max_bytes=stats.max_bytes,
-                free_bytes=_free_bytes(url),
-                mount=_mount(url),
+                free_bytes=None if folder is None else shutil.disk_usage(folder).free,
+                mount=None if folder is None else _mount(folder),
             )
     except TimeoutError:
         return StoreFacts(problem=f"no answer within {WITHIN_S:g} s")
@@ -246,16 +241,12 @@ def _random_key() -> EntryKey:
     return EntryKey("epd-doctor", secrets.token_hex(32))
 
 
-def _mount(url: str) -> Mount | None:
+def _folder(url: str) -> Path | None:
     parts = urlsplit(url)
-    if parts.scheme != "file":
-        return None
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+def _mount(folder: Path) -> Mount | None:
     with suppress(OSError):
-        path = PurePosixPath(Path(unquote(parts.path)).resolve())
-        return mount_of(path, psutil.disk_partitions(all=True))
+        return mount_of(folder.resolve(), psutil.disk_partitions(all=True))
     return None
-
-
-def _free_bytes(url: str) -> int | None:
-    parts = urlsplit(url)
-    return shutil.disk_usage(unquote(parts.path)).free if parts.scheme == "file" else None

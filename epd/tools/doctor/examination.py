@@ -26,12 +26,7 @@ from epd.tools.doctor.facts import (
     as_text,
     worst_verdict,
 )
-from epd.tools.doctor.instances import (
-    IDLE_S,
-    InstanceReader,
-    read_sources,
-    try_subscription,
-)
+from epd.tools.doctor.instances import IDLE_S, InstanceReader, read_sources, try_subscription
 from epd.tools.doctor.trials import Trials, Tried, text
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.upstream import Upstream
@@ -41,13 +36,11 @@ class Examined:
     """Fleet under examination: the facts about its instances so far."""
 
     def __init__(self, facts: Sequence[InstanceFacts]) -> None:
-        """Take what is known of its instances before requests are sent to them."""
         self._facts = {fact.instance: fact for fact in facts}
         self.tried: Tried | None = None
 
     @property
     def instance_facts(self) -> Sequence[InstanceFacts]:
-        """Facts about its instances."""
         return tuple(self._facts.values())
 
     @property
@@ -56,7 +49,6 @@ class Examined:
         return next((model.name for fact in self.instance_facts for model in fact.models), None)
 
     def answering_instances(self, *roles: Role) -> list[Instance]:
-        """Return the instances of these roles that answer."""
         return [
             instance
             for instance, fact in self._facts.items()
@@ -78,12 +70,7 @@ class Examined:
 
 
 async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
-    """Return all findings.
-
-    Args:
-        config: configuration of the proxy.
-        requests: whether to send requests to instances, small and of one output token each.
-    """
+    """Return all findings; with `requests`, send the instances small ones of one output token."""
     headers = headers_of(config)
     async with (
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
@@ -100,8 +87,7 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
             encoded = EC_TRANSFERS[config.ec_transfer]()
             transfer = KV_TRANSFERS[config.kv_transfer]()
             peers = PeerRegistry(InstanceTable(), transfer, upstream, LiveConfig(config))
-            stages = Stages(upstream)
-            trials = Trials(stages, encoded, transfer, peers, headers, config)
+            trials = Trials(Stages(upstream), encoded, transfer, peers, headers, config)
             encode = _try_pushes if encoded.pushed else _try_encode
             await encode(fleet, trials, fleet.model)
             await _try_handovers(fleet, trials, fleet.model)
@@ -119,8 +105,8 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
 async def _try_events(fleet: Examined, config: ProxyConfig) -> None:
     """Subscribe to the instances that are chosen by content."""
     for instance in fleet.answering_instances(*config.content_roles):
-        addresses, timeout_s = config.kv_events_addrs, config.health_timeout_s
-        trial = await try_subscription(instance, addresses, timeout_s)
+        addresses = config.kv_events_addrs
+        trial = await try_subscription(instance, addresses, config.health_timeout_s)
         fleet.note_trials(instance, {judge.EVENTS: trial})
 
 
@@ -136,9 +122,8 @@ async def _try_encode(fleet: Examined, trials: Trials, model: str) -> None:
         # An engine that sends blocks to an address crashes on a request without one.
         alone = (Role.PREFILL,) if trials.prefills_alone else ()
         for instance in fleet.answering_instances(*alone, Role.PREFILL_DECODE):
-            fleet.note_trials(
-                instance, {judge.CONSUME: await trials.consume(instance, fleet.tried)}
-            )
+            trial = await trials.consume(instance, fleet.tried)
+            fleet.note_trials(instance, {judge.CONSUME: trial})
 
 
 async def _try_pushes(fleet: Examined, trials: Trials, model: str) -> None:
@@ -161,10 +146,8 @@ async def _try_pushes(fleet: Examined, trials: Trials, model: str) -> None:
 
 
 async def _try_handovers(fleet: Examined, trials: Trials, model: str) -> None:
-    prefills, decodes = (
-        fleet.answering_instances(Role.PREFILL),
-        fleet.answering_instances(Role.DECODE),
-    )
+    prefills = fleet.answering_instances(Role.PREFILL)
+    decodes = fleet.answering_instances(Role.DECODE)
     if not prefills or not decodes:
         return
     pairs = max(len(prefills), len(decodes))

@@ -4,9 +4,10 @@ Facts are observations without a verdict. `judge` turns them into findings. No I
 """
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import PurePath, PurePosixPath
 from typing import NamedTuple
 
 import orjson
@@ -16,26 +17,18 @@ from epd.routing.instances import Instance
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """Mounted file system.
-
-    Attributes:
-        path: mount point.
-        kind: type of the file system, such as `nfs4`.
-        options: mount options, such as `{"vers": "4.2", "hard": ""}`.
-    """
+    """Mounted file system, of a kind such as `nfs4` with options such as `{"vers": "4.2"}`."""
 
     path: PurePosixPath
     kind: str
     options: dict[str, str]
 
 
-def mount_of(path: PurePosixPath, table: Iterable[tuple[str, str, str, str]]) -> Mount | None:
-    """Return the mount that a path is on; None: the table has none.
+def mount_of(path: PurePath, table: Iterable[tuple[str, str, str, str]]) -> Mount | None:
+    """Return the mount of an absolute path without symbolic links; None: the table has none.
 
-    Args:
-        path: absolute path without symbolic links.
-        table: device, mount point, type and options of each mount. Of several mounts at one mount
-            point the last one counts.
+    The table has device, mount point, type and options of each mount. Of several mounts at one
+    mount point the last one counts.
     """
     mounts = [Mount(PurePosixPath(place), kind, _options(text)) for _, place, kind, text in table]
     around = [mount for mount in mounts if path.is_relative_to(mount.path)]
@@ -49,13 +42,7 @@ def _options(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Model as `GET /v1/models` lists it.
-
-    Attributes:
-        name: name of the model in requests.
-        root: source of its weights, if the instance reports it.
-        max_model_len: tokens of a request and its answer, if the instance reports it.
-    """
+    """Model as `GET /v1/models` lists it; None: the instance does not report the value."""
 
     name: str
     root: str | None = None
@@ -82,10 +69,7 @@ class InstanceFacts:
     """Facts about an instance, seen from outside.
 
     Attributes:
-        instance: the instance.
         problem: why it cannot be used; None: it answers `GET /health` with 2xx.
-        version: version of vLLM.
-        models: models that it serves.
         skew_s: how far its clock is ahead of this machine's, by its `Date` header.
         keeps_alive: whether it keeps an idle connection for as long as the proxy pools one; None:
             not known.
@@ -117,10 +101,8 @@ class StoreFacts:
             but not readable) or `missing`; None: no output to look up.
         elsewhere: namespace that has the missing output, if it is another than the encode
             instance reports.
-        bytes: bytes in use.
         max_bytes: quota in bytes.
-        free_bytes: free bytes of the file system; None for Redis.
-        mount: mount of the file system; None for Redis.
+        free_bytes, mount: free bytes and mount of the file system; None for Redis.
     """
 
     problem: str | None = None
@@ -148,8 +130,6 @@ class Finding(NamedTuple):
 
     Attributes:
         verdict: severity. `fail`: requests will fail or be slow because of it.
-        subject: component that was checked.
-        seen: observation.
         advice: what to change; empty: nothing.
     """
 
@@ -188,10 +168,8 @@ def as_text(findings: Sequence[Finding]) -> str:
         lines.append(f"{finding.verdict:<4}  {finding.subject:<{width}}  {finding.seen}")
         if finding.advice:
             lines.append(f"{'':4}  {'':{width}}  -> {finding.advice}")
-    counts = {
-        verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict
-    }
-    lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items())]
+    counts = Counter(finding.verdict for finding in findings)
+    lines += ["", ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict)]
     return "\n".join(lines)
 
 

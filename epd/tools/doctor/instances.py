@@ -6,7 +6,7 @@ Nothing is written to them.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
@@ -38,14 +38,7 @@ IDLE_S = KEEP_ALIVE_S + 0.5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InstanceReader:
-    """Reader of what instances report about themselves.
-
-    Args:
-        upstream: HTTP client.
-        pool: pool that keeps its connections for longer than `IDLE_S`.
-        headers: headers of each request, such as a key.
-        timeout_s: deadline of each answer.
-    """
+    """Reader of what instances report; its pool keeps connections for longer than `IDLE_S`."""
 
     _upstream: Upstream
     _pool: Pool
@@ -65,7 +58,7 @@ class InstanceReader:
                 self._keeps_alive(instance),
             )
         except ProxyError as error:
-            return InstanceFacts(instance, f"{error} ({_reason(error)})")
+            return InstanceFacts(instance, f"{error} ({error.__cause__ or type(error).__name__})")
         if models.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             return InstanceFacts(instance, "requires an API key: set OPENAI_API_KEY")
         return InstanceFacts(
@@ -89,9 +82,8 @@ class InstanceReader:
         try:
             connection = await self._pool.connect(target.origin)
             try:
-                await connection.send_request(
-                    request_head(target, self._headers, None), (), until_s
-                )
+                head = request_head(target, self._headers, None)
+                await connection.send_request(head, (), until_s)
                 while await connection.chunk(until_s):
                     pass
                 await asyncio.sleep(IDLE_S)
@@ -100,10 +92,6 @@ class InstanceReader:
                 connection.abort()
         except (Unreachable, Broken, TimeoutError):
             return None
-
-
-def _reason(error: ProxyError) -> str:
-    return str(error.__cause__ or type(error).__name__)
 
 
 def _json(answer: Answer) -> Mapping[str, Any]:
@@ -138,12 +126,9 @@ def _skew_s(answer: Answer) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class KnownInstances:
-    """Instances that the sources name.
+    """Instances of all sources that are compatible with each other, and defects of the sources.
 
-    Attributes:
-        instances: all instances of the sources that are compatible with each other.
-        names: by URL, the host name that the certificate of an instance found by DNS must show.
-        findings: defects of the sources.
+    `names` has by URL the host name that the certificate of an instance found by DNS must show.
     """
 
     instances: Sequence[Instance]
@@ -158,15 +143,14 @@ async def read_sources(config: ProxyConfig) -> KnownInstances:
     transfer = KV_TRANSFERS[config.kv_transfer]()
 
     def report_change(instance: Instance, change: Change, _: InstanceSource) -> None:
+        name = f"{instance.role} {instance.url}"
         if change == "refused" and not transfer.accepts_instance(instance):
             advice = "correct its kv_addr, or remove it from the configuration"
-            findings.append(
-                fail(f"{instance.role} {instance.url}", "--kv-transfer cannot use it", advice)
-            )
+            findings.append(fail(name, "--kv-transfer cannot use it", advice))
         elif change == "refused":
             advice = "run either prefill and decode instances, or prefill_decode instances"
             seen = "is not used: its role conflicts with that of another instance"
-            findings.append(warn(f"{instance.role} {instance.url}", seen, advice))
+            findings.append(warn(name, seen, advice))
 
     registry = Registry(
         InstanceTable(), config.instances, fits=transfer.accepts_instance, on_change=report_change
@@ -201,13 +185,8 @@ async def _registered(config: ProxyConfig, findings: list[Finding]) -> Sequence[
         return ()
     if config.registration_store is None:
         seen = "the doctor cannot see which instances are registered with a running proxy"
-        findings.append(
-            warn(
-                "registration",
-                seen,
-                "use the proxy's GET /instances, or keep registrations in a --registration-store",
-            )
-        )
+        advice = "use the proxy's GET /instances, or keep registrations in a --registration-store"
+        findings.append(warn("registration", seen, advice))
         return ()
     try:
         async with open_store(config.registration_store) as store:
@@ -254,18 +233,11 @@ def _judge_roles(config: ProxyConfig, roles: set[Role]) -> Iterator[Finding]:
 
 
 async def try_subscription(instance: Instance, addresses: Sequence[str], timeout_s: float) -> Trial:
-    """Return whether each engine of an instance accepts a subscriber to its KV events.
-
-    Args:
-        instance: the instance.
-        addresses: addresses of KV events, as configured.
-        timeout_s: deadline of each connection.
-    """
-    sources = [*event_sources(instance, addresses)]
-    return await asyncio.to_thread(_subscribe, sources, timeout_s)
+    """Return whether each engine of an instance accepts a subscriber to its KV events."""
+    return await asyncio.to_thread(_subscribe, event_sources(instance, addresses), timeout_s)
 
 
-def _subscribe(sources: Sequence[EventSource], timeout_s: float) -> Trial:
+def _subscribe(sources: Iterable[EventSource], timeout_s: float) -> Trial:
     import zmq  # noqa: PLC0415 - of the extra `kv-events`
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -49,6 +49,10 @@ ADVICE = {
     '\'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}\', and name its address in '
     "--kv-events-addrs if it has another host or port. Until then its prefix cache is estimated",
 }
+NO_STORE = (
+    "name the store of the engines' --ec-transfer-config: an engine with ECStoreConnector creates "
+    "it at its start, and so do `ec-store serve` and `ec-store configure`"
+)
 NO_CHAT = (
     "the model has no chat route, which encode requests need. Models for transcription (Whisper) "
     "or embeddings have none: vLLM cannot run their encoders apart. Serve the model without "
@@ -204,18 +208,9 @@ def judge_store(config: ProxyConfig, facts: StoreFacts | None) -> Iterator[Findi
             "set --ec-store to the store of the engines' --ec-transfer-config",
         )
         return
-    if facts.missing and facts.problem is not None:
-        yield fail(
-            "store",
-            facts.problem,
-            "name the store of the engines' --ec-transfer-config: an engine with ECStoreConnector "
-            "creates it at its start, and so do `ec-store serve` and `ec-store configure`",
-        )
-        return
     if facts.problem is not None:
-        yield fail(
-            "store", facts.problem, "repair it: until then every item of a request is encoded"
-        )
+        repair = "repair it: until then every item of a request is encoded"
+        yield fail("store", facts.problem, NO_STORE if facts.missing else repair)
         return
     budget_s = config.ec_store_budget_s
     round_trip = f"{facts.round_trip_s * 1000:.1f} ms per lookup"

@@ -78,7 +78,6 @@ class Tried:
 
     Attributes:
         body: request with the picture or sound.
-        encoded: what is known of its encoder output.
         params: `ec_transfer_params` of a request with it.
         consumer: consumer to which the output was pushed; None: every consumer can read it.
     """
@@ -97,16 +96,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trials:
-    """Trial requests of single stages, and of conversations.
-
-    Args:
-        stages: the proxy's implementation of the stages.
-        encoded: transfer of encoder outputs to prefill.
-        transfer: transfer of KV blocks to decode.
-        peers: what is known of the prefill instances' connectors.
-        headers: headers of each request, such as a key.
-        config: configuration of the proxy, with its timeouts.
-    """
+    """Trial requests of single stages, and of conversations, sent as the proxy sends them."""
 
     _stages: Stages
     _encoded: ECTransfer
@@ -122,10 +112,7 @@ class Trials:
 
     @property
     def prefills_alone(self) -> bool:
-        """Whether a request may go to a prefill instance without a decode instance.
-
-        An engine that sends blocks to an address crashes on a request without one.
-        """
+        """Whether a request may go to a prefill instance without a decode instance."""
         return Role.DECODE not in self._transfer.addressed
 
     async def encode(
@@ -133,13 +120,8 @@ class Trials:
     ) -> tuple[Trial, Tried | None]:
         """Send a picture to an encode instance; if the model rejects pictures, a sound.
 
-        Args:
-            instance: encode instance.
-            model: name of a model that it serves.
-            consumer: consumer that the output is pushed to, with a transfer that pushes.
-
-        Returns:
-            The result, and the encoder output; None: the trial failed.
+        With a transfer that pushes, the output goes to `consumer`. Return the result and the
+        output; None: the trial failed.
         """
         refused = None
         for part in (picture(), new_sound()):
@@ -181,14 +163,15 @@ class Trials:
             prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
         except ProxyError as error:
             return {PREFILL: _failed(error)}
-        return {PREFILL: Trial(), DECODE: await self._decoded(pair, decode, body, prefilled.params)}
+        sent = with_params(body, prefilled.params)
+        return {PREFILL: Trial(), DECODE: await self._answered(decode, sent, pair.request_id)}
 
     async def _at_once(
         self, pair: Pair, decode: Instance, body: Body, context: RequestContext
     ) -> Mapping[str, Trial]:
         """Send a request to both instances at the same time: each waits for the other."""
-        params = self._transfer.decode_params(pair, {})
-        decoding = asyncio.create_task(self._decoded(pair, decode, body, params))
+        sent = with_params(body, self._transfer.decode_params(pair, {}))
+        decoding = asyncio.create_task(self._answered(decode, sent, pair.request_id))
         try:
             await self._stages.prefill(self._transfer, pair, Consumed(body), context)
             return {PREFILL: Trial(), DECODE: await decoding}
@@ -196,18 +179,12 @@ class Trials:
             decoding.cancel()
             await asyncio.gather(decoding, return_exceptions=True)
 
-    async def _decoded(
-        self, pair: Pair, decode: Instance, body: Body, params: Params | None
-    ) -> Trial:
-        return await self._answered(decode, with_params(body, params), pair.request_id)
-
     async def _answered(
         self, instance: Instance, body: Body, request_id: str | None = None, rank: int | None = None
     ) -> Trial:
         context = self._context()
-        sent = Consumed(body)
         try:
-            opened = await self._stages.decode(instance, sent, context, rank, request_id)
+            opened = await self._stages.decode(instance, Consumed(body), context, rank, request_id)
             with opened.reply as reply:
                 content = await reply.read(idle_s=ANSWERS_S)
             params = reply_field(content, "kv_transfer_params", stage="decode")
@@ -225,9 +202,8 @@ class Trials:
         rank = 0 if prefill.dp_size > 1 else None
         try:
             asked = {"model": model, "prompt": WORDS}
-            tokens = (
-                await self._stages.prompt_tokens(prefill, asked, self._context(of_tokens=True))
-            )[:TOKENS]
+            context = self._context(of_tokens=True)
+            tokens = (await self._stages.prompt_tokens(prefill, asked, context))[:TOKENS]
             pair = Pair("", prefill, rank, decode)
             first = await self._turn(pair, decode, _asking_tokens(model, tokens), None)
             pair = pair._replace(earlier=kept_params(first.params or {}, decode.url))
@@ -256,17 +232,14 @@ class Trials:
             prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
         sent = with_params(body, prefilled.params)
         opened = await self._stages.decode(decode, Consumed(sent), context)
-        with opened.reply as reply:
-            content = await reply.read(idle_s=ANSWERS_S)
         heard = ReplyCapture(cut_tokens=False)
-        heard.capture_fields(content)
+        with opened.reply as reply:
+            heard.capture_fields(await reply.read(idle_s=ANSWERS_S))
         return heard
 
     def _context(self, *, of_tokens: bool = False) -> RequestContext:
-        request_id, endpoint = (
-            f"doctor-{secrets.token_hex(8)}",
-            Completions() if of_tokens else CHAT,
-        )
+        request_id = f"doctor-{secrets.token_hex(8)}"
+        endpoint = Completions() if of_tokens else CHAT
         return RequestContext(request_id, self._headers, self._config, endpoint)
 
 

@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ec_store.keys import EntryKey
-from ec_store.opening import open_store
-
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder in it is checked to be this user's
 OWN = re.compile(r"epd-up-[0-9]+-[0-9]{1,5}")
 """Name of a fleet's folder in shared memory, with the user's id and the proxy's port."""
@@ -61,13 +58,9 @@ def private_folder(folder: Path) -> Iterator[None]:
 def remove_abandoned(kept_folder: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     """Remove this user's folders of ended fleets in shared memory, and return them.
 
-    A fleet locks its folder, and the kernel releases the lock when the fleet's process ends. So a
-    folder that can be locked has no owner. A process id would prove nothing, because ids are
-    reused.
-
-    Args:
-        kept_folder: folder of the starting fleet, which takes over its entries.
-        shared_memory: parent of the folders.
+    The starting fleet takes over the entries in `kept_folder`. A fleet locks its folder, and the
+    kernel releases the lock when the fleet's process ends. So a folder that can be locked has no
+    owner. A process id would prove nothing, because ids are reused.
     """
     found = sorted(shared_memory.glob(f"epd-up-{os.getuid()}-*"))
     named = [folder for folder in found if OWN.fullmatch(folder.name) and folder != kept_folder]
@@ -89,11 +82,7 @@ def _remove_abandoned(folder: Path) -> bool:
 
 
 def _lock_made(folder: Path) -> int:
-    """Create a folder and return a descriptor that locks it until the descriptor is closed.
-
-    Raises:
-        FolderTaken: the folder belongs to another user or fleet.
-    """
+    """Create a folder, and lock it as `_lock` does."""
     while True:
         make(folder)
         try:
@@ -133,13 +122,3 @@ def make(folder: Path) -> None:
     found = folder.lstat()
     if found.st_uid != os.getuid() or folder.is_symlink():
         raise FolderTaken(f"{folder} belongs to another user: name another one with --ec-store")
-
-
-def check_reachable(url: str) -> None:
-    """Check that the store answers, with a lookup.
-
-    Raises:
-        StoreUnavailable: the store does not answer.
-    """
-    with open_store(url) as store:
-        store.lookup([EntryKey("", "health")])

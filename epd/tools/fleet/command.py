@@ -16,6 +16,8 @@ from pydantic import AliasChoices, ValidationError
 from pydantic.fields import FieldInfo
 
 from ec_store.errors import StoreError
+from ec_store.keys import EntryKey
+from ec_store.opening import open_store
 from epd.parser import Commands, Parser
 from epd.routing.instances import Role
 from epd.tools.fleet import cache_folder
@@ -159,9 +161,8 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
 
 def _check_model(parser: Parser, settings: FleetSettings, config: Mapping[str, Any]) -> None:
     """Exit with an error if the topology has an encode stage that the model cannot use."""
-    if Role.ENCODE not in settings.topology.roles:
-        return
-    if overrides_config(settings.vllm_flags + settings.encode_flags):
+    overridden = overrides_config(settings.vllm_flags + settings.encode_flags)
+    if overridden or Role.ENCODE not in settings.topology.roles:
         return
     reason = why_unservable(config, text_architectures())
     if reason is not None:
@@ -193,14 +194,14 @@ def _flag_or_variable(location: tuple[int | str, ...]) -> str:
 
 
 def _check(plan: FleetPlan) -> None:
-    """Raise if the store cannot be reached or a port is in use."""
     for port, (host, owner) in plan.ports().items():
         try:
             check_free(host, port)
         except OSError as error:
             raise OSError(f"{host}:{port}, the port of {owner}: {error.strerror}") from None
     if plan.store and plan.keeper_port is None:
-        cache_folder.check_reachable(plan.store)
+        with open_store(plan.store) as store:
+            store.lookup([EntryKey("", "health")])
 
 
 def _serve(fleet: Fleet, example: str) -> None:

@@ -1,8 +1,4 @@
-"""Command lines and environments of vLLM instances, by stage and kind of device.
-
-`Platform` has what differs between CUDA, XPU and CPU, `assign` gives devices to instances, and
-`Engine` makes a `FleetServer`, a command line with its environment, of all of it.
-"""
+"""Command lines and environments of vLLM instances, by stage and kind of device."""
 
 import json
 import re
@@ -19,13 +15,9 @@ from epd.routing.instances import Role
 
 @dataclass(frozen=True, slots=True)
 class FleetServer:
-    """Server to start.
+    """Server to start; `/health` below its URL answers 200 once it is ready.
 
-    Attributes:
-        name: name in messages and of its log file.
-        url: base URL; `/health` below it answers 200 once the server is ready.
-        command: command line.
-        environment: variables in addition to the caller's.
+    `environment` has variables in addition to the caller's. `name` is also that of the log file.
     """
 
     name: str
@@ -47,12 +39,10 @@ class Platform:
     """Kind of device, and what a vLLM instance needs on it.
 
     Attributes:
-        name: value of `--device`.
         affinity: variable with the devices that a process sees; None: there are no devices.
         files: pattern below /dev that matches one file per device.
         environment: variables of every instance, unless the caller has set them.
         ucx: the same for instances with NIXL.
-        flags: flags of every instance.
         executor: vLLM's executor for an instance with one rank; None: vLLM's default.
         eager: roles that run without captured graphs.
         encode_tokens: maximum tokens in a batch of an encode instance.
@@ -137,12 +127,7 @@ def detect_platform(environ: Mapping[str, str], dev: Path = Path("/dev")) -> Pla
 Devices = tuple[str, ...]
 """Devices of one instance; its tensors are divided over them."""
 
-LETTERS: Mapping[str, Role] = {
-    "e": Role.ENCODE,
-    "p": Role.PREFILL,
-    "d": Role.DECODE,
-    "pd": Role.PREFILL_DECODE,
-}
+LETTERS = {"e": Role.ENCODE, "p": Role.PREFILL, "d": Role.DECODE, "pd": Role.PREFILL_DECODE}
 ROUNDING = 1e-9
 _DEVICE = re.compile(r"[\w./-]+", re.ASCII)
 
@@ -150,8 +135,7 @@ _DEVICE = re.compile(r"[\w./-]+", re.ASCII)
 def parse(text: str) -> Mapping[Role, tuple[Devices, ...]]:
     """Read `e=0,p=1,d=2+3`: `+` joins devices of one instance, `:` or a second `e=` starts another.
 
-    Raises:
-        ValueError: the text has another form.
+    A text of another form raises `ValueError`.
     """
     named: dict[Role, tuple[Devices, ...]] = {}
     for word in text.split(","):
@@ -164,11 +148,7 @@ def parse(text: str) -> Mapping[Role, tuple[Devices, ...]]:
 
 
 def parse_instances(text: str) -> tuple[Devices, ...]:
-    """Read `0:1` (two instances) or `2+3` (one instance on two devices).
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Read `0:1` (two instances) or `2+3` (one on two devices); raise `ValueError` otherwise."""
     instances = tuple(
         tuple(device.strip() for device in instance.split("+")) for instance in text.split(":")
     )
@@ -182,11 +162,6 @@ def assign(
     roles: Sequence[Role], named: Mapping[Role, Sequence[Devices]], visible: Sequence[str]
 ) -> tuple[Devices, ...]:
     """Return the devices of each instance: those named for its role, or one of the others in turn.
-
-    Args:
-        roles: role of each instance.
-        named: by role, the devices of each of its instances.
-        visible: visible devices.
 
     Raises:
         ValueError: devices are named for another number of instances than a role has, or an
@@ -208,11 +183,7 @@ def assign(
 
 
 def overfull_device(shares: Iterable[tuple[Devices, float]]) -> str | None:
-    """Return a device with less memory than its instances need; None: there is none.
-
-    Args:
-        shares: for each instance, its devices and the share of their memory that it uses.
-    """
+    """Return a device of which instances need more than the whole memory; None: there is none."""
     total: dict[str, float] = {}
     for devices, share in shares:
         for device in devices:
@@ -223,12 +194,10 @@ def overfull_device(shares: Iterable[tuple[Devices, float]]) -> str | None:
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 """`vllm` command of this process's Python environment."""
 
-
 DIVIDING = re.compile(r"-(tp|pp|dp|dcp|pcp|n)\b|--(.*parallel|nnodes|config\b)")
 """Flags of vLLM that give an instance several ranks, or may do so."""
 
 TRANSFERS_KV = frozenset({Role.PREFILL, Role.DECODE})
-
 
 FETCHES_ONCE = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
 """Setting without vLLM's three attempts at a URL, which take 5 s for a host without an address and
@@ -240,22 +209,16 @@ class Engine:
     """vLLM instance on this machine, on the loopback address.
 
     Attributes:
-        role: stage that it serves.
         model: directory of the model, or its name on the hub.
-        port: port of its API.
         store: URL of the shared encoder store; empty: there is none.
         side_channel_port: port of NIXL's handshake, a different one in every instance with NIXL.
-        platform: kind of device that it runs on.
         devices: devices that it runs on, if the platform has devices.
         served_name: name of the model in requests; None: `model`.
         local_media: folder from which file:// media may be read.
         memory: share of the devices' memory that it uses; None: vLLM's default.
         max_model_len, max_num_seqs: maximum tokens of a request and its answer, maximum concurrent
             requests; None: the platform's defaults.
-        kv_extra: extra configuration of the KV connector.
         ec_both: whether a consumer of encoder outputs writes those that it makes to the store too.
-        kv_events: whether it publishes its KV events.
-        program: command that starts vLLM.
         flags: additional flags; of a repeated flag, vLLM uses the last value.
         inherited: environment of the caller, which takes precedence over the platform's defaults.
     """
@@ -281,12 +244,10 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """Name in progress lines and of its log file."""
         return f"{self.role.value.replace('_', '-')}-{self.port}"
 
     @property
     def url(self) -> str:
-        """Base URL of its API."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -308,7 +269,6 @@ class Engine:
         return FleetServer(self.name, self.url, self.command(), self.environment())
 
     def command(self) -> tuple[str, ...]:
-        """Return the command line of the server."""
         values: dict[str, Any] = {
             "--served-model-name": self.served_name,
             "--host": "127.0.0.1",

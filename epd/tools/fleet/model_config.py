@@ -44,9 +44,7 @@ RECONFIGURING = frozenset(
 def why_unservable(config: Config, text_only: Collection[str]) -> str | None:
     """Return why an encode instance cannot serve the model; None: it can, or this is not known.
 
-    Args:
-        config: the model's configuration.
-        text_only: vLLM's architectures that accept only text.
+    `text_only` has vLLM's architectures that accept only text.
     """
     architectures = _architectures(config)
     named = ", ".join(sorted(architectures)) or config.get("model_type", "model")
@@ -117,20 +115,18 @@ REGISTRY = Path("model_executor", "models", "registry.py")
 def model_config(model: str, flags: Sequence[str], environ: Mapping[str, str]) -> Any:
     """Return the model's configuration; None: not available within `FETCH_TIMEOUT_S`.
 
-    Args:
-        model: directory of the model, or its name on the hub.
-        flags: flags of vLLM; `--revision` selects one of several configurations.
-        environ: environment of this process.
+    `model` is a directory, or a name on the hub, where `--revision` of vLLM's flags selects one of
+    several configurations.
     """
     path: Path | None = Path(model, "config.json")
     if not Path(model).is_dir():
-        elsewhere = "://" in model or environ.get("VLLM_USE_MODELSCOPE", "0").lower() in {
-            "1",
-            "true",
-        }
+        modelscope = environ.get("VLLM_USE_MODELSCOPE", "0").lower() in {"1", "true"}
+        elsewhere = modelscope or "://" in model
         path = None if elsewhere else _of_hub(model, flag_value(flags, "--revision"))
+    if path is None:
+        return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # vLLM reports it with a better reason
         return None
     return found if isinstance(found, dict) else None
@@ -167,10 +163,8 @@ def _fetched(model: str, revision: str | None) -> Path | None:
 def text_architectures(package: Path | None = None) -> frozenset[str]:
     """Return vLLM's architectures that accept only text; empty: its list cannot be read.
 
-    vLLM is not imported, because that takes seconds.
-
-    Args:
-        package: folder of vLLM's package; None: that of this process's environment.
+    vLLM is not imported, because that takes seconds. `package` is the folder of its package; None:
+    that of this process's environment.
     """
     package = _installed() if package is None else package
     if package is None:

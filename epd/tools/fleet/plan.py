@@ -26,7 +26,6 @@ ANSWERS = (Role.DECODE, Role.PREFILL_DECODE)
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
 """Loopback address for a server that listens on all addresses."""
 
-
 PROXY = "proxy"
 """Name of the proxy among the servers."""
 DRAIN_S = 5
@@ -46,11 +45,8 @@ class FleetPlan:
     """Servers of a fleet.
 
     Attributes:
-        engines: vLLM instances.
         store: URL of the encoder store; empty: there is none.
         host, port: address that the proxy listens on.
-        local_media: folder from which file:// media may be read.
-        proxy_flags: additional flags of the proxy.
         keeper_port: port of the service that enforces the store's quota; None: no service is
             started.
     """
@@ -69,7 +65,6 @@ class FleetPlan:
         return url_of(self.host, self.port)
 
     def of_roles(self, *roles: Role) -> list[Engine]:
-        """Return the engines of these roles."""
         return [engine for engine in self.engines if engine.role in roles]
 
     def servers(self) -> list[FleetServer]:
@@ -78,11 +73,7 @@ class FleetPlan:
         return [*keeper, *(engine.server() for engine in self.engines), self._proxy()]
 
     def missing_role(self, running: Collection[str]) -> str | None:
-        """Return the reason why the fleet cannot answer requests any more; None: it can.
-
-        Args:
-            running: names of the servers that still run.
-        """
+        """Return why the fleet cannot answer requests with these servers alone; None: it can."""
         if PROXY not in running:
             return "The proxy has ended"
         if not any(engine.name in running for engine in self.of_roles(*ANSWERS)):
@@ -116,11 +107,7 @@ class FleetPlan:
         return FleetServer("store", url_of(LOOPBACK, port), command, {})
 
     def _proxy(self) -> FleetServer:
-        roles: dict[str, Sequence[Role]] = {
-            "encode": [Role.ENCODE],
-            "prefill": [Role.PREFILL],
-            "decode": ANSWERS,
-        }
+        roles = {"encode": (Role.ENCODE,), "prefill": (Role.PREFILL,), "decode": ANSWERS}
         media = self.local_media
         command = (
             *(sys.executable, "-m", "epd", "serve", "--host", self.host, "--port", str(self.port)),
@@ -137,21 +124,12 @@ class FleetPlan:
         return FleetServer(PROXY, self.url, command, {})
 
     def _events_flags(self) -> Sequence[str]:
-        named = [
-            f"{engine.url}={engine.events_address}"
-            for engine in self.engines
-            if engine.events_address
-        ]
-        if not named:
+        publishing = [engine for engine in self.engines if engine.events_address]
+        if not publishing:
             return ()
         stage = "prefill" if self.of_roles(Role.PREFILL) else "decode"
-        return (
-            "--kv-events",
-            f"--{stage}-balance",
-            "content",
-            "--kv-events-addrs",
-            ",".join(named),
-        )
+        addresses = ",".join(f"{engine.url}={engine.events_address}" for engine in publishing)
+        return "--kv-events", f"--{stage}-balance", "content", "--kv-events-addrs", addresses
 
 
 NIXL_STEP = 10
@@ -172,16 +150,9 @@ def plan_fleet(
     store: str,
     config: Mapping[str, Any] | None = None,
 ) -> FleetPlan:
-    """Return the plan for the settings.
+    """Return the plan for the settings; raise `ValueError` if devices or ports do not suffice.
 
-    Args:
-        settings: settings of the fleet.
-        environ: environment of this process.
-        store: URL of the encoder store; it is unused without encode instances.
-        config: configuration of the model; None: not known.
-
-    Raises:
-        ValueError: devices or ports do not suffice.
+    A store is unused without encode instances. `config` is the model's; None: not known.
     """
     store = store if Role.ENCODE in settings.topology.roles else ""
     engines = _engines(settings, environ, store, config or {})
@@ -214,7 +185,8 @@ def _engines(
     devices: tuple[tuple[str, ...], ...] = ((),) * len(roles)
     if platform.affinity is not None:
         devices = assign(roles, settings.named_devices(), platform.visible_devices(environ))
-    ports = {role: count(first) for role, first in _first_ports(settings).items()}
+    by_role = settings.by_role()
+    ports = {role: count(of_role.port) for role, of_role in by_role.items()}
     nixl_ports = count(settings.nixl_port, NIXL_STEP)
     return tuple(
         Engine(
@@ -227,42 +199,15 @@ def _engines(
             devices=own,
             served_name=settings.served_name,
             local_media=settings.allowed_local_media_path,
-            memory=_memory(settings, role) if own else None,
+            memory=by_role[role].memory if own else None,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             kv_extra=settings.kv_extra(),
             ec_both=settings.ec_both,
             kv_events=settings.kv_events,
             program=settings.vllm_command,
-            flags=settings.vllm_flags + _flags(settings, role),
+            flags=settings.vllm_flags + by_role[role].flags,
             inherited=environ,
         )
         for role, own in zip(roles, devices, strict=True)
     )
-
-
-def _first_ports(settings: FleetSettings) -> Mapping[Role, int]:
-    return {
-        Role.ENCODE: settings.encode_port,
-        Role.PREFILL: settings.prefill_port,
-        Role.DECODE: settings.decode_port,
-        Role.PREFILL_DECODE: settings.prefill_decode_port,
-    }
-
-
-def _memory(settings: FleetSettings, role: Role) -> float:
-    return {
-        Role.ENCODE: settings.gpu_memory_utilization_e,
-        Role.PREFILL: settings.gpu_memory_utilization_p,
-        Role.DECODE: settings.gpu_memory_utilization_d,
-        Role.PREFILL_DECODE: settings.gpu_memory_utilization_pd,
-    }[role]
-
-
-def _flags(settings: FleetSettings, role: Role) -> tuple[str, ...]:
-    return {
-        Role.ENCODE: settings.encode_flags,
-        Role.PREFILL: settings.prefill_flags,
-        Role.DECODE: settings.decode_flags,
-        Role.PREFILL_DECODE: settings.decode_flags,
-    }[role]

@@ -30,14 +30,11 @@ EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int) -> list[int]:
-    """Return distinct free ports of the loopback address.
+    """Return distinct free ports of the loopback address; raise `OSError` if there are fewer.
 
     They are below the ephemeral range of the kernel, from which vLLM's processes take ports while
     they start. vLLM listens with SO_REUSEPORT: two instances with the same port would share it
     silently.
-
-    Raises:
-        OSError: there are fewer free ports.
     """
     first_ephemeral = int(EPHEMERAL_PORTS.read_text().split()[0])
     candidates = range(max(1024, first_ephemeral - 16384), first_ephemeral)
@@ -94,14 +91,10 @@ def hold_signals() -> Iterator[None]:
         yield  # Python runs signal handlers only in the main thread
         return
     came: list[int] = []
-
-    def keep_signal(number: int, _: FrameType | None) -> None:
-        came.append(number)
-
     handlers = {number: signal.getsignal(number) for number in ENDING}
     kept = {number: how for number, how in handlers.items() if how not in {signal.SIG_IGN, None}}
     for number in kept:
-        signal.signal(number, keep_signal)
+        signal.signal(number, lambda number, _frame: came.append(number))
     try:
         yield
     finally:
@@ -119,7 +112,6 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        """Start the guard's process."""
         self._popen = subprocess.Popen(
             [sys.executable, "-I", guard.__file__],
             stdin=subprocess.PIPE,
@@ -129,22 +121,15 @@ class Guard:
         )
 
     def start(self, command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
-        """Start a process in its own group, which the guard knows before the command runs.
-
-        Args:
-            command: command line.
-            options: arguments of `subprocess.Popen`.
-        """
+        """Start a process in its own group, which the guard knows before the command runs."""
         pipe = cast("IO[str]", self._popen.stdin).fileno()
         announced = (sys.executable, "-I", guard.__file__, str(pipe), *command)
         return subprocess.Popen(announced, pass_fds=[pipe], start_new_session=True, **options)
 
     def watch(self, group: int) -> None:
-        """Add a process group that the guard ends."""
         self._send_line(f"+{group}\n")
 
     def forget_group(self, group: int) -> None:
-        """Remove a process group that has ended."""
         self._send_line(f"-{group}\n")
 
     def delete(self, folder: Path) -> None:
@@ -178,7 +163,6 @@ _RECORD = re.compile(
 )
 """Prefix before the message of a log line that describes the process's progress."""
 
-
 _PROBE = re.compile(r'"GET /(?:health|metrics) HTTP/1\.[01]" 200\b')
 """Lines of an engine's access log for the proxy's probes, about one per second."""
 
@@ -199,15 +183,10 @@ class Process:
         log: Path,
         guard: Guard | None = None,
     ) -> None:
-        """Start the server.
+        """Start the server; `/health` below `url` answers 200 once it is ready.
 
-        Args:
-            name: name in messages.
-            url: base URL; `/health` below it answers 200 once the server is ready.
-            command: command line.
-            environment: variables in addition to this process's own.
-            log: file for its output.
-            guard: guard that ends the server if this process is killed; None: there is none.
+        `environment` has variables in addition to this process's own. The guard ends the server if
+        this process is killed.
         """
         self.name = name
         self.url = url
@@ -235,7 +214,6 @@ class Process:
             raise ProcessDied(f"{self.name} ended {how}. The end of {self.log}:\n{self.tail()}")
 
     def is_ready(self) -> bool:
-        """Whether `/health` answers 200."""
         connection = HTTPConnection(urlsplit(self.url).netloc, timeout=5)
         try:
             connection.request("GET", "/health")
@@ -252,21 +230,15 @@ class Process:
 
     def last_message(self) -> str:
         """Return the last progress message of the log, without its time and place in the source."""
-        lines = self._last_lines()
-        records = (line for line in reversed(lines) if _RECORD.match(line))
-        message = _RECORD.sub(
-            "", next(records, lines[-1] if lines else "its log is empty"), count=1
-        )
+        lines = self._last_lines() or ["its log is empty"]
+        record = next((line for line in reversed(lines) if _RECORD.match(line)), lines[-1])
+        message = _RECORD.sub("", record, count=1)
         return "".join(filter(str.isprintable, message)).strip()[:DOING_CHARACTERS]
 
     def _last_lines(self) -> list[str]:
         with self.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             return log.read().decode(errors="replace").splitlines()
-
-    def terminate(self) -> None:
-        """Send SIGTERM to the server and its children."""
-        self.signal(signal.SIGTERM)
 
     def join(self, deadline_s: float) -> None:
         """Wait until the server has ended, at most until `deadline_s` on the monotonic clock."""
@@ -321,11 +293,9 @@ class _Progress:
 
     @property
     def seconds(self) -> float:
-        """Time since the start in seconds."""
         return time.monotonic() - self._started
 
     def report_progress(self, waiting: Sequence[Process]) -> None:
-        """Report the progress of these servers, if a report is due."""
         if time.monotonic() - self._told < PROGRESS_S:
             return
         self._told = time.monotonic()
@@ -341,13 +311,9 @@ class _Progress:
 
 
 def stop(processes: Sequence[Process], front: Sequence[Process] = ()) -> None:
-    """Stop servers and their children, first those in `front`, then all others at once.
+    """Stop servers and their children, first those in `front`, which use the others, then the rest.
 
     A second Ctrl-C ends the wait; all servers are then killed.
-
-    Args:
-        processes: servers to stop.
-        front: servers that use the others, and so stop before them.
     """
     try:
         _terminate(front, FRONT_STOP_TIMEOUT_S)
@@ -358,9 +324,8 @@ def stop(processes: Sequence[Process], front: Sequence[Process] = ()) -> None:
 
 
 def _terminate(processes: Sequence[Process], timeout_s: float) -> None:
-    """Send SIGTERM to servers, and wait for their end, at most `timeout_s` seconds."""
     deadline_s = time.monotonic() + timeout_s
     for process in processes:
-        process.terminate()
+        process.signal(signal.SIGTERM)
     for process in processes:
         process.join(deadline_s)

@@ -3,10 +3,10 @@
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -29,21 +29,13 @@ _NAME = re.compile(r"(?:(?P<e>[1-9]\d?)e)?(?:(?P<pd>[1-9]\d?)pd|(?P<p>[1-9]\d?)p
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Number of instances of each stage.
-
-    Attributes:
-        roles: role of each instance.
-    """
+    """Role of each instance of a fleet."""
 
     roles: tuple[Role, ...]
 
     @classmethod
     def parse(cls, name: str) -> Self:
-        """Read a name such as `1e1pd`, `2e1p2d` or, without encode instances, `1p1d`.
-
-        Raises:
-            ValueError: the name has another form.
-        """
+        """Read a name such as `1e1pd`, `2e1p2d` or `1p1d`; raise `ValueError` for another form."""
         match = _NAME.fullmatch(name.lower())
         if match is None:
             raise ValueError(f"{name!r} is not a topology such as 1e1pd, 1e1p1d or 1p1d")
@@ -84,31 +76,25 @@ def _no_tls(flags: tuple[str, ...]) -> tuple[str, ...]:
     return flags
 
 
-def _topology(text: Any) -> Any:
-    return Topology.parse(text) if isinstance(text, str) else text
-
-
-def _lower(text: Any) -> Any:
-    return text.lower() if isinstance(text, str) else text
-
-
-def _gpus(text: Any) -> Any:
-    return parse(text) if isinstance(text, str) else text
-
-
-def _instances(text: Any) -> Any:
-    return parse_instances(text) if isinstance(text, str) else text
-
-
-def _words(text: Any) -> Any:
-    return tuple(shlex.split(text)) if isinstance(text, str) else text
+def _from_text(read: Callable[[str], Any]) -> BeforeValidator:
+    """Return a validator that reads text; values of other types stay as they are."""
+    return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
 
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
-Instances = Annotated[tuple[Devices, ...] | None, NoDecode, BeforeValidator(_instances)]
-Gpus = Annotated[Mapping[Role, tuple[Devices, ...]] | None, NoDecode, BeforeValidator(_gpus)]
+Words = Annotated[tuple[str, ...], NoDecode, _from_text(shlex.split)]
+Instances = Annotated[tuple[Devices, ...] | None, NoDecode, _from_text(parse_instances)]
+Gpus = Annotated[Mapping[Role, tuple[Devices, ...]] | None, NoDecode, _from_text(parse)]
+
+
+class RoleSettings(NamedTuple):
+    """Settings of the instances of one role; their ports count up from the first."""
+
+    port: int
+    memory: float
+    flags: tuple[str, ...]
+    devices: tuple[Devices, ...] | None
 
 
 class FleetSettings(BaseSettings):
@@ -135,12 +121,12 @@ class FleetSettings(BaseSettings):
     served_model_name: str | None = Field(
         None, description="name of the model in requests (default: --model without folders)"
     )
-    topology: Annotated[Topology, NoDecode, BeforeValidator(_topology)] = Field(
+    topology: Annotated[Topology, NoDecode, _from_text(Topology.parse)] = Field(
         Topology.parse("1e1pd"),
         description="number of encode, prefill and decode instances: 1e1pd (default), 1e1p1d, "
         "2e1p2d; without an encode stage 1p1d, 2p2d, 1pd",
     )
-    device: Annotated[Literal["cuda", "xpu", "cpu"] | None, BeforeValidator(_lower)] = Field(
+    device: Annotated[Literal["cuda", "xpu", "cpu"] | None, _from_text(str.lower)] = Field(
         None,
         validation_alias="DEVICE_PLATFORM",
         description="kind of device that instances run on (default: cuda if an NVIDIA device is "
@@ -274,14 +260,10 @@ class FleetSettings(BaseSettings):
     )
 
     @model_validator(mode="after")
-    def _check_gpus(self) -> Self:
+    def _check_conflicts(self) -> Self:
+        roles = self.topology.roles
         if self.device == "cpu" and self.gpus:
             raise ValueError("--gpus needs --device cuda or xpu")
-        return self
-
-    @model_validator(mode="after")
-    def _check_transfers(self) -> Self:
-        roles = self.topology.roles
         if self.bidirectional_kv and Role.PREFILL not in roles:
             raise ValueError(
                 "--bidirectional-kv needs separate prefill and decode instances, as in 1p1d"
@@ -301,7 +283,6 @@ class FleetSettings(BaseSettings):
         return self.served_model_name or (path.resolve().name if path.is_dir() else None)
 
     def kv_extra(self) -> Mapping[str, Any]:
-        """Return the extra configuration of the KV connectors of prefill and decode instances."""
         if not self.bidirectional_kv:
             return {}
         threshold = self.kv_recompute_threshold
@@ -310,12 +291,28 @@ class FleetSettings(BaseSettings):
 
     def named_devices(self) -> Mapping[Role, tuple[Devices, ...]]:
         """Return the devices named for the topology's instances: `--gpus`, or the variables."""
-        variables = {
-            Role.ENCODE: self.gpu_e,
-            Role.PREFILL: self.gpu_p,
-            Role.DECODE: self.gpu_d,
-            Role.PREFILL_DECODE: self.gpu_pd,
+        return self.gpus or {
+            role: own.devices
+            for role, own in self.by_role().items()
+            if own.devices and role in self.topology.roles
         }
-        roles = set(self.topology.roles)
-        by_variable = {role: own for role, own in variables.items() if own and role in roles}
-        return self.gpus or by_variable
+
+    def by_role(self) -> Mapping[Role, RoleSettings]:
+        """Return what differs between the roles; `devices` are those of the variables."""
+        return {
+            Role.ENCODE: RoleSettings(
+                self.encode_port, self.gpu_memory_utilization_e, self.encode_flags, self.gpu_e
+            ),
+            Role.PREFILL: RoleSettings(
+                self.prefill_port, self.gpu_memory_utilization_p, self.prefill_flags, self.gpu_p
+            ),
+            Role.DECODE: RoleSettings(
+                self.decode_port, self.gpu_memory_utilization_d, self.decode_flags, self.gpu_d
+            ),
+            Role.PREFILL_DECODE: RoleSettings(
+                port=self.prefill_decode_port,
+                memory=self.gpu_memory_utilization_pd,
+                flags=self.decode_flags,
+                devices=self.gpu_pd,
+            ),
+        }

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from signal import Signals
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -26,35 +26,20 @@ from epd.tools.fleet.settings import Topology
 READY_TIMEOUT_S = 600.0
 
 
+@dataclass(eq=False)
 class Fleet:
     """Running servers, stopped at the end of the context or of this process.
 
-    Attributes:
-        plan: plan of the servers.
+    Entering the context starts them, with a log per server in `logs`. `timeout_s` limits the time
+    until all are ready; `report` receives progress lines.
     """
 
-    def __init__(
-        self,
-        plan: FleetPlan,
-        logs: Path,
-        *,
-        timeout_s: float = READY_TIMEOUT_S,
-        report: Callable[[str], None] = print,
-    ) -> None:
-        """Describe the fleet; entering the context starts it.
-
-        Args:
-            plan: servers to start.
-            logs: folder for one log file per server; it is created.
-            timeout_s: maximum time in seconds until all servers are ready.
-            report: function that receives progress lines.
-        """
-        self.plan = plan
-        self._logs = logs
-        self._timeout_s = timeout_s
-        self._report = report
-        self._processes: list[Process] = []
-        self._guard: Guard | None = None
+    plan: FleetPlan
+    logs: Path
+    timeout_s: float = READY_TIMEOUT_S
+    report: Callable[[str], None] = print
+    _processes: list[Process] = field(default_factory=list, init=False)
+    _guard: Guard | None = field(default=None, init=False)
 
     @property
     def all_engines(self) -> tuple[Engine, ...]:
@@ -62,31 +47,24 @@ class Fleet:
 
     @property
     def store(self) -> str:
-        """URL of the encoder store; empty: there is none."""
         return self.plan.store
 
     @property
     def url(self) -> str:
-        """Base URL of the proxy."""
         return self.plan.url
 
     def of_role(self, role: Role) -> list[Engine]:
         return self.plan.of_roles(role)
 
     def __enter__(self) -> Self:
-        """Start all servers and wait until they are ready.
-
-        Raises:
-            ProcessDied: a server ended during the start.
-            TimeoutError: a server was not ready in time.
-        """
-        self._logs.mkdir(parents=True, exist_ok=True)
+        """Start all servers; raise `ProcessDied` or `TimeoutError` if one does not become ready."""
+        self.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as undo:
             undo.callback(self.stop)
             self._guard = Guard()
             for server in self.plan.servers():
                 self._start(server)
-            wait_until_ready(self._processes, self._timeout_s, self._report)
+            wait_until_ready(self._processes, self.timeout_s, self.report)
             undo.pop_all()
         return self
 
@@ -97,19 +75,10 @@ class Fleet:
         """Kill an engine with all its children, as a crash may."""
         self._end(self.process_of(engine))
 
-    def signal(self, engine: Engine, number: Signals) -> None:
-        """Send a signal to an engine and all its children."""
-        self.process_of(engine).signal(number)
-
     def restart(self, engine: Engine) -> None:
-        """Start an engine that was killed, and wait until it is ready.
-
-        Raises:
-            ProcessDied: the engine ended during the start.
-            TimeoutError: the engine was not ready in time.
-        """
+        """Start an engine that was killed; fail as the start of the fleet does."""
         self._start(engine.server())
-        wait_until_ready(self._processes[-1:], self._timeout_s, self._report)
+        wait_until_ready(self._processes[-1:], self.timeout_s, self.report)
 
     def process_of(self, engine: Engine) -> Process:
         [process] = [process for process in self._processes if process.name == engine.name]
@@ -121,11 +90,7 @@ class Fleet:
             process.check_alive()
 
     def watch(self) -> None:
-        """Report each server that ends, until the fleet cannot answer requests.
-
-        Raises:
-            ProcessDied: the proxy or the last instance that decodes has ended.
-        """
+        """Report each server that ends; raise `ProcessDied` once the fleet cannot answer."""
         while True:
             for process in tuple(self._processes):
                 try:
@@ -135,7 +100,7 @@ class Fleet:
                     lacking = self.plan.missing_role([process.name for process in self._processes])
                     if lacking is not None:
                         raise ProcessDied(f"{death}\n{lacking}: stopping all servers.") from None
-                    self._report(f"{death}\nThe other servers continue without {process.name}.")
+                    self.report(f"{death}\nThe other servers continue without {process.name}.")
             time.sleep(POLL_S)
 
     def stop(self) -> None:
@@ -152,17 +117,15 @@ class Fleet:
             self._guard = None
 
     def launch(self, server: FleetServer, log: Path) -> Process:
-        """Start the process of a server, with its output in `log`."""
         return Process(
             server.name, server.url, server.command, server.environment, log, self._guard
         )
 
     def _start(self, server: FleetServer) -> None:
-        log = self._logs / f"{server.name}.log"
-        self._report(f"starting {server.name}: {server.url}, log in {log}")
+        log = self.logs / f"{server.name}.log"
+        self.report(f"starting {server.name}: {server.url}, log in {log}")
         with hold_signals():
-            process = self.launch(server, log)
-            self._processes.append(process)
+            self._processes.append(self.launch(server, log))
 
     def _end(self, process: Process) -> None:
         process.kill()
@@ -191,18 +154,9 @@ class Stack(Fleet):
     ) -> None:
         """Describe the stack; entering the context starts it.
 
-        Args:
-            model: directory of the model; its last part is the served name.
-            topology: number of engines of each role.
-            directory: folder for logs, and for the encoder store if `store` is None.
-            local_media: folder from which file:// media may be read.
-            store: URL of the encoder store; it is unused without encode instances.
-            kv_extra: extra configuration of the KV connectors.
-            ec_both: whether consumers write the encoder outputs that they make to the store.
-            kv_events: whether engines publish their KV events, and the proxy follows them.
-            flags: additional flags of engines, by role.
-            proxy_flags: additional flags of the proxy.
-            report: function that receives progress lines.
+        `directory` is for logs, and for the encoder store if `store` is None; a store is unused
+        without encode instances. The last part of `model` is the served name. With `kv_events`, the
+        proxy follows the engines' KV events. The other options are those of `Engine`.
         """
         store = store or f"file://{directory.resolve()}/ec-store?max_bytes=1GiB"
         store = store if Role.ENCODE in topology.roles else ""
