@@ -151,7 +151,8 @@ class EntryFiles:
     def store(self, key: EntryKey, entry: Entry, fd: int) -> None:
         """Write an entry into an empty file. Raises OSError."""
         if entry.data.nbytes < LARGE_BYTES:
-            write(fd, [memoryview(encode_header(key, entry)), entry.data])
+            header = encode_header(key, entry, checksum(entry.data))
+            write(fd, [memoryview(header), entry.data])
             return
         # The header is written last: it holds the checksum, which a helper computes during the
         # write.
