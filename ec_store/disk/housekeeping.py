@@ -8,7 +8,7 @@ from contextlib import suppress
 from os.path import ismount
 
 from ec_store.counts import Counts
-from ec_store.disk.claims import DiskClaims, Leases
+from ec_store.disk.claims import sweep_claims, sweep_leases
 from ec_store.disk.config import StoreSettings
 from ec_store.disk.evictor import STAGING_S, Evictor, Freed
 from ec_store.disk.files import StoreClock, is_regular
@@ -54,17 +54,11 @@ class Housekeeping:
     """
 
     def __init__(self, counts: Counts) -> None:
-        """Create the object without access to a store.
-
-        Args:
-            counts: observes `eviction_seconds`.
-        """
+        """Create the object without access to a store; `counts` observes `eviction_seconds`."""
         self.clock = StoreClock()
         self.ledger = Ledger()
-        self.leases = Leases()
-        self.claims = DiskClaims()
         self.settings = StoreSettings()
-        self._evictor = Evictor(self.clock, self.ledger, self.leases, counts)
+        self._evictor = Evictor(self.clock, self.ledger, counts)
         self._sweeping = FileLock("sweeping")
         self._fruitless_until_s = float("-inf")
         self._tidy_looked_s = float("-inf")
@@ -75,11 +69,8 @@ class Housekeeping:
         """Return the number of entries that this process removed."""
         return self._evictor.evictions
 
-    def quota_bytes(self, tree: Tree) -> int:
+    def quota_bytes(self, file_system: FileSystem) -> int:
         """Return the effective quota in bytes at the moment."""
-        return self._quota_bytes(tree.file_system())
-
-    def _quota_bytes(self, file_system: FileSystem) -> int:
         return file_system.quota_bytes(self.settings.max_bytes, self.settings.max_share)
 
     def log_limits(self, tree: Tree, path: str) -> None:
@@ -90,7 +81,7 @@ class Housekeeping:
                 "the encoder store in %s takes at most %.2f GiB of a file system of %.2f GiB, and "
                 "leaves %.2f GiB of it free for others",
                 path,
-                self._quota_bytes(file_system) / 2**30,
+                self.quota_bytes(file_system) / 2**30,
                 file_system.size_bytes / 2**30,
                 file_system.reserve_bytes / 2**30,
             )
@@ -108,7 +99,7 @@ class Housekeeping:
         patience = _EvictionWait()
         while True:
             file_system = tree.file_system()
-            quota = self._quota_bytes(file_system)
+            quota = self.quota_bytes(file_system)
             if coming_bytes > quota:
                 raise EntryTooLarge(f"it takes {coming_bytes} bytes of a quota of {quota}")
             reserved = file_system.lacking_bytes(coming_bytes)
@@ -144,9 +135,9 @@ class Housekeeping:
             Number of removed entries; None if another process is evicting.
         """
         file_system = tree.file_system()
-        quota = self._quota_bytes(file_system)
         used = self.ledger.total(tree.usage).bytes
-        excess = max(excess_bytes(used, quota), file_system.lacking_bytes(0))
+        over = excess_bytes(used, self.quota_bytes(file_system))
+        excess = max(over, file_system.lacking_bytes(0))
         before = self.evictions
         if self._evictor.free_space(tree, excess, self.settings.ttl) is None:
             return None
@@ -156,11 +147,8 @@ class Housekeeping:
     def sweep(self, tree: Tree, every_s: float) -> int:
         """Read all entries: remove the expired ones, and correct the ledger.
 
-        The duration grows with the number of entries. Writers are not blocked.
-
-        Args:
-            tree: folders of the store.
-            every_s: skip the sweep if any process has started one less than this many seconds ago.
+        The duration grows with the number of entries. Writers are not blocked. The sweep is skipped
+        if any process has started one less than `every_s` seconds ago.
 
         Returns:
             Number of removed entries; 0 if another process is sweeping.
@@ -233,8 +221,8 @@ class Housekeeping:
     def _clean_leftovers(self, tree: Tree) -> None:
         """Remove expired leases, claims, ledger lines and leftover files; entries are not read."""
         now = self.clock.now(tree.root)
-        self.leases.sweep(tree.leases, now)
-        self.claims.sweep(tree.claims, lambda: self.clock.now(tree.root))
+        sweep_leases(tree.leases, now)
+        sweep_claims(tree.claims, lambda: self.clock.now(tree.root))
         self.ledger.merge(tree.usage, now)
         for folder, age_s in (
             (tree.root, STAGING_S),
@@ -260,17 +248,16 @@ class Housekeeping:
         for name in tree.quarantine.names():
             with suppress(OSError):
                 sizes.append(tree.quarantine.stat(name).st_size)
-        full = (
-            len(sizes) >= QUARANTINED or sum(sizes) + status.st_size > self.settings.max_bytes // 16
-        )
+        sizes.append(status.st_size)
+        full = len(sizes) > QUARANTINED or sum(sizes) > self.settings.max_bytes // 16
         if full and is_regular(status):
-            gone = folder.remove(digest)
+            if not folder.remove(digest):
+                return False
         else:
             folder.rename(digest, f"{digest}.{secrets.token_hex(8)}", tree.quarantine)
-            gone = True
-        if gone and is_regular(status):
+        if is_regular(status):
             self.ledger.release(tree.usage, taken_bytes(status.st_size))
-        return gone
+        return True
 
 
 class _EvictionWait:

@@ -67,10 +67,10 @@ class Count:
         self.bytes += size_bytes
         self.entries += 1
 
-    def remove(self, size_bytes: int, entries: int = 1) -> None:
-        """Record that counted files were removed and released."""
+    def remove(self, size_bytes: int) -> None:
+        """Record that a counted file was removed and released."""
         self.removed_bytes += size_bytes
-        self.removed += entries
+        self.removed += 1
 
     def correction(self, after: Usage) -> Usage:
         """Return the part of the ledger's error that is certain.
@@ -78,10 +78,7 @@ class Count:
         A file that came or went during the count may have been seen or not. So the number of files
         at the start is at least the number seen less those that came, and at most the number seen
         plus those that other processes removed. The ledger is wrong by at least its distance from
-        that range.
-
-        Args:
-            after: sum of the ledger at the end of the count.
+        that range. `after` is the sum of the ledger at the end of the count.
         """
         size = _clamp_change(
             self.before.bytes,
@@ -166,8 +163,8 @@ class Ledger:
 
 
 def _line(writer: str, usage: Usage) -> str:
-    figures = f"{usage.charged_bytes:x}.{usage.charged:x}.{usage.released_bytes:x}"
-    text = f"{writer}.{figures}.{usage.released:x}"
+    charged = f"{usage.charged_bytes:x}.{usage.charged:x}"
+    text = f"{writer}.{charged}.{usage.released_bytes:x}.{usage.released:x}"
     return f"{text}.{xxhash.xxh32_hexdigest(text.encode())}"
 
 

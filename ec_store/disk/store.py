@@ -6,10 +6,12 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Self, TypeVar
 
 from ec_store.base import Listed, Store, StoreStats
 from ec_store.counts import Counts
+from ec_store.disk.claims import add_leases, give_back, take_claims
 from ec_store.disk.config import DiskConfig, GivenSettings, StoreSettings
 from ec_store.disk.entry_files import (
     EntryFiles,
@@ -40,12 +42,7 @@ class SharedDiskStore(Store):
     """Store of entries as files, each named by the digest of its key."""
 
     def __init__(self, config: DiskConfig, *, create: bool = True) -> None:
-        """Create the store; its first use opens the directory.
-
-        Args:
-            config: location of the directory.
-            create: whether to create a missing directory.
-        """
+        """Create the store; its first use opens the directory."""
         self._config = config
         self._create = create
         self.counts = Counts()
@@ -55,12 +52,7 @@ class SharedDiskStore(Store):
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> Self:
-        """Open `file:///path?max_bytes=64GiB&ttl=7d&…`, with the parameters of `DiskConfig`.
-
-        Raises:
-            ValueError: the URL has no path, or an unknown or invalid parameter.
-            StoreUnavailable: the directory cannot be used.
-        """
+        """Open `file:///path?max_bytes=64GiB&ttl=7d&…`; errors are those of `open_store`."""
         store = cls(DiskConfig.from_url(url), create=create)
         store.check()
         return store
@@ -70,20 +62,15 @@ class SharedDiskStore(Store):
         try:
             self._opening.probe()
         except OSError as error:
-            raise self._problem(
-                f"{self._config.path} cannot be used",
-                error,
-                SHARING if isinstance(error, PermissionError) else "",
-            ) from error
+            advice = SHARING if isinstance(error, PermissionError) else ""
+            raise self._problem(f"{self._config.path} cannot be used", error, advice) from error
 
     @property
     def settings(self) -> StoreSettings:
-        """Return the settings that apply to every process that opens the store."""
         return self._opening.settings
 
     @property
     def in_memory(self) -> bool:
-        """Return whether the directory that was opened last is on tmpfs."""
         return self._opening.in_memory
 
     def configure(self, given: GivenSettings) -> StoreSettings:
@@ -132,7 +119,7 @@ class SharedDiskStore(Store):
             return found
         try:
             tree = self._opening.tree()
-            self._keeper.leases.add(tree.leases, present, seconds, self._now(tree))
+            add_leases(tree.leases, present, seconds, self._now(tree))
         except OSError as error:
             self._opening.handle_error(error)
             return [None] * len(keys)
@@ -150,18 +137,15 @@ class SharedDiskStore(Store):
         with self._translate_errors("claims could not be written"):
             tree = self._opening.tree(create=True)
             digests = [key.digest for key in keys]
-            return self._keeper.claims.take_claims(
-                tree.claims, digests, name, seconds, lambda: self._now(tree), wait=wait
-            )
+            now = partial(self._now, tree)
+            return take_claims(tree.claims, digests, name, seconds, now, wait=wait)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         name = owner_bytes(owner)
         with self._translate_errors("claims could not be released"):
             tree = self._opening.tree()
             for key in keys:
-                self._keeper.claims.give_back(
-                    tree.claims, key.digest, name, lambda: self._now(tree)
-                )
+                give_back(tree.claims, key.digest, name, partial(self._now, tree))
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         with self._translate_errors("entries could not be deleted"):
@@ -206,7 +190,7 @@ class SharedDiskStore(Store):
         with self._translate_errors("the store cannot be read"):
             tree = self._opening.tree()
             usage = self._keeper.ledger.total(tree.usage)
-            quota_bytes = self._keeper.quota_bytes(tree)
+            quota_bytes = self._keeper.quota_bytes(tree.file_system())
         return StoreStats(
             entries=max(0, usage.entries),
             bytes=max(0, usage.bytes),
@@ -354,13 +338,13 @@ class SharedDiskStore(Store):
                 self._touch(tree, fd, status)
         except OSError as error:
             self._opening.handle_error(error)
-            return None
         except CorruptEntry:
             self._quarantine(tree, digest, status.st_ino)
-            return None
+        else:
+            return loaded
         finally:
             os.close(fd)
-        return loaded
+        return None
 
     def _is_live(self, tree: Tree, status: os.stat_result) -> bool:
         age_s = self._now(tree) - status.st_mtime
@@ -375,11 +359,9 @@ class SharedDiskStore(Store):
                 os.utime(fd)
 
     def _quarantine(self, tree: Tree, digest: str, inode: int | None = None) -> None:
-        gone = False
         with suppress(OSError):
-            gone = self._keeper.quarantine(tree, digest, inode)
-        if gone:
-            self.counts.add(corrupt=1)
+            if self._keeper.quarantine(tree, digest, inode):
+                self.counts.add(corrupt=1)
 
     def _delete(self, tree: Tree, digest: str) -> bool:
         try:
