@@ -93,8 +93,6 @@ class FileLock:
             return False
         try:
             os.kill(int(pid), 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, ProcessLookupError)
         return False

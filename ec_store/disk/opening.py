@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from ec_store.disk.config import (
+    NAME,
     DiskConfig,
     GivenSettings,
     SettingsInvalid,
     StoreSettings,
     read_settings,
-    write_settings,
 )
 from ec_store.disk.files import NO_ROOM, Folder, Modes
 from ec_store.disk.housekeeping import Housekeeping
@@ -70,13 +70,9 @@ class DiskOpening:
     def __init__(self, config: DiskConfig, keeper: Housekeeping, *, create: bool) -> None:
         """Create the object without opening the directory.
 
-        Args:
-            config: location of the directory, and the settings of a new one.
-            keeper: housekeeping of the store: gets the settings, and counts the entries of a
-                directory without a ledger.
-            create: whether to create a missing directory.
+        `keeper` gets the settings, and counts the entries of a directory without a ledger.
         """
-        self.settings = config.given.override_settings(StoreSettings())
+        self._defaults = self.settings = config.given.override_settings(StoreSettings())
         self.in_memory = False
         self._config = config
         self._keeper = keeper
@@ -113,14 +109,10 @@ class DiskOpening:
     def configure(self, given: GivenSettings) -> None:
         """Write settings, and reopen the directory. Raises OSError and ValueError."""
         root = self._root(create=True)
-        try:
-            settings = read_settings(root)
-        except SettingsInvalid:
-            settings = None
-        settings = given.override_settings(
-            settings or self._config.given.override_settings(StoreSettings())
-        )
-        write_settings(root, settings, replace=True)
+        held = None
+        with suppress(SettingsInvalid):
+            held = read_settings(root)
+        root.replace(NAME, given.override_settings(held or self._defaults).to_json())
         self._opened = None
         self.tree(create=True)
 
@@ -153,7 +145,6 @@ class DiskOpening:
             self.reopen_later()
 
     def reopen_later(self) -> None:
-        """Reopen the directory at its next use."""
         self._opened = None
 
     def close(self) -> None:
@@ -178,8 +169,8 @@ class DiskOpening:
         root = self._root(create=create)
         held = read_settings(root)
         if held is None:
-            held = config.given.override_settings(StoreSettings())
-            if create and not write_settings(root, held, replace=False):
+            held = self._defaults
+            if create and not root.add(NAME, held.to_json()):
                 held = read_settings(root) or held
         tree = Tree(config.path, Modes(held.dir_mode, held.file_mode), create=create)
         self.in_memory = in_memory(tree.entries.fd)
@@ -207,13 +198,8 @@ class DiskOpening:
                 f"nothing is mounted at {config.path}, and the URL has require_mount=1: mount the "
                 "file system first"
             )
-        made = config.given.override_settings(StoreSettings())
-        modes = Modes(made.dir_mode, made.file_mode)
-        return (
-            Folder.open_path(config.path, modes)
-            if create
-            else Folder.open_existing(config.path, modes)
-        )
+        modes = Modes(self._defaults.dir_mode, self._defaults.file_mode)
+        return Folder.open_path(config.path, modes, create=create)
 
     def _apply_settings(self, settings: StoreSettings) -> None:
         """Apply the store's settings, and log the settings of this process that differ."""
