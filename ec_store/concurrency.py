@@ -25,12 +25,7 @@ class DaemonPool:
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        """Create a pool without threads.
-
-        Args:
-            threads: upper bound of the calls that run at once; others wait.
-            name: prefix of the threads' names.
-        """
+        """Create a pool without threads; at most `threads` calls run at once, and others wait."""
         self._most = threads
         self._name = name
         self._jobs: queue.SimpleQueue[tuple[Job, Job] | None] = queue.SimpleQueue()
@@ -97,12 +92,13 @@ class DaemonPool:
 
 FAILURES = 3
 OPEN_S = 5.0
+"""Seconds for which a breaker stays open."""
 
 logger = logging.getLogger("vllm.ec_store")
 
 
 class Breaker:
-    """Circuit breaker that opens after consecutive failures and closes after `open_s`.
+    """Circuit breaker that opens after `FAILURES` consecutive ones and closes after `OPEN_S`.
 
     The first result after that decides: a single failure opens it again.
     """
@@ -111,8 +107,6 @@ class Breaker:
         self,
         name: str,
         *,
-        failures: int = FAILURES,
-        open_s: float = OPEN_S,
         clock: Callable[[], float] = time.monotonic,
         warn: Callable[[str], object] = logger.warning,
     ) -> None:
@@ -120,14 +114,10 @@ class Breaker:
 
         Args:
             name: subject of the log message.
-            failures: consecutive failures that open it.
-            open_s: seconds that it stays open.
             clock: monotonic clock in seconds.
             warn: function that gets the log message each time it opens.
         """
         self._name = name
-        self._most = failures
-        self._open_s = open_s
         self._clock = clock
         self._warn = warn
         self._failures = 0
@@ -139,12 +129,10 @@ class Breaker:
         return self._clock() < self._until_s
 
     def succeeded(self) -> None:
-        """Record a successful call, which resets the count of failures."""
         self._failures = 0
 
     def record_failure(self, reason: object) -> None:
-        """Record a failed call and its reason; enough of them open the breaker."""
         self._failures += 1
-        if self._failures >= self._most and not self.open:
-            self._until_s = self._clock() + self._open_s
-            self._warn(f"{self._name} keeps failing, skipping it for {self._open_s:g} s: {reason}")
+        if self._failures >= FAILURES and not self.open:
+            self._until_s = self._clock() + OPEN_S
+            self._warn(f"{self._name} keeps failing, skipping it for {OPEN_S:g} s: {reason}")

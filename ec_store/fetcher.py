@@ -95,10 +95,9 @@ class Fetcher:
         self._breaker = Breaker("reading from the encoder store", clock=clock)
 
     def has_room(self, wants: Mapping[str, Want]) -> bool:
-        """Return whether the budget has room for all of these entries at once.
+        """Return whether the budget has room for all of these entries, as `EntryMemory.has_room`.
 
-        While nothing is claimed, any request is admitted. An entry that would not be fetched needs
-        no room.
+        An entry that would not be fetched needs no room.
         """
         sizes = {
             identifier: buffer_bytes(want.size_bytes)
@@ -118,13 +117,11 @@ class Fetcher:
         if self._memory.entry(identifier) is not None:
             self._memory.claim(identifier)
             return FetchState.READY
-        fetch = self._fetches.get(identifier)
+        fetch = self._fetches.get(identifier) or self._start(identifier, want)
         if fetch is None:
-            fetch = self._start(identifier, want)
-        elif fetch.overdue:
-            self.counts.add(bypassed=1)
             return FetchState.MISSING
-        if fetch is None:
+        if fetch.overdue:
+            self.counts.add(bypassed=1)
             return FetchState.MISSING
         fetch.promised |= want.promised
         self._memory.claim(identifier)
@@ -134,9 +131,7 @@ class Fetcher:
         """Release one claim. A waiting fetch without another claim is cancelled."""
         self._memory.release(identifier)
         fetch = self._fetches.get(identifier)
-        if fetch is None or self._memory.is_claimed(identifier):
-            return
-        if self._queue.cancel(fetch):
+        if fetch and not self._memory.is_claimed(identifier) and self._queue.cancel(fetch):
             self._forget(fetch)
 
     def process_results(self) -> list[tuple[str, FetchState]]:
@@ -153,9 +148,8 @@ class Fetcher:
         before = self._refusals()
         while self._answers:
             settled += self._finish(self._answers.popleft(), now)
-        for fetch in self._queue.late_fetches(
-            lambda want: not want.overdue and now >= self._deadline(want)
-        ):
+        late = self._queue.late_fetches(lambda it: not it.overdue and now >= self._deadline(it))
+        for fetch in late:
             settled += self._time_out(fetch)
         while self._timers and self._timers[0][0] <= now:
             fetch = heapq.heappop(self._timers)[-1]
@@ -187,7 +181,6 @@ class Fetcher:
         }
 
     def close(self) -> None:
-        """Start no more fetches; running ones end by themselves."""
         self._pool.close()
 
     def _refusals(self) -> tuple[bool, bool]:
@@ -195,7 +188,6 @@ class Fetcher:
         return self._hanging >= self._threads, self._breaker.open
 
     def _bypasses(self, promised: bool) -> bool:
-        """Return whether lookups in the store are skipped now."""
         hanging, opened = self._refusals()
         return hanging or (opened and not promised)
 
@@ -279,9 +271,8 @@ class Fetcher:
         fetch.overdue = True
         self._hanging += 1
         self.counts.add(timeouts=1)
-        self._breaker.record_failure(
-            f"no answer within {self._deadline(fetch) - fetch.taken_s:g} s"
-        )
+        allowed_s = self._deadline(fetch) - fetch.taken_s
+        self._breaker.record_failure(f"no answer within {allowed_s:g} s")
         if self._memory.is_claimed(fetch.identifier):
             self._memory.release_all(fetch.identifier)
             yield fetch.identifier, FetchState.MISSING

@@ -112,20 +112,18 @@ class Writer:
         try:
             stored = self._write(key, make, started_s)
         except EntryTooLarge:
-            self.counts.add(drops=1)
-            return False
+            pass
         except (StoreError, OSError) as error:
             self.counts.observe("save_seconds", self._clock() - started_s)
-            self.counts.add(drops=1)
             self._breaker.record_failure(error)
-            return False
         except Exception as error:  # noqa: BLE001 - the thread must survive
-            self.counts.add(drops=1)
             self._breaker.record_failure(error)
             self._count_exception(error)
-            return False
-        self._breaker.succeeded()
-        return stored
+        else:
+            self._breaker.succeeded()
+            return stored
+        self.counts.add(drops=1)
+        return False
 
     def _count_exception(self, error: Exception) -> None:
         """Count an exception, and log the first one of each type."""
