@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
-from ec_store.counts import Counts, ForkLock
+from ec_store.counts import Counts
 from ec_store.disk.claims import leased_digests
 from ec_store.disk.files import Folder, StoreClock
 from ec_store.disk.ledger import Count, Ledger, Usage
@@ -43,19 +43,13 @@ class Freed(NamedTuple):
 
 
 class Evictor:
-    """Remover of entries, which also releases their usage in the ledger.
-
-    Attributes:
-        evictions: number of entries removed by this process.
-    """
+    """Remover of entries, which also releases their usage in the ledger."""
 
     def __init__(self, clock: StoreClock, ledger: Ledger, counts: Counts) -> None:
-        self.evictions = 0
         self._counts = counts
         self._clock = clock
         self._ledger = ledger
         self._lock = FileLock("evicting")
-        self._counting = ForkLock()
 
     def free_space(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed | None:
         """Evict the least recently used of a random sample, and its expired entries.
@@ -100,9 +94,9 @@ class Evictor:
         Two sweeps that corrected the ledger at once would both apply the same correction.
         """
         now = self._clock.now(tree.root)
-        count, unread = Count(self._ledger.total(tree.usage)), list[OSError]()
+        count = Count(self._ledger.total(tree.usage))
         asked_s = time.monotonic()
-        for kept in self._counted(tree, now, count, unread):
+        for kept in self._counted(tree, now, count):
             if time.monotonic() - asked_s > 1:
                 asked_s = time.monotonic()
                 if not goes_on():
@@ -110,7 +104,7 @@ class Evictor:
             if now - kept.used_s > ttl_s and (freed := self._remove(tree, [kept], now)[0]):
                 count.remove(freed)
         if goes_on():
-            self._correct(tree, count, unread)
+            self._correct(tree, count)
 
     def _free(
         self, tree: Tree, excess: int, ttl_s: float, holds: Callable[[], bool] | None
@@ -140,12 +134,12 @@ class Evictor:
             store.
         """
         now = self._clock.now(tree.root)
-        count, unread = Count(self._ledger.total(tree.usage)), list[OSError]()
+        count = Count(self._ledger.total(tree.usage))
         wanted = sample_size(excess, count.before.bytes / max(1, count.before.entries))
-        sample = list(islice(self._counted(tree, now, count, unread), wanted))
+        sample = list(islice(self._counted(tree, now, count), wanted))
         all_seen = len(sample) < wanted
         if all_seen and corrects:
-            self._correct(tree, count, unread)
+            self._correct(tree, count)
         while True:
             going = choose_victims(sample, all_seen=all_seen, now_s=now, ttl_s=ttl_s, excess=excess)
             # Leases are read only for the entries that would be evicted.
@@ -155,15 +149,12 @@ class Evictor:
                 return freed, len(going) > kept_back, all_seen
             sample = [kept for kept in sample if kept.digest not in leased]
 
-    def _counted(
-        self, tree: Tree, now: float, count: Count, unread: list[OSError]
-    ) -> Iterator[EvictionCandidate]:
+    def _counted(self, tree: Tree, now: float, count: Count) -> Iterator[EvictionCandidate]:
         """Yield entries in random order and count them; remove staging files that crashes left."""
-        for found in tree.scan(unread, remove_empty=True):
+        for found in tree.scan(count.unread, remove_empty=True):
             size = taken_bytes(found.size_bytes)
-            published = (
-                found.staging and found.status.st_nlink > 1
-            )  # the file counts under its other name
+            # A published file counts under its other name.
+            published = found.staging and found.status.st_nlink > 1
             if not published:
                 count.add(size)
             if not found.staging:
@@ -174,11 +165,8 @@ class Evictor:
                 self._ledger.release(tree.usage, size)
                 count.remove(size)
 
-    def _correct(self, tree: Tree, count: Count, unread: Sequence[OSError]) -> None:
-        """Correct the ledger by a count of all files."""
+    def _correct(self, tree: Tree, count: Count) -> None:
         correction = count.correction(self._ledger.total(tree.usage))
-        if unread:  # files that cannot be read still take room
-            correction = Usage(correction.charged_bytes, correction.charged)
         if correction != Usage():
             self._ledger.add(tree.usage, correction)
 
@@ -224,8 +212,7 @@ class Evictor:
                 removed += 1
                 with suppress(OSError):  # otherwise the sum is too high until the next sweep
                     self._ledger.release(tree.usage, taken_bytes(kept.size_bytes))
-        with self._counting.mutex:
-            self.evictions += removed
+        self._counts.add(evictions=removed)
         return freed, kept_back
 
 

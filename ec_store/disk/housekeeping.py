@@ -50,11 +50,15 @@ class Housekeeping:
     The cost of a call does not depend on the number of entries, except for `sweep`.
 
     Attributes:
-        settings: settings of the store, as last read.
+        settings: settings of the store, as last read; they apply to every process that opens it.
     """
 
     def __init__(self, counts: Counts) -> None:
-        """Create the object without access to a store; `counts` observes `eviction_seconds`."""
+        """Create the object without access to a store.
+
+        `counts` gets `evictions`, and observes `eviction_seconds`.
+        """
+        self._counts = counts
         self.clock = StoreClock()
         self.ledger = Ledger()
         self.settings = StoreSettings()
@@ -63,11 +67,6 @@ class Housekeeping:
         self._fruitless_until_s = float("-inf")
         self._tidy_looked_s = float("-inf")
         self._reserve_kept = True
-
-    @property
-    def evictions(self) -> int:
-        """Return the number of entries that this process removed."""
-        return self._evictor.evictions
 
     def quota_bytes(self, file_system: FileSystem) -> int:
         """Return the effective quota in bytes at the moment."""
@@ -128,21 +127,20 @@ class Housekeeping:
         while self._free_or_wait(tree, size_bytes, size_bytes, patience) == (0, False):
             pass
 
-    def evict(self, tree: Tree) -> int | None:
+    def evict(self, tree: Tree) -> int:
         """Free room ahead of writers, and remove the expired entries of a small sample.
 
         Returns:
-            Number of removed entries; None if another process is evicting.
+            Number of removed entries; 0 if another process is evicting.
         """
         file_system = tree.file_system()
         used = self.ledger.total(tree.usage).bytes
         over = excess_bytes(used, self.quota_bytes(file_system))
         excess = max(over, file_system.lacking_bytes(0))
-        before = self.evictions
-        if self._evictor.free_space(tree, excess, self.settings.ttl) is None:
-            return None
-        self._clean_if_due(tree)
-        return self.evictions - before
+        before = self._counts["evictions"]
+        if self._evictor.free_space(tree, excess, self.settings.ttl) is not None:
+            self._clean_if_due(tree)
+        return self._counts["evictions"] - before
 
     def sweep(self, tree: Tree, every_s: float) -> int:
         """Read all entries: remove the expired ones, and correct the ledger.
@@ -158,7 +156,7 @@ class Housekeeping:
         token = self._sweeping.acquire(tree.root, lambda: self.clock.now(tree.root))
         if token is None:
             return 0
-        before = self.evictions
+        before = self._counts["evictions"]
         try:
             _mark(tree, "swept")
             self._evictor.sweep(
@@ -167,7 +165,7 @@ class Housekeeping:
             self._clean_leftovers(tree)
         finally:
             self._sweeping.release(tree.root, token)
-        return self.evictions - before
+        return self._counts["evictions"] - before
 
     def _free_or_wait(
         self, tree: Tree, size_bytes: int, own_bytes: int, patience: "_EvictionWait"

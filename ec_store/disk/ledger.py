@@ -5,7 +5,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -55,6 +55,7 @@ class Count:
         before: sum of the ledger at the start of the count.
         bytes, entries: size and number of the files seen, those removed during the count included.
         removed_bytes, removed: part of these that this process removed and released itself.
+        unread: errors of files and folders that could not be counted.
     """
 
     before: Usage
@@ -62,6 +63,7 @@ class Count:
     entries: int = 0
     removed_bytes: int = 0
     removed: int = 0
+    unread: list[OSError] = field(default_factory=list)
 
     def add(self, size_bytes: int) -> None:
         self.bytes += size_bytes
@@ -90,7 +92,10 @@ class Count:
             self.entries - (after.charged - self.before.charged),
             self.entries + after.released - self.before.released - self.removed,
         )
-        return Usage(max(0, size), max(0, number), max(0, -size), max(0, -number))
+        charged = Usage(max(0, size), max(0, number))
+        if self.unread:  # files that cannot be read still take room
+            return charged
+        return charged + Usage(released_bytes=max(0, -size), released=max(0, -number))
 
 
 class Ledger:

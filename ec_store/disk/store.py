@@ -67,7 +67,7 @@ class SharedDiskStore(Store):
 
     @property
     def settings(self) -> StoreSettings:
-        return self._opening.settings
+        return self._keeper.settings
 
     @property
     def in_memory(self) -> bool:
@@ -178,13 +178,13 @@ class SharedDiskStore(Store):
     def evict(self) -> int:
         """Evict (see `Store.evict`), unless another process is evicting."""
         with self._translate_errors("the store cannot be evicted from"):
-            return self._keeper.evict(self._opening.tree()) or 0
+            return self._keeper.evict(self._opening.tree())
 
     def sweep(self, every_s: float = 0.0) -> int:
         """Sweep (see `Store.sweep`), unless another process is sweeping."""
         with self._translate_errors("the store cannot be swept"):
             tree = self._opening.tree()
-            return self._keeper.sweep(tree, every_s) + (self._keeper.evict(tree) or 0)
+            return self._keeper.sweep(tree, every_s) + self._keeper.evict(tree)
 
     def stats(self) -> StoreStats:
         with self._translate_errors("the store cannot be read"):
@@ -195,12 +195,7 @@ class SharedDiskStore(Store):
             entries=max(0, usage.entries),
             bytes=max(0, usage.bytes),
             max_bytes=quota_bytes,
-            hits=self.counts["hits"],
-            misses=self.counts["misses"],
-            puts=self.counts["puts"],
-            drops=self.counts["drops"],
-            corrupt=self.counts["corrupt"],
-            evictions=self._keeper.evictions,
+            **self._process_counts(),
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:

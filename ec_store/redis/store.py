@@ -271,12 +271,7 @@ class RedisStore(Store):
             entries=None,
             bytes=used,
             max_bytes=None if unbounded else quota,
-            hits=self.counts["hits"],
-            misses=self.counts["misses"],
-            puts=self.counts["puts"],
-            drops=self.counts["drops"],
-            corrupt=self.counts["corrupt"],
-            evictions=0,
+            **self._process_counts(),
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:

@@ -825,7 +825,7 @@ def test_child_of_a_fork_waits_for_no_lock_of_its_parent(root: Path, call: str) 
             held._buffers._lock.mutex,  # noqa: SLF001
             keeper.ledger._lock.mutex,  # noqa: SLF001
             keeper.clock._lock.mutex,  # noqa: SLF001
-            keeper._evictor._counting.mutex,  # noqa: SLF001
+            store.counts._lock.mutex,  # noqa: SLF001
         ]
         for lock in locks:
             lock.acquire()
