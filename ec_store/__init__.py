@@ -44,11 +44,6 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name at its first use.
-
-    Raises:
-        AttributeError: `name` is not a public name of this package.
-    """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

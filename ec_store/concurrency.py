@@ -52,12 +52,11 @@ class DaemonPool:
     def queue_job(self, job: Job, dropped: Job) -> None:
         """Queue a job, which must not raise; if the pool is closed, call `dropped` instead."""
         with self._lock:
-            closed = self._closed
-            if not closed:
+            if not self._closed:
                 self._jobs.put((job, dropped))
                 self._wake()
-        if closed:
-            dropped()
+                return
+        dropped()
 
     def _wake(self) -> None:
         """Start a thread for one more job, if none is idle and the limit allows one."""
@@ -110,13 +109,7 @@ class Breaker:
         clock: Callable[[], float] = time.monotonic,
         warn: Callable[[str], object] = logger.warning,
     ) -> None:
-        """Create a closed breaker.
-
-        Args:
-            name: subject of the log message.
-            clock: monotonic clock in seconds.
-            warn: function that gets the log message each time it opens.
-        """
+        """Create a closed breaker; `warn` gets a message about `name` each time it opens."""
         self._name = name
         self._clock = clock
         self._warn = warn

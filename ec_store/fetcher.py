@@ -148,8 +148,9 @@ class Fetcher:
         before = self._refusals()
         while self._answers:
             settled += self._finish(self._answers.popleft(), now)
-        late = self._queue.late_fetches(lambda it: not it.overdue and now >= self._deadline(it))
-        for fetch in late:
+        for fetch in self._queue.late_fetches(
+            lambda want: not want.overdue and now >= self._deadline(want)
+        ):
             settled += self._time_out(fetch)
         while self._timers and self._timers[0][0] <= now:
             fetch = heapq.heappop(self._timers)[-1]

@@ -61,14 +61,10 @@ def create_app(store: AsyncStore, *, interval_s: float, api_key: str = "") -> we
     app[MAINTENANCE] = Maintenance(store, interval_s)
     app[API_KEY] = api_key
     app.cleanup_ctx.append(_housekeeping)
-    app.add_routes(
-        [
-            web.get("/health", _health),
-            web.get("/metrics", _metrics),
-            web.get("/v1/stats", _stats),
-            web.post("/v1/lookup", _lookup),
-        ]
-    )
+    app.router.add_get("/health", _health)
+    app.router.add_get("/metrics", _metrics)
+    app.router.add_get("/v1/stats", _stats)
+    app.router.add_post("/v1/lookup", _lookup)
     return app
 
 

@@ -41,9 +41,7 @@ def in_memory(fd: int) -> bool:
 def kind_of(device: int, table: Iterable[str]) -> str | None:
     """Return the type of the file system on a device; None if the table does not list it.
 
-    Args:
-        device: device number, as `os.stat` returns it.
-        table: lines of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
+    The table has the lines of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
     """
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in table:
@@ -63,7 +61,6 @@ class DiskOpening:
     """Directory that is opened at its first use, and reopened when its path leads elsewhere.
 
     Attributes:
-        settings: settings of the store, as last read; they apply to every process that opens it.
         in_memory: whether the directory that was opened last is on tmpfs.
     """
 
@@ -72,7 +69,7 @@ class DiskOpening:
 
         `keeper` gets the settings, and counts the entries of a directory without a ledger.
         """
-        self._defaults = self.settings = config.given.override_settings(StoreSettings())
+        self._defaults = keeper.settings = config.given.override_settings(StoreSettings())
         self.in_memory = False
         self._config = config
         self._keeper = keeper
@@ -84,10 +81,7 @@ class DiskOpening:
         self._closed = False
 
     def tree(self, *, create: bool = False) -> Tree:
-        """Return the open directory.
-
-        Args:
-            create: whether to create a missing directory, if this store may create one at all.
+        """Return the open directory; `create` creates a missing one if this store may create any.
 
         Raises:
             OSError: the directory is missing or cannot be used.
@@ -155,7 +149,7 @@ class DiskOpening:
     def _follow(self, tree: Tree) -> None:
         """Adopt changed settings. If they cannot be read, the present ones stay in force."""
         try:
-            self._apply_settings(read_settings(tree.root) or self.settings)
+            self._apply_settings(read_settings(tree.root) or self._keeper.settings)
         except (SettingsInvalid, OSError) as error:
             if not self._unread:  # logged once, not every second
                 logger.warning("the store in %s keeps its settings: %s", self._config.path, error)
@@ -203,7 +197,7 @@ class DiskOpening:
 
     def _apply_settings(self, settings: StoreSettings) -> None:
         """Apply the store's settings, and log the settings of this process that differ."""
-        self.settings = self._keeper.settings = settings
+        self._keeper.settings = settings
         ignored = self._config.given.not_in_force(settings)
         if ignored and ignored != self._ignored:
             logger.error(

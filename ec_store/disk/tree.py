@@ -160,11 +160,7 @@ class Found:
 
 
 class Tree:
-    """Open folders of a store. They stay the same even if the path leads elsewhere later.
-
-    Attributes:
-        folders: all folders except those of entries.
-    """
+    """Open folders of a store. They stay the same even if the path leads elsewhere later."""
 
     def __init__(self, path: str, modes: Modes, *, create: bool) -> None:
         """Open the folders, and create missing ones if `create` is set.
@@ -174,21 +170,10 @@ class Tree:
         """
         self.root = Folder.open_path(path, modes, create=create)
         opened = self.root.open_or_create if create else self.root.folder
-        self.entries = opened("entries")
-        self.leases = opened("leases")
-        self.claims = opened("claims")
-        self.namespaces = opened("namespaces")
-        self.quarantine = opened("quarantine")
-        self.usage = opened("usage")
-        self.folders = (
-            self.root,
-            self.entries,
-            self.leases,
-            self.claims,
-            self.namespaces,
-            self.quarantine,
-            self.usage,
-        )
+        names = ("entries", "leases", "claims", "namespaces", "quarantine", "usage")
+        inner = [opened(name) for name in names]
+        self.entries, self.leases, self.claims, self.namespaces, self.quarantine, self.usage = inner
+        self.folders = (self.root, *inner)  # all except those of entries
         status = os.fstat(self.entries.fd)
         self._path = os.path.join(path, "entries")  # noqa: PTH118 - stat'ed every second
         self._identity = status.st_dev, status.st_ino
@@ -286,12 +271,8 @@ class Tree:
         """Yield all files below `entries`, folder by folder; files removed meanwhile are left out.
 
         The order of the folders is random, and digests are independent of their entries' content:
-        the first files are a random sample.
-
-        Args:
-            unread: list that gets an error for each folder or file that could not be read; the scan
-                continues.
-            remove_empty: whether to remove folders without a file.
+        the first files are a random sample. `unread` gets the error of each folder or file that
+        could not be read; the scan continues. `remove_empty` removes folders without a file.
         """
         for _, first in _folders(self.entries, unread):
             for name, second in _folders(first, unread):
