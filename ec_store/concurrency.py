@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -96,30 +97,25 @@ OPEN_S = 5.0
 logger = logging.getLogger("vllm.ec_store")
 
 
+@dataclass(eq=False)
 class Breaker:
     """Circuit breaker that opens after `FAILURES` consecutive ones and closes after `OPEN_S`.
 
-    The first result after that decides: a single failure opens it again.
+    The first result after that decides: a single failure opens it again. Each time it opens, `warn`
+    gets a message about `name`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        warn: Callable[[str], object] = logger.warning,
-    ) -> None:
-        """Create a closed breaker; `warn` gets a message about `name` each time it opens."""
-        self._name = name
-        self._clock = clock
-        self._warn = warn
-        self._failures = 0
-        self._until_s = 0.0
+    name: str
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+    warn: Callable[[str], object] = logger.warning
+    _failures: int = field(default=0, init=False)
+    _until_s: float = field(default=0.0, init=False)
 
     @property
     def open(self) -> bool:
         """Return whether calls are to be skipped now."""
-        return self._clock() < self._until_s
+        return self.clock() < self._until_s
 
     def succeeded(self) -> None:
         self._failures = 0
@@ -127,5 +123,5 @@ class Breaker:
     def record_failure(self, reason: object) -> None:
         self._failures += 1
         if self._failures >= FAILURES and not self.open:
-            self._until_s = self._clock() + OPEN_S
-            self._warn(f"{self._name} keeps failing, skipping it for {OPEN_S:g} s: {reason}")
+            self._until_s = self.clock() + OPEN_S
+            self.warn(f"{self.name} keeps failing, skipping it for {OPEN_S:g} s: {reason}")
