@@ -66,12 +66,12 @@ class Buffers:
                 buffer = min(fitting, key=len)
                 if len(buffer) > whole:
                     buffer.resize(whole)
-                return memoryview(buffer)[:size]
-            self._trim(unused, whole)
-            buffer = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without huge pages
-                buffer.madvise(mmap.MADV_HUGEPAGE)
-            self._lent.append(buffer)
+            else:
+                self._trim(unused, whole)
+                buffer = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                with suppress(OSError):  # a kernel without huge pages
+                    buffer.madvise(mmap.MADV_HUGEPAGE)
+                self._lent.append(buffer)
             return memoryview(buffer)[:size]
 
     def _trim(self, unused: Sequence[mmap.mmap], wanted: int) -> None:

@@ -71,9 +71,8 @@ class Folder:
     def check_owner(self, allowed: int) -> None:
         """Check that no other user controls the content of this folder.
 
-        Args:
-            allowed: permissions that the operator has set; write permission of the group or of
-                others means that another user may own the folder.
+        If the permissions that the operator has set allow the group or others to write, another
+        user may own the folder.
 
         Raises:
             PermissionError: another user owns the folder, or may write to it.
@@ -139,8 +138,7 @@ class Folder:
                 os.close(fd)
         except PermissionError:
             # An evictor may have removed the empty folder, and another user created it again.
-            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-            if status.st_uid == os.geteuid():
+            if self.stat(name).st_uid == os.geteuid():
                 raise
             return False
         return True
@@ -162,17 +160,14 @@ class Folder:
     @contextmanager
     def scan(self) -> Iterator[Iterator[os.DirEntry[str]]]:
         """Open a listing of this folder."""
-        if self._listed:
-            with os.scandir(self.fd) as listing:
-                yield listing
-            return
-        # A separate descriptor: the position of a listing belongs to the open folder.
-        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        # A separate descriptor, if others list too: the position belongs to the open folder.
+        fd = self.fd if self._listed else os.open(".", LISTED, dir_fd=self.fd)
         try:
             with os.scandir(fd) as listing:
                 yield listing
         finally:
-            os.close(fd)
+            if not self._listed:
+                os.close(fd)
 
     def names(self) -> list[str]:
         with self.scan() as listing:
@@ -272,7 +267,7 @@ class Folder:
 
     def sync(self) -> None:
         """Flush the names in this folder to disk."""
-        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        fd = os.open(".", LISTED, dir_fd=self.fd)
         try:
             os.fsync(fd)
         finally:

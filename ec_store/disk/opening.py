@@ -172,18 +172,11 @@ class DiskOpening:
             folder.check_owner(config.given.dir_mode or 0)
         self._apply_settings(held)
         if self._create:
-            self._begin(tree)
+            with suppress(OSError):  # a process without the permission to write can still read
+                if self._keeper.ledger.empty(tree.usage):
+                    self._keeper.sweep(tree, every_s=0.0)
+                self._keeper.log_limits(tree, self._config.path)
         return tree
-
-    def _begin(self, tree: Tree) -> None:
-        """Count the entries of a store without a ledger, and log how much space it leaves free.
-
-        A process without the permission to write skips this: it can still read.
-        """
-        with suppress(OSError):
-            if self._keeper.ledger.empty(tree.usage):
-                self._keeper.sweep(tree, every_s=0.0)
-            self._keeper.log_limits(tree, self._config.path)
 
     def _root(self, *, create: bool) -> Folder:
         config = self._config

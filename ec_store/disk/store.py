@@ -100,21 +100,17 @@ class SharedDiskStore(Store):
         return written
 
     def get(self, key: EntryKey) -> Entry | None:
-        entry = self._read(key, key.digest, self._files.load, use=True)
+        entry = self._read(key, self._files.load, use=True)
         self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
 
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
-        return [self._read(key, key.digest, load_header, use=False) for key in keys]
+        return [self._read(key, load_header, use=False) for key in keys]
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         """Lease entries (see `Store.lease`). If leases cannot be written, all keys are misses."""
-        digests = [key.digest for key in keys]
-        found = [
-            self._read(key, digest, load_header, use=True)
-            for key, digest in zip(keys, digests, strict=True)
-        ]
-        present = [digest for digest, info in zip(digests, found, strict=True) if info]
+        found = [self._read(key, load_header, use=True) for key in keys]
+        present = [key.digest for key, info in zip(keys, found, strict=True) if info]
         if not present:
             return found
         try:
@@ -125,8 +121,8 @@ class SharedDiskStore(Store):
             return [None] * len(keys)
         # Checked again: an evictor may have removed the entry before it saw the lease.
         return [
-            info if info and tree.has_entry(digest) else None
-            for digest, info in zip(digests, found, strict=True)
+            info if info and tree.has_entry(key.digest) else None
+            for key, info in zip(keys, found, strict=True)
         ]
 
     def claim(
@@ -233,11 +229,10 @@ class SharedDiskStore(Store):
         return self._keeper.clock.now(tree.root)
 
     def _put(self, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
-        digest = key.digest
         if not replace:
-            if self._read(key, digest, load_header, use=True):
+            if self._read(key, load_header, use=True):
                 return False
-            self._forget_expired(digest)
+            self._forget_expired(key.digest)
         try:
             return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
         except OSError as error:
@@ -309,10 +304,10 @@ class SharedDiskStore(Store):
                 self._keeper.ledger.release(tree.usage, before)
 
     def _read(
-        self, key: EntryKey, digest: str, load: Callable[[EntryKey, int, int], T], *, use: bool
+        self, key: EntryKey, load: Callable[[EntryKey, int, int], T], *, use: bool
     ) -> T | None:
         """Open a live entry and call `load`; None if it is missing, corrupt or unreadable."""
-        tree = None
+        tree, digest = None, key.digest
         try:
             tree = self._opening.tree()
             fd = tree.open(digest)
