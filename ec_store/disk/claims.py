@@ -106,10 +106,7 @@ def take_claims(  # noqa: PLR0913 - the parts of a claim
     """Take or renew claims; False for each entry that another owner claims.
 
     On a file system without symbolic links, every claim succeeds: owners do not wait for each
-    other. Without `wait`, a claim that another process is changing is not taken.
-
-    Raises:
-        OSError: the claims cannot be written.
+    other. Without `wait`, a claim that another process is changing is not taken. Raises OSError.
     """
     ours, deadline_s = _signed(owner), time.monotonic() + (WAIT_S if wait else 0.0)
     claim = f"{seconds:.3f} {ours}"

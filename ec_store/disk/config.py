@@ -137,9 +137,7 @@ class GivenSettings:
 def read_settings(root: Folder) -> StoreSettings | None:
     """Read the settings of a store; None if it has no `config.json`.
 
-    Raises:
-        SettingsInvalid: as `StoreSettings.from_json`.
-        OSError: the file cannot be read.
+    Raises SettingsInvalid, as `StoreSettings.from_json`, and OSError.
     """
     try:
         return StoreSettings.from_json(root.read(NAME, LARGEST_BYTES))

@@ -122,8 +122,7 @@ class Folder:
     def create_folder(self, name: str) -> bool:
         """Create a folder in this one; False if it exists, also if another user created it again.
 
-        Raises:
-            OSError: the folder cannot be created; ENOENT also if it was removed at once.
+        Raises OSError, ENOENT also if it was removed at once.
         """
         try:
             self._make_folder(name)

@@ -222,13 +222,11 @@ class Housekeeping:
         sweep_leases(tree.leases, now)
         sweep_claims(tree.claims, lambda: self.clock.now(tree.root))
         self.ledger.merge(tree.usage, now)
-        for folder, age_s in (
-            (tree.root, STAGING_S),
-            (tree.namespaces, STAGING_S),
-            (tree.quarantine, QUARANTINE_S),
-        ):
+        for folder in (tree.root, tree.namespaces, tree.quarantine):
+            quarantined = folder is tree.quarantine
+            age_s = QUARANTINE_S if quarantined else STAGING_S
             for name in folder.names():
-                if folder is tree.quarantine or (name[0] == "." and name.endswith(".tmp")):
+                if quarantined or (name[0] == "." and name.endswith(".tmp")):
                     with suppress(OSError):
                         if now - folder.stat(name).st_ctime > age_s:
                             folder.remove(name)

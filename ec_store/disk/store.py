@@ -95,8 +95,7 @@ class SharedDiskStore(Store):
         except StoreUnavailable:
             self.counts.add(drops=1)
             raise
-        if written:
-            self.counts.add(puts=1)
+        self.counts.add(puts=written)
         return written
 
     def get(self, key: EntryKey) -> Entry | None:

@@ -163,11 +163,7 @@ class Tree:
     """Open folders of a store. They stay the same even if the path leads elsewhere later."""
 
     def __init__(self, path: str, modes: Modes, *, create: bool) -> None:
-        """Open the folders, and create missing ones if `create` is set.
-
-        Raises:
-            OSError: a folder is missing or cannot be created.
-        """
+        """Open the folders, and create missing ones if `create` is set. Raises OSError."""
         self.root = Folder.open_path(path, modes, create=create)
         opened = self.root.open_or_create if create else self.root.folder
         names = ("entries", "leases", "claims", "namespaces", "quarantine", "usage")
@@ -205,9 +201,7 @@ class Tree:
     def create(self, digest: str, name: str) -> tuple[Folder, int]:
         """Create a file and, if needed, its entry's folder; return folder and descriptor.
 
-        Raises:
-            OSError: the file cannot be created; ENOENT also if other processes keep removing its
-                folder.
+        Raises OSError, ENOENT also if other processes keep removing the folder.
         """
         for _ in range(RACES):
             with suppress(FileNotFoundError):
