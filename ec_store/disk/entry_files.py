@@ -116,22 +116,16 @@ class EntryFiles:
         starts = iter(range(0, len(payload), _PIECE_BYTES))
         present: set[int] = set()
 
-        def read_next() -> bool:
-            start = next(starts, None)
-            if start is None:
-                return False
-            _read(payload[start : start + _PIECE_BYTES], fd, offset + start)
-            present.add(start)
-            return True
-
-        def read_rest() -> None:
-            while read_next():
-                pass
+        def read_pieces() -> Iterator[None]:
+            for start in starts:  # each piece is taken by one of the two threads
+                _read(payload[start : start + _PIECE_BYTES], fd, offset + start)
+                present.add(start)
+                yield
 
         hashed, digest = 0, xxhash.xxh3_64()
-        helper = self._helpers.submit(read_rest)
+        helper = self._helpers.submit(lambda: list(read_pieces()))
         try:
-            while read_next():
+            for _ in read_pieces():
                 # Hashing a piece while it is in a core's cache costs half of a second pass over
                 # memory.
                 while hashed in present:
