@@ -126,7 +126,7 @@ class Store(ABC):
 
         An owner is a name shared by callers that produce an entry once between them, and different
         from all others'. While other processes change one of these claims, the call waits, at most
-        one second. Unless `wait` is set, such a claim is not taken instead.
+        one second. Without `wait`, it does not take such a claim.
 
         Returns:
             For each key whether the owner holds its claim now; False if another owner does.
