@@ -8,19 +8,20 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ec_store.base import Listed, Store, StoreStats
-    from ec_store.config import redacted
-    from ec_store.entry import Entry, EntryInfo
-    from ec_store.errors import (
-        CorruptEntry,
-        EntryTooLarge,
-        StoreError,
-        StoreMissing,
-        StoreUnavailable,
-    )
-    from ec_store.keys import EntryKey
-    from ec_store.opening import open_store
-    from ec_store.urls import check_url
+    from ec_store.base import Listed as Listed
+    from ec_store.base import Store as Store
+    from ec_store.base import StoreStats as StoreStats
+    from ec_store.config import redacted as redacted
+    from ec_store.entry import Entry as Entry
+    from ec_store.entry import EntryInfo as EntryInfo
+    from ec_store.errors import CorruptEntry as CorruptEntry
+    from ec_store.errors import EntryTooLarge as EntryTooLarge
+    from ec_store.errors import StoreError as StoreError
+    from ec_store.errors import StoreMissing as StoreMissing
+    from ec_store.errors import StoreUnavailable as StoreUnavailable
+    from ec_store.keys import EntryKey as EntryKey
+    from ec_store.opening import open_store as open_store
+    from ec_store.urls import check_url as check_url
 
 _MODULES = {
     "CorruptEntry": "errors",
@@ -39,30 +40,10 @@ _MODULES = {
     "redacted": "config",
 }
 
-__all__ = [
-    "CorruptEntry",
-    "Entry",
-    "EntryInfo",
-    "EntryKey",
-    "EntryTooLarge",
-    "Listed",
-    "Store",
-    "StoreError",
-    "StoreMissing",
-    "StoreStats",
-    "StoreUnavailable",
-    "check_url",
-    "open_store",
-    "redacted",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name at its first use.
-
-    Raises:
-        AttributeError: `name` is not a public name of this package.
-    """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -3,8 +3,8 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -76,66 +76,40 @@ def make_parser() -> argparse.ArgumentParser:
     )
     configure.set_defaults(lazy=True)  # it repairs settings that prevent the store from opening
     _add_settings(configure)
-    serve = command(
-        "serve",
-        _serve,
-        "keep a store within its quota, and serve its metrics over HTTP",
-        create=True,
-    )
-    _add_service_flags(serve)
+    text = "keep a store within its quota, and serve its metrics over HTTP"
+    serve = command("serve", _serve, text, create=True)
+    # Defaults as text, which argparse parses as it parses arguments.
+    for flag, parse, default, meaning in (
+        ("--host", str, "127.0.0.1", "address to listen on"),
+        ("--port", int, "8100", "port to listen on"),
+        ("--interval-s", float, "10", "seconds between two checks of the quota"),
+    ):
+        help_text = f"{meaning} (default {default})"
+        serve.add_argument(flag, type=parse, default=default, help=help_text)
     return parser
 
 
 def _add_settings(configure: argparse.ArgumentParser) -> None:
-    configure.add_argument(
-        "--max-bytes", type=size_bytes, metavar="SIZE", help="quota, such as 64GiB"
-    )
-    configure.add_argument(
-        "--max-share",
-        type=float,
-        metavar="SHARE",
-        help="upper bound of the store's share of its file system, from 0 to 1",
-    )
-    configure.add_argument(
-        "--ttl",
-        type=duration_s,
-        metavar="TIME",
-        help="time after which an unused entry expires, such as 7d",
-    )
-    configure.add_argument(
-        "--dir-mode", type=octal, metavar="MODE", help="permissions of new folders, such as 2770"
-    )
-    configure.add_argument(
-        "--file-mode", type=octal, metavar="MODE", help="permissions of new files, such as 0660"
-    )
-
-
-def _add_service_flags(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)"
-    )
-    serve.add_argument("--port", type=int, default=8100, help="port to listen on (default 8100)")
-    serve.add_argument(
-        "--interval-s",
-        type=float,
-        default=10.0,
-        help="seconds between two checks of the quota (default 10)",
-    )
+    share = "upper bound of the store's share of its file system, from 0 to 1"
+    for flag, parse, metavar, text in (
+        ("--max-bytes", size_bytes, "SIZE", "quota, such as 64GiB"),
+        ("--max-share", float, "SHARE", share),
+        ("--ttl", duration_s, "TIME", "time after which an unused entry expires, such as 7d"),
+        ("--dir-mode", octal, "MODE", "permissions of new folders, such as 2770"),
+        ("--file-mode", octal, "MODE", "permissions of new files, such as 0660"),
+    ):
+        configure.add_argument(flag, type=parse, metavar=metavar, help=text)
 
 
 def _stat(store: Store, args: argparse.Namespace) -> int:
-    figures = asdict(store.stats()) | {"namespaces": dict(store.namespaces())}
-    if args.json:
-        _print_json(figures)
-        return 0
-    for name in ("entries", "bytes", "max_bytes"):
-        value = figures[name]
-        shown = (
-            "unknown" if value is None else size_text(value) if "bytes" in name else f"{value:,}"
-        )
-        print(f"{name:10} {shown}")
-    for model, namespace in figures["namespaces"].items():
-        print(f"{'model':10} {model}: {namespace}")
+    stats, namespaces = store.stats(), dict(store.namespaces())
+    lines = [
+        f"entries    {_shown(stats.entries, '{:,}'.format)}",
+        f"bytes      {_shown(stats.bytes, size_text)}",
+        f"max_bytes  {_shown(stats.max_bytes, size_text)}",
+    ]
+    lines += [f"model      {model}: {namespace}" for model, namespace in namespaces.items()]
+    _print_result(args, asdict(stats) | {"namespaces": namespaces}, "\n".join(lines))
     return 0
 
 
@@ -148,34 +122,36 @@ def _ls(store: Store, args: argparse.Namespace) -> int:
 
 
 def _verify(store: Store, args: argparse.Namespace) -> int:
-    rows = checked = 0
-    for row in _progress(store.verify(fix=args.fix), store.stats().entries, "reading"):
+    corrupt = checked = 0
+    console = Console(stderr=True)
+    for row in track(
+        store.verify(fix=args.fix),
+        "reading",
+        total=store.stats().entries,
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ):
         checked += 1
         if row.problem is not None:
-            rows += 1
+            corrupt += 1
             print(_as_json(row) if args.json else _as_text(row))
-    if args.json:
-        _print_json({"checked": checked, "corrupt": rows, "fixed": rows if args.fix else 0})
-    else:
-        print(f"{checked:,} entries read, {rows} corrupt{', deleted' if rows and args.fix else ''}")
-    return 1 if rows and not args.fix else 0
+    fixed = corrupt if args.fix else 0
+    text = f"{checked:,} entries read, {corrupt} corrupt{', deleted' if fixed else ''}"
+    _print_result(args, {"checked": checked, "corrupt": corrupt, "fixed": fixed}, text)
+    return 1 if corrupt and not fixed else 0
 
 
 def _gc(store: Store, args: argparse.Namespace) -> int:
     removed = store.sweep()
-    if args.json:
-        _print_json({"removed": removed})
-    else:
-        print(f"{removed:,} entries removed")
+    _print_result(args, {"removed": removed}, f"{removed:,} entries removed")
     return 0
 
 
 def _purge(store: Store, args: argparse.Namespace) -> int:
     removed = store.purge(args.namespace)
-    if args.json:
-        _print_json({"removed": removed})
-    else:
-        print(f"{removed:,} entries of {args.namespace} removed")
+    text = f"{removed:,} entries of {args.namespace} removed"
+    _print_result(args, {"removed": removed}, text)
     return 0
 
 
@@ -184,50 +160,32 @@ def _configure(store: Store, args: argparse.Namespace) -> int:
         text = "ec-store: error: Redis is configured with its own maxmemory and maxmemory-policy"
         print(text, file=sys.stderr)
         return 2
-    given = GivenSettings(
-        max_bytes=args.max_bytes,
-        max_share=args.max_share,
-        ttl=args.ttl,
-        dir_mode=args.dir_mode,
-        file_mode=args.file_mode,
-    )
+    given = GivenSettings(**{each.name: getattr(args, each.name) for each in fields(GivenSettings)})
     if given == GivenSettings():
         store.check()
-    settings = store.settings if given == GivenSettings() else store.configure(given)
-    if args.json:
-        _print_json(asdict(settings))
-        return 0
-    for name, value in settings.shown_settings().items():
-        print(f"{name:10} {value}")
+        settings = store.settings
+    else:
+        settings = store.configure(given)
+    lines = [f"{name:10} {value}" for name, value in settings.shown_settings().items()]
+    _print_result(args, asdict(settings), "\n".join(lines))
     return 0
 
 
 def _serve(store: Store, args: argparse.Namespace) -> int:
-    app = create_app(
-        AsyncStore(store),
-        interval_s=args.interval_s,
-        api_key=os.environ.get("EC_STORE_API_KEY", ""),
-    )
+    key = os.environ.get("EC_STORE_API_KEY", "")
+    app = create_app(AsyncStore(store), interval_s=args.interval_s, api_key=key)
     web.run_app(app, host=args.host, port=args.port, access_log=None)
     return 0
 
 
-def _progress(rows: Iterator[Listed], total: int | None, what: str) -> Iterator[Listed]:
-    """Yield the rows, with a progress bar if stderr is a terminal."""
-    console = Console(stderr=True)
-    yield from track(
-        rows, what, total=total, console=console, disable=not console.is_terminal, transient=True
-    )
-
-
 def _as_json(row: Listed) -> str:
+    info = row.info
     described: dict[str, Any] = {
         "digest": row.digest,
         "size_bytes": row.size_bytes,
         "used_s": row.used_s,
         "problem": row.problem,
     }
-    info = row.info
     if info is not None:
         described |= {
             "namespace": info.key.namespace,
@@ -242,7 +200,9 @@ def _as_json(row: Listed) -> str:
 
 def _as_text(row: Listed) -> str:
     info = row.info
-    used = "-" if row.used_s is None else _time(row.used_s)
+    used = "-"
+    if row.used_s is not None:
+        used = datetime.fromtimestamp(row.used_s, UTC).isoformat(timespec="seconds")
     shape = "" if info is None else "x".join(map(str, info.shape))
     what = "" if info is None else f"{info.modality:5} {info.dtype:4} {shape:>12}  "
     name = "" if info is None else f"{info.key.namespace}  {info.key.identifier!r}"
@@ -250,12 +210,12 @@ def _as_text(row: Listed) -> str:
     return f"{row.digest[:16]}  {what}{size_text(row.size_bytes):>10}  {used}  {name}{problem}"
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+def _shown(value: int | None, show: Callable[[int], str]) -> str:
+    return "unknown" if value is None else show(value)
 
 
-def _print_json(value: Any) -> None:
-    print(orjson.dumps(value).decode())
+def _print_result(args: argparse.Namespace, result: Any, text: str) -> None:
+    print(orjson.dumps(result).decode() if args.json else text)
 
 
 if __name__ == "__main__":

@@ -26,19 +26,10 @@ CLOSE_S = 2.0
 
 
 class AsyncStore:
-    """Asyncio wrapper of a store, with the results and errors of `Store`.
-
-    Attributes:
-        counts: counts of the wrapped store.
-    """
+    """Asyncio wrapper of a store, with the results and errors of `Store`."""
 
     def __init__(self, store: Store, pool: DaemonPool | None = None) -> None:
-        """Wrap a store.
-
-        Args:
-            store: the store; `close` closes it.
-            pool: threads that run the calls, 8 by default; `close` closes it.
-        """
+        """Wrap a store. `close` closes it, and the pool that runs its calls."""
         self.counts = store.counts
         self._store = store
         self._pool = pool or DaemonPool(THREADS, "ec-store")

@@ -45,9 +45,7 @@ class Sender:
     def __init__(self, engine: str) -> None:
         """Open a socket without connecting it: workers start before their scheduler.
 
-        Args:
-            engine: name of the engine, equal in all its processes and different in all other
-                engines.
+        All processes of an engine pass the same name, and every other engine another one.
         """
         self._address = _address(engine)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -55,13 +53,11 @@ class Sender:
     def send(self, message: dict[str, Any]) -> bool:
         """Send a message without waiting; False if it is too large or no receiver takes it."""
         encoded = orjson.dumps(message)
-        if len(encoded) > MAX_MESSAGE_BYTES:
-            return False
-        try:
-            self._socket.sendto(encoded, self._address)
-        except OSError:
-            return False
-        return True
+        if len(encoded) <= MAX_MESSAGE_BYTES:
+            with suppress(OSError):
+                self._socket.sendto(encoded, self._address)
+                return True
+        return False
 
     def close(self) -> None:
         self._socket.close()
@@ -71,11 +67,7 @@ class Receiver:
     """Receiving end, in the scheduler."""
 
     def __init__(self, engine: str) -> None:
-        """Bind the socket. If another process has bound the name, log it and receive nothing.
-
-        Args:
-            engine: name of the engine, as in `Sender`.
-        """
+        """Bind the socket. If another process has bound the name, log it and receive nothing."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         try:

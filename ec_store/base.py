@@ -68,7 +68,8 @@ class Store(ABC):
 
     Attributes:
         counts: events in this process: `hits`, `misses`, `puts`, `drops`, `corrupt`. If this
-            process evicts, `eviction_seconds` observes each eviction that had to free room.
+            process evicts, also `evictions`, and `eviction_seconds` observes each eviction that had
+            to free room.
     """
 
     counts: Counts
@@ -82,10 +83,7 @@ class Store(ABC):
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry. It appears whole or not at all; of two writers either may win.
 
-        Args:
-            key: key of the entry.
-            entry: the entry to write.
-            replace: whether to overwrite an existing entry; readers see the old or the new one.
+        `replace` overwrites an existing entry; readers see the old or the new one.
 
         Returns:
             False if an entry of this key exists: it stays, and this call counts as a use of it.
@@ -126,13 +124,9 @@ class Store(ABC):
         process may put it. In rare races two owners hold one claim for a time. Claims save work;
         correctness must not depend on them.
 
-        Args:
-            keys: keys of the entries.
-            owner: name that identifies the claimant: shared by callers that produce an entry once
-                between them, and different from all others'.
-            seconds: lifetime of the claim from now, unless it is renewed.
-            wait: whether the call may wait, at most one second, while other processes change one of
-                these claims. Otherwise such a claim is not taken.
+        An owner is a name shared by callers that produce an entry once between them, and different
+        from all others'. While other processes change one of these claims, the call waits, at most
+        one second. Without `wait`, it does not take such a claim.
 
         Returns:
             For each key whether the owner holds its claim now; False if another owner does.
@@ -204,10 +198,8 @@ class Store(ABC):
     def sweep(self, every_s: float = 0.0) -> int:  # noqa: ARG002 - for backends that need it
         """Evict, and remove all expired entries and all files that crashes left.
 
-        This may read the metadata of every entry.
-
-        Args:
-            every_s: only evict if any process has started a sweep less than this many seconds ago.
+        This may read the metadata of every entry. If any process has started a sweep less than
+        `every_s` seconds ago, it only evicts.
 
         Returns:
             Number of removed entries; 0 if the backend evicts by itself.
@@ -216,6 +208,11 @@ class Store(ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats: ...
+
+    def _process_counts(self) -> dict[str, int]:
+        """Return the counts that `StoreStats` has."""
+        names = ("hits", "misses", "puts", "drops", "corrupt", "evictions")
+        return {name: self.counts[name] for name in names}
 
     @abstractmethod
     def register_namespace(self, model: str, namespace: str) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -25,12 +26,7 @@ class DaemonPool:
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        """Create a pool without threads.
-
-        Args:
-            threads: upper bound of the calls that run at once; others wait.
-            name: prefix of the threads' names.
-        """
+        """Create a pool without threads; at most `threads` calls run at once, and others wait."""
         self._most = threads
         self._name = name
         self._jobs: queue.SimpleQueue[tuple[Job, Job] | None] = queue.SimpleQueue()
@@ -57,12 +53,11 @@ class DaemonPool:
     def queue_job(self, job: Job, dropped: Job) -> None:
         """Queue a job, which must not raise; if the pool is closed, call `dropped` instead."""
         with self._lock:
-            closed = self._closed
-            if not closed:
+            if not self._closed:
                 self._jobs.put((job, dropped))
                 self._wake()
-        if closed:
-            dropped()
+                return
+        dropped()
 
     def _wake(self) -> None:
         """Start a thread for one more job, if none is idle and the limit allows one."""
@@ -97,54 +92,36 @@ class DaemonPool:
 
 FAILURES = 3
 OPEN_S = 5.0
+"""Seconds for which a breaker stays open."""
 
 logger = logging.getLogger("vllm.ec_store")
 
 
+@dataclass(eq=False)
 class Breaker:
-    """Circuit breaker that opens after consecutive failures and closes after `open_s`.
+    """Circuit breaker that opens after `FAILURES` consecutive ones and closes after `OPEN_S`.
 
-    The first result after that decides: a single failure opens it again.
+    The first result after that decides: a single failure opens it again. Each time it opens, `warn`
+    gets a message about `name`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        failures: int = FAILURES,
-        open_s: float = OPEN_S,
-        clock: Callable[[], float] = time.monotonic,
-        warn: Callable[[str], object] = logger.warning,
-    ) -> None:
-        """Create a closed breaker.
-
-        Args:
-            name: subject of the log message.
-            failures: consecutive failures that open it.
-            open_s: seconds that it stays open.
-            clock: monotonic clock in seconds.
-            warn: function that gets the log message each time it opens.
-        """
-        self._name = name
-        self._most = failures
-        self._open_s = open_s
-        self._clock = clock
-        self._warn = warn
-        self._failures = 0
-        self._until_s = 0.0
+    name: str
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+    warn: Callable[[str], object] = logger.warning
+    _failures: int = field(default=0, init=False)
+    _until_s: float = field(default=0.0, init=False)
 
     @property
     def open(self) -> bool:
         """Return whether calls are to be skipped now."""
-        return self._clock() < self._until_s
+        return self.clock() < self._until_s
 
     def succeeded(self) -> None:
-        """Record a successful call, which resets the count of failures."""
         self._failures = 0
 
     def record_failure(self, reason: object) -> None:
-        """Record a failed call and its reason; enough of them open the breaker."""
         self._failures += 1
-        if self._failures >= self._most and not self.open:
-            self._until_s = self._clock() + self._open_s
-            self._warn(f"{self._name} keeps failing, skipping it for {self._open_s:g} s: {reason}")
+        if self._failures >= FAILURES and not self.open:
+            self._until_s = self.clock() + OPEN_S
+            self.warn(f"{self.name} keeps failing, skipping it for {OPEN_S:g} s: {reason}")

@@ -44,11 +44,7 @@ def duration_s(text: str) -> float:
 
 
 def octal(text: str) -> int:
-    """Parse permissions such as `2770`.
-
-    Raises:
-        ValueError: the text is not an octal mode.
-    """
+    """Parse permissions such as `2770`."""
     mode = int(text, 8)
     if not 0 <= mode <= ALL_MODE_BITS:
         raise ValueError(f"{text!r} is not a mode such as 0750")

@@ -66,12 +66,12 @@ class Buffers:
                 buffer = min(fitting, key=len)
                 if len(buffer) > whole:
                     buffer.resize(whole)
-                return memoryview(buffer)[:size]
-            self._trim(unused, whole)
-            buffer = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without huge pages
-                buffer.madvise(mmap.MADV_HUGEPAGE)
-            self._lent.append(buffer)
+            else:
+                self._trim(unused, whole)
+                buffer = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                with suppress(OSError):  # a kernel without huge pages
+                    buffer.madvise(mmap.MADV_HUGEPAGE)
+                self._lent.append(buffer)
             return memoryview(buffer)[:size]
 
     def _trim(self, unused: Sequence[mmap.mmap], wanted: int) -> None:
@@ -135,7 +135,6 @@ class Entry:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that dtype, shape and length are consistent."""
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}")
         if any(size < 0 for size in self.shape):
@@ -151,11 +150,8 @@ class EntryInfo:
     """Fields of an entry's header.
 
     Attributes:
-        key: key of the entry.
-        dtype: `BF16`, `F16` or `F32`.
-        shape: usually (tokens, width).
-        modality: `image`, `audio` or `video`.
-        metadata: placeholder metadata as vLLM reports it; read-only, since callers share it.
+        dtype, shape, modality: as in `Entry`.
+        metadata: as in `Entry`; read-only, since callers share it.
         checksum: xxh3-64 of the payload, 16 hexadecimal digits.
         header_bytes: size of length field and header, the offset of the payload.
     """
@@ -170,7 +166,6 @@ class EntryInfo:
 
     @property
     def payload_bytes(self) -> int:
-        """Return the size of the tensor in bytes."""
         return payload_bytes(self.dtype, self.shape)
 
     @property
@@ -184,45 +179,29 @@ def payload_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
-def encode_header(key: EntryKey, entry: Entry, payload_checksum: str | None = None) -> bytes:
-    """Return length field and header of an entry's blob; the payload, `entry.data`, follows it.
-
-    Args:
-        key: key of the entry.
-        entry: the entry.
-        payload_checksum: `checksum(entry.data)` if it is known already. The length of the header
-            does not depend on it.
-    """
-    known = checksum(entry.data) if payload_checksum is None else payload_checksum
-    return _header(key, entry.dtype, entry.shape, entry.modality, entry.metadata, known)
-
-
 def checksum(payload: memoryview) -> str:
     """Return the xxh3-64 of a payload, 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(payload)
 
 
-def _header(  # noqa: PLR0913, PLR0917 - the fields of the header
-    key: EntryKey,
-    dtype: str,
-    shape: tuple[int, ...],
-    modality: str,
-    metadata: Mapping[str, Any],
-    payload_checksum: str,
-) -> bytes:
-    """Return the header. It is deterministic: a valid header equals the one of its own fields."""
+def encode_header(key: EntryKey, entry: Entry | EntryInfo, payload_checksum: str) -> bytes:
+    """Return length field and header of an entry's blob; the payload, `entry.data`, follows it.
+
+    The result is deterministic: a valid header equals the one of its own fields. Its length does
+    not depend on the checksum.
+    """
     fields = {
         "format": FORMAT,
         "namespace": _text(key.namespace),
         "identifier": _text(key.identifier),
-        "modality": modality,
-        "placeholder": orjson.dumps(metadata, option=orjson.OPT_SORT_KEYS).decode(),
+        "modality": entry.modality,
+        "placeholder": orjson.dumps(entry.metadata, option=orjson.OPT_SORT_KEYS).decode(),
         "payload_xxh3": payload_checksum,
     }
     tensor = {
-        "dtype": dtype,
-        "shape": list(shape),
-        "data_offsets": [0, payload_bytes(dtype, shape)],
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "data_offsets": [0, payload_bytes(entry.dtype, entry.shape)],
     }
     fields["header_xxh3"] = xxhash.xxh3_64_hexdigest(orjson.dumps([fields, tensor]))
     text = orjson.dumps({"__metadata__": fields, TENSOR: tensor})
@@ -266,9 +245,8 @@ def _parsed(raw: bytes) -> EntryInfo:
     try:
         parsed = orjson.loads(raw[8:])
         fields, tensor = parsed["__metadata__"], parsed[TENSOR]
-        key = EntryKey(_key_part(fields["namespace"]), _key_part(fields["identifier"]))
         info = EntryInfo(
-            key=key,
+            key=EntryKey(_key_part(fields["namespace"]), _key_part(fields["identifier"])),
             dtype=tensor["dtype"],
             shape=tuple(tensor["shape"]),
             modality=fields["modality"],
@@ -276,7 +254,7 @@ def _parsed(raw: bytes) -> EntryInfo:
             checksum=fields["payload_xxh3"],
             header_bytes=len(raw),
         )
-        expected = _header(key, info.dtype, info.shape, info.modality, info.metadata, info.checksum)
+        expected = encode_header(info.key, info, info.checksum)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CorruptEntry(f"its header cannot be read: {error}") from None
     if raw != expected:

@@ -50,11 +50,6 @@ class EntryMemory:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        """Create an empty memory.
-
-        Args:
-            limit_bytes: the budget.
-        """
         self.held_bytes = 0
         self.pinned_bytes = 0
         self.reserved_bytes = 0
@@ -72,13 +67,10 @@ class EntryMemory:
         return identifier in self._claims
 
     def has_room(self, wanted: Mapping[str, int]) -> bool:
-        """Return whether all of these entries may be claimed at once.
+        """Return whether all entries may be claimed, with these bytes for those not held.
 
         Kept entries make room. While nothing is claimed, any request is admitted, even above the
         budget: a request larger than the budget would otherwise wait indefinitely.
-
-        Args:
-            wanted: bytes to reserve for each identifier that is not held.
         """
         needed = sum(self._needed(identifier, size) for identifier, size in wanted.items())
         taken = self.pinned_bytes + self.reserved_bytes
@@ -127,7 +119,6 @@ class EntryMemory:
         self._trim()
 
     def discard(self, identifier: str) -> None:
-        """Drop a kept entry and free its memory."""
         entry = self._kept.pop(identifier, None)
         if entry is not None:
             self.held_bytes -= entry_bytes(entry)
@@ -221,18 +212,14 @@ class FetchQueue:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def put(self, fetch: Fetch, due_s: float) -> None:
-        """Add a fetch to the queue.
+        """Queue a fetch behind those of a lower rank, and those of its rank that are due earlier.
 
-        Args:
-            fetch: the fetch. It is queued behind those of a lower rank, and those of its rank that
-                are due earlier.
-            due_s: time when a thread should take it, by the fetcher's clock.
+        A thread should take it at `due_s`, by the fetcher's clock.
         """
         with self._lock:
             fetch.phase = Phase.QUEUED
             self._count(fetch, 1)
-            rank = (fetch.want.rank, due_s, next(self._numbers))
-            heapq.heappush(self._heap, (*rank, fetch))
+            heapq.heappush(self._heap, (fetch.want.rank, due_s, next(self._numbers), fetch))
 
     def take_fetch(self, clock: Callable[[], float]) -> Fetch | None:
         """Take the next fetch and mark it as running; None if no fetch waits."""
@@ -266,7 +253,6 @@ class FetchQueue:
             fetch.phase = Phase.ENDED
 
     def late_fetches(self, is_late: Callable[[Fetch], bool]) -> list[Fetch]:
-        """Return the running fetches for which `is_late` holds."""
         with self._lock:
             return [fetch for fetch in self.running if is_late(fetch)]
 

@@ -5,6 +5,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 from typing import Protocol
 
@@ -38,6 +39,7 @@ class FetchState(enum.Enum):
     MISSING = "missing"
 
 
+@dataclass(eq=False)
 class Fetcher:
     """Fetcher of entries on threads, which holds them within a memory budget.
 
@@ -46,45 +48,35 @@ class Fetcher:
     A fetch's deadline starts when a thread takes it: time in the queue does not count. A fetch that
     is late counts as missing, and as a failure for the breaker; its entry is kept if it arrives
     later. When the breaker opens, or when all threads hang, all waiting fetches become missing at
-    once.
+    once. Threads start with the first fetches.
+
+    Attributes:
+        store: source of the entries.
+        namespace: namespace of all entries.
+        counts: gets `hits`, `misses`, `timeouts`, `late`, `bypassed`, `errors`, `bytes`. An entry
+            that `Want.accept` rejects is a miss. For each fetch, `fetch_wait_seconds` observes the
+            time in the queue, and `fetch_seconds` the time on a thread.
+        timeout_s: upper bound of the time on a thread for one entry.
+        promise_timeout_s: how long a promised entry is looked up, from the first lookup on. The
+            last lookup starts then, or when a thread is free, and may take `timeout_s` more.
+        memory_bytes: memory budget for claimed entries, kept entries, and reservations.
+        threads: number of entries fetched at once.
+        clock: monotonic clock in seconds.
     """
 
-    def __init__(  # noqa: PLR0913 - options of an operator
-        self,
-        store: EntrySource,
-        namespace: str,
-        *,
-        counts: Counts | None = None,
-        timeout_s: float = 1.0,
-        promise_timeout_s: float = 5.0,
-        memory_bytes: int = MEMORY_BYTES,
-        threads: int = THREADS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Create a fetcher; threads start with the first fetches.
+    store: EntrySource
+    namespace: str
+    _: KW_ONLY
+    counts: Counts = field(default_factory=Counts)
+    timeout_s: float = 1.0
+    promise_timeout_s: float = 5.0
+    memory_bytes: int = MEMORY_BYTES
+    threads: int = THREADS
+    clock: Callable[[], float] = time.monotonic
 
-        Args:
-            store: source of the entries.
-            namespace: namespace of all entries.
-            counts: gets `hits`, `misses`, `timeouts`, `late`, `bypassed`, `errors`, `bytes`. An
-                entry that `Want.accept` rejects is a miss. For each fetch, `fetch_wait_seconds`
-                observes the time in the queue, and `fetch_seconds` the time on a thread.
-            timeout_s: upper bound of the time on a thread for one entry.
-            promise_timeout_s: how long a promised entry is looked up, from the first lookup on. The
-                last lookup starts then, or when a thread is free, and may take `timeout_s` more.
-            memory_bytes: memory budget for claimed entries, kept entries, and reservations.
-            threads: number of entries fetched at once.
-            clock: monotonic clock in seconds.
-        """
-        self.counts = counts or Counts()
-        self._store = store
-        self._namespace = namespace
-        self._timeout_s = timeout_s
-        self._promise_timeout_s = promise_timeout_s
-        self._threads = threads
-        self._clock = clock
-        self._pool = DaemonPool(threads, "ec-fetch")
-        self._memory = EntryMemory(memory_bytes)
+    def __post_init__(self) -> None:
+        self._pool = DaemonPool(self.threads, "ec-fetch")
+        self._memory = EntryMemory(self.memory_bytes)
         self._queue = FetchQueue()
         self._fetches: dict[str, Fetch] = {}
         self._answers: deque[Fetch] = deque()
@@ -92,13 +84,12 @@ class Fetcher:
         self._numbers = count()
         self._hanging = 0
         self._check_s = 0.0
-        self._breaker = Breaker("reading from the encoder store", clock=clock)
+        self._breaker = Breaker("reading from the encoder store", clock=self.clock)
 
     def has_room(self, wants: Mapping[str, Want]) -> bool:
-        """Return whether the budget has room for all of these entries at once.
+        """Return whether the budget has room for all of these entries, as `EntryMemory.has_room`.
 
-        While nothing is claimed, any request is admitted. An entry that would not be fetched needs
-        no room.
+        An entry that would not be fetched needs no room.
         """
         sizes = {
             identifier: buffer_bytes(want.size_bytes)
@@ -118,13 +109,11 @@ class Fetcher:
         if self._memory.entry(identifier) is not None:
             self._memory.claim(identifier)
             return FetchState.READY
-        fetch = self._fetches.get(identifier)
+        fetch = self._fetches.get(identifier) or self._start(identifier, want)
         if fetch is None:
-            fetch = self._start(identifier, want)
-        elif fetch.overdue:
-            self.counts.add(bypassed=1)
             return FetchState.MISSING
-        if fetch is None:
+        if fetch.overdue:
+            self.counts.add(bypassed=1)
             return FetchState.MISSING
         fetch.promised |= want.promised
         self._memory.claim(identifier)
@@ -134,9 +123,7 @@ class Fetcher:
         """Release one claim. A waiting fetch without another claim is cancelled."""
         self._memory.release(identifier)
         fetch = self._fetches.get(identifier)
-        if fetch is None or self._memory.is_claimed(identifier):
-            return
-        if self._queue.cancel(fetch):
+        if fetch and not self._memory.is_claimed(identifier) and self._queue.cancel(fetch):
             self._forget(fetch)
 
     def process_results(self) -> list[tuple[str, FetchState]]:
@@ -146,7 +133,7 @@ class Fetcher:
             Identifiers of claimed entries that were pending: READY, still claimed, or MISSING, no
             longer claimed.
         """
-        now = self._clock()
+        now = self.clock()
         if not self._answers and now < self._check_s:
             return []
         settled: list[tuple[str, FetchState]] = []
@@ -187,15 +174,13 @@ class Fetcher:
         }
 
     def close(self) -> None:
-        """Start no more fetches; running ones end by themselves."""
         self._pool.close()
 
     def _refusals(self) -> tuple[bool, bool]:
         """Return whether all threads hang, and whether the breaker is open."""
-        return self._hanging >= self._threads, self._breaker.open
+        return self._hanging >= self.threads, self._breaker.open
 
     def _bypasses(self, promised: bool) -> bool:
-        """Return whether lookups in the store are skipped now."""
         hanging, opened = self._refusals()
         return hanging or (opened and not promised)
 
@@ -203,11 +188,11 @@ class Fetcher:
         if self._bypasses(want.promised):
             self.counts.add(bypassed=1)
             return None
-        key = key_or_none(self._namespace, identifier)
+        key = key_or_none(self.namespace, identifier)
         if key is None:
             self.counts.add(misses=1)
             return None
-        asked_s = self._clock() if want.asked_s is None else want.asked_s
+        asked_s = self.clock() if want.asked_s is None else want.asked_s
         fetch = Fetch(identifier, key, want, want.promised, asked_s)
         self._fetches[identifier] = fetch
         self._memory.reserve(identifier, buffer_bytes(want.size_bytes))
@@ -217,22 +202,22 @@ class Fetcher:
     def _submit(self, fetch: Fetch) -> None:
         # A repeated lookup is queued as due at the end of its promise: behind first lookups until
         # then, and before later ones.
-        due_s = self._promise_end_s(fetch) if fetch.looks else self._clock()
+        due_s = self._promise_end_s(fetch) if fetch.looks else self.clock()
         self._queue.put(fetch, due_s)
         self._pool.queue_job(self._fetch_next, lambda: None)
 
     def _fetch_next(self) -> None:
         """Fetch the first entry of the queue. Runs on a thread."""
-        fetch = self._queue.take_fetch(self._clock)
+        fetch = self._queue.take_fetch(self.clock)
         if fetch is None:
             return
         try:
-            entry = self._store.get(fetch.key)
+            entry = self.store.get(fetch.key)
             fetch.refused = entry is not None and not fetch.want.accept(entry)
             fetch.entry = None if fetch.refused else entry
         except Exception as error:  # noqa: BLE001 - any error counts as the store's failure
             fetch.error = error
-        fetch.ended_s = self._clock()
+        fetch.ended_s = self.clock()
         self._answers.append(fetch)
 
     def _finish(self, fetch: Fetch, now: float) -> Iterator[tuple[str, FetchState]]:
@@ -279,9 +264,8 @@ class Fetcher:
         fetch.overdue = True
         self._hanging += 1
         self.counts.add(timeouts=1)
-        self._breaker.record_failure(
-            f"no answer within {self._deadline(fetch) - fetch.taken_s:g} s"
-        )
+        allowed_s = self._deadline(fetch) - fetch.taken_s
+        self._breaker.record_failure(f"no answer within {allowed_s:g} s")
         if self._memory.is_claimed(fetch.identifier):
             self._memory.release_all(fetch.identifier)
             yield fetch.identifier, FetchState.MISSING
@@ -306,8 +290,8 @@ class Fetcher:
         self._memory.hold_entry(fetch.identifier, entry)
 
     def _promise_end_s(self, fetch: Fetch) -> float:
-        return fetch.first_s + self._promise_timeout_s
+        return fetch.first_s + self.promise_timeout_s
 
     def _deadline(self, fetch: Fetch) -> float:
         promise_s = self._promise_end_s(fetch) if fetch.promised else 0.0
-        return max(promise_s, fetch.taken_s + self._timeout_s)
+        return max(promise_s, fetch.taken_s + self.timeout_s)

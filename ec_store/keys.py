@@ -25,7 +25,6 @@ class EntryKey:
     identifier: str
 
     def __post_init__(self) -> None:
-        """Check that both parts fit into a header."""
         for part in (self.namespace, self.identifier):
             # Encoded only if it may be too long: no character takes more than 4 bytes.
             if 4 * len(part) > MAX_PART_BYTES < len(part.encode("utf-8", "surrogatepass")):

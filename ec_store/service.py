@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +15,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 from ec_store.aio import AsyncStore
 from ec_store.base import StoreStats
@@ -60,14 +61,10 @@ def create_app(store: AsyncStore, *, interval_s: float, api_key: str = "") -> we
     app[MAINTENANCE] = Maintenance(store, interval_s)
     app[API_KEY] = api_key
     app.cleanup_ctx.append(_housekeeping)
-    app.add_routes(
-        [
-            web.get("/health", _health),
-            web.get("/metrics", _metrics),
-            web.get("/v1/stats", _stats),
-            web.post("/v1/lookup", _lookup),
-        ]
-    )
+    app.router.add_get("/health", _health)
+    app.router.add_get("/metrics", _metrics)
+    app.router.add_get("/v1/stats", _stats)
+    app.router.add_post("/v1/lookup", _lookup)
     return app
 
 
@@ -81,19 +78,9 @@ async def _housekeeping(app: web.Application) -> AsyncIterator[None]:
 
 
 class Maintenance:
-    """Periodic eviction and a daily sweep, which continue after any error.
-
-    Attributes:
-        registry: metrics of the maintenance.
-    """
+    """Periodic eviction and a daily sweep, which continue after any error."""
 
     def __init__(self, store: AsyncStore, interval_s: float) -> None:
-        """Create the metrics; `run` starts the maintenance.
-
-        Args:
-            store: the store.
-            interval_s: seconds between two checks of the quota.
-        """
         self.registry = CollectorRegistry()
         self._store = store
         self._interval_s = interval_s
@@ -193,30 +180,21 @@ async def _stats(request: web.Request) -> web.Response:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    registry = CollectorRegistry()
-    registry.register(_Collector(await request.app[STORE].stats()))
-    body = generate_latest(registry) + generate_latest(request.app[MAINTENANCE].registry)
+    stats = _StatsCollector(await request.app[STORE].stats())
+    body = generate_latest(stats) + generate_latest(request.app[MAINTENANCE].registry)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-class _Collector:
-    """Prometheus collector of one snapshot of a store's metrics."""
-
+class _StatsCollector(Collector):
     def __init__(self, stats: StoreStats) -> None:
         self._stats = asdict(stats)
 
-    def collect(self) -> list[Metric]:
-        """Return the metrics with a value: a backend may not provide all."""
-        known = {name: value for name, value in self._stats.items() if value is not None}
-        gauges: list[Metric] = [
-            GaugeMetricFamily(f"ec_store_{name}", text, value=known[name])
-            for name, text in GAUGES.items()
-            if name in known
-        ]
-        return gauges + [
-            CounterMetricFamily(f"ec_store_{name}", text, value=known[name])
-            for name, text in COUNTERS.items()
-        ]
+    def collect(self) -> Iterator[Metric]:
+        for name, text in GAUGES.items():
+            if self._stats[name] is not None:  # a backend may not provide all
+                yield GaugeMetricFamily(f"ec_store_{name}", text, value=self._stats[name])
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(f"ec_store_{name}", text, value=self._stats[name])
 
 
 async def _lookup(request: web.Request) -> web.Response:

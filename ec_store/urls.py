@@ -9,11 +9,6 @@ from ec_store.redis.url import redis_options
 DISK = ("file",)
 REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 
-FETCH_THREADS = {**dict.fromkeys(DISK, 4), **dict.fromkeys(REDIS, 16)}
-"""Entries that a connector fetches at once, by scheme. Reading from memory keeps a core busy, and a
-second core for large entries. Waiting for a server keeps none busy; a node keeps as many idle
-connections (`ec_store.redis.link.MAX_IDLE`)."""
-
 
 def check_url(url: str) -> str:
     """Check that `open_store` accepts a URL, and return it; nothing is opened.
@@ -32,8 +27,12 @@ def check_url(url: str) -> str:
 
 
 def fetch_threads(url: str) -> int:
-    """Return the default number of fetch threads for the store of a valid URL."""
-    return FETCH_THREADS[urlsplit(url).scheme]
+    """Return the default number of fetch threads for the store of a valid URL.
+
+    Reading from memory keeps a core busy, and a second core for large entries. Waiting for a server
+    keeps none busy; a node keeps as many idle connections (`ec_store.redis.link.MAX_IDLE`).
+    """
+    return 4 if urlsplit(url).scheme in DISK else 16
 
 
 def unknown_scheme(url: str) -> ValueError:

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 from ec_store.base import Store
 from ec_store.concurrency import Breaker
@@ -24,39 +25,30 @@ Make = Callable[[], Entry | None]
 Done = Callable[[EntryKey, bool], None]
 
 
+@dataclass(eq=False)
 class Writer:
     """Writer of entries from a bounded queue, on one thread.
 
     After repeated failures of the store, entries are dropped for a while.
+
+    Attributes:
+        store: destination of the entries.
+        counts: gets `saves`, `known`, `drops`, `exceptions`, `save_bytes`; observes `save_seconds`.
+        queue_bytes: upper bound of the bytes that wait; above it entries are dropped. One entry may
+            always wait, whatever its size.
+        done: function called on the thread with each key, and whether its entry is in the store.
+        clock: monotonic clock in seconds.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        counts: Counts | None = None,
-        queue_bytes: int = QUEUE_BYTES,
-        done: Done = lambda _key, _stored: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Create the writer and start its thread.
+    store: Store
+    _: KW_ONLY
+    counts: Counts = field(default_factory=Counts)
+    queue_bytes: int = QUEUE_BYTES
+    done: Done = lambda _key, _stored: None
+    clock: Callable[[], float] = time.monotonic
 
-        Args:
-            store: destination of the entries.
-            counts: gets `saves`, `known`, `drops`, `exceptions`, `save_bytes`; observes
-                `save_seconds`.
-            queue_bytes: upper bound of the bytes that wait; above it entries are dropped. One entry
-                may always wait, whatever its size.
-            done: function called on the thread with each key, and whether its entry is in the
-                store.
-            clock: monotonic clock in seconds.
-        """
-        self.counts = counts or Counts()
-        self._store = store
-        self._queue_bytes = queue_bytes
-        self._done = done
-        self._clock = clock
-        self._breaker = Breaker("writing to the encoder store", clock=clock)
+    def __post_init__(self) -> None:
+        self._breaker = Breaker("writing to the encoder store", clock=self.clock)
         self._queue: queue.SimpleQueue[tuple[EntryKey, Make] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting: dict[EntryKey, int] = {}
@@ -67,11 +59,8 @@ class Writer:
     def submit(self, key: EntryKey, size_bytes: int, make: Make) -> bool:
         """Queue an entry for writing, unless the store has one of its key.
 
-        Args:
-            key: key of the entry.
-            size_bytes: memory that the entry holds until it is written.
-            make: function that makes the entry, called on the thread if the store has none. It
-                returns None for an entry that must not be stored, which counts as dropped.
+        It holds `size_bytes` of memory until it is written. `make` makes it, on the thread, and
+        returns None for an entry that must not be stored, which counts as dropped.
 
         Returns:
             False if the entry is dropped and counted: the queue is full, or the store keeps
@@ -81,7 +70,7 @@ class Writer:
             if key in self._waiting:
                 return True
             waiting_bytes = sum(self._waiting.values())
-            full = waiting_bytes > 0 and waiting_bytes + size_bytes > self._queue_bytes
+            full = waiting_bytes > 0 and waiting_bytes + size_bytes > self.queue_bytes
             if full or self._breaker.open:
                 self.counts.add(drops=1)
                 return False
@@ -103,29 +92,27 @@ class Writer:
             with self._lock:
                 del self._waiting[key]
             try:
-                self._done(key, stored)
+                self.done(key, stored)
             except Exception as error:  # noqa: BLE001 - as in `_written`
                 self._count_exception(error)
 
     def _written(self, key: EntryKey, make: Make) -> bool:
-        started_s = self._clock()
+        started_s = self.clock()
         try:
             stored = self._write(key, make, started_s)
         except EntryTooLarge:
-            self.counts.add(drops=1)
-            return False
+            pass
         except (StoreError, OSError) as error:
-            self.counts.observe("save_seconds", self._clock() - started_s)
-            self.counts.add(drops=1)
+            self.counts.observe("save_seconds", self.clock() - started_s)
             self._breaker.record_failure(error)
-            return False
         except Exception as error:  # noqa: BLE001 - the thread must survive
-            self.counts.add(drops=1)
             self._breaker.record_failure(error)
             self._count_exception(error)
-            return False
-        self._breaker.succeeded()
-        return stored
+        else:
+            self._breaker.succeeded()
+            return stored
+        self.counts.add(drops=1)
+        return False
 
     def _count_exception(self, error: Exception) -> None:
         """Count an exception, and log the first one of each type."""
@@ -137,15 +124,15 @@ class Writer:
             )
 
     def _write(self, key: EntryKey, make: Make, started_s: float) -> bool:
-        if self._store.lease([key], LEASE_S)[0] is not None:
+        if self.store.lease([key], LEASE_S)[0] is not None:
             self.counts.add(known=1)
             return True
         entry = make()
         if entry is None:
             self.counts.add(drops=1)
             return False
-        written = self._store.put(key, entry)
-        self.counts.observe("save_seconds", self._clock() - started_s)
+        written = self.store.put(key, entry)
+        self.counts.observe("save_seconds", self.clock() - started_s)
         if written:
             self.counts.add(saves=1, save_bytes=entry.data.nbytes)
         else:

@@ -22,7 +22,6 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from ec_store.base import LONGEST_CLAIM_S
 from ec_store.disk.files import DIGEST, NO_LINKS, Folder
@@ -31,45 +30,41 @@ LONGEST_S = 3600.0
 """Upper bound in seconds of a lease, both when it is written and when it is read."""
 
 
-class Leases:
-    """Leases of one store, below one folder."""
+def add_leases(folder: Folder, digests: Sequence[str], seconds: float, now_s: float) -> None:
+    """Lease entries from now on, for `seconds` and at most an eighth longer.
 
-    def add(self, folder: Folder, digests: Sequence[str], seconds: float, now_s: float) -> None:
-        """Lease entries from now on, for `seconds` and at most an eighth longer.
+    Rounding lets leases that end at about the same time share a folder.
+    """
+    step = max(1, round(min(seconds, LONGEST_S) / 8))
+    end = math.ceil((now_s + min(seconds, LONGEST_S)) / step) * step
+    if folder.create_folder(str(end)):
+        sweep_leases(folder, now_s)
+    ending = folder.folder(str(end))
+    for digest in digests:
+        with suppress(FileExistsError):
+            os.close(ending.create(digest))
 
-        Rounding lets leases that end at about the same time share a folder.
-        """
-        step = max(1, round(min(seconds, LONGEST_S) / 8))
-        end = math.ceil((now_s + min(seconds, LONGEST_S)) / step) * step
-        if folder.create_folder(str(end)):
-            self.sweep(folder, now_s)
-        ending = folder.folder(str(end))
-        for digest in digests:
-            with suppress(FileExistsError):
-                os.close(ending.create(digest))
 
-    def leased(self, folder: Folder, digests: Collection[str], now_s: float) -> set[str]:
-        """Return the leased ones of `digests`. Each is looked up: there may be very many leases.
+def leased_digests(folder: Folder, digests: Collection[str], now_s: float) -> set[str]:
+    """Return the leased ones of `digests`. Each is looked up: there may be very many leases.
 
-        On NFS the listing of the ends may be some seconds old. A lease counts as a use, so an entry
-        that was leased that recently is evicted last.
-        """
-        names = [
-            name for name, ending in _endings(folder) if now_s <= ending <= now_s + 1.25 * LONGEST_S
-        ]
-        return {
-            digest for digest in digests if any(folder.has(f"{name}/{digest}") for name in names)
-        }
+    On NFS the listing of the ends may be some seconds old. A lease counts as a use, so an entry
+    that was leased that recently is evicted last.
+    """
+    latest = now_s + 1.25 * LONGEST_S
+    names = [name for name, ending in _endings(folder) if now_s <= ending <= latest]
+    return {digest for digest in digests if any(folder.has(f"{name}/{digest}") for name in names)}
 
-    def sweep(self, folder: Folder, now_s: float) -> None:
-        """Remove expired leases from the store."""
-        for name, ending in _endings(folder):
-            if not now_s - 1 <= ending <= now_s + 1.25 * LONGEST_S:
-                with suppress(OSError):
-                    ended = folder.folder(name)
-                    for digest in ended.names():
-                        ended.remove(digest)
-                    folder.remove_folder(name)
+
+def sweep_leases(folder: Folder, now_s: float) -> None:
+    """Remove expired leases from the store."""
+    for name, ending in _endings(folder):
+        if not now_s - 1 <= ending <= now_s + 1.25 * LONGEST_S:
+            with suppress(OSError):
+                ended = folder.folder(name)
+                for digest in ended.names():
+                    ended.remove(digest)
+                folder.remove_folder(name)
 
 
 def _endings(folder: Folder) -> Iterator[tuple[str, int]]:
@@ -99,67 +94,57 @@ _NEXT = ".next"
 Clock = Callable[[], float]
 
 
-class _Claim(NamedTuple):
-    """Content of a link: the owner as `_signed` makes it, and the remaining lifetime."""
+def take_claims(  # noqa: PLR0913 - the parts of a claim
+    folder: Folder,
+    digests: Iterable[str],
+    owner: bytes,
+    seconds: float,
+    now: Clock,
+    *,
+    wait: bool,
+) -> list[bool]:
+    """Take or renew claims; False for each entry that another owner claims.
 
-    holder: str
-    left_s: float
+    On a file system without symbolic links, every claim succeeds: owners do not wait for each
+    other. Without `wait`, a claim that another process is changing is not taken. Raises OSError.
+    """
+    ours, deadline_s = _signed(owner), time.monotonic() + (WAIT_S if wait else 0.0)
+    claim = f"{seconds:.3f} {ours}"
+    return [_take(folder, digest, ours, claim, deadline_s, now) for digest in digests]
 
 
-class DiskClaims:
-    """Claims of one store, in one folder. Every method raises OSError if it cannot write."""
+def _take(  # noqa: PLR0913, PLR0917
+    folder: Folder, digest: str, ours: str, claim: str, deadline_s: float, now: Clock
+) -> bool:
+    try:
+        while not folder.link(digest, claim):
+            holder = _holder(folder, digest, now())
+            if holder not in {None, ours}:
+                return False
+            if _changed(folder, digest, {None, ours}, claim, now):
+                return True
+            if time.monotonic() >= deadline_s:
+                return holder == ours
+            time.sleep(random.uniform(0.001, 0.005))  # noqa: S311
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+    return True
 
-    def take_claims(  # noqa: PLR0913 - the parts of a claim
-        self,
-        folder: Folder,
-        digests: Iterable[str],
-        owner: bytes,
-        seconds: float,
-        now: Clock,
-        *,
-        wait: bool = True,
-    ) -> list[bool]:
-        """Take or renew claims; False for each entry that another owner claims.
 
-        On a file system without symbolic links, every claim succeeds: owners do not wait for each
-        other. Without `wait`, a claim that another process is changing is not taken.
-        """
-        ours, deadline_s = _signed(owner), time.monotonic() + (WAIT_S if wait else 0.0)
-        claim = f"{seconds:.3f} {ours}"
-        return [self._take(folder, digest, ours, claim, deadline_s, now) for digest in digests]
+def give_back(folder: Folder, digest: str, owner: bytes, now: Clock) -> None:
+    """Release a claim. A claim of another owner stays. Raises OSError."""
+    if _holder(folder, digest, now(), SURE_S) == _signed(owner):
+        with suppress(FileNotFoundError):
+            os.unlink(digest, dir_fd=folder.fd)
 
-    @staticmethod
-    def _take(  # noqa: PLR0913, PLR0917
-        folder: Folder, digest: str, ours: str, claim: str, deadline_s: float, now: Clock
-    ) -> bool:
-        try:
-            while not folder.link(digest, claim):
-                holder = _holder(folder, digest, now())
-                if holder not in {None, ours}:
-                    return False
-                if _changed(folder, digest, {None, ours}, claim, now):
-                    return True
-                if time.monotonic() >= deadline_s:
-                    return holder == ours
-                time.sleep(random.uniform(0.001, 0.005))  # noqa: S311
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-        return True
 
-    def give_back(self, folder: Folder, digest: str, owner: bytes, now: Clock) -> None:
-        """Release a claim. A claim of another owner stays."""
-        claim = _read(folder, digest, now())
-        if claim is not None and claim.holder == _signed(owner) and claim.left_s > SURE_S:
-            with suppress(FileNotFoundError):
-                os.unlink(digest, dir_fd=folder.fd)
-
-    def sweep(self, folder: Folder, now: Clock) -> None:
-        """Remove expired claims, and unfinished changes that crashes left."""
-        for digest in {name.removesuffix(_NEXT) for name in folder.names()}:
-            if DIGEST.fullmatch(digest) and _holder(folder, digest, now()) is None:
-                with suppress(OSError):
-                    _changed(folder, digest, {None}, None, now)
+def sweep_claims(folder: Folder, now: Clock) -> None:
+    """Remove expired claims, and unfinished changes that crashes left."""
+    for digest in {name.removesuffix(_NEXT) for name in folder.names()}:
+        if DIGEST.fullmatch(digest) and _holder(folder, digest, now()) is None:
+            with suppress(OSError):
+                _changed(folder, digest, {None}, None, now)
 
 
 def _changed(
@@ -188,14 +173,11 @@ def _changed(
         folder.remove(change)
 
 
-def _holder(folder: Folder, digest: str, now_s: float) -> str | None:
-    """Return the current holder of a claim, as `_signed` makes it."""
-    claim = _read(folder, digest, now_s)
-    return claim.holder if claim is not None and claim.left_s > 0 else None
+def _holder(folder: Folder, digest: str, now_s: float, least_s: float = 0.0) -> str | None:
+    """Return the holder of a claim, as `_signed` makes it, if more than `least_s` seconds remain.
 
-
-def _read(folder: Folder, digest: str, now_s: float) -> _Claim | None:
-    """Return the claim of an entry; None if there is no link or its text is invalid."""
+    None also if there is no link or its text is invalid.
+    """
     try:
         # Time before text: if the link is replaced in between, the claim seems older than it is.
         age_s = now_s - folder.stat(digest).st_mtime
@@ -209,7 +191,7 @@ def _read(folder: Folder, digest: str, now_s: float) -> _Claim | None:
         return None
     if not holder or age_s < -SLACK_S or math.isnan(lives_s):
         return None
-    return _Claim(holder, min(lives_s, LONGEST_CLAIM_S) - age_s)
+    return holder if min(lives_s, LONGEST_CLAIM_S) - age_s > least_s else None
 
 
 def _signed(owner: bytes) -> str:

@@ -38,6 +38,9 @@ class StoreSettings:
             smaller of this and `max_bytes` is in force.
         ttl: seconds after which an unused entry expires.
         dir_mode, file_mode: permissions of new folders and files.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     max_bytes: int = 64 * 2**30
@@ -47,11 +50,6 @@ class StoreSettings:
     file_mode: int = 0o640
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: a value is out of range.
-        """
         if self.max_bytes <= 0 or self.ttl <= 0:
             raise ValueError("max_bytes and ttl must be greater than 0")
         if not 0 < self.max_share <= 1:
@@ -86,7 +84,6 @@ class StoreSettings:
         )
 
     def to_json(self) -> bytes:
-        """Return the content of `config.json`."""
         held = {
             "format": FORMAT,
             "max_bytes": self.max_bytes,
@@ -140,26 +137,12 @@ class GivenSettings:
 def read_settings(root: Folder) -> StoreSettings | None:
     """Read the settings of a store; None if it has no `config.json`.
 
-    Raises:
-        SettingsInvalid: as `StoreSettings.from_json`.
-        OSError: the file cannot be read.
+    Raises SettingsInvalid, as `StoreSettings.from_json`, and OSError.
     """
     try:
         return StoreSettings.from_json(root.read(NAME, LARGEST_BYTES))
     except FileNotFoundError:
         return None
-
-
-def write_settings(root: Folder, settings: StoreSettings, *, replace: bool) -> bool:
-    """Write the settings of a store; False if it has some and `replace` is not set.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if replace:
-        root.replace(NAME, settings.to_json())
-        return True
-    return root.add(NAME, settings.to_json())
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +157,9 @@ class DiskConfig:
         max_entry_bytes: size of the largest entry that this process writes or reads.
         require_mount: whether the store is unavailable unless a file system is mounted at the
             directory or above it. Without its mount, `/mnt/ec` is a directory of the root disk.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     path: str
@@ -194,15 +180,10 @@ class DiskConfig:
             raise ValueError(f"{url!r} is not file:///path")
         options = parameters(url, _PARAMETERS)
         given = {each.name: options.pop(each.name, None) for each in fields(GivenSettings)}
-        config = cls(os.path.normpath(unquote(parts.path)) if parts.path else "")
-        return replace(config, given=GivenSettings(**given), **options)
+        path = os.path.normpath(unquote(parts.path)) if parts.path else ""
+        return cls(path, GivenSettings(**given), **options)
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: a value is out of range.
-        """
         if not os.path.isabs(self.path) or "\0" in self.path:  # noqa: PTH117
             raise ValueError(f"{self.path!r} is not an absolute path such as file:///mnt/store")
         if self.max_entry_bytes <= 0:

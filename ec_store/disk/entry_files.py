@@ -9,19 +9,17 @@ file changes a tensor that was verified already. The cache must never end an eng
 """
 
 import errno
-import functools
 import json
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
 from ec_store.base import Listed
 from ec_store.concurrency import DaemonPool
-from ec_store.counts import ForkLock
+from ec_store.counts import after_fork
 from ec_store.disk.files import READ, Folder, write
 from ec_store.disk.tree import Found, Tree
 from ec_store.entry import (
@@ -37,8 +35,6 @@ from ec_store.entry import (
 )
 from ec_store.errors import CorruptEntry, EntryTooLarge
 from ec_store.keys import EntryKey
-
-T = TypeVar("T")
 
 LARGE_BYTES = 2**20
 """Size in bytes from which hashing in pieces, a second thread, and reused memory pay off."""
@@ -88,10 +84,12 @@ class EntryFiles:
     """Reader and writer of whole entries in files. Thread-safe."""
 
     def __init__(self) -> None:
+        self._begin()
+        after_fork(self._begin)
+
+    def _begin(self) -> None:
         self._buffers = Buffers()
-        self._pid = 0
-        self._helpers: DaemonPool | None = None
-        self._lock = ForkLock()
+        self._helpers = DaemonPool(2, "ec-store")  # its threads do not survive a fork
 
     def load(self, key: EntryKey, fd: int, size: int) -> Entry:
         """Read the entry in a file of `size` bytes.
@@ -118,22 +116,16 @@ class EntryFiles:
         starts = iter(range(0, len(payload), _PIECE_BYTES))
         present: set[int] = set()
 
-        def read_next() -> bool:
-            start = next(starts, None)
-            if start is None:
-                return False
-            _read(payload[start : start + _PIECE_BYTES], fd, offset + start)
-            present.add(start)
-            return True
-
-        def read_rest() -> None:
-            while read_next():
-                pass
+        def read_pieces() -> Iterator[None]:
+            for start in starts:  # each piece is taken by one of the two threads
+                _read(payload[start : start + _PIECE_BYTES], fd, offset + start)
+                present.add(start)
+                yield
 
         hashed, digest = 0, xxhash.xxh3_64()
-        helper = self._run_on_thread(read_rest)
+        helper = self._helpers.submit(lambda: list(read_pieces()))
         try:
-            while read_next():
+            for _ in read_pieces():
                 # Hashing a piece while it is in a core's cache costs half of a second pass over
                 # memory.
                 while hashed in present:
@@ -151,30 +143,20 @@ class EntryFiles:
     def store(self, key: EntryKey, entry: Entry, fd: int) -> None:
         """Write an entry into an empty file. Raises OSError."""
         if entry.data.nbytes < LARGE_BYTES:
-            write(fd, [memoryview(encode_header(key, entry)), entry.data])
+            header = encode_header(key, entry, checksum(entry.data))
+            write(fd, [memoryview(header), entry.data])
             return
         # The header is written last: it holds the checksum, which a helper computes during the
-        # write.
-        hashed = self._run_on_thread(checksum, entry.data)
+        # write, or this thread if no helper was free.
+        hashed = self._helpers.submit(lambda: checksum(entry.data))
         write(fd, [entry.data], len(encode_header(key, entry, _NO_CHECKSUM)))
         known = checksum(entry.data) if hashed.cancel() else hashed.result()
         write(fd, [memoryview(encode_header(key, entry, known))])
 
     def close(self) -> None:
         """End the helper threads, and release unused memory."""
-        with self._lock.mutex:
-            if self._helpers and self._pid == os.getpid():
-                self._helpers.close()
-            self._helpers = None
-            self._buffers = Buffers()
-
-    def _run_on_thread(self, call: Callable[..., T], *args: object) -> Future[T]:
-        """Run a call on a helper thread; a caller that can still cancel it does the work itself."""
-        with self._lock.mutex:
-            if self._helpers is None or self._pid != os.getpid():  # threads do not survive a fork
-                self._helpers = DaemonPool(2, "ec-store")
-                self._pid = os.getpid()
-            return self._helpers.submit(functools.partial(call, *args))
+        self._helpers.close()
+        self._begin()
 
 
 def _read(into: memoryview, fd: int, offset: int) -> None:
@@ -223,7 +205,7 @@ def _listed(found: Found, fd: int, files: EntryFiles | None) -> Listed:
             files.load(info.key, fd, found.size_bytes)
     except CorruptEntry as error:
         problem = str(error)
-    return Listed(found.digest, info, found.size_bytes, found.modified_s, problem)
+    return Listed(found.digest, info, found.size_bytes, found.status.st_mtime, problem)
 
 
 def valid_registrations(folder: Folder) -> Iterator[tuple[str, str, str]]:

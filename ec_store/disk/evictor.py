@@ -7,8 +7,8 @@ from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
-from ec_store.counts import Counts, ForkLock
-from ec_store.disk.claims import Leases
+from ec_store.counts import Counts
+from ec_store.disk.claims import leased_digests
 from ec_store.disk.files import Folder, StoreClock
 from ec_store.disk.ledger import Count, Ledger, Usage
 from ec_store.disk.lock import FileLock
@@ -43,30 +43,19 @@ class Freed(NamedTuple):
 
 
 class Evictor:
-    """Remover of entries, which also releases their usage in the ledger.
+    """Remover of entries, which also releases their usage in the ledger."""
 
-    Attributes:
-        evictions: number of entries removed by this process.
-    """
-
-    def __init__(self, clock: StoreClock, ledger: Ledger, leases: Leases, counts: Counts) -> None:
-        self.evictions = 0
+    def __init__(self, clock: StoreClock, ledger: Ledger, counts: Counts) -> None:
         self._counts = counts
         self._clock = clock
         self._ledger = ledger
-        self._leases = leases
         self._lock = FileLock("evicting")
-        self._counting = ForkLock()
 
     def free_space(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed | None:
         """Evict the least recently used of a random sample, and its expired entries.
 
-        The cost depends on the bytes to free, not on the number of entries in the store.
-
-        Args:
-            tree: folders of the store.
-            excess_bytes: bytes to free; 0 evicts only the expired entries of one small sample.
-            ttl_s: seconds after which an unused entry is expired.
+        The cost depends on the bytes to free, not on the number of entries in the store. An excess
+        of 0 evicts only the expired entries of one small sample.
 
         Returns:
             The result; None if another process is evicting.
@@ -75,33 +64,39 @@ class Evictor:
         if token is None:
             return None
         try:
-            return self._free_timed(
+            return self.free_beside(
                 tree, excess_bytes, ttl_s, lambda: self._lock.still_held(tree.root, token)
             )
         finally:
             self._lock.release(tree.root, token)
 
-    def free_beside(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed:
+    def free_beside(
+        self, tree: Tree, excess_bytes: int, ttl_s: float, holds: Callable[[], bool] | None = None
+    ) -> Freed:
         """Evict while another process does, for an entry that has to be written.
 
         A writer that frees only the size of its own entry needs no lock. All writers together free
         what they write, and if two remove the same entry, the second gets ENOENT.
+
+        The ledger is corrected only while the lock is held, as `holds` tells: two processes that
+        corrected it at once would both apply the same correction.
         """
-        return self._free_timed(tree, excess_bytes, ttl_s, None)
+        started_s = time.monotonic()
+        freed = self._free(tree, excess_bytes, ttl_s, holds)
+        if excess_bytes > 0:
+            self._counts.observe("eviction_seconds", time.monotonic() - started_s)
+        return freed
 
     def sweep(self, tree: Tree, ttl_s: float, goes_on: Callable[[], bool]) -> None:
         """Read all entries: remove the expired ones, and correct the ledger.
 
-        Args:
-            tree: folders of the store.
-            ttl_s: seconds after which an unused entry is expired.
-            goes_on: called once a second, and before the ledger is corrected; False ends the sweep.
-                Two sweeps that corrected the ledger at once would both apply the same correction.
+        `goes_on` is called once a second, and before the ledger is corrected; False ends the sweep.
+        Two sweeps that corrected the ledger at once would both apply the same correction.
         """
         now = self._clock.now(tree.root)
-        count, unread = Count(self._ledger.total(tree.usage)), list[OSError]()
+        count = Count(self._ledger.total(tree.usage))
         asked_s = time.monotonic()
-        for kept in self._counted(tree, now, count, unread):
+        for kept in self._counted(tree, now, count):
             if time.monotonic() - asked_s > 1:
                 asked_s = time.monotonic()
                 if not goes_on():
@@ -109,30 +104,12 @@ class Evictor:
             if now - kept.used_s > ttl_s and (freed := self._remove(tree, [kept], now)[0]):
                 count.remove(freed)
         if goes_on():
-            self._correct(tree, count, unread)
-
-    def _free_timed(
-        self, tree: Tree, excess: int, ttl_s: float, holds: Callable[[], bool] | None
-    ) -> Freed:
-        """Call `_free`, and observe its duration if room was needed."""
-        started_s = time.monotonic()
-        freed = self._free(tree, excess, ttl_s, holds)
-        if excess > 0:
-            self._counts.observe("eviction_seconds", time.monotonic() - started_s)
-        return freed
+            self._correct(tree, count)
 
     def _free(
         self, tree: Tree, excess: int, ttl_s: float, holds: Callable[[], bool] | None
     ) -> Freed:
-        """Evict until `excess` bytes are freed, or no entry can be evicted.
-
-        Args:
-            tree: folders of the store.
-            excess: bytes to free.
-            ttl_s: as in `free_space`.
-            holds: whether the lock is still held; None without the lock, and then the ledger is not
-                corrected: two processes that did so at once would both apply the same correction.
-        """
+        """Evict until `excess` bytes are freed, or no entry can be evicted."""
         freed = fruitless = 0
         while holds is None or holds():
             gone, found, all_seen = self._evict_sample(
@@ -157,43 +134,39 @@ class Evictor:
             store.
         """
         now = self._clock.now(tree.root)
-        count, unread = Count(self._ledger.total(tree.usage)), list[OSError]()
+        count = Count(self._ledger.total(tree.usage))
         wanted = sample_size(excess, count.before.bytes / max(1, count.before.entries))
-        sample = list(islice(self._counted(tree, now, count, unread), wanted))
+        sample = list(islice(self._counted(tree, now, count), wanted))
         all_seen = len(sample) < wanted
         if all_seen and corrects:
-            self._correct(tree, count, unread)
+            self._correct(tree, count)
         while True:
             going = choose_victims(sample, all_seen=all_seen, now_s=now, ttl_s=ttl_s, excess=excess)
             # Leases are read only for the entries that would be evicted.
-            leased = self._leases.leased(tree.leases, [kept.digest for kept in going], now)
+            leased = leased_digests(tree.leases, [kept.digest for kept in going], now)
             if not leased:
                 freed, kept_back = self._remove(tree, going, now)
                 return freed, len(going) > kept_back, all_seen
             sample = [kept for kept in sample if kept.digest not in leased]
 
-    def _counted(
-        self, tree: Tree, now: float, count: Count, unread: list[OSError]
-    ) -> Iterator[EvictionCandidate]:
+    def _counted(self, tree: Tree, now: float, count: Count) -> Iterator[EvictionCandidate]:
         """Yield entries in random order and count them; remove staging files that crashes left."""
-        for found in tree.scan(unread, remove_empty=True):
+        for found in tree.scan(count.unread, remove_empty=True):
             size = taken_bytes(found.size_bytes)
-            published = found.staging and found.links > 1  # the file counts under its other name
+            # A published file counts under its other name.
+            published = found.staging and found.status.st_nlink > 1
             if not published:
                 count.add(size)
             if not found.staging:
                 yield EvictionCandidate(found.digest, found.size_bytes, _used_s(found, now))
                 continue
-            stale = now - found.changed_s > STAGING_S
+            stale = now - found.status.st_ctime > STAGING_S
             if stale and found.folder.remove(found.name) and not published:
                 self._ledger.release(tree.usage, size)
                 count.remove(size)
 
-    def _correct(self, tree: Tree, count: Count, unread: Sequence[OSError]) -> None:
-        """Correct the ledger by a count of all files."""
+    def _correct(self, tree: Tree, count: Count) -> None:
         correction = count.correction(self._ledger.total(tree.usage))
-        if unread:  # files that cannot be read still take room
-            correction = Usage(correction.charged_bytes, correction.charged)
         if correction != Usage():
             self._ledger.add(tree.usage, correction)
 
@@ -223,7 +196,7 @@ class Evictor:
                 kept_back += 1
         digests = {kept.digest for _, _, kept in aside}
         try:
-            leased = self._leases.leased(tree.leases, digests, now)
+            leased = leased_digests(tree.leases, digests, now)
         except OSError:
             leased = digests
         freed = removed = 0
@@ -239,8 +212,7 @@ class Evictor:
                 removed += 1
                 with suppress(OSError):  # otherwise the sum is too high until the next sweep
                     self._ledger.release(tree.usage, taken_bytes(kept.size_bytes))
-        with self._counting.mutex:
-            self.evictions += removed
+        self._counts.add(evictions=removed)
         return freed, kept_back
 
 
@@ -249,8 +221,8 @@ def _used_s(found: Found, now: float) -> float:
 
     A later time comes from a store's clock that was ahead, and would keep the entry indefinitely.
     """
-    if found.modified_s <= now + 60:
-        return found.modified_s
+    if found.status.st_mtime <= now + 60:
+        return found.status.st_mtime
     with suppress(OSError):
         os.utime(found.name, dir_fd=found.folder.fd, follow_symlinks=False)
     return now

@@ -33,12 +33,7 @@ CLOCK_EVERY_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Permissions of new folders and files, independent of the umask.
-
-    Attributes:
-        folder: mode of folders.
-        file: mode of files.
-    """
+    """Permissions of new folders and files, independent of the umask."""
 
     folder: int = 0o750
     file: int = 0o640
@@ -62,27 +57,22 @@ class Folder:
             pass
 
     @classmethod
-    def open_path(cls, path: str, modes: Modes) -> "Folder":
-        """Open the folder of a path, which is created with its parents if it is missing."""
-        try:
-            os.makedirs(path, modes.folder)  # noqa: PTH103 - like the code below
-        except FileExistsError:
-            pass
-        else:
-            os.chmod(path, modes.folder)  # noqa: PTH101
-        return cls.open_existing(path, modes)
+    def open_path(cls, path: str, modes: Modes, *, create: bool = True) -> "Folder":
+        """Open the folder of a path; `create` creates it, with its parents, if it is missing.
 
-    @classmethod
-    def open_existing(cls, path: str, modes: Modes) -> "Folder":
-        """Open the folder of a path. Links in the path are the operator's and are followed."""
+        Links in the path are the operator's and are followed.
+        """
+        if create:
+            with suppress(FileExistsError):
+                os.makedirs(path, modes.folder)  # noqa: PTH103 - like the code below
+                os.chmod(path, modes.folder)  # noqa: PTH101
         return cls(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), modes)
 
     def check_owner(self, allowed: int) -> None:
         """Check that no other user controls the content of this folder.
 
-        Args:
-            allowed: permissions that the operator has set; write permission of the group or of
-                others means that another user may own the folder.
+        If the permissions that the operator has set allow the group or others to write, another
+        user may own the folder.
 
         Raises:
             PermissionError: another user owns the folder, or may write to it.
@@ -95,15 +85,9 @@ class Folder:
             raise PermissionError(errno.EACCES, f"every user may write to {path}")
 
     def folder(self, name: str) -> "Folder":
-        """Open a folder in this one."""
         return Folder(self.open(name, FOLDER), self.modes)
 
     def open(self, name: str, flags: int, mode: int = 0) -> int:
-        """Open a name in this folder.
-
-        Raises:
-            OSError: the name cannot be opened.
-        """
         try:
             return os.open(name, flags, mode, dir_fd=self.fd)
         except PermissionError:
@@ -133,14 +117,12 @@ class Folder:
 
     def to_list(self, name: str) -> "Folder":
         """Open a folder for listing by one thread, which saves two system calls."""
-        fd = self.open(name, LISTED)
-        return Folder(fd, self.modes, listed=True)
+        return Folder(self.open(name, LISTED), self.modes, listed=True)
 
     def create_folder(self, name: str) -> bool:
         """Create a folder in this one; False if it exists, also if another user created it again.
 
-        Raises:
-            OSError: the folder cannot be created; ENOENT also if it was removed at once.
+        Raises OSError, ENOENT also if it was removed at once.
         """
         try:
             self._make_folder(name)
@@ -155,8 +137,7 @@ class Folder:
                 os.close(fd)
         except PermissionError:
             # An evictor may have removed the empty folder, and another user created it again.
-            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-            if status.st_uid == os.geteuid():
+            if self.stat(name).st_uid == os.geteuid():
                 raise
             return False
         return True
@@ -169,7 +150,6 @@ class Folder:
             os.mkdir(name, self.modes.folder, dir_fd=self.fd)
 
     def open_or_create(self, name: str) -> "Folder":
-        """Open a folder in this one, which is created if it is missing."""
         try:
             return self.folder(name)
         except FileNotFoundError:
@@ -179,24 +159,20 @@ class Folder:
     @contextmanager
     def scan(self) -> Iterator[Iterator[os.DirEntry[str]]]:
         """Open a listing of this folder."""
-        if self._listed:
-            with os.scandir(self.fd) as listing:
-                yield listing
-            return
-        # A separate descriptor: the position of a listing belongs to the open folder.
-        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        # A separate descriptor, if others list too: the position belongs to the open folder.
+        fd = self.fd if self._listed else os.open(".", LISTED, dir_fd=self.fd)
         try:
             with os.scandir(fd) as listing:
                 yield listing
         finally:
-            os.close(fd)
+            if not self._listed:
+                os.close(fd)
 
     def names(self) -> list[str]:
         with self.scan() as listing:
             return [item.name for item in listing]
 
     def create(self, name: str) -> int:
-        """Create a file, and return its descriptor for writing."""
         fd = self.open(name, CREATE, self.modes.file)
         try:
             os.fchmod(fd, self.modes.file)
@@ -276,23 +252,21 @@ class Folder:
 
     def remove(self, name: str) -> bool:
         """Remove a file; False if it is missing or cannot be removed."""
-        try:
+        with suppress(OSError):
             os.unlink(name, dir_fd=self.fd)
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def remove_folder(self, name: str) -> bool:
         """Remove a folder; False if it is missing, not empty, or cannot be removed."""
-        try:
+        with suppress(OSError):
             os.rmdir(name, dir_fd=self.fd)
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def sync(self) -> None:
         """Flush the names in this folder to disk."""
-        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        fd = os.open(".", LISTED, dir_fd=self.fd)
         try:
             os.fsync(fd)
         finally:
@@ -312,7 +286,7 @@ def write(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
 
 
 def is_regular(status: os.stat_result) -> bool:
-    """Return whether a status is that of a plain file."""
+    """Return whether the status is a plain file's."""
     return stat.S_ISREG(status.st_mode)
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from os.path import ismount
 
 from ec_store.counts import Counts
-from ec_store.disk.claims import DiskClaims, Leases
+from ec_store.disk.claims import sweep_claims, sweep_leases
 from ec_store.disk.config import StoreSettings
 from ec_store.disk.evictor import STAGING_S, Evictor, Freed
 from ec_store.disk.files import StoreClock, is_regular
@@ -50,36 +50,26 @@ class Housekeeping:
     The cost of a call does not depend on the number of entries, except for `sweep`.
 
     Attributes:
-        settings: settings of the store, as last read.
+        settings: settings of the store, as last read; they apply to every process that opens it.
     """
 
     def __init__(self, counts: Counts) -> None:
         """Create the object without access to a store.
 
-        Args:
-            counts: observes `eviction_seconds`.
+        `counts` gets `evictions`, and observes `eviction_seconds`.
         """
+        self._counts = counts
         self.clock = StoreClock()
         self.ledger = Ledger()
-        self.leases = Leases()
-        self.claims = DiskClaims()
         self.settings = StoreSettings()
-        self._evictor = Evictor(self.clock, self.ledger, self.leases, counts)
+        self._evictor = Evictor(self.clock, self.ledger, counts)
         self._sweeping = FileLock("sweeping")
         self._fruitless_until_s = float("-inf")
         self._tidy_looked_s = float("-inf")
         self._reserve_kept = True
 
-    @property
-    def evictions(self) -> int:
-        """Return the number of entries that this process removed."""
-        return self._evictor.evictions
-
-    def quota_bytes(self, tree: Tree) -> int:
+    def quota_bytes(self, file_system: FileSystem) -> int:
         """Return the effective quota in bytes at the moment."""
-        return self._quota_bytes(tree.file_system())
-
-    def _quota_bytes(self, file_system: FileSystem) -> int:
         return file_system.quota_bytes(self.settings.max_bytes, self.settings.max_share)
 
     def log_limits(self, tree: Tree, path: str) -> None:
@@ -90,7 +80,7 @@ class Housekeeping:
                 "the encoder store in %s takes at most %.2f GiB of a file system of %.2f GiB, and "
                 "leaves %.2f GiB of it free for others",
                 path,
-                self._quota_bytes(file_system) / 2**30,
+                self.quota_bytes(file_system) / 2**30,
                 file_system.size_bytes / 2**30,
                 file_system.reserve_bytes / 2**30,
             )
@@ -108,7 +98,7 @@ class Housekeeping:
         patience = _EvictionWait()
         while True:
             file_system = tree.file_system()
-            quota = self._quota_bytes(file_system)
+            quota = self.quota_bytes(file_system)
             if coming_bytes > quota:
                 raise EntryTooLarge(f"it takes {coming_bytes} bytes of a quota of {quota}")
             reserved = file_system.lacking_bytes(coming_bytes)
@@ -137,30 +127,26 @@ class Housekeeping:
         while self._free_or_wait(tree, size_bytes, size_bytes, patience) == (0, False):
             pass
 
-    def evict(self, tree: Tree) -> int | None:
+    def evict(self, tree: Tree) -> int:
         """Free room ahead of writers, and remove the expired entries of a small sample.
 
         Returns:
-            Number of removed entries; None if another process is evicting.
+            Number of removed entries; 0 if another process is evicting.
         """
         file_system = tree.file_system()
-        quota = self._quota_bytes(file_system)
         used = self.ledger.total(tree.usage).bytes
-        excess = max(excess_bytes(used, quota), file_system.lacking_bytes(0))
-        before = self.evictions
-        if self._evictor.free_space(tree, excess, self.settings.ttl) is None:
-            return None
-        self._clean_if_due(tree)
-        return self.evictions - before
+        over = excess_bytes(used, self.quota_bytes(file_system))
+        excess = max(over, file_system.lacking_bytes(0))
+        before = self._counts["evictions"]
+        if self._evictor.free_space(tree, excess, self.settings.ttl) is not None:
+            self._clean_if_due(tree)
+        return self._counts["evictions"] - before
 
     def sweep(self, tree: Tree, every_s: float) -> int:
         """Read all entries: remove the expired ones, and correct the ledger.
 
-        The duration grows with the number of entries. Writers are not blocked.
-
-        Args:
-            tree: folders of the store.
-            every_s: skip the sweep if any process has started one less than this many seconds ago.
+        The duration grows with the number of entries. Writers are not blocked. The sweep is skipped
+        if any process has started one less than `every_s` seconds ago.
 
         Returns:
             Number of removed entries; 0 if another process is sweeping.
@@ -170,7 +156,7 @@ class Housekeeping:
         token = self._sweeping.acquire(tree.root, lambda: self.clock.now(tree.root))
         if token is None:
             return 0
-        before = self.evictions
+        before = self._counts["evictions"]
         try:
             _mark(tree, "swept")
             self._evictor.sweep(
@@ -179,7 +165,7 @@ class Housekeeping:
             self._clean_leftovers(tree)
         finally:
             self._sweeping.release(tree.root, token)
-        return self.evictions - before
+        return self._counts["evictions"] - before
 
     def _free_or_wait(
         self, tree: Tree, size_bytes: int, own_bytes: int, patience: "_EvictionWait"
@@ -233,16 +219,14 @@ class Housekeeping:
     def _clean_leftovers(self, tree: Tree) -> None:
         """Remove expired leases, claims, ledger lines and leftover files; entries are not read."""
         now = self.clock.now(tree.root)
-        self.leases.sweep(tree.leases, now)
-        self.claims.sweep(tree.claims, lambda: self.clock.now(tree.root))
+        sweep_leases(tree.leases, now)
+        sweep_claims(tree.claims, lambda: self.clock.now(tree.root))
         self.ledger.merge(tree.usage, now)
-        for folder, age_s in (
-            (tree.root, STAGING_S),
-            (tree.namespaces, STAGING_S),
-            (tree.quarantine, QUARANTINE_S),
-        ):
+        for folder in (tree.root, tree.namespaces, tree.quarantine):
+            quarantined = folder is tree.quarantine
+            age_s = QUARANTINE_S if quarantined else STAGING_S
             for name in folder.names():
-                if folder is tree.quarantine or (name[0] == "." and name.endswith(".tmp")):
+                if quarantined or (name[0] == "." and name.endswith(".tmp")):
                     with suppress(OSError):
                         if now - folder.stat(name).st_ctime > age_s:
                             folder.remove(name)
@@ -260,17 +244,16 @@ class Housekeeping:
         for name in tree.quarantine.names():
             with suppress(OSError):
                 sizes.append(tree.quarantine.stat(name).st_size)
-        full = (
-            len(sizes) >= QUARANTINED or sum(sizes) + status.st_size > self.settings.max_bytes // 16
-        )
+        sizes.append(status.st_size)
+        full = len(sizes) > QUARANTINED or sum(sizes) > self.settings.max_bytes // 16
         if full and is_regular(status):
-            gone = folder.remove(digest)
+            if not folder.remove(digest):
+                return False
         else:
             folder.rename(digest, f"{digest}.{secrets.token_hex(8)}", tree.quarantine)
-            gone = True
-        if gone and is_regular(status):
+        if is_regular(status):
             self.ledger.release(tree.usage, taken_bytes(status.st_size))
-        return gone
+        return True
 
 
 class _EvictionWait:

@@ -5,7 +5,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -55,6 +55,7 @@ class Count:
         before: sum of the ledger at the start of the count.
         bytes, entries: size and number of the files seen, those removed during the count included.
         removed_bytes, removed: part of these that this process removed and released itself.
+        unread: errors of files and folders that could not be counted.
     """
 
     before: Usage
@@ -62,15 +63,16 @@ class Count:
     entries: int = 0
     removed_bytes: int = 0
     removed: int = 0
+    unread: list[OSError] = field(default_factory=list)
 
     def add(self, size_bytes: int) -> None:
         self.bytes += size_bytes
         self.entries += 1
 
-    def remove(self, size_bytes: int, entries: int = 1) -> None:
-        """Record that counted files were removed and released."""
+    def remove(self, size_bytes: int) -> None:
+        """Record that a counted file was removed and released."""
         self.removed_bytes += size_bytes
-        self.removed += entries
+        self.removed += 1
 
     def correction(self, after: Usage) -> Usage:
         """Return the part of the ledger's error that is certain.
@@ -78,10 +80,7 @@ class Count:
         A file that came or went during the count may have been seen or not. So the number of files
         at the start is at least the number seen less those that came, and at most the number seen
         plus those that other processes removed. The ledger is wrong by at least its distance from
-        that range.
-
-        Args:
-            after: sum of the ledger at the end of the count.
+        that range. `after` is the sum of the ledger at the end of the count.
         """
         size = _clamp_change(
             self.before.bytes,
@@ -93,7 +92,10 @@ class Count:
             self.entries - (after.charged - self.before.charged),
             self.entries + after.released - self.before.released - self.removed,
         )
-        return Usage(max(0, size), max(0, number), max(0, -size), max(0, -number))
+        charged = Usage(max(0, size), max(0, number))
+        if self.unread:  # files that cannot be read still take room
+            return charged
+        return charged + Usage(released_bytes=max(0, -size), released=max(0, -number))
 
 
 class Ledger:
@@ -166,8 +168,8 @@ class Ledger:
 
 
 def _line(writer: str, usage: Usage) -> str:
-    figures = f"{usage.charged_bytes:x}.{usage.charged:x}.{usage.released_bytes:x}"
-    text = f"{writer}.{figures}.{usage.released:x}"
+    charged = f"{usage.charged_bytes:x}.{usage.charged:x}"
+    text = f"{writer}.{charged}.{usage.released_bytes:x}.{usage.released:x}"
     return f"{text}.{xxhash.xxh32_hexdigest(text.encode())}"
 
 

@@ -36,11 +36,7 @@ class FileLock:
         self._machine = _machine()
 
     def acquire(self, folder: Folder, now: Callable[[], float]) -> str | None:
-        """Take the lock. Return the holder's token; None, without a write, if it is held.
-
-        Raises:
-            OSError: the lock file cannot be read or written.
-        """
+        """Return the holder's token; None, without a write, if it is held. Raises OSError."""
         token = f"{self._machine} {os.getpid()} {secrets.token_hex(8)}"
         for _ in range(2):
             if not self._break(folder, now()):
@@ -93,8 +89,6 @@ class FileLock:
             return False
         try:
             os.kill(int(pid), 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, ProcessLookupError)
         return False

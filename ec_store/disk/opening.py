@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from ec_store.disk.config import (
+    NAME,
     DiskConfig,
     GivenSettings,
     SettingsInvalid,
     StoreSettings,
     read_settings,
-    write_settings,
 )
 from ec_store.disk.files import NO_ROOM, Folder, Modes
 from ec_store.disk.housekeeping import Housekeeping
@@ -41,9 +41,7 @@ def in_memory(fd: int) -> bool:
 def kind_of(device: int, table: Iterable[str]) -> str | None:
     """Return the type of the file system on a device; None if the table does not list it.
 
-    Args:
-        device: device number, as `os.stat` returns it.
-        table: lines of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
+    The table has the lines of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
     """
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in table:
@@ -63,20 +61,15 @@ class DiskOpening:
     """Directory that is opened at its first use, and reopened when its path leads elsewhere.
 
     Attributes:
-        settings: settings of the store, as last read; they apply to every process that opens it.
         in_memory: whether the directory that was opened last is on tmpfs.
     """
 
     def __init__(self, config: DiskConfig, keeper: Housekeeping, *, create: bool) -> None:
         """Create the object without opening the directory.
 
-        Args:
-            config: location of the directory, and the settings of a new one.
-            keeper: housekeeping of the store: gets the settings, and counts the entries of a
-                directory without a ledger.
-            create: whether to create a missing directory.
+        `keeper` gets the settings, and counts the entries of a directory without a ledger.
         """
-        self.settings = config.given.override_settings(StoreSettings())
+        self._defaults = keeper.settings = config.given.override_settings(StoreSettings())
         self.in_memory = False
         self._config = config
         self._keeper = keeper
@@ -88,10 +81,7 @@ class DiskOpening:
         self._closed = False
 
     def tree(self, *, create: bool = False) -> Tree:
-        """Return the open directory.
-
-        Args:
-            create: whether to create a missing directory, if this store may create one at all.
+        """Return the open directory; `create` creates a missing one if this store may create any.
 
         Raises:
             OSError: the directory is missing or cannot be used.
@@ -113,14 +103,10 @@ class DiskOpening:
     def configure(self, given: GivenSettings) -> None:
         """Write settings, and reopen the directory. Raises OSError and ValueError."""
         root = self._root(create=True)
-        try:
-            settings = read_settings(root)
-        except SettingsInvalid:
-            settings = None
-        settings = given.override_settings(
-            settings or self._config.given.override_settings(StoreSettings())
-        )
-        write_settings(root, settings, replace=True)
+        held = None
+        with suppress(SettingsInvalid):
+            held = read_settings(root)
+        root.replace(NAME, given.override_settings(held or self._defaults).to_json())
         self._opened = None
         self.tree(create=True)
 
@@ -153,7 +139,6 @@ class DiskOpening:
             self.reopen_later()
 
     def reopen_later(self) -> None:
-        """Reopen the directory at its next use."""
         self._opened = None
 
     def close(self) -> None:
@@ -164,7 +149,7 @@ class DiskOpening:
     def _follow(self, tree: Tree) -> None:
         """Adopt changed settings. If they cannot be read, the present ones stay in force."""
         try:
-            self._apply_settings(read_settings(tree.root) or self.settings)
+            self._apply_settings(read_settings(tree.root) or self._keeper.settings)
         except (SettingsInvalid, OSError) as error:
             if not self._unread:  # logged once, not every second
                 logger.warning("the store in %s keeps its settings: %s", self._config.path, error)
@@ -178,8 +163,8 @@ class DiskOpening:
         root = self._root(create=create)
         held = read_settings(root)
         if held is None:
-            held = config.given.override_settings(StoreSettings())
-            if create and not write_settings(root, held, replace=False):
+            held = self._defaults
+            if create and not root.add(NAME, held.to_json()):
                 held = read_settings(root) or held
         tree = Tree(config.path, Modes(held.dir_mode, held.file_mode), create=create)
         self.in_memory = in_memory(tree.entries.fd)
@@ -187,18 +172,11 @@ class DiskOpening:
             folder.check_owner(config.given.dir_mode or 0)
         self._apply_settings(held)
         if self._create:
-            self._begin(tree)
+            with suppress(OSError):  # a process without the permission to write can still read
+                if self._keeper.ledger.empty(tree.usage):
+                    self._keeper.sweep(tree, every_s=0.0)
+                self._keeper.log_limits(tree, self._config.path)
         return tree
-
-    def _begin(self, tree: Tree) -> None:
-        """Count the entries of a store without a ledger, and log how much space it leaves free.
-
-        A process without the permission to write skips this: it can still read.
-        """
-        with suppress(OSError):
-            if self._keeper.ledger.empty(tree.usage):
-                self._keeper.sweep(tree, every_s=0.0)
-            self._keeper.log_limits(tree, self._config.path)
 
     def _root(self, *, create: bool) -> Folder:
         config = self._config
@@ -207,17 +185,12 @@ class DiskOpening:
                 f"nothing is mounted at {config.path}, and the URL has require_mount=1: mount the "
                 "file system first"
             )
-        made = config.given.override_settings(StoreSettings())
-        modes = Modes(made.dir_mode, made.file_mode)
-        return (
-            Folder.open_path(config.path, modes)
-            if create
-            else Folder.open_existing(config.path, modes)
-        )
+        modes = Modes(self._defaults.dir_mode, self._defaults.file_mode)
+        return Folder.open_path(config.path, modes, create=create)
 
     def _apply_settings(self, settings: StoreSettings) -> None:
         """Apply the store's settings, and log the settings of this process that differ."""
-        self.settings = self._keeper.settings = settings
+        self._keeper.settings = settings
         ignored = self._config.given.not_in_force(settings)
         if ignored and ignored != self._ignored:
             logger.error(

@@ -6,10 +6,12 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Self, TypeVar
 
 from ec_store.base import Listed, Store, StoreStats
 from ec_store.counts import Counts
+from ec_store.disk.claims import add_leases, give_back, take_claims
 from ec_store.disk.config import DiskConfig, GivenSettings, StoreSettings
 from ec_store.disk.entry_files import (
     EntryFiles,
@@ -40,12 +42,7 @@ class SharedDiskStore(Store):
     """Store of entries as files, each named by the digest of its key."""
 
     def __init__(self, config: DiskConfig, *, create: bool = True) -> None:
-        """Create the store; its first use opens the directory.
-
-        Args:
-            config: location of the directory.
-            create: whether to create a missing directory.
-        """
+        """Create the store; its first use opens the directory."""
         self._config = config
         self._create = create
         self.counts = Counts()
@@ -55,12 +52,7 @@ class SharedDiskStore(Store):
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> Self:
-        """Open `file:///path?max_bytes=64GiB&ttl=7d&…`, with the parameters of `DiskConfig`.
-
-        Raises:
-            ValueError: the URL has no path, or an unknown or invalid parameter.
-            StoreUnavailable: the directory cannot be used.
-        """
+        """Open `file:///path?max_bytes=64GiB&ttl=7d&…`; errors are those of `open_store`."""
         store = cls(DiskConfig.from_url(url), create=create)
         store.check()
         return store
@@ -70,20 +62,15 @@ class SharedDiskStore(Store):
         try:
             self._opening.probe()
         except OSError as error:
-            raise self._problem(
-                f"{self._config.path} cannot be used",
-                error,
-                SHARING if isinstance(error, PermissionError) else "",
-            ) from error
+            advice = SHARING if isinstance(error, PermissionError) else ""
+            raise self._problem(f"{self._config.path} cannot be used", error, advice) from error
 
     @property
     def settings(self) -> StoreSettings:
-        """Return the settings that apply to every process that opens the store."""
-        return self._opening.settings
+        return self._keeper.settings
 
     @property
     def in_memory(self) -> bool:
-        """Return whether the directory that was opened last is on tmpfs."""
         return self._opening.in_memory
 
     def configure(self, given: GivenSettings) -> StoreSettings:
@@ -108,38 +95,33 @@ class SharedDiskStore(Store):
         except StoreUnavailable:
             self.counts.add(drops=1)
             raise
-        if written:
-            self.counts.add(puts=1)
+        self.counts.add(puts=written)
         return written
 
     def get(self, key: EntryKey) -> Entry | None:
-        entry = self._read(key, key.digest, self._files.load, use=True)
+        entry = self._read(key, self._files.load, use=True)
         self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
 
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
-        return [self._read(key, key.digest, load_header, use=False) for key in keys]
+        return [self._read(key, load_header, use=False) for key in keys]
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         """Lease entries (see `Store.lease`). If leases cannot be written, all keys are misses."""
-        digests = [key.digest for key in keys]
-        found = [
-            self._read(key, digest, load_header, use=True)
-            for key, digest in zip(keys, digests, strict=True)
-        ]
-        present = [digest for digest, info in zip(digests, found, strict=True) if info]
+        found = [self._read(key, load_header, use=True) for key in keys]
+        present = [key.digest for key, info in zip(keys, found, strict=True) if info]
         if not present:
             return found
         try:
             tree = self._opening.tree()
-            self._keeper.leases.add(tree.leases, present, seconds, self._now(tree))
+            add_leases(tree.leases, present, seconds, self._now(tree))
         except OSError as error:
             self._opening.handle_error(error)
             return [None] * len(keys)
         # Checked again: an evictor may have removed the entry before it saw the lease.
         return [
-            info if info and tree.has_entry(digest) else None
-            for digest, info in zip(digests, found, strict=True)
+            info if info and tree.has_entry(key.digest) else None
+            for key, info in zip(keys, found, strict=True)
         ]
 
     def claim(
@@ -150,18 +132,15 @@ class SharedDiskStore(Store):
         with self._translate_errors("claims could not be written"):
             tree = self._opening.tree(create=True)
             digests = [key.digest for key in keys]
-            return self._keeper.claims.take_claims(
-                tree.claims, digests, name, seconds, lambda: self._now(tree), wait=wait
-            )
+            now = partial(self._now, tree)
+            return take_claims(tree.claims, digests, name, seconds, now, wait=wait)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         name = owner_bytes(owner)
         with self._translate_errors("claims could not be released"):
             tree = self._opening.tree()
             for key in keys:
-                self._keeper.claims.give_back(
-                    tree.claims, key.digest, name, lambda: self._now(tree)
-                )
+                give_back(tree.claims, key.digest, name, partial(self._now, tree))
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         with self._translate_errors("entries could not be deleted"):
@@ -194,29 +173,24 @@ class SharedDiskStore(Store):
     def evict(self) -> int:
         """Evict (see `Store.evict`), unless another process is evicting."""
         with self._translate_errors("the store cannot be evicted from"):
-            return self._keeper.evict(self._opening.tree()) or 0
+            return self._keeper.evict(self._opening.tree())
 
     def sweep(self, every_s: float = 0.0) -> int:
         """Sweep (see `Store.sweep`), unless another process is sweeping."""
         with self._translate_errors("the store cannot be swept"):
             tree = self._opening.tree()
-            return self._keeper.sweep(tree, every_s) + (self._keeper.evict(tree) or 0)
+            return self._keeper.sweep(tree, every_s) + self._keeper.evict(tree)
 
     def stats(self) -> StoreStats:
         with self._translate_errors("the store cannot be read"):
             tree = self._opening.tree()
             usage = self._keeper.ledger.total(tree.usage)
-            quota_bytes = self._keeper.quota_bytes(tree)
+            quota_bytes = self._keeper.quota_bytes(tree.file_system())
         return StoreStats(
             entries=max(0, usage.entries),
             bytes=max(0, usage.bytes),
             max_bytes=quota_bytes,
-            hits=self.counts["hits"],
-            misses=self.counts["misses"],
-            puts=self.counts["puts"],
-            drops=self.counts["drops"],
-            corrupt=self.counts["corrupt"],
-            evictions=self._keeper.evictions,
+            **self._process_counts(),
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
@@ -254,11 +228,10 @@ class SharedDiskStore(Store):
         return self._keeper.clock.now(tree.root)
 
     def _put(self, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
-        digest = key.digest
         if not replace:
-            if self._read(key, digest, load_header, use=True):
+            if self._read(key, load_header, use=True):
                 return False
-            self._forget_expired(digest)
+            self._forget_expired(key.digest)
         try:
             return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
         except OSError as error:
@@ -330,10 +303,10 @@ class SharedDiskStore(Store):
                 self._keeper.ledger.release(tree.usage, before)
 
     def _read(
-        self, key: EntryKey, digest: str, load: Callable[[EntryKey, int, int], T], *, use: bool
+        self, key: EntryKey, load: Callable[[EntryKey, int, int], T], *, use: bool
     ) -> T | None:
         """Open a live entry and call `load`; None if it is missing, corrupt or unreadable."""
-        tree = None
+        tree, digest = None, key.digest
         try:
             tree = self._opening.tree()
             fd = tree.open(digest)
@@ -354,13 +327,13 @@ class SharedDiskStore(Store):
                 self._touch(tree, fd, status)
         except OSError as error:
             self._opening.handle_error(error)
-            return None
         except CorruptEntry:
             self._quarantine(tree, digest, status.st_ino)
-            return None
+        else:
+            return loaded
         finally:
             os.close(fd)
-        return loaded
+        return None
 
     def _is_live(self, tree: Tree, status: os.stat_result) -> bool:
         age_s = self._now(tree) - status.st_mtime
@@ -375,11 +348,9 @@ class SharedDiskStore(Store):
                 os.utime(fd)
 
     def _quarantine(self, tree: Tree, digest: str, inode: int | None = None) -> None:
-        gone = False
         with suppress(OSError):
-            gone = self._keeper.quarantine(tree, digest, inode)
-        if gone:
-            self.counts.add(corrupt=1)
+            if self._keeper.quarantine(tree, digest, inode):
+                self.counts.add(corrupt=1)
 
     def _delete(self, tree: Tree, digest: str) -> bool:
         try:

@@ -48,12 +48,9 @@ BATCH = 16
 
 @dataclass(frozen=True, slots=True)
 class EvictionCandidate:
-    """Entry as the eviction policy sees it.
+    """Entry as the eviction policy sees it: the size of its file, and its last use.
 
-    Attributes:
-        digest: digest of its key.
-        size_bytes: size of its file.
-        used_s: time of last use, by the store's clock.
+    `used_s` is by the store's clock.
     """
 
     digest: str
@@ -113,17 +110,9 @@ def choose_victims(
 ) -> list[EvictionCandidate]:
     """Return the entries of a sample to evict: the expired, then the least recently used.
 
-    Args:
-        sample: entries that may be evicted.
-        all_seen: whether the sample is the whole store.
-        now_s: current time, by the store's clock.
-        ttl_s: seconds after which an unused entry is expired.
-        excess: bytes to free.
-
-    Returns:
-        All expired entries of the sample, and others until `excess` is freed. Of a partial sample
-        at most one entry in `SAMPLED` is evicted, the oldest ones: the next ones may be recent
-        compared with the rest of the store.
+    These are all expired entries of the sample, and others until `excess` bytes are freed. Unless
+    the sample is the whole store (`all_seen`), at most one entry in `SAMPLED` is evicted, the
+    oldest ones: the next ones may be recent compared with the rest of the store.
     """
     free = sorted(sample, key=lambda entry: entry.used_s)
     going = [entry for entry in free if now_s - entry.used_s > ttl_s]
@@ -156,9 +145,9 @@ class Found:
         name: name in that folder.
         digest: digest of the entry's key.
         size_bytes: size of the file; of a staging file, the size it will have.
-        modified_s: time of the last write or use, by the store's clock.
-        changed_s: time of the last write or rename.
-        links: number of names; a staging file with two is published.
+        status: status of the file. `st_mtime` is the time of the last write or use, by the store's
+            clock, and `st_ctime` that of the last write or rename. A staging file with two links is
+            published.
         staging: whether this is a staging file: an entry that is being written or removed.
     """
 
@@ -166,42 +155,21 @@ class Found:
     name: str
     digest: str
     size_bytes: int
-    modified_s: float
-    changed_s: float
-    links: int
+    status: os.stat_result
     staging: bool
 
 
 class Tree:
-    """Open folders of a store. They stay the same even if the path leads elsewhere later.
-
-    Attributes:
-        folders: all folders except those of entries.
-    """
+    """Open folders of a store. They stay the same even if the path leads elsewhere later."""
 
     def __init__(self, path: str, modes: Modes, *, create: bool) -> None:
-        """Open the folders, and create missing ones if `create` is set.
-
-        Raises:
-            OSError: a folder is missing or cannot be created.
-        """
-        self.root = Folder.open_path(path, modes) if create else Folder.open_existing(path, modes)
+        """Open the folders, and create missing ones if `create` is set. Raises OSError."""
+        self.root = Folder.open_path(path, modes, create=create)
         opened = self.root.open_or_create if create else self.root.folder
-        self.entries = opened("entries")
-        self.leases = opened("leases")
-        self.claims = opened("claims")
-        self.namespaces = opened("namespaces")
-        self.quarantine = opened("quarantine")
-        self.usage = opened("usage")
-        self.folders = (
-            self.root,
-            self.entries,
-            self.leases,
-            self.claims,
-            self.namespaces,
-            self.quarantine,
-            self.usage,
-        )
+        names = ("entries", "leases", "claims", "namespaces", "quarantine", "usage")
+        inner = [opened(name) for name in names]
+        self.entries, self.leases, self.claims, self.namespaces, self.quarantine, self.usage = inner
+        self.folders = (self.root, *inner)  # all except those of entries
         status = os.fstat(self.entries.fd)
         self._path = os.path.join(path, "entries")  # noqa: PTH118 - stat'ed every second
         self._identity = status.st_dev, status.st_ino
@@ -217,7 +185,6 @@ class Tree:
         return (status.st_dev, status.st_ino) == self._identity
 
     def open(self, digest: str) -> int:
-        """Open an entry's file. Raises OSError."""
         folder = self._kept_open(digest[:4])
         try:
             return folder.open(digest, READ)
@@ -229,17 +196,12 @@ class Tree:
         return self._kept_open(digest[:4]).open(digest, READ)
 
     def folder(self, digest: str) -> Folder:
-        """Open the folder of an entry. Raises OSError."""
         return self.entries.folder(digest[:2]).folder(digest[2:4])
 
     def create(self, digest: str, name: str) -> tuple[Folder, int]:
-        """Create a file in the folder of an entry, and return folder and descriptor.
+        """Create a file and, if needed, its entry's folder; return folder and descriptor.
 
-        The folder is created if it is missing.
-
-        Raises:
-            OSError: the file cannot be created; ENOENT also if other processes keep removing its
-                folder.
+        Raises OSError, ENOENT also if other processes keep removing the folder.
         """
         for _ in range(RACES):
             with suppress(FileNotFoundError):
@@ -303,12 +265,8 @@ class Tree:
         """Yield all files below `entries`, folder by folder; files removed meanwhile are left out.
 
         The order of the folders is random, and digests are independent of their entries' content:
-        the first files are a random sample.
-
-        Args:
-            unread: list that gets an error for each folder or file that could not be read; the scan
-                continues.
-            remove_empty: whether to remove folders without a file.
+        the first files are a random sample. `unread` gets the error of each folder or file that
+        could not be read; the scan continues. `remove_empty` removes folders without a file.
         """
         for _, first in _folders(self.entries, unread):
             for name, second in _folders(first, unread):
@@ -318,7 +276,6 @@ class Tree:
                 yield from found
 
     def file_system(self) -> FileSystem:
-        """Return the size and the free space of the file system. Raises OSError."""
         status = os.fstatvfs(self.root.fd)
         return FileSystem(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
 
@@ -349,18 +306,8 @@ def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
                 if is_regular(status):
                     digest = staging[1] if staging else item.name
                     size = int(staging[2], 16) if staging else status.st_size
-                    found.append(
-                        Found(
-                            folder,
-                            item.name,
-                            digest,
-                            size,
-                            status.st_mtime,
-                            status.st_ctime,
-                            status.st_nlink,
-                            staging is not None,
-                        )
-                    )
+                    is_staging = staging is not None
+                    found.append(Found(folder, item.name, digest, size, status, is_staging))
     return found
 
 

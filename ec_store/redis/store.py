@@ -15,7 +15,7 @@ from typing import Self
 
 from ec_store.base import LONGEST_CLAIM_S, Listed, Store, StoreStats
 from ec_store.counts import Counts
-from ec_store.entry import Entry, EntryInfo, encode_header
+from ec_store.entry import Entry, EntryInfo, checksum, encode_header
 from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
 from ec_store.keys import EntryKey, owner_bytes
 from ec_store.redis.client import OutOfMemory, RedisClient, Refused
@@ -60,7 +60,7 @@ class RedisStore(Store):
         One round trip, which sends the tensor even if the entry exists. A caller that can skip
         making the entry calls `lease` first, as the connector does.
         """
-        header = encode_header(key, entry)
+        header = encode_header(key, entry, checksum(entry.data))
         size = len(header) + entry.data.nbytes
         if size > self._options.max_entry_bytes:
             raise EntryTooLarge(
@@ -203,12 +203,7 @@ class RedisStore(Store):
             entries=None,
             bytes=sum(int(server[b"used_memory"]) for server in servers),
             max_bytes=sum(quotas) if all(quotas) else None,
-            hits=self.counts["hits"],
-            misses=self.counts["misses"],
-            puts=self.counts["puts"],
-            drops=self.counts["drops"],
-            corrupt=self.counts["corrupt"],
-            evictions=0,
+            **self._process_counts(),
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ec_store import CorruptEntry, Entry, EntryKey
 from ec_store.config import duration_s, parameters, redacted, size_bytes
-from ec_store.entry import ITEM_BYTES, decode, encode_header, payload_bytes, read_header
+from ec_store.entry import ITEM_BYTES, checksum, decode, encode_header, payload_bytes, read_header
 from ec_store.keys import MAX_PART_BYTES
 from tests.ec_store.entries import entry
 
@@ -36,7 +36,7 @@ def entries(draw: st.DrawFn) -> Entry:
 
 def blob(key: EntryKey = KEY, value: Entry | None = None) -> bytes:
     value = value or entry()
-    return encode_header(key, value) + value.data
+    return encode_header(key, value, checksum(value.data)) + value.data
 
 
 @given(keys, entries())
@@ -113,7 +113,7 @@ def test_decode_rejects_a_header_in_another_spelling() -> None:
 
 def test_the_payload_is_aligned() -> None:
     for length in range(70):
-        assert len(encode_header(EntryKey("n" * length, "k"), entry())) % 64 == 0
+        assert len(encode_header(EntryKey("n" * length, "k"), entry(), "0" * 16)) % 64 == 0
 
 
 def test_a_safetensors_reader_opens_it() -> None:
@@ -167,7 +167,7 @@ def test_entry_key_bounds_the_bytes_of_its_parts(character: str) -> None:
 def test_plain_and_quoted_strings_make_the_same_header() -> None:
     """Both paths must write the same header."""
     for number in [*range(0x250), 0x2028, 0xD800, 0x1F600]:
-        header = encode_header(EntryKey(chr(number), "k"), entry())
+        header = encode_header(EntryKey(chr(number), "k"), entry(), "0" * 16)
         quoted = quote(chr(number), safe=" /:;,=@+()[]", errors="surrogatepass")
 
         assert json.loads(header[8:])["__metadata__"]["namespace"] == quoted

@@ -17,7 +17,7 @@ import pytest
 
 from ec_store import Entry, EntryTooLarge, StoreUnavailable
 from ec_store.disk import evictor, housekeeping, tree
-from ec_store.disk.claims import LONGEST_S, Leases
+from ec_store.disk.claims import LONGEST_S, leased_digests, sweep_leases
 from ec_store.disk.config import GivenSettings
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder, Modes, StoreClock
@@ -333,15 +333,15 @@ def test_no_lease_ends_later_than_the_longest(root: Path, asked_s: float) -> Non
 
 
 def test_lease_of_a_thousand_years_is_ignored_and_swept(root: Path) -> None:
-    leases, now_s = Leases(), time.time()
+    now_s = time.time()
     folder = Folder.open_path(str(root), Modes())
     digest = key().digest
     for ending in (now_s + 1.24 * LONGEST_S, now_s + 1.26 * LONGEST_S, now_s + 3e10):
         ended = folder.open_or_create(str(int(ending)))
         os.close(ended.create(digest if ending > now_s + 1.25 * LONGEST_S else "0" * 64))
 
-    assert leases.leased(folder, [digest, "0" * 64], now_s) == {"0" * 64}
-    leases.sweep(folder, now_s)
+    assert leased_digests(folder, [digest, "0" * 64], now_s) == {"0" * 64}
+    sweep_leases(folder, now_s)
     assert folder.names() == [str(int(now_s + 1.24 * LONGEST_S))]
 
 
@@ -821,11 +821,11 @@ def test_child_of_a_fork_waits_for_no_lock_of_its_parent(root: Path, call: str) 
         assert store.get(key()) is not None
         keeper, held = store._keeper, store._files  # noqa: SLF001
         locks = [
-            held._lock.mutex,  # noqa: SLF001
+            held._helpers._lock,  # noqa: SLF001
             held._buffers._lock.mutex,  # noqa: SLF001
             keeper.ledger._lock.mutex,  # noqa: SLF001
             keeper.clock._lock.mutex,  # noqa: SLF001
-            keeper._evictor._counting.mutex,  # noqa: SLF001
+            store.counts._lock.mutex,  # noqa: SLF001
         ]
         for lock in locks:
             lock.acquire()

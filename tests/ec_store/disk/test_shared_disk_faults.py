@@ -20,7 +20,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
 from ec_store.disk import evictor
-from ec_store.disk.claims import Leases
+from ec_store.disk.claims import leased_digests
 from ec_store.disk.config import GivenSettings
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder, Modes, StoreClock
@@ -507,12 +507,9 @@ def test_a_store_full_of_leased_entries_takes_no_more(root: Path) -> None:
 def test_a_lease_that_comes_while_its_entry_is_evicted_keeps_it(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_leases = Leases.leased
 
-    def lease_at_once(
-        self: Leases, folder: Folder, digests: Collection[str], now_s: float
-    ) -> set[str]:
-        leased = read_leases(self, folder, digests, now_s)
+    def lease_at_once(folder: Folder, digests: Collection[str], now_s: float) -> set[str]:
+        leased = leased_digests(folder, digests, now_s)
         monkeypatch.undo()
         assert other.lease([key("leased")], 60)[0] is not None
         return leased
@@ -522,7 +519,7 @@ def test_a_lease_that_comes_while_its_entry_is_evicted_keeps_it(
             store.put(key(name), entry())
             age(path_of(root, key(name)), HOUR)
         store.configure(GivenSettings(max_bytes=1))
-        monkeypatch.setattr(Leases, "leased", lease_at_once)
+        monkeypatch.setattr("ec_store.disk.evictor.leased_digests", lease_at_once)
 
         assert store.evict() == 1
         assert_same(entry(), other.get(key("leased")))

@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestServer
 
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable
 from ec_store.aio import AsyncStore
-from ec_store.entry import encode_header
+from ec_store.entry import checksum, encode_header
 from ec_store.redis import entries
 from ec_store.redis.client import RedisClient
 from ec_store.redis.entries import RedisEntries
@@ -74,7 +74,9 @@ def test_an_entry_is_one_value_that_expires(store: RedisStore, client: Any, leng
     store.put(key(), kept)
 
     assert client.keys() == [name_of(key())]
-    assert client.get(name_of(key()))[16:] == encode_header(key(), kept) + bytes(kept.data)
+    assert client.get(name_of(key()))[16:] == encode_header(
+        key(), kept, checksum(kept.data)
+    ) + bytes(kept.data)
     assert client.pttl(name_of(key())) > 0.9 * WEEK_MS
 
 
@@ -84,7 +86,7 @@ def test_get_of_an_entry_of_exactly_the_first_window(
 ) -> None:
     kept = sized(1000)
     store.put(key(), kept)
-    size = len(encode_header(key(), kept)) + 1000
+    size = len(encode_header(key(), kept, checksum(kept.data))) + 1000
     monkeypatch.setattr(entries, "FIRST_BYTES", size - 1 + extra)
     monkeypatch.setattr(entries, "WINDOW_BYTES", 64)
 
@@ -340,7 +342,7 @@ def test_writers_of_one_key_never_mix(
 def test_a_killed_writer_leaves_no_keys(
     server: RedisServer, store: RedisStore, client: Any
 ) -> None:
-    value = encode_header(key(), sized(MIB)) + bytes(sized(MIB).data)
+    value = encode_header(key(), sized(MIB), checksum(sized(MIB).data)) + bytes(sized(MIB).data)
     sent = b"".join(pack_commands([("SET", name_of(key()), value, "NX", "PX", 60_000)]))
     with socket.create_connection(("127.0.0.1", server.port)) as writer:
         writer.sendall(sent[:-100])

@@ -274,7 +274,7 @@ def test_sizes_have_units(
     worker.shutdown()
 
     assert connector._fetcher._memory._limit_bytes == size  # noqa: SLF001
-    assert worker._saver._writer._queue_bytes == size  # noqa: SLF001
+    assert worker._saver._writer.queue_bytes == size  # noqa: SLF001
 
 
 def test_the_served_name_is_registered(connect: Connect, url: str) -> None:
