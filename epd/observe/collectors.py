@@ -1,9 +1,8 @@
 """Gauges and counters that are read from their owners at scrape time."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from epd.conversations.conversations import RESULTS, Conversations
 from epd.edge.admission import REFUSALS, Admission
@@ -17,17 +16,6 @@ from epd.routing.load import Load
 from epd.routing.table import InstanceTable
 
 SERVING = frozenset({HealthState.HEALTHY, HealthState.TRIAL})
-
-
-class Glance(Collector):
-    """Collector of the families that a function returns."""
-
-    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the families with their current values."""
-        return self._read()
 
 
 def admission_metrics(admission: Admission) -> Iterator[Metric]:

@@ -12,12 +12,24 @@ from types import MappingProxyType
 from typing import Literal
 
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 Value = str | int | bool
 """Value of a label when it is counted. On the page it is text."""
 
 
 @dataclass(frozen=True, slots=True)
+class ReadCollector(Collector):
+    """Collector of the families that a function returns."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the families with their current values."""
+        return self._read()
+
+
 class Figure:
     """Definition of a metric family.
 

@@ -36,8 +36,8 @@ from epd.events import (
     StageDone,
 )
 from epd.observe import metric_defs
-from epd.observe.collectors import Glance, admission_metrics
-from epd.observe.metric_defs import ITEMS, ITEMS_HIT_RATIO, MODEL, Figure, Value
+from epd.observe.collectors import admission_metrics
+from epd.observe.metric_defs import ITEMS, ITEMS_HIT_RATIO, MODEL, Figure, ReadCollector, Value
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.version import __version__
 
@@ -201,7 +201,7 @@ class MetricsObserver(Collector):
 
     def add_source(self, read: Callable[[], Iterable[Metric]]) -> None:
         """Show the families that `read` returns at each scrape."""
-        self.registry.register(Glance(read))
+        self.registry.register(ReadCollector(read))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the values of all counters and gauges of this observer."""

@@ -31,8 +31,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from pydantic import TypeAdapter
 
-from epd.observe.collectors import Glance
-from epd.observe.metric_defs import FIGURES
+from epd.observe.metric_defs import FIGURES, ReadCollector
 
 NUMBER = Struct("<Q")
 WANTED = Struct("<d")
@@ -259,14 +258,14 @@ class WorkerMetrics(Collector):
         """Yield the sums over all workers, with this worker's current values."""
         yield from self.write_figures().collect()
 
-    def write_figures(self) -> Glance:
+    def write_figures(self) -> ReadCollector:
         """Write this worker's metrics. Return a collector of all, to be read on any thread."""
         self.write()
         for page in self._pages:
             if page is not self._page:
                 with suppress(OSError):  # reading it fails too, and is logged
                     page.mark_wanted()
-        return Glance(lambda: merge_pages([self._read(page) for page in self._pages]))
+        return ReadCollector(lambda: merge_pages([self._read(page) for page in self._pages]))
 
     def _read(self, page: SharedPage) -> list[Metric]:
         try:
