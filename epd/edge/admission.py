@@ -90,19 +90,13 @@ class FairQueue:
 
     def _fill(self) -> None:
         while self._lines and self.inside < self._places:
-            self._enter_next()
-
-    def _enter(self, ticket: Slot) -> None:
-        self.inside += 1
-        ticket.call("inside")
-
-    def _enter_next(self) -> None:
-        tenant, line = next(iter(self._lines.items()))
-        ticket = next(iter(line))
-        self._unqueue(ticket)
-        if line:
-            self._lines[tenant] = self._lines.pop(tenant)  # behind the others
-        self._enter(ticket)
+            tenant, line = next(iter(self._lines.items()))
+            ticket = next(iter(line))
+            self._unqueue(ticket)
+            if line:
+                self._lines[tenant] = self._lines.pop(tenant)  # behind the others
+            self.inside += 1
+            ticket.call("inside")
 
     def _make_room(self, tenant: Tenant) -> None:
         longest = max(self._lines.values(), key=len, default={})
@@ -179,8 +173,8 @@ class AdmittedRequest:
         Raises:
             TooManyRequests: the tenant has too many requests, or the queue is full.
         """
-        self._ticket = ticket = self._admission.enter_queue(self._tenant, self._use)
-        return ticket
+        self._ticket = self._admission.enter_queue(self._tenant, self._use)
+        return self._ticket
 
     @property
     def scope(self) -> str:
@@ -191,11 +185,7 @@ class AdmittedRequest:
         return AdmittedRequest(self._admission, self._tenant)
 
     def add(self, size: int) -> None:
-        """Count more bytes.
-
-        Raises:
-            TryLater: as `grow` does.
-        """
+        """Count more bytes; raises as `grow` does."""
         self.grow(self.size + size)
 
     def grow(self, size: int) -> None:
@@ -255,11 +245,7 @@ class Admission:
         self._rate = None if per_minute is None else RateLimiter(per_minute)
 
     def share_uses(self, new_use: Callable[[str], TenantUse]) -> None:
-        """Share the requests and rates of tenants with other workers, before the first request.
-
-        Args:
-            new_use: returns the use of a tenant by its name.
-        """
+        """Take each tenant's use, by its name, from here, before the first request."""
         self._new_use = new_use
 
     def keep_pace(self, tenant: Tenant) -> None:
@@ -270,8 +256,7 @@ class Admission:
         """
         if self._rate is None:
             return
-        wait_s = self._rate.take_token(self.use_of(tenant), self._clock())
-        if wait_s:
+        if wait_s := self._rate.take_token(self.use_of(tenant), self._clock()):
             raise self._refusal("tenant_rate", wait_s)
 
     def request(self, tenant: Tenant) -> AdmittedRequest:
@@ -279,8 +264,7 @@ class Admission:
 
     def use_of(self, tenant: Tenant) -> TenantUse:
         """Return the use of a tenant. One object is kept per tenant: the keys file bounds them."""
-        use = self._uses.get(tenant.name)
-        if use is None:
+        if (use := self._uses.get(tenant.name)) is None:
             use = self._uses[tenant.name] = self._new_use(tenant.name)
         return use
 
@@ -313,12 +297,7 @@ class Admission:
             raise self._refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
 
     def take_bytes(self, use: TenantUse, size: int) -> None:
-        """Count more bytes of a tenant's bodies. Only `AdmittedRequest` calls this.
-
-        Raises:
-            Overloaded: the bytes of all requests would exceed the limit.
-            TooManyRequests: the bytes of the tenant's requests would exceed its limit.
-        """
+        """Count more bytes of a tenant's bodies. Only `AdmittedRequest.grow` calls this."""
         has_tenants = self._config.api_keys_file is not None
         if has_tenants and use.body_bytes + size > self._tenant_max_bytes:
             raise self._refusal("tenant_bytes")

@@ -1,8 +1,7 @@
 """Checks of request heads, the path prefix of a reverse proxy, and the limit of open files.
 
 Rejected heads are those that aiohttp's parser accepts and another parser may read differently. The
-prefix that a reverse proxy puts before the proxy's routes is removed. The limit of open files and
-sockets (descriptors) bounds the client connections.
+limit of open files and sockets (descriptors) bounds the client connections.
 """
 
 import re
@@ -65,11 +64,8 @@ def without_prefix(message: RawRequestMessage, prefix: str) -> RawRequestMessage
     """Return a request's head with the prefix removed from its path.
 
     A path without the prefix is unchanged: a reverse proxy may have removed it already. As in
-    vLLM's server (starlette's `root_path`), both forms are answered.
-
-    Args:
-        message: head of the request.
-        prefix: prefix with a leading slash and no trailing one, such as `/vllm`.
+    vLLM's server (starlette's `root_path`), both forms are answered. The prefix has a leading slash
+    and no trailing one, such as `/vllm`.
     """
     path = message.url.raw_path
     if path != prefix and not path.startswith(f"{prefix}/"):
