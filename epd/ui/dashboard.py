@@ -56,12 +56,7 @@ class Board:
         self._making = asyncio.Lock()
 
     def share_pages(self, pages: Sequence[SharedPage], seat: int) -> None:
-        """Include the states of all workers.
-
-        Args:
-            pages: pages of all workers, in the same order in each worker.
-            seat: index of this worker's page.
-        """
+        """Include the states of all workers. `seat` is the index of this worker's page."""
         self._page = pages[seat]
         self._others = [page for page in pages if page is not self._page]
 
@@ -69,10 +64,8 @@ class Board:
         """Write this worker's state periodically while a client reads the page."""
         looked_at = False
         while True:
-            before, looked_at = (
-                looked_at,
-                self._page is not None and self._page.wanted_within(LOOKED_S),
-            )
+            before = looked_at
+            looked_at = self._page is not None and self._page.wanted_within(LOOKED_S)
             if looked_at:
                 if not before:  # the first reader waits until the page is written
                     self._written = b""
@@ -102,10 +95,9 @@ class Board:
 
     def _document(self) -> bytes:
         snapshots = [self._known(), *self._entries_of_others()]
-        figures = metric_totals(self._metrics.shown.collect())
-        return orjson.dumps(
-            state(snapshots, figures, self._store, Moment(time.monotonic(), time.time()))
-        )
+        totals = metric_totals(self._metrics.shown.collect())
+        now = Moment(time.monotonic(), time.time())
+        return orjson.dumps(state(snapshots, totals, self._store, now))
 
     async def _request_writes(self) -> None:
         """Ask the other workers to write, and wait for those that have not written yet."""
@@ -129,20 +121,18 @@ class Board:
 
     def _instances(self) -> list[InstanceState]:
         under_way = self._table.under_way
-        prompts = {
-            instance: self._table.load(instance).prompts for instance in self._table.of_roles(*Role)
-        }
+        loads = {instance: self._table.load(instance) for instance in self._table.of_roles(*Role)}
         return [
             InstanceState(
                 role=instance.role,
                 url=instance.url,
                 state=self._table.state(instance),
                 requests=under_way.get(instance, 0),
-                prompt_tokens=found.tokens,
-                prefix_tokens=found.matched,
-                precise=self._table.load(instance).precise,
+                prompt_tokens=load.prompts.tokens,
+                prefix_tokens=load.prompts.matched,
+                precise=load.precise,
             )
-            for instance, found in prompts.items()
+            for instance, load in loads.items()
         ]
 
     def _entries_of_others(self) -> Iterable[Snapshot]:

@@ -60,6 +60,11 @@ class Second(TypedDict):
     encoded: int
 
 
+def empty_second(at_s: int) -> Second:
+    """Return the counts of a second in which nothing has ended."""
+    return Second(at_s=at_s, requests=0, failed=0, rejected=0, hit=0, encoded=0)
+
+
 class StageSpan(TypedDict):
     """Stage of a request. `after_s` is counted from the request's head."""
 
@@ -163,9 +168,10 @@ def is_work(path: str) -> bool:
 
 
 class Recent:
-    """Recent events of this process.
+    """Recent events of this process. All buffers are bounded, and an event costs an append.
 
-    All buffers are bounded, and an event costs an append.
+    Requests and notices take their time from the wall clock once, when they happen: the page uses
+    it as part of their keys.
     """
 
     def __init__(
@@ -173,13 +179,6 @@ class Recent:
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Start empty.
-
-        Args:
-            clock: monotonic clock of the spans.
-            unix_clock: wall clock. A request and a notice take their time from it once, when they
-                happen: the page uses it as part of their keys.
-        """
         self._clock = clock
         self._unix_clock = unix_clock
         self._stages: dict[Stage, deque[StageDone]] = {
@@ -191,7 +190,6 @@ class Recent:
         self._seconds: deque[Second] = deque(maxlen=KEPT_SECONDS)
 
     def stage_done(self, event: StageDone) -> None:
-        """Keep the sample of an upstream request."""
         self._stages[event.stage].append(event)
 
     def request_done(self, event: RequestRecord) -> None:
@@ -200,11 +198,10 @@ class Recent:
             return
         now_s, unix_s = self._clock(), round(self._unix_clock(), 3)
         self._requests.append((now_s, unix_s, event))
-        if event.error is not None:
-            self._errors.append((unix_s, event))
         second = self._second(int(now_s))
         second["requests"] += 1
         if event.error is not None:
+            self._errors.append((unix_s, event))
             outcome = outcome_of(event)
             second["failed"] += outcome == "failed"
             second["rejected"] += outcome == "rejected"
@@ -213,14 +210,11 @@ class Recent:
             second["encoded"] += event.items.get("encoded", 0)
 
     def instance_changed(self, event: InstanceChanged) -> None:
-        """Keep a change of an instance."""
         self._changes.append((round(self._unix_clock(), 3), event))
 
     def _second(self, at: int) -> Second:
         if not self._seconds or self._seconds[-1]["at_s"] != at:
-            self._seconds.append(
-                Second(at_s=at, requests=0, failed=0, rejected=0, hit=0, encoded=0)
-            )
+            self._seconds.append(empty_second(at))
         return self._seconds[-1]
 
     def events(self) -> Events:
