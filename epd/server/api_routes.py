@@ -3,7 +3,6 @@
 The docstrings of the handlers are published: `scripts/openapi.py` writes them to `openapi.json`.
 """
 
-import asyncio
 from http import HTTPStatus
 from typing import Literal, TypedDict
 
@@ -78,7 +77,9 @@ async def _streamed(
     if app[DRAIN].began:
         stream.force_close()
     await stream.prepare(request)
-    relay = StreamRelay(reply, stream, _transport(request), context)
+    if request.transport is None:
+        raise ConnectionResetError("the client has disconnected")
+    relay = StreamRelay(reply, stream, request.transport, context)
     await relay.run(context.config.idle_timeout_s)
     if context.turn is not None:
         await app[CONVERSATIONS].store_turn(context.turn)
@@ -86,17 +87,6 @@ async def _streamed(
     visit.answered = stream.status
     await relay.drain_reply()
     return stream
-
-
-def _transport(request: web.Request) -> asyncio.WriteTransport:
-    """Return the transport of the client's connection.
-
-    Raises:
-        ConnectionResetError: the client has disconnected.
-    """
-    if request.transport is None:
-        raise ConnectionResetError("the client has disconnected")
-    return request.transport
 
 
 def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:

@@ -27,12 +27,7 @@ from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.keys import Keys
 from epd.events import InstanceChanged, Observer
 from epd.media.fetch import MediaFetcher
-from epd.observe.collectors import (
-    ConversationsGlance,
-    InstancesGlance,
-    KVEventsGlance,
-    StoreGlance,
-)
+from epd.observe.collectors import ConversationsGlance, InstancesGlance, KVEventsGlance, StoreGlance
 from epd.observe.logs import LogObserver, hide_locals, set_level
 from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
@@ -188,7 +183,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
         app[ADMIN] = Admin(table, upstream, live, app[METRICS])
-        app[JUDGE] = KeyJudge(app[ADMIN].models)
+        app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
         app[CONVERSATIONS] = conversations
         app[TABLE] = table
         app[ROSTER] = Roster(registry, table, registrations, transfer, config)

@@ -40,11 +40,9 @@ class KeyJudge:
     """
 
     def __init__(self, ask: Callable[[Mapping[str, str]], Awaitable[object]]) -> None:
-        """Check keys by the answers of an instance.
+        """Check keys by `ask`: it sends an instance a request with these headers.
 
-        Args:
-            ask: function that sends an instance a request with these headers. It raises
-                `UpstreamRejected` if the answer is an error.
+        If the answer is an error, it raises `UpstreamRejected`.
         """
         self._ask = ask
         self._until_s: BoundedDict[bytes, float] = BoundedDict(MAX_KEYS)
@@ -110,13 +108,10 @@ MAX_PATH = 200
 
 
 class UnknownRoute(RequestRefused):
-    """Error for a path without a route. The message quotes the path; a log must not quote it.
-
-    Attributes:
-        reason: text for the log, without the client's path.
-    """
+    """Error for a path without a route. The message quotes the path; a log must not quote it."""
 
     reason = "there is no such route"
+    """Text for the log."""
 
     def __init__(self, path: str) -> None:
         message = f"there is no {path[:MAX_PATH]}: GET /openapi.json describes all routes"
@@ -179,12 +174,7 @@ class WholeResponse(web.StreamResponse):
     """
 
     def __init__(self, body: bytes, headers: Mapping[str, str]) -> None:
-        """Make a response.
-
-        Args:
-            body: body of the response.
-            headers: headers without line breaks, with the content type.
-        """
+        """Make a response. The headers have no line breaks, and the content type."""
         super().__init__(headers=headers)
         self._whole = body
         self._keeps: bool | None = None
@@ -192,7 +182,6 @@ class WholeResponse(web.StreamResponse):
 
     @property
     def prepared(self) -> bool:
-        """Whether the response has been sent."""
         return self._sent
 
     @property
@@ -201,7 +190,6 @@ class WholeResponse(web.StreamResponse):
         return self._keeps
 
     def force_close(self) -> None:
-        """Close the connection after the response."""
         self._keeps = False
 
     async def prepare(self, request: web.BaseRequest) -> None:

@@ -259,9 +259,10 @@ def _requests(snapshots: Iterable[Snapshot]) -> list[Request]:
 
 def _notices(snapshots: Iterable[Snapshot]) -> list[Notice]:
     at = itemgetter("at_s")
-    found = [notice for snapshot in snapshots for notice in snapshot["events"]["notices"]]
-    errors = nlargest(KEPT_ERRORS, (one for one in found if one["kind"] == "request"), key=at)
-    changes = nlargest(KEPT_CHANGES, (one for one in found if one["kind"] == "instance"), key=at)
+    found = chain.from_iterable(snapshot["events"]["notices"] for snapshot in snapshots)
+    newest = sorted(found, key=at, reverse=True)
+    errors = [notice for notice in newest if notice["kind"] == "request"][:KEPT_ERRORS]
+    changes = [notice for notice in newest if notice["kind"] == "instance"][:KEPT_CHANGES]
     return sorted((*errors, *changes), key=at, reverse=True)
 
 
