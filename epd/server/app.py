@@ -277,7 +277,7 @@ def _kv_events(
 
 
 async def _no_continue(_: web.Request) -> None:
-    """Send no `100 Continue` before the checks of the request: `read_body` sends it later."""
+    """Send no `100 Continue` before the checks of the request: `read` sends it later."""
 
 
 async def answer_unknown(request: web.Request) -> web.StreamResponse:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 
 import orjson
 import structlog
@@ -39,8 +38,7 @@ def read_keys(config: ProxyConfig) -> ApiKeys | None:
     Raises:
         KeysInvalid: the keys file cannot be used.
     """
-    path = config.api_keys_file
-    if path is None:
+    if (path := config.api_keys_file) is None:
         return None
     keys, mode = _keys_in(path)
     if mode & (stat.S_IROTH | stat.S_IWOTH):
@@ -95,9 +93,10 @@ def _keys_in(path: Path) -> tuple[ApiKeys, int]:
 FILES = ("api_keys_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "upstream_ca_file")
 """Fields of `ProxyConfig` that name a file that a process reads at its start."""
 
-CHECKS: Mapping[tuple[str, ...], Callable[[ProxyConfig], object]] = MappingProxyType(
-    {("api_keys_file",): read_keys, ("ssl_certfile", "ssl_keyfile"): server_context}
-)
+CHECKS: Mapping[tuple[str, ...], Callable[[ProxyConfig], object]] = {
+    ("api_keys_file",): read_keys,
+    ("ssl_certfile", "ssl_keyfile"): server_context,
+}
 """Fields with files that are reloaded together, and the function that raises if one is invalid."""
 
 
@@ -125,8 +124,8 @@ class LastGood:
 
     @property
     def descriptors(self) -> Mapping[str, int]:
-        """Return the descriptors of the current copies, by the fields that name the files."""
-        return dict(self._copies)
+        """The descriptors of the current copies, by the fields that name the files."""
+        return self._copies
 
     def reload_files(self) -> None:
         """Reload the configuration and the files; keep the old version of each that is invalid.
@@ -224,11 +223,11 @@ class Reload:
             except (ConfigInvalid, KeysInvalid, TlsInvalid) as error:
                 failed = True
                 log.error("not reloaded", what=what, reason=str(error))  # noqa: TRY400 - no bug
-            else:
-                if changed is None:
-                    log.info("reloaded", what=what)
-                elif changed:
-                    log.info("reloaded", what=what, changed=changed)
+                continue
+            if changed is None:
+                log.info("reloaded", what=what)
+            elif changed:
+                log.info("reloaded", what=what, changed=changed)
         self._succeeded(not failed)
 
 

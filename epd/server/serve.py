@@ -90,8 +90,7 @@ async def serve(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
         KeysInvalid: the keys file cannot be used.
         TlsInvalid: a certificate or a key cannot be used.
     """
-    log = structlog.get_logger("epd")
-    config = live.current
+    log, config = structlog.get_logger("epd"), live.current
     orders, tls = orders_by_signal(live), server_context(config)
     with ExitStack() as stack:
         with binding_errors(config):
@@ -115,13 +114,7 @@ async def serve_as_worker(
     """Serve on the sockets of a seat until the first process orders the end, or has ended.
 
     Files are read from their copies at the start, and from their paths at each reload. SIGUSR1
-    stops the worker at once.
-
-    Args:
-        seat: the worker's seat.
-        config: configuration at the start.
-        copies: descriptors of copies of files, by the fields of `ProxyConfig` that name the files.
-        orders: descriptor of the pipe from the first process.
+    stops the worker at once. The arguments are those of a `WorkerMain`.
     """
     store = {"registration_store": seat.shared.registrations}
     first = read_from(config, copies).model_copy(update=store)

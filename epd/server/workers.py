@@ -138,14 +138,11 @@ async def _keep(seat: Seat, good: LastGood, orders: Orders, workers: WorkerProce
             if orders.close.is_set():
                 return
             deaths = deaths + 1 if clock() - started < STEADY_S else 1
+            number, delay_s = seat.number, RESTART_S * 2 ** (deaths - 1)
             if deaths == MAX_DEATHS:
-                raise WorkersFailed(
-                    f"worker {seat.number} died {deaths} times in a row, last of {end}"
-                )
-            delay_s = RESTART_S * 2 ** (deaths - 1)
-            structlog.get_logger("epd").error(
-                "worker died", worker=seat.number, of=end, restart_in_s=delay_s
-            )
+                raise WorkersFailed(f"worker {number} died {deaths} times in a row, last of {end}")
+            log = structlog.get_logger("epd")
+            log.error("worker died", worker=number, of=end, restart_in_s=delay_s)
             await first_of(orders.close.wait(), asyncio.sleep(delay_s))
     finally:
         orders.stop()
@@ -199,13 +196,12 @@ def _listening(config: ProxyConfig) -> Iterator[list[Sockets]]:
         CannotListen: the address cannot be bound.
     """
     with ExitStack() as stack:
-        groups: list[Sockets]
         with binding_errors(config):
             if config.uds is None:
                 groups = _bound_to_one_port(config, stack)
             else:
-                groups = [(stack.enter_context(listening_at(config.uds, BACKLOG)),)]
-                groups *= config.workers
+                shared = stack.enter_context(listening_at(config.uds, BACKLOG))
+                groups = [(shared,)] * config.workers
         yield groups
 
 
