@@ -119,29 +119,23 @@ Reason = Literal[
     "tenant_rate", "tenant_requests", "queue_full", "queue_timeout", "body_bytes", "tenant_bytes"
 ]
 
+RATE_LIMITED = (TooManyRequests, "rate_limited")
+
 REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
-    "tenant_rate": (
-        TooManyRequests,
-        "rate_limited",
-        "your key has reached its limit of requests per minute",
-    ),
-    "tenant_requests": (
-        TooManyRequests,
-        "rate_limited",
-        "your key has reached its limit of concurrent requests",
-    ),
+    "tenant_rate": (*RATE_LIMITED, "your key has reached its limit of requests per minute"),
+    "tenant_requests": (*RATE_LIMITED, "your key has reached its limit of concurrent requests"),
     "queue_full": (TooManyRequests, "queue_full", "the queue of waiting requests is full"),
     "queue_timeout": (Overloaded, "overloaded", "the request waited too long in the queue"),
     "body_bytes": (Overloaded, "overloaded", "the bodies of other requests use all the memory"),
     "tenant_bytes": (
-        TooManyRequests,
-        "rate_limited",
+        *RATE_LIMITED,
         "the bodies of your key's other requests use all of its memory",
     ),
 }
 """Error, slug and message of the response for each reason of a rejection."""
 
 
+@dataclass(slots=True, eq=False)
 class AdmittedRequest:
     """Place and bytes of one request. The end of the context releases both.
 
@@ -149,14 +143,11 @@ class AdmittedRequest:
         size: bytes counted for the request: its body, and the media fetched for it.
     """
 
-    __slots__ = ("_admission", "_tenant", "_ticket", "_use", "size")
-
-    def __init__(self, admission: "Admission", tenant: Tenant) -> None:
-        self._admission = admission
-        self._tenant = tenant
-        self._use = admission.use_of(tenant)
-        self._ticket: Slot | None = None
-        self.size = 0
+    _admission: "Admission"
+    _tenant: Tenant
+    _use: TenantUse
+    _ticket: Slot | None = None
+    size: int = 0
 
     def __enter__(self) -> Self:
         return self
@@ -182,7 +173,7 @@ class AdmittedRequest:
 
     def separate_count(self) -> "AdmittedRequest":
         """Return a separate count of bytes for the same tenant."""
-        return AdmittedRequest(self._admission, self._tenant)
+        return AdmittedRequest(self._admission, self._tenant, self._use)
 
     def add(self, size: int) -> None:
         """Count more bytes; raises as `grow` does."""
@@ -260,7 +251,7 @@ class Admission:
             raise self._refusal("tenant_rate", wait_s)
 
     def request(self, tenant: Tenant) -> AdmittedRequest:
-        return AdmittedRequest(self, tenant)
+        return AdmittedRequest(self, tenant, self.use_of(tenant))
 
     def use_of(self, tenant: Tenant) -> TenantUse:
         """Return the use of a tenant. One object is kept per tenant: the keys file bounds them."""

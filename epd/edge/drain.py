@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from epd.errors import Overloaded, ProxyError, UpstreamTimeout
+from epd.errors import Overloaded, UpstreamTimeout
 
 
 class Drain:
@@ -137,14 +137,11 @@ class Bounded:
             return
         others = self._task.uncancel() - self._cancels
         if others <= 0 and isinstance(error, asyncio.CancelledError):
-            raise self._reason() from None
-
-    def _reason(self) -> ProxyError:
-        if self._drain.over:
-            return Overloaded("the proxy is shutting down", slug="shutting_down")
-        return UpstreamTimeout(
-            "the request did not end in time", slug="request_timeout", stage="proxy"
-        )
+            if self._drain.over:
+                raise Overloaded("the proxy is shutting down", slug="shutting_down") from None
+            raise UpstreamTimeout(
+                "the request did not end in time", slug="request_timeout"
+            ) from None
 
 
 DRAIN = web.AppKey("drain", Drain)

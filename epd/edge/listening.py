@@ -1,8 +1,4 @@
-"""Listening sockets for clients: TCP or Unix, with TLS or without.
-
-The file of a Unix socket is created, replaced if it is stale, and removed at the end. TLS includes
-the proxy's certificate and the verification of clients' certificates.
-"""
+"""Listening sockets for clients: TCP or Unix, with TLS or without."""
 
 import asyncio
 import errno
@@ -25,9 +21,16 @@ from epd.edge import aiohttp_private
 from epd.edge.protocol import EdgeServer, Runner
 from epd.http.tls import load_certificate, trust_cas
 
+BACKLOG = 65535
+"""Connections that the kernel holds until the event loop accepts them, per listening socket. Linux
+lowers it to `net.core.somaxconn`, which `epd doctor` checks. Beyond it, the kernel drops the
+packets of further clients, which send them again after 1 s."""
+ACCEPT_AGAIN_S = 0.5
+"""Delay after a failed accept, in seconds."""
+
 
 @contextmanager
-def listening_at(path: Path, backlog: int) -> Iterator[socket.socket]:
+def listening_at(path: Path, backlog: int = BACKLOG) -> Iterator[socket.socket]:
     """Return a socket that listens at a path; the end of the context removes its file.
 
     A stale socket file, on which no process listens, is replaced. The umask sets the mode of the
@@ -117,14 +120,6 @@ def reload_certificate(context: ssl.SSLContext, config: ServingSettings) -> None
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), config.ssl_certfile, config.ssl_keyfile
     )
     load_certificate(context, config.ssl_certfile, config.ssl_keyfile)
-
-
-BACKLOG = 65535
-"""Connections that the kernel holds until the event loop accepts them, per listening socket. Linux
-lowers it to `net.core.somaxconn`, which `epd doctor` checks. Beyond it, the kernel drops the
-packets of further clients, which send them again after 1 s."""
-ACCEPT_AGAIN_S = 0.5
-"""Delay after a failed accept, in seconds."""
 
 
 class CannotListen(Exception):

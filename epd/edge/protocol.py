@@ -37,7 +37,6 @@ MAX_REFUSALS = 64
 """Upper bound of the connections above the limit that get an error response at one time. Further
 ones are closed without a response."""
 
-
 DIRECT = web.AppKey("direct", Mapping[str, Handler])
 """Handlers of `POST` requests by path, called without aiohttp's router."""
 
@@ -297,17 +296,12 @@ def _factory(make: Callable[..., Any], prefix: str | None) -> Callable[..., Any]
 
 
 class Runner(aiohttp_private.AppRunner):
-    """Runner of the application on `ServerConnection`s. A client's disconnect cancels its request.
-
-    Args:
-        app: application to run.
-        live: configuration with the limits of connections.
-        observers: receivers of the errors that reach no handler.
-    """
+    """Runner on `ServerConnection`s. A client's disconnect cancels its request."""
 
     def __init__(
         self, app: web.Application, live: Live[ConfigFields], observers: Sequence[Observer]
     ) -> None:
+        """Set the application. The observers receive the errors that reach no handler."""
         super().__init__(app, handler_cancellation=True)
         self.live = live
         self._observers = observers
@@ -353,9 +347,8 @@ def _raw(error: ProxyError, headers: dict[str, str]) -> bytes:
         "Connection": "close",
     }
     lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
-    return (
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n".encode() + body
-    )
+    status = f"{error.status} {HTTPStatus(error.status).phrase}"
+    return f"HTTP/1.1 {status}\r\n{lines}\r\n".encode() + body
 
 
 def _silent_logger() -> logging.Logger:

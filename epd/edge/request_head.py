@@ -26,10 +26,8 @@ def find_refusal(request: web.BaseRequest) -> ProxyError | None:
         return invalid("the request's length or version is ambiguous")
     if _hosts_differ(request):
         return invalid("the request's target names another host than its Host header")
-    if hdrs.EXPECT in request.headers and any(
-        expectation and expectation.lower() != "100-continue"
-        for expectation in request.headers.getall(hdrs.EXPECT)
-    ):
+    expected = request.headers.getall(hdrs.EXPECT, ())
+    if expected and any(value and value.lower() != "100-continue" for value in expected):
         return RequestRefused(
             417, "the only supported expectation is 100-continue", slug="unsupported_expectation"
         )

@@ -32,7 +32,6 @@ CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
 
 STAGE: Mapping[Role, Stage] = {role: stage for stage, roles in CLUSTERS.values() for role in roles}
 
-
 MAX_VERSION = 64
 """Upper bound of the characters of an instance's version in `/version`."""
 
@@ -229,7 +228,6 @@ class Admin:
             ProxyError: the instance failed, or its status was not 2xx.
         """
         tried: list[Instance] = []
-
         with self._retries.tries(MODELS_TRIES) as tries:
             while True:
                 try:

@@ -162,21 +162,17 @@ async def get_response(_: web.Request) -> web.StreamResponse:
     Raises:
         RequestRefused: 404, always.
     """
-    raise _not_kept()
+    raise RequestRefused(
+        404,
+        "responses are not kept: send the whole conversation as input",
+        slug="unsupported_route",
+    )
 
 
-async def cancel_response(_: web.Request) -> web.StreamResponse:
+async def cancel_response(request: web.Request) -> web.StreamResponse:
     """Answer 404: responses are not stored. To cancel one, close its connection.
 
     Raises:
         RequestRefused: 404, always.
     """
-    raise _not_kept()
-
-
-def _not_kept() -> RequestRefused:
-    return RequestRefused(
-        404,
-        "responses are not kept: send the whole conversation as input",
-        slug="unsupported_route",
-    )
+    return await get_response(request)

@@ -114,8 +114,7 @@ def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -
     app, config = web.Application(middlewares=(observe,)), live.current
     app[CONFIG] = live
     app[ADMISSION] = Admission(config, time.monotonic)
-    keys = read_keys(config)
-    if keys is not None:
+    if (keys := read_keys(config)) is not None:
         app[KEYS] = keys
     routes = (*ROUTES, *allow_origins(app, config, ROUTES, _options))
     app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in routes)

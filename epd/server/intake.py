@@ -1,15 +1,11 @@
-"""Intake of a request: the check of its key, its wait for a place, and the reading of its body.
-
-The body is read within the limits of size, rate and time.
-"""
+"""Intake of a request: the check of its key, its wait for a place, and the reading of its body."""
 
 import asyncio
 import math
 import re
 import secrets
 import select
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 
 from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.typedefs import Handler
@@ -31,8 +27,8 @@ from epd.server.app_keys import ADMISSION, KEYS, VISIT, Visit
 from epd.tenants import ANONYMOUS
 
 GRACE_S = 5.0
-"""Seconds before the minimum rate of a body applies: clients may create the body while they send.
-"""
+"""Seconds before the minimum rate of a body applies: clients may create it while they send it."""
+
 SEED = secrets.randbits(64)
 """Seed of this process for the fingerprints of bodies."""
 
@@ -126,27 +122,21 @@ def may_administer(request: web.Request) -> bool:
 async def _queued(
     request: web.Request, admission: Admission, ticket: Slot, context: RequestContext
 ) -> None:
-    with context.time_stage("queue", "proxy"):
-        async with _watched(request):
+    watcher = asyncio.create_task(_watch(request))
+    try:
+        with context.time_stage("queue", "proxy"):
             await admission.wait_place(ticket)
+    finally:
+        watcher.cancel()
     context.record.at = "proxy"
 
 
-@asynccontextmanager
-async def _watched(request: web.Request) -> AsyncIterator[None]:
-    """Detect that the client disconnects while the proxy does not read its body.
+async def _watch(request: web.Request) -> None:
+    """Abort the request if its client disconnects.
 
     aiohttp stops reading from the socket while a body is not consumed, and then does not see that
     the connection is closed.
     """
-    watcher = asyncio.create_task(_watch(request))
-    try:
-        yield
-    finally:
-        watcher.cancel()
-
-
-async def _watch(request: web.Request) -> None:
     if (transport := request.transport) is None:  # the client has disconnected
         return
     peer = select.poll()

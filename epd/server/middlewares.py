@@ -1,7 +1,4 @@
-"""Middleware of every request: its id, its record for the observers, errors, and CORS.
-
-Errors become responses. CORS headers go to web pages of the origins that the configuration allows.
-"""
+"""Middleware of every request: its id, its record for the observers, errors, and CORS."""
 
 import re
 import time
@@ -158,7 +155,8 @@ def _new_visit(request: web.Request, app: web.Application, access: Access, route
     span = None
     if tracer is not None and is_api(route):
         span = tracer.request(request.method, route, _kept(headers, TRACE_HEADERS))
-    client_id = _client_id(headers)
+    given = single_value(headers, "x-request-id")
+    client_id = given if given and REQUEST_ID.fullmatch(given) else None
     engine_id = request_id(client_id)
     own_keys = keyed or (config.admin_api_key is not None and access in ADMINISTRATIVE)
     presented = "Authorization" in headers or endpoint.key_header in headers
@@ -190,11 +188,6 @@ def _endpoint_above(path: str) -> Endpoint:
     """Return the endpoint above a path, which determines the shape of an error."""
     above = (other for other in ENDPOINTS.values() if f"{path}/".startswith(f"{other.path}/"))
     return next(above, CHAT)
-
-
-def _client_id(headers: Headers) -> str | None:
-    given = single_value(headers, "x-request-id")
-    return given if given and REQUEST_ID.fullmatch(given) else None
 
 
 def _forwarded(

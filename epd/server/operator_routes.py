@@ -1,6 +1,5 @@
 """Operator routes: health, readiness, metrics, `/instances`, `/policies`, profiling and `/ui`.
 
-The page `/ui` consists of static files without data of the fleet, and of the state that they load.
 The docstrings of the handlers are published: `scripts/openapi.py` writes them to `openapi.json`.
 """
 

@@ -1,7 +1,6 @@
 """Reload of the configuration and its files at SIGHUP, and checks of them at the start.
 
-If one is invalid, the error is logged and the previous content stays in force. The checks also
-cover the optional tracing library.
+If one is invalid, the error is logged and the previous content stays in force.
 
 The first of several processes keeps copies of the last valid configuration and files for the
 workers that it starts. A worker that replaces another gets the same configuration as the other
@@ -189,13 +188,10 @@ def _close(copies: Mapping[str, int]) -> None:
 
 
 class Reload:
-    """Steps of a reload: one for the configuration, and one per file.
-
-    Args:
-        succeeded: function called after each reload with whether all steps succeeded.
-    """
+    """Steps of a reload: one for the configuration, and one per file."""
 
     def __init__(self, succeeded: Callable[[bool], None]) -> None:
+        """Call `succeeded` after each reload with whether all steps succeeded."""
         self._succeeded = succeeded
         self._steps: dict[str, Callable[[], object]] = {}
 

@@ -1,7 +1,4 @@
-"""Responses: headers of all responses, error responses, and the check of keys by instances.
-
-Without a keys file, an instance accepts or rejects a client's key.
-"""
+"""Responses: headers of all responses, error responses, and the check of keys by instances."""
 
 import asyncio
 import hashlib

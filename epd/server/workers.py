@@ -4,9 +4,6 @@ The first process opens the listening sockets and serves no requests. Each worke
 listening socket on the same port (`SO_REUSEPORT`): with one shared socket, the first worker to wake
 would accept all waiting connections. The first process keeps all sockets open, so that the
 connections that wait at a worker that dies are served by its replacement.
-
-Each worker writes its metrics to one shared page and its recent events to another. All workers
-read all pages.
 """
 
 import asyncio
@@ -41,8 +38,7 @@ from epd.server.reload import LastGood
 from epd.server.worker import Seat, Sockets, WorkerMain, WorkerProcesses, shared_state
 
 STEADY_S = 30.0
-"""Lifetime of a worker, in seconds and from its start, after which its death is not an early one.
-"""
+"""Lifetime of a worker, in seconds from its start, after which its death is not an early one."""
 MAX_DEATHS = 5
 """Number of early deaths in a row after which the proxy stops."""
 RESTART_S = 0.25
@@ -200,7 +196,7 @@ def _listening(config: ProxyConfig) -> Iterator[list[Sockets]]:
             if config.uds is None:
                 groups = _bound_to_one_port(config, stack)
             else:
-                shared = stack.enter_context(listening_at(config.uds, BACKLOG))
+                shared = stack.enter_context(listening_at(config.uds))
                 groups = [(shared,)] * config.workers
         yield groups
 

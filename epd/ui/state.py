@@ -6,7 +6,7 @@ page does not use. So the page and `/metrics` agree, over all workers.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
 from itertools import chain
 from operator import itemgetter
@@ -199,22 +199,16 @@ def _flow(stage: str, snapshots: Iterable[Snapshot], now_s: float) -> Flow:
     rates: dict[str, float] = defaultdict(float)
     for snapshot in snapshots:
         ring = snapshot["events"]["samples"].get(stage, [])
+        span_s = RATE_S
+        if len(ring) == KEPT_SAMPLES:  # the ring may reach back less far
+            span_s = min(RATE_S, max(0.1, now_s - ring[0][1]))
         for sample in ring:
-            if sample[1] > now_s - WINDOW_S:
-                samples[sample[0]].append(sample)
-        for instance, rate in _rates(ring, now_s):
-            rates[instance] += rate
+            instance, ended_s, *_ = sample
+            if ended_s > now_s - WINDOW_S:
+                samples[instance].append(sample)
+            if ended_s > now_s - span_s:
+                rates[instance] += 1 / span_s
     return Flow(samples, rates)
-
-
-def _rates(ring: Sequence[Sample], now_s: float) -> Iterator[tuple[str, float]]:
-    """Yield each sample's contribution to its instance's rate."""
-    span_s = RATE_S
-    if len(ring) == KEPT_SAMPLES:  # the ring may reach back less far
-        span_s = min(RATE_S, max(0.1, now_s - ring[0][1]))
-    for instance, ended_s, *_ in ring:
-        if ended_s > now_s - span_s:
-            yield instance, 1 / span_s
 
 
 def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list[InstanceShown]:
