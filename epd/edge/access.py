@@ -150,12 +150,7 @@ VARY = (
 
 
 class Preflight(NamedTuple):
-    """Answer to a preflight.
-
-    Attributes:
-        refused: parts of the request that are not allowed; empty if the browser may continue.
-        headers: headers of the answer, for both results.
-    """
+    """Answer to a preflight, and the parts that are not allowed; none if the browser may go on."""
 
     refused: tuple[str, ...]
     headers: Mapping[str, str]

@@ -71,7 +71,6 @@ class ServerConnection(aiohttp_private.RequestHandler):
         self.stalled = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to wait for a head, or reject the connection if too many are open."""
         opened = cast("asyncio.Transport", transport)
         if not self._server.admit_connection(self):
             self._reject_connection(opened)
@@ -232,7 +231,6 @@ class EdgeServer(web.Server):
         self._turned_away = set[ServerConnection]()
 
     def __call__(self) -> ServerConnection:
-        """Return the protocol of a new connection."""
         options = self._options | {"keepalive_timeout": self._live.current.keep_alive_s}
         return ServerConnection(self, self._live, loop=asyncio.get_running_loop(), **options)
 
@@ -307,7 +305,6 @@ class Runner(aiohttp_private.AppRunner):
         self._observers = observers
 
     def replaced(self, made: web.Server) -> EdgeServer:
-        """Return the server of `ServerConnection`s for the started application."""
         app = self.app
         # Added middlewares and signal handlers must see every request: no direct handlers then.
         changed = len(app.middlewares) > 1 or len(app.on_response_prepare) > 0

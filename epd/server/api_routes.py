@@ -68,7 +68,6 @@ async def answer_request(request: web.Request) -> web.StreamResponse:
 async def _streamed(
     request: web.Request, visit: Visit, reply: Reply, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Relay the stream of the decode instance to the client, up to its end."""
     app, context = visit.app, visit.context
     stream = visit.stream = web.StreamResponse(
         status=reply.status, headers={**headers, "Cache-Control": "no-cache"}

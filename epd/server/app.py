@@ -229,7 +229,6 @@ def _apply_config(  # noqa: PLR0913, PLR0917 - every component with derived stat
     config: ProxyConfig,
     before: ProxyConfig,
 ) -> None:
-    """Update all state that is derived from the configuration."""
     set_level(config.log_level)
     app[LOG].renew_logger()
     app[ADMISSION].apply_config(config)

@@ -164,14 +164,11 @@ class Roster:
             )
 
     def _urls(self, role: Role) -> RoleUrls:
-        instances = self._table.of_roles(role)
-        return RoleUrls(
-            live=[instance.url for instance in instances if self._live(instance)],
-            evicted=[instance.url for instance in instances if not self._live(instance)],
-        )
-
-    def _live(self, instance: Instance) -> bool:
-        return self._table.state(instance) in LIVE
+        urls = RoleUrls(live=[], evicted=[])
+        for instance in self._table.of_roles(role):
+            is_live = self._table.state(instance) in LIVE
+            urls["live" if is_live else "evicted"].append(instance.url)
+        return urls
 
     def _rows(self) -> list[InstanceRow]:
         members = self._registry.members

@@ -127,7 +127,6 @@ def _emit_record(
 
 
 async def _error_of(failure: Exception, request: web.Request) -> ProxyError:
-    """Return the error to answer a request with, for any exception."""
     if isinstance(failure, UnknownMedia):
         try:  # a client with an invalid key must not find out which names of media exist
             await check_key(request)

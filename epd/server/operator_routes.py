@@ -171,7 +171,6 @@ async def openapi(request: web.Request) -> web.Response:
 
 @cache
 def _document_below(prefix: str) -> bytes:
-    """Return the OpenAPI document for routes below a prefix."""
     return orjson.dumps({**orjson.loads(OPENAPI), "servers": [{"url": prefix}]})
 
 

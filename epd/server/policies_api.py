@@ -130,7 +130,6 @@ class Policies:
         return any(hasattr(policy.policy, "place_item") for policy in policies)
 
     def policies_page(self) -> PoliciesPage:
-        """Return the policies in force, in order of priority, and the known policies."""
         rows = [
             PolicyRow(policy=policy.written, name=policy.name, options=policy.options)
             for policy in self._current(self._live.current)

@@ -80,7 +80,6 @@ def _problems(check: Callable[[], object], prefix: str = "") -> Iterator[str]:
 
 
 def _keys_in(path: Path) -> tuple[ApiKeys, int]:
-    """Return the keys of a file, and the file's mode."""
     try:
         return parse_keys(path.read_bytes()), path.stat().st_mode
     except OSError as error:
@@ -200,8 +199,6 @@ class Reload:
         self._steps[what] = step
 
     def add_config(self, live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
-        """Add the step that reads the configuration and adopts its changes."""
-
         def step() -> list[str]:
             change = live.apply_config(read())
             if change.kept:

@@ -37,10 +37,7 @@ class KeyJudge:
     """
 
     def __init__(self, ask: Callable[[Mapping[str, str]], Awaitable[object]]) -> None:
-        """Check keys by `ask`: it sends an instance a request with these headers.
-
-        If the answer is an error, it raises `UpstreamRejected`.
-        """
+        """Check keys by `ask`, which raises `UpstreamRejected` if an instance answers an error."""
         self._ask = ask
         self._until_s: BoundedDict[bytes, float] = BoundedDict(MAX_KEYS)
         self._asking: Flights[bytes, None] = Flights()
@@ -116,7 +113,6 @@ class UnknownRoute(RequestRefused):
 
 
 def _identity(context: RequestContext) -> dict[str, str]:
-    """Return the headers that identify a response."""
     own = {"X-Request-Id": context.record.request_id, "Server": SERVER}
     if context.record.trace_id is not None:
         own["X-Trace-Id"] = context.record.trace_id

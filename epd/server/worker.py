@@ -89,11 +89,10 @@ class Seat:
     shared: SharedState
 
     @property
-    def descriptors(self) -> Iterator[int]:
-        for listener in self.sockets:
-            yield listener.fileno()
-        for page in (*self.shared.pages, *self.shared.recents, self.shared.policies):
-            yield page.descriptor
+    def descriptors(self) -> set[int]:
+        pages = (*self.shared.pages, *self.shared.recents, self.shared.policies)
+        listeners = (listener.fileno() for listener in self.sockets)
+        return {*listeners, *(page.descriptor for page in pages)}
 
     def bury_pages(self) -> None:
         """Mark the pages of the dead worker, so that the others do not read it as alive."""
@@ -203,12 +202,8 @@ def _run_worker(
 ) -> None:
     """Run a worker in a new fork, until its coroutine has ended.
 
-    Args:
-        main: function that returns the coroutine.
-        config: configuration at the start.
-        number: number of the worker.
-        kept: descriptors that stay open beside the standard ones.
-        mask: signals that are blocked once the worker has its own handlers.
+    Of the open descriptors, those in `kept` and the standard ones stay open. The signals in `mask`
+    are blocked once the worker has its own handlers.
     """
     # A terminal sends SIGINT to a whole group; only the first process acts on it.
     os.setpgid(0, 0)

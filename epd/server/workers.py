@@ -166,8 +166,6 @@ async def _run(seat: Seat, good: LastGood, orders: Orders, workers: WorkerProces
 async def _forward(
     orders: Orders, good: LastGood, reloaded: asyncio.Event, pipe: asyncio.WriteTransport
 ) -> None:
-    """Forward the orders of this process to a worker."""
-
     async def drain() -> None:
         await orders.drain.wait()
         pipe.write(DRAIN + b"\n")

@@ -17,10 +17,8 @@ from epd.events import InstanceChanged, ItemResult, RequestRecord, StageDone
 KEPT_REQUESTS = 64
 KEPT_ERRORS = 48
 KEPT_CHANGES = 16
-"""Upper bound of the kept changes of instances.
-
-They have a buffer of their own, so that failed requests cannot evict the removal of an instance.
-"""
+"""Upper bound of the kept changes of instances. They have a buffer of their own, so that failed
+requests cannot evict the removal of an instance."""
 KEPT_SAMPLES = 512
 """Upper bound of the kept samples of each stage."""
 KEPT_SECONDS = 120
@@ -35,8 +33,7 @@ NO_WORK = frozenset({"/v1/models"})
 
 CLIENT_ERROR, SERVER_ERROR = 400, 500
 CLIENT_CLOSED = 499
-"""Statuses of a request: from `CLIENT_ERROR` on a client error, from `SERVER_ERROR` on a failure.
-"""
+"""Statuses of a request: from `CLIENT_ERROR` a client error, from `SERVER_ERROR` a failure."""
 
 Outcome = Literal["ok", "rejected", "left", "failed"]
 """Result of a client request or of an upstream one.

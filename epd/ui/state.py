@@ -190,7 +190,6 @@ class Flow(NamedTuple):
         return _latency(self.samples.get(instance, ()), self.rates.get(instance, 0.0))
 
     def latency_of_all(self) -> Latency:
-        """Return the latency over all instances."""
         return _latency(list(chain(*self.samples.values())), sum(self.rates.values()))
 
 
