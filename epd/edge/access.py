@@ -55,7 +55,7 @@ def bearer(headers: Headers) -> str:
 
 
 def client_key(headers: Headers, header: str) -> str:
-    """Return the client's key, from `header` if there is no `Authorization`; empty as `bearer`."""
+    """Return the key as `bearer` does, or from `header` if there is no `Authorization`."""
     return bearer(headers) if "Authorization" in headers else single_value(headers, header)
 
 

@@ -236,7 +236,7 @@ class Admission:
         self._rate = None if per_minute is None else RateLimiter(per_minute)
 
     def share_uses(self, new_use: Callable[[str], TenantUse]) -> None:
-        """Take each tenant's use, by its name, from here, before the first request."""
+        """Take each tenant's use from `new_use`, by its name. Call this before any request."""
         self._new_use = new_use
 
     def keep_pace(self, tenant: Tenant) -> None:

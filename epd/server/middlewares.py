@@ -237,7 +237,7 @@ def allow_origins(
     routes: Collection[Route],
     options: Callable[[str, Handler], web.RouteDef],
 ) -> list[Route]:
-    """Let web pages of the configured origins use the clients' routes; return the preflights' ones.
+    """Let web pages of the configured origins use the clients' routes; return preflight routes.
 
     A path with at least one route for operators is excluded with all its routes. `options` declares
     a route for the method OPTIONS.

@@ -167,7 +167,7 @@ class WholeResponse(web.StreamResponse):
     """
 
     def __init__(self, body: bytes, headers: Mapping[str, str]) -> None:
-        """Make a response. The headers have no line breaks, and the content type."""
+        """Make a response. The headers include the content type, and no line breaks."""
         super().__init__(headers=headers)
         self._whole = body
         self._keeps: bool | None = None

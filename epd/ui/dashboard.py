@@ -28,7 +28,7 @@ POLL_S = 0.25
 AWAKE_S = 1.0
 """Wait of the first reader for the other workers' states, in seconds; a worker may have died."""
 FRESH_S = 0.5
-"""Lifetime of a document, in seconds: any number of readers has it made at most twice a second."""
+"""Lifetime of a document, in seconds: at most two are made per second, for all readers."""
 
 logger = structlog.get_logger("epd")
 
