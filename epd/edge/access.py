@@ -42,39 +42,27 @@ class Access(Enum):
     """Clients with the admin key; without a configured one, no client."""
 
 
+def single_value(headers: Headers, name: str) -> str:
+    """Return the value of a header; an empty string if it is missing or repeated."""
+    values = headers.getall(name, ())
+    return values[0] if len(values) == 1 else ""
+
+
 def bearer(headers: Headers) -> str:
     """Return the bearer key of a request; an empty string if it has no key or several."""
-    match headers.getall("Authorization", ()):
-        case [value]:
-            scheme, _, key = value.partition(" ")
-            return key.strip() if scheme.lower() == "bearer" else ""
-        case _:
-            return ""
+    scheme, _, key = single_value(headers, "Authorization").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def client_key(headers: Headers, header: str) -> str:
-    """Return the client's key of a request; an empty string if it has no key or several.
-
-    Args:
-        headers: headers of the request.
-        header: header that carries the key if there is no `Authorization`.
-    """
-    if "Authorization" in headers:
-        return bearer(headers)
-    match headers.getall(header, ()):
-        case [value]:
-            return value
-        case _:
-            return ""
+    """Return the key as `bearer` does, or from `header` if there is no `Authorization`."""
+    return bearer(headers) if "Authorization" in headers else single_value(headers, header)
 
 
 def check_admin(admin_key: SecretStr | None, headers: Headers, peer: str | None) -> None:
     """Raise an error unless a request may use the operator's routes.
 
-    Args:
-        admin_key: configured admin key; None if there is none.
-        headers: headers of the request.
-        peer: address of the connection's other end, which no header can change.
+    No header can change `peer`, the address of the connection's other end.
 
     Raises:
         Unauthorized: the headers lack the configured admin key.
@@ -82,8 +70,7 @@ def check_admin(admin_key: SecretStr | None, headers: Headers, peer: str | None)
             (403).
     """
     if admin_key is not None:
-        presented = headers.getall("X-API-Key", None) or [bearer(headers)]
-        if len(presented) != 1 or not _keys_equal(presented[0], admin_key.get_secret_value()):
+        if not _has_key(headers, admin_key):
             raise Unauthorized("the admin key is required: X-API-Key: <key>")
     elif not is_local(headers, peer):
         raise RequestRefused(
@@ -100,13 +87,18 @@ def check_registrar(admin_key: SecretStr | None, headers: Headers) -> None:
         RequestRefused: the headers lack the admin key, or none is configured (403, as vLLM's
             `disagg_epd_proxy.py` answers).
     """
-    try:
-        if admin_key is not None:
-            check_admin(admin_key, headers, None)
-            return
-    except Unauthorized:
-        pass
-    raise RequestRefused(403, "the admin key is required: X-API-Key: <key>", slug="admin_only")
+    if admin_key is None or not _has_key(headers, admin_key):
+        raise RequestRefused(403, "the admin key is required: X-API-Key: <key>", slug="admin_only")
+
+
+def _has_key(headers: Headers, admin_key: SecretStr) -> bool:
+    """Compare keys by their digests, so that the time reveals neither the key nor its length."""
+    presented = single_value(headers, "X-API-Key") if "X-API-Key" in headers else bearer(headers)
+    digests = (
+        hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        for key in (presented, admin_key.get_secret_value())
+    )
+    return hmac.compare_digest(*digests)
 
 
 def is_local(headers: Headers, peer: str | None) -> bool:
@@ -137,15 +129,6 @@ def _is_loopback(host: str | None) -> bool:
     return (mapped or address).is_loopback
 
 
-def _keys_equal(presented: str, key: str) -> bool:
-    """Compare keys by their digests, so that the time reveals neither the key nor its length."""
-    presented_digest, other = (
-        hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
-        for text in (presented, key)
-    )
-    return hmac.compare_digest(presented_digest, other)
-
-
 ANY = "*"
 """Wildcard for all origins, methods or headers."""
 
@@ -167,12 +150,7 @@ VARY = (
 
 
 class Preflight(NamedTuple):
-    """Answer to a preflight.
-
-    Attributes:
-        refused: parts of the request that are not allowed; empty if the browser may continue.
-        headers: headers of the answer, for both results.
-    """
+    """Answer to a preflight, and the parts that are not allowed; none if the browser may go on."""
 
     refused: tuple[str, ...]
     headers: Mapping[str, str]

@@ -90,19 +90,13 @@ class FairQueue:
 
     def _fill(self) -> None:
         while self._lines and self.inside < self._places:
-            self._enter_next()
-
-    def _enter(self, ticket: Slot) -> None:
-        self.inside += 1
-        ticket.call("inside")
-
-    def _enter_next(self) -> None:
-        tenant, line = next(iter(self._lines.items()))
-        ticket = next(iter(line))
-        self._unqueue(ticket)
-        if line:
-            self._lines[tenant] = self._lines.pop(tenant)  # behind the others
-        self._enter(ticket)
+            tenant, line = next(iter(self._lines.items()))
+            ticket = next(iter(line))
+            self._unqueue(ticket)
+            if line:
+                self._lines[tenant] = self._lines.pop(tenant)  # behind the others
+            self.inside += 1
+            ticket.call("inside")
 
     def _make_room(self, tenant: Tenant) -> None:
         longest = max(self._lines.values(), key=len, default={})
@@ -125,29 +119,23 @@ Reason = Literal[
     "tenant_rate", "tenant_requests", "queue_full", "queue_timeout", "body_bytes", "tenant_bytes"
 ]
 
+RATE_LIMITED = (TooManyRequests, "rate_limited")
+
 REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
-    "tenant_rate": (
-        TooManyRequests,
-        "rate_limited",
-        "your key has reached its limit of requests per minute",
-    ),
-    "tenant_requests": (
-        TooManyRequests,
-        "rate_limited",
-        "your key has reached its limit of concurrent requests",
-    ),
+    "tenant_rate": (*RATE_LIMITED, "your key has reached its limit of requests per minute"),
+    "tenant_requests": (*RATE_LIMITED, "your key has reached its limit of concurrent requests"),
     "queue_full": (TooManyRequests, "queue_full", "the queue of waiting requests is full"),
     "queue_timeout": (Overloaded, "overloaded", "the request waited too long in the queue"),
     "body_bytes": (Overloaded, "overloaded", "the bodies of other requests use all the memory"),
     "tenant_bytes": (
-        TooManyRequests,
-        "rate_limited",
+        *RATE_LIMITED,
         "the bodies of your key's other requests use all of its memory",
     ),
 }
 """Error, slug and message of the response for each reason of a rejection."""
 
 
+@dataclass(slots=True, eq=False)
 class AdmittedRequest:
     """Place and bytes of one request. The end of the context releases both.
 
@@ -155,14 +143,11 @@ class AdmittedRequest:
         size: bytes counted for the request: its body, and the media fetched for it.
     """
 
-    __slots__ = ("_admission", "_tenant", "_ticket", "_use", "size")
-
-    def __init__(self, admission: "Admission", tenant: Tenant) -> None:
-        self._admission = admission
-        self._tenant = tenant
-        self._use = admission.use_of(tenant)
-        self._ticket: Slot | None = None
-        self.size = 0
+    _admission: "Admission"
+    _tenant: Tenant
+    _use: TenantUse
+    _ticket: Slot | None = None
+    size: int = 0
 
     def __enter__(self) -> Self:
         return self
@@ -179,8 +164,8 @@ class AdmittedRequest:
         Raises:
             TooManyRequests: the tenant has too many requests, or the queue is full.
         """
-        self._ticket = ticket = self._admission.enter_queue(self._tenant, self._use)
-        return ticket
+        self._ticket = self._admission.enter_queue(self._tenant, self._use)
+        return self._ticket
 
     @property
     def scope(self) -> str:
@@ -188,14 +173,10 @@ class AdmittedRequest:
 
     def separate_count(self) -> "AdmittedRequest":
         """Return a separate count of bytes for the same tenant."""
-        return AdmittedRequest(self._admission, self._tenant)
+        return AdmittedRequest(self._admission, self._tenant, self._use)
 
     def add(self, size: int) -> None:
-        """Count more bytes.
-
-        Raises:
-            TryLater: as `grow` does.
-        """
+        """Count more bytes; raises as `grow` does."""
         self.grow(self.size + size)
 
     def grow(self, size: int) -> None:
@@ -255,11 +236,7 @@ class Admission:
         self._rate = None if per_minute is None else RateLimiter(per_minute)
 
     def share_uses(self, new_use: Callable[[str], TenantUse]) -> None:
-        """Share the requests and rates of tenants with other workers, before the first request.
-
-        Args:
-            new_use: returns the use of a tenant by its name.
-        """
+        """Take each tenant's use from `new_use`, by its name. Call this before any request."""
         self._new_use = new_use
 
     def keep_pace(self, tenant: Tenant) -> None:
@@ -270,17 +247,15 @@ class Admission:
         """
         if self._rate is None:
             return
-        wait_s = self._rate.take_token(self.use_of(tenant), self._clock())
-        if wait_s:
+        if wait_s := self._rate.take_token(self.use_of(tenant), self._clock()):
             raise self._refusal("tenant_rate", wait_s)
 
     def request(self, tenant: Tenant) -> AdmittedRequest:
-        return AdmittedRequest(self, tenant)
+        return AdmittedRequest(self, tenant, self.use_of(tenant))
 
     def use_of(self, tenant: Tenant) -> TenantUse:
         """Return the use of a tenant. One object is kept per tenant: the keys file bounds them."""
-        use = self._uses.get(tenant.name)
-        if use is None:
+        if (use := self._uses.get(tenant.name)) is None:
             use = self._uses[tenant.name] = self._new_use(tenant.name)
         return use
 
@@ -313,12 +288,7 @@ class Admission:
             raise self._refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
 
     def take_bytes(self, use: TenantUse, size: int) -> None:
-        """Count more bytes of a tenant's bodies. Only `AdmittedRequest` calls this.
-
-        Raises:
-            Overloaded: the bytes of all requests would exceed the limit.
-            TooManyRequests: the bytes of the tenant's requests would exceed its limit.
-        """
+        """Count more bytes of a tenant's bodies. Only `AdmittedRequest.grow` calls this."""
         has_tenants = self._config.api_keys_file is not None
         if has_tenants and use.body_bytes + size > self._tenant_max_bytes:
             raise self._refusal("tenant_bytes")

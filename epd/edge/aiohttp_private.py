@@ -27,7 +27,6 @@ class RequestHandler(web.RequestHandler):
 
     @property
     def is_between_requests(self) -> bool:
-        """Return whether no request is being served."""
         return self._waiter is not None
 
     @property

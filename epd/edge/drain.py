@@ -3,10 +3,11 @@
 import asyncio
 import math
 import time
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from epd.errors import Overloaded, ProxyError, UpstreamTimeout
+from epd.errors import Overloaded, UpstreamTimeout
 
 
 class Drain:
@@ -59,11 +60,7 @@ class Drain:
             self._none_runs = None
 
     def bound_request(self, until_s: float = math.inf) -> "Bounded":
-        """Return a context for one request, which ends at `cut_off` or at `until_s`.
-
-        Args:
-            until_s: deadline on the monotonic clock, in seconds.
-        """
+        """Return a context for one request, which ends at `cut_off` or at its deadline."""
         return Bounded(self, until_s)
 
     def _set_timer(self, when_s: float) -> None:
@@ -77,9 +74,9 @@ class Drain:
         self._timer, self._timer_s = None, math.inf
         now_s = time.monotonic()
         self._end_late(now_s)
-        ends = [request.until_s for request in self.running if now_s < request.until_s < math.inf]
-        if ends:
-            self._set_timer(min(ends))
+        later = (request.until_s for request in self.running if request.until_s > now_s)
+        if (next_s := min(later, default=math.inf)) < math.inf:
+            self._set_timer(next_s)
 
     def _end_late(self, now_s: float) -> None:
         for request in self.running:
@@ -87,6 +84,7 @@ class Drain:
                 request.end_soon()
 
 
+@dataclass(slots=True, eq=False)
 class Bounded:
     """Deadline of one request: `asyncio.timeout` without a timer per request.
 
@@ -96,16 +94,12 @@ class Bounded:
         until_s: deadline on the monotonic clock, in seconds.
     """
 
-    __slots__ = ("_cancelled", "_cancels", "_drain", "_ending", "_task", "until_s")
-
-    _task: "asyncio.Task[object]"
-    _cancels: int
-
-    def __init__(self, drain: Drain, until_s: float) -> None:
-        self._drain = drain
-        self._ending: asyncio.Handle | None = None
-        self._cancelled = False
-        self.until_s = until_s
+    _drain: Drain
+    until_s: float
+    _ending: asyncio.Handle | None = None
+    _cancelled: bool = False
+    _task: "asyncio.Task[object]" = field(init=False)
+    _cancels: int = field(init=False)
 
     def end_soon(self) -> None:
         """Cancel the task in the next iteration of the loop, unless the context ends first."""
@@ -143,14 +137,11 @@ class Bounded:
             return
         others = self._task.uncancel() - self._cancels
         if others <= 0 and isinstance(error, asyncio.CancelledError):
-            raise self._reason() from None
-
-    def _reason(self) -> ProxyError:
-        if self._drain.over:
-            return Overloaded("the proxy is shutting down", slug="shutting_down")
-        return UpstreamTimeout(
-            "the request did not end in time", slug="request_timeout", stage="proxy"
-        )
+            if self._drain.over:
+                raise Overloaded("the proxy is shutting down", slug="shutting_down") from None
+            raise UpstreamTimeout(
+                "the request did not end in time", slug="request_timeout"
+            ) from None
 
 
 DRAIN = web.AppKey("drain", Drain)

@@ -36,12 +36,7 @@ MAX_CHARACTERS = 4096
 
 
 def sent_on(headers: CIMultiDictProxy[str], *, trusted: bool) -> dict[str, str]:
-    """Return the client's headers that are forwarded to instances.
-
-    Args:
-        headers: headers of the client's request.
-        trusted: whether the client may see an instance's load.
-    """
+    """Return the client's headers that go to instances; a trusted client may see their load."""
     kept = {}
     if session := _single_header(headers, SESSION):
         kept[SESSION] = session

@@ -1,8 +1,4 @@
-"""Listening sockets for clients: TCP or Unix, with TLS or without.
-
-The file of a Unix socket is created, replaced if it is stale, and removed at the end. TLS includes
-the proxy's certificate and the verification of clients' certificates.
-"""
+"""Listening sockets for clients: TCP or Unix, with TLS or without."""
 
 import asyncio
 import errno
@@ -25,17 +21,20 @@ from epd.edge import aiohttp_private
 from epd.edge.protocol import EdgeServer, Runner
 from epd.http.tls import load_certificate, trust_cas
 
+BACKLOG = 65535
+"""Connections that the kernel holds until the event loop accepts them, per listening socket. Linux
+lowers it to `net.core.somaxconn`, which `epd doctor` checks. Beyond it, the kernel drops the
+packets of further clients, which send them again after 1 s."""
+ACCEPT_AGAIN_S = 0.5
+"""Delay after a failed accept, in seconds."""
+
 
 @contextmanager
-def listening_at(path: Path, backlog: int) -> Iterator[socket.socket]:
+def listening_at(path: Path, backlog: int = BACKLOG) -> Iterator[socket.socket]:
     """Return a socket that listens at a path; the end of the context removes its file.
 
     A stale socket file, on which no process listens, is replaced. The umask sets the mode of the
     new file: a client needs write permission.
-
-    Args:
-        path: path of the socket file.
-        backlog: connections that the kernel holds until they are accepted.
 
     Raises:
         OSError: a process listens at the path, the file is not a socket, or it cannot be created.
@@ -123,14 +122,6 @@ def reload_certificate(context: ssl.SSLContext, config: ServingSettings) -> None
     load_certificate(context, config.ssl_certfile, config.ssl_keyfile)
 
 
-BACKLOG = 65535
-"""Connections that the kernel holds until the event loop accepts them, per listening socket. Linux
-lowers it to `net.core.somaxconn`, which `epd doctor` checks. Beyond it, the kernel drops the
-packets of further clients, which send them again after 1 s."""
-ACCEPT_AGAIN_S = 0.5
-"""Delay after a failed accept, in seconds."""
-
-
 class CannotListen(Exception):
     """Error: the configured address cannot be listened on."""
 
@@ -153,9 +144,6 @@ class Handshakes:
     """Server that accepts TLS connections and limits the number of unfinished handshakes.
 
     asyncio's own server reports a connection only after its handshake, and accepts any number.
-
-    Attributes:
-        sockets: listening sockets.
     """
 
     def __init__(
@@ -166,16 +154,8 @@ class Handshakes:
         live: Live[LimitSettings],
         background: Background,
     ) -> None:
-        """Begin to accept. A handshake may take `header_timeout_s`, as a request's head may.
-
-        Args:
-            server: factory of a connection's protocol.
-            sockets: listening sockets.
-            tls: TLS context for clients.
-            live: configuration with the limits of connections.
-            background: runner of the tasks that accept.
-        """
-        self.sockets = sockets
+        """Begin to accept. A handshake may take `header_timeout_s`, as a request's head may."""
+        self.sockets = sockets  # aiohttp reads their addresses
         self._server = server
         self._tls = tls
         self._live = live
@@ -202,12 +182,12 @@ class Handshakes:
                 client, _ = await self._loop.sock_accept(listener)
             except OSError:  # out of descriptors, or the client disconnected
                 await asyncio.sleep(ACCEPT_AGAIN_S)
-            else:
-                try:
-                    self._begin(client)
-                except BaseException:
-                    client.close()
-                    raise
+                continue
+            try:
+                self._begin(client)
+            except BaseException:
+                client.close()
+                raise
 
     def _begin(self, client: socket.socket) -> None:
         if not self._server.has_room(len(self._begun)):
@@ -233,14 +213,7 @@ class Site(aiohttp_private.BaseSite):
     def __init__(
         self, runner: Runner, tls: ssl.SSLContext | None, background: Background, **where: Any
     ) -> None:
-        """Set the address, as for `loop.create_server`.
-
-        Args:
-            runner: runner of the application.
-            tls: TLS context for clients; None for plain HTTP.
-            background: runner of the tasks that accept TLS connections.
-            where: `host` and `port`, or `sock`, which may be a Unix socket.
-        """
+        """Set the address: `host` and `port`, or `sock`, which may be a Unix socket."""
         super().__init__(runner)
         self._factory = cast("EdgeServer", runner.server)
         self._tls = tls
@@ -253,7 +226,6 @@ class Site(aiohttp_private.BaseSite):
         return f"epd {self._where}"
 
     async def listen(self) -> asyncio.AbstractServer:
-        """Listen on the address; with TLS by `Handshakes`."""
         loop = asyncio.get_running_loop()
         listener = self._where.get("sock")
         is_unix = listener is not None and listener.family == socket.AF_UNIX

@@ -37,7 +37,6 @@ MAX_REFUSALS = 64
 """Upper bound of the connections above the limit that get an error response at one time. Further
 ones are closed without a response."""
 
-
 DIRECT = web.AppKey("direct", Mapping[str, Handler])
 """Handlers of `POST` requests by path, called without aiohttp's router."""
 
@@ -46,7 +45,7 @@ class ServerConnection(aiohttp_private.RequestHandler):
     """Connection of one client.
 
     Attributes:
-        stalled: whether the connection was aborted because the client did not read the response.
+        stalled: whether it was aborted because the client did not read the response.
     """
 
     __slots__ = (
@@ -72,7 +71,6 @@ class ServerConnection(aiohttp_private.RequestHandler):
         self.stalled = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to wait for a head, or reject the connection if too many are open."""
         opened = cast("asyncio.Transport", transport)
         if not self._server.admit_connection(self):
             self._reject_connection(opened)
@@ -82,7 +80,6 @@ class ServerConnection(aiohttp_private.RequestHandler):
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Cancel the timers, and release the connection's place."""
         for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
@@ -114,9 +111,8 @@ class ServerConnection(aiohttp_private.RequestHandler):
         self._last_payload = payload
 
     def _await_head(self) -> None:
-        if self._head_timer is not None:
-            return
-        self._head_timer = _later(self._live.current.header_timeout_s, self._time_out_head)
+        if self._head_timer is None:
+            self._head_timer = _later(self._live.current.header_timeout_s, self._time_out_head)
 
     def _time_out_head(self) -> None:
         self._head_timer = None
@@ -134,7 +130,6 @@ class ServerConnection(aiohttp_private.RequestHandler):
         self._write_timer = _later(self._live.current.write_timeout_s, self._stall)
 
     def resume_writing(self) -> None:
-        """Stop the timer: the client has read."""
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
@@ -146,7 +141,6 @@ class ServerConnection(aiohttp_private.RequestHandler):
             self.transport.abort()
 
     async def start(self) -> None:
-        """Serve the connection's requests, then close the connection."""
         transport = self.transport
         try:
             await super().start()
@@ -169,9 +163,6 @@ class ServerConnection(aiohttp_private.RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun: it cannot become an error")
         error = _shown(exc)
-        if error is None:
-            structlog.get_logger("epd").error("bug", exc_info=exc)
-            error = ProxyError("the proxy failed: see the error in its log")
         self._refused = True
         headers = self._server.refuse_connection(error)
         response = web.Response(
@@ -216,26 +207,30 @@ class EdgeServer(web.Server):
         live: Live[ConfigFields],
         observers: Sequence[Observer],
         direct: Mapping[str, Handler],
-        **kwargs: Any,
     ) -> None:
         """Configure the server as `made`, which aiohttp has created for the application."""
+        self._options: dict[str, Any] = {
+            "lingering_time": LINGER_S,
+            "auto_decompress": False,
+            "access_log": None,
+            # aiohttp logs headers that it cannot parse, with the keys in them.
+            "logger": _silent_logger(),
+        }
         super().__init__(
             self._checked,
             request_factory=_factory(made.request_factory, live.current.root_path),
             handler_cancellation=made.handler_cancellation,
-            **kwargs,
+            **self._options,
         )
         self._handler = made.request_handler
         self._direct = direct
         self._live = live
         self._observers = observers
         self._descriptors = request_head.client_connections()
-        self._options = kwargs
         self._open = set[ServerConnection]()
         self._turned_away = set[ServerConnection]()
 
     def __call__(self) -> ServerConnection:
-        """Return the protocol of a new connection."""
         options = self._options | {"keepalive_timeout": self._live.current.keep_alive_s}
         return ServerConnection(self, self._live, loop=asyncio.get_running_loop(), **options)
 
@@ -256,7 +251,7 @@ class EdgeServer(web.Server):
         return here < self._limit + MAX_REFUSALS
 
     def answers_refusal(self, connection: ServerConnection) -> bool:
-        """Return whether a rejected client gets an error response."""
+        """Return whether a rejected client gets an error response; if so, count it."""
         if len(self._turned_away) >= MAX_REFUSALS:
             return False
         self._turned_away.add(connection)
@@ -299,51 +294,26 @@ def _factory(make: Callable[..., Any], prefix: str | None) -> Callable[..., Any]
 
 
 class Runner(aiohttp_private.AppRunner):
-    """Runner of the application on `ServerConnection`s. A client's disconnect cancels its request.
-
-    Attributes:
-        live: configuration with the limits of connections.
-    """
+    """Runner on `ServerConnection`s. A client's disconnect cancels its request."""
 
     def __init__(
-        self,
-        app: web.Application,
-        live: Live[ConfigFields],
-        observers: Sequence[Observer],
-        **kwargs: Any,
+        self, app: web.Application, live: Live[ConfigFields], observers: Sequence[Observer]
     ) -> None:
-        """Set the application to run.
-
-        Args:
-            app: application.
-            live: configuration with the limits of connections.
-            observers: receivers of the errors that reach no handler.
-            kwargs: further arguments of `web.AppRunner`.
-        """
-        super().__init__(app, handler_cancellation=True, **kwargs)
+        """Set the application. The observers receive the errors that reach no handler."""
+        super().__init__(app, handler_cancellation=True)
         self.live = live
         self._observers = observers
 
     def replaced(self, made: web.Server) -> EdgeServer:
-        """Return the server of `ServerConnection`s for the started application."""
         app = self.app
         # Added middlewares and signal handlers must see every request: no direct handlers then.
         changed = len(app.middlewares) > 1 or len(app.on_response_prepare) > 0
-        return EdgeServer(
-            made,
-            self.live,
-            self._observers,
-            {} if changed else app.get(DIRECT, {}),
-            lingering_time=LINGER_S,
-            auto_decompress=False,
-            access_log=None,
-            # aiohttp logs headers that it cannot parse, with the keys in them.
-            logger=_silent_logger(),
-        )
+        handlers = {} if changed else app.get(DIRECT, {})
+        return EdgeServer(made, self.live, self._observers, handlers)
 
 
-def _shown(failure: BaseException | None) -> ProxyError | None:
-    """Return the error for the client; None if the failure is a bug of the proxy."""
+def _shown(failure: BaseException | None) -> ProxyError:
+    """Return the error for the client. Any other failure is a bug of the proxy, and logged."""
     match failure:
         case ProxyError():
             return failure
@@ -352,7 +322,8 @@ def _shown(failure: BaseException | None) -> ProxyError | None:
         case HttpProcessingError():
             return invalid("the request is not valid HTTP/1.1")
         case _:
-            return None
+            structlog.get_logger("epd").error("bug", exc_info=failure)
+            return ProxyError("the proxy failed: see the error in its log")
 
 
 def _later(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
@@ -373,9 +344,8 @@ def _raw(error: ProxyError, headers: dict[str, str]) -> bytes:
         "Connection": "close",
     }
     lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
-    return (
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n".encode() + body
-    )
+    status = f"{error.status} {HTTPStatus(error.status).phrase}"
+    return f"HTTP/1.1 {status}\r\n{lines}\r\n".encode() + body
 
 
 def _silent_logger() -> logging.Logger:

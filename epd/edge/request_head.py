@@ -1,8 +1,7 @@
 """Checks of request heads, the path prefix of a reverse proxy, and the limit of open files.
 
 Rejected heads are those that aiohttp's parser accepts and another parser may read differently. The
-prefix that a reverse proxy puts before the proxy's routes is removed. The limit of open files and
-sockets (descriptors) bounds the client connections.
+limit of open files and sockets (descriptors) bounds the client connections.
 """
 
 import re
@@ -27,10 +26,8 @@ def find_refusal(request: web.BaseRequest) -> ProxyError | None:
         return invalid("the request's length or version is ambiguous")
     if _hosts_differ(request):
         return invalid("the request's target names another host than its Host header")
-    if hdrs.EXPECT in request.headers and any(
-        expectation and expectation.lower() != "100-continue"
-        for expectation in request.headers.getall(hdrs.EXPECT)
-    ):
+    expected = request.headers.getall(hdrs.EXPECT, ())
+    if expected and any(value and value.lower() != "100-continue" for value in expected):
         return RequestRefused(
             417, "the only supported expectation is 100-continue", slug="unsupported_expectation"
         )
@@ -65,11 +62,8 @@ def without_prefix(message: RawRequestMessage, prefix: str) -> RawRequestMessage
     """Return a request's head with the prefix removed from its path.
 
     A path without the prefix is unchanged: a reverse proxy may have removed it already. As in
-    vLLM's server (starlette's `root_path`), both forms are answered.
-
-    Args:
-        message: head of the request.
-        prefix: prefix with a leading slash and no trailing one, such as `/vllm`.
+    vLLM's server (starlette's `root_path`), both forms are answered. The prefix has a leading slash
+    and no trailing one, such as `/vllm`.
     """
     path = message.url.raw_path
     if path != prefix and not path.startswith(f"{prefix}/"):

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Generic, Literal, NotRequired, TypedDict, TypeVar
 
 from aiohttp import web
 
 from epd.aio import Flights
+from epd.api.body import Pieces
 from epd.config.proxy_config import LiveConfig
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.json_or_none import json_or_none
@@ -29,7 +31,6 @@ CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
 """Stages, under the names that vLLM's `disagg_epd_proxy.py` gives them in `/health`."""
 
 STAGE: Mapping[Role, Stage] = {role: stage for stage, roles in CLUSTERS.values() for role in roles}
-
 
 MAX_VERSION = 64
 """Upper bound of the characters of an instance's version in `/version`."""
@@ -116,19 +117,17 @@ class CachedResult(Generic[T]):
 
 
 class Admin:
-    """Client that sends a request to every instance of a table."""
+    """Client that sends a request to every instance of a table.
+
+    Attributes:
+        health: returns the status and the body of `GET /health`.
+        versions: returns the vLLM version that each instance reports, by URL; None if it reports
+            none.
+    """
 
     def __init__(
         self, table: InstanceTable, upstream: Upstream, live: LiveConfig, metrics: MetricsObserver
     ) -> None:
-        """Send requests to the instances of a table.
-
-        Args:
-            table: instances that get the requests.
-            upstream: HTTP client for the requests.
-            live: configuration with the timeouts.
-            metrics: metrics of all workers.
-        """
         self._table = table
         self._metrics = metrics
         self._upstream = upstream
@@ -136,29 +135,16 @@ class Admin:
         # A separate choice: these requests must not advance the round robin of the decode stage.
         self._models = Choice(table, *ANSWERING)
         self._retries = Retries()
-        self._health = CachedResult(self._ask_health)
-        self._versions = CachedResult(self._ask_versions)
-
-    async def health(self) -> Health:
-        """Return the status and the body of `GET /health`.
-
-        A stage is `healthy`, `degraded` (some of its instances are not healthy), `unhealthy` (no
-        instance answers) or `empty`. The status is 503 if a stage is `unhealthy`. `routing` is an
-        instance's `Condition` by role; `state` is the worst of these conditions.
-        """
-        return await self._health.get()
-
-    async def versions(self) -> dict[str, str | None]:
-        """Return the vLLM version that each instance reports, by URL; None if it reports none."""
-        return await self._versions.get()
+        self.health = CachedResult(self._ask_health).get
+        self.versions = CachedResult(self._ask_versions).get
 
     async def _ask_versions(self) -> dict[str, str | None]:
-        results = await self._ask_all(
-            "/version", headers={}, body=None, timeout_s=self._live.current.health_timeout_s
-        )
+        timeout_s = self._live.current.health_timeout_s
+        results = await self._ask_all("/version", timeout_s)
         return {instance.url: _version(result) for instance, result in results.items()}
 
     async def _ask_health(self) -> Health:
+        """Return the answer to `GET /health`. Its status is 503 if a stage is `unhealthy`."""
         groups = {name: self._table.of_roles(*roles) for name, (_, roles) in CLUSTERS.items()}
         states = {instance: self._table.state(instance) for instance in self._table.of_roles(*Role)}
         routed = {
@@ -166,9 +152,7 @@ class Admin:
             for _, roles in CLUSTERS.values()
             for candidate in self._table.usable_candidates(*roles)
         }
-        results = await self._ask_all(
-            "/health", headers={}, body=None, timeout_s=self._live.current.health_timeout_s
-        )
+        results = await self._ask_all("/health", self._live.current.health_timeout_s)
         conditions = {
             instance: condition(
                 states[instance],
@@ -218,12 +202,8 @@ class Admin:
         Raises:
             RequestRefused: no instance has a profiler (503).
         """
-        results = await self._ask_all(
-            f"/{command}_profile",
-            headers=headers,
-            body=body,
-            timeout_s=self._live.current.profile_timeout_s,
-        )
+        timeout_s = self._live.current.profile_timeout_s
+        results = await self._ask_all(f"/{command}_profile", timeout_s, headers, (body,))
         missing = HTTPStatus.NOT_FOUND
         if all(
             isinstance(result, Answer) and result.status == missing for result in results.values()
@@ -241,14 +221,6 @@ class Admin:
             )
         }
 
-    async def models(self, headers: Mapping[str, str]) -> Answer:
-        """Return the answer of one decode instance to `/v1/models`.
-
-        Raises:
-            ProxyError: as `of_decode` does.
-        """
-        return await self.of_decode("/v1/models", headers)
-
     async def of_decode(self, path: str, headers: Mapping[str, str]) -> Answer:
         """Return the answer of one decode instance to `GET` of this path.
 
@@ -256,7 +228,6 @@ class Admin:
             ProxyError: the instance failed, or its status was not 2xx.
         """
         tried: list[Instance] = []
-
         with self._retries.tries(MODELS_TRIES) as tries:
             while True:
                 try:
@@ -280,7 +251,11 @@ class Admin:
         return answer
 
     async def _ask_all(
-        self, path: str, *, headers: Mapping[str, str], body: bytes | None, timeout_s: float
+        self,
+        path: str,
+        timeout_s: float,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        body: Pieces | None = None,
     ) -> dict[Instance, Answer | ProxyError]:
         instances = self._table.of_roles(*Role)
 
@@ -290,7 +265,7 @@ class Admin:
                     instance.url + path,
                     stage=STAGE[instance.role],
                     headers=headers,
-                    body=None if body is None else (body,),
+                    body=body,
                     timeout_s=timeout_s,
                 )
             except ProxyError as error:

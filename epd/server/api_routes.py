@@ -3,7 +3,6 @@
 The docstrings of the handlers are published: `scripts/openapi.py` writes them to `openapi.json`.
 """
 
-import asyncio
 from http import HTTPStatus
 from typing import Literal, TypedDict
 
@@ -69,7 +68,6 @@ async def answer_request(request: web.Request) -> web.StreamResponse:
 async def _streamed(
     request: web.Request, visit: Visit, reply: Reply, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Relay the stream of the decode instance to the client, up to its end."""
     app, context = visit.app, visit.context
     stream = visit.stream = web.StreamResponse(
         status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
@@ -78,7 +76,9 @@ async def _streamed(
     if app[DRAIN].began:
         stream.force_close()
     await stream.prepare(request)
-    relay = StreamRelay(reply, stream, _transport(request), context)
+    if request.transport is None:
+        raise ConnectionResetError("the client has disconnected")
+    relay = StreamRelay(reply, stream, request.transport, context)
     await relay.run(context.config.idle_timeout_s)
     if context.turn is not None:
         await app[CONVERSATIONS].store_turn(context.turn)
@@ -86,17 +86,6 @@ async def _streamed(
     visit.answered = stream.status
     await relay.drain_reply()
     return stream
-
-
-def _transport(request: web.Request) -> asyncio.WriteTransport:
-    """Return the transport of the client's connection.
-
-    Raises:
-        ConnectionResetError: the client has disconnected.
-    """
-    if request.transport is None:
-        raise ConnectionResetError("the client has disconnected")
-    return request.transport
 
 
 def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:
@@ -172,21 +161,17 @@ async def get_response(_: web.Request) -> web.StreamResponse:
     Raises:
         RequestRefused: 404, always.
     """
-    raise _not_kept()
+    raise RequestRefused(
+        404,
+        "responses are not kept: send the whole conversation as input",
+        slug="unsupported_route",
+    )
 
 
-async def cancel_response(_: web.Request) -> web.StreamResponse:
+async def cancel_response(request: web.Request) -> web.StreamResponse:
     """Answer 404: responses are not stored. To cancel one, close its connection.
 
     Raises:
         RequestRefused: 404, always.
     """
-    raise _not_kept()
-
-
-def _not_kept() -> RequestRefused:
-    return RequestRefused(
-        404,
-        "responses are not kept: send the whole conversation as input",
-        slug="unsupported_route",
-    )
+    return await get_response(request)

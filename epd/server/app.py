@@ -119,8 +119,7 @@ def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -
     app, config = web.Application(middlewares=(observe,)), live.current
     app[CONFIG] = live
     app[ADMISSION] = Admission(config, time.monotonic)
-    keys = read_keys(config)
-    if keys is not None:
+    if (keys := read_keys(config)) is not None:
         app[KEYS] = keys
     routes = (*ROUTES, *allow_origins(app, config, ROUTES, _options))
     app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in routes)
@@ -188,7 +187,7 @@ async def connections(app: web.Application) -> AsyncIterator[None]:
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
         app[ADMIN] = Admin(table, upstream, live, app[METRICS])
-        app[JUDGE] = KeyJudge(app[ADMIN].models)
+        app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
         app[CONVERSATIONS] = conversations
         app[TABLE] = table
         app[ROSTER] = Roster(registry, table, registrations, transfer, config)
@@ -236,7 +235,6 @@ def _apply_config(  # noqa: PLR0913, PLR0917 - every component with derived stat
     config: ProxyConfig,
     before: ProxyConfig,
 ) -> None:
-    """Update all state that is derived from the configuration."""
     set_level(config.log_level)
     app[LOG].renew_logger()
     app[ADMISSION].apply_config(config)
@@ -283,7 +281,7 @@ def _kv_events(
 
 
 async def _no_continue(_: web.Request) -> None:
-    """Send no `100 Continue` before the checks of the request: `read_body` sends it later."""
+    """Send no `100 Continue` before the checks of the request: `read` sends it later."""
 
 
 async def answer_unknown(request: web.Request) -> web.StreamResponse:

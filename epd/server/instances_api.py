@@ -1,6 +1,7 @@
 """Instances of the proxy, and their registration at `/instances`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, NotRequired, TypedDict
 
@@ -91,32 +92,18 @@ class Unregistered(TypedDict):
     """Other sources that name the instance, so that it stays."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Roster:
     """Content of `/instances`: that of vLLM's `disagg_epd_proxy.py`, and details for operators."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        table: InstanceTable,
-        registrations: Registrations,
-        transfer: KVTransfer,
-        config: ProxyConfig,
-    ) -> None:
-        self._registry = registry
-        self._table = table
-        self._registrations = registrations
-        self._transfer = transfer
-        self._open = config.dynamic_registration
-        self._hosts = config.registration_hosts
-        self._ec_transfer = config.ec_transfer
+    _registry: Registry
+    _table: InstanceTable
+    _registrations: Registrations
+    _transfer: KVTransfer
+    _config: ProxyConfig
 
     def instances_page(self, *, detailed: bool) -> InstancesPage:
-        """Return the URLs of the live and of the ejected instances (`evicted`), by role.
-
-        Args:
-            detailed: whether the page describes each instance. It then includes removed instances
-                that still have running requests (`draining`).
-        """
+        """Return the URLs of the instances by role, and if `detailed` a description of each."""
         page = InstancesPage(
             encode=self._urls(Role.ENCODE),
             prefill=self._urls(Role.PREFILL),
@@ -128,108 +115,85 @@ class Roster:
         return page
 
     async def register(self, body: bytes) -> Registered:
-        """Register the instance that a body describes.
-
-        Raises:
-            RequestRefused: 404 without `--dynamic-registration`; 422 if the body does not describe
-                an instance, or the KV transfer does not support it; 403 if its host, or the host
-                of one of its addresses, may not be registered; 409 if it conflicts with a
-                registered instance.
-            BadRequest: the instance uses another encoder-cache transfer than the proxy.
-            Overloaded: the store of registrations cannot be used.
-        """
+        """Register the instance that a body describes; errors as in `register_instance`."""
         self._check_open()
+        transfer = self._config.ec_transfer
         try:
             wanted = registration(body)
-            wanted.check_transfer(self._ec_transfer, pushed=EC_TRANSFERS[self._ec_transfer].pushed)
+            wanted.check_transfer(transfer, pushed=EC_TRANSFERS[transfer].pushed)
         except EntriesInvalid as error:
-            raise RequestRefused(422, str(error), slug="invalid_instance") from None
+            raise _invalid(error) from None
         except TransferMismatch as error:
             raise BadRequest(str(error), slug="unsupported_ec_transfer") from None
-        self._check_fits(wanted.instance)
-        if not all(is_allowed(url, self._hosts) for url in _addresses_of(wanted.instance)):
+        instance, hosts = wanted.instance, self._config.registration_hosts
+        try:
+            self._transfer.check(instance)
+        except ValueError as error:
+            raise _invalid(error) from None
+        if not all(is_allowed(url, hosts) for url in _addresses_of(instance)):
             raise RequestRefused(
                 403, "--registration-hosts does not name this host", slug="host_not_allowed"
             )
         try:
-            return {"registered": await self._registrations.add(wanted.instance)}
+            return {"registered": await self._registrations.add(instance)}
         except Clash as clash:
             raise RequestRefused(409, str(clash), slug="instance_conflict") from None
         except StoreFailed as error:
             raise _unwritten() from error
 
     async def unregister(self, url: str | None) -> Unregistered:
-        """Remove the registration of a URL.
-
-        Raises:
-            RequestRefused: 404 without `--dynamic-registration`; 422 if the URL is invalid.
-            Overloaded: the store of registrations cannot be used.
-        """
+        """Remove the registration of a URL; errors as in `unregister_instance`."""
         self._check_open()
         try:
             known = base_url(url or "")
         except ValueError as error:
-            raise RequestRefused(422, f"url: {error}", slug="invalid_instance") from None
+            raise _invalid(f"url: {error}") from None
         try:
             answer = Unregistered(removed=await self._registrations.remove(known))
         except StoreFailed as error:
             raise _unwritten() from error
-        others = [
-            source for source in self._registry.sources(known) if source is not InstanceSource.API
-        ]
-        if others:
+        sources = self._registry.sources(known)
+        if others := [source for source in sources if source is not InstanceSource.API]:
             answer["still_named_by"] = others
         return answer
 
     def _check_open(self) -> None:
-        if not self._open:
+        if not self._config.dynamic_registration:
             raise RequestRefused(
                 404, "the proxy runs without --dynamic-registration", slug="unknown_route"
             )
 
-    def _check_fits(self, instance: Instance) -> None:
-        try:
-            self._transfer.check(instance)
-        except ValueError as error:
-            raise RequestRefused(422, str(error), slug="invalid_instance") from None
-
     def _urls(self, role: Role) -> RoleUrls:
-        instances = self._table.of_roles(role)
-        return RoleUrls(
-            live=[instance.url for instance in instances if self._live(instance)],
-            evicted=[instance.url for instance in instances if not self._live(instance)],
-        )
-
-    def _live(self, instance: Instance) -> bool:
-        return self._table.state(instance) in LIVE
+        urls = RoleUrls(live=[], evicted=[])
+        for instance in self._table.of_roles(role):
+            is_live = self._table.state(instance) in LIVE
+            urls["live" if is_live else "evicted"].append(instance.url)
+        return urls
 
     def _rows(self) -> list[InstanceRow]:
         members = self._registry.members
         present = {instance for instance, *_ in members}
-        rows = [
-            self._row(instance, self._table.state(instance), sources, since_s)
-            for instance, sources, since_s in members
-        ]
         leaving = [instance for instance in self._table.under_way if instance not in present]
-        return rows + [self._row(instance, "draining", (), None) for instance in leaving]
+        return [self._row(*member) for member in members] + [self._row(gone) for gone in leaving]
 
     def _row(
         self,
         instance: Instance,
-        state: HealthState | Literal["draining"],
-        sources: Sequence[InstanceSource],
-        since_s: float | None,
+        sources: Sequence[InstanceSource] = (),
+        since_s: float | None = None,
     ) -> InstanceRow:
+        """Return the details of an instance; without the time of its addition, of a removed one."""
         since = None if since_s is None else datetime.fromtimestamp(since_s, UTC)
-        report = None if since_s is None else self._table.load(instance).report
+        load = None if since_s is None else self._table.load(instance)
+        report = None if load is None else load.report
         reported = report and ReportedLoad(waiting=report.waiting, running=report.running)
-        precise = since_s is not None and self._table.load(instance).precise
+        precise = load is not None and load.precise
         return {
             "url": instance.url,
             "role": instance.role,
             "dp_size": instance.dp_size,
             "kv_addr": instance.kv_addr,
-            "state": state,
+            "state": "draining" if since_s is None else self._table.state(instance),
             "load": self._table.under_way.get(instance, 0),
             "weight": instance.weight,
             "reported": reported,
@@ -244,6 +208,10 @@ def _addresses_of(instance: Instance) -> list[str]:
     kv_addr = instance.kv_addr if "://" in instance.kv_addr else f"//{instance.kv_addr}"
     events = [instance.kv_events] if instance.kv_events and "*" not in instance.kv_events else []
     return [instance.url, *([kv_addr] if instance.kv_addr else ()), *instance.ec_zmq_addrs, *events]
+
+
+def _invalid(reason: object) -> RequestRefused:
+    return RequestRefused(422, str(reason), slug="invalid_instance")
 
 
 def _unwritten() -> Overloaded:

@@ -1,15 +1,11 @@
-"""Intake of a request: the check of its key, its wait for a place, and the reading of its body.
-
-The body is read within the limits of size, rate and time.
-"""
+"""Intake of a request: the check of its key, its wait for a place, and the reading of its body."""
 
 import asyncio
 import math
 import re
 import secrets
 import select
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 
 from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.typedefs import Handler
@@ -21,7 +17,7 @@ from epd.config.sections import ConfigFields
 from epd.conversations.turn import Turn
 from epd.edge import engine_headers
 from epd.edge.access import Access, Headers, check_admin, check_registrar, client_key
-from epd.edge.admission import Admission, Slot
+from epd.edge.admission import Admission, AdmittedRequest, Slot
 from epd.edge.drain import DRAIN
 from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
@@ -31,9 +27,7 @@ from epd.server.app_keys import ADMISSION, KEYS, VISIT, Visit
 from epd.tenants import ANONYMOUS
 
 GRACE_S = 5.0
-"""Seconds before the minimum rate of a body applies: clients may create the body while they send.
-"""
-
+"""Seconds before the minimum rate of a body applies: clients may create it while they send it."""
 
 SEED = secrets.randbits(64)
 """Seed of this process for the fingerprints of bodies."""
@@ -49,9 +43,6 @@ OTHER_HEADER = "X-API-Key"
 
 TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 """Form of a client's `x-request-timeout`, in seconds."""
-
-Grown = Callable[[int], None]
-"""Function called with the number of bytes received so far. An exception of it ends the reading."""
 
 
 async def serve_request(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
@@ -72,7 +63,7 @@ async def serve_request(request: web.Request, handler: Handler, visit: Visit) ->
             if costly:
                 size, limit = request.content_length or 0, config.worker_max_body_bytes
                 if size > limit:
-                    raise too_large(limit)
+                    raise _too_large(limit)
                 ticket = admitted.enter_queue()
                 if ticket.where == "queue":
                     await _queued(request, admission, ticket, context)
@@ -105,12 +96,7 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
 
 
 def _key_error(header: str, headers: Mapping[str, str]) -> str:
-    """Return the error message for a client with an invalid or missing key.
-
-    Args:
-        header: header of this route that carries the key.
-        headers: headers of the request.
-    """
+    """Return the error message for an invalid or missing key, which this header must carry."""
     form = "Bearer <key>" if header == "Authorization" else "<key>"
     wanted = f"a valid API key is required: {header}: {form}"
     if header == "Authorization" and OTHER_HEADER in headers:
@@ -136,27 +122,21 @@ def may_administer(request: web.Request) -> bool:
 async def _queued(
     request: web.Request, admission: Admission, ticket: Slot, context: RequestContext
 ) -> None:
-    with context.time_stage("queue", "proxy"):
-        async with _watched(request):
+    watcher = asyncio.create_task(_watch(request))
+    try:
+        with context.time_stage("queue", "proxy"):
             await admission.wait_place(ticket)
+    finally:
+        watcher.cancel()
     context.record.at = "proxy"
 
 
-@asynccontextmanager
-async def _watched(request: web.Request) -> AsyncIterator[None]:
-    """Detect that the client disconnects while the proxy does not read its body.
+async def _watch(request: web.Request) -> None:
+    """Abort the request if its client disconnects.
 
     aiohttp stops reading from the socket while a body is not consumed, and then does not see that
     the connection is closed.
     """
-    watcher = asyncio.create_task(_watch(request))
-    try:
-        yield
-    finally:
-        watcher.cancel()
-
-
-async def _watch(request: web.Request) -> None:
     if (transport := request.transport) is None:  # the client has disconnected
         return
     peer = select.poll()
@@ -197,10 +177,28 @@ async def read(request: web.Request) -> bytes | bytearray:
     """Return the body of an admitted request. Its bytes are counted as they arrive.
 
     Raises:
-        ProxyError: see `epd.server.intake.read_body`.
+        RequestRefused: the body is encoded (415), too large (413) or too slow (408).
+        TryLater: there is no room for the body (`AdmittedRequest.grow`).
     """
+    # A few compressed bytes may unpack into any number, and images are compressed already.
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING)
+    if encoding is not None and encoding.lower() != "identity":
+        raise RequestRefused(
+            415, "the body must have no Content-Encoding", slug="unsupported_encoding"
+        )
     visit = request[VISIT]
-    return await read_body(request, visit.context.config, visit.admitted.grow)
+    limit = visit.context.config.worker_max_body_bytes
+    if request.content.is_eof():  # the body arrived with the head
+        body = request.content.read_nowait()
+        _count(len(body), limit, visit.admitted)
+        return body
+    if (request.content_length or 0) > limit:
+        raise _too_large(limit)
+    await _ask_for(request)
+    try:
+        return await _collect(request, visit.context.config, visit.admitted)
+    except TimeoutError:
+        raise RequestRefused(408, "the body did not arrive in time", slug="body_timeout") from None
 
 
 async def read_json(request: web.Request) -> bytes | bytearray:
@@ -214,33 +212,9 @@ async def read_json(request: web.Request) -> bytes | bytearray:
     return await read(request)
 
 
-async def read_body(request: web.Request, config: ConfigFields, grown: Grown) -> bytes | bytearray:
-    """Return the whole body of a request.
-
-    Raises:
-        RequestRefused: the body is encoded (415), too large (413) or too slow (408).
-    """
-    # A few compressed bytes may unpack into any number, and images are compressed already.
-    encoding = request.headers.get(hdrs.CONTENT_ENCODING)
-    if encoding is not None and encoding.lower() != "identity":
-        raise RequestRefused(
-            415, "the body must have no Content-Encoding", slug="unsupported_encoding"
-        )
-    limit = config.worker_max_body_bytes
-    if request.content.is_eof():  # the body arrived with the head
-        body = request.content.read_nowait()
-        _count(len(body), limit, grown)
-        return body
-    if (request.content_length or 0) > limit:
-        raise too_large(limit)
-    await _ask_for(request)
-    try:
-        return await _collect(request, config, grown)
-    except TimeoutError:
-        raise RequestRefused(408, "the body did not arrive in time", slug="body_timeout") from None
-
-
-async def _collect(request: web.Request, config: ConfigFields, grown: Grown) -> bytes | bytearray:
+async def _collect(
+    request: web.Request, config: ConfigFields, admitted: AdmittedRequest
+) -> bytearray:
     started, limit = asyncio.get_running_loop().time(), config.worker_max_body_bytes
     latest = started + config.body_timeout_s
     content = request.content
@@ -250,20 +224,19 @@ async def _collect(request: web.Request, config: ConfigFields, grown: Grown) -> 
     async with asyncio.timeout_at(min(latest, started + GRACE_S)) as deadline:
         while chunk := (await content.readchunk())[0] if sized else await content.readany():
             parts += chunk
-            _count(len(parts), limit, grown)
+            _count(len(parts), limit, admitted)
             rate_s = len(parts) / config.body_min_rate_bytes
             deadline.reschedule(min(latest, started + GRACE_S + rate_s))
     return parts
 
 
-def _count(size: int, limit: int, grown: Grown) -> None:
+def _count(size: int, limit: int, admitted: AdmittedRequest) -> None:
     if size > limit:
-        raise too_large(limit)
-    grown(size)
+        raise _too_large(limit)
+    admitted.grow(size)
 
 
-def too_large(limit: int) -> RequestRefused:
-    """Return the error for a body of more than `limit` bytes."""
+def _too_large(limit: int) -> RequestRefused:
     return RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")
 
 

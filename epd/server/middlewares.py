@@ -1,7 +1,4 @@
-"""Middleware of every request: its id, its record for the observers, errors, and CORS.
-
-Errors become responses. CORS headers go to web pages of the origins that the configuration allows.
-"""
+"""Middleware of every request: its id, its record for the observers, errors, and CORS."""
 
 import re
 import time
@@ -16,7 +13,7 @@ from epd.api.chat import CHAT
 from epd.api.endpoint import Endpoint
 from epd.api.endpoints import ENDPOINTS, is_api
 from epd.config import ProxyConfig
-from epd.edge.access import Access, CrossOrigin, Headers, Preflight, client_key
+from epd.edge.access import Access, CrossOrigin, Headers, Preflight, client_key, single_value
 from epd.edge.drain import DRAIN
 from epd.edge.protocol import ServerConnection
 from epd.errors import (
@@ -49,7 +46,7 @@ from epd.server.responses import (
     own_headers,
     reason_of,
 )
-from epd.spans import RequestSpan, Tracer
+from epd.spans import RequestSpan
 
 ADMINISTRATIVE = frozenset({Access.ADMIN, Access.REGISTRAR})
 """Classes of access of the routes that the admin key opens."""
@@ -78,12 +75,7 @@ async def respond(
 ) -> web.StreamResponse:
     """Set a request's id, answer the request, and report its end to the observers.
 
-    Args:
-        request: request to answer.
-        handler: function that answers the request once it is admitted.
-        app: application.
-        access: class of access of the route.
-        route: path of the route, or `UNKNOWN`.
+    The handler is called once the request is admitted. `route` is the route's path, or `UNKNOWN`.
     """
     visit = request[VISIT] = _new_visit(request, app, access, route)
     logged = LOGGED.set(visit.context.record.request_id)
@@ -115,14 +107,15 @@ def _emit_record(
 ) -> None:
     context, record = visit.context, visit.context.record
     record.seconds = time.monotonic() - record.started_s
-    if response is not None:
-        record.status = response.status
-    elif visit.answered is not None:
-        record.status = visit.answered
-    if response is None and visit.answered is None:
-        record.error = _has_disconnected(request)
-    elif error is not None:
-        record.error, record.reason = error.slug, reason_of(error)
+    status = visit.answered if response is None else response.status
+    if status is None:
+        connection = request.protocol
+        stalled = isinstance(connection, ServerConnection) and connection.stalled
+        record.error = "client_stalled" if stalled else "client_closed"
+    else:
+        record.status = status
+        if error is not None:
+            record.error, record.reason = error.slug, reason_of(error)
     if isinstance(response, web.Response) and isinstance(response.body, bytes | bytearray):
         record.answer_bytes = len(response.body)
     record.model_name = context.model_name
@@ -134,10 +127,12 @@ def _emit_record(
 
 
 async def _error_of(failure: Exception, request: web.Request) -> ProxyError:
-    """Return the error to answer a request with, for any exception."""
+    if isinstance(failure, UnknownMedia):
+        try:  # a client with an invalid key must not find out which names of media exist
+            await check_key(request)
+        except ProxyError as refusal:
+            return refusal
     match failure:
-        case UnknownMedia():
-            return await _check_forwarded_key(request, failure)
         case ProxyError():
             return failure
         case web.RequestPayloadError():
@@ -151,25 +146,16 @@ async def _error_of(failure: Exception, request: web.Request) -> ProxyError:
             return ProxyError("the proxy failed: see the error in its log")
 
 
-async def _check_forwarded_key(request: web.Request, error: ProxyError) -> ProxyError:
-    """Return the error, or the rejection of a client's key that no instance has checked yet.
-
-    Without this check, a client without a valid key could find out which names of media exist.
-    """
-    try:
-        await check_key(request)
-    except ProxyError as refusal:
-        return refusal
-    return error
-
-
 def _new_visit(request: web.Request, app: web.Application, access: Access, route: str) -> Visit:
     started_s = time.monotonic()
     config, headers, keyed = app[CONFIG].current, request.headers, app.get(KEYS) is not None
     endpoint = ENDPOINTS.get(route) or _endpoint_above(request.path)
     tracer = app.get(TRACER)
-    span = None if tracer is None else _span(tracer, request, route)
-    client_id = _client_id(headers)
+    span = None
+    if tracer is not None and is_api(route):
+        span = tracer.request(request.method, route, _kept(headers, TRACE_HEADERS))
+    given = single_value(headers, "x-request-id")
+    client_id = given if given and REQUEST_ID.fullmatch(given) else None
     engine_id = request_id(client_id)
     own_keys = keyed or (config.admin_api_key is not None and access in ADMINISTRATIVE)
     presented = "Authorization" in headers or endpoint.key_header in headers
@@ -199,26 +185,8 @@ def _new_visit(request: web.Request, app: web.Application, access: Access, route
 
 def _endpoint_above(path: str) -> Endpoint:
     """Return the endpoint above a path, which determines the shape of an error."""
-    under = (
-        endpoint for endpoint in ENDPOINTS.values() if f"{path}/".startswith(f"{endpoint.path}/")
-    )
-    return next(under, CHAT)
-
-
-def _client_id(headers: Headers) -> str | None:
-    if "x-request-id" not in headers:
-        return None
-    match headers.getall("x-request-id", ()):
-        case [given] if REQUEST_ID.fullmatch(given):
-            return given
-        case _:
-            return None
-
-
-def _span(tracer: Tracer, request: web.Request, route: str) -> RequestSpan | None:
-    if not is_api(route):
-        return None
-    return tracer.request(request.method, route, _kept(request.headers, TRACE_HEADERS))
+    above = (other for other in ENDPOINTS.values() if f"{path}/".startswith(f"{other.path}/"))
+    return next(above, CHAT)
 
 
 def _forwarded(
@@ -253,12 +221,6 @@ def _route(request: web.Request) -> str:
     return UNKNOWN if resource is None or resource.name == UNKNOWN else resource.canonical
 
 
-def _has_disconnected(request: web.Request) -> str:
-    connection = request.protocol
-    stalled = isinstance(connection, ServerConnection) and connection.stalled
-    return "client_stalled" if stalled else "client_closed"
-
-
 CLIENTS = frozenset({Access.OPEN, Access.TENANT})
 """Classes of access of the routes that web pages of other origins may use."""
 
@@ -275,18 +237,10 @@ def allow_origins(
     routes: Collection[Route],
     options: Callable[[str, Handler], web.RouteDef],
 ) -> list[Route]:
-    """Allow web pages of the configured origins to use the clients' routes.
+    """Let web pages of the configured origins use the clients' routes; return preflight routes.
 
-    A path with at least one route for operators is excluded with all its routes.
-
-    Args:
-        app: application that gets the CORS headers in its responses.
-        config: allowed origins, methods and headers.
-        routes: all routes.
-        options: function that declares a route for the method OPTIONS.
-
-    Returns:
-        Routes that answer preflights.
+    A path with at least one route for operators is excluded with all its routes. `options` declares
+    a route for the method OPTIONS.
     """
     if not config.allowed_origins:
         return []

@@ -1,15 +1,13 @@
 """Operator routes: health, readiness, metrics, `/instances`, `/policies`, profiling and `/ui`.
 
-The page `/ui` consists of static files without data of the fleet, and of the state that they load.
 The docstrings of the handlers are published: `scripts/openapi.py` writes them to `openapi.json`.
 """
 
-from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, TypedDict
 from urllib.parse import urlsplit
 
 import orjson
@@ -51,23 +49,10 @@ HEADERS = {
 }
 
 
-class Asset(NamedTuple):
-    """Static file of the page, with its media type."""
-
-    body: bytes
-    content_type: str
-
-
-def _assets() -> Mapping[str, Asset]:
-    return MappingProxyType(
-        {
-            file.name: Asset(file.read_bytes(), TYPES[file.name.rpartition(".")[2]])
-            for file in files("epd.ui").joinpath("static").iterdir()
-        }
-    )
-
-
-ASSETS = _assets()
+ASSETS = MappingProxyType(
+    {file.name: file.read_bytes() for file in files("epd.ui").joinpath("static").iterdir()}
+)
+"""Static files of the page, by name."""
 
 
 def store_kind(config: ProxyConfig) -> str | None:
@@ -108,11 +93,11 @@ async def page_file(request: web.Request) -> web.Response:
 
 
 def _file(name: str, request: web.Request) -> web.Response:
-    if (found := ASSETS.get(name)) is None:
+    if name not in ASSETS:
         raise RequestRefused(404, "the page has no such file", slug="unknown_route")
     return web.Response(
-        body=found.body,
-        content_type=found.content_type,
+        body=ASSETS[name],
+        content_type=TYPES[name.rpartition(".")[2]],
         charset="utf-8",
         headers=HEADERS | own_headers(request[VISIT].context),
     )
@@ -186,7 +171,6 @@ async def openapi(request: web.Request) -> web.Response:
 
 @cache
 def _document_below(prefix: str) -> bytes:
-    """Return the OpenAPI document for routes below a prefix."""
     return orjson.dumps({**orjson.loads(OPENAPI), "servers": [{"url": prefix}]})
 
 
@@ -210,10 +194,8 @@ async def ready(request: web.Request) -> JsonResponse[Readiness]:
     """
     if request.app[DRAIN].began:
         raise Overloaded("the proxy is about to stop", slug="shutting_down")
-    decodes = (
-        request.app[TABLE].serves_answered(*ANSWERING) or request.app[POLICIES].decodes_elsewhere
-    )
-    if not decodes:
+    table, policies = request.app[TABLE], request.app[POLICIES]
+    if not (table.serves_answered(*ANSWERING) or policies.decodes_elsewhere):
         raise NoInstance("no decode instance can be reached", slug="no_decode")
     return as_json(Readiness(status="ready"), request[VISIT].context)
 

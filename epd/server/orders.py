@@ -40,11 +40,14 @@ class Orders:
         self.drain.set()
         self.close.set()
 
+    def stop_now(self) -> None:
+        self.now.set()
+        self.stop()
+
     def drain_or_stop(self, delay_s: float = 0) -> None:
         """Drain, and close after a delay in seconds; at the second call, stop now."""
         if self.drain.is_set():
-            self.now.set()
-            self.stop()
+            self.stop_now()
         else:
             self.drain.set()
             asyncio.get_running_loop().call_later(delay_s, self.close.set)
@@ -76,7 +79,7 @@ class Pipe:
         self._rest = b""
         self._reloaded: dict[str, Any] = {}
         self._loop = asyncio.get_running_loop()
-        self._loop.add_signal_handler(signal.SIGUSR1, self._end)
+        self._loop.add_signal_handler(signal.SIGUSR1, self.orders.stop_now)
         self._loop.add_reader(descriptor, self._read)
 
     def configured(self) -> ProxyConfig:
@@ -101,10 +104,6 @@ class Pipe:
             elif line.startswith(RELOAD):
                 self._reloaded = orjson.loads(line.removeprefix(RELOAD))
                 self.orders.reload.set()
-
-    def _end(self) -> None:
-        self.orders.now.set()
-        self.orders.stop()
 
 
 async def first_of(*waits: Coroutine[Any, Any, object]) -> None:

@@ -85,8 +85,8 @@ class Policies:
     def __init__(self, live: LiveConfig) -> None:
         self._live = live
         self._page: OwnPage | SharedPage = OwnPage()
-        self._own = True
-        self._active_for: tuple[int, ConfigFields] = (UNREAD, live.current)
+        self._number = UNREAD
+        self._config: ConfigFields = live.current
         self._set: Written | None = None
         self._active: Sequence[Active] = ()
         # Courses by kind of request, which cannot differ until the policies change.
@@ -94,25 +94,21 @@ class Policies:
 
     def share_page(self, page: SharedPage) -> None:
         """Use the policies of this page from now on, which any process may write."""
-        self._page, self._own = page, False
-        self._active_for = (UNREAD, self._live.current)
+        self._page, self._number = page, UNREAD
 
     def apply_reload(self, config: ConfigFields, before: ProxyConfig) -> None:
         """Discard the policies that were set if a reload changed settings about policies.
 
         A shared page is discarded by the first process (`epd.server.workers`), not here.
         """
-        if self._own and policies_changed(before, config):
+        if isinstance(self._page, OwnPage) and policies_changed(before, config):
             self._page.write(b"")
 
     def choose_policy(self, config: ConfigFields, facts: Facts) -> tuple[str, Course] | None:
         """Return the deciding policy and the course of a request; None if no policy decides.
 
-        A request is decided once: policies that are set later do not change its course.
-
-        Args:
-            config: configuration of the request. Policies set through the API replace its own.
-            facts: facts about the request.
+        A request is decided once: policies that are set later do not change its course. Policies
+        set through the API replace those of the request's configuration.
         """
         active, courses = self._current(config), self._courses
         if courses is None:
@@ -124,19 +120,16 @@ class Policies:
     @property
     def decodes_elsewhere(self) -> bool:
         """Return whether a policy in force may name decode instances outside the table."""
-        return any(
-            policy.common.decode_from != "table" for policy in self._current(self._live.current)
-        )
+        policies = self._current(self._live.current)
+        return any(policy.common.decode_from != "table" for policy in policies)
 
     @property
     def compares_costs(self) -> bool:
         """Return whether a policy in force compares the load of instances of different roles."""
-        return any(
-            hasattr(policy.policy, "place_item") for policy in self._current(self._live.current)
-        )
+        policies = self._current(self._live.current)
+        return any(hasattr(policy.policy, "place_item") for policy in policies)
 
     def policies_page(self) -> PoliciesPage:
-        """Return the policies in force, in order of priority, and the known policies."""
         rows = [
             PolicyRow(policy=policy.written, name=policy.name, options=policy.options)
             for policy in self._current(self._live.current)
@@ -148,13 +141,7 @@ class Policies:
         }
 
     def replace(self, body: bytes) -> PoliciesPage:
-        """Replace all policies in force. The body is `{"policies": [...]}`.
-
-        Raises:
-            BadRequest: the body is not JSON.
-            RequestRefused: the policies are invalid (422). Nothing was changed.
-            Overloaded: another process is changing the policies.
-        """
+        """Replace all policies by `{"policies": [...]}`; errors as in `set_policies`."""
         match parse_object(body):
             case {"policies": [*written], **rest} if not rest and all(
                 isinstance(text, str) for text in written
@@ -163,15 +150,10 @@ class Policies:
         raise _invalid('the body must be {"policies": ["name?option=value", ...]}')
 
     def add(self, body: bytes) -> PoliciesPage:
-        """Add one policy, or change its options. The body is `{"policy": ..., "priority": 1}`.
+        """Add one policy, or change its options; errors as in `add_policy`.
 
-        Without a priority, a new policy becomes the first, and one with other options keeps its
-        place.
-
-        Raises:
-            BadRequest: the body is not JSON.
-            RequestRefused: the policy is invalid (422). Nothing was changed.
-            Overloaded: another process is changing the policies.
+        The body is `{"policy": ..., "priority": 1}`. Without a priority, a new policy becomes the
+        first, and one with other options keeps its place.
         """
         match parse_object(body):
             case {"policy": str() as written, **rest} if rest.keys() <= {"priority"}:
@@ -182,13 +164,7 @@ class Policies:
         raise _invalid('the body must be {"policy": "name?option=value", "priority": 1}')
 
     def remove(self, name: str | None) -> PoliciesPage:
-        """Remove one policy; without a name, return to the configured policies.
-
-        Raises:
-            RequestRefused: the policy is not in force (404), or is the only one (422). Nothing
-                was changed.
-            Overloaded: another process is changing the policies.
-        """
+        """Remove one policy, or without a name all that were set; errors as in `remove_policy`."""
         if name is None:
             return self._write(lambda _: None)
 
@@ -221,10 +197,9 @@ class Policies:
 
     def _current(self, config: ConfigFields) -> Sequence[Active]:
         number = self._page.write_count()
-        active_number, active_config = self._active_for
-        if active_number != number or active_config is not config:
+        if number != self._number or config is not self._config:
             self._activate(config)
-            self._active_for = number, config
+            self._number, self._config = number, config
         return self._active
 
     def _activate(self, config: ConfigFields) -> None:

@@ -1,7 +1,6 @@
 """Reload of the configuration and its files at SIGHUP, and checks of them at the start.
 
-If one is invalid, the error is logged and the previous content stays in force. The checks also
-cover the optional tracing library.
+If one is invalid, the error is logged and the previous content stays in force.
 
 The first of several processes keeps copies of the last valid configuration and files for the
 workers that it starts. A worker that replaces another gets the same configuration as the other
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 
 import orjson
 import structlog
@@ -39,8 +37,7 @@ def read_keys(config: ProxyConfig) -> ApiKeys | None:
     Raises:
         KeysInvalid: the keys file cannot be used.
     """
-    path = config.api_keys_file
-    if path is None:
+    if (path := config.api_keys_file) is None:
         return None
     keys, mode = _keys_in(path)
     if mode & (stat.S_IROTH | stat.S_IWOTH):
@@ -83,7 +80,6 @@ def _problems(check: Callable[[], object], prefix: str = "") -> Iterator[str]:
 
 
 def _keys_in(path: Path) -> tuple[ApiKeys, int]:
-    """Return the keys of a file, and the file's mode."""
     try:
         return parse_keys(path.read_bytes()), path.stat().st_mode
     except OSError as error:
@@ -95,9 +91,10 @@ def _keys_in(path: Path) -> tuple[ApiKeys, int]:
 FILES = ("api_keys_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "upstream_ca_file")
 """Fields of `ProxyConfig` that name a file that a process reads at its start."""
 
-CHECKS: Mapping[tuple[str, ...], Callable[[ProxyConfig], object]] = MappingProxyType(
-    {("api_keys_file",): read_keys, ("ssl_certfile", "ssl_keyfile"): server_context}
-)
+CHECKS: Mapping[tuple[str, ...], Callable[[ProxyConfig], object]] = {
+    ("api_keys_file",): read_keys,
+    ("ssl_certfile", "ssl_keyfile"): server_context,
+}
 """Fields with files that are reloaded together, and the function that raises if one is invalid."""
 
 
@@ -125,8 +122,8 @@ class LastGood:
 
     @property
     def descriptors(self) -> Mapping[str, int]:
-        """Return the descriptors of the current copies, by the fields that name the files."""
-        return dict(self._copies)
+        """The descriptors of the current copies, by the fields that name the files."""
+        return self._copies
 
     def reload_files(self) -> None:
         """Reload the configuration and the files; keep the old version of each that is invalid.
@@ -190,13 +187,10 @@ def _close(copies: Mapping[str, int]) -> None:
 
 
 class Reload:
-    """Steps of a reload: one for the configuration, and one per file.
-
-    Args:
-        succeeded: function called after each reload with whether all steps succeeded.
-    """
+    """Steps of a reload: one for the configuration, and one per file."""
 
     def __init__(self, succeeded: Callable[[bool], None]) -> None:
+        """Call `succeeded` after each reload with whether all steps succeeded."""
         self._succeeded = succeeded
         self._steps: dict[str, Callable[[], object]] = {}
 
@@ -205,8 +199,6 @@ class Reload:
         self._steps[what] = step
 
     def add_config(self, live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
-        """Add the step that reads the configuration and adopts its changes."""
-
         def step() -> list[str]:
             change = live.apply_config(read())
             if change.kept:
@@ -224,11 +216,11 @@ class Reload:
             except (ConfigInvalid, KeysInvalid, TlsInvalid) as error:
                 failed = True
                 log.error("not reloaded", what=what, reason=str(error))  # noqa: TRY400 - no bug
-            else:
-                if changed is None:
-                    log.info("reloaded", what=what)
-                elif changed:
-                    log.info("reloaded", what=what, changed=changed)
+                continue
+            if changed is None:
+                log.info("reloaded", what=what)
+            elif changed:
+                log.info("reloaded", what=what, changed=changed)
         self._succeeded(not failed)
 
 

@@ -1,7 +1,4 @@
-"""Responses: headers of all responses, error responses, and the check of keys by instances.
-
-Without a keys file, an instance accepts or rejects a client's key.
-"""
+"""Responses: headers of all responses, error responses, and the check of keys by instances."""
 
 import asyncio
 import hashlib
@@ -40,12 +37,7 @@ class KeyJudge:
     """
 
     def __init__(self, ask: Callable[[Mapping[str, str]], Awaitable[object]]) -> None:
-        """Check keys by the answers of an instance.
-
-        Args:
-            ask: function that sends an instance a request with these headers. It raises
-                `UpstreamRejected` if the answer is an error.
-        """
+        """Check keys by `ask`, which raises `UpstreamRejected` if an instance answers an error."""
         self._ask = ask
         self._until_s: BoundedDict[bytes, float] = BoundedDict(MAX_KEYS)
         self._asking: Flights[bytes, None] = Flights()
@@ -110,13 +102,10 @@ MAX_PATH = 200
 
 
 class UnknownRoute(RequestRefused):
-    """Error for a path without a route. The message quotes the path; a log must not quote it.
-
-    Attributes:
-        reason: text for the log, without the client's path.
-    """
+    """Error for a path without a route. The message quotes the path; a log must not quote it."""
 
     reason = "there is no such route"
+    """Text for the log."""
 
     def __init__(self, path: str) -> None:
         message = f"there is no {path[:MAX_PATH]}: GET /openapi.json describes all routes"
@@ -124,7 +113,6 @@ class UnknownRoute(RequestRefused):
 
 
 def _identity(context: RequestContext) -> dict[str, str]:
-    """Return the headers that identify a response."""
     own = {"X-Request-Id": context.record.request_id, "Server": SERVER}
     if context.record.trace_id is not None:
         own["X-Trace-Id"] = context.record.trace_id
@@ -179,12 +167,7 @@ class WholeResponse(web.StreamResponse):
     """
 
     def __init__(self, body: bytes, headers: Mapping[str, str]) -> None:
-        """Make a response.
-
-        Args:
-            body: body of the response.
-            headers: headers without line breaks, with the content type.
-        """
+        """Make a response. The headers include the content type, and no line breaks."""
         super().__init__(headers=headers)
         self._whole = body
         self._keeps: bool | None = None
@@ -192,7 +175,6 @@ class WholeResponse(web.StreamResponse):
 
     @property
     def prepared(self) -> bool:
-        """Whether the response has been sent."""
         return self._sent
 
     @property
@@ -201,7 +183,6 @@ class WholeResponse(web.StreamResponse):
         return self._keeps
 
     def force_close(self) -> None:
-        """Close the connection after the response."""
         self._keeps = False
 
     async def prepare(self, request: web.BaseRequest) -> None:

@@ -1,7 +1,4 @@
-"""Process that serves the application: alone, or as one of several workers.
-
-It sets glibc's allocator to keep freed memory for bodies of megabytes.
-"""
+"""Process that serves the application: alone, or as one of several workers."""
 
 import asyncio
 import ctypes
@@ -20,7 +17,6 @@ from epd.config import ProxyConfig
 from epd.config.proxy_config import LiveConfig
 from epd.edge.drain import DRAIN
 from epd.edge.listening import (
-    BACKLOG,
     Site,
     binding_errors,
     listening_at,
@@ -90,8 +86,7 @@ async def serve(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
         KeysInvalid: the keys file cannot be used.
         TlsInvalid: a certificate or a key cannot be used.
     """
-    log = structlog.get_logger("epd")
-    config = live.current
+    log, config = structlog.get_logger("epd"), live.current
     orders, tls = orders_by_signal(live), server_context(config)
     with ExitStack() as stack:
         with binding_errors(config):
@@ -115,13 +110,7 @@ async def serve_as_worker(
     """Serve on the sockets of a seat until the first process orders the end, or has ended.
 
     Files are read from their copies at the start, and from their paths at each reload. SIGUSR1
-    stops the worker at once.
-
-    Args:
-        seat: the worker's seat.
-        config: configuration at the start.
-        copies: descriptors of copies of files, by the fields of `ProxyConfig` that name the files.
-        orders: descriptor of the pipe from the first process.
+    stops the worker at once. The arguments are those of a `WorkerMain`.
     """
     store = {"registration_store": seat.shared.registrations}
     first = read_from(config, copies).model_copy(update=store)
@@ -150,7 +139,7 @@ def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:
     """Return the address to listen on, as arguments for `Site`; the stack closes a Unix socket."""
     if config.uds is None:
         return {"host": config.host, "port": config.port}
-    return {"sock": stack.enter_context(listening_at(config.uds, BACKLOG))}
+    return {"sock": stack.enter_context(listening_at(config.uds))}
 
 
 @asynccontextmanager
@@ -163,15 +152,9 @@ async def run_server(
 ) -> AsyncIterator[Runner]:
     """Run the application without a listening address, and obey orders to drain and to reload.
 
-    The end of the context waits for the running requests, up to `drain_timeout_s`.
-
-    Args:
-        live: configuration in force.
-        orders: orders to obey.
-        tls: TLS context for clients; None for plain HTTP.
-        read: function that reads the configuration for a reload.
-        named: configuration with the paths to reload files from, if they differ from those of
-            the start.
+    The end of the context waits for the running requests, up to `drain_timeout_s`. A reload reads
+    the configuration by `read`, and files from the paths in `named`, if they differ from those of
+    the start.
     """
     keep_freed_memory()
     app = application(live)

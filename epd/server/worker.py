@@ -45,7 +45,7 @@ Sockets = tuple[socket.socket, ...]
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """Memory and stores that all workers share.
+    """Memory and stores that all workers share. A worker writes its own pages and reads all.
 
     Attributes:
         pages: pages with the metrics of each worker, in the order of their numbers, from 1.
@@ -89,12 +89,10 @@ class Seat:
     shared: SharedState
 
     @property
-    def descriptors(self) -> Iterator[int]:
-        """Return the descriptors that the worker uses."""
-        for listener in self.sockets:
-            yield listener.fileno()
-        for page in (*self.shared.pages, *self.shared.recents, self.shared.policies):
-            yield page.descriptor
+    def descriptors(self) -> set[int]:
+        pages = (*self.shared.pages, *self.shared.recents, self.shared.policies)
+        listeners = (listener.fileno() for listener in self.sockets)
+        return {*listeners, *(page.descriptor for page in pages)}
 
     def bury_pages(self) -> None:
         """Mark the pages of the dead worker, so that the others do not read it as alive."""
@@ -112,12 +110,7 @@ class WorkerProcess:
     """Process of a worker, as the first process sees it."""
 
     def __init__(self, pid: int, orders: int) -> None:
-        """Represent a process that runs.
-
-        Args:
-            pid: its number.
-            orders: descriptor of the pipe for orders to it.
-        """
+        """Represent a process that runs. `orders` is the descriptor of the pipe to it."""
         self._pid = pid
         self._orders = os.fdopen(orders, "wb", buffering=0)
         self._ended = asyncio.Event()
@@ -139,7 +132,6 @@ class WorkerProcess:
         return os.waitstatus_to_exitcode(self._status)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
         if not self._ended.is_set():
             os.kill(self._pid, number)
 
@@ -152,11 +144,7 @@ class WorkerProcess:
 
 
 class WorkerProcesses:
-    """Workers that have not ended. All methods are called in the first process.
-
-    Args:
-        worker_main: coroutine that each worker runs.
-    """
+    """Workers that have not ended. All methods are called in the first process."""
 
     def __init__(self, worker_main: WorkerMain) -> None:
         self._worker_main = worker_main
@@ -209,17 +197,13 @@ def _run_worker(
     main: Callable[[], Coroutine[Any, Any, None]],
     config: ProxyConfig,
     number: int,
-    descriptors: Iterable[int],
+    kept: set[int],
     mask: Iterable[int],
 ) -> None:
     """Run a worker in a new fork, until its coroutine has ended.
 
-    Args:
-        main: function that returns the coroutine.
-        config: configuration at the start.
-        number: number of the worker.
-        descriptors: descriptors that stay open beside the standard ones.
-        mask: signals that are blocked once the worker has its own handlers.
+    Of the open descriptors, those in `kept` and the standard ones stay open. The signals in `mask`
+    are blocked once the worker has its own handlers.
     """
     # A terminal sends SIGINT to a whole group; only the first process acts on it.
     os.setpgid(0, 0)
@@ -229,7 +213,11 @@ def _run_worker(
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     gc.freeze()  # inherited objects stay: their end would close descriptors that the worker reuses
-    _close_others({*descriptors, *range(MAX_STANDARD + 1)})
+    # Close all others: a worker must not keep open what belongs to another one.
+    for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - names, not paths
+        if descriptor > MAX_STANDARD and descriptor not in kept:
+            with suppress(OSError):  # `listdir` has closed its own descriptor
+                os.close(descriptor)
     with suppress(OSError):  # for `top` and `ps`; some sandboxes have no such file
         Path("/proc/self/comm").write_text(f"epd worker {number}")
     lines = logs.configure(config.log_format, config.log_level, worker=number)
@@ -237,11 +225,3 @@ def _run_worker(
         uvloop.run(main())
     finally:
         lines.flush()
-
-
-def _close_others(kept: set[int]) -> None:
-    """Close all other descriptors: a worker must not keep open what belongs to another one."""
-    for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - names, not paths
-        if descriptor not in kept:
-            with suppress(OSError):  # `listdir` has closed its own descriptor
-                os.close(descriptor)

@@ -4,9 +4,6 @@ The first process opens the listening sockets and serves no requests. Each worke
 listening socket on the same port (`SO_REUSEPORT`): with one shared socket, the first worker to wake
 would accept all waiting connections. The first process keeps all sockets open, so that the
 connections that wait at a worker that dies are served by its replacement.
-
-Each worker writes its metrics to one shared page and its recent events to another. All workers
-read all pages.
 """
 
 import asyncio
@@ -41,8 +38,7 @@ from epd.server.reload import LastGood
 from epd.server.worker import Seat, Sockets, WorkerMain, WorkerProcesses, shared_state
 
 STEADY_S = 30.0
-"""Lifetime of a worker, in seconds and from its start, after which its death is not an early one.
-"""
+"""Lifetime of a worker, in seconds from its start, after which its death is not an early one."""
 MAX_DEATHS = 5
 """Number of early deaths in a row after which the proxy stops."""
 RESTART_S = 0.25
@@ -138,14 +134,11 @@ async def _keep(seat: Seat, good: LastGood, orders: Orders, workers: WorkerProce
             if orders.close.is_set():
                 return
             deaths = deaths + 1 if clock() - started < STEADY_S else 1
+            number, delay_s = seat.number, RESTART_S * 2 ** (deaths - 1)
             if deaths == MAX_DEATHS:
-                raise WorkersFailed(
-                    f"worker {seat.number} died {deaths} times in a row, last of {end}"
-                )
-            delay_s = RESTART_S * 2 ** (deaths - 1)
-            structlog.get_logger("epd").error(
-                "worker died", worker=seat.number, of=end, restart_in_s=delay_s
-            )
+                raise WorkersFailed(f"worker {number} died {deaths} times in a row, last of {end}")
+            log = structlog.get_logger("epd")
+            log.error("worker died", worker=number, of=end, restart_in_s=delay_s)
             await first_of(orders.close.wait(), asyncio.sleep(delay_s))
     finally:
         orders.stop()
@@ -173,8 +166,6 @@ async def _run(seat: Seat, good: LastGood, orders: Orders, workers: WorkerProces
 async def _forward(
     orders: Orders, good: LastGood, reloaded: asyncio.Event, pipe: asyncio.WriteTransport
 ) -> None:
-    """Forward the orders of this process to a worker."""
-
     async def drain() -> None:
         await orders.drain.wait()
         pipe.write(DRAIN + b"\n")
@@ -199,13 +190,12 @@ def _listening(config: ProxyConfig) -> Iterator[list[Sockets]]:
         CannotListen: the address cannot be bound.
     """
     with ExitStack() as stack:
-        groups: list[Sockets]
         with binding_errors(config):
             if config.uds is None:
                 groups = _bound_to_one_port(config, stack)
             else:
-                groups = [(stack.enter_context(listening_at(config.uds, BACKLOG)),)]
-                groups *= config.workers
+                shared = stack.enter_context(listening_at(config.uds))
+                groups = [(shared,)] * config.workers
         yield groups
 
 

@@ -7,6 +7,7 @@ while a client reads the page, if the state has changed. Client requests do not 
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import orjson
 import structlog
@@ -27,41 +28,29 @@ POLL_S = 0.25
 AWAKE_S = 1.0
 """Wait of the first reader for the other workers' states, in seconds; a worker may have died."""
 FRESH_S = 0.5
-"""Lifetime of a document, in seconds: it is made at most twice a second for any number of readers.
-"""
+"""Lifetime of a document, in seconds: at most two are made per second, for all readers."""
+
+logger = structlog.get_logger("epd")
 
 
+@dataclass(slots=True, eq=False)
 class Board:
-    """State of this process and, through shared pages, of all workers.
+    """State of this process and, through shared pages, of all workers."""
 
-    Args:
-        recent: recent events of this process.
-        table: instances of this process.
-        metrics: metrics of all workers.
-        store: kind of the encoder store; None without one.
-    """
-
-    def __init__(
-        self, recent: Recent, table: InstanceTable, metrics: MetricsObserver, store: str | None
-    ) -> None:
-        self._recent = recent
-        self._table = table
-        self._metrics = metrics
-        self._store = store
-        self._others: Sequence[SharedPage] = ()
-        self._page: SharedPage | None = None
-        self._written = b""
-        self._made_s = -FRESH_S
-        self._made = b""
-        self._making = asyncio.Lock()
+    _recent: Recent
+    _table: InstanceTable
+    _metrics: MetricsObserver
+    _store: str | None
+    """Kind of the encoder store; None without one."""
+    _others: Sequence[SharedPage] = ()
+    _page: SharedPage | None = None
+    _written: bytes = b""
+    _made_s: float = -FRESH_S
+    _made: bytes = b""
+    _making: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def share_pages(self, pages: Sequence[SharedPage], seat: int) -> None:
-        """Include the states of all workers.
-
-        Args:
-            pages: pages of all workers, in the same order in each worker.
-            seat: index of this worker's page.
-        """
+        """Include the states of all workers. `seat` is the index of this worker's page."""
         self._page = pages[seat]
         self._others = [page for page in pages if page is not self._page]
 
@@ -69,10 +58,8 @@ class Board:
         """Write this worker's state periodically while a client reads the page."""
         looked_at = False
         while True:
-            before, looked_at = (
-                looked_at,
-                self._page is not None and self._page.wanted_within(LOOKED_S),
-            )
+            before = looked_at
+            looked_at = self._page is not None and self._page.wanted_within(LOOKED_S)
             if looked_at:
                 if not before:  # the first reader waits until the page is written
                     self._written = b""
@@ -88,9 +75,7 @@ class Board:
         try:
             self._page.write(known)
         except OSError as error:
-            structlog.get_logger("epd").warning(
-                "other workers cannot be told of this one's requests", reason=str(error)
-            )
+            logger.warning("other workers cannot be told of this one's requests", reason=str(error))
 
     async def document(self) -> bytes:
         """Return the state as JSON, at most `FRESH_S` old."""
@@ -102,10 +87,9 @@ class Board:
 
     def _document(self) -> bytes:
         snapshots = [self._known(), *self._entries_of_others()]
-        figures = metric_totals(self._metrics.shown.collect())
-        return orjson.dumps(
-            state(snapshots, figures, self._store, Moment(time.monotonic(), time.time()))
-        )
+        totals = metric_totals(self._metrics.shown.collect())
+        now = Moment(time.monotonic(), time.time())
+        return orjson.dumps(state(snapshots, totals, self._store, now))
 
     async def _request_writes(self) -> None:
         """Ask the other workers to write, and wait for those that have not written yet."""
@@ -116,34 +100,28 @@ class Board:
             for page in self._others:
                 page.mark_wanted()
         except OSError as error:
-            structlog.get_logger("epd").warning(
-                "other workers cannot be asked for their requests", reason=str(error)
-            )
+            logger.warning("other workers cannot be asked for their requests", reason=str(error))
         until_s = time.monotonic() + AWAKE_S
         while asleep and time.monotonic() < until_s:
             await asyncio.sleep(POLL_S / 2)
             asleep = [(page, number) for page, number in asleep if page.write_count() == number]
 
     def _known(self) -> Snapshot:
-        return Snapshot(instances=self._instances(), events=self._recent.events())
-
-    def _instances(self) -> list[InstanceState]:
         under_way = self._table.under_way
-        prompts = {
-            instance: self._table.load(instance).prompts for instance in self._table.of_roles(*Role)
-        }
-        return [
+        loads = {instance: self._table.load(instance) for instance in self._table.of_roles(*Role)}
+        instances = [
             InstanceState(
                 role=instance.role,
                 url=instance.url,
                 state=self._table.state(instance),
                 requests=under_way.get(instance, 0),
-                prompt_tokens=found.tokens,
-                prefix_tokens=found.matched,
-                precise=self._table.load(instance).precise,
+                prompt_tokens=load.prompts.tokens,
+                prefix_tokens=load.prompts.matched,
+                precise=load.precise,
             )
-            for instance, found in prompts.items()
+            for instance, load in loads.items()
         ]
+        return Snapshot(instances=instances, events=self._recent.events())
 
     def _entries_of_others(self) -> Iterable[Snapshot]:
         for page in self._others:
@@ -151,9 +129,7 @@ class Board:
                 if found := page.read():
                     yield orjson.loads(found)
             except (PageUnreadable, OSError, orjson.JSONDecodeError) as error:
-                structlog.get_logger("epd").warning(
-                    "the state of a worker cannot be read", reason=str(error)
-                )
+                logger.warning("the state of a worker cannot be read", reason=str(error))
 
 
 def clear_page(page: SharedPage) -> None:
@@ -161,6 +137,4 @@ def clear_page(page: SharedPage) -> None:
     try:
         page.write(b"")
     except OSError as error:
-        structlog.get_logger("epd").warning(
-            "the page of a dead worker cannot be cleared", reason=str(error)
-        )
+        logger.warning("the page of a dead worker cannot be cleared", reason=str(error))

@@ -17,10 +17,8 @@ from epd.events import InstanceChanged, ItemResult, RequestRecord, StageDone
 KEPT_REQUESTS = 64
 KEPT_ERRORS = 48
 KEPT_CHANGES = 16
-"""Upper bound of the kept changes of instances.
-
-They have a buffer of their own, so that failed requests cannot evict the removal of an instance.
-"""
+"""Upper bound of the kept changes of instances. They have a buffer of their own, so that failed
+requests cannot evict the removal of an instance."""
 KEPT_SAMPLES = 512
 """Upper bound of the kept samples of each stage."""
 KEPT_SECONDS = 120
@@ -35,8 +33,7 @@ NO_WORK = frozenset({"/v1/models"})
 
 CLIENT_ERROR, SERVER_ERROR = 400, 500
 CLIENT_CLOSED = 499
-"""Statuses of a request: from `CLIENT_ERROR` on a client error, from `SERVER_ERROR` on a failure.
-"""
+"""Statuses of a request: from `CLIENT_ERROR` a client error, from `SERVER_ERROR` a failure."""
 
 Outcome = Literal["ok", "rejected", "left", "failed"]
 """Result of a client request or of an upstream one.
@@ -58,6 +55,11 @@ class Second(TypedDict):
     rejected: int
     hit: int
     encoded: int
+
+
+def empty_second(at_s: int) -> Second:
+    """Return the counts of a second in which nothing has ended."""
+    return Second(at_s=at_s, requests=0, failed=0, rejected=0, hit=0, encoded=0)
 
 
 class StageSpan(TypedDict):
@@ -163,9 +165,10 @@ def is_work(path: str) -> bool:
 
 
 class Recent:
-    """Recent events of this process.
+    """Recent events of this process. All buffers are bounded, and an event costs an append.
 
-    All buffers are bounded, and an event costs an append.
+    Requests and notices take their time from the wall clock once, when they happen: the page uses
+    it as part of their keys.
     """
 
     def __init__(
@@ -173,13 +176,6 @@ class Recent:
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Start empty.
-
-        Args:
-            clock: monotonic clock of the spans.
-            unix_clock: wall clock. A request and a notice take their time from it once, when they
-                happen: the page uses it as part of their keys.
-        """
         self._clock = clock
         self._unix_clock = unix_clock
         self._stages: dict[Stage, deque[StageDone]] = {
@@ -191,7 +187,6 @@ class Recent:
         self._seconds: deque[Second] = deque(maxlen=KEPT_SECONDS)
 
     def stage_done(self, event: StageDone) -> None:
-        """Keep the sample of an upstream request."""
         self._stages[event.stage].append(event)
 
     def request_done(self, event: RequestRecord) -> None:
@@ -200,11 +195,10 @@ class Recent:
             return
         now_s, unix_s = self._clock(), round(self._unix_clock(), 3)
         self._requests.append((now_s, unix_s, event))
-        if event.error is not None:
-            self._errors.append((unix_s, event))
         second = self._second(int(now_s))
         second["requests"] += 1
         if event.error is not None:
+            self._errors.append((unix_s, event))
             outcome = outcome_of(event)
             second["failed"] += outcome == "failed"
             second["rejected"] += outcome == "rejected"
@@ -213,14 +207,11 @@ class Recent:
             second["encoded"] += event.items.get("encoded", 0)
 
     def instance_changed(self, event: InstanceChanged) -> None:
-        """Keep a change of an instance."""
         self._changes.append((round(self._unix_clock(), 3), event))
 
     def _second(self, at: int) -> Second:
         if not self._seconds or self._seconds[-1]["at_s"] != at:
-            self._seconds.append(
-                Second(at_s=at, requests=0, failed=0, rejected=0, hit=0, encoded=0)
-            )
+            self._seconds.append(empty_second(at))
         return self._seconds[-1]
 
     def events(self) -> Events:

@@ -6,8 +6,10 @@ page does not use. So the page and `/metrics` agree, over all workers.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
 from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple, TypedDict, get_args
 
 from prometheus_client.metrics_core import Metric
@@ -27,6 +29,7 @@ from epd.ui.recent import (
     Sample,
     Second,
     Snapshot,
+    empty_second,
     is_work,
 )
 from epd.version import __version__
@@ -141,14 +144,7 @@ class Moment(NamedTuple):
 
 
 def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now: Moment) -> UiState:
-    """Return the document.
-
-    Args:
-        snapshots: states of the processes.
-        totals: totals over all processes.
-        store: kind of the proxy's encoder store, such as `redis`.
-        now: time of the document.
-    """
+    """Return the document. `store` is the kind of the proxy's encoder store, such as `redis`."""
     flows = {stage: _flow(stage, snapshots, now.monotonic_s) for stage in FLOWS}
     return UiState(
         version=__version__,
@@ -194,7 +190,6 @@ class Flow(NamedTuple):
         return _latency(self.samples.get(instance, ()), self.rates.get(instance, 0.0))
 
     def latency_of_all(self) -> Latency:
-        """Return the latency over all instances."""
         return _latency(list(chain(*self.samples.values())), sum(self.rates.values()))
 
 
@@ -203,27 +198,21 @@ def _flow(stage: str, snapshots: Iterable[Snapshot], now_s: float) -> Flow:
     rates: dict[str, float] = defaultdict(float)
     for snapshot in snapshots:
         ring = snapshot["events"]["samples"].get(stage, [])
+        span_s = RATE_S
+        if len(ring) == KEPT_SAMPLES:  # the ring may reach back less far
+            span_s = min(RATE_S, max(0.1, now_s - ring[0][1]))
         for sample in ring:
-            if sample[1] > now_s - WINDOW_S:
-                samples[sample[0]].append(sample)
-        for instance, rate in _rates(ring, now_s):
-            rates[instance] += rate
+            instance, ended_s, *_ = sample
+            if ended_s > now_s - WINDOW_S:
+                samples[instance].append(sample)
+            if ended_s > now_s - span_s:
+                rates[instance] += 1 / span_s
     return Flow(samples, rates)
-
-
-def _rates(ring: Sequence[Sample], now_s: float) -> Iterator[tuple[str, float]]:
-    """Yield each sample's contribution to its instance's rate."""
-    span_s = RATE_S
-    if len(ring) == KEPT_SAMPLES:  # the ring may reach back less far
-        span_s = min(RATE_S, max(0.1, now_s - ring[0][1]))
-    for instance, ended_s, *_ in ring:
-        if ended_s > now_s - span_s:
-            yield instance, 1 / span_s
 
 
 def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list[InstanceShown]:
     seen: dict[tuple[str, str], InstanceState] = {}
-    for reported in (instance for snapshot in snapshots for instance in snapshot["instances"]):
+    for reported in chain.from_iterable(snapshot["instances"] for snapshot in snapshots):
         key = reported["role"], reported["url"]
         if (known := seen.get(key)) is None:
             seen[key] = {**reported}
@@ -243,17 +232,10 @@ def _seconds(snapshots: Iterable[Snapshot], now: Moment) -> list[Second]:
     """Return the last whole seconds, oldest first, including those without requests."""
     last = int(now.monotonic_s) - 1
     shown = {
-        at: Second(
-            at_s=int(now.unix_s - now.monotonic_s + at),
-            requests=0,
-            failed=0,
-            rejected=0,
-            hit=0,
-            encoded=0,
-        )
+        at: empty_second(int(now.unix_s - now.monotonic_s + at))
         for at in range(last - SPARK_S + 1, last + 1)
     }
-    for second in (entry for snapshot in snapshots for entry in snapshot["events"]["seconds"]):
+    for second in chain.from_iterable(snapshot["events"]["seconds"] for snapshot in snapshots):
         if (into := shown.get(second["at_s"])) is not None:
             into["requests"] += second["requests"]
             into["failed"] += second["failed"]
@@ -264,21 +246,17 @@ def _seconds(snapshots: Iterable[Snapshot], now: Moment) -> list[Second]:
 
 
 def _requests(snapshots: Iterable[Snapshot]) -> list[Request]:
-    found = [request for snapshot in snapshots for request in snapshot["events"]["requests"]]
-    found.sort(key=lambda request: request["ended_s"], reverse=True)
-    return found[:KEPT_REQUESTS]
+    found = chain.from_iterable(snapshot["events"]["requests"] for snapshot in snapshots)
+    return nlargest(KEPT_REQUESTS, found, key=itemgetter("ended_s"))
 
 
 def _notices(snapshots: Iterable[Snapshot]) -> list[Notice]:
-    found = [notice for snapshot in snapshots for notice in snapshot["events"]["notices"]]
-    found.sort(key=_at, reverse=True)
-    errors = [notice for notice in found if notice["kind"] == "request"][:KEPT_ERRORS]
-    changes = [notice for notice in found if notice["kind"] == "instance"][:KEPT_CHANGES]
-    return sorted((*errors, *changes), key=_at, reverse=True)
-
-
-def _at(notice: Notice) -> float:
-    return notice["at_s"]
+    at = itemgetter("at_s")
+    found = chain.from_iterable(snapshot["events"]["notices"] for snapshot in snapshots)
+    newest = sorted(found, key=at, reverse=True)
+    errors = [notice for notice in newest if notice["kind"] == "request"][:KEPT_ERRORS]
+    changes = [notice for notice in newest if notice["kind"] == "instance"][:KEPT_CHANGES]
+    return sorted((*errors, *changes), key=at, reverse=True)
 
 
 def metric_totals(families: Iterable[Metric]) -> Totals:
@@ -286,6 +264,7 @@ def metric_totals(families: Iterable[Metric]) -> Totals:
     sums = _sums(families)
 
     def count(name: str, *labels: str) -> int:
+        # A counter without samples is absent from the page.
         return int(sums.get((name, *labels), 0))
 
     statuses = Counter[int]()
@@ -293,14 +272,15 @@ def metric_totals(families: Iterable[Metric]) -> Totals:
         if name == "epd_requests_total" and is_work(labels[0]):
             statuses[int(labels[1])] += int(value)
     left = statuses[CLIENT_CLOSED]
-    items = {result: count("epd_items_total", result) for result in get_args(ItemResult)}
+    failed = sum(statuses[status] for status in statuses if status >= SERVER_ERROR)
+    client_errors = sum(
+        statuses[status] for status in statuses if CLIENT_ERROR <= status < SERVER_ERROR
+    )
+    turns = sum(sums[name] for name in sums if name[0] == "epd_conversation_turns_total")
     return Totals(
         requests=statuses.total(),
-        failed=sum(count for status, count in statuses.items() if status >= SERVER_ERROR),
-        rejected=sum(
-            count for status, count in statuses.items() if CLIENT_ERROR <= status < SERVER_ERROR
-        )
-        - left,
+        failed=failed,
+        rejected=client_errors - left,
         left=left,
         refused=count("epd_requests_refused_total"),
         retries=count("epd_request_retries_total"),
@@ -308,14 +288,16 @@ def metric_totals(families: Iterable[Metric]) -> Totals:
         in_flight=count("epd_requests_in_flight"),
         queued=count("epd_requests_queued"),
         loop_lag_s=sums.get(("epd_event_loop_lag_seconds",), 0.0),
-        items=items,
+        items={result: count("epd_items_total", result) for result in get_args(ItemResult)},
         media={form: count("epd_items_sent_total", form) for form in get_args(MediaForm)},
-        saved=_saved(sums),
+        saved=Saved(
+            encodes=count("epd_saved_encodes_total"),
+            bytes=count("epd_saved_bytes_total"),
+            encode_seconds=sums.get(("epd_saved_encode_seconds_total",), 0.0),
+        ),
         conversations=ConversationsShown(
             kept=count("epd_conversations"),
-            turns=int(
-                sum(sums[name] for name in sums if name[0] == "epd_conversation_turns_total")
-            ),
+            turns=int(turns),
             hit=count("epd_conversation_turns_total", "hit"),
         ),
     )
@@ -328,12 +310,3 @@ def _sums(families: Iterable[Metric]) -> dict[tuple[str, ...], float]:
             key = (name, *(labels.get(label, "") for label in LABELS.get(name, ())))
             sums[key] += value
     return sums
-
-
-def _saved(sums: Mapping[tuple[str, ...], float]) -> Saved:
-    """Return the savings. A counter without samples is absent from the page and counts as 0."""
-    return Saved(
-        encodes=int(sums.get(("epd_saved_encodes_total",), 0)),
-        bytes=int(sums.get(("epd_saved_bytes_total",), 0)),
-        encode_seconds=sums.get(("epd_saved_encode_seconds_total",), 0.0),
-    )
