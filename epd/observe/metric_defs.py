@@ -18,7 +18,6 @@ Value = str | int | bool
 """Value of a label when it is counted. On the page it is text."""
 
 
-@dataclass(frozen=True, slots=True)
 class ReadCollector(Collector):
     """Collector of the families that a function returns."""
 
@@ -30,6 +29,7 @@ class ReadCollector(Collector):
         return self._read()
 
 
+@dataclass(frozen=True, slots=True)
 class Figure:
     """Definition of a metric family.
 
