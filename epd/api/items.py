@@ -102,10 +102,12 @@ class MMItem:
     @property
     def has_media(self) -> bool:
         """Whether the part has media, and not only the client's name for them."""
+        if self.uuid is None:
+            return True
         value = self.part.get(self.kind)
         if isinstance(value, dict):
             value = value.get("data" if self.kind == "input_audio" else "url")
-        return bool(value) or self.uuid is None
+        return bool(value)
 
     @property
     def is_remote(self) -> bool:

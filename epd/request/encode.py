@@ -231,11 +231,7 @@ class Encoder:
     ) -> SharedOutput:
         """Return the output of an item: encode it, unless another proxy already does.
 
-        Args:
-            first_tries: common first tries of the request's items.
-            task: the item.
-            output_key: the output that it needs.
-            earlier_wait: span of the wait for another request's encode that failed; it ends here.
+        The span of the wait for another request's encode that failed ends here.
         """
         if earlier_wait is not None:
             earlier_wait.end_span()

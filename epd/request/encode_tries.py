@@ -79,22 +79,20 @@ class EncodeGroup:
     tasks: tuple[EncodeTask, ...]
 
 
-Send = Callable[[EncodeGroup], Coroutine[Any, Any, Sequence[Encoded]]]
-"""Function that sends the request of a group, and returns the output of each item."""
-
-AssignGroups = Callable[[Sequence[EncodeTask]], Sequence[EncodeGroup]]
-"""Function that assigns items to instances. Each item is in one group."""
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class FirstTries:
-    """First tries of one request's items, which arrive one by one."""
+    """First tries of one request's items, which arrive one by one.
 
-    def __init__(self, assign: AssignGroups, send: Send) -> None:
-        self._assign = assign
-        self._send = send
-        self._arrived: list[EncodeTask] = []
-        self._groups: dict[EncodeTask, EncodeGroup] = {}
-        self._flights: Flights[EncodeGroup, Sequence[Encoded]] = Flights()
+    Args:
+        assign: assigns items to instances. Each item is in one group.
+        send: sends the request of a group, and returns the output of each item.
+    """
+
+    _assign: Callable[[Sequence[EncodeTask]], Sequence[EncodeGroup]]
+    _send: Callable[[EncodeGroup], Coroutine[Any, Any, Sequence[Encoded]]]
+    _arrived: list[EncodeTask] = field(default_factory=list)
+    _groups: dict[EncodeTask, EncodeGroup] = field(default_factory=dict)
+    _flights: Flights[EncodeGroup, Sequence[Encoded]] = field(default_factory=Flights)
 
     async def group_of(self, task: EncodeTask) -> EncodeGroup:
         """Return the group of an item.
@@ -111,7 +109,7 @@ class FirstTries:
             if task not in self._groups:
                 new = [arrived for arrived in self._arrived if arrived not in self._groups]
                 for group in self._assign(new):
-                    self._groups |= dict.fromkeys(group.tasks, group)
+                    self._groups.update(dict.fromkeys(group.tasks, group))
         finally:
             self._arrived.remove(task)
         return self._groups[task]
@@ -163,10 +161,7 @@ class EncodeTries:
     async def encode_item(self, task: EncodeTask, first_tries: FirstTries | None) -> Encoded:
         """Return the output of an item from an encode instance, or from the next after a failure.
 
-        Args:
-            task: the item.
-            first_tries: common first tries of the request's items; None if each is sent by itself.
-                Further tries are the item's own.
+        Only its first try may be common with other items of the request.
 
         Raises:
             ProxyError: all tries failed, or the item itself is invalid.
@@ -270,7 +265,6 @@ class EncodeTries:
         instance, context, body = group.instance, job.context, job.request.body
         items = [task.item for task in group.tasks]
         tokens = sum([task.plan.tokens for task in group.tasks])
-        identities = [item.identity for item in items]
         # New for each request: an instance that failed may still push its output later.
         asked = [
             self._transfer.encode_params(job.consumer_place, feature_count(body, item))
@@ -282,23 +276,21 @@ class EncodeTries:
                 replied = await self._stages.encode(instance, body, items, params, context)
                 encoded = list(map(self._transfer.encoded, replied, asked))
         except UpstreamDied as failure:
-            blamed = identities if len(identities) == 1 else ()
+            blamed = (items[0].identity,) if len(items) == 1 else ()
             error = self._fatal.after(failure, instance, context.watched, blamed)
             raise error from failure.__cause__
-        self._fatal.record_survival(context.watched, identities, body=False)
+        processed = (item.identity for item in items)
+        self._fatal.record_survival(context.watched, processed, body=False)
         for item, output in zip(items, encoded, strict=True):
             reported = media_tokens(output.metadata)
             self._token_counts.learn_tokens(body.get("model"), item.modality, item.pixels, reported)
-        return [self._if_in_namespace(output, instance, job.namespace) for output in encoded]
-
-    def _if_in_namespace(
-        self, encoded: Encoded, instance: Instance, namespace: str | None
-    ) -> Encoded:
-        """Return an output if the consumer can find it; an empty one if its namespace differs."""
-        written_to = encoded.namespace
-        if written_to is not None:
-            self._namespaces.record_namespace(instance, written_to)
-        return encoded if namespace is None or written_to in {None, namespace} else Encoded()
+            if output.namespace is not None:
+                self._namespaces.record_namespace(instance, output.namespace)
+        if job.namespace is None:
+            return encoded
+        # The consumer cannot find an output that is written to another namespace.
+        findable = {None, job.namespace}
+        return [output if output.namespace in findable else Encoded() for output in encoded]
 
     def _fits(self, job: EncodeJob) -> Callable[[Instance], bool] | None:
         """Return the predicate of instances with the consumer's namespace; None for all."""

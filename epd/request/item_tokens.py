@@ -50,21 +50,15 @@ class TokenCounts:
         )
 
     def predict_tokens(self, model: str | None, modality: str, pixels: int = 0) -> int:
-        """Return the expected number of an item's tokens, at least 1.
-
-        Args:
-            model: the client's name of the model.
-            modality: modality of the item.
-            pixels: number of the picture's pixels; 0 if unknown.
-        """
+        """Return the expected number of an item's tokens, at least 1; `pixels` is 0 if unknown."""
         means = self._means.get((model, modality), {})
         if not pixels:
             return max(1, round(means.get(0) or TYPICAL_TOKENS[modality]))
         size = pixels.bit_length()
-        nearest = min(
-            (mean for mean in means if mean), key=lambda mean: abs(mean - size), default=0
-        )
-        per_pixel = means[nearest] if nearest else 1 / PIXELS_PER_TOKEN
+        if size not in means:
+            sizes = [known for known in means if known]
+            size = min(sizes, key=lambda known: abs(known - size), default=0)
+        per_pixel = means[size] if size else 1 / PIXELS_PER_TOKEN
         return max(1, round(pixels * per_pixel))
 
     def learn_tokens(self, model: str | None, modality: str, pixels: int, tokens: int) -> None:

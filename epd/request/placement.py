@@ -35,11 +35,7 @@ UNDER_WAY = ItemPlace(local=False, reason="under_way")
 class Placement:
     """Decisions about where the items of requests are encoded.
 
-    Args:
-        table: instances with their load.
-        namespaces: which consumers write to the store.
-        token_counts: tokens of items in earlier replies of encode instances.
-        pushed: whether consumers wait for the encoder output of every item.
+    If outputs are pushed, consumers wait for the encoder output of every item.
     """
 
     _table: InstanceTable
@@ -64,10 +60,7 @@ class Placement:
     ) -> dict[MMItem, ItemPlan]:
         """Return plans for the items that are not in the store.
 
-        Args:
-            job: the items.
-            lookup: result of their lookup.
-            under_way: returns whether the item is being encoded for another request.
+        `under_way` tells whether an item is being encoded for another request.
         """
         items, rule = job.request.media_items, job.course.items
         plans = {item: self._sized(job, item) for item in items if item not in lookup.found}

@@ -85,16 +85,10 @@ class Stages:
         params: Params | None,
         context: RequestContext,
     ) -> list[Encoded]:
-        """Encode one item, or several of one modality.
+        """Encode one item, or several of one modality, by one request.
 
-        Each item has an event and a span of its own, with the time of the whole request.
-
-        Args:
-            instance: the encode instance.
-            body: the client's request.
-            items: the items to encode, in order.
-            params: `ec_transfer_params` of the encode request; None for none.
-            context: context of the client's request.
+        Each item has an event and a span of its own, with the time of the whole request. `params`
+        are the `ec_transfer_params` of the request.
 
         Raises:
             ProxyError: the instance failed, or rejected an item.
@@ -126,12 +120,6 @@ class Stages:
         self, transfer: KVTransfer, pair: Pair, sent: Consumed, context: RequestContext
     ) -> Prefilled:
         """Prefill the request for one decode.
-
-        Args:
-            transfer: transfer of the KV blocks to decode.
-            pair: the prefill and the decode instance.
-            sent: the request.
-            context: context of the client's request.
 
         Raises:
             ProxyError: the instance failed, or its reply lacks required parameters of its blocks.
@@ -174,8 +162,8 @@ class Stages:
             instance: the decode instance.
             sent: the request.
             context: context of the client's request.
-            rank: data-parallel rank of the instance; None to let the instance choose.
-            request_id: id for the instance; None for the id of the client's request.
+            rank: data-parallel rank; None to let the instance choose.
+            request_id: None for the id of the client's request.
             on_head: callback for the head of a 2xx answer, before the wait for the body.
 
         Raises:
@@ -308,11 +296,7 @@ def _refusal(answer: Answer, context: RequestContext, *, fetches: bool) -> Proxy
 def _accepted(answer: Answer, stage: Stage, context: RequestContext, *, fetches: bool) -> bytes:
     """Return the body of a 2xx answer; raise an error for any other.
 
-    Args:
-        answer: the answer.
-        stage: stage of the instance.
-        context: context of the client's request.
-        fetches: whether the instance had to fetch media for it.
+    `fetches` tells whether the instance had to fetch media for it.
     """
     if answer.ok:
         return answer.body
