@@ -79,7 +79,7 @@ class EncodeGroup:
     tasks: tuple[EncodeTask, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class FirstTries:
     """First tries of one request's items, which arrive one by one.
 
