@@ -87,17 +87,19 @@ class HostCopies:
         # All that may fail is in the `try`: the writer waits for each copy without a deadline.
         stream: torch.Stream | None = None
         while (job := self._jobs.get()) is not None:
+            host: torch.Tensor | None = None
             try:
                 stream = stream or _stream(device)
                 host = self._place(job)
                 copy(job, host, stream)
             except Exception as error:  # noqa: BLE001 - the future raises it
-                job.copied.set_exception(error)
+                if host is None and job.offset is not None:
+                    self._slots.free_slot(job.offset)
+                job.copied.set_exception(error.with_traceback(None))  # it would hold the place
             else:
                 job.copied.set_result(host)
-                del host
-            # Dropped before the wait for the next job: it refers to the tensor.
-            del job
+            # Dropped before the wait for the next job: they refer to the tensor and to its place.
+            del job, host
 
     def _place(self, job: _Job) -> torch.Tensor:
         """Return memory for a copy, which becomes free again after its last view is deleted."""
@@ -107,9 +109,10 @@ class HostCopies:
         if self._ring is None:
             self._ring = pinned_memory(self._slots.size_bytes).numpy()
         place = self._ring[offset : offset + tensor.nbytes]
+        host = torch.from_numpy(place).view(tensor.dtype).view(tensor.shape)
         # The tensor and all views of it refer to this array.
         weakref.finalize(place, self._slots.free_slot, offset)
-        return torch.from_numpy(place).view(tensor.dtype).view(tensor.shape)
+        return host
 
 
 def _stream(device: torch.device) -> torch.Stream:

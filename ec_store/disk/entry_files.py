@@ -168,6 +168,10 @@ def _read(into: memoryview, fd: int, offset: int) -> None:
         done += count
 
 
+GONE = frozenset({errno.ENOENT, errno.ELOOP, errno.ESTALE})
+"""Errors of an entry that was removed meanwhile, or of a symbolic link, which is no entry."""
+
+
 def list_entries(tree: Tree, files: EntryFiles | None = None) -> Iterator[Listed]:
     """Yield every entry; read it whole if `files` is given.
 
@@ -180,16 +184,14 @@ def list_entries(tree: Tree, files: EntryFiles | None = None) -> Iterator[Listed
             continue
         try:
             fd = os.open(found.name, READ, dir_fd=found.folder.fd)
-        except OSError:
-            continue  # removed meanwhile
-        try:
-            row = _listed(found, fd, files)
+            try:
+                row = _listed(found, fd, files)
+            finally:
+                os.close(fd)
         except OSError as error:
-            if error.errno != errno.ESTALE:  # removed meanwhile, on NFS
+            if error.errno not in GONE:
                 unread.append(error)
             continue
-        finally:
-            os.close(fd)
         yield row
     if unread:
         raise unread[0]

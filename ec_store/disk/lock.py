@@ -89,6 +89,6 @@ class FileLock:
             return False
         try:
             os.kill(int(pid), 0)
-        except OSError as error:
-            return isinstance(error, ProcessLookupError)
+        except (OSError, OverflowError) as error:  # no process has such a number
+            return isinstance(error, ProcessLookupError | OverflowError)
         return False

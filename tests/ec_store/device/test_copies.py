@@ -137,6 +137,27 @@ def test_a_device_that_cannot_be_used_fails_its_copies_and_not_later_ones(
     assert fake.contexts == {3}
 
 
+@pytest.mark.parametrize(
+    ("owner", "step"),
+    [(torch.accelerator, "set_device_index"), (tensors, "pinned_memory"), (tensors, "copy")],
+)
+def test_a_failed_copy_leaves_its_place_in_the_ring(
+    fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch, owner: Any, step: str
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("device")
+
+    ring = HostCopies(SIZE)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, step, failing)
+        broken = ring.start(fake.tensor(VALUES))
+        error = copy_of(broken).exception(WITHIN_S)
+    assert isinstance(error, RuntimeError)
+
+    until(lambda: (wait := ring.start(fake.tensor(VALUES))) and wait().equal(VALUES))
+    ring.close()
+
+
 def test_a_thread_that_cannot_be_started_is_started_by_the_next_copy(
     fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,28 @@ def test_an_entry_with_a_stale_handle_is_a_miss_and_not_corrupt(tmp_path: Path) 
         assert store.get(key()) is not None
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.EMFILE])
+def test_listing_ends_with_the_error_of_an_entry_that_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    real = os.open
+
+    def open_other(path: str, *args: Any, **kwargs: Any) -> int:
+        if path == key("a").digest:
+            raise OSError(code, os.strerror(code))
+        return real(path, *args, **kwargs)
+
+    with opened(tmp_path / "store") as store:
+        store.put(key("a"), sized(LENGTH))
+        store.put(key("b"), sized(LENGTH))
+        monkeypatch.setattr(os, "open", open_other)
+        for call in (store.ls, store.verify):
+            rows = call()
+            assert next(rows).digest == key("b").digest
+            with pytest.raises(StoreUnavailable):
+                next(rows)
+
+
 @pytest.mark.fault(25)
 def test_after_a_stale_handle_each_call_opens_the_directory_again(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as store:

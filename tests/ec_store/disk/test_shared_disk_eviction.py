@@ -374,6 +374,16 @@ def test_lock_far_ahead_of_the_clock_is_broken(root: Path, ahead_s: float) -> No
     assert (lock.acquire(folder, time.time) is not None) == (ahead_s > 30)
 
 
+def test_lock_of_an_impossible_process_is_broken(root: Path) -> None:
+    root.mkdir()
+    folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting")
+    assert lock.acquire(folder, time.time) is not None
+    machine = (root / "evicting").read_text().partition(" ")[0]
+    (root / "evicting").write_text(f"{machine} {2**63} token")
+
+    assert lock.acquire(folder, time.time) is not None
+
+
 @pytest.mark.parametrize("ahead_s", [10, 4000])
 def test_sweep_runs_if_the_last_one_is_far_ahead_of_the_clock(root: Path, ahead_s: float) -> None:
     with opened(root) as store:
