@@ -153,7 +153,7 @@ def _part(head: bytes, data: memoryview) -> FormPart:
 
 
 def _parsed_header(text: str) -> tuple[str, dict[str, str]]:
-    """Return a header in lower case, and its parameters: none if one is malformed or repeated."""
+    """Return the value of a header in lower case, and its parameters; none if one is invalid."""
     kind = text.partition(";")[0]
     found: dict[str, str] = {}
     at = len(kind)

@@ -313,7 +313,7 @@ def metavar_of(name: str, field: FieldInfo) -> str:
 
 def _help(field: FieldInfo) -> str:
     if field.annotation is bool or field.default in (None, ()):
-        return f"{field.description}"
+        return field.description or ""
     return f"{field.description} (default: {shown_default(field)})"
 
 

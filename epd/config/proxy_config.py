@@ -231,7 +231,7 @@ class Change:
     kept: frozenset[str]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class LiveConfig:
     """Holder of the configuration in force.
 

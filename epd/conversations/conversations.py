@@ -154,8 +154,8 @@ class Conversations:
     def drop_instance(self, decode: str) -> None:
         """Drop the entries of a removed or restarted decode instance: its blocks are lost."""
         now_s = self._clock()
-        expired_s = now_s - self._live.current.conversation_ttl
-        self._lost_s = {url: at for url, at in self._lost_s.items() if at >= expired_s}
+        oldest_s = now_s - self._live.current.conversation_ttl
+        self._lost_s = {url: at for url, at in self._lost_s.items() if at >= oldest_s}
         self._lost_s[decode] = now_s
         self._engines.pop(decode, None)
         self._store.forget_decode(decode)

@@ -60,6 +60,8 @@ class Fingerprint:
     def shared_prefix_len(self, prompt: Sequence[int], key: bytes = b"") -> int:
         """Return the length of the shared prefix: a multiple of `CHUNK`, or all tokens.
 
+        The key must be that of the fingerprint.
+
         Raises:
             ValueError: the values are not tokens.
         """
@@ -149,7 +151,7 @@ _PARAMS = re.compile(rb'(?<!\\)"kv_transfer_params"\s*:\s*(?=\{)')
 _DECODER = json.JSONDecoder()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class ReplyCapture:
     """The extracted fields of one answer.
 

@@ -82,7 +82,11 @@ class DnsNames:
 
     @cached_property
     def _resolver(self) -> dns.asyncresolver.Resolver:
-        """The resolver, created at first use: the machine may get name servers later."""
+        """The resolver, created at first use: the machine may get name servers later.
+
+        Raises:
+            NoResolverConfiguration: it has none yet; the next use tries again.
+        """
         resolver = dns.asyncresolver.Resolver(configure=self._server is None)
         resolver.lifetime = TIMEOUT_S
         if self._server is not None:

@@ -92,6 +92,7 @@ class Registrations:
             await self.refresh_store()
 
     async def refresh_store(self) -> None:
+        """Take over the stored registrations; keep the present ones after a failure."""
         async with self._turn:
             try:
                 await self._read()

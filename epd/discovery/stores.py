@@ -37,6 +37,7 @@ class LockedFolder:
         self._path = path
 
     def read(self, name: str) -> bytes | None:
+        """Return the content of a file; None if it does not exist. Raise OSError if unreadable."""
         return read_file(self._path / name)
 
     def write(self, name: str, content: bytes) -> None:

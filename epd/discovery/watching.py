@@ -130,7 +130,7 @@ class WatchedNames:
     """Names in the DNS, each address of which is an instance.
 
     The URLs of the discovered services have the names as hosts. The client receives the expected
-    certificate name of each address.
+    certificate name of each address. `memory` has the last good answers.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - its collaborators

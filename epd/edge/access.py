@@ -98,7 +98,7 @@ def _has_key(headers: Headers, admin_key: SecretStr) -> bool:
         hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         for key in (presented, admin_key.get_secret_value())
     )
-    return hmac.compare_digest(*digests)
+    return bool(presented) and hmac.compare_digest(*digests)
 
 
 def is_local(headers: Headers, peer: str | None) -> bool:
@@ -112,15 +112,16 @@ def is_local(headers: Headers, peer: str | None) -> bool:
     except ValueError:
         return False
     return (
-        _is_loopback(peer)
-        and (host == "localhost" or _is_loopback(host))
+        is_loopback(peer)
+        and (host == "localhost" or is_loopback(host))
         and not any(name in headers for name in ON_BEHALF)
         # The page `/ui` may send GET: a browser adds no Origin to GET of the same origin.
         and all(site == OWN_PAGE for site in headers.getall(FROM, ()))
     )
 
 
-def _is_loopback(host: str | None) -> bool:
+def is_loopback(host: str | None) -> bool:
+    """Return whether an address is one of this machine alone, also as IPv6 of an IPv4 one."""
     try:
         address = ip_address(host or "")
     except ValueError:
@@ -150,7 +151,7 @@ VARY = (
 
 
 class Preflight(NamedTuple):
-    """Answer to a preflight, and the parts that are not allowed; none if the browser may go on."""
+    """Answer to a preflight: its headers, and the parts that are refused; none if it is allowed."""
 
     refused: tuple[str, ...]
     headers: Mapping[str, str]

@@ -162,7 +162,7 @@ class ServerConnection(aiohttp_private.RequestHandler):
         """
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun: it cannot become an error")
-        error = _shown(exc)
+        error = _client_error(exc)
         self._refused = True
         headers = self._server.refuse_connection(error)
         response = web.Response(
@@ -312,7 +312,7 @@ class Runner(aiohttp_private.AppRunner):
         return EdgeServer(made, self.live, self._observers, handlers)
 
 
-def _shown(failure: BaseException | None) -> ProxyError:
+def _client_error(failure: BaseException | None) -> ProxyError:
     """Return the error for the client. Any other failure is a bug of the proxy, and logged."""
     match failure:
         case ProxyError():

@@ -27,7 +27,7 @@ def find_refusal(request: web.BaseRequest) -> ProxyError | None:
     if _hosts_differ(request):
         return invalid("the request's target names another host than its Host header")
     expected = request.headers.getall(hdrs.EXPECT, ())
-    if expected and any(value and value.lower() != "100-continue" for value in expected):
+    if any(value and value.lower() != "100-continue" for value in expected):
         return RequestRefused(
             417, "the only supported expectation is 100-continue", slug="unsupported_expectation"
         )

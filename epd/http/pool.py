@@ -104,6 +104,7 @@ class Pool:
     def __init__(
         self, tls: ssl.SSLContext, *, connect_timeout_s: float, keep_alive_s: float
     ) -> None:
+        """Start without connections; an idle one is closed after `keep_alive_s` seconds."""
         self._tls = tls
         self.connect_timeout_s = connect_timeout_s
         self._keep_alive_s = keep_alive_s

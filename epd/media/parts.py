@@ -135,8 +135,8 @@ def _header_reader(media: Inline) -> Read:
     def read(offset: int, size: int) -> bytes:
         nonlocal start, window
         if offset < start or offset + size > start + len(window):
-            size_bytes = WINDOW_BYTES if offset else FIRST_BYTES
-            start, window = offset, media.read(offset, max(size, size_bytes))
+            window_bytes = WINDOW_BYTES if offset else FIRST_BYTES
+            start, window = offset, media.read(offset, max(size, window_bytes))
         return window[offset - start :][:size]
 
     return read

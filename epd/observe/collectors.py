@@ -117,7 +117,7 @@ def store_metrics(cache: EncoderCache | None) -> Iterator[Metric]:
 
 
 def conversation_metrics(conversations: Conversations) -> Iterator[Metric]:
-    """Yield the stored conversations, which Redis does not count, and the results of turns."""
+    """Yield the results of turns, and the stored conversations except those in Redis."""
     kept, results = conversations.entry_count, conversations.results
     yield metric_defs.CONVERSATIONS.metric_family([] if kept is None else [((), kept)])
     yield metric_defs.CONVERSATION_TURNS.metric_family(

@@ -1,4 +1,4 @@
-"""Definitions of all metrics on `GET /metrics`: name, kind, labels and HELP text. Pure.
+"""Definitions of all metrics on `GET /metrics`: name, kind, labels and HELP text.
 
 Names and units follow https://prometheus.io/docs/practices/naming/. Labels have few values, and
 clients cannot create new ones.

@@ -263,7 +263,8 @@ def spread_costs(
     assignment.
 
     Of equal instances the first one is taken, and of equal items the first one is assigned first.
-    `busy` is the cost of the work that each instance has already; `shares` are relative speeds.
+    `busy` is the work that each instance has already, in the unit of `costs`; `shares` are relative
+    speeds.
     """
     ends = [work / share for work, share in zip(busy, shares, strict=True)]
     assigned = [0] * len(costs)

@@ -240,7 +240,9 @@ class Load:
 
     def begin_request(self, rank: int | None = None) -> None:
         self.under_way += 1
-        self._asked = max(self._asked, self.under_way)  # an outstanding report may include it
+        # An outstanding report may include it.
+        if self.under_way > self._asked:  # noqa: PLR1730 - a call costs more
+            self._asked = self.under_way
         if self.ranks is not None and rank is not None:
             self.ranks.begin_request(rank)
         self._weigh()

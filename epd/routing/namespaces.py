@@ -79,7 +79,7 @@ class Namespaces:
         return self._known.get(instance.key)
 
     def of_consumers(self) -> frozenset[str]:
-        """Return all known namespaces of consumers. Each request with media needs them."""
+        """Return all known namespaces of consumers, collected again only after a change."""
         if self._consumers is None or self._counted_at != self._table.changes:
             known = (self.namespace_of(instance) for instance in self._table.of_roles(*CONSUMERS))
             self._consumers = frozenset(namespace for namespace in known if namespace is not None)

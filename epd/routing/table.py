@@ -305,8 +305,8 @@ class InstanceTable:
 
         Its exit judges the instance by the error. A cancelled request does not count. A 500 counts
         only with `alone`: the cause may otherwise be a missing entry or block of another instance.
-        The prompt is then known to be in the prefix cache. Without a rank, it is chosen by the
-        prompt.
+        Once sent, the prompt counts as content of the prefix cache. Without a rank, the rank is
+        chosen by the prompt.
         """
         health, load = self._health_and_load(instance)
         rank = load.next_rank(prefix) if rank is None else rank

@@ -122,8 +122,8 @@ class LastGood:
 
     @property
     def descriptors(self) -> Mapping[str, int]:
-        """The descriptors of the current copies, by the fields that name the files."""
-        return self._copies
+        """The descriptors of the present copies, by the fields that name the files."""
+        return dict(self._copies)
 
     def reload_files(self) -> None:
         """Reload the configuration and the files; keep the old version of each that is invalid.

@@ -45,7 +45,7 @@ Sockets = tuple[socket.socket, ...]
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """Memory and stores that all workers share. A worker writes its own pages and reads all.
+    """Memory and stores that all workers share. A worker writes its own metrics and events.
 
     Attributes:
         pages: pages with the metrics of each worker, in the order of their numbers, from 1.

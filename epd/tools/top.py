@@ -145,9 +145,12 @@ async def _ask(http: aiohttp.ClientSession, url: str) -> UiState:
         raise NoState(f"{url} does not answer: {str(error) or type(error).__name__}") from None
     document = json_or_none(body)
     if answer.status in {401, 403}:
-        explained = isinstance(document, dict) and "error" in document
-        reason = document["error"]["message"] if explained else ""
-        raise KeyRejected(f"{url} rejects the request: {reason or answer.status} (set {KEYS[0]})")
+        match document:
+            case {"error": {"message": str() as reason}} | {"error": str() as reason}:
+                pass
+            case _:
+                reason = str(answer.status)
+        raise KeyRejected(f"{url} rejects the request: {reason} (set {KEYS[0]})")
     if not isinstance(document, dict) or not document.keys() >= UiState.__required_keys__:
         raise NoState(f"{url} answered {answer.status}: it is not an EPD proxy of this version")
     return cast("UiState", document)

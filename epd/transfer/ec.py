@@ -129,7 +129,7 @@ class ECMooncake(ECTransfer):
     def group_params(self, asked: Sequence[Params | None]) -> Params:
         given = [params for params in asked if params is not None]
         ids = [item for params in given for item in params["ec_items"]]
-        return {"consumer_zmq": given[0]["consumer_zmq"], "ec_items": ids}
+        return {"consumer_zmq": given[0]["consumer_zmq"], "ec_items": ids}  # all have one consumer
 
     def encoded(self, replied: Encoded, asked: Params | None) -> Encoded:
         """Return the encode instance's reply, with the id of each output's push.

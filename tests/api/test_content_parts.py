@@ -1,12 +1,13 @@
 """Content parts of a request: which are allowed, and how each is classified."""
 
+from dataclasses import fields, replace
 from typing import Any
 
 import orjson
 import pytest
 
 from epd.api.endpoints import ENDPOINTS
-from epd.api.items import TEXTS, MMItem
+from epd.api.items import TEXTS, Form, MMItem
 from epd.api.messages import BLOCKS, RESULTS
 from epd.errors import BadRequest
 from epd.media.parts import Known, source
@@ -192,3 +193,15 @@ def test_a_system_prompt_is_text(block: Any) -> None:
     assert refused.value.param == "system[1].type"
     endpoint.parse(orjson.dumps({"messages": [], "system": system[:1]}))
     endpoint.parse(orjson.dumps({"messages": [], "system": "a"}))
+
+
+def test_an_item_with_its_key_keeps_all_else() -> None:
+    item = MMItem(
+        ("messages", 0), "image_url", {"type": "image_url"}, Form(dict, "url", named=True)
+    )
+    keyed = replace(item, content_key="k", pixels=3)
+
+    assert all(
+        getattr(item.with_key("k", 3), field.name) == getattr(keyed, field.name)
+        for field in fields(MMItem)
+    )

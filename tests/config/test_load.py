@@ -579,3 +579,7 @@ def test_instances_are_not_asked_without_a_pause(interval: str) -> None:
 
 def test_instances_need_not_be_asked_at_all() -> None:
     assert load({**INSTANCES, "load_interval_s": "0"}).config.load_interval_s == 0
+
+
+def test_each_setting_has_a_description_for_its_flag() -> None:
+    assert [name for name, field in Settings.model_fields.items() if not field.description] == []

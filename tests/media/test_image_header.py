@@ -194,6 +194,20 @@ def test_a_header_is_decoded_in_large_steps(
     assert len(reads) == decodes
 
 
+@pytest.mark.parametrize(("length", "is_refused"), [(60, True), (76, True), (400, False)])
+def test_base64_with_line_breaks_is_refused_if_a_line_ends_in_the_header(
+    length: int, *, is_refused: bool
+) -> None:
+    content = base64.b64encode(picture("PNG", (64, 64)) + bytes(700))
+    lines = b"\n".join(content[at : at + length] for at in range(0, len(content), length))
+
+    if is_refused:
+        with pytest.raises(BadRequest, match="not base64"):
+            check_image(Inline("image/png", lines), min_side=1, max_pixels=4096)
+    else:
+        assert check_image(Inline("image/png", lines), min_side=1, max_pixels=4096) == 4096
+
+
 @given(content=st.binary(max_size=700) | st.sampled_from(PICTURES))
 def test_a_picture_in_base64_has_the_size_of_its_bytes(content: bytes) -> None:
     def in_base64() -> int:

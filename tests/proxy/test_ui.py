@@ -16,7 +16,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from multidict import CIMultiDict
+from pytest_aiohttp.plugin import AiohttpServer
 
 from epd.observe.worker_metrics import SharedPage
 from epd.server.operator_routes import ASSETS, BOARD
@@ -285,6 +287,32 @@ async def test_top_reports_a_missing_proxy() -> None:
 
     assert ended.returncode == 1
     assert "is not an EPD proxy of this version" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("document", "shown"),
+    [
+        ({"error": {"message": "no entry"}}, "no entry"),
+        ({"error": "no entry"}, "no entry"),
+        ({"error": {}}, "401"),
+        ({"error": None}, "401"),
+        (["error"], "401"),
+    ],
+)
+async def test_top_shows_the_rejection_of_any_server(
+    aiohttp_server: AiohttpServer, document: object, shown: str
+) -> None:
+    async def reject(_: web.Request) -> web.Response:
+        return web.json_response(document, status=401)
+
+    app = web.Application()
+    app.router.add_get("/ui/state", reject)
+    server = await aiohttp_server(app)
+    ended = await asyncio.to_thread(top, str(server.make_url("/")).rstrip("/"), "--once")
+
+    assert ended.returncode == 1
+    assert f"rejects the request: {shown} (" in ended.stderr
+    assert ended.stderr.count("\n") == 1
 
 
 async def test_top_redraws_in_a_terminal_until_q_is_pressed(launch: Launch) -> None:

@@ -1,6 +1,7 @@
 """Settings: a class for each topic, and all of them in one flat model.
 
 The docstring of a field is its description: the help of its flag, and its row in the documents.
+Pydantic reads it from the source file, without which `--help` has no texts.
 The model has no checks that need other components; these are in `epd.config.proxy_config`.
 """
 

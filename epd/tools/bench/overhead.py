@@ -23,7 +23,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 def machine() -> dict[str, str | int]:
     """Return the processor, the cores of this process, the kernel and the Python version."""
-    lines = CPUINFO.read_text().splitlines()
+    lines = CPUINFO.read_text(errors="replace").splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
         "cpu": next(models, platform.machine()),

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -23,6 +22,7 @@ from ec_store.errors import StoreError, StoreMissing
 from ec_store.keys import EntryKey
 from ec_store.opening import open_async_store
 from epd.config import ProxyConfig
+from epd.edge.access import is_loopback
 from epd.edge.request_head import PER_CLIENT, RESERVED
 from epd.tools.doctor.facts import Finding, Mount, StoreFacts, mount_of, ok, warn
 from epd.transfer.encoded import Encoded
@@ -128,7 +128,8 @@ def _judge_keep_alive(config: ProxyConfig) -> Iterator[Finding]:
 
 
 def _judge_access(config: ProxyConfig) -> Iterator[Finding]:
-    if config.admin_api_key is None and (config.uds or not _is_loopback(config.host)):
+    local = config.host == "localhost" or is_loopback(config.host)
+    if config.admin_api_key is None and (config.uds or not local):
         yield warn(
             "access",
             "no admin key: /metrics and profiling answer only this machine",
@@ -146,13 +147,6 @@ def _judge_access(config: ProxyConfig) -> Iterator[Finding]:
             "no key secret: a process that can list the store can guess tenants' keys",
             "set EPD_KEY_SECRET, the same for every replica",
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 LOOKS = 9

@@ -156,7 +156,8 @@ class Stack(Fleet):
 
         `directory` is for logs, and for the encoder store if `store` is None; a store is unused
         without encode instances. The last part of `model` is the served name. With `kv_events`, the
-        proxy follows the engines' KV events. The other options are those of `Engine`.
+        proxy follows the engines' KV events. `report` receives the progress, and `proxy_flags` are
+        for `epd serve`. The other options are those of `Engine`.
         """
         store = store or f"file://{directory.resolve()}/ec-store?max_bytes=1GiB"
         store = store if Role.ENCODE in topology.roles else ""

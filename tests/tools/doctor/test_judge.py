@@ -282,6 +282,16 @@ def test_settings_that_will_cause_trouble_are_found_without_an_instance(
     assert (before, after) == (set(), {subject})
 
 
+@pytest.mark.parametrize(
+    ("host", "is_found"),
+    [("localhost", False), ("::1", False), ("::ffff:127.0.0.1", False), ("::ffff:10.0.0.1", True)],
+)
+def test_an_address_of_this_machine_alone_needs_no_admin_key(host: str, *, is_found: bool) -> None:
+    subjects = {finding.subject for finding in bad(judge_host(config(host=host)))}
+
+    assert ("access" in subjects) == is_found
+
+
 @pytest.mark.fault(72)
 @pytest.mark.parametrize(
     ("somaxconn", "verdicts"),
