@@ -71,14 +71,15 @@ def request_prefix(stage_input: StageInput, encoded: Sequence[EncodedItem] = ())
     balances = context.config.prefill_balance, context.config.decode_balance
     if "content" not in balances or not context.endpoint.generates:
         return NO_PREFIX
+    media: dict[Path, tuple[str, int]] = {}
     if encoded:
-        counted = [(known.item, media_tokens(known.encoded.metadata)) for known in encoded]
+        for known in encoded:
+            item = known.item
+            tokens = media_tokens(known.encoded.metadata) or TYPICAL_TOKENS[item.modality]
+            media[item.path] = item.identity, tokens
     else:
-        counted = [(item, 0) for item in request.media_items]
-    media = {
-        item.path: (item.identity, tokens or TYPICAL_TOKENS[item.modality])
-        for item, tokens in counted
-    }
+        for item in request.media_items:
+            media[item.path] = item.identity, TYPICAL_TOKENS[item.modality]
     chain = Chain(request.body, media)
     prefix = Prefix(chain.links, chain.ends, context.session)
     return sampled_prefix(prefix) if context.config.kv_events else prefix
