@@ -233,13 +233,9 @@ Deliver = Callable[[Sequence[tuple["Subscription", FeedReport]]], object]
 
 
 class Subscription:
-    """Connection to one engine. Belongs to the thread, except for `pending`.
+    """Connection to one engine. Belongs to the thread.
 
-    Attributes:
-        key: the engine.
-        source: its addresses.
-        feed: its events.
-        pending: whether a report is on its way to the event loop.
+    `pending` is True while a report is on its way to the event loop, which sets it to False.
     """
 
     def __init__(
@@ -302,14 +298,12 @@ def _replayed(
 
 
 class EventReader(threading.Thread):
-    """Thread that reads the events of all engines."""
+    """Thread that reads the events of all engines.
+
+    It calls `deliver` with reports. `Subscription.pending` must be set to False after each.
+    """
 
     def __init__(self, deliver: Deliver) -> None:
-        """Create the thread.
-
-        Args:
-            deliver: called on the thread with reports. Then `pending` must be set to False.
-        """
         super().__init__(name="kv-events", daemon=True)
         self._deliver = deliver
         self._wanted: Mapping[FeedKey, EventSource] = {}
@@ -320,7 +314,6 @@ class EventReader(threading.Thread):
         self._wanted = wanted
 
     def stop_reading(self) -> None:
-        """End the thread soon."""
         self._stopped = True
 
     def run(self) -> None:
@@ -383,11 +376,7 @@ class KVEvents:
 
     @asynccontextmanager
     async def run_events(self, background: Background) -> AsyncIterator[EventCounts]:
-        """Follow the events in the background until the context exits.
-
-        Yields:
-            A function for the number of events and of faults, by instance and kind.
-        """
+        """Follow the events in the background until the context exits. Yield their counts."""
         async with background.run_task("kv_events", self._run):
             yield lambda: self._counts
 
@@ -415,10 +404,10 @@ class KVEvents:
         }
         self._forsake(instance for key, instance in self._instances.items() if key not in instances)
         self._instances = instances
-        self._counts = {key: self._counts.get(key, Counter()) for key in self._instances}
+        self._counts = {key: self._counts.get(key, Counter()) for key in instances}
         wanted = {
             (key, rank): source
-            for key, instance in self._instances.items()
+            for key, instance in instances.items()
             for rank, source in enumerate(event_sources(instance, config.kv_events_addrs))
         }
         self._logs = {key: log for key, log in self._logs.items() if key in wanted}

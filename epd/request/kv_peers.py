@@ -5,9 +5,10 @@ decode to release the KV blocks of abandoned prefills.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from epd.aio import Flights
@@ -39,26 +40,19 @@ class _Known(NamedTuple):
     until_s: float
 
 
+@dataclass(slots=True, eq=False)
 class PeerRegistry:
     """KV connector facts of instances, kept for `KNOWN_S` and dropped after a failure.
 
-    They are queried, or learned from replies.
+    They are queried, or learned from replies. Belongs to one event loop.
     """
 
-    def __init__(
-        self,
-        table: InstanceTable,
-        transfer: KVTransfer,
-        upstream: Upstream,
-        live: Live[LimitSettings],
-    ) -> None:
-        self._table = table
-        self._transfer = transfer
-        self._upstream = upstream
-        self._live = live
-        self._known: dict[Member, _Known] = {}
-        self._flights: Flights[Member, Params] = Flights()
-        self._clock = asyncio.get_running_loop().time
+    _table: InstanceTable
+    _transfer: KVTransfer
+    _upstream: Upstream
+    _live: Live[LimitSettings]
+    _known: dict[Member, _Known] = field(default_factory=dict)
+    _flights: Flights[Member, Params] = field(default_factory=Flights)
 
     async def params_for(self, pair: Pair) -> Params | None:
         """Return the facts of a prefill's connector; None if there are none and no URL to query.
@@ -69,18 +63,18 @@ class PeerRegistry:
         Raises:
             ProxyError: the connector did not answer the query.
         """
-        known = self._known.get(member := _member(pair))
-        if known is not None and self._clock() < known.until_s:
+        member = pair.prefill, pair.prefill_rank
+        known = self._known.get(member)
+        if known is not None and time.monotonic() < known.until_s:
             return known.peer
-        url = self._transfer.peer_url(pair.prefill)
-        if url is None:
+        if (url := self._transfer.peer_url(pair.prefill)) is None:
             return None
         return await self._flights.join(member, lambda: self._ask(member, url))
 
     def learn_facts(self, pair: Pair, replied: Params) -> None:
         """Keep the facts in a prefill's reply."""
         if (learned := self._transfer.facts_of_reply(pair, replied)) is not None:
-            self._remember(_member(pair), learned)
+            self._remember((pair.prefill, pair.prefill_rank), learned)
 
     def forget_instance(self, instance: Instance) -> None:
         """Drop the facts of all ranks of an instance, which may have been replaced."""
@@ -100,16 +94,12 @@ class PeerRegistry:
         return peer
 
     def _remember(self, member: Member, peer: Params) -> None:
-        now_s = self._clock()
+        now_s = time.monotonic()
         if member not in self._known:  # drop expired entries of instances that left
             self._known = {
                 rank: known for rank, known in self._known.items() if now_s < known.until_s
             }
         self._known[member] = _Known(peer, now_s + KNOWN_S)
-
-
-def _member(pair: Pair) -> Member:
-    return pair.prefill, pair.prefill_rank
 
 
 ChooseInstance = Callable[[Sequence[Instance], RequestContext], Instance | None]
@@ -123,7 +113,6 @@ class KVHandover:
     If an error ends the context before that, decode is asked to release them.
 
     Attributes:
-        prepared: the request.
         pair: the prefill, and what decode needs to know of it.
         prefilled: reply of prefill; None without one.
         params: `kv_transfer_params` of the decode request; None for none.
@@ -150,7 +139,6 @@ class KVHandover:
         return consumed._replace(body=body)
 
     def record_answer(self) -> None:
-        """Record that decode has begun a 2xx answer."""
         self.accepted = True
 
     def __enter__(self) -> Self:
@@ -186,14 +174,14 @@ class KVHandover:
         return not (isinstance(error, ProxyError) and (error.died or error.engine_failed))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Releases:
     """Releases of KV blocks in progress."""
 
-    def __init__(self, stages: Stages, transfer: KVTransfer, fatal: FatalRequests) -> None:
-        self._stages = stages
-        self._transfer = transfer
-        self._fatal = fatal
-        self._tasks: set[asyncio.Task[None]] = set()
+    _stages: Stages
+    _transfer: KVTransfer
+    _fatal: FatalRequests
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @classmethod
     @asynccontextmanager
@@ -205,15 +193,17 @@ class Releases:
         try:
             yield releases
         finally:
-            await releases._ended()
+            tasks = [*releases._tasks]
+            if tasks:
+                await asyncio.wait(tasks, timeout=RELEASE_TIMEOUT_S)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def begin_release(self, instance: Instance, body: Body, context: RequestContext) -> None:
         """Send a release to a decode instance in the background, if the transfer needs one.
 
-        Args:
-            instance: the decode instance.
-            body: the decode request, with its `kv_transfer_params`.
-            context: context of the request.
+        `body` is the decode request, with its `kv_transfer_params`.
         """
         if not self._transfer.released:
             return
@@ -228,11 +218,3 @@ class Releases:
                     await self._stages.release(instance, body, context)
                 except UpstreamDied as error:
                     self._fatal.after(error, instance, context.watched)
-
-    async def _ended(self) -> None:
-        tasks = [*self._tasks]
-        if tasks:
-            await asyncio.wait(tasks, timeout=RELEASE_TIMEOUT_S)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

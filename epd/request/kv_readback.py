@@ -39,19 +39,14 @@ MOST = 1024
 
 
 class Cooldown(NamedTuple):
-    """Cooldown that has just begun.
-
-    Attributes:
-        rest_s: length of the cooldown.
-        engine: the engine to skip; None for all engines.
-    """
+    """Cooldown that has just begun: its length, and the engine to skip; None for all engines."""
 
     rest_s: float
     engine: str | None
 
 
 class Cooldowns:
-    """Cooldowns, by prefill instance and decode engine.
+    """Cooldowns, by the URL of a prefill instance and the id of a decode engine.
 
     A prefill instance without `bidirectional_kv_xfer` waits for the blocks of any engine until its
     request ends. For an instance that has read blocks before, a timeout is attributed to the
@@ -64,12 +59,7 @@ class Cooldowns:
         self._able: BoundedDict[str, None] = BoundedDict(MOST)
 
     def may_read(self, prefill: str, engine: str) -> bool:
-        """Return whether a prefill instance may read an engine's blocks.
-
-        Args:
-            prefill: URL of the prefill instance.
-            engine: id of the decode engine.
-        """
+        """Return whether a prefill instance may read an engine's blocks."""
         now_s, until_s = self._clock(), self._until_s
         return all(until_s.get((prefill, source), -math.inf) <= now_s for source in (engine, None))
 
@@ -78,15 +68,9 @@ class Cooldowns:
         self._able[prefill] = None
 
     def record_failure(self, prefill: str, engine: str, *, hung: bool) -> Cooldown | None:
-        """Record a failure of an instance that was asked to read an engine's blocks.
+        """Record that an instance failed to read an engine's blocks, or `hung` until its timeout.
 
-        Args:
-            prefill: URL of the prefill instance.
-            engine: id of the decode engine.
-            hung: whether it timed out.
-
-        Returns:
-            The new cooldown; None if one has begun already, as after concurrent failures.
+        Return the new cooldown; None if one has begun already, as after concurrent failures.
         """
         now_s = self._clock()
         until_s = max(self._until_s.get((prefill, source), now_s) for source in (engine, None))
@@ -144,9 +128,8 @@ class Readbacks:
     async def previous_params(self, prepared: PreparedRequest, prefill: Instance) -> Params | None:
         """Return `kv_transfer_params` of the previous turn; None if this prefill can use none.
 
-        Args:
-            prepared: the request. Only its first attempt receives them.
-            prefill: the instance that would read the blocks. It also tokenizes the prompt.
+        Only the first attempt of a request receives them. The prefill instance also tokenizes the
+        prompt.
         """
         context = prepared.stage_input.context
         turn = context.turn
@@ -167,14 +150,10 @@ class Readbacks:
             self._conversations.results["changed"] += 1
         return params
 
-    def record_result(self, pair: Pair, earlier: Params, error: ProxyError | None = None) -> None:
-        """Record the result of a prefill that was asked to read blocks.
-
-        Args:
-            pair: the pair with the reading prefill.
-            earlier: parameters of the blocks.
-            error: failure of the prefill; None if it answered.
-        """
+    def record_result(self, pair: Pair, error: ProxyError | None = None) -> None:
+        """Record the result of a prefill, if it was asked to read blocks."""
+        if (earlier := pair.earlier) is None:
+            return
         self._conversations.results["hit" if error is None else "failed"] += 1
         if error is None:
             self._rests.read(pair.prefill.url)
@@ -238,12 +217,6 @@ def _warn(prefill: Instance, earlier: Params, rest: Cooldown) -> None:
 
 
 def _basis(prompt: Prompt, items: Sequence[EncodedItem]) -> Basis | None:
-    """Return what the blocks of a request depend on; None if that is unknown."""
-    media = _media(items)
-    return None if media is None else Basis(prompt.form, media)
-
-
-def _media(items: Sequence[EncodedItem]) -> tuple[str, ...] | None:
-    """Return the keys of a request's items, in order; None if an engine made some of them."""
+    """Return what the blocks of a request depend on; None if an engine made the key of an item."""
     keys = [encoded.encoded.identifier or encoded.item.engine_name for encoded in items]
-    return None if None in keys else tuple(filter(None, keys))
+    return None if None in keys else Basis(prompt.form, tuple(filter(None, keys)))

@@ -74,8 +74,7 @@ class Pipeline:
                 result = await self._run_attempt(self._stage_input(request, attempt, context))
                 if not isinstance(result, FailedAttempt):
                     return result
-                following = self._attempt_after(result, context)
-                if following is None:
+                if (following := self._attempt_after(result, context)) is None:
                     raise result.error
                 await tries.next_try(result.error)
                 attempt = following
@@ -84,8 +83,7 @@ class Pipeline:
     async def _run_attempt(self, stage_input: StageInput) -> DecodeAnswer | FailedAttempt:
         """Send a request through its stages once: encode, prefill, decode.
 
-        Returns:
-            Decode's answer; or the error of a step, with the results of the steps before.
+        Return decode's answer; or the error of a step, with the results of the steps before.
         """
         stages = self._prefill_decode
         encodings = prepared = prefill_place = pair = decode = None
@@ -101,16 +99,16 @@ class Pipeline:
             prepared = self._prepared(stage_input, encodings)
             prefill_place = await stages.choose_prefill(prepared, targets)
             if prefill_place is None:
-                decode = await stages.choose_decode(prepared, targets.consumer or targets.decode)
+                decode = targets.consumer or targets.decode or await stages.choose_decode(prepared)
                 return await stages.decode(prepared, decode, rank=targets.consumer_rank)
             pair = await stages.make_pair(prepared, prefill_place)
             choose = self._decoders.choose_release_instance
             with KVHandover(self._releases, choose, prepared, pair) as handover:
                 if stages.at_once(pair):
-                    decode = await stages.choose_decode(prepared, pair.decode, pair)
+                    decode = pair.decode or await stages.choose_decode(prepared, pair)
                     return await stages.prefill_and_decode(handover, decode)
                 await stages.prefill(handover)
-                decode = await stages.choose_decode(prepared, pair.decode, pair)
+                decode = pair.decode or await stages.choose_decode(prepared, pair)
                 return await stages.decode(prepared, decode, handover)
         except ProxyError as error:
             return FailedAttempt(

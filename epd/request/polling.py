@@ -107,11 +107,7 @@ def probe_periodically(
 ) -> AbstractAsyncContextManager[None]:
     """Probe instances in the background when they are due, until the context exits.
 
-    Args:
-        table: instance table; receives the results.
-        upstream: client for the probes.
-        live: configuration with the timeout of a probe.
-        background: runner of the task. An unexpected exception counts as a failed probe.
+    An unexpected exception counts as a failed probe.
     """
 
     async def probe(instance: Instance) -> bool | None:
@@ -141,12 +137,7 @@ def poll_load(
 ) -> AbstractAsyncContextManager[None]:
     """Ask for load in the background, every `load_interval_s`, until the context exits.
 
-    Args:
-        table: instance table; receives the reports.
-        upstream: client for the requests.
-        live: configuration with the interval, the timeout and the roles.
-        background: runner of the task.
-        compared: returns whether loads of different roles are compared.
+    `compared` returns whether loads of different roles are compared.
     """
 
     def due_instances() -> list[Instance]:
@@ -155,8 +146,9 @@ def poll_load(
         roles = _roles(config, every=every) if interval_s else ()
         return table.reports_due(roles, interval_s, single=every)
 
-    def ask_load(instance: Instance) -> Awaitable[Report | None]:
-        return _ask(instance, upstream, live.current.health_timeout_s)
+    async def ask_load(instance: Instance) -> Report | None:
+        page = await _page(instance, upstream, live.current.health_timeout_s)
+        return None if page is None else read_report(page)
 
     def record_report(instance: Instance, report: Report | None) -> None:
         table.record_report(instance, report, live.current.load_interval_s or TICK_S)
@@ -164,9 +156,8 @@ def poll_load(
     def tick_s() -> float:
         return min(live.current.load_interval_s / 8 or TICK_S, TICK_S)
 
-    return Polling(
-        Question("reports", due_instances, ask_load, None, record_report, tick_s), background
-    ).run_polling()
+    question = Question("reports", due_instances, ask_load, None, record_report, tick_s)
+    return Polling(question, background).run_polling()
 
 
 def asking_namespaces(
@@ -175,12 +166,6 @@ def asking_namespaces(
     """Ask instances for their namespaces in the background, until the context exits.
 
     With `load_interval_s` 0, or without a store, no instance is asked.
-
-    Args:
-        namespaces: receives the answers.
-        upstream: client for the requests.
-        live: configuration with the interval and the timeout.
-        background: runner of the task.
     """
 
     def due_instances() -> list[Instance]:
@@ -216,12 +201,6 @@ def _roles(config: RouteSettings, *, every: bool) -> list[Role]:
         for role, name in balances.items()
         if every or name != "round_robin" or role in CONSUMERS
     ]
-
-
-async def _ask(instance: Instance, upstream: Upstream, timeout_s: float) -> Report | None:
-    """Return the instance's report; None if it has none."""
-    page = await _page(instance, upstream, timeout_s)
-    return None if page is None else read_report(page)
 
 
 async def _page(instance: Instance, upstream: Upstream, timeout_s: float) -> bytes | None:

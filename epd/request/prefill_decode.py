@@ -32,10 +32,7 @@ seconds."""
 class DecodeAnswer:
     """Decode's answer, as `Stages.decode` opened it. It must be closed, or used as a context.
 
-    Args:
-        opened: the answer.
-        using: the request's place at its instance, already begun.
-        ended: callback for the end of the answer, with its error or None.
+    The request at its instance, `_using`, has begun. `_ended` gets the answer's error, or None.
     """
 
     _opened: Opened
@@ -83,8 +80,7 @@ class PrefillDecodeStages:
         Raises:
             NoInstance: no instance is available.
         """
-        attempt, context = prepared.stage_input.attempt, prepared.stage_input.context
-        await self._readbacks.begin_turn(context)
+        await self._readbacks.begin_turn(prepared.stage_input.context)
         if self._needs_prefill(prepared):
             prefix = prepared.prefill_prefix
             return EarlyTargets(
@@ -92,10 +88,9 @@ class PrefillDecodeStages:
             )
         if not self._table.has(Role.PREFILL_DECODE):
             return EarlyTargets()  # a decode instance loads no outputs, and is chosen later
-        prefix = prepared.decode_prefix
-        decode = await self._decoders.pick_instance(attempt, context, prefix=prefix)
+        decode = await self.choose_decode(prepared)
         if decode.role in CONSUMERS:
-            return EarlyTargets(self._table.reserve_place(decode, prefix=prefix))
+            return EarlyTargets(self._table.reserve_place(decode, prefix=prepared.decode_prefix))
         return EarlyTargets(decode=decode)  # keep the choice: a picker is called only once
 
     async def choose_prefill(
@@ -103,20 +98,15 @@ class PrefillDecodeStages:
     ) -> Reservation | None:
         """Return a place at the prefill instance; None if decode serves the request alone.
 
-        Args:
-            prepared: the request.
-            targets: instances that were chosen before the encode.
-
         Raises:
             NoInstance: no instance is available.
         """
         await self._readbacks.begin_turn(prepared.stage_input.context)
         if not self._needs_prefill(prepared):
             return None
-        instance, rank = targets.consumer, targets.consumer_rank
-        if instance is None:
-            instance = self._prefill_instance(prepared)
-        return self._table.reserve_place(instance, rank, prefix=prepared.prefill_prefix)
+        instance = targets.consumer or self._prefill_instance(prepared)
+        rank, prefix = targets.consumer_rank, prepared.prefill_prefix
+        return self._table.reserve_place(instance, rank, prefix=prefix)
 
     async def make_pair(self, prepared: PreparedRequest, place: Reservation) -> Pair:
         """Collect what prefill and decode need to know of each other.
@@ -133,28 +123,17 @@ class PrefillDecodeStages:
             raise self._counted(error, prefill, prepared) from error.__cause__
         pair = Pair(request_id, prefill, place.rank, earlier=earlier)
         if attempt.course.decode_choice == "early" or self._transfer.eager:
-            pair = pair._replace(
-                decode=await self._decoders.pick_instance(
-                    attempt, context, prefill, prefix=prepared.decode_prefix
-                )
-            )
+            pair = pair._replace(decode=await self.choose_decode(prepared, pair))
         return pair._replace(peer=await self._peers.params_for(pair))
 
-    async def choose_decode(
-        self, prepared: PreparedRequest, chosen: Instance | None, pair: Pair | None = None
-    ) -> Instance:
-        """Return the decode instance.
-
-        Args:
-            prepared: the request.
-            chosen: the instance, if it was chosen in an earlier step.
-            pair: the prefill; None if decode prefills the request.
+    async def choose_decode(self, prepared: PreparedRequest, pair: Pair | None = None) -> Instance:
+        """Choose the decode instance. Without a pair, it prefills the request.
 
         Raises:
             ProxyError: no instance is available, or the choice failed.
         """
         attempt, context = prepared.stage_input.attempt, prepared.stage_input.context
-        return chosen or await self._decoders.pick_instance(
+        return await self._decoders.pick_instance(
             attempt, context, pair and pair.prefill, prefix=prepared.decode_prefix
         )
 
@@ -181,13 +160,7 @@ class PrefillDecodeStages:
         *,
         rank: int | None = None,
     ) -> DecodeAnswer:
-        """Return decode's answer, opened.
-
-        Args:
-            prepared: the request.
-            instance: the decode instance.
-            handover: KV blocks that decode reads; None if it prefills the request.
-            rank: data-parallel rank of the request, if it was chosen early.
+        """Return decode's answer, opened. Without a handover, decode prefills the request.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
@@ -254,13 +227,12 @@ class PrefillDecodeStages:
         attempt, context = prepared.stage_input.attempt, prepared.stage_input.context
         url = attempt.course.prefill_url
         if url is None:
-            prefers = None if context.turn is None else context.turn.prefers_prefill
             return self._prefills.best_instance(
                 attempt.avoided_prefills,
                 balance=context.config.prefill_balance,
                 session=context.session,
                 prefix=prepared.prefill_prefix,
-                prefer=prefers,
+                prefer=None if context.turn is None else context.turn.prefers_prefill,
             )
         if (local := self._table.find_instance(url, Role.PREFILL)) is None:
             raise NoInstance(
@@ -278,11 +250,10 @@ class PrefillDecodeStages:
     async def _prefilled(self, handover: KVHandover) -> Prefilled:
         prepared, pair = handover.prepared, handover.pair
         context = prepared.stage_input.context
-        reads_back = pair.earlier is not None
         try:
             with self._table.track_request(
                 pair.prefill,
-                alone=prepared.blames_instance("prefill", loads_blocks=reads_back),
+                alone=prepared.blames_instance("prefill", loads_blocks=pair.earlier is not None),
                 rank=pair.prefill_rank,
                 prefix=prepared.prefill_prefix,
                 work=prepared.work,
@@ -294,12 +265,10 @@ class PrefillDecodeStages:
         except ProxyError as error:
             if not error.rejects_request:
                 self._peers.forget_instance(pair.prefill)
-            if pair.earlier is not None:
-                self._readbacks.record_result(pair, pair.earlier, error)
+            self._readbacks.record_result(pair, error)
             raise self._counted(error, pair.prefill, prepared) from error.__cause__
         self._peers.learn_facts(pair, prefilled.replied)
-        if pair.earlier is not None:
-            self._readbacks.record_result(pair, pair.earlier)
+        self._readbacks.record_result(pair)
         return prefilled
 
     def _counted(
@@ -315,17 +284,14 @@ class PrefillDecodeStages:
         self, instance: Instance, prepared: PreparedRequest
     ) -> Callable[[BaseException | None], None]:
         """Return a callback for the end of an opened answer, without a reference to the request."""
-        watched, encoded_here = (
-            prepared.stage_input.context.watched,
-            prepared.encodings.local_identities,
-        )
+        watched = prepared.stage_input.context.watched
+        encoded_here = prepared.encodings.local_identities
 
         def record_result(error: BaseException | None) -> None:
+            if error is None and watched.engine_died:
+                error = UpstreamDied("the engine died in its stream", stage="decode")
             if isinstance(error, UpstreamDied):
                 self._fatal.after(error, instance, watched, encoded_here)
-            elif error is None and watched.engine_died:
-                died = UpstreamDied("the engine died in its stream", stage="decode")
-                self._fatal.after(died, instance, watched, encoded_here)
             elif error is None:
                 self._fatal.record_survival(watched, encoded_here)
 

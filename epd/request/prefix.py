@@ -65,9 +65,7 @@ FEWEST = 2
 def request_prefix(stage_input: StageInput, encoded: Sequence[EncodedItem] = ()) -> Prefix:
     """Return the prompt of a request; `NO_PREFIX` if no instance is chosen by its content.
 
-    Args:
-        stage_input: the attempt.
-        encoded: encoder outputs of the items; empty before the encode.
+    `encoded` is empty before the encode.
     """
     request, context = stage_input.request, stage_input.context
     balances = context.config.prefill_balance, context.config.decode_balance
@@ -75,12 +73,10 @@ def request_prefix(stage_input: StageInput, encoded: Sequence[EncodedItem] = ())
         return NO_PREFIX
     media: dict[Path, tuple[str, int]] = {}
     if encoded:
-        for encoded_item in encoded:
-            tokens = (
-                media_tokens(encoded_item.encoded.metadata)
-                or TYPICAL_TOKENS[encoded_item.item.modality]
-            )
-            media[encoded_item.item.path] = encoded_item.item.identity, tokens
+        for known in encoded:
+            item = known.item
+            tokens = media_tokens(known.encoded.metadata) or TYPICAL_TOKENS[item.modality]
+            media[item.path] = item.identity, tokens
     else:
         for item in request.media_items:
             media[item.path] = item.identity, TYPICAL_TOKENS[item.modality]
@@ -101,22 +97,14 @@ def marked_prompt(consumed: Consumed, prefix: Prefix) -> Consumed:
 
 
 class Chain:
-    """The chain of a prompt, in the making.
+    """The chain of a request: digests, and the estimated tokens up to the end of each.
 
-    Attributes:
-        links: digests.
-        ends: estimated tokens up to the end of each link.
+    `media` has the key and the tokens of each media item, by its place.
     """
 
     __slots__ = ("_bytes", "_digest", "_media", "_media_tokens", "ends", "links")
 
     def __init__(self, body: Body, media: Mapping[Path, tuple[str, int]]) -> None:
-        """Make the chain of a request.
-
-        Args:
-            body: the request.
-            media: key and tokens of each media item, by its place.
-        """
         self.links: list[int] = []
         self.ends: list[int] = []
         self._media = media
@@ -130,10 +118,7 @@ class Chain:
     def _add(self, value: Any, path: Path, depth: int) -> None:
         """Add a text, a message, a part, a list of them, or token ids.
 
-        Args:
-            value: the value.
-            path: its place, if the request has media.
-            depth: number of steps of its place.
+        `path` is its place, which is kept only for requests with media; `depth` the place's length.
         """
         if isinstance(value, str):
             self._add_text(value.encode(), depth)
@@ -175,14 +160,16 @@ class Chain:
     def _add_media(self, key: str, tokens: int, depth: int) -> None:
         self._digest = xxh3_64_intdigest(key.encode(), self._digest ^ depth ^ MEDIA)
         self._media_tokens += tokens
-        self._add_link()
+        if len(self.links) < MAX_LINKS:
+            self.links.append(self._digest)
+            self.ends.append(self._bytes // BYTES_PER_TOKEN + self._media_tokens)
 
     def _add_text(self, text: bytes | memoryview, depth: int) -> None:
         """Add a text, in pieces if it is long."""
         if len(text) <= PIECE_BYTES:
             self._digest = xxh3_64_intdigest(text, self._digest ^ depth)
             self._bytes += len(text)
-            if len(self.links) < MAX_LINKS:  # as in `_add_link`: a call costs as much as a digest
+            if len(self.links) < MAX_LINKS:  # as in `_add_media`: a call costs as much as a digest
                 self.links.append(self._digest)
                 self.ends.append(self._bytes // BYTES_PER_TOKEN + self._media_tokens)
             return
@@ -192,8 +179,3 @@ class Chain:
                 return
             self._add_text(view[start : start + PIECE_BYTES], depth)
             depth |= LATER
-
-    def _add_link(self) -> None:
-        if len(self.links) < MAX_LINKS:
-            self.links.append(self._digest)
-            self.ends.append(self._bytes // BYTES_PER_TOKEN + self._media_tokens)

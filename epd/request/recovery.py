@@ -37,10 +37,8 @@ Instances that repeat fetches themselves take longer (`VLLM_MEDIA_FETCH_MAX_RETR
 def retry_delay_s(error: ProxyError, *, others: bool, patience_s: float = 0.0) -> float | None:
     """Return the delay before the next request after this error; None for no further request.
 
-    Args:
-        error: error of the last request.
-        others: whether there is an instance that has not been tried.
-        patience_s: longest `Retry-After` of the only instance for which the proxy waits.
+    `others` is whether there is an untried instance. If there is none, the proxy waits for a
+    `Retry-After` of at most `patience_s` seconds.
     """
     if not error.retryable:
         return None
@@ -52,12 +50,7 @@ def retry_delay_s(error: ProxyError, *, others: bool, patience_s: float = 0.0) -
 
 
 class Encodings(NamedTuple):
-    """Encoder outputs of a request's items.
-
-    Attributes:
-        encoded_items: one output for each item.
-        namespace: namespace of the consuming instance, if known.
-    """
+    """One encoder output for each item of a request, and the consumer's namespace, if known."""
 
     encoded_items: Sequence[EncodedItem] = ()
     namespace: str | None = None
@@ -79,7 +72,6 @@ class Attempt(NamedTuple):
     """How a request is sent once. `next_attempt` derives the next one.
 
     Attributes:
-        course: stages of the request.
         facts: facts by which the policies decided the course.
         avoided_prefills: prefill instances to which any other is preferred: they were chosen
             before, and may be at fault.
@@ -113,8 +105,6 @@ class FailedAttempt(NamedTuple):
     """Failure of an attempt, with the results of the steps before.
 
     Attributes:
-        attempt: the plan.
-        error: error of the step that failed.
         encodings: encoder outputs of the items; None if a step up to the encode failed.
         depends: whether the request fails if an encoder output is missing (`Consumed.depends`).
         bare: number of items that were sent without their media.
@@ -145,7 +135,6 @@ class RecoveryState(NamedTuple):
     """Failed attempt, and the remaining options.
 
     Attributes:
-        failed: the attempt and its error.
         other_prefills: whether there is a prefill instance that has not had the request.
         other_decodes: whether there is such a decode instance.
         may_prefill_locally: whether decode may do prefill's work (`--on-prefill-failure local`).
@@ -198,14 +187,7 @@ class RecoveryState(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Row of the table for requests.
-
-    Attributes:
-        condition: description of the failure.
-        follows: description of the next step.
-        applies: predicate of the row.
-        attempt: function that makes the next attempt.
-    """
+    """Row of the table for requests. `condition` and `follows` are its text in the document."""
 
     condition: str
     follows: str
@@ -244,8 +226,7 @@ def _prefill_again(failure: RecoveryState) -> bool:
 
 
 def _prefill_locally(failure: RecoveryState) -> bool:
-    possible = failure.may_prefill_locally and failure.error.retryable
-    return failure.failed_at("prefill") and possible
+    return failure.failed_at("prefill") and failure.may_prefill_locally and failure.error.retryable
 
 
 def _may_decode_again(failure: RecoveryState) -> bool:
@@ -255,8 +236,7 @@ def _may_decode_again(failure: RecoveryState) -> bool:
 
 def _blocks_lost(failure: RecoveryState) -> bool:
     # As with vLLM's `kv_load_failure_policy` "fail".
-    lost = failure.error.engine_failed and failure.failed.prefilled
-    return _may_decode_again(failure) and lost
+    return _may_decode_again(failure) and failure.error.engine_failed and failure.failed.prefilled
 
 
 def _decode_again(failure: RecoveryState) -> bool:
@@ -379,7 +359,6 @@ class EncodeFailure(NamedTuple):
     """Failed encode of an item.
 
     Attributes:
-        error: error of the last try.
         tries: number of instances that received the item.
         elapsed_s: seconds since the first try.
         others: whether there is an instance that has not had the item.
@@ -404,17 +383,12 @@ class EncodeRule(NamedTuple):
     delay_s: Callable[[EncodeFailure], float | None]
 
 
-def _fetched_again(failure: EncodeFailure) -> float | None:
-    soon = failure.tries == 1 and failure.elapsed_s < FETCH_AGAIN_S
-    return 0.0 if soon else None
-
-
 ENCODE_RULES = (
     EncodeRule(
         "the instance could not fetch the item's URL",
         f"one more instance if the fetch failed within {FETCH_AGAIN_S:.0f} s, else the error",
         lambda failure: isinstance(failure.error, MediaFetchFailed),
-        _fetched_again,
+        lambda failure: 0.0 if failure.tries == 1 and failure.elapsed_s < FETCH_AGAIN_S else None,
     ),
     EncodeRule(
         "the only instance died while it had the item",

@@ -40,12 +40,11 @@ class EarlyTargets(NamedTuple):
 
     @property
     def consumer(self) -> Instance | None:
-        """The instance that consumes the outputs, if it was chosen early."""
         return None if self.consumer_place is None else self.consumer_place.instance
 
     @property
     def consumer_rank(self) -> int | None:
-        """Data-parallel rank of the request at that instance, if the proxy names one."""
+        """Data-parallel rank of the request at the consumer, if the proxy names one."""
         return None if self.consumer_place is None else self.consumer_place.rank
 
 
@@ -53,12 +52,7 @@ NO_TARGETS = EarlyTargets()
 
 
 class KeyedRequest(NamedTuple):
-    """Request, and its media items with their keys.
-
-    Attributes:
-        body: the client's request, with the media that the proxy fetched.
-        media_items: its items, in order.
-    """
+    """Client's request with the media that the proxy fetched, and its items in order, with keys."""
 
     body: Body
     media_items: Sequence[MMItem] = ()
@@ -78,8 +72,6 @@ class PreparedRequest(NamedTuple):
     Early choices of instances use one without encoder outputs.
 
     Attributes:
-        stage_input: the attempt.
-        encodings: encoder outputs of the items.
         consumed: body for prefill and decode.
         prefix: content of the prompt, if instances are chosen by it.
         work: predicted work of the instance that prefills.
@@ -93,13 +85,11 @@ class PreparedRequest(NamedTuple):
 
     @property
     def prefill_prefix(self) -> Prefix:
-        """Content of the prompt, if the prefill instance is chosen by it."""
         chosen = self.stage_input.context.config.prefill_balance == "content"
         return self.prefix if chosen else NO_PREFIX
 
     @property
     def decode_prefix(self) -> Prefix:
-        """Content of the prompt, if the decode instance is chosen by it."""
         chosen = self.stage_input.context.config.decode_balance == "content"
         return self.prefix if chosen else NO_PREFIX
 
@@ -120,8 +110,6 @@ class OutputKey(NamedTuple):
     """Identity of an encoder output before an engine has made it.
 
     Attributes:
-        model: served name of the model.
-        content_key: key of the item.
         named: whether engines receive the key as the item's name; else they name it by a hash.
         kwargs: processor arguments that the content depends on, as JSON.
     """
@@ -176,9 +164,6 @@ class EncodeJob(NamedTuple):
     """Items of one request, each of which needs an encoder output.
 
     Attributes:
-        request: the request.
-        context: context of the request.
-        course: its stages.
         consumer_place: place at the instance that receives the outputs, if it was chosen early.
         namespace: namespace of the consumer, if known.
         reencode: whether to ignore stored outputs, because a consumer could not load them.
@@ -226,11 +211,9 @@ class Identifiers:
         if known is not None:
             self._learned.move_to_end(output)
             return known
-        return (
-            self._prefixes.get(output.model, "") + output.content_key
-            if output.is_verbatim
-            else None
-        )
+        if not output.is_verbatim:
+            return None
+        return self._prefixes.get(output.model, "") + output.content_key
 
     def learn_identifier(self, output: OutputKey, identifier: str) -> None:
         """Remember the engine's name of an output."""

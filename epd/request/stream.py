@@ -32,14 +32,10 @@ class StreamRelay:
         transport: asyncio.WriteTransport,
         context: RequestContext,
     ) -> None:
-        """Relay `reply` to `stream`, which is prepared.
+        """Relay `reply`, decode's answer, to `stream`, which is prepared.
 
-        Args:
-            reply: answer of decode.
-            stream: response to the client.
-            transport: connection of the client.
-            context: context of the request, with the grammar of its stream. It records the first
-                event and the gaps between events. A conversation turn filters the events.
+        The context records the first event and the gaps between events. A conversation turn filters
+        the events.
         """
         self._reply = reply
         self._stream = stream
@@ -78,7 +74,8 @@ class StreamRelay:
 
     async def _relay(self, idle_s: float) -> bool:
         """Relay some events. Return whether the stream has ended."""
-        if self._client_takes():
+        transport = self._transport
+        if transport.get_write_buffer_size() <= UNTAKEN_BYTES and not transport.is_closing():
             ended = await self._reply.pour_body(self._write, idle_s)
         elif chunk := await self._reply.chunk(idle_s):
             ended = False
@@ -101,12 +98,6 @@ class StreamRelay:
             transport.get_write_buffer_size() <= UNTAKEN_BYTES
             and not self._aligner.ended
             and self._failure is None
-        )
-
-    def _client_takes(self) -> bool:
-        return (
-            self._transport.get_write_buffer_size() <= UNTAKEN_BYTES
-            and not self._transport.is_closing()
         )
 
     def _aligned(self, chunk: bytes) -> bytes:

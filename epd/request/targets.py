@@ -8,6 +8,7 @@ picker is an HTTP service. The proxy sends it `{"model", "request_id", "endpoint
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import orjson
@@ -39,22 +40,19 @@ Coordinate = Callable[[ConfigFields, Facts], tuple[str, Course] | None]
 """Returns the deciding policy and the course of a request; None if no policy decides."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Courses:
     """Choice of the stages that serve a request, by the coordination policies."""
 
-    def __init__(self, table: InstanceTable, coordinate: Coordinate) -> None:
-        self._table = table
-        self._coordinate = coordinate
+    _table: InstanceTable
+    _coordinate: Coordinate
 
     def choose_course(
         self, body: Body, item_count: int, context: RequestContext
     ) -> tuple[Facts, Course]:
         """Return the facts of a request, and the course that the policies decide by them.
 
-        Args:
-            body: the client's request.
-            item_count: number of its media items.
-            context: context of the request; the policy's name is recorded in it.
+        The deciding policy is recorded in the context.
 
         Raises:
             NoInstance: no policy applies to the request.
@@ -75,11 +73,11 @@ class Courses:
         raise NoInstance("no policy decides where this request runs", slug="no_policy")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Picker:
     """Client of the configured endpoint picker."""
 
-    def __init__(self, upstream: Upstream) -> None:
-        self._upstream = upstream
+    _upstream: Upstream
 
     async def ask_picker(
         self,
@@ -91,12 +89,8 @@ class Picker:
     ) -> str:
         """Return the picker's choice: the base URL of an instance, or its `host:port`.
 
-        Args:
-            facts: facts of the request.
-            context: context of the request. The picker receives none of the client's headers.
-            prefill: the instance of its prefill; None without prefill.
-            candidates: decode instances among which the proxy would choose.
-            tried: decode instances that have failed.
+        `candidates` are the decode instances among which the proxy would choose; the `tried` ones
+        have failed. The picker receives none of the client's headers.
 
         Raises:
             ProxyError: the picker failed, or its answer names no instance.
@@ -119,8 +113,14 @@ class Picker:
                 body=(orjson.dumps(question),),
                 timeout_s=context.config.decode_picker_timeout_s,
             )
-        except (UpstreamFailed, UpstreamTimeout) as error:  # their messages name an instance
-            raise _picker_failed(f"the endpoint picker{_picker_fault(error)}") from error
+        # The messages of these errors name an instance.
+        except UpstreamTimeout as error:
+            raise _picker_failed("the endpoint picker did not answer in time") from error
+        except UpstreamUnreachable as error:
+            raise _picker_failed("the endpoint picker is unreachable") from error
+        except UpstreamFailed as error:
+            fault = "was cut off, is too large or has an unsupported encoding"
+            raise _picker_failed(f"the endpoint picker's answer {fault}") from error
         if not answer.ok:
             raise _picker_failed(f"it answered {answer.status}")
         try:
@@ -131,14 +131,6 @@ class Picker:
                     raise _picker_failed("its answer has no url")
         except orjson.JSONDecodeError:
             raise _picker_failed("its answer is not JSON") from None
-
-
-def _picker_fault(error: ProxyError) -> str:
-    if isinstance(error, UpstreamTimeout):
-        return " did not answer in time"
-    if isinstance(error, UpstreamUnreachable):
-        return " is unreachable"
-    return "'s answer was cut off, is too large or has an unsupported encoding"
 
 
 def _picker_failed(reason: str) -> ProxyError:
@@ -187,12 +179,6 @@ class Decoders:
     ) -> Instance:
         """Return the decode instance, if possible one that has not been tried.
 
-        Args:
-            attempt: the current attempt of the request.
-            context: context of the request.
-            prefill: the instance of its prefill; None without prefill.
-            prefix: content of its prompt, if the instance is chosen by it.
-
         Raises:
             NoInstance: there is no decode instance.
             ProxyError: see `resolve_header`.
@@ -202,13 +188,12 @@ class Decoders:
             named = self._asked_for(context)
         elif attempt.course.decode_from == "picker":
             named = await self._picked(attempt, context, prefill)
-        prefers = None if context.turn is None else context.turn.prefers_decode
         return named or self._choice.best_instance(
             attempt.avoided_decodes,
             balance=context.config.decode_balance,
             session=context.session,
             prefix=prefix,
-            prefer=prefers,
+            prefer=None if context.turn is None else context.turn.prefers_decode,
         )
 
     def has_untried(self, course: Course, tried: Collection[Instance]) -> bool:
@@ -285,11 +270,7 @@ class Decoders:
         )
 
     def _at(self, named: str, hosts: Sequence[str]) -> Instance | None:
-        """Return the decode instance at an address; None if it is not allowed.
-
-        Args:
-            named: `host:port`, or a URL.
-            hosts: hosts of `--decode-hosts`.
+        """Return the decode instance at `host:port` or a URL; None if it is not allowed.
 
         Raises:
             ValueError: `named` is neither.

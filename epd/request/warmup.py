@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from ec_store.entry import EntryInfo
@@ -23,7 +24,6 @@ POLL_S = 0.02
 
 MAX_NAME = 64
 """Maximum length of an unknown field's name in an error, in characters."""
-
 
 Encode = Callable[[Body, RequestContext], Awaitable[Sequence[EncodedItem]]]
 """`Pipeline.encode`."""
@@ -50,19 +50,17 @@ class MediaPage(TypedDict):
     data: list[MediaShown]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Warmup:
     """Warm-up that encodes media before the request that uses them."""
 
-    def __init__(self, encode: Encode, cache: EncoderCache | None) -> None:
-        self._encode = encode
-        self._cache = cache
+    _encode: Encode
+    _cache: EncoderCache | None
 
     async def push(self, body: Body, context: RequestContext) -> MediaPage:
         """Return the answer to `POST /v1/media`, once all items are stored.
 
-        Args:
-            body: the request, as `parse` returns it.
-            context: context of the request.
+        The body is the request, as `parse` returns it.
 
         Raises:
             BadRequest: a part is invalid.
@@ -77,14 +75,7 @@ class Warmup:
             param = error.param and error.param.removeprefix("messages[0].")
             raise error.at_param(param) from error.__cause__
         found = await self._stored(self._cache, body.get("model"), encoded)
-        data = [
-            _described(
-                encoded_item,
-                metadata_uuid(encoded_item, body),
-                found[str(encoded_item.encoded.identifier)],
-            )
-            for encoded_item in encoded
-        ]
+        data = [_described(encoded_item, body, found) for encoded_item in encoded]
         return {"object": "list", "data": data}
 
     async def _stored(
@@ -123,7 +114,7 @@ def parse(raw: bytes | bytearray) -> Body:
         name = unknown[0][:MAX_NAME]
         raise BadRequest("the body has a field that this route does not accept", param=name)
     check_model(asked)
-    content = asked.get("content")
+    content = asked.pop("content", None)
     if not isinstance(content, list) or not content:
         raise BadRequest("content must be a list of media parts", param="content")
     for position, part in enumerate(content):
@@ -133,11 +124,11 @@ def parse(raw: bytes | bytearray) -> Body:
                 f"content parts must be of the types {', '.join(MODALITY)}",
                 param=f"content[{position}]",
             )
-    fields = {name: value for name, value in asked.items() if name != "content"}
-    return {**fields, "messages": [{"role": "user", "content": content}]}
+    return {**asked, "messages": [{"role": "user", "content": content}]}
 
 
-def _described(encoded_item: EncodedItem, key: str | None, info: EntryInfo) -> MediaShown:
+def _described(encoded_item: EncodedItem, body: Body, found: Mapping[str, EntryInfo]) -> MediaShown:
+    key, info = metadata_uuid(encoded_item, body), found[str(encoded_item.encoded.identifier)]
     return {
         "object": "media",
         "modality": encoded_item.item.modality,
