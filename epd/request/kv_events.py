@@ -255,7 +255,10 @@ class Subscription:
         self.socket.set(zmq.RECONNECT_IVL_MAX, 5_000)
         self.socket.subscribe(b"")
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.socket.connect(source.endpoint)
+        try:
+            self.socket.connect(source.endpoint)
+        except zmq.ZMQError:  # no address for ZeroMQ; the other engines are followed
+            self.feed.record_fault("disconnected")
 
     def read_messages(self) -> None:
         """Read what has arrived, at most `MAX_MESSAGES`."""
@@ -279,15 +282,16 @@ def _replayed(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int
 ) -> Iterator[tuple[int, bytes]]:
     """Ask an engine for its batches from a number on; it answers to a `ROUTER` socket."""
-    if not endpoint:
-        return
     until_s = time.monotonic() + REPLAY_S
     with context.socket(zmq.DEALER) as socket:
         socket.set(zmq.IPV6, 1)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.RCVHWM, 0)
         socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        socket.connect(endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError:  # no address, or none for ZeroMQ
+            return
         socket.send_multipart([b"", first.to_bytes(8, "big")])
         while socket.poll(max(0, int(1000 * (until_s - time.monotonic())))):
             match socket.recv_multipart():

@@ -1,5 +1,6 @@
 """KV events of fake instances, over real ZeroMQ sockets: what the proxy knows of their caches."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -212,6 +213,21 @@ async def test_lost_events_are_read_again_from_an_engine_that_has_them(launch: L
         assert await figures(fleet, "epd_kv_event_faults_total") == 0
         assert await figures(fleet, "epd_kv_events_total", event="removed") == 1
         assert (await shown(fleet)) == {one.instance.url: "precise"}
+
+
+async def test_an_address_that_zeromq_refuses_costs_only_its_instance(launch: Launch) -> None:
+    async def counted(name: str, url: str) -> None:
+        async with asyncio.timeout(20):
+            while not await figures(fleet, name, instance=url):  # noqa: ASYNC110 - a scrape
+                await asyncio.sleep(0.02)
+
+    async with following(launch, count=1) as (fleet, [good]):
+        address = "tcp://-h:5557?replay=5558"
+        async with taking_part(fleet, Role.PREFILL_DECODE, kv_events=address) as bad:
+            await counted("epd_kv_event_faults_total", bad.url)
+            good.publisher.publish(stored([7]))
+            await counted("epd_kv_events_total", good.instance.url)
+        assert await figures(fleet, "epd_background_failures_total", task="kv_events") == 0
 
 
 async def test_a_removed_instance_is_not_followed(launch: Launch) -> None:
