@@ -186,7 +186,7 @@ class Region:
         if views:
             with self._lock:
                 self._number += 1
-                self._sent.append((self._number, views))
+                self._sent.append((self._number, tuple(views)))
         self._release()
 
     def shared_region(self) -> SharedRegion:

@@ -62,11 +62,12 @@ class HostCopies:
         if tensor.device.type == "cpu":
             contiguous: HostTensor = tensor.contiguous
             return contiguous
+        ready = torch.Event(tensor.device)
+        ready.record(torch.accelerator.current_stream(tensor.device))
+        # Taken last: if the event failed, the place would stay taken.
         offset = self._slots.take_slot(tensor.nbytes)
         if offset is None and tensor.nbytes <= self._slots.size_bytes:
             return None
-        ready = torch.Event(tensor.device)
-        ready.record(torch.accelerator.current_stream(tensor.device))
         copied: Future[torch.Tensor] = Future()
         self._jobs.put(_Job(tensor, ready, offset, copied))
         if self._thread is None:

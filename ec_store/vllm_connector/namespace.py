@@ -210,12 +210,12 @@ def _weights(model: Any, load: Any) -> Weights | _NamedWeights:
     source = model.model_weights or model.model
     if load.load_format == "dummy":  # equal for all engines of one configuration
         return _NamedWeights("")
-    reason: object = "they are not in files on this machine"
+    reason = "they are not in files on this machine"
     try:
         if files := weight_files(model, load):
             return fingerprint(files)
     except Exception as error:  # noqa: BLE001 - raised by a hub's library or a loader; logged
-        reason = error
+        reason = f"{error}"
     logger.warning(
         "the weights of %s could not be compared: %s. Engines share encoder outputs where this "
         "name, the revision and the configuration are equal. Raise the option generation when "
