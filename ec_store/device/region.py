@@ -212,7 +212,7 @@ class RegionReader:
     """Shared memory, mapped in a worker."""
 
     def __init__(self, handle: Handle, reader: int) -> None:
-        """Map the memory as the worker of this index, and register it with CUDA.
+        """Map the memory as the worker of this index, from 0, and register it with CUDA.
 
         Raises:
             OSError: the memory cannot be mapped: it is on another machine, of another user, or

@@ -212,7 +212,7 @@ class Loader:
             self._mapping.start()
 
     def load(self, raw: torch.Tensor | Place, dtype: str, shape: Iterable[int]) -> torch.Tensor:
-        """Return an entry as a tensor on the device, as `to_device`.
+        """Return an entry on the device, as `to_device`; `raw` may be a place in the shared memory.
 
         Raises:
             RuntimeError: the device failed, or this worker has not mapped the shared memory.

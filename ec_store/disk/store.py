@@ -42,7 +42,7 @@ class SharedDiskStore(Store):
     """Store of entries as files, each named by the digest of its key."""
 
     def __init__(self, config: DiskConfig, *, create: bool = True) -> None:
-        """Create the store; its first use opens the directory."""
+        """Create the store; its first use opens the directory. `create` is as in `DiskOpening`."""
         self._config = config
         self._create = create
         self.counts = Counts()

@@ -116,6 +116,10 @@ class _NamedWeights(NamedTuple):
 def namespace_of(vllm_config: Any, generation: int) -> str:
     """Return the namespace: equal exactly for engines that may share encoder outputs.
 
+    It covers a sample of the encoder's weights, the encoder's and the processor's configuration,
+    dtype, quantisation, and the formats of outputs and entries. Engines of different generations,
+    numbers that the operator chooses, share nothing.
+
     vLLM creates the workers' connectors before it builds the model, the scheduler's connector
     afterwards, and its metrics last. Nothing that a model class may modify is used here, so that
     all processes of an engine return the same namespace.
