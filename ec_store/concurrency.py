@@ -91,6 +91,8 @@ class DaemonPool:
 
 
 FAILURES = 3
+"""Consecutive failures that open a breaker."""
+
 OPEN_S = 5.0
 """Seconds for which a breaker stays open."""
 
@@ -99,10 +101,10 @@ logger = logging.getLogger("vllm.ec_store")
 
 @dataclass(eq=False)
 class Breaker:
-    """Circuit breaker that opens after `FAILURES` consecutive ones and closes after `OPEN_S`.
+    """Circuit breaker that opens after `FAILURES` consecutive failures and closes after `OPEN_S`.
 
     The first result after that decides: a single failure opens it again. Each time it opens, `warn`
-    gets a message about `name`.
+    gets a message about `name`. `clock` is monotonic, in seconds.
     """
 
     name: str

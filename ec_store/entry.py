@@ -185,7 +185,7 @@ def checksum(payload: memoryview) -> str:
 
 
 def encode_header(key: EntryKey, entry: Entry | EntryInfo, payload_checksum: str) -> bytes:
-    """Return length field and header of an entry's blob; the payload, `entry.data`, follows it.
+    """Return length field and header of an entry's blob; the payload follows it.
 
     The result is deterministic: a valid header equals the one of its own fields. Its length does
     not depend on the checksum.

@@ -186,7 +186,7 @@ class Region:
         if views:
             with self._lock:
                 self._number += 1
-                self._sent.append((self._number, views))
+                self._sent.append((self._number, tuple(views)))
         self._release()
 
     def shared_region(self) -> SharedRegion:
@@ -212,7 +212,7 @@ class RegionReader:
     """Shared memory, mapped in a worker."""
 
     def __init__(self, handle: Handle, reader: int) -> None:
-        """Map the memory as the worker of this index, and register it with CUDA.
+        """Map the memory as the worker of this index, from 0, and register it with CUDA.
 
         Raises:
             OSError: the memory cannot be mapped: it is on another machine, of another user, or

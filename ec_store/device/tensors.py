@@ -62,11 +62,12 @@ class HostCopies:
         if tensor.device.type == "cpu":
             contiguous: HostTensor = tensor.contiguous
             return contiguous
+        ready = torch.Event(tensor.device)
+        ready.record(torch.accelerator.current_stream(tensor.device))
+        # Taken last: if the event failed, the place would stay taken.
         offset = self._slots.take_slot(tensor.nbytes)
         if offset is None and tensor.nbytes <= self._slots.size_bytes:
             return None
-        ready = torch.Event(tensor.device)
-        ready.record(torch.accelerator.current_stream(tensor.device))
         copied: Future[torch.Tensor] = Future()
         self._jobs.put(_Job(tensor, ready, offset, copied))
         if self._thread is None:
@@ -211,7 +212,7 @@ class Loader:
             self._mapping.start()
 
     def load(self, raw: torch.Tensor | Place, dtype: str, shape: Iterable[int]) -> torch.Tensor:
-        """Return an entry as a tensor on the device, as `to_device`.
+        """Return an entry on the device, as `to_device`; `raw` may be a place in the shared memory.
 
         Raises:
             RuntimeError: the device failed, or this worker has not mapped the shared memory.

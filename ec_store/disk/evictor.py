@@ -64,28 +64,19 @@ class Evictor:
         if token is None:
             return None
         try:
-            return self.free_beside(
+            return self._free_timed(
                 tree, excess_bytes, ttl_s, lambda: self._lock.still_held(tree.root, token)
             )
         finally:
             self._lock.release(tree.root, token)
 
-    def free_beside(
-        self, tree: Tree, excess_bytes: int, ttl_s: float, holds: Callable[[], bool] | None = None
-    ) -> Freed:
+    def free_beside(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed:
         """Evict while another process does, for an entry that has to be written.
 
         A writer that frees only the size of its own entry needs no lock. All writers together free
         what they write, and if two remove the same entry, the second gets ENOENT.
-
-        The ledger is corrected only while the lock is held, as `holds` tells: two processes that
-        corrected it at once would both apply the same correction.
         """
-        started_s = time.monotonic()
-        freed = self._free(tree, excess_bytes, ttl_s, holds)
-        if excess_bytes > 0:
-            self._counts.observe("eviction_seconds", time.monotonic() - started_s)
-        return freed
+        return self._free_timed(tree, excess_bytes, ttl_s, None)
 
     def sweep(self, tree: Tree, ttl_s: float, goes_on: Callable[[], bool]) -> None:
         """Read all entries: remove the expired ones, and correct the ledger.
@@ -106,10 +97,24 @@ class Evictor:
         if goes_on():
             self._correct(tree, count)
 
+    def _free_timed(
+        self, tree: Tree, excess: int, ttl_s: float, holds: Callable[[], bool] | None
+    ) -> Freed:
+        """Call `_free`, and observe its duration if room was needed."""
+        started_s = time.monotonic()
+        freed = self._free(tree, excess, ttl_s, holds)
+        if excess > 0:
+            self._counts.observe("eviction_seconds", time.monotonic() - started_s)
+        return freed
+
     def _free(
         self, tree: Tree, excess: int, ttl_s: float, holds: Callable[[], bool] | None
     ) -> Freed:
-        """Evict until `excess` bytes are freed, or no entry can be evicted."""
+        """Evict until `excess` bytes are freed, or no entry can be evicted.
+
+        The ledger is corrected only while the lock is held, as `holds` tells: two processes that
+        corrected it at once would both apply the same correction.
+        """
         freed = fruitless = 0
         while holds is None or holds():
             gone, found, all_seen = self._evict_sample(

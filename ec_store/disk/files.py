@@ -71,8 +71,8 @@ class Folder:
     def check_owner(self, allowed: int) -> None:
         """Check that no other user controls the content of this folder.
 
-        If the permissions that the operator has set allow the group or others to write, another
-        user may own the folder.
+        If the permissions that the operator has set (`allowed`) let the group or others write,
+        another user may own the folder.
 
         Raises:
             PermissionError: another user owns the folder, or may write to it.

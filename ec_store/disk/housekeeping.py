@@ -138,8 +138,9 @@ class Housekeeping:
         over = excess_bytes(used, self.quota_bytes(file_system))
         excess = max(over, file_system.lacking_bytes(0))
         before = self._counts["evictions"]
-        if self._evictor.free_space(tree, excess, self.settings.ttl) is not None:
-            self._clean_if_due(tree)
+        if self._evictor.free_space(tree, excess, self.settings.ttl) is None:
+            return 0
+        self._clean_if_due(tree)
         return self._counts["evictions"] - before
 
     def sweep(self, tree: Tree, every_s: float) -> int:

@@ -67,7 +67,8 @@ class DiskOpening:
     def __init__(self, config: DiskConfig, keeper: Housekeeping, *, create: bool) -> None:
         """Create the object without opening the directory.
 
-        `keeper` gets the settings, and counts the entries of a directory without a ledger.
+        `keeper` gets the settings. `create` allows this store to create a missing directory, to
+        test a write in `probe`, and to count the entries of a directory without a ledger.
         """
         self._defaults = keeper.settings = config.given.override_settings(StoreSettings())
         self.in_memory = False

@@ -42,7 +42,7 @@ class SharedDiskStore(Store):
     """Store of entries as files, each named by the digest of its key."""
 
     def __init__(self, config: DiskConfig, *, create: bool = True) -> None:
-        """Create the store; its first use opens the directory."""
+        """Create the store; its first use opens the directory. `create` is as in `DiskOpening`."""
         self._config = config
         self._create = create
         self.counts = Counts()
@@ -151,12 +151,14 @@ class SharedDiskStore(Store):
         purged = 0
         with self._translate_errors("the namespace could not be purged"):
             tree = self._opening.tree()
-            for row in list_entries(tree):
-                if row.info and row.info.key.namespace == namespace:
-                    purged += self._delete(tree, row.digest)
-            for name, _, its_namespace in valid_registrations(tree.namespaces):
-                if its_namespace == namespace:
-                    tree.namespaces.remove(name)
+            try:
+                for row in list_entries(tree):
+                    if row.info and row.info.key.namespace == namespace:
+                        purged += self._delete(tree, row.digest)
+            finally:
+                for name, _, its_namespace in valid_registrations(tree.namespaces):
+                    if its_namespace == namespace:
+                        tree.namespaces.remove(name)
         return purged
 
     def ls(self) -> Iterator[Listed]:

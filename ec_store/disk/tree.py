@@ -185,6 +185,7 @@ class Tree:
         return (status.st_dev, status.st_ino) == self._identity
 
     def open(self, digest: str) -> int:
+        """Open an entry's file. Raises OSError."""
         folder = self._kept_open(digest[:4])
         try:
             return folder.open(digest, READ)
@@ -196,6 +197,7 @@ class Tree:
         return self._kept_open(digest[:4]).open(digest, READ)
 
     def folder(self, digest: str) -> Folder:
+        """Open the folder of an entry. Raises OSError."""
         return self.entries.folder(digest[:2]).folder(digest[2:4])
 
     def create(self, digest: str, name: str) -> tuple[Folder, int]:
@@ -276,6 +278,7 @@ class Tree:
                 yield from found
 
     def file_system(self) -> FileSystem:
+        """Return the size and the free space of the file system. Raises OSError."""
         status = os.fstatvfs(self.root.fd)
         return FileSystem(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
 

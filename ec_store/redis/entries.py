@@ -166,7 +166,8 @@ class RedisEntries:
         self, digests: Sequence[str], replies: Sequence[bytes]
     ) -> list[EntryInfo | None]:
         """Return the headers' fields in the replies to `info_commands`; None if invalid."""
-        return list(map(info_or_none, digests, self._completed(digests, list(replies))))
+        pairs = zip(digests, self._completed(digests, list(replies)), strict=True)
+        return [info_or_none(digest, head) for digest, head in pairs]
 
     def info_commands(self, digests: Sequence[str]) -> list[Command]:
         """Return the commands that `parse_infos` needs, one for each entry."""

@@ -199,7 +199,7 @@ class Acceptance:
         self._logged: set[str] = set()
 
     def __call__(self, target: ItemTarget, entry: Entry) -> bool:
-        """Run on the thread that fetched the entry."""
+        """Return whether the entry is accepted. Called on the thread that fetched it."""
         return self.accepts_entry(target, entry) and self._finite(entry)
 
     def accepts_entry(self, target: ItemTarget, entry: Entry) -> bool:

@@ -173,6 +173,7 @@ class Consumer:
             self._unavailable.add(request.request_id)
 
     def take_unavailable(self) -> set[str]:
+        """Return requests with an item that can be neither loaded nor encoded, and clear them."""
         taken, self._unavailable = self._unavailable, set()
         return taken
 

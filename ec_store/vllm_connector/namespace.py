@@ -116,6 +116,10 @@ class _NamedWeights(NamedTuple):
 def namespace_of(vllm_config: Any, generation: int) -> str:
     """Return the namespace: equal exactly for engines that may share encoder outputs.
 
+    It covers a sample of the encoder's weights, the encoder's and the processor's configuration,
+    dtype, quantisation, and the formats of outputs and entries. Engines of different generations,
+    numbers that the operator chooses, share nothing.
+
     vLLM creates the workers' connectors before it builds the model, the scheduler's connector
     afterwards, and its metrics last. Nothing that a model class may modify is used here, so that
     all processes of an engine return the same namespace.
@@ -210,12 +214,12 @@ def _weights(model: Any, load: Any) -> Weights | _NamedWeights:
     source = model.model_weights or model.model
     if load.load_format == "dummy":  # equal for all engines of one configuration
         return _NamedWeights("")
-    reason: object = "they are not in files on this machine"
+    reason = "they are not in files on this machine"
     try:
         if files := weight_files(model, load):
             return fingerprint(files)
     except Exception as error:  # noqa: BLE001 - raised by a hub's library or a loader; logged
-        reason = error
+        reason = f"{error}"
     logger.warning(
         "the weights of %s could not be compared: %s. Engines share encoder outputs where this "
         "name, the revision and the configuration are equal. Raise the option generation when "

@@ -120,26 +120,47 @@ def test_an_entry_with_a_stale_handle_is_a_miss_and_not_corrupt(tmp_path: Path) 
         assert store.get(key()) is not None
 
 
+def make_unreadable(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
+    real = os.open
+
+    def open_other(path: str, *args: Any, **kwargs: Any) -> int:
+        if path == name:
+            raise OSError(code, os.strerror(code))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_other)
+
+
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.EMFILE])
 def test_listing_ends_with_the_error_of_an_entry_that_cannot_be_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    real = os.open
-
-    def open_other(path: str, *args: Any, **kwargs: Any) -> int:
-        if path == key("a").digest:
-            raise OSError(code, os.strerror(code))
-        return real(path, *args, **kwargs)
-
     with opened(tmp_path / "store") as store:
         store.put(key("a"), sized(LENGTH))
         store.put(key("b"), sized(LENGTH))
-        monkeypatch.setattr(os, "open", open_other)
+        make_unreadable(monkeypatch, key("a").digest, code)
         for call in (store.ls, store.verify):
             rows = call()
             assert next(rows).digest == key("b").digest
             with pytest.raises(StoreUnavailable):
                 next(rows)
+
+
+def test_purge_removes_what_it_can_before_it_reports_an_unreadable_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "store") as store:
+        store.put(key("a"), sized(LENGTH))
+        store.put(key("b"), sized(LENGTH))
+        store.register_namespace("served", "model")
+        store.register_namespace("another", "other")
+        with monkeypatch.context() as patch:
+            make_unreadable(patch, key("a").digest, errno.EIO)
+            with pytest.raises(StoreUnavailable):
+                store.purge("model")
+
+        assert [row.digest for row in store.ls()] == [key("a").digest]
+        assert store.namespaces() == {"another": "other"}
 
 
 @pytest.mark.fault(25)

@@ -447,6 +447,18 @@ def test_writer_frees_room_for_its_entry_beside_a_hanging_eviction(root: Path) -
         assert None not in store.lookup(TEN[5:])
 
 
+def test_evict_beside_another_process_does_not_count_evictions_of_other_threads(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def held(*_: object) -> None:
+        store.counts.add(evictions=1)  # a writer, which needs no lock
+
+    with opened(root) as store:
+        monkeypatch.setattr(FileLock, "acquire", held)
+
+        assert store.evict() == 0
+
+
 def test_concurrent_writers_keep_the_quota_and_young_entries(root: Path) -> None:
     with opened(root, f"max_bytes={64 * BLOCK}") as store:
         for n in range(64):
