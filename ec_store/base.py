@@ -62,9 +62,9 @@ class Listed:
 class Store(ABC):
     """A shared store of entries, safe for many threads and many processes at once.
 
-    A missing, expired, torn, corrupt or foreign entry is a miss. Every method may raise
-    `StoreUnavailable`, when the store cannot be reached. All other errors are listed with the
-    method.
+    A missing, expired, torn, corrupt or foreign entry is a miss, and so is one in a directory that
+    cannot be read. Every method may raise `StoreUnavailable`, when the store cannot be reached. All
+    other errors are listed with the method.
 
     Attributes:
         counts: events in this process: `hits`, `misses`, `puts`, `drops`, `corrupt`. If this

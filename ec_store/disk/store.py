@@ -247,7 +247,7 @@ class SharedDiskStore(Store):
         return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
 
     def _forget_expired(self, digest: str) -> None:
-        """Remove an entry that is expired or too large: readers miss it, but it has the name.
+        """Remove an entry that readers ignore, expired or too large, but that occupies the name.
 
         It is renamed, checked again, and then removed, as evictors do: another writer may have
         published a new entry since the first check.
@@ -296,6 +296,7 @@ class SharedDiskStore(Store):
         return published
 
     def _replace(self, tree: Tree, folder: Folder, staging: str, digest: str) -> None:
+        """Publish over an entry, and release its charge, as each removal of an entry does."""
         before = 0
         with suppress(OSError):
             before = taken_bytes(folder.stat(digest).st_size)
