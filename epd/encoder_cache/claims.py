@@ -86,11 +86,9 @@ class Claims:
         """
         return ClaimWait(self, self.cache.keys(model, [identifier], namespace), wait_s)
 
-    def is_claimed_elsewhere(
-        self, model: str | None, identifier: str, namespace: str | None = None
-    ) -> bool:
-        """Return whether another request or another proxy may be encoding an item."""
-        return self.queue_claim(model, identifier, 0.0, namespace).must_wait
+    def is_used(self, key: EntryKey, lookup: Lookup) -> bool:
+        """Return whether a request of this process other than the lookup's may encode an item."""
+        return key in self._held or self.pending_lookups.get(key, lookup) is not lookup
 
     async def run_lookup(self, lookup: Lookup, held: list[EntryKey], *, patient: bool) -> bool:
         """Run a lookup and hold its claims. Return whether the store answered."""
@@ -196,6 +194,18 @@ class LookupContext:
         answered = await self._claims.run_lookup(self._lookup, self._held, patient=self._patient)
         return self._lookup if answered else None
 
+    def is_encoded_elsewhere(self, identifier: str) -> bool:
+        """Return whether another request or another proxy encodes a missing item, as far as known.
+
+        It is not known of other proxies if this lookup could not claim.
+        """
+        lookup, taken = self._lookup, self._claims.is_used
+        return any(
+            taken(key, lookup) or lookup.settled
+            for key in lookup.keys
+            if key.identifier == identifier and key not in lookup.claimed
+        )
+
     def __exit__(self, *_: object) -> None:
         pending = self._claims.pending_lookups
         for key in self._lookup.keys:
@@ -212,20 +222,20 @@ class ClaimWait:
     the entry, because an encode instance answers before it has written the entry.
 
     Attributes:
-        made: whether an encode instance is writing the entry; set by the caller.
+        entry_coming: whether an encode instance is writing the entry; set by the caller.
     """
 
     _claims: Claims
     _keys: Sequence[EntryKey]
     _wait_s: float
     _held: list[EntryKey] = field(default_factory=list)
-    made: bool = False
+    entry_coming: bool = False
 
     def __enter__(self) -> Self:
         return self
 
     @property
-    def must_wait(self) -> bool:
+    def must_ask(self) -> bool:
         """Whether `wait_turn` has to ask the store: another request may be encoding the item."""
         pending = self._claims.pending_lookups
         return not all(key in pending and key in pending[key].claimed for key in self._keys)
@@ -242,4 +252,4 @@ class ClaimWait:
 
     def __exit__(self, *_: object) -> None:
         """Release the claim: at once if no entry is being written."""
-        self._claims.drop_claims(self._held, WRITTEN_WITHIN_S if self.made else 0.0)
+        self._claims.drop_claims(self._held, WRITTEN_WITHIN_S if self.entry_coming else 0.0)

@@ -1,12 +1,13 @@
 """Encoder outputs of a request's items: from the store, or from an encode instance.
 
-The steps for one item. Each calls the next one, unless it has the output:
+The steps for one item, each taken unless an earlier one has the output:
 
-    Encoder.encode           lookup in the store                   the store has it
-    Encoder._encode_item     flight, shared by this process        another request encodes it
-    Encoder._encode_once     claim, shared by all proxies          another proxy encodes it
-    EncodeTries.encode_item  instance, and the next one            an encode instance encodes it
-    Encoder._fall_back       after the last failure                prefill or decode encodes it
+    method                   step                              source of the output
+    Encoder.encode           lookup in the store               the store has it
+    Encoder._encode_item     flight, shared by this process    another request encodes it
+    Encoder._encode_once     claim, shared by all proxies      another proxy encodes it
+    EncodeTries.encode_item  instance, and the next one        an encode instance encodes it
+    Encoder._fall_back       after the last failure            prefill or decode encodes it
 """
 
 from collections import Counter
@@ -64,7 +65,7 @@ class Encoder:
     _flights: Flights[object, SharedOutput] = field(default_factory=Flights)
 
     async def encode(self, job: EncodeJob) -> list[EncodedItem]:
-        """Return the encoder outputs of all items; encode those that are not stored.
+        """Return the source and the known facts of each item's output; encode missing ones.
 
         At most `AT_ONCE` encodes of one request run in parallel.
 
@@ -75,11 +76,11 @@ class Encoder:
         if self._placement.skips_encode(job):
             return [EncodedItem(item, Encoded(), "local") for item in items]
         record.hits, record.waits = {}, 0
-        asked = self._plan_lookup(job)
-        with self._start_lookup(job, asked) as pending:
-            lookup = await self._await_lookup(job, asked, pending)
+        planned = self._plan_lookup(job)
+        with self._start_lookup(job, planned) as pending:
+            lookup = await self._await_lookup(job, planned, pending)
             record.at = "encode"
-            plans = self._plan_items(job, lookup)
+            plans = self._plan_items(job, lookup, pending)
             tasks = self._encode_tasks(job, lookup, plans)
             if len(tasks) == 1:
                 encoded_now = [await self._encode_item(None, tasks[0])]
@@ -109,54 +110,58 @@ class Encoder:
         return StoreLookup(output_keys, identifiers)
 
     def _start_lookup(
-        self, job: EncodeJob, asked: StoreLookup
+        self, job: EncodeJob, planned: StoreLookup
     ) -> AbstractContextManager[LookupContext | None]:
         """Return a lookup in the store. It holds its claims until the items are encoded."""
-        if self._claims is None or not asked.identifiers:
+        if self._claims is None or not planned.identifiers:
             return nullcontext()
         return self._claims.start_lookup(
             job.request.body.get("model"),
-            list({*asked.identifiers.values()}),
+            list({*planned.identifiers.values()}),
             patient=not job.has_all_media,
             namespace=job.namespace,
         )
 
     async def _await_lookup(
-        self, job: EncodeJob, asked: StoreLookup, pending: LookupContext | None
+        self, job: EncodeJob, planned: StoreLookup, pending: LookupContext | None
     ) -> StoreLookup:
         """Return the lookup with the store's answer."""
         if pending is None:
-            return asked._replace(answered=self._claims is not None)
+            return planned._replace(answered=self._claims is not None)
         with job.context.time_stage("store", "lookup"):
             result = await pending.lookup_result()
         if result is None:
-            return asked
+            return planned
         infos = {key.identifier: info for key, info in (result.found or {}).items()}
         found = {
             item: from_entry(infos[identifier])
-            for item, identifier in asked.identifiers.items()
+            for item, identifier in planned.identifiers.items()
             if identifier in infos and infos[identifier].modality == item.modality
         }
-        return asked._replace(answered=True, found=found)
+        return planned._replace(answered=True, found=found)
 
-    def _plan_items(self, job: EncodeJob, lookup: StoreLookup) -> Mapping[MMItem, ItemPlan]:
+    def _plan_items(
+        self, job: EncodeJob, lookup: StoreLookup, pending: LookupContext | None
+    ) -> Mapping[MMItem, ItemPlan]:
         """Return plans for the items that are not stored."""
-        plans = self._placement.plan_items(job, lookup, partial(self._is_under_way, job, lookup))
+        under_way = partial(self._is_under_way, job, lookup, pending)
+        plans = self._placement.plan_items(job, lookup, under_way)
         if job.course.items is not None:
             places = [plan.place.labels for plan in plans.values() if plan.place]
             job.context.record.places = Counter(places)
         return plans
 
-    def _is_under_way(self, job: EncodeJob, lookup: StoreLookup, item: MMItem) -> bool:
+    def _is_under_way(
+        self, job: EncodeJob, lookup: StoreLookup, pending: LookupContext | None, item: MMItem
+    ) -> bool:
         """Return whether this or another proxy on the same store is encoding an item."""
         if (output_key := lookup.output_keys[item]) is None:
             return False
         if flight_key(job, output_key, skips_claims=job.skips_claims(lookup)) in self._flights:
             return True
-        if self._claims is None or not lookup.answered or item not in lookup.identifiers:
+        if pending is None or not lookup.answered or item not in lookup.identifiers:
             return False
-        identifier = lookup.identifiers[item]
-        return self._claims.is_claimed_elsewhere(output_key.model, identifier, job.namespace)
+        return pending.is_encoded_elsewhere(lookup.identifiers[item])
 
     def _encode_tasks(
         self, job: EncodeJob, lookup: StoreLookup, plans: Mapping[MMItem, ItemPlan]
@@ -240,14 +245,14 @@ class Encoder:
         if self._claims is None or identifier is None or task.skips_claims:
             encoded = await self._tries.encode_item(task, first_tries)
         else:
-            wait_s = context.config.encode_timeout_s
-            with self._claims.queue_claim(output_key.model, identifier, wait_s, namespace) as turn:
-                with context.wait_span(item) if turn.must_wait else nullcontext():
-                    found = await turn.wait_turn()
+            model, wait_s = output_key.model, context.config.encode_timeout_s
+            with self._claims.queue_claim(model, identifier, wait_s, namespace) as claim_wait:
+                with context.wait_span(item) if claim_wait.must_ask else nullcontext():
+                    found = await claim_wait.wait_turn()
                 if found is not None and found.modality == item.modality:
                     return SharedOutput(from_entry(found))
                 encoded = await self._tries.encode_item(task, first_tries)
-                turn.made = encoded.identifier is not None
+                claim_wait.entry_coming = encoded.identifier is not None
         if self._claims is not None and encoded.namespace is not None:
             self._claims.cache.learn_namespace(output_key.model, encoded.namespace)
         if encoded.identifier is not None:

@@ -239,11 +239,12 @@ class EncodeTries:
             may_share = self._may_share(job, task.item)
             key = (instance, task.item.modality) if may_share else task
             together.setdefault(key, []).append(task)
-        at, most = dict(zip(tasks, instances, strict=True)), context.config.encode_group_items
+        instance_of = dict(zip(tasks, instances, strict=True))
+        group_size = context.config.encode_group_items
         return [
-            EncodeGroup(at[members[0]], tuple(members[start : start + most]))
+            EncodeGroup(instance_of[members[0]], tuple(members[start : start + group_size]))
             for members in together.values()
-            for start in range(0, len(members), most)
+            for start in range(0, len(members), group_size)
         ]
 
     def _may_share(self, job: EncodeJob, item: MMItem) -> bool:
@@ -266,15 +267,15 @@ class EncodeTries:
         items = [task.item for task in group.tasks]
         tokens = sum([task.plan.tokens for task in group.tasks])
         # New for each request: an instance that failed may still push its output later.
-        asked = [
+        item_params = [
             self._transfer.encode_params(job.consumer_place, feature_count(body, item))
             for item in items
         ]
-        params = asked[0] if len(items) == 1 else self._transfer.group_params(asked)
+        params = item_params[0] if len(items) == 1 else self._transfer.group_params(item_params)
         try:
             with self._table.track_request(instance, work=Work(0, tokens)):
                 replied = await self._stages.encode(instance, body, items, params, context)
-                encoded = list(map(self._transfer.encoded, replied, asked))
+                encoded = list(map(self._transfer.encoded, replied, item_params))
         except UpstreamDied as failure:
             blamed = (items[0].identity,) if len(items) == 1 else ()
             error = self._fatal.after(failure, instance, context.watched, blamed)

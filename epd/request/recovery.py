@@ -110,7 +110,7 @@ class FailedAttempt(NamedTuple):
         bare: number of items that were sent without their media.
         prefill: the prefill instance that was chosen; None if none was.
         reads_back: whether it was asked to read decode's blocks of the previous turn.
-        prefilled: whether a prefill instance provides KV blocks for decode.
+        prefilled: whether a prefill instance was to provide KV blocks for decode.
         decode: the decode instance that was chosen; None if none was.
     """
 

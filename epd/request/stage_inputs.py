@@ -4,7 +4,7 @@ Names of one media item, from the client to the store:
 
 - `MMItem.uuid`: the client's own name; it is never sent to an instance.
 - `MMItem.content_key`: key that the proxy derives from the content and the tenant, if it can.
-- `MMItem.engine_name`: that key where a request may carry it, as vLLM's `uuid` of the part.
+- `MMItem.engine_name`: that key, sent to engines as the part's `uuid` if its format has the field.
 - `MMItem.identity`: what equal items have in common in this process: the key, or else the URL.
 - `OutputKey`: the content key with all else on which an encoder output depends.
 - `identifier`: vLLM's own name of an output (`mm_hash`): the entry's key in the store.
@@ -193,7 +193,7 @@ class EncodeJob(NamedTuple):
         return OutputKey(model, item.content_key, item.is_named, encoded)
 
     def skips_claims(self, lookup: StoreLookup) -> bool:
-        """Return whether to ignore other proxies' claims: their outputs would be unusable."""
+        """Return whether to ignore claims: outputs are unusable, or the store does not answer."""
         return self.reencode or not lookup.answered
 
 

@@ -125,7 +125,7 @@ class Stages:
             ProxyError: the instance failed, or its reply lacks required parameters of its blocks.
         """
         endpoint, instance = context.endpoint, pair.prefill
-        asked = endpoint.prefill(sent.body, transfer.prefill_params(pair))
+        prefill_body = endpoint.prefill(sent.body, transfer.prefill_params(pair))
         with context.time_stage("prefill", instance.url) as timed:
             answer = await self._upstream.fetch(
                 instance.url + endpoint.path,
@@ -133,7 +133,7 @@ class Stages:
                 headers=context.headers_for(
                     pair.request_id, timed.span, pair.prefill_rank, mark=sent.mark
                 ),
-                body=endpoint.encode_body(asked, context.cuts),
+                body=endpoint.encode_body(prefill_body, context.cuts),
                 timeout_s=context.config.prefill_timeout_s,
             )
             timed.record_status(answer.status)

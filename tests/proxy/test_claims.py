@@ -106,7 +106,7 @@ async def test_claims_go_back_at_once_where_nothing_was_made(backed: Backed, url
 async def test_a_claim_is_kept_while_an_instance_may_still_write(backed: Backed, url: str) -> None:
     async with claiming(url) as claims:
         async with looked(claims, "a", "b"), come(claims, "a") as (turn, _):
-            turn.made = True
+            turn.entry_coming = True
         await until(lambda: free(backed.store, KEYS[1]), timeout_s=30)
 
         assert not free(backed.store, KEYS[0])
@@ -119,7 +119,7 @@ async def test_a_claim_goes_back_when_an_instance_has_had_time_to_write(
     monkeypatch.setattr("epd.encoder_cache.claims.WRITTEN_WITHIN_S", 0.1)
     async with claiming(url) as claims:
         async with looked(claims, "a"), come(claims, "a") as (turn, _):
-            turn.made = True
+            turn.entry_coming = True
 
         await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
 
@@ -130,7 +130,7 @@ async def test_the_second_waiter_repeats_the_lookup(backed: Backed, url: str) ->
         assert second is not None
         assert not second.claimed
         async with come(claims, "a") as (turn, _):
-            turn.made = True
+            turn.entry_coming = True
         put(backed.store, KEYS[0])
         async with come(claims, "a") as (_, found):
             assert found is not None

@@ -240,6 +240,27 @@ async def test_item_being_encoded_is_waited_for(launch: Launch, both: Both, url:
         assert encoded(fleet) == 1
 
 
+async def test_item_beside_one_being_encoded_is_placed_by_the_policy(
+    launch: Launch, both: Both, url: str
+) -> None:
+    free = asyncio.Event()
+    async with running(launch, both, url, **STATIC) as fleet:
+        fleet.e.chat = after_all(free, both.encodes)
+        first = asyncio.create_task(items_of(fleet, request(LARGE)))
+        await until(lambda: fleet.e.open)
+        second = asyncio.create_task(items_of(fleet, request(LARGE, SMALL)))
+        await until(lambda: [one.stage for one in fleet.events.stages].count("store") == 2)
+        free.set()
+
+        assert await first == {"encoded": 1}
+        assert await second == {"hit": 1, "local": 1}
+        assert await decisions(fleet) == {
+            "encode,above_pixels": 1,
+            "encode,under_way": 1,
+            "local,below_pixels": 1,
+        }
+
+
 async def test_reason_is_on_the_log_line(launch: Launch, both: Both, url: str) -> None:
     async with running(launch, both, url, **STATIC) as fleet:
         await items_of(fleet, request(SMALL, LARGE, image(png(999, 999))))

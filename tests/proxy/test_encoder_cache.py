@@ -687,7 +687,7 @@ async def test_an_abandoned_renewal_does_not_release_a_claim_in_use(
             await turn.wait_turn()
             monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.claim", slow)
             await asyncio.sleep(0.2)  # a renewal has begun
-            turn.made = True
+            turn.entry_coming = True
         await until(lambda: released)
         await asyncio.sleep(1.5)
 
