@@ -161,8 +161,8 @@ class Pipeline:
         if not stage_input.request.media_items or not (self._transfer.pushed or differ):
             return NO_TARGETS
         body, prefix = Consumed(stage_input.request.body), request_prefix(stage_input)
-        raw = PreparedRequest(stage_input, NO_ENCODINGS, body, prefix)
-        return await self._prefill_decode.choose_early_targets(raw)
+        unencoded = PreparedRequest(stage_input, NO_ENCODINGS, body, prefix)
+        return await self._prefill_decode.choose_early_targets(unencoded)
 
     def _earlier_encodings(
         self, stage_input: StageInput, targets: EarlyTargets
