@@ -29,7 +29,7 @@ class Target:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("topology", "store", "seconds", "workers"),
-    [("2e2p2d", "redis", 30, 1), ("2e2pd", "file", 20, 1), ("2e2p2d", "redis", 20, 3)],
+    [("2e2p2d", "redis", 20, 1), ("2e2pd", "file", 20, 1), ("2e2p2d", "redis", 20, 3)],
 )
 def test_proxy_under_random_faults_loses_no_request_and_leaks_nothing(
     topology: str, store: str, seconds: int, workers: int
