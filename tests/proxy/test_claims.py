@@ -124,6 +124,22 @@ async def test_a_claim_goes_back_when_an_instance_has_had_time_to_write(
         await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
 
 
+@pytest.mark.usefixtures("backed")
+async def test_only_items_of_other_requests_and_proxies_are_encoded_elsewhere(url: str) -> None:
+    async with claiming(url) as ours, claiming(url) as theirs, looked(theirs, "b"):
+        with ours.start_lookup("m", ["a", "b"]) as first:
+            await first.lookup_result()
+            assert [first.is_encoded_elsewhere(name) for name in "ab"] == [False, True]
+            async with come(ours, "a"):
+                with ours.start_lookup("m", ["a", "c"]) as second:  # which claims nothing
+                    await second.lookup_result()
+                    assert [second.is_encoded_elsewhere(name) for name in "ac"] == [True, False]
+        with ours.start_lookup("m", ["d"]), ours.start_lookup("m", ["d", "e"]) as later:
+            await later.lookup_result()  # while the other lookup has no answer
+
+            assert [later.is_encoded_elsewhere(name) for name in "de"] == [True, False]
+
+
 async def test_the_second_waiter_repeats_the_lookup(backed: Backed, url: str) -> None:
     """The first request may have had the item encoded since the second looked it up."""
     async with claiming(url) as claims, looked(claims, "a"), looked(claims, "a") as second:
