@@ -282,6 +282,8 @@ def _replayed(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int
 ) -> Iterator[tuple[int, bytes]]:
     """Ask an engine for its batches from a number on; it answers to a `ROUTER` socket."""
+    if not endpoint:
+        return
     until_s = time.monotonic() + REPLAY_S
     with context.socket(zmq.DEALER) as socket:
         socket.set(zmq.IPV6, 1)
@@ -290,7 +292,7 @@ def _replayed(
         socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         try:
             socket.connect(endpoint)
-        except zmq.ZMQError:  # no address, or none for ZeroMQ
+        except zmq.ZMQError:  # no address for ZeroMQ
             return
         socket.send_multipart([b"", first.to_bytes(8, "big")])
         while socket.poll(max(0, int(1000 * (until_s - time.monotonic())))):
