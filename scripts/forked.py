@@ -4,20 +4,22 @@ An engine imports vLLM twice, in its API server and in its core. For a tiny mode
 most of the start. Forked engines are ready in a quarter of that time.
 """
 
+import functools
+import importlib
 import multiprocessing
-import multiprocessing.forkserver
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from epd.tools.fleet.engine import VLLM, FleetServer
+from epd.tools.fleet.engine import CPU, FETCHES_ONCE, OFFLINE, VLLM, FleetServer
 from epd.tools.fleet.process import Process
 from epd.tools.fleet.stack import Stack
+from scripts.forking import ForkedProgram, next_program, start_server
+
+SHARED_SERVER = "VLLM_FORK_SERVER"
+"""Variable with the socket of a fork server that several test processes use."""
 
 PRELOADED = [
     "vllm.entrypoints.cli.main",
@@ -60,68 +62,45 @@ class ForkedProcess(Process):
         self.name = server.name
         self.url = server.url
         self.log = log
-        log.touch()
         environment = {**os.environ, **server.environment}
-        process = fork_server(environment).Process(
-            target=serve, args=(server.command[len(VLLM) :], environment, log)
-        )
-        process.start()
-        self._popen = Forked(process)  # type: ignore[assignment]
+        with log.open("wb") as output:
+            self._popen = fork_vllm(server.command[len(VLLM) :], environment, output.fileno())
 
 
-class Forked:
-    """Forked process with the methods of `subprocess.Popen` that `Process` uses."""
-
-    def __init__(self, process: BaseProcess) -> None:
-        self.pid: int = process.pid  # type: ignore[assignment]  # it has been started
-        self._process = process
-
-    def poll(self) -> int | None:
-        """Return the exit status, or None while the process runs."""
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process has ended, and return its exit status.
-
-        Raises:
-            subprocess.TimeoutExpired: the process still runs after `timeout` seconds.
-        """
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("vllm", timeout or 0)
-        return self._process.exitcode
+def fork_vllm(
+    arguments: Sequence[str], environment: Mapping[str, str], output: int
+) -> ForkedProgram:
+    """Fork `vllm` in its own process group, with its output to a descriptor."""
+    return ForkedProgram(vllm_server(), arguments, environment, output)
 
 
-def fork_server(environment: Mapping[str, str]) -> ForkServerContext:
-    """Return the context of the process that has imported vLLM; the first call starts it.
+@functools.cache
+def vllm_server() -> Path:
+    """Return the socket of the fork server of `vllm`: the shared one, or one of this process."""
+    shared = os.environ.get(SHARED_SERVER)
+    return Path(shared) if shared else start_server(__name__)
 
-    The process has the environment of the first call. All engines therefore share the values that
-    libraries read at import.
+
+def main() -> None:
+    """Serve requests; in a forked program, run `vllm`.
+
+    All programs share the values that libraries read from this environment at import.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    own = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(own)
-    return context
-
-
-def serve(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-    """Run a vLLM server in a child of the fork server."""
+    os.environ.update({**OFFLINE, **FETCHES_ONCE, **CPU.environment, **os.environ})
+    for module in PRELOADED:
+        importlib.import_module(module)
+    request = next_program(Path(sys.argv[1]))
+    if request is None:
+        return
     os.setsid()
-    with log.open("wb") as output:
-        for number in (1, 2):
-            os.dup2(output.fileno(), number)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = ["vllm", *arguments]
+    sys.argv = ["vllm", *request["arguments"]]
     entry: Any = sys.modules["vllm.entrypoints.cli.main"]
     # On a CPU vLLM spawns an engine's core and its ranks, which would import everything again.
     for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
         starts: Any = sys.modules[name]
         starts.get_mp_context = lambda: multiprocessing.get_context("fork")
     entry.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every test: first those without engines, which often wait, in five processes; then the ones on
+# Runs every test: first those without engines, which often wait, in four processes; then the ones on
 # real vLLM, in three. With arguments, which go to pytest, it is one run of what they choose.
 #
 #   scripts/test.sh            # all of them
@@ -23,14 +23,19 @@ other=0.33.0
     echo "vLLM $other could not be fetched and unpacked: the contract tests read the installed release alone"
 [ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
 failed=0
-.venv/bin/python -m pytest --ignore tests/e2e -n 5 || failed=$?
+# All test processes fork vLLM from this one, which ends with this script.
+forking=$(mktemp -d)
+trap 'rm -rf "$forking"' EXIT
+export VLLM_FORK_SERVER=$forking/server
+tail --pid=$$ -f /dev/null | .venv/bin/python -m scripts.forked "$VLLM_FORK_SERVER" &
+.venv/bin/python -m pytest --ignore tests/e2e -n 4 || failed=$?
 # The contract tests import another vLLM in one process. Beside them, the tests with engines use the other core.
 log=.run/check_vllm.log
 checking=
 if [ -d ".run/vllm-sources/$other" ]; then
     ./scripts/check_vllm.sh "$other" > "$log" 2>&1 &
     checking=$!
-    trap 'kill $checking 2> /dev/null || true' EXIT
+    trap 'rm -rf "$forking"; kill $checking 2> /dev/null || true' EXIT
 fi
 .venv/bin/python -m pytest tests/e2e -n 3 || failed=$?
 if [ -n "$checking" ]; then

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from epd.__main__ import main
-from tests.support.forking import ForkedProgram
+from tests.support.forked_epd import fork_epd
 
 EPD = [sys.executable, "-m", "epd"]
 
@@ -74,7 +74,7 @@ def serving(
             [*EPD, *words], stderr=subprocess.PIPE, text=True, env=environment
         )
     else:
-        process = ForkedProgram(*words, environment=environment)
+        process = fork_epd(*words, environment=environment)
     assert process.stderr is not None
     with process:
         try:

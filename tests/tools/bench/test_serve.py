@@ -4,6 +4,8 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from os import environ
 from pathlib import Path
 from uuid import uuid4
@@ -14,6 +16,7 @@ from aiohttp import web
 from epd.__main__ import main
 from epd.tools.bench import runs
 from epd.tools.bench.dataset import local, media_digests
+from scripts.forked import SHARED_SERVER, vllm_server
 from tests.support.backed import Backed, caching
 from tests.support.fake_instance import FakeInstance, decodes, refuses
 from tests.support.fixtures import backed, keys, launch, store, url
@@ -27,17 +30,28 @@ NOBODY = "http://127.0.0.1:9"
 
 
 async def bench(
-    *args: str | Path, env: dict[str, str] | None = None
+    *args: str | Path, env: dict[str, str] | None = None, program: str = "epd"
 ) -> tuple[int | None, str, str]:
     """Return exit code, stdout and stderr of `epd bench serve`."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "epd", "bench", "serve", *map(str, args)),
+        *(sys.executable, "-m", program, "bench", "serve", *map(str, args)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environ | {"HF_HUB_OFFLINE": "1"} | (env or {}),
     )
     out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
+
+
+@pytest.fixture(scope="module")
+def forked_vllm() -> Iterator[None]:
+    """Have benchmarks that are started by `forked_vllm.py` fork vLLM from one process."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(SHARED_SERVER, str(vllm_server()))
+        yield
+
+
+bench_with_vllm = partial(bench, program="tests.tools.bench.forked_vllm")
 
 
 def first_pictures(instance: FakeInstance) -> list[str]:
@@ -53,12 +67,13 @@ def first_pictures(instance: FakeInstance) -> list[str]:
 @pytest.mark.full
 @needs_vllm
 @pytest.mark.e2e
+@pytest.mark.usefixtures("forked_vllm")
 async def test_vllms_benchmark_sends_the_replay_and_each_picture_is_encoded_once(
     launch: Launch, backed: Backed, url: str, models: Path, tmp_path: Path
 ) -> None:
     plain = FakeInstance(decodes)
     async with caching(launch, backed, url) as fleet, plain.running():
-        code, out, err = await bench(
+        code, out, err = await bench_with_vllm(
             *("--url", f"epd={fleet.url}", "--url", f"plain={plain.url}"),
             *("--tokenizer", models / "tiny-qwen2.5-vl", "--dataset", "window"),
             *("--num-prompts", "15", "--max-concurrency", "1", "--output-len", "3"),
@@ -87,6 +102,7 @@ async def test_vllms_benchmark_sends_the_replay_and_each_picture_is_encoded_once
 @pytest.mark.full
 @needs_vllm
 @pytest.mark.e2e
+@pytest.mark.usefixtures("forked_vllm")
 async def test_a_fleet_that_answers_nothing_is_an_error_with_its_reason(
     launch: Launch, backed: Backed, url: str, models: Path, tmp_path: Path
 ) -> None:
@@ -96,12 +112,12 @@ async def test_a_fleet_that_answers_nothing_is_an_error_with_its_reason(
             *("--url", fleet.url, "--tokenizer", models / "tiny-qwen2.5-vl", "--output-len", "3"),
             *("--dataset", "pool", "--num-prompts", "2", "--data-dir", tmp_path),
         ]
-        code, _, err = await bench(*flags)
+        code, _, err = await bench_with_vllm(*flags)
 
         assert code == 1
         assert "failed a request with a picture: 400, no pictures today" in err
 
-        code, _, err = await bench(*flags, "--warmups", "0")
+        code, _, err = await bench_with_vllm(*flags, "--warmups", "0")
 
         assert code == 1
         assert "no request was answered: Bad Request" in err
@@ -110,9 +126,10 @@ async def test_a_fleet_that_answers_nothing_is_an_error_with_its_reason(
 @pytest.mark.full
 @needs_vllm
 @pytest.mark.e2e
+@pytest.mark.usefixtures("forked_vllm")
 async def test_an_error_of_vllms_benchmark_is_shown(launch: Launch, tmp_path: Path) -> None:
     async with launch() as fleet:
-        code, _, err = await bench(
+        code, _, err = await bench_with_vllm(
             *("--url", fleet.url, "--tokenizer", tmp_path / "no-tokenizer", "--num-prompts", "1"),
             *("--dataset", "local", "--data-dir", tmp_path),
         )

@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 from epd.tools.fleet.process import free_ports
+from tests.support.forked_epd import fork_epd
 from tests.tools.fleet.processes import left, marked, new_mark, processes_of
 
 pytestmark = pytest.mark.full
@@ -358,18 +359,13 @@ def test_a_folder_is_a_persistent_store(tmp_path: Path) -> None:
 )
 def test_an_error_of_up_is_reported_in_one_line(flags: tuple[str, ...], message: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "MODEL"}
-    ran = subprocess.run(
-        (sys.executable, "-m", "epd", "up", *flags),
-        env={**environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=WITHIN_S,
-        check=False,
-    )
+    with fork_epd("up", *flags, environment={**environ, "CUDA_VISIBLE_DEVICES": ""}) as up:
+        assert up.stderr is not None
+        said = up.stderr.read()
 
-    assert ran.returncode == 2
-    assert message in ran.stderr
-    assert ran.stderr.count("\n") == 1
+    assert up.returncode == 2
+    assert message in said
+    assert said.count("\n") == 1
 
 
 def _model(tmp_path: Path, **config: object) -> Path:

@@ -1,0 +1,32 @@
+"""Fork server of `epd`."""
+
+import functools
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from scripts.forking import ForkedProgram, next_program, start_server
+
+
+def fork_epd(*arguments: str, environment: Mapping[str, str]) -> ForkedProgram:
+    """Fork `epd` with these arguments; its standard error is a pipe."""
+    return ForkedProgram(_server(), arguments, environment)
+
+
+@functools.cache
+def _server() -> Path:
+    return start_server(__name__)
+
+
+def main() -> None:
+    """Serve requests; in a forked program, run `epd`."""
+    from epd.__main__ import main as epd  # noqa: PLC0415 - only this process needs its import
+
+    request = next_program(Path(sys.argv[1]))
+    if request is not None:
+        sys.argv = ["epd", *request["arguments"]]
+        epd()
+
+
+if __name__ == "__main__":
+    main()

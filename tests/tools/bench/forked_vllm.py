@@ -1,0 +1,28 @@
+"""`epd` with `vllm` commands that are forked, not executed."""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from tempfile import TemporaryFile
+from unittest.mock import patch
+
+from epd.__main__ import main
+from scripts.forked import fork_vllm
+
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+
+
+def run_vllm(
+    words: Sequence[str], *, env: Mapping[str, str], **_: object
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a `vllm` command as `subprocess.run` does."""
+    assert words[: len(VLLM)] == VLLM
+    with TemporaryFile() as output:
+        code = fork_vllm(words[len(VLLM) :], env, output.fileno()).wait()
+        output.seek(0)
+        return subprocess.CompletedProcess(words, code, output.read())
+
+
+if __name__ == "__main__":
+    with patch.object(subprocess, "run", run_vllm):
+        main()
