@@ -52,4 +52,4 @@ if [ -z "$kernels" ]; then
     EPD_VLLM_SOURCES=$to exec .venv/bin/python -m pytest tests/vllm_sources
 fi
 ln -sfn "$kernels"/*.so "$to/vllm/"
-PYTHONPATH=$PWD/$to exec .venv/bin/python -m pytest -n 2 tests/vllm_sources tests/ec_store/vllm_connector
+PYTHONPATH=$PWD/$to exec .venv/bin/python -m pytest tests/vllm_sources tests/ec_store/vllm_connector

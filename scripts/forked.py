@@ -71,7 +71,7 @@ def fork_vllm(
     arguments: Sequence[str], environment: Mapping[str, str], output: int
 ) -> ForkedProgram:
     """Fork `vllm` in its own process group, with its output to a descriptor."""
-    return ForkedProgram(vllm_server(), arguments, environment, output)
+    return ForkedProgram(vllm_server(), arguments, environment, output, own_group=True)
 
 
 @functools.cache
@@ -92,7 +92,6 @@ def main() -> None:
     request = next_program(Path(sys.argv[1]))
     if request is None:
         return
-    os.setsid()
     sys.argv = ["vllm", *request["arguments"]]
     entry: Any = sys.modules["vllm.entrypoints.cli.main"]
     # On a CPU vLLM spawns an engine's core and its ranks, which would import everything again.

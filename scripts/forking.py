@@ -20,11 +20,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import TracebackType
 from typing import IO, TypedDict, cast
 
 MAX_REQUEST_BYTES = 1 << 20
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 120.0
 """Longest time that a fork server takes for its imports."""
 
 
@@ -34,6 +35,7 @@ class Request(TypedDict):
     arguments: Sequence[str]
     environment: Mapping[str, str]
     directory: str
+    own_group: bool
 
 
 class ForkedProgram(subprocess.Popen[str]):
@@ -45,6 +47,8 @@ class ForkedProgram(subprocess.Popen[str]):
         arguments: Sequence[str],
         environment: Mapping[str, str],
         output: int | None = None,
+        *,
+        own_group: bool = False,
     ) -> None:
         """Fork the program.
 
@@ -54,8 +58,14 @@ class ForkedProgram(subprocess.Popen[str]):
             environment: its environment.
             output: descriptor for its standard output and error. Without it, standard output is
                 that of this process, and standard error a pipe.
+            own_group: whether it gets a process group of its own.
         """
-        request = Request(arguments=arguments, environment=environment, directory=str(Path.cwd()))
+        request = Request(
+            arguments=arguments,
+            environment=environment,
+            directory=str(Path.cwd()),
+            own_group=own_group,
+        )
         self.stdin: IO[str] | None = None
         self.stdout: IO[str] | None = None
         self.stderr: IO[str] | None = None
@@ -84,7 +94,8 @@ class ForkedProgram(subprocess.Popen[str]):
         """Return the exit status, or None while the program runs."""
         with self._lock:
             if self.returncode is None and select.select([self._status], [], [], 0)[0]:
-                self.returncode = int(os.read(self._status, 32))
+                # Without a status the server was killed, and nothing waits for its programs.
+                self.returncode = int(os.read(self._status, 32) or -signal.SIGKILL)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -106,6 +117,19 @@ class ForkedProgram(subprocess.Popen[str]):
             with suppress(ProcessLookupError):
                 os.kill(self.pid, sig)
 
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wait for the program, which is killed after an exception."""
+        if self.stderr is not None:
+            self.stderr.close()
+        if exc_type is not None:
+            self.kill()
+        self.wait()
+
 
 def _connect(address: Path) -> socket.socket:
     """Connect to a fork server as soon as it has imported its modules."""
@@ -114,7 +138,7 @@ def _connect(address: Path) -> socket.socket:
         server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             server.connect(str(address))
-        except OSError:
+        except (FileNotFoundError, ConnectionRefusedError):
             server.close()
             if time.monotonic() > deadline_s:
                 raise
@@ -132,7 +156,8 @@ def start_server(module: str) -> Path:
     folder = TemporaryDirectory()
     address = Path(folder.name) / "server"
     command = [sys.executable, "-m", module, str(address)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    # Ctrl-C ends the tests, which then close the standard input.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     stdin = cast("IO[bytes]", process.stdin)
     for last in (folder.cleanup, process.wait, stdin.close):  # the last one runs first
         atexit.register(last)
@@ -146,8 +171,6 @@ def next_program(address: Path) -> Request | None:
         The request, in the program, which has its streams, directory and environment; None
         in the server at the end of its standard input.
     """
-    # Ctrl-C ends the tests, which then close the standard input.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(address))
     listener.listen()
@@ -160,23 +183,40 @@ def next_program(address: Path) -> Request | None:
                 _report_exit(ready, running.pop(ready))
                 continue
             client = listener.accept()[0]
-            data, descriptors, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, 3)
-            *outputs, status = descriptors
-            pid = os.fork()
-            if not pid:
-                for opened in (client, listener):
-                    opened.close()
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                for number, descriptor in enumerate(outputs, start=1):
-                    os.dup2(descriptor, number)
-                for inherited in (*descriptors, *running, *running.values()):
-                    os.close(inherited)
-                return _begun(json.loads(data))
-            for descriptor in outputs:
-                os.close(descriptor)
-            running[os.pidfd_open(pid)] = status
-            client.send(b"%d" % pid)
-            client.close()
+            with client, suppress(ConnectionError):  # the client was killed
+                request = _fork(client, running)
+                if request is not None:
+                    listener.close()
+                    return request
+
+
+def _fork(client: socket.socket, running: dict[int, int]) -> Request | None:
+    """Fork the program that a client requests; return the request in the program.
+
+    Args:
+        client: connection for the request and the number of the program's process.
+        running: pipes for the exit statuses of programs, by pidfd.
+    """
+    data, descriptors, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, 3)
+    if not data:
+        return None
+    *outputs, status = descriptors
+    request: Request = json.loads(data)
+    pid = os.fork()
+    if not pid:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for number, descriptor in enumerate((nothing, *outputs)):
+            os.dup2(descriptor, number)
+        for inherited in (nothing, *descriptors, *running, *running.values()):
+            os.close(inherited)
+        return _begun(request)
+    for descriptor in outputs:
+        os.close(descriptor)
+    running[os.pidfd_open(pid)] = status
+    if request["own_group"]:
+        os.setpgid(pid, pid)  # before a client can signal the group
+    client.send(b"%d" % pid)
+    return None
 
 
 def _begun(request: Request) -> Request:

@@ -29,17 +29,19 @@ trap 'rm -rf "$forking"' EXIT
 export VLLM_FORK_SERVER=$forking/server
 tail --pid=$$ -f /dev/null | .venv/bin/python -m scripts.forked "$VLLM_FORK_SERVER" &
 .venv/bin/python -m pytest --ignore tests/e2e -n 4 || failed=$?
+[ $failed != 2 ] || exit 2 # interrupted
 # The contract tests import another vLLM in one process. Beside them, the tests with engines use the other core.
 log=.run/check_vllm.log
 checking=
 if [ -d ".run/vllm-sources/$other" ]; then
     ./scripts/check_vllm.sh "$other" > "$log" 2>&1 &
     checking=$!
-    trap 'rm -rf "$forking"; kill $checking 2> /dev/null || true' EXIT
+    trap 'rm -rf "$forking"; [ -z "$checking" ] || kill $checking 2> /dev/null || true' EXIT
 fi
 .venv/bin/python -m pytest tests/e2e -n 3 || failed=$?
 if [ -n "$checking" ]; then
     wait $checking || failed=$?
     cat "$log"
+    checking=
 fi
 exit $failed

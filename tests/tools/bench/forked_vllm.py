@@ -18,7 +18,8 @@ def run_vllm(
     """Run a `vllm` command as `subprocess.run` does."""
     assert words[: len(VLLM)] == VLLM
     with TemporaryFile() as output:
-        code = fork_vllm(words[len(VLLM) :], env, output.fileno()).wait()
+        with fork_vllm(words[len(VLLM) :], env, output.fileno()) as program:
+            code = program.wait()
         output.seek(0)
         return subprocess.CompletedProcess(words, code, output.read())
 
