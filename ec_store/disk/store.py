@@ -265,6 +265,9 @@ class SharedDiskStore(Store):
             if folder.remove(aside) and not restored:
                 self._keeper.ledger.release(tree.usage, taken_bytes(status.st_size))
 
+    # The ledger has the size of each entry from before its first byte until after its last file is
+    # gone or in quarantine. Released by: `_write` if the entry is not published; `_replace` and
+    # `_forget_expired` for the entry before it; `_delete`, eviction and quarantine.
     def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         digest, taken = key.digest, taken_bytes(size)
         staging = staging_name(digest, size)

@@ -32,7 +32,7 @@ from epd.request.stage_inputs import (
 )
 from epd.spans import Span
 from epd.transfer.ec import ECTransfer
-from epd.transfer.encoded import Encoded, EncodedItem, from_entry
+from epd.transfer.encoded import EncodedItem, OutputFacts, from_entry
 
 AT_ONCE = 16
 """Maximum number of concurrent encodes of one request. Connections are shared with all other
@@ -48,7 +48,7 @@ class SharedOutput(NamedTuple):
         span: span of the request to that instance; None without tracing.
     """
 
-    encoded: Encoded
+    encoded: OutputFacts
     item: MMItem | None = None
     span: Span | None = None
 
@@ -70,11 +70,11 @@ class Encoder:
         At most `AT_ONCE` encodes of one request run in parallel.
 
         Raises:
-            ProxyError: an item failed; the encodes of the others are cancelled.
+            ProxyError: an item failed; encodes of the others that no request shares are cancelled.
         """
         items, record = job.request.media_items, job.context.record
         if self._placement.skips_encode(job):
-            return [EncodedItem(item, Encoded(), "local") for item in items]
+            return [EncodedItem(item, OutputFacts(), "local") for item in items]
         record.hits, record.waits = {}, 0
         planned = self._plan_lookup(job)
         with self._start_lookup(job, planned) as pending:
@@ -225,7 +225,7 @@ class Encoder:
         if not self._placement.may_fall_back(task.job, error):
             raise error.at_param(task.item.param_path) from error.__cause__
         task.job.context.record.degraded.add("encode-local")
-        return EncodedItem(task.item, Encoded(), "local", task.plan.tokens)
+        return EncodedItem(task.item, OutputFacts(), "local", task.plan.tokens)
 
     async def _encode_once(
         self,
@@ -275,7 +275,7 @@ def _in_order(
     return [
         EncodedItem(item, found[item], "hit")
         if item in found
-        else EncodedItem(item, Encoded(), "local", plans[item].tokens)
+        else EncodedItem(item, OutputFacts(), "local", plans[item].tokens)
         if plans[item].at_consumer
         else next(others)
         for item in items

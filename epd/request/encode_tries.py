@@ -32,7 +32,7 @@ from epd.routing.namespaces import Namespaces
 from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable, Work
 from epd.transfer.ec import ECTransfer
-from epd.transfer.encoded import Encoded
+from epd.transfer.encoded import OutputFacts
 
 GROUPED = frozenset({"image", "audio"})
 """Modalities of the items that may share a request. A video may have a second output, its sound."""
@@ -89,10 +89,10 @@ class FirstTries:
     """
 
     _assign: Callable[[Sequence[EncodeTask]], Sequence[EncodeGroup]]
-    _send: Callable[[EncodeGroup], Coroutine[Any, Any, Sequence[Encoded]]]
+    _send: Callable[[EncodeGroup], Coroutine[Any, Any, Sequence[OutputFacts]]]
     _arrived: list[EncodeTask] = field(default_factory=list)
     _groups: dict[EncodeTask, EncodeGroup] = field(default_factory=dict)
-    _flights: Flights[EncodeGroup, Sequence[Encoded]] = field(default_factory=Flights)
+    _flights: Flights[EncodeGroup, Sequence[OutputFacts]] = field(default_factory=Flights)
 
     async def group_of(self, task: EncodeTask) -> EncodeGroup:
         """Return the group of an item.
@@ -114,7 +114,7 @@ class FirstTries:
             self._arrived.remove(task)
         return self._groups[task]
 
-    async def output_of(self, task: EncodeTask, group: EncodeGroup) -> Encoded | None:
+    async def output_of(self, task: EncodeTask, group: EncodeGroup) -> OutputFacts | None:
         """Return the output of an item; None if its group was rejected, so that it must go alone.
 
         The first item of a group sends the request, which is cancelled when no item needs it.
@@ -158,7 +158,7 @@ class EncodeTries:
             return None
         return FirstTries(partial(self._assign_groups, job), partial(self._send, job))
 
-    async def encode_item(self, task: EncodeTask, first_tries: FirstTries | None) -> Encoded:
+    async def encode_item(self, task: EncodeTask, first_tries: FirstTries | None) -> OutputFacts:
         """Return the output of an item from an encode instance, or from the next after a failure.
 
         Only its first try may be common with other items of the request.
@@ -257,7 +257,7 @@ class EncodeTries:
         suspect = watched.deaths is not None or self._fatal.is_suspect(watched, item.identity)
         return item.modality in GROUPED and not item.is_remote and not suspect
 
-    async def _send(self, job: EncodeJob, group: EncodeGroup) -> Sequence[Encoded]:
+    async def _send(self, job: EncodeJob, group: EncodeGroup) -> Sequence[OutputFacts]:
         """Return the outputs of the items of one request to an encode instance.
 
         Raises:
@@ -268,7 +268,7 @@ class EncodeTries:
         tokens = sum([task.plan.tokens for task in group.tasks])
         # New for each request: an instance that failed may still push its output later.
         item_params = [
-            self._transfer.encode_params(job.consumer_place, feature_count(body, item))
+            self._transfer.encode_params(job.consumer_reservation, feature_count(body, item))
             for item in items
         ]
         params = item_params[0] if len(items) == 1 else self._transfer.group_params(item_params)
@@ -291,7 +291,7 @@ class EncodeTries:
             return encoded
         # The consumer cannot find an output that is written to another namespace.
         findable = {None, job.namespace}
-        return [output if output.namespace in findable else Encoded() for output in encoded]
+        return [output if output.namespace in findable else OutputFacts() for output in encoded]
 
     def _fits(self, job: EncodeJob) -> Callable[[Instance], bool] | None:
         """Return the predicate of instances with the consumer's namespace; None for all."""

@@ -92,7 +92,7 @@ class Pipeline:
             encodings = self._earlier_encodings(stage_input, targets)
             if encodings is None:
                 job = self._encode_job(stage_input, targets)
-                with targets.consumer_place or nullcontext():
+                with targets.consumer_reservation or nullcontext():
                     encoded_items = await self._encoder.encode(job)
                     await self._remember_names(stage_input, encoded_items)
                 encodings = Encodings(encoded_items, job.namespace)
@@ -151,9 +151,9 @@ class Pipeline:
         return StageInput(request, attempt, context)
 
     async def _early_targets(self, stage_input: StageInput) -> EarlyTargets:
-        """Choose the instance that will consume the encoder outputs, if the encode depends on it.
+        """Choose the instance that will consume the encoder outputs, if it must be known early.
 
-        It does in two cases: the transfer pushes outputs to the consumer, or consumers have
+        It must in two cases: the transfer pushes outputs to the consumer, or consumers have
         different namespaces, so that an output is usable in only one of them.
         """
         encodes = stage_input.attempt.course.encode
@@ -180,7 +180,7 @@ class Pipeline:
             stage_input.request,
             stage_input.context,
             stage_input.attempt.course,
-            targets.consumer_place,
+            targets.consumer_reservation,
             self._namespace(targets.consumer),
             stage_input.attempt.reencode,
         )

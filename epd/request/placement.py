@@ -49,7 +49,7 @@ class Placement:
         They do if the policies or the endpoint have no encode stage, or if outputs are pushed but
         no consumer can receive them.
         """
-        no_receiver = self._pushed and job.consumer_place is None
+        no_receiver = self._pushed and job.consumer_reservation is None
         return not (job.course.encode and job.context.endpoint.encodes) or no_receiver
 
     def plan_items(
@@ -98,7 +98,7 @@ class Placement:
 
     def _forecast(self, job: EncodeJob) -> Forecast:
         fits = None
-        consumer = None if job.consumer_place is None else job.consumer_place.instance
+        consumer = None if job.consumer_reservation is None else job.consumer_reservation.instance
         if job.namespace is not None:
             fits = partial(self._namespaces.shares_namespace, namespace=job.namespace)
         return Forecast(self._table, consumer, fits)

@@ -23,29 +23,29 @@ from epd.request.recovery import Attempt, Encodings
 from epd.routing.instances import Instance
 from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.table import NO_WORK, Reservation, Work
-from epd.transfer.encoded import Consumed, Encoded
+from epd.transfer.encoded import Consumed, OutputFacts
 
 
 class EarlyTargets(NamedTuple):
     """Instances chosen before the items are encoded.
 
     Attributes:
-        consumer_place: place at the instance that consumes the outputs, if they are pushed or
-            consumers have different namespaces.
+        consumer_reservation: reservation of the instance that consumes the outputs, if they are
+            pushed or consumers have different namespaces.
         decode: the decode instance, if it was chosen early and consumes no outputs.
     """
 
-    consumer_place: Reservation | None = None
+    consumer_reservation: Reservation | None = None
     decode: Instance | None = None
 
     @property
     def consumer(self) -> Instance | None:
-        return None if self.consumer_place is None else self.consumer_place.instance
+        return None if self.consumer_reservation is None else self.consumer_reservation.instance
 
     @property
     def consumer_rank(self) -> int | None:
         """Data-parallel rank of the request at the consumer, if the proxy names one."""
-        return None if self.consumer_place is None else self.consumer_place.rank
+        return None if self.consumer_reservation is None else self.consumer_reservation.rank
 
 
 NO_TARGETS = EarlyTargets()
@@ -157,14 +157,14 @@ class StoreLookup(NamedTuple):
     output_keys: Mapping[MMItem, OutputKey | None] = {}
     identifiers: Mapping[MMItem, str] = {}
     answered: bool = False
-    found: Mapping[MMItem, Encoded] = {}
+    found: Mapping[MMItem, OutputFacts] = {}
 
 
 class EncodeJob(NamedTuple):
     """Items of one request, each of which needs an encoder output.
 
     Attributes:
-        consumer_place: place at the instance that receives the outputs, if it was chosen early.
+        consumer_reservation: reservation of the instance that gets the outputs, if chosen early.
         namespace: namespace of the consumer, if known.
         reencode: whether to ignore stored outputs, because a consumer could not load them.
     """
@@ -172,7 +172,7 @@ class EncodeJob(NamedTuple):
     request: KeyedRequest
     context: RequestContext
     course: Course = Course()
-    consumer_place: Reservation | None = None
+    consumer_reservation: Reservation | None = None
     namespace: str | None = None
     reencode: bool = False
 

@@ -30,7 +30,7 @@ from epd.request.context import RequestContext
 from epd.routing.instances import Instance
 from epd.spans import Span
 from epd.transfer import Params
-from epd.transfer.encoded import Consumed, Encoded, read_encoded, read_group
+from epd.transfer.encoded import Consumed, OutputFacts, read_encoded, read_group
 from epd.transfer.kv import KVTransfer, Pair
 from epd.upstream import Answer, Reply, Upstream
 
@@ -84,7 +84,7 @@ class Stages:
         items: Sequence[MMItem],
         params: Params | None,
         context: RequestContext,
-    ) -> list[Encoded]:
+    ) -> list[OutputFacts]:
         """Encode one item, or several of one modality, by one request.
 
         Each item has an event and a span of its own, with the time of the whole request. `params`

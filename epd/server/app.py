@@ -136,11 +136,11 @@ def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -
     app[LOG] = LogObserver(live)
     own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
     app[OBSERVERS] = (*own, *((app[LOG],) if observers is None else observers))
-    app.cleanup_ctx.append(connections)
+    app.cleanup_ctx.append(build_components)
     return app
 
 
-async def connections(app: web.Application) -> AsyncIterator[None]:
+async def build_components(app: web.Application) -> AsyncIterator[None]:
     """Fill the application's slots with all that outlives a request (`cleanup_ctx`)."""
     live, background = app[CONFIG], app[BACKGROUND]
     config = live.current

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from epd.errors import EncodeMismatch, NoInstance
 from epd.routing.table import Reservation
 from epd.transfer import Params
-from epd.transfer.encoded import Encoded
+from epd.transfer.encoded import OutputFacts
 
 
 class ECTransfer:
@@ -61,7 +61,7 @@ class ECTransfer:
         """
         return None
 
-    def encoded(self, replied: Encoded, asked: Params | None) -> Encoded:  # noqa: ARG002
+    def encoded(self, replied: OutputFacts, asked: Params | None) -> OutputFacts:  # noqa: ARG002
         """Return the known facts about an item's outputs.
 
         If the reply lacks a field of `handle`, the metadata are dropped: the consumer cannot get
@@ -72,13 +72,13 @@ class ECTransfer:
         """
         return replied._replace(metadata={}) if self.missing_field(replied) else replied
 
-    def missing_field(self, encoded: Encoded) -> str | None:
+    def missing_field(self, encoded: OutputFacts) -> str | None:
         """Return the first field of `handle` that an output's report lacks; None if it has all."""
         entries = encoded.params.values()
         lacking = (name for entry in entries for name in self.handle if name not in entry)
         return next(lacking, None)
 
-    def consumer_params(self, encoded: Iterable[Encoded]) -> Params:
+    def consumer_params(self, encoded: Iterable[OutputFacts]) -> Params:
         """Return the `ec_transfer_params` of the consumer's request; empty for none."""
         return {key: entry for output in encoded for key, entry in output.params.items()}
 
@@ -131,7 +131,7 @@ class ECMooncake(ECTransfer):
         ids = [item for params in given for item in params["ec_items"]]
         return {"consumer_zmq": given[0]["consumer_zmq"], "ec_items": ids}  # all have one consumer
 
-    def encoded(self, replied: Encoded, asked: Params | None) -> Encoded:
+    def encoded(self, replied: OutputFacts, asked: Params | None) -> OutputFacts:
         """Return the encode instance's reply, with the id of each output's push.
 
         The ids of the request apply, each to the feature at its index. The reply has one id per
@@ -151,7 +151,7 @@ class ECMooncake(ECTransfer):
             raise EncodeMismatch("two features have the same index")
         return replied._replace(params=params)
 
-    def consumer_params(self, encoded: Iterable[Encoded]) -> Params:
+    def consumer_params(self, encoded: Iterable[OutputFacts]) -> Params:
         """Return the id of each push with the key of its output, in the order of the items."""
         items = [
             {"mm_hash": key, "transfer_id": entry["transfer_id"]}

@@ -24,7 +24,7 @@ CONTENT_HASH_LENGTHS = (64, 128)
 (`vllm/multimodal/hasher.py`)."""
 
 
-class Encoded(NamedTuple):
+class OutputFacts(NamedTuple):
     """Facts about an item's encoder output, from an encode instance's reply or from the store.
 
     Attributes:
@@ -40,17 +40,17 @@ class Encoded(NamedTuple):
     namespace: str | None = None
 
 
-def from_entry(info: EntryInfo) -> Encoded:
+def from_entry(info: EntryInfo) -> OutputFacts:
     """Return the facts in the store's entry of an item.
 
     `ec_transfer_params` stay empty. They would promise the entry to the consumer, which waits for
     a promised entry that it does not find.
     """
     key = info.key
-    return Encoded(identifier=key.identifier, metadata=info.metadata, namespace=key.namespace)
+    return OutputFacts(identifier=key.identifier, metadata=info.metadata, namespace=key.namespace)
 
 
-def read_encoded(reply: bytes, modality: str) -> Encoded:
+def read_encoded(reply: bytes, modality: str) -> OutputFacts:
     """Return the facts in the `ec_transfer_params` of one item's encode reply.
 
     Raises:
@@ -60,14 +60,14 @@ def read_encoded(reply: bytes, modality: str) -> Encoded:
     """
     params = reply_field(reply, "ec_transfer_params", stage="encode")
     if not params:
-        return Encoded()
+        return OutputFacts()
     if not all(isinstance(entry, dict) for entry in params.values()):
         raise EncodeMismatch("an entry is not an object")
     if len(params) > 1:
         # A video with its sound (use_audio_in_video) makes two features of one part.
         if len({str(entry.get("modality")) for entry in params.values()}) != len(params):
             raise EncodeMismatch("several features for one item")
-        return Encoded(params)
+        return OutputFacts(params)
     [(identifier, entry)] = params.items()
     match entry.get("item_indices", [0]):
         case [int() as index] if index == 0 and index is not False:
@@ -76,7 +76,7 @@ def read_encoded(reply: bytes, modality: str) -> Encoded:
             raise EncodeMismatch("an item index is out of range")
 
 
-def read_group(reply: bytes, modality: str, names: Sequence[str | None]) -> list[Encoded]:
+def read_group(reply: bytes, modality: str, names: Sequence[str | None]) -> list[OutputFacts]:
     """Return the facts about each item of a group, in order, from one encode reply.
 
     `item_indices` of an entry are the places in the request of the items with this output. An item
@@ -88,7 +88,7 @@ def read_group(reply: bytes, modality: str, names: Sequence[str | None]) -> list
         EncodeMismatch: the reply does not fit the items.
     """
     params = reply_field(reply, "ec_transfer_params", stage="encode")
-    found: dict[int, Encoded] = {}
+    found: dict[int, OutputFacts] = {}
     for identifier, entry in params.items():
         if not isinstance(entry, dict):
             raise EncodeMismatch("an entry is not an object")
@@ -99,7 +99,7 @@ def read_group(reply: bytes, modality: str, names: Sequence[str | None]) -> list
             if identifier in names and identifier != names[index]:
                 raise EncodeMismatch("an entry has the name of another item")
             found[index] = _read_entry(identifier, {**entry, "item_indices": [0]}, modality)
-    return [found.get(index) or Encoded() for index in range(len(names))]
+    return [found.get(index) or OutputFacts() for index in range(len(names))]
 
 
 def _indices(entry: Params, count: int) -> list[int]:
@@ -110,7 +110,7 @@ def _indices(entry: Params, count: int) -> list[int]:
             raise EncodeMismatch("an item index is out of range")
 
 
-def _read_entry(identifier: str, entry: Params, modality: str) -> Encoded:
+def _read_entry(identifier: str, entry: Params, modality: str) -> OutputFacts:
     if entry.get("modality", modality) != modality:
         raise EncodeMismatch("their modality differs from the item's")
     metadata = entry.get("metadata") or {}
@@ -118,7 +118,7 @@ def _read_entry(identifier: str, entry: Params, modality: str) -> Encoded:
         raise EncodeMismatch("the metadata are not lists of numbers")
     namespace = entry.get("namespace")
     namespace = namespace if isinstance(namespace, str) else None
-    return Encoded({identifier: entry}, identifier, metadata, namespace)
+    return OutputFacts({identifier: entry}, identifier, metadata, namespace)
 
 
 def _is_numbers(value: Any) -> bool:
@@ -141,7 +141,7 @@ class EncodedItem(NamedTuple):
     """
 
     item: MMItem
-    encoded: Encoded
+    encoded: OutputFacts
     result: ItemResult
     tokens: int = 0
 

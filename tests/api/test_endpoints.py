@@ -13,7 +13,7 @@ from epd.api.endpoint import RESERVED, Endpoint
 from epd.api.endpoints import ENDPOINTS
 from epd.api.items import EMBEDS, MODALITY, metadata_part, raw_part, with_parts
 from epd.errors import BadRequest, Overloaded, ProxyError
-from epd.transfer.encoded import Encoded, EncodedItem, consumer_body
+from epd.transfer.encoded import EncodedItem, OutputFacts, consumer_body
 from tests.examples import scaled
 from tests.requests import data_url
 
@@ -226,7 +226,7 @@ def test_a_message_is_always_sent_with_its_picture() -> None:
         {"messages": [{"role": "user", "content": [{"type": "image", "source": BASE64}]}]},
     )
     [item] = MESSAGES.items(body)
-    encoded = Encoded({}, "0" * 64, {"image_grid_thw": [[1, 2, 2]]})
+    encoded = OutputFacts({}, "0" * 64, {"image_grid_thw": [[1, 2, 2]]})
     sent = consumer_body(body, [EncodedItem(item, encoded, "hit")], {}, raw=False)
 
     assert not sent.depends

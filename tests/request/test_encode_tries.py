@@ -16,7 +16,7 @@ from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Report
 from epd.routing.table import InstanceTable, Work
-from epd.transfer.encoded import Encoded
+from epd.transfer.encoded import OutputFacts
 from tests.requests import image, request
 
 E1, E2 = (Instance(Role.ENCODE, f"http://e{number}:1") for number in (1, 2))
@@ -46,15 +46,15 @@ class Sent:
     def assign_all(self, some: Sequence[EncodeTask]) -> list[EncodeGroup]:
         return [EncodeGroup(E1, tuple(some))]
 
-    async def output_of(self, task: EncodeTask) -> Encoded | None:
+    async def output_of(self, task: EncodeTask) -> OutputFacts | None:
         return await self.tries.output_of(task, await self.tries.group_of(task))
 
-    async def send_group(self, group: EncodeGroup) -> list[Encoded]:
+    async def send_group(self, group: EncodeGroup) -> list[OutputFacts]:
         self.groups.append(group.tasks)
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
-        return [Encoded(identifier=task.item.param_path) for task in group.tasks]
+        return [OutputFacts(identifier=task.item.param_path) for task in group.tasks]
 
 
 async def test_items_that_arrive_in_one_turn_of_the_loop_share_a_request() -> None:
@@ -68,7 +68,7 @@ async def test_items_that_arrive_in_one_turn_of_the_loop_share_a_request() -> No
 async def test_an_item_that_arrives_later_is_not_grouped() -> None:
     (first, second, late), sent = tasks(3), Sent()
 
-    async def waits(task: EncodeTask) -> Encoded | None:
+    async def waits(task: EncodeTask) -> OutputFacts | None:
         await asyncio.sleep(0.01)
         return await sent.output_of(task)
 

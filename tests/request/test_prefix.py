@@ -38,7 +38,7 @@ from epd.routing.prefix import (
 from epd.routing.rendezvous import LOAD_FACTOR
 from epd.routing.table import InstanceTable
 from epd.tenants import Scope, Tenant
-from epd.transfer.encoded import Encoded, EncodedItem
+from epd.transfer.encoded import EncodedItem, OutputFacts
 from tests.requests import image, request, text
 
 CHAT = "/v1/chat/completions"
@@ -53,7 +53,7 @@ def prefix_of(body: Body, path: str = CHAT, metadata: dict[str, Any] | None = No
     items = [
         replace(item, content_key=str(item.part["image_url"])) for item in endpoint.items(body)
     ]
-    encoded = [EncodedItem(item, Encoded(metadata=metadata or {}), "hit") for item in items]
+    encoded = [EncodedItem(item, OutputFacts(metadata=metadata or {}), "hit") for item in items]
     facts = Facts(path, prefills=True, items=len(items), roles=frozenset())
     keyed = KeyedRequest(body, items)
     context = RequestContext("r", {}, CONFIG, endpoint)

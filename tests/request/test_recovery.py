@@ -41,7 +41,7 @@ from epd.request.recovery import (
 )
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
-from epd.transfer.encoded import Encoded, EncodedItem
+from epd.transfer.encoded import EncodedItem, OutputFacts
 from tests.requests import image, request, text
 
 P1, P2 = (Instance(Role.PREFILL, f"http://p{number}:1") for number in (1, 2))
@@ -62,7 +62,7 @@ def failure(error: ProxyError, **more: Any) -> RecoveryState:
     failed_attempt = FailedAttempt(
         attempt,
         error,
-        more.pop("encodings", Encodings((EncodedItem(item(), Encoded(), "encoded"),))),
+        more.pop("encodings", Encodings((EncodedItem(item(), OutputFacts(), "encoded"),))),
         depends=more.pop("depends", True),
         bare=more.pop("bare", 1),
         prefill=more.pop("prefill", P1),
@@ -324,8 +324,8 @@ def test_a_request_gets_a_new_id_only_after_a_prefill_instance_had_it(resent: bo
 
 
 def test_metadata_that_were_refused_stay_refused_without_the_media() -> None:
-    whole = EncodedItem(item(), Encoded(), "encoded")
-    bare = EncodedItem(item(has_media=False), Encoded(), "hit")
+    whole = EncodedItem(item(), OutputFacts(), "encoded")
+    bare = EncodedItem(item(has_media=False), OutputFacts(), "hit")
 
     assert next_attempt(failure(rejected(400), encodings=Encodings((whole, bare)))) is None
     assert next_attempt(failure(rejected(400), encodings=Encodings((whole, whole)))) is not None

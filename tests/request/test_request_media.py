@@ -15,7 +15,7 @@ from epd.request.request_media import request_work
 from epd.request.stage_inputs import KeyedRequest, StageInput
 from epd.routing.table import Work
 from epd.tenants import ANONYMOUS
-from epd.transfer.encoded import Encoded, EncodedItem
+from epd.transfer.encoded import EncodedItem, OutputFacts
 from tests.requests import Part, data_url, image, input_audio, png, request, video
 
 CHAT = "/v1/chat/completions"
@@ -53,7 +53,7 @@ def test_items_count_by_their_tokens_and_those_left_are_encoded_too(
     metadata: dict[str, Any], tokens: int, expected: tuple[int, int]
 ) -> None:
     item = item_of(image("http://x/a"))
-    encoded = EncodedItem(item, Encoded(metadata=metadata), "local", tokens)
+    encoded = EncodedItem(item, OutputFacts(metadata=metadata), "local", tokens)
 
     assert work_of(encoded, text_bytes=400) == expected
 
@@ -61,7 +61,7 @@ def test_items_count_by_their_tokens_and_those_left_are_encoded_too(
 def test_short_media_are_not_text() -> None:
     item = item_of(image(PICTURE))
     media = len(data_url(PICTURE).partition(",")[2])
-    encoded = EncodedItem(item, Encoded(), "local", 10)
+    encoded = EncodedItem(item, OutputFacts(), "local", 10)
 
     assert work_of(encoded, text_bytes=400 + media) == (110, 10)
 

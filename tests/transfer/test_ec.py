@@ -13,7 +13,7 @@ from epd.errors import NoInstance, UpstreamFailed
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable, Reservation
 from epd.transfer.ec import ECMooncake, ECNixl, ECStoreTransfer, ECTransfer, Example
-from epd.transfer.encoded import Encoded, read_encoded
+from epd.transfer.encoded import OutputFacts, read_encoded
 from epd.transfer.registry import EC_TRANSFERS
 from tests.requests import image, request, video
 
@@ -21,7 +21,7 @@ MEMORY: dict[str, Any] = {"peer_host": "e", "peer_port": 5601, "size_bytes": 512
 GRID = {"image_grid_thw": [1, 36, 54]}
 
 
-def said(*entries: tuple[str, dict[str, Any]]) -> Encoded:
+def said(*entries: tuple[str, dict[str, Any]]) -> OutputFacts:
     reply = orjson.dumps({"ec_transfer_params": dict(entries)})
     return read_encoded(reply, "video" if len(entries) > 1 else "image")
 
@@ -57,7 +57,7 @@ def test_an_output_without_its_whole_address_needs_its_media(missing: str) -> No
     replied = said(("a", entry(**known)))
 
     assert ECNixl().missing_field(replied) == missing
-    assert ECNixl().encoded(replied, None) == Encoded(replied.params, "a", {})
+    assert ECNixl().encoded(replied, None) == OutputFacts(replied.params, "a", {})
 
 
 def test_pushes_go_to_the_address_of_the_rank() -> None:
@@ -132,7 +132,7 @@ def test_two_outputs_of_one_push_are_refused() -> None:
 
 def test_an_encode_reply_without_parameters_is_rejected() -> None:
     with pytest.raises(UpstreamFailed, match="ECMooncakeConnector"):
-        ECMooncake().encoded(Encoded(), {"ec_items": []})
+        ECMooncake().encoded(OutputFacts(), {"ec_items": []})
 
 
 values = st.none() | st.booleans() | st.integers(-2, 3) | st.text(max_size=3)

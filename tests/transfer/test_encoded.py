@@ -13,8 +13,8 @@ from epd.routing.instances import Instance, Role
 from epd.transfer import Params
 from epd.transfer.ec import ECStoreTransfer
 from epd.transfer.encoded import (
-    Encoded,
     EncodedItem,
+    OutputFacts,
     consumer_body,
     read_encoded,
     read_group,
@@ -33,23 +33,23 @@ small_json = st.recursive(
 )
 
 
-def encoded(uuid: str) -> Encoded:
-    return Encoded({uuid: {"item_indices": [0], "metadata": GRID}}, uuid, GRID)
+def encoded(uuid: str) -> OutputFacts:
+    return OutputFacts({uuid: {"item_indices": [0], "metadata": GRID}}, uuid, GRID)
 
 
-def read(params: object) -> Encoded:
+def read(params: object) -> OutputFacts:
     return read_encoded(orjson.dumps({"ec_transfer_params": params}), "image")
 
 
 def test_an_encode_reply() -> None:
     params = {"k": {"modality": "image", "item_indices": [0], "metadata": GRID, "peer_port": 1}}
 
-    assert read(params) == Encoded(params, "k", GRID)
+    assert read(params) == OutputFacts(params, "k", GRID)
 
 
 @pytest.mark.parametrize("params", [None, {}])
 def test_an_encode_reply_that_reports_nothing(params: object) -> None:
-    assert read(params) == read_encoded(b"{}", "image") == Encoded()
+    assert read(params) == read_encoded(b"{}", "image") == OutputFacts()
 
 
 def test_a_video_with_sound_is_two_features_and_sent_raw() -> None:
@@ -58,7 +58,7 @@ def test_a_video_with_sound_is_two_features_and_sent_raw() -> None:
         "b": {"modality": "audio", "item_indices": [1], "metadata": {"audio_num_tokens": [5]}},
     }
 
-    assert read(params) == Encoded(params)
+    assert read(params) == OutputFacts(params)
 
 
 @pytest.mark.fault(12)
@@ -89,11 +89,11 @@ def entry(*places: object, **more: object) -> dict[str, object]:
     return {"item_indices": list(places), "metadata": GRID, **more}
 
 
-def read_all(params: object, names: list[str | None]) -> list[Encoded]:
+def read_all(params: object, names: list[str | None]) -> list[OutputFacts]:
     return read_group(orjson.dumps({"ec_transfer_params": params}), "image", names)
 
 
-def one(key: str, **more: object) -> Encoded:
+def one(key: str, **more: object) -> OutputFacts:
     """Return the output of a single item."""
     return read({key: entry(0, **more)})
 
@@ -119,12 +119,12 @@ def test_hashed_keys_of_a_group_are_mapped_by_place() -> None:
 
 @pytest.mark.parametrize("params", [None, {}])
 def test_a_group_without_a_report_has_no_known_output(params: object) -> None:
-    assert read_all(params, ["a", "b"]) == [Encoded(), Encoded()]
+    assert read_all(params, ["a", "b"]) == [OutputFacts(), OutputFacts()]
 
 
 def test_an_unreported_item_of_a_group_has_no_known_output() -> None:
     """The store's connector leaves out an output that it could not write."""
-    assert read_all({"b": entry(1)}, ["a", "b"]) == [Encoded(), one("b")]
+    assert read_all({"b": entry(1)}, ["a", "b"]) == [OutputFacts(), one("b")]
 
 
 @pytest.mark.fault(12)
@@ -168,7 +168,7 @@ def test_any_report_of_a_group_is_mapped_by_its_places_or_refused(params: object
     assert isinstance(params, dict)
     for index, output in enumerate(found):
         keys = [key for key, said in params.items() if index in said["item_indices"]]
-        assert keys == ([] if output == Encoded() else [output.identifier])
+        assert keys == ([] if output == OutputFacts() else [output.identifier])
 
 
 @given(
@@ -190,7 +190,7 @@ def test_any_reply_is_read_or_refused(reply: bytes) -> None:
             assert error.status == 502
 
 
-def consumed(body: Body, *replies: tuple[str | None, Encoded], raw: bool = False) -> Body:
+def consumed(body: Body, *replies: tuple[str | None, OutputFacts], raw: bool = False) -> Body:
     items = [
         EncodedItem(replace(item, content_key=key), reply, "encoded")
         for item, (key, reply) in zip(CHAT.items(body), replies, strict=True)
@@ -214,7 +214,7 @@ def test_the_clients_uuid_never_goes_through() -> None:
 
 
 def test_audio_and_pictures_that_are_both_known_are_both_metadata() -> None:
-    sound = Encoded({"s": {}}, "s", {"audio_num_tokens": [5]})
+    sound = OutputFacts({"s": {}}, "s", {"audio_num_tokens": [5]})
     new = consumed(request(image(), input_audio()), ("p", encoded("p")), ("s", sound))
 
     assert [part["type"] for part in new["messages"][0]["content"]] == [
@@ -247,14 +247,14 @@ def test_nor_does_one_that_the_consumer_would_hash_again(kwargs: str) -> None:
 
 def test_metadata_and_raw_media_are_never_mixed() -> None:
     body = request(image(b"1"), image(b"2"))
-    new = consumed(body, ("a", encoded("a")), ("b", Encoded({"b": {}}, "b")))
+    new = consumed(body, ("a", encoded("a")), ("b", OutputFacts({"b": {}}, "b")))
 
     assert new["messages"][0]["content"] == [image(b"1", uuid="a"), image(b"2", uuid="b")]
     assert set(new["ec_transfer_params"]) == {"a", "b"}
 
 
-def film() -> Encoded:
-    return Encoded({"v": {}}, "v", {"video_grid_thw": [2, 16, 16]})
+def film() -> OutputFacts:
+    return OutputFacts({"v": {}}, "v", {"video_grid_thw": [2, 16, 16]})
 
 
 def kinds(body: Body) -> list[str]:
@@ -272,7 +272,7 @@ def test_a_video_with_reported_timestamps_is_sent_as_metadata() -> None:
     """For Qwen3-VL, measured answers equal those to the raw video at every frame rate."""
     times = {"video_grid_thw": [[2, 4, 6]], "timestamps": [0.25, 1.25]}
     new = consumed(
-        request(image(), video()), ("p", encoded("p")), ("v", Encoded({"v": {}}, "v", times))
+        request(image(), video()), ("p", encoded("p")), ("v", OutputFacts({"v": {}}, "v", times))
     )
 
     assert kinds(new) == ["image_embeds", "video_embeds"]
@@ -284,7 +284,7 @@ def test_a_video_with_reported_timestamps_is_sent_as_metadata() -> None:
 
 
 def test_equal_times_do_not_replace_a_key() -> None:
-    times = Encoded({"v": {}}, "x", {"timestamps": [0.25]})
+    times = OutputFacts({"v": {}}, "x", {"timestamps": [0.25]})
     new = consumed(request(video()), (None, times))
 
     assert new["messages"][0]["content"] == [video()]
@@ -299,7 +299,7 @@ def test_metadata_and_raw_media_of_two_modalities_are_never_mixed() -> None:
 
 
 def test_items_beside_audio_are_sent_raw_if_one_must_be() -> None:
-    sound = Encoded({"s": {}}, "s", {"audio_num_tokens": [5]})
+    sound = OutputFacts({"s": {}}, "s", {"audio_num_tokens": [5]})
     body = request(image(), video(), input_audio())
     new = consumed(body, ("p", encoded("p")), ("v", film()), ("s", sound))
 
@@ -327,7 +327,7 @@ def test_items_of_a_request_are_sent_all_as_metadata_or_all_raw(
         for index, (part, named, _) in enumerate(items)
     ]
     replies = (
-        (f"k{index}", encoded(f"k{index}") if reported else Encoded())
+        (f"k{index}", encoded(f"k{index}") if reported else OutputFacts())
         for index, (_, _, reported) in enumerate(items)
     )
     possible = all(reported and part["type"] != "video_url" for part, _, reported in items)

@@ -25,7 +25,7 @@ from epd.config import ProxyConfig
 from epd.edge.access import is_loopback
 from epd.edge.request_head import PER_CLIENT, RESERVED
 from epd.tools.doctor.facts import Finding, Mount, StoreFacts, mount_of, ok, warn
-from epd.transfer.encoded import Encoded
+from epd.transfer.encoded import OutputFacts
 
 SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
 MIN_SOMAXCONN, GOOD_SOMAXCONN = 1024, 4096
@@ -159,7 +159,7 @@ WITHIN_S = 10.0
 """Deadline for all operations on the store."""
 
 
-async def look_at_store(url: str, made: Encoded | None) -> StoreFacts:
+async def look_at_store(url: str, made: OutputFacts | None) -> StoreFacts:
     """Return the facts about the store, and whether it has `made`.
 
     That is the output that an encode instance just wrote, as the instance reported it; None: there
@@ -188,7 +188,7 @@ async def look_at_store(url: str, made: Encoded | None) -> StoreFacts:
         return StoreFacts(problem=str(error), missing=isinstance(error, StoreMissing))
 
 
-async def _entry(store: AsyncStore, made: Encoded) -> str:
+async def _entry(store: AsyncStore, made: OutputFacts) -> str:
     if made.namespace is None or made.identifier is None:
         return "missing"
     key = EntryKey(made.namespace, made.identifier)
@@ -200,7 +200,7 @@ async def _entry(store: AsyncStore, made: Encoded) -> str:
     return "found" if await store.get(key) is None else "read"
 
 
-async def _other_namespace(store: AsyncStore, made: Encoded) -> str | None:
+async def _other_namespace(store: AsyncStore, made: OutputFacts) -> str | None:
     """Return another namespace that has the output; None: not found within `SEARCH_S`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(SEARCH_S):

@@ -31,7 +31,7 @@ from epd.tools.doctor.facts import Trial
 from epd.tools.doctor.judge import DECODE, PREFILL
 from epd.transfer import Params, with_params
 from epd.transfer.ec import ECTransfer
-from epd.transfer.encoded import Consumed, Encoded, EncodedItem, consumer_body
+from epd.transfer.encoded import Consumed, EncodedItem, OutputFacts, consumer_body
 from epd.transfer.kv import KVTransfer, Pair
 from epd.transfer.nixl import kept_params
 
@@ -83,7 +83,7 @@ class Tried:
     """
 
     body: Body
-    encoded: Encoded
+    encoded: OutputFacts
     params: Params
     consumer: Reservation | None
 

@@ -13,7 +13,7 @@ import torch
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
 from epd.transfer.ec import ECMooncake, ECNixl, ECTransfer
-from epd.transfer.encoded import Encoded, read_encoded
+from epd.transfer.encoded import OutputFacts, read_encoded
 
 ADDRESS = "tcp://127.0.0.1:19019"
 
@@ -27,7 +27,7 @@ def transfers(vllm: Any) -> Any:
 
 def encoded(
     transfer: ECTransfer, reply: Mapping[str, Any], asked: Mapping[str, Any] | None
-) -> Encoded:
+) -> OutputFacts:
     """Return the facts about an item from an encode instance's reply."""
     written = orjson.dumps({"ec_transfer_params": reply})
     return transfer.encoded(read_encoded(written, "image"), asked)
@@ -38,7 +38,7 @@ def test_mooncake_consumer_waits_for_pushed_outputs(vllm: Any, transfers: Any, k
     consumer = Instance(Role.PREFILL_DECODE, "http://pd:1", ec_zmq_addrs=(ADDRESS,))
     place = InstanceTable([consumer]).reserve_place(consumer)
     mooncake, producer = ECMooncake(), transfers.MooncakeProducer()
-    items, pushes = list[Encoded](), list[tuple[str, str, str]]()
+    items, pushes = list[OutputFacts](), list[tuple[str, str, str]]()
     for key in keys:  # one request each
         asked = mooncake.encode_params(place, 1)
         request = transfers.asked(vllm, [key], asked)
