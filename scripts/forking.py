@@ -32,8 +32,8 @@ START_TIMEOUT_S = 120.0
 class Request(TypedDict):
     """Program to fork; its standard output and error come with it as descriptors."""
 
-    arguments: Sequence[str]
-    environment: Mapping[str, str]
+    arguments: list[str]
+    environment: dict[str, str]
     directory: str
     own_group: bool
 
@@ -61,8 +61,8 @@ class ForkedProgram(subprocess.Popen[str]):
             own_group: whether it gets a process group of its own.
         """
         request = Request(
-            arguments=arguments,
-            environment=environment,
+            arguments=list(arguments),
+            environment=dict(environment),
             directory=str(Path.cwd()),
             own_group=own_group,
         )

@@ -23,14 +23,14 @@ other=0.33.0
     echo "vLLM $other could not be fetched and unpacked: the contract tests read the installed release alone"
 [ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
 failed=0
-# All test processes fork vLLM from this one, which ends with this script.
+# Test processes fork vLLM from this server, which ends with this script.
 forking=$(mktemp -d)
 trap 'rm -rf "$forking"' EXIT
 export VLLM_FORK_SERVER=$forking/server
 tail --pid=$$ -f /dev/null | .venv/bin/python -m scripts.forked "$VLLM_FORK_SERVER" &
 .venv/bin/python -m pytest --ignore tests/e2e -n 4 || failed=$?
 [ $failed != 2 ] || exit 2 # interrupted
-# The contract tests import another vLLM in one process. Beside them, the tests with engines use the other core.
+# The contract tests, in one process, import another vLLM. They take less time than the tests with engines.
 log=.run/check_vllm.log
 checking=
 if [ -d ".run/vllm-sources/$other" ]; then

@@ -123,7 +123,7 @@ def test_every_scenario_is_answered_and_checked_against_the_records_of_this_proc
     assert slower == ["text-json", "picture-100kb"]
 
 
-def test_records_of_other_processors_count_if_there_are_no_others(tmp_path: Path) -> None:
+def test_records_of_other_processors_count_if_this_one_has_none(tmp_path: Path) -> None:
     others = {"text-json": [(0.001, "another")], "text-sse": [(1000.0, "b"), (0.001, "c")]}
     done, slower = bench_with_check(tmp_path, others)
 
