@@ -16,6 +16,7 @@ from epd.request.recovery import (
     MAX_ATTEMPTS,
     NO_ENCODINGS,
     Attempt,
+    AttemptProgress,
     Encodings,
     FailedAttempt,
     RecoveryState,
@@ -85,8 +86,7 @@ class Pipeline:
 
         Return decode's answer; or the error of a step, with the results of the steps before.
         """
-        stages = self._prefill_decode
-        encodings = prepared = prefill_place = pair = decode = None
+        stages, progress = self._prefill_decode, AttemptProgress()
         try:
             targets = await self._early_targets(stage_input)
             encodings = self._earlier_encodings(stage_input, targets)
@@ -96,32 +96,27 @@ class Pipeline:
                     encoded_items = await self._encoder.encode(job)
                     await self._remember_names(stage_input, encoded_items)
                 encodings = Encodings(encoded_items, job.namespace)
+            progress.encodings = encodings
             prepared = self._prepared(stage_input, encodings)
+            progress.consumed = prepared.consumed
             prefill_place = await stages.choose_prefill(prepared, targets)
             if prefill_place is None:
                 decode = targets.consumer or targets.decode or await stages.choose_decode(prepared)
+                progress.decode = decode
                 return await stages.decode(prepared, decode, rank=targets.consumer_rank)
-            pair = await stages.make_pair(prepared, prefill_place)
-            choose = self._decoders.choose_release_instance
+            progress.prefill = prefill_place.instance
+            pair = progress.pair = await stages.make_pair(prepared, prefill_place)
+            choose, at_once = self._decoders.choose_release_instance, stages.at_once(pair)
             with KVHandover(self._releases, choose, prepared, pair) as handover:
-                if stages.at_once(pair):
-                    decode = pair.decode or await stages.choose_decode(prepared, pair)
-                    return await stages.prefill_and_decode(handover, decode)
-                await stages.prefill(handover)
+                if not at_once:
+                    await stages.prefill(handover)
                 decode = pair.decode or await stages.choose_decode(prepared, pair)
+                progress.decode = decode
+                if at_once:
+                    return await stages.prefill_and_decode(handover, decode)
                 return await stages.decode(prepared, decode, handover)
         except ProxyError as error:
-            return FailedAttempt(
-                stage_input.attempt,
-                error,
-                encodings,
-                depends=prepared is not None and prepared.consumed.depends,
-                bare=0 if prepared is None else prepared.consumed.bare,
-                prefill=None if prefill_place is None else prefill_place.instance,
-                reads_back=pair is not None and pair.earlier is not None,
-                prefilled=pair is not None,
-                decode=decode,
-            )
+            return FailedAttempt(stage_input.attempt, error, progress)
 
     async def encode(self, body: Body, context: RequestContext) -> list[EncodedItem]:
         """Encode the items of a request that asks for nothing else, and remember their keys.

@@ -69,9 +69,9 @@ class PrefillDecodeStages:
 
     def other_prefills(self, failed: FailedAttempt) -> bool:
         """Return whether there is an eligible prefill instance that has not had the request."""
-        tried = failed.attempt.avoided_prefills
-        if failed.prefill is not None:
-            tried = (*tried, failed.prefill)
+        tried, prefill = failed.attempt.avoided_prefills, failed.progress.prefill
+        if prefill is not None:
+            tried = (*tried, prefill)
         return failed.attempt.course.prefill_url is None and self._prefills.has_untried(tried)
 
     async def choose_early_targets(self, prepared: PreparedRequest) -> EarlyTargets:

@@ -5,13 +5,15 @@ docs/decisions/011-trying-again.md.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NamedTuple
 
 from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
 from epd.policies.plan import Course, Facts
 from epd.routing.instances import Instance
-from epd.transfer.encoded import EncodedItem
+from epd.transfer.encoded import Consumed, EncodedItem
+from epd.transfer.kv import Pair
 
 MAX_PREFILLS = 2
 """Failures of prefill after which it is not retried; unreachable instances do not count."""
@@ -101,33 +103,44 @@ class Attempt(NamedTuple):
     without_prefill: bool = False
 
 
-class FailedAttempt(NamedTuple):
-    """Failure of an attempt, with the results of the steps before.
+NOT_PREPARED = Consumed({})
+
+
+@dataclass(slots=True)
+class AttemptProgress:
+    """Results of the steps of an attempt, as far as it came.
 
     Attributes:
         encodings: encoder outputs of the items; None if a step up to the encode failed.
-        depends: whether the request fails if an encoder output is missing (`Consumed.depends`).
-        bare: number of items that were sent without their media.
+        consumed: the request for prefill and decode; `NOT_PREPARED` until the items are encoded.
         prefill: the prefill instance that was chosen; None if none was.
-        reads_back: whether it was asked to read decode's blocks of the previous turn.
-        prefilled: whether a prefill instance was to provide KV blocks for decode.
+        pair: that instance with what decode is to know of it; None until then.
         decode: the decode instance that was chosen; None if none was.
     """
 
+    encodings: Encodings | None = None
+    consumed: Consumed = NOT_PREPARED
+    prefill: Instance | None = None
+    pair: Pair | None = None
+    decode: Instance | None = None
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether prefill was asked to read decode's blocks of the previous turn."""
+        return self.pair is not None and self.pair.earlier is not None
+
+
+class FailedAttempt(NamedTuple):
+    """Failure of an attempt, with the results of the steps before."""
+
     attempt: Attempt
     error: ProxyError
-    encodings: Encodings | None = None
-    depends: bool = False
-    bare: int = 0
-    prefill: Instance | None = None
-    reads_back: bool = False
-    prefilled: bool = False
-    decode: Instance | None = None
+    progress: AttemptProgress
 
     @property
     def failed_decodes(self) -> tuple[Instance, ...]:
         """The decode instances that this attempt avoids, and the one that failed in it."""
-        avoided, decode = self.attempt.avoided_decodes, self.decode
+        avoided, decode = self.attempt.avoided_decodes, self.progress.decode
         return avoided if decode is None or self.error.stage != "decode" else (*avoided, decode)
 
 
@@ -149,6 +162,10 @@ class RecoveryState(NamedTuple):
     def error(self) -> ProxyError:
         return self.failed.error
 
+    @property
+    def progress(self) -> AttemptProgress:
+        return self.failed.progress
+
     def failed_at(self, stage: Stage) -> bool:
         return self.error.stage == stage
 
@@ -168,20 +185,20 @@ class RecoveryState(NamedTuple):
     @property
     def base_attempt(self) -> Attempt:
         """The next attempt, unless a rule changes more: it avoids the instances chosen before."""
-        failed, attempt, decodes = self.failed, self.failed.attempt, self.failed.failed_decodes
-        prefills = () if failed.prefill is None else (failed.prefill,)
+        attempt, progress, decodes = self.failed.attempt, self.progress, self.failed.failed_decodes
+        prefills = () if progress.prefill is None else (progress.prefill,)
         doubtful = attempt.doubtful
         if self.error.engine_failed and self.failed_at("decode"):
             doubtful = decodes[-1]
-        elif self.error.engine_failed and failed.depends:
-            doubtful = failed.prefill
+        elif self.error.engine_failed and progress.consumed.depends:
+            doubtful = progress.prefill
         return attempt._replace(
             avoided_prefills=attempt.avoided_prefills + prefills,
             avoided_decodes=decodes,
             failures=self.failures,
             doubtful=doubtful,
             # An attempt that failed before its encode has no encoder outputs to reuse.
-            encodings=attempt.encodings if failed.encodings is None else failed.encodings,
+            encodings=attempt.encodings if progress.encodings is None else progress.encodings,
             resent=attempt.resent or bool(prefills),
         )
 
@@ -196,23 +213,23 @@ class Rule(NamedTuple):
 
 
 def _read_back_failed(failure: RecoveryState) -> bool:
-    return failure.failed_at("prefill") and failure.failed.reads_back and failure.error.worked
+    return failure.failed_at("prefill") and failure.progress.reads_back and failure.error.worked
 
 
 def _metadata_refused(failure: RecoveryState) -> bool:
-    failed, attempt = failure.failed, failure.failed.attempt
+    attempt, progress = failure.failed.attempt, failure.progress
     return (
-        failed.error.answered == HTTPStatus.BAD_REQUEST
-        and failed.bare > 0
+        failure.error.answered == HTTPStatus.BAD_REQUEST
+        and progress.consumed.bare > 0
         and not (attempt.raw or attempt.reencode)
-        and failed.encodings is not None
-        and all(encoded_item.item.has_media for encoded_item in failed.encodings.encoded_items)
+        and progress.encodings is not None
+        and all(encoded_item.item.has_media for encoded_item in progress.encodings.encoded_items)
     )
 
 
 def _entry_lost(failure: RecoveryState) -> bool:
-    failed = failure.failed
-    return failed.error.engine_failed and failed.depends and not failed.attempt.reencode
+    depends, attempt = failure.progress.consumed.depends, failure.failed.attempt
+    return failure.error.engine_failed and depends and not attempt.reencode
 
 
 def _prefill_again(failure: RecoveryState) -> bool:
@@ -236,7 +253,8 @@ def _may_decode_again(failure: RecoveryState) -> bool:
 
 def _blocks_lost(failure: RecoveryState) -> bool:
     # As with vLLM's `kv_load_failure_policy` "fail".
-    return _may_decode_again(failure) and failure.error.engine_failed and failure.failed.prefilled
+    prefilled = failure.progress.pair is not None
+    return _may_decode_again(failure) and failure.error.engine_failed and prefilled
 
 
 def _decode_again(failure: RecoveryState) -> bool:

@@ -32,6 +32,7 @@ from epd.request.recovery import (
     MAX_DECODES,
     RULES,
     Attempt,
+    AttemptProgress,
     EncodeFailure,
     Encodings,
     FailedAttempt,
@@ -41,7 +42,8 @@ from epd.request.recovery import (
 )
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
-from epd.transfer.encoded import EncodedItem, OutputFacts
+from epd.transfer.encoded import Consumed, EncodedItem, OutputFacts
+from epd.transfer.kv import Pair
 from tests.requests import image, request, text
 
 P1, P2 = (Instance(Role.PREFILL, f"http://p{number}:1") for number in (1, 2))
@@ -59,17 +61,17 @@ def failure(error: ProxyError, **more: Any) -> RecoveryState:
     """Return a failure of the first attempt at P1 and D1, with an encoder output in the request."""
     facts = Facts("/v1/chat/completions", prefills=True, items=1, roles=TABLE.roles)
     attempt = Attempt(Course(), facts)._replace(**more.pop("attempt", {}))
-    failed_attempt = FailedAttempt(
-        attempt,
-        error,
+    depends, bare = more.pop("depends", True), more.pop("bare", 1)
+    reads_back = more.pop("reads_back", False)
+    progress = AttemptProgress(
         more.pop("encodings", Encodings((EncodedItem(item(), OutputFacts(), "encoded"),))),
-        depends=more.pop("depends", True),
-        bare=more.pop("bare", 1),
-        prefill=more.pop("prefill", P1),
-        reads_back=more.pop("reads_back", False),
-        prefilled=more.pop("prefilled", False),
+        Consumed({}, depends=depends, bare=bare),
+        more.pop("prefill", P1),
         decode=more.pop("decode", D1 if error.stage == "decode" else None),
     )
+    if more.pop("prefilled", False) or reads_back:
+        progress.pair = Pair("id", P1, earlier={"remote_engine_id": "e"} if reads_back else None)
+    failed_attempt = FailedAttempt(attempt, error, progress)
     others = {"other_prefills": True, "other_decodes": True, "may_prefill_locally": True} | more
     return RecoveryState(failed_attempt, **others)
 
@@ -221,7 +223,7 @@ def test_a_row_makes_the_next_attempt(
     unsaid: dict[str, Any] = {
         "avoided_prefills": (P1,),
         "resent": True,
-        "encodings": None if changes.get("reencode") else case.failed.encodings,
+        "encodings": None if changes.get("reencode") else case.progress.encodings,
     }
     assert attempt == case.failed.attempt._replace(**unsaid | changes)
 
@@ -364,7 +366,7 @@ def test_an_attempt_keeps_the_encoder_outputs_of_the_one_before() -> None:
     attempt = next_attempt(case)
 
     assert attempt is not None
-    assert attempt.encodings is case.failed.encodings
+    assert attempt.encodings is case.progress.encodings
 
 
 @pytest.mark.parametrize("known", [None, Encodings(namespace="n")])
