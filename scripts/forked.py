@@ -16,7 +16,7 @@ from typing import Any
 
 from epd.tools.fleet.engine import CPU, FETCHES_ONCE, OFFLINE, VLLM, FleetServer
 from epd.tools.fleet.process import Process
-from epd.tools.fleet.stack import Stack
+from epd.tools.fleet.stack import Fleet, Stack
 from scripts.forking import ForkedProgram, next_program, start_server
 
 SHARED_SERVER = "VLLM_FORK_SERVER"
@@ -36,8 +36,8 @@ PRELOADED = [
 ]
 
 
-class ForkedStack(Stack):
-    """Stack with forked engines. Its proxy is started as a program."""
+class ForkedFleet(Fleet):
+    """Fleet with forked engines. Its proxy is started as a program."""
 
     def launch(self, server: FleetServer, log: Path) -> Process:
         """Fork an engine, or start the proxy."""
@@ -48,6 +48,10 @@ class ForkedStack(Stack):
         if self._guard is not None:
             self._guard.watch(process.pid)
         return process
+
+
+class ForkedStack(ForkedFleet, Stack):
+    """Stack with forked engines."""
 
 
 class ForkedProcess(Process):

@@ -13,7 +13,7 @@ def test_bench_serve_compares_a_stack_with_a_plain_engine(stack: Served, tmp_pat
     [plain] = stack.consumers
     ran = subprocess.run(
         [
-            *(sys.executable, "-m", "epd", "bench", "serve"),
+            *(sys.executable, "-m", "tests.tools.bench.forked_vllm", "bench", "serve"),
             *("--url", f"epd={stack.stack.url}", "--url", f"plain={plain.url}"),
             *("--model", stack.model, "--dataset", "window", "--num-prompts", "10"),
             *("--max-concurrency", "2", "--output-len", "8", "--warmups", "1"),

@@ -1,4 +1,4 @@
-"""`epd up` with real vLLM."""
+"""`epd up` with real vLLM. It forks the engines here; `test_demo.py` executes them."""
 
 import os
 import re
@@ -16,7 +16,7 @@ import pytest
 from epd.tools.fleet.process import free_ports
 from tests.e2e.stacks import VISION
 from tests.paths import MEDIA
-from tests.tools.fleet.processes import left, marked, new_mark, processes_of
+from tests.tools.fleet.processes import left, marked, new_mark, processes_with_output
 
 
 @pytest.fixture
@@ -25,7 +25,8 @@ def command(models: Path, tmp_path: Path) -> list[str]:
     flags = ("port", "encode-port", "prefill-decode-port", "ec-store-port")
     ports = dict(zip(flags, free_ports(len(flags)), strict=True))
     return [
-        *(sys.executable, "-m", "epd", "up", "--device", "cpu", "--model", str(models / VISION)),
+        *(sys.executable, "-m", "tests.e2e.forked_up", "up", "--device", "cpu"),
+        *("--model", str(models / VISION)),
         *(f"--{flag}={port}" for flag, port in ports.items()),
         *("--topology", "2e1pd"),
         *("--allowed-local-media-path", str(MEDIA), "--log-path", str(tmp_path)),
@@ -34,7 +35,7 @@ def command(models: Path, tmp_path: Path) -> list[str]:
 
 @pytest.mark.fault(76)
 def test_up_serves_rejects_dead_urls_names_a_killed_engine_and_leaves_nothing(
-    command: list[str],
+    command: list[str], tmp_path: Path
 ) -> None:
     mark = new_mark()
     with (
@@ -61,10 +62,9 @@ def test_up_serves_rejects_dead_urls_names_a_killed_engine_and_leaves_nothing(
             figures = httpx.get(f"{found[1]}/metrics").text
             assert 'state="ejected"' not in figures
             assert 'failed="true"' not in figures
-            encode = min(
-                pid for pid, line in processes_of(mark).items() if "--no-enable-prefix" in line
-            )
-            os.kill(encode, signal.SIGKILL)
+            [log, _] = tmp_path.rglob("encode-*.log")
+            [server, *_] = sorted(processes_with_output(log))
+            os.kill(server, signal.SIGKILL)
             for line in up.stdout:
                 said.append(line)
                 if line.startswith("The other servers continue without encode-"):
@@ -76,6 +76,7 @@ def test_up_serves_rejects_dead_urls_names_a_killed_engine_and_leaves_nothing(
     assert "ended by SIGKILL. The end of " in "".join(said)
     assert up.returncode == 0
     assert left(mark, 0) == {}
+    assert processes_with_output(tmp_path) == set()
 
 
 def answer(client: openai.OpenAI) -> str:
@@ -92,7 +93,7 @@ def answer(client: openai.OpenAI) -> str:
     return reply.choices[0].message.content
 
 
-def test_an_engine_that_refuses_its_flags_ends_all(command: list[str]) -> None:
+def test_an_engine_that_refuses_its_flags_ends_all(command: list[str], tmp_path: Path) -> None:
     mark = new_mark()
     ran = subprocess.run(
         [*command, "--topology", "1e1pd", "--decode-flags", "--no-such-flag 1"],
@@ -107,6 +108,7 @@ def test_an_engine_that_refuses_its_flags_ends_all(command: list[str]) -> None:
     assert "epd up: prefill-decode-" in ran.stderr
     assert "unrecognized arguments: --no-such-flag 1" in ran.stderr
     assert left(mark, 0) == {}
+    assert processes_with_output(tmp_path) == set()
 
 
 def dead_url(client: openai.OpenAI, number: int) -> str:

@@ -1,4 +1,4 @@
-"""Find processes by a variable in their environment, which child processes inherit."""
+"""Find processes by what child processes inherit: a variable, or the standard output."""
 
 import os
 import time
@@ -28,6 +28,21 @@ def processes_of(mark: str) -> Mapping[int, str]:
             if mark.encode() in environ.read_bytes():
                 command = (environ.parent / "cmdline").read_text().replace("\0", " ")
                 found[int(environ.parent.name)] = command
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def processes_with_output(path: Path) -> set[int]:
+    """Return the ids of the living processes that write their output to a file, or into a folder.
+
+    A forked process shows the environment of its parent, but has its own output.
+    """
+    found = set()
+    for output in Path("/proc").glob("[0-9]*/fd/1"):
+        try:
+            if output.readlink().is_relative_to(path):
+                found.add(int(output.parts[2]))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return found

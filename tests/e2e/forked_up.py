@@ -1,0 +1,11 @@
+"""`epd` which forks the engines of `up`."""
+
+from unittest.mock import patch
+
+from epd.__main__ import main
+from epd.tools.fleet import command
+from scripts.forked import ForkedFleet
+
+if __name__ == "__main__":
+    with patch.object(command, "Fleet", ForkedFleet):
+        main()
