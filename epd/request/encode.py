@@ -240,26 +240,32 @@ class Encoder:
         """
         if earlier_wait is not None:
             earlier_wait.end_span()
-        item, context, namespace = task.item, task.job.context, task.job.namespace
+        item, context = task.item, task.job.context
         identifier = self._identifiers.identifier_of(output_key)
         if self._claims is None or identifier is None or task.skips_claims:
             encoded = await self._tries.encode_item(task, first_tries)
-        else:
-            model, wait_s = output_key.model, context.config.encode_timeout_s
-            with self._claims.queue_claim(model, identifier, wait_s, namespace) as claim_wait:
-                with context.wait_span(item) if claim_wait.must_ask else nullcontext():
-                    found = await claim_wait.wait_turn()
-                if found is not None and found.modality == item.modality:
-                    return SharedOutput(from_entry(found))
-                encoded = await self._tries.encode_item(task, first_tries)
-                claim_wait.entry_coming = encoded.identifier is not None
+            return self._learn_output(task, output_key, encoded)
+        wait_s, namespace = context.config.encode_timeout_s, task.job.namespace
+        with self._claims.queue_claim(output_key.model, identifier, wait_s, namespace) as claim:
+            with context.wait_span(item) if claim.must_ask else nullcontext():
+                found = await claim.wait_turn()
+            if found is not None and found.modality == item.modality:
+                return SharedOutput(from_entry(found))
+            encoded = await self._tries.encode_item(task, first_tries)
+            claim.entry_coming = encoded.identifier is not None
+            return self._learn_output(task, output_key, encoded)
+
+    def _learn_output(
+        self, task: EncodeTask, output_key: OutputKey, encoded: OutputFacts
+    ) -> SharedOutput:
+        """Remember the names in the output of an encode instance, and return the output."""
         if self._claims is not None and encoded.namespace is not None:
             self._claims.cache.learn_namespace(output_key.model, encoded.namespace)
         if encoded.identifier is not None:
             self._identifiers.learn_identifier(output_key, encoded.identifier)
-        span = context.span
-        latest = None if span is None else span.latest_child("encode", item)
-        return SharedOutput(encoded, item, latest)
+        span = task.job.context.span
+        latest = None if span is None else span.latest_child("encode", task.item)
+        return SharedOutput(encoded, task.item, latest)
 
 
 def _in_order(
