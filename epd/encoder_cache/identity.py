@@ -1,4 +1,13 @@
-"""Digests that the proxy uses as names: the `uuid` of a media item, the `cache_salt` of a prompt.
+"""Names of a media item, and the digests that the proxy uses as names. No I/O.
+
+From the client to the store, an item has these names:
+
+- `MMItem.uuid`: the client's own name; it is never sent to an instance.
+- `MMItem.content_key`: key that the proxy derives from the content and the tenant, if it can.
+- `MMItem.engine_name`: that key, sent to engines as the part's `uuid` if its format has the field.
+- `MMItem.identity`: what equal items have in common in this process: the key, or else the URL.
+- `OutputKey`: the content key with all else on which an encoder output depends.
+- `identifier`: vLLM's own name of an output (`mm_hash`): the entry's key in the store.
 
 vLLM uses a `uuid` as it is, without the model's name and without checking the content
 (`vllm/multimodal/processing/inputs.py`), so the sender of a uuid decides which encoder output a
@@ -8,9 +17,11 @@ of such a digest.
 """
 
 import hmac
+from typing import NamedTuple
 
 from blake3 import blake3
 
+from ec_store.bounded import BoundedDict
 from epd.api.body import dump_json
 from epd.api.items import Body
 from epd.errors import BadRequest
@@ -18,6 +29,57 @@ from epd.media.parts import Inline
 from epd.tenants import Scope
 
 VERSION = b"epd-2"
+
+MAX_LEARNED = 65536
+"""Upper bound of the engine-made identifiers that are kept, and of the prefixes of models."""
+
+
+class OutputKey(NamedTuple):
+    """Identity of an encoder output before an engine has made it.
+
+    Attributes:
+        named: whether engines receive the key as the item's name; else they name it by a hash.
+        kwargs: processor arguments that the content depends on, as JSON.
+    """
+
+    model: str | None
+    content_key: str
+    named: bool
+    kwargs: bytes
+
+    @property
+    def is_verbatim(self) -> bool:
+        """Whether engines name the output by the item's key, possibly with a prefix."""
+        return self.named and not self.kwargs
+
+
+class Identifiers:
+    """Store keys of encoder outputs, as far as known."""
+
+    def __init__(self) -> None:
+        self._learned: BoundedDict[OutputKey, str] = BoundedDict(MAX_LEARNED)
+        # The prefix that vLLM adds for a LoRA of the encoder (--enable-tower-connector-lora).
+        self._prefixes: BoundedDict[str | None, str] = BoundedDict(MAX_LEARNED)
+
+    def identifier_of(self, output: OutputKey) -> str | None:
+        """Return the store key of an output; None if only an engine can compute it."""
+        known = self._learned.get(output)
+        if known is not None:
+            self._learned.move_to_end(output)
+            return known
+        if not output.is_verbatim:
+            return None
+        return self._prefixes.get(output.model, "") + output.content_key
+
+    def learn_identifier(self, output: OutputKey, identifier: str) -> None:
+        """Remember the engine's name of an output."""
+        if identifier == self.identifier_of(output):
+            return
+        if output.is_verbatim and identifier.endswith(output.content_key):
+            self._learned.pop(output, None)
+            self._prefixes[output.model] = identifier.removesuffix(output.content_key)
+        else:
+            self._learned[output] = identifier
 
 
 def content_key(scope: Scope, modality: str, media: Inline) -> str:

@@ -20,16 +20,11 @@ from typing import NamedTuple
 from epd.aio import Flights, gather_first
 from epd.api.items import MMItem
 from epd.encoder_cache.claims import Claims, LookupContext
+from epd.encoder_cache.identity import Identifiers, OutputKey
 from epd.errors import ProxyError, UnknownMedia, drop_tracebacks, no_store
 from epd.request.encode_tries import EncodeTask, EncodeTries, FirstTries, flight_key
 from epd.request.placement import Placement
-from epd.request.stage_inputs import (
-    EncodeJob,
-    Identifiers,
-    ItemPlan,
-    OutputKey,
-    StoreLookup,
-)
+from epd.request.stage_inputs import EncodeJob, ItemPlan, StoreLookup
 from epd.spans import Span
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, OutputFacts, from_entry

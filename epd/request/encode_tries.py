@@ -13,6 +13,7 @@ from typing import Any
 
 from epd.aio import Flights
 from epd.api.items import MMItem, feature_count
+from epd.encoder_cache.identity import OutputKey
 from epd.errors import (
     NoInstance,
     ProxyError,
@@ -23,7 +24,7 @@ from epd.errors import (
 )
 from epd.request.item_tokens import TokenCounts, media_tokens
 from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
-from epd.request.stage_inputs import EncodeJob, ItemPlan, OutputKey
+from epd.request.stage_inputs import EncodeJob, ItemPlan
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests

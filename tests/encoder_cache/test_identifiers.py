@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from epd.request.stage_inputs import Identifiers, OutputKey
+from epd.encoder_cache.identity import Identifiers, OutputKey
 
 
 def of(uuid: str, model: str | None = "adapter", **more: Any) -> OutputKey:
