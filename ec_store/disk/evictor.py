@@ -25,6 +25,12 @@ from ec_store.disk.tree import (
 STAGING_S = 3600.0
 """Age in seconds from which a staging file without writes counts as left by a crash."""
 
+CHARGE_S = 10.0
+"""Age in seconds up to which a staging file may not be charged yet, or may be published already."""
+
+RELEASE_S = 0.05
+"""Time in seconds within which a process that removes a file releases it."""
+
 SAMPLES = 4
 """Consecutive samples without a removal after which the store counts as having nothing to evict."""
 
@@ -158,20 +164,26 @@ class Evictor:
         """Yield entries in random order and count them; remove staging files that crashes left."""
         for found in tree.scan(count.unread, remove_empty=True):
             size = taken_bytes(found.size_bytes)
-            # A published file counts under its other name.
-            published = found.staging and found.status.st_nlink > 1
-            if not published:
-                count.add(size)
             if not found.staging:
+                count.add(size)
                 yield EvictionCandidate(found.digest, found.size_bytes, _used_s(found, now))
                 continue
-            stale = now - found.status.st_ctime > STAGING_S
-            if stale and found.folder.remove(found.name) and not published:
+            age_s = now - found.status.st_ctime
+            if age_s <= CHARGE_S:
+                count.add_unsure(size)
+                continue
+            published = found.status.st_nlink > 1  # and counted under its other name
+            if not published:
+                count.add(size)
+            if age_s > STAGING_S and found.folder.remove(found.name) and not published:
                 self._ledger.release(tree.usage, size)
                 count.remove(size)
 
     def _correct(self, tree: Tree, count: Count) -> None:
         correction = count.correction(self._ledger.total(tree.usage))
+        if correction.released or correction.released_bytes:
+            time.sleep(RELEASE_S)  # another process may not have released what it removed
+            correction = count.correction(self._ledger.total(tree.usage))
         if correction != Usage():
             self._ledger.add(tree.usage, correction)
 

@@ -53,44 +53,51 @@ class Count:
 
     Attributes:
         before: sum of the ledger at the start of the count.
-        bytes, entries: size and number of the files seen, those removed during the count included.
-        removed_bytes, removed: part of these that this process removed and released itself.
+        least_bytes, least: size and number of the files that were certainly there and charged.
+        most_bytes, most: the same with the unsure files, and without those that this process has
+            removed and released since.
         unread: errors of files and folders that could not be counted.
     """
 
     before: Usage
-    bytes: int = 0
-    entries: int = 0
-    removed_bytes: int = 0
-    removed: int = 0
+    least_bytes: int = 0
+    least: int = 0
+    most_bytes: int = 0
+    most: int = 0
     unread: list[OSError] = field(default_factory=list)
 
     def add(self, size_bytes: int) -> None:
-        self.bytes += size_bytes
-        self.entries += 1
+        self.least_bytes += size_bytes
+        self.least += 1
+        self.add_unsure(size_bytes)
+
+    def add_unsure(self, size_bytes: int) -> None:
+        """Count a new staging file: it may not be charged, or be seen under its final name too."""
+        self.most_bytes += size_bytes
+        self.most += 1
 
     def remove(self, size_bytes: int) -> None:
         """Record that a counted file was removed and released."""
-        self.removed_bytes += size_bytes
-        self.removed += 1
+        self.most_bytes -= size_bytes
+        self.most -= 1
 
     def correction(self, after: Usage) -> Usage:
         """Return the part of the ledger's error that is certain.
 
         A file that came or went during the count may have been seen or not. So the number of files
-        at the start is at least the number seen less those that came, and at most the number seen
-        plus those that other processes removed. The ledger is wrong by at least its distance from
-        that range. `after` is the sum of the ledger at the end of the count.
+        at the start is at least the certain number less those that came, and at most the largest
+        number plus those that were removed. The ledger is wrong by at least its distance from that
+        range. `after` is the sum of the ledger at the end of the count.
         """
         size = _clamp_change(
             self.before.bytes,
-            self.bytes - (after.charged_bytes - self.before.charged_bytes),
-            self.bytes + after.released_bytes - self.before.released_bytes - self.removed_bytes,
+            self.least_bytes - (after.charged_bytes - self.before.charged_bytes),
+            self.most_bytes + after.released_bytes - self.before.released_bytes,
         )
         number = _clamp_change(
             self.before.entries,
-            self.entries - (after.charged - self.before.charged),
-            self.entries + after.released - self.before.released - self.removed,
+            self.least - (after.charged - self.before.charged),
+            self.most + after.released - self.before.released,
         )
         charged = Usage(max(0, size), max(0, number))
         if self.unread:  # files that cannot be read still take room

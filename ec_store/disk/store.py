@@ -276,7 +276,7 @@ class SharedDiskStore(Store):
         try:
             try:
                 # Charged after the staging file, which names its size, exists, and before its first
-                # byte: a count sees either, and no writer exceeds the quota while it checks.
+                # byte: no writer exceeds the quota while it checks.
                 self._keeper.ledger.charge(tree.usage, taken)
                 charged = True
                 self._keeper.make_room(tree, taken)
@@ -290,8 +290,8 @@ class SharedDiskStore(Store):
                 self._replace(tree, folder, staging, digest)
             published = replace or folder.publish(staging, digest)
         finally:
-            folder.remove(staging)
-            if charged and not published:
+            # What cannot be removed stays charged: the removal of leftovers releases it.
+            if folder.remove(staging) and charged and not published:
                 with suppress(OSError):
                     self._keeper.ledger.release(tree.usage, taken)
         if published and self._config.durability == "fsync":

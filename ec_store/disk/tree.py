@@ -298,12 +298,15 @@ def _folders(folder: Folder, unread: list[OSError]) -> Iterator[tuple[str, Folde
 
 
 def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
-    found = []
+    found: list[Found] = []
+    staged: set[str] = set()
     with _collect_error(unread), folder.scan() as listing:
         for item in listing:
             staging = _STAGING.fullmatch(item.name)
             if not staging and not DIGEST.fullmatch(item.name):
                 continue
+            if staging:
+                staged.add(staging[1])
             with _collect_error(unread):
                 status = item.stat(follow_symlinks=False)
                 if is_regular(status):
@@ -311,6 +314,12 @@ def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
                     size = int(staging[2], 16) if staging else status.st_size
                     is_staging = staging is not None
                     found.append(Found(folder, item.name, digest, size, status, is_staging))
+    # A file that was published after the listing.
+    for digest in staged.difference([file.name for file in found]):
+        with _collect_error(unread):
+            status = folder.stat(digest)
+            if is_regular(status):
+                found.append(Found(folder, digest, digest, status.st_size, status, staging=False))
     return found
 
 

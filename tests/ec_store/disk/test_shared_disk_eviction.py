@@ -96,6 +96,7 @@ def test_eviction_of_none_or_one_reads_few_entries(
     assert counts.total() <= 200
 
 
+@pytest.mark.changes_files
 def test_put_costs_the_same_beside_many_writers(root: Path) -> None:
     totals = []
     with opened(root) as store:
@@ -222,6 +223,7 @@ def test_eviction_with_nothing_to_free_is_not_observed(root: Path) -> None:
 
 
 @pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.changes_files
 def test_sweep_that_lost_its_lock_corrects_nothing(
     root: Path, monkeypatch: pytest.MonkeyPatch, taken: bool
 ) -> None:
@@ -242,6 +244,85 @@ def test_sweep_that_lost_its_lock_corrects_nothing(
 
         assert store.stats().entries == (10 if taken else 1)
         assert (root / "sweeping").exists() == taken
+
+
+def sweep(store: SharedDiskStore) -> None:
+    """Count the files, and do not evict, which would count them again."""
+    store._keeper.sweep(store._opening.tree(), 0.0)  # noqa: SLF001
+
+
+def test_count_before_a_writer_charges_its_entry_adds_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charge = Ledger.charge
+    with opened(root) as store, opened(root) as other:
+        store.put(key("first"), sized(100))
+
+        def charged_later(*args: Any) -> None:
+            sweep(other)
+            charge(*args)
+
+        monkeypatch.setattr(Ledger, "charge", charged_later)
+        store.put(key(), sized(100))
+
+        assert store.stats().entries == 2
+
+
+def test_entry_that_is_published_during_a_count_is_counted(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The count lists the staging file, and reads its status after it was removed."""
+    publish, scan = Folder.publish, Folder.scan
+    with opened(root) as store, opened(root) as other:
+
+        def counted_meanwhile(folder: Folder, staging: str, name: str) -> bool:
+            if name != key().digest:  # a lock
+                return publish(folder, staging, name)
+
+            @contextmanager
+            def publishing(listed: Folder) -> Iterator[list[os.DirEntry[str]]]:
+                with scan(listed) as listing:
+                    items = [*listing]
+                if staging in [item.name for item in items]:
+                    publish(folder, staging, name)
+                    folder.remove(staging)
+                yield items
+
+            with monkeypatch.context() as patched:
+                patched.setattr(Folder, "scan", publishing)
+                sweep(other)
+            return True
+
+        monkeypatch.setattr(Folder, "publish", counted_meanwhile)
+        assert store.put(key(), sized(100))
+
+        assert store.stats().entries == 1
+
+
+def test_count_waits_for_the_release_of_a_removed_file(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = Ledger.release
+    with opened(root) as store, opened(root) as other:
+        store.put(key(), sized(100))
+
+        def released_later(*args: Any) -> None:
+            pauses: list[float] = []
+
+            def pause(seconds: float) -> None:
+                pauses.append(seconds)
+                release(*args)
+
+            with monkeypatch.context() as patched:
+                patched.setattr("ec_store.disk.evictor.time.sleep", pause)
+                sweep(other)
+            assert pauses == [evictor.RELEASE_S]
+
+        monkeypatch.setattr(Ledger, "release", released_later)
+        store.delete([key()])
+
+        assert store.stats().entries == 0
+        assert store.stats().bytes == 0
 
 
 # Entries that are kept

@@ -52,6 +52,7 @@ def descriptors() -> int:
 
 
 @levels
+@pytest.mark.changes_files
 def test_an_entry_of_another_process_in_a_recreated_folder_is_found(
     root: Path, store: SharedDiskStore, looks_soon: None, depth: int
 ) -> None:
@@ -67,6 +68,7 @@ def test_an_entry_of_another_process_in_a_recreated_folder_is_found(
 
 
 @levels
+@pytest.mark.changes_files
 def test_an_own_entry_in_a_recreated_folder_is_found_at_once(
     root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
@@ -80,6 +82,7 @@ def test_an_own_entry_in_a_recreated_folder_is_found_at_once(
 
 
 @levels
+@pytest.mark.changes_files
 def test_a_folder_that_became_a_link_is_not_followed(
     root: Path, store: SharedDiskStore, looks_soon: None, tmp_path: Path, depth: int
 ) -> None:
@@ -197,6 +200,7 @@ def test_a_full_store_has_at_most_one_folder_per_entry(root: Path) -> None:
     assert len(leaves(root)) <= 20
 
 
+@pytest.mark.changes_files
 def test_a_sweep_removes_empty_folders_and_no_others(root: Path, store: SharedDiskStore) -> None:
     store.put(key(), sized(100))
     make_leaves(root, 300)

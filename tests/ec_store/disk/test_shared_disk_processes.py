@@ -143,6 +143,7 @@ def test_writers_and_readers_that_are_killed_tear_nothing_and_keep_the_quota(
     assert MAX_BYTES / 2 < most <= MAX_BYTES + WRITERS * (LARGEST + 5000)
     with opened(root) as store:
         monkeypatch.setattr(evictor, "STAGING_S", -1)
+        monkeypatch.setattr(evictor, "CHARGE_S", -1)
         store.sweep()
         assert not list((root / "entries").rglob("*.tmp"))
         assert [row for row in store.verify() if row.problem] == []
