@@ -29,7 +29,7 @@ CHARGE_S = 10.0
 """Age in seconds up to which a staging file may not be charged yet, or may be published already."""
 
 RELEASE_S = 0.05
-"""Time in seconds within which a process that removes a file releases it."""
+"""Time in seconds within which a process that has removed a file changes the ledger."""
 
 SAMPLES = 4
 """Consecutive samples without a removal after which the store counts as having nothing to evict."""
@@ -172,19 +172,18 @@ class Evictor:
             if age_s <= CHARGE_S:
                 count.add_unsure(size)
                 continue
-            published = found.status.st_nlink > 1  # and counted under its other name
-            if not published:
+            if not found.counted:
                 count.add(size)
-            if age_s > STAGING_S and found.folder.remove(found.name) and not published:
+            if age_s > STAGING_S and found.folder.remove(found.name) and not found.counted:
                 self._ledger.release(tree.usage, size)
                 count.remove(size)
 
     def _correct(self, tree: Tree, count: Count) -> None:
         correction = count.correction(self._ledger.total(tree.usage))
-        if correction.released or correction.released_bytes:
-            time.sleep(RELEASE_S)  # another process may not have released what it removed
-            correction = count.correction(self._ledger.total(tree.usage))
         if correction != Usage():
+            # Another process may not have released yet what it removed, or be merging a line.
+            time.sleep(RELEASE_S)
+            correction = correction.common(count.correction(self._ledger.total(tree.usage)))
             self._ledger.add(tree.usage, correction)
 
     def _remove(
@@ -224,11 +223,11 @@ class Evictor:
                     folder.remove(name)
                     continue
             if folder.remove(name):
-                tree.remove_empty(kept.digest)
                 freed += taken_bytes(kept.size_bytes)
                 removed += 1
                 with suppress(OSError):  # otherwise the sum is too high until the next sweep
                     self._ledger.release(tree.usage, taken_bytes(kept.size_bytes))
+                tree.remove_empty(kept.digest)
         self._counts.add(evictions=removed)
         return freed, kept_back
 

@@ -5,7 +5,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import xxhash
 
@@ -37,6 +37,10 @@ class Usage:
             self.released_bytes + other.released_bytes,
             self.released + other.released,
         )
+
+    def common(self, other: "Usage") -> "Usage":
+        """Return the smaller of each two numbers."""
+        return Usage(*map(min, astuple(self), astuple(other)))
 
     @property
     def bytes(self) -> int:

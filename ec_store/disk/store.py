@@ -290,10 +290,13 @@ class SharedDiskStore(Store):
                 self._replace(tree, folder, staging, digest)
             published = replace or folder.publish(staging, digest)
         finally:
-            # What cannot be removed stays charged: the removal of leftovers releases it.
-            if folder.remove(staging) and charged and not published:
+            removed = folder.remove(staging)
+            if charged and not published:
+                # A file that stays is released with the leftovers. An NFS client repeats a call if
+                # the reply is lost: the first one may have removed it.
                 with suppress(OSError):
-                    self._keeper.ledger.release(tree.usage, taken)
+                    if removed or not folder.has(staging):
+                        self._keeper.ledger.release(tree.usage, taken)
         if published and self._config.durability == "fsync":
             tree.sync(digest)
         return published

@@ -24,7 +24,7 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ec_store.disk.files import DIGEST, READ, Folder, Modes, is_regular
 
@@ -146,9 +146,9 @@ class Found:
         digest: digest of the entry's key.
         size_bytes: size of the file; of a staging file, the size it will have.
         status: status of the file. `st_mtime` is the time of the last write or use, by the store's
-            clock, and `st_ctime` that of the last write or rename. A staging file with two links is
-            published.
+            clock, and `st_ctime` that of the last write or rename.
         staging: whether this is a staging file: an entry that is being written or removed.
+        counted: whether the file was found under another name too, such as a published entry.
     """
 
     folder: Folder
@@ -157,6 +157,7 @@ class Found:
     size_bytes: int
     status: os.stat_result
     staging: bool
+    counted: bool = False
 
 
 class Tree:
@@ -320,7 +321,18 @@ def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
             status = folder.stat(digest)
             if is_regular(status):
                 found.append(Found(folder, digest, digest, status.st_size, status, staging=False))
-    return found
+    return _with_other_names_marked(found) if staged else found
+
+
+def _with_other_names_marked(found: Sequence[Found]) -> list[Found]:
+    """Mark the staging files that are other names of a file, and move them to the end."""
+    entries = [file for file in found if not file.staging]
+    inodes = {file.status.st_ino for file in entries}
+    for file in found:
+        if file.staging:
+            entries.append(replace(file, counted=file.status.st_ino in inodes))
+            inodes.add(file.status.st_ino)
+    return entries
 
 
 def _is_removed(folder: Folder, error: OSError) -> bool:

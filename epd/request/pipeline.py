@@ -79,6 +79,7 @@ class Pipeline:
                     raise result.error
                 await tries.next_try(result.error)
                 attempt = following
+                del result  # and the bodies that the failed attempt made
                 context.record.retries += 1
 
     async def _run_attempt(self, stage_input: StageInput) -> DecodeAnswer | FailedAttempt:

@@ -22,7 +22,7 @@ from ec_store.disk.claims import LONGEST_S, leased_digests, sweep_leases
 from ec_store.disk.config import GivenSettings
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder, Modes, StoreClock
-from ec_store.disk.ledger import Ledger
+from ec_store.disk.ledger import IDLE_S, Ledger
 from ec_store.disk.lock import FileLock
 from ec_store.disk.store import SharedDiskStore
 from ec_store.disk.tree import EvictionCandidate, taken_bytes
@@ -268,11 +268,13 @@ def test_count_before_a_writer_charges_its_entry_adds_nothing(
         assert store.stats().entries == 2
 
 
-def test_entry_that_is_published_during_a_count_is_counted(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seen", [False, True])
+def test_entry_that_is_published_during_a_count_is_counted_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
-    """The count lists the staging file, and reads its status after it was removed."""
+    """The count lists the staging file, and reads its status before or after it was published."""
     publish, scan = Folder.publish, Folder.scan
+    monkeypatch.setattr(evictor, "CHARGE_S", -1)
     with opened(root) as store, opened(root) as other:
 
         def counted_meanwhile(folder: Folder, staging: str, name: str) -> bool:
@@ -284,8 +286,12 @@ def test_entry_that_is_published_during_a_count_is_counted(
                 with scan(listed) as listing:
                     items = [*listing]
                 if staging in [item.name for item in items]:
+                    for item in items:
+                        if seen:
+                            item.stat(follow_symlinks=False)  # keeps the status
                     publish(folder, staging, name)
-                    folder.remove(staging)
+                    if not seen:
+                        folder.remove(staging)
                 yield items
 
             with monkeypatch.context() as patched:
@@ -299,30 +305,93 @@ def test_entry_that_is_published_during_a_count_is_counted(
         assert store.stats().entries == 1
 
 
+@pytest.mark.parametrize("published", [False, True])
+def test_scan_marks_other_names_of_a_file(root: Path, published: bool) -> None:
+    with opened(root) as store:
+        store.put(key(), sized(100))
+        entry = path_of(root, key())
+        for _ in range(2):
+            name = tree.staging_name(key().digest, entry.stat().st_size)
+            entry.with_name(name).hardlink_to(entry)
+        if not published:
+            entry.unlink()
+            store._keeper.ledger.release(store._opening.tree().usage, BLOCK)  # noqa: SLF001
+        found = list(store._opening.tree().scan([]))  # noqa: SLF001
+
+        assert [file.counted for file in found] == [False, True, True][: len(found)]
+        assert len(found) == 2 + published
+
+
+def change_while_a_count_waits(
+    monkeypatch: pytest.MonkeyPatch, name: str, other: SharedDiskStore
+) -> None:
+    """Have a method of `Ledger` change it while a count by another store waits."""
+    change = getattr(Ledger, name)
+
+    def changed_later(*args: Any) -> None:
+        pauses: list[float] = []
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            change(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Ledger, name, change)
+            patched.setattr("ec_store.disk.evictor.time.sleep", pause)
+            sweep(other)
+        assert pauses == [evictor.RELEASE_S]
+
+    monkeypatch.setattr(Ledger, name, changed_later)
+
+
 def test_count_waits_for_the_release_of_a_removed_file(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = Ledger.release
     with opened(root) as store, opened(root) as other:
         store.put(key(), sized(100))
-
-        def released_later(*args: Any) -> None:
-            pauses: list[float] = []
-
-            def pause(seconds: float) -> None:
-                pauses.append(seconds)
-                release(*args)
-
-            with monkeypatch.context() as patched:
-                patched.setattr("ec_store.disk.evictor.time.sleep", pause)
-                sweep(other)
-            assert pauses == [evictor.RELEASE_S]
-
-        monkeypatch.setattr(Ledger, "release", released_later)
+        change_while_a_count_waits(monkeypatch, "release", other)
         store.delete([key()])
 
         assert store.stats().entries == 0
         assert store.stats().bytes == 0
+
+
+def test_count_waits_for_the_line_that_is_merged(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(root) as store, opened(root) as ended, opened(root) as other:
+        store.put(key("first"), sized(100))
+        ended.put(key("second"), sized(100))
+        usage = Folder.open_path(str(root / "usage"), Modes())
+        change_while_a_count_waits(monkeypatch, "add", other)
+        Ledger().merge(usage, time.time() + 2 * IDLE_S)
+
+        assert store.stats().entries == 2
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_entry_of_the_slower_writer_is_released_once_its_file_is_gone(
+    root: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    """A removal fails, or an NFS server repeats it."""
+    remove, publish = Folder.remove, Folder.publish
+    with opened(root) as store:
+
+        def failing(folder: Folder, name: str) -> bool:
+            if name[0] == ".":
+                if removed:
+                    remove(folder, name)
+                return False
+            return remove(folder, name)
+
+        def slower(folder: Folder, staging: str, name: str) -> bool:
+            return name != key().digest and publish(folder, staging, name)
+
+        monkeypatch.setattr(Folder, "remove", failing)
+        monkeypatch.setattr(Folder, "publish", slower)
+        assert not store.put(key(), sized(100))
+
+        assert store.stats().entries == (0 if removed else 1)
 
 
 # Entries that are kept
