@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
-from ec_store.disk import evictor
+from ec_store.disk import evictor, opening
 from ec_store.disk.claims import leased_digests
 from ec_store.disk.config import GivenSettings
 from ec_store.disk.entry_files import EntryFiles
@@ -644,16 +644,22 @@ def test_a_write_that_fails_leaves_nothing(root: Path, store: SharedDiskStore) -
     assert store.stats().bytes == entries_bytes(root)
 
 
+@pytest.mark.parametrize("looks", [False, True])
 def test_a_directory_that_was_removed_is_a_miss_and_made_again(
-    root: Path, store: SharedDiskStore
+    root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch, looks: bool
 ) -> None:
     store.put(key(), entry())
     shutil.rmtree(root)
+    monkeypatch.setattr(opening, "LOOK_EVERY_S", 0 if looks else 1000)
 
     assert store.get(key()) is None
     assert store.lookup([key()]) == [None]
     assert store.lease([key()], 5) == [None]
-    assert store.delete([key()]) == 0
+    if looks:
+        with pytest.raises(StoreUnavailable, match="entries could not be deleted"):
+            store.delete([key()])
+    else:
+        assert store.delete([key()]) == 0
     assert store.put(key(), entry()) is True
     assert_same(entry(), store.get(key()))
 
