@@ -172,9 +172,9 @@ class Evictor:
             if age_s <= CHARGE_S:
                 count.add_unsure(size)
                 continue
-            if not found.counted:
+            if not found.duplicate:
                 count.add(size)
-            if age_s > STAGING_S and found.folder.remove(found.name) and not found.counted:
+            if age_s > STAGING_S and found.folder.remove(found.name) and not found.duplicate:
                 self._ledger.release(tree.usage, size)
                 count.remove(size)
 
@@ -184,6 +184,7 @@ class Evictor:
             # Another process may not have released yet what it removed, or be merging a line.
             time.sleep(RELEASE_S)
             correction = correction.common(count.correction(self._ledger.total(tree.usage)))
+        if correction != Usage():
             self._ledger.add(tree.usage, correction)
 
     def _remove(

@@ -39,7 +39,7 @@ class Usage:
         )
 
     def common(self, other: "Usage") -> "Usage":
-        """Return the smaller of each two numbers."""
+        """Return the smaller value of each field."""
         return Usage(*map(min, astuple(self), astuple(other)))
 
     @property

@@ -148,7 +148,7 @@ class Found:
         status: status of the file. `st_mtime` is the time of the last write or use, by the store's
             clock, and `st_ctime` that of the last write or rename.
         staging: whether this is a staging file: an entry that is being written or removed.
-        counted: whether the file was found under another name too, such as a published entry.
+        duplicate: whether the scan has found the file under another name too, such as its entry's.
     """
 
     folder: Folder
@@ -157,7 +157,7 @@ class Found:
     size_bytes: int
     status: os.stat_result
     staging: bool
-    counted: bool = False
+    duplicate: bool = False
 
 
 class Tree:
@@ -315,22 +315,24 @@ def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
                     size = int(staging[2], 16) if staging else status.st_size
                     is_staging = staging is not None
                     found.append(Found(folder, item.name, digest, size, status, is_staging))
+    if not staged:
+        return found
     # A file that was published after the listing.
     for digest in staged.difference([file.name for file in found]):
         with _collect_error(unread):
             status = folder.stat(digest)
             if is_regular(status):
                 found.append(Found(folder, digest, digest, status.st_size, status, staging=False))
-    return _with_other_names_marked(found) if staged else found
+    return _mark_duplicates(found)
 
 
-def _with_other_names_marked(found: Sequence[Found]) -> list[Found]:
+def _mark_duplicates(found: Sequence[Found]) -> list[Found]:
     """Mark the staging files that are other names of a file, and move them to the end."""
     entries = [file for file in found if not file.staging]
     inodes = {file.status.st_ino for file in entries}
     for file in found:
         if file.staging:
-            entries.append(replace(file, counted=file.status.st_ino in inodes))
+            entries.append(replace(file, duplicate=file.status.st_ino in inodes))
             inodes.add(file.status.st_ino)
     return entries
 

@@ -114,7 +114,7 @@ class AttemptProgress:
         encodings: encoder outputs of the items; None if a step up to the encode failed.
         consumed: the request for prefill and decode; `NOT_PREPARED` until the items are encoded.
         prefill: the prefill instance that was chosen; None if none was.
-        pair: that instance with what decode is to know of it; None until then.
+        pair: the prefill instance with its facts for decode; None until it is made.
         decode: the decode instance that was chosen; None if none was.
     """
 

@@ -1,4 +1,4 @@
-"""`epd` which forks the engines of `up`."""
+"""Runs `epd`, and forks the engines of `epd up`."""
 
 from unittest.mock import patch
 

@@ -306,7 +306,7 @@ def test_entry_that_is_published_during_a_count_is_counted_once(
 
 
 @pytest.mark.parametrize("published", [False, True])
-def test_scan_marks_other_names_of_a_file(root: Path, published: bool) -> None:
+def test_scan_marks_duplicate_names_of_a_file(root: Path, published: bool) -> None:
     with opened(root) as store:
         store.put(key(), sized(100))
         entry = path_of(root, key())
@@ -318,7 +318,7 @@ def test_scan_marks_other_names_of_a_file(root: Path, published: bool) -> None:
             store._keeper.ledger.release(store._opening.tree().usage, BLOCK)  # noqa: SLF001
         found = list(store._opening.tree().scan([]))  # noqa: SLF001
 
-        assert [file.counted for file in found] == [False, True, True][: len(found)]
+        assert [file.duplicate for file in found] == [False, True, True][: len(found)]
         assert len(found) == 2 + published
 
 
