@@ -25,13 +25,23 @@ SHARED_SERVER = "VLLM_FORK_SERVER"
 PRELOADED = [
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.generate.structured_decisions.api_router",
+    "vllm.entrypoints.launchers.run_batch",
     "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.openai.responses.api_router",
     "vllm.entrypoints.scale_out.render.api_router",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.qwen2_5_vl",
+    "vllm.model_executor.models.qwen2_audio",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
+    "mistral_common.tokens.tokenizers.mistral",
+    "model_hosting_container_standards.sagemaker",
+    "sympy.tensor.tensor",
+    "torch.distributed.tensor.experimental",
     "scripts.preloaded",
 ]
 
@@ -111,6 +121,7 @@ def _run_vllm(arguments: Sequence[str]) -> int:
     for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
         starts: Any = sys.modules[name]
         starts.get_mp_context = lambda: multiprocessing.get_context("fork")
+    inspect_in_process()
     try:
         entry.main()
     except SystemExit as end:
@@ -121,6 +132,15 @@ def _run_vllm(arguments: Sequence[str]) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def inspect_in_process() -> None:
+    """Have vLLM inspect the classes of models in this process.
+
+    It starts a process for each class and imports itself there, to keep CUDA out of this one.
+    """
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda inspect: inspect()  # noqa: SLF001
 
 
 if __name__ == "__main__":

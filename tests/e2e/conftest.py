@@ -17,7 +17,7 @@ from epd.tools.fleet.settings import Topology
 from scripts.forked import ForkedStack
 from tests.collector import over_http
 from tests.e2e.served import Served
-from tests.e2e.stacks import CLUSTER, REDIS, STACKS, Spec, stacks_of
+from tests.e2e.stacks import CLUSTER, MODELS, REDIS, STACKS, Spec, stacks_of
 from tests.models import written
 from tests.paths import MEDIA
 from tests.support.redis_server import RedisServer, cluster
@@ -77,7 +77,7 @@ def stack(
         traces = ["--otlp-traces-endpoint", collector.url] if spec.traced else []
         redis, url = running.enter_context(redis_servers(spec.store, directory / "redis"))
         described = ForkedStack(
-            written(spec.model) / spec.model,
+            written(*MODELS) / spec.model,
             Topology.parse(spec.topology),
             directory,
             local_media=MEDIA,

@@ -101,7 +101,7 @@ CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
 SHARDED = Spec(VISION, E_PD, DISK, consumer_ranks=2)
 SAVING = [Spec(VISION, topology, DISK, saving=True) for topology in (E_PD, E_P_D)]
 FOLLOWS = Spec(VISION, "2pd", DISK, follows=True)
-MODELS = (
+OTHERS = (
     "tiny-internvl",
     "tiny-paddleocr-vl",
     "tiny-paligemma",
@@ -111,7 +111,8 @@ MODELS = (
     "tiny-qwen3-vl",
 )
 """Models that only their own tests use, with one stack each. `scripts/model_matrix.sh` has all."""
-MODEL_STACKS = [Spec(model, E_PD, DISK) for model in MODELS]
+MODELS = (VISION, AUDIO, *OTHERS)
+MODEL_STACKS = [Spec(model, E_PD, DISK) for model in OTHERS]
 OMNI_STACKS = [spec for spec in MODEL_STACKS if "omni" in spec.model]
 VIDEO_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith(("omni", "internvl", "3-vl"))]
 TIMED_STACKS = [spec for spec in MODEL_STACKS if spec.model.endswith("3-vl")]

@@ -141,7 +141,9 @@ def test_completions_responses_and_messages_are_prefilled_first(
     hello: Any = [{"role": "user", "content": "hello"}]
     raw: list[Any] = [
         stack.client.completions.with_raw_response.create(**fixed, prompt="hello"),
-        stack.client.responses.with_raw_response.create(model=stack.model, input="hello"),
+        stack.client.responses.with_raw_response.create(
+            model=stack.model, input="hello", max_output_tokens=2
+        ),
         claude.messages.with_raw_response.create(**fixed, messages=hello),
     ]
 

@@ -46,6 +46,7 @@ from ec_store.vllm_connector.accept import Widths
 from ec_store.vllm_connector.consumer import Consumer
 from ec_store.vllm_connector.namespace import layout_of, namespace_of
 from ec_store.vllm_connector.worker import Learner, Saver, StepMetadata, is_writer, load, reader
+from scripts.forked import inspect_in_process
 
 TOKENS, WIDTH = 4, 256
 
@@ -54,6 +55,7 @@ class Pieces:
     """Factory of connectors for one model, and of vLLM's objects that they receive."""
 
     def __init__(self, model: Path) -> None:
+        inspect_in_process()
         self._config = EngineArgs(
             model=str(model),
             served_model_name="tiny",
