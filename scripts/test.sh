@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every test: first those without engines, which often wait, in four processes; then the ones on
+# Runs every test: first those without engines, which often wait, in five processes; then the ones on
 # real vLLM, in three. With arguments, which go to pytest, it is one run of what they choose.
 #
 #   scripts/test.sh            # all of them
@@ -28,7 +28,7 @@ forking=$(mktemp -d)
 trap 'rm -rf "$forking"' EXIT
 export VLLM_FORK_SERVER=$forking/server
 tail --pid=$$ -f /dev/null | .venv/bin/python -m scripts.forked "$VLLM_FORK_SERVER" &
-.venv/bin/python -m pytest --ignore tests/e2e -n 4 || failed=$?
+.venv/bin/python -m pytest --ignore tests/e2e -n 5 || failed=$?
 [ $failed != 2 ] || exit 2 # interrupted
 # The contract tests, in one process, import another vLLM. They take less time than the tests with engines.
 log=.run/check_vllm.log

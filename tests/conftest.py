@@ -37,6 +37,7 @@ LONGEST = (
     "tests/tools/bench/",
     "tests/tools/fleet/",
     "tests/proxy/test_workers.py",
+    "tests/ui/test_page.py",
 )
 """Files that take longest. They start first, so that no process waits for them at the end."""
 
