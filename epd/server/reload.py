@@ -1,4 +1,4 @@
-"""Reload of the configuration and its files at SIGHUP, and checks of them at the start.
+"""Checks of the configuration and its files, by `epd check` too, and their reload at SIGHUP.
 
 If one is invalid, the error is logged and the previous content stays in force.
 
@@ -10,16 +10,21 @@ workers, even if the files have changed since.
 import asyncio
 import os
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import orjson
 import structlog
 from aiohttp import web
 
 from epd.config import ConfigInvalid, ProxyConfig
+from epd.config.flags import add_flags
+from epd.config.load import Loaded, as_json, as_yaml, load
 from epd.config.proxy_config import LiveConfig
 from epd.discovery.entries import EntriesInvalid
 from epd.discovery.watching import check_file
@@ -27,8 +32,53 @@ from epd.edge.listening import server_context
 from epd.http.tls import TlsInvalid, upstream_context
 from epd.observe.logs import set_level
 from epd.observe.tracing import TracesUnavailable, check_tracing
+from epd.parser import Commands, Parser
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
 from epd.transfer.registry import KV_TRANSFERS
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `check` to the commands of `epd`."""
+    parser = commands.add_parser(
+        "check",
+        help="check the settings of `epd serve` with the same flags",
+        description="Check flags, environment, the file of --config and the files that they name, "
+        "and print all settings with their sources, as a file for --config. Secrets are hidden. "
+        "Nothing is started.",
+        epilog="example: epd check --config epd.yaml",
+        usage="epd check [--format yaml|json] [FLAG of epd serve ...]",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("yaml", "json"),
+        default="yaml",
+        help="format of the output (default: yaml)",
+    )
+    add_settings_command(parser, _check)
+
+
+def add_settings_command(parser: Parser, run: Callable[..., None]) -> None:
+    """Add the flags of all settings to a command, and set its function."""
+    add_flags(parser)
+    parser.set_defaults(run=partial(run, parser))
+
+
+def _check(parser: Parser, *, format: str = "yaml", **flags: Any) -> None:  # noqa: A002 - a flag's name
+    loaded = load_or_exit(parser, flags)
+    print(as_json(loaded) if format == "json" else as_yaml(loaded))
+
+
+def load_or_exit(parser: Parser, flags: Mapping[str, Any]) -> Loaded:
+    """Return the configuration, or exit with the errors of settings and of the files they name."""
+    try:
+        loaded = load(flags)
+    except ConfigInvalid as invalid:
+        parser.errors(invalid.reasons)
+    if reasons := list(unusable_files(loaded.config)):
+        parser.errors(reasons)
+    for message in loaded.unknown:
+        print(f"{parser.prog}: warning: {message}", file=sys.stderr)
+    return loaded
 
 
 def read_keys(config: ProxyConfig) -> ApiKeys | None:

@@ -1,22 +1,27 @@
-"""Process that serves the application: alone, or as one of several workers."""
+"""`epd serve`: the process that serves the application, alone or as one of several workers."""
 
 import asyncio
 import ctypes
 import gc
 import os
 import ssl
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
 import structlog
+import uvloop
 from aiohttp import web
 
 from epd.config import ProxyConfig
+from epd.config.load import load
 from epd.config.proxy_config import LiveConfig
+from epd.conversations import conversations
 from epd.edge.drain import DRAIN
 from epd.edge.listening import (
+    CannotListen,
     Site,
     binding_errors,
     listening_at,
@@ -24,7 +29,11 @@ from epd.edge.listening import (
     server_context,
 )
 from epd.edge.protocol import Runner
+from epd.edge.request_head import raise_limit
+from epd.http.tls import TlsInvalid
+from epd.observe import logs
 from epd.observe.worker_metrics import WorkerMetrics
+from epd.parser import Commands, Parser
 from epd.server.app import application
 from epd.server.app_keys import ADMISSION, BACKGROUND, KEYS, OBSERVERS
 from epd.server.operator_routes import BOARD, METRICS, POLICIES
@@ -38,9 +47,10 @@ from epd.server.orders import (
     orders_by_signal,
     topology_name,
 )
-from epd.server.reload import RELOAD, read_from, read_keys
+from epd.server.reload import RELOAD, add_settings_command, load_or_exit, read_from, read_keys
 from epd.server.worker import Seat
-from epd.tenants import ApiKeys
+from epd.server.workers import WorkersFailed, supervise
+from epd.tenants import ApiKeys, KeysInvalid
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Numbers of glibc's `malloc.h`."""
@@ -50,6 +60,44 @@ MMAP_BYTES = 8 * 1024**2
 """Size from which each block has pages of its own, which its release returns at once."""
 OPERATORS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Variables by which an operator sets the same."""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `serve` to the commands of `epd`."""
+    parser = commands.add_parser(
+        "serve",
+        help="run the proxy",
+        description="Run an OpenAI-compatible proxy that sends media to encode instances, then "
+        "the request to prefill and decode instances. Every flag can also be set as EPD_<FLAG> in "
+        "the environment or by name in the file of --config. OPENAI_API_KEY is sent to the "
+        "instances if a client sends no key; ADMIN_API_KEY opens /metrics and profiling.",
+        epilog="example: epd serve --encode-servers-urls http://e1:8001,http://e2:8001 "
+        "--decode-servers-urls http://pd:8002",
+        usage="epd serve --encode-servers-urls URLS --decode-servers-urls URLS [FLAG ...]",
+    )
+    add_settings_command(parser, _serve)
+
+
+def _serve(parser: Parser, **flags: Any) -> None:
+    config = load_or_exit(parser, flags).config
+    logs.configure(config.log_format, config.log_level)
+    raise_limit()
+    conversations.warn_of(config)
+
+    def read() -> ProxyConfig:
+        return load(flags).config
+
+    live = LiveConfig(config)
+    try:
+        if config.workers == 1:
+            uvloop.run(serve(live, read))
+        else:
+            # Not uvloop: a fork cannot leave its loop, and starts another one.
+            asyncio.run(supervise(live, read, serve_as_worker))
+    except (KeysInvalid, TlsInvalid) as error:  # a file changed after its check
+        parser.errors([str(error)])
+    except (CannotListen, WorkersFailed, OSError) as failure:
+        sys.exit(f"epd serve: {failure}")
 
 
 def keep_freed_memory() -> bool:

@@ -5,28 +5,58 @@ import sys
 
 import pytest
 
+import epd
+from epd.__main__ import COMMANDS, make_parser
+from epd.server import app
+
 IMPORTED = """
 import sys
 from epd.__main__ import make_parser
 make_parser(sys.argv[1])
-print(*(name for name in sys.modules if name.startswith("epd.tools.")))
+print(*(name for name in sys.modules if name.startswith("epd.")))
 """
 
 
-def tools_imported_by(command: str) -> set[str]:
-    """Return the modules of `epd.tools` in a process that has made the command's parser."""
+def imported_by(command: str) -> set[str]:
+    """Return the modules of `epd` in a process that has made the command's parser."""
     arguments = [sys.executable, "-c", IMPORTED, command]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
-def test_epd_serve_imports_no_tools() -> None:
-    assert tools_imported_by("serve") == set()
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_commands_of_the_proxy_import_no_tools(command: str) -> None:
+    modules = imported_by(command)
+
+    assert "epd.server.reload" in modules
+    assert not {name for name in modules if name.startswith("epd.tools")}
 
 
 @pytest.mark.parametrize(
     ("command", "module"),
-    [("up", "epd.tools.fleet.command"), ("bench", "epd.tools.bench"), ("top", "epd.tools.top")],
+    [
+        ("up", "epd.tools.fleet.command"),
+        ("bench", "epd.tools.bench"),
+        ("top", "epd.tools.top"),
+        ("hash-key", "epd.tenants"),
+    ],
 )
-def test_tools_are_imported_by_their_commands(command: str, module: str) -> None:
-    assert module in tools_imported_by(command)
+def test_other_commands_do_not_import_the_proxy(command: str, module: str) -> None:
+    modules = imported_by(command)
+
+    assert module in modules
+    assert not {name for name in modules if name.startswith("epd.server")}
+
+
+def test_help_of_all_commands_names_each() -> None:
+    shown = make_parser().format_help()
+
+    assert [name for name in COMMANDS if f"\n    {name} " in shown] == list(COMMANDS)
+
+
+def test_the_package_has_its_public_names_and_no_others() -> None:
+    for name in epd.__all__:
+        assert getattr(epd, name)
+    assert epd.create_app is app.create_app
+    with pytest.raises(AttributeError, match="module 'epd' has no attribute 'create'"):
+        epd.create  # noqa: B018

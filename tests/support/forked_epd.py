@@ -20,12 +20,13 @@ def _server() -> Path:
 
 def main() -> None:
     """Serve requests; in a forked program, run `epd`."""
-    from epd.__main__ import main as epd  # noqa: PLC0415 - only this process needs its import
+    from epd import __main__ as epd  # noqa: PLC0415 - only this process needs its imports
 
+    epd.make_parser()  # which imports all commands
     request = next_program(Path(sys.argv[1]))
     if request is not None:
         sys.argv = ["epd", *request["arguments"]]
-        epd()
+        epd.main()
 
 
 if __name__ == "__main__":

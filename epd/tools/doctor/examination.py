@@ -6,15 +6,18 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import cycle, islice
+from typing import Any
 
 from epd.config import ProxyConfig
 from epd.config.proxy_config import LiveConfig
 from epd.http.pool import Pool
 from epd.http.tls import upstream_context
+from epd.parser import Commands, Parser
 from epd.request.kv_peers import PeerRegistry
 from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
+from epd.server.reload import add_settings_command, load_or_exit
 from epd.tools.doctor import judge
 from epd.tools.doctor.environment import judge_host, look_at_store
 from epd.tools.doctor.facts import (
@@ -30,6 +33,32 @@ from epd.tools.doctor.instances import IDLE_S, InstanceReader, read_sources, try
 from epd.tools.doctor.trials import Trials, Tried, text
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.upstream import Upstream
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `doctor` to the commands of `epd`."""
+    parser = commands.add_parser(
+        "doctor",
+        help="examine the fleet that `epd serve` would use with the same flags",
+        description="Examine every instance, the store and this machine as the proxy would use "
+        "them, and report what to change. Each stage gets a small request for one token, to verify "
+        "its work; a new picture is written to the store. The exit code is 1 if requests would "
+        "fail or be slow.",
+        epilog="example: epd doctor --config epd.yaml",
+        usage="epd doctor [--no-requests] [--format text|json] [FLAG of epd serve ...]",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("text", "json"),
+        default="text",
+        help="format of the output (default: text)",
+    )
+    parser.add_argument(
+        "--no-requests",
+        action="store_true",
+        help="read only what instances report; send no generation requests",
+    )
+    add_settings_command(parser, _run)
 
 
 class Examined:
@@ -179,9 +208,16 @@ def headers_of(config: ProxyConfig) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key.get_secret_value()}"}
 
 
-def run(config: ProxyConfig, *, requests: bool, as_document: bool) -> None:
+def _run(
+    parser: Parser,
+    *,
+    format: str,  # noqa: A002 - a flag's name
+    no_requests: bool,
+    **flags: Any,
+) -> None:
     """Print the findings. Exit with code 1 if one of them is `fail`."""
-    findings = asyncio.run(examine(config, requests=requests))
-    print(as_json(findings) if as_document else as_text(findings))
+    config = load_or_exit(parser, flags).config
+    findings = asyncio.run(examine(config, requests=not no_requests))
+    print(as_json(findings) if format == "json" else as_text(findings))
     if worst_verdict(findings) is Verdict.FAIL:
         sys.exit(1)
