@@ -1,8 +1,10 @@
 """Requests, and comparison of their answers."""
 
 import base64
+import math
 import mimetypes
 import secrets
+import struct
 import wave
 from io import BytesIO
 from typing import Any
@@ -51,6 +53,16 @@ def unseen(stack: Served, side: int = 224) -> Part:
     with wave.open(buffer, "wb") as file:
         file.setparams((1, 2, 16000, 0, "NONE", ""))
         file.writeframes(secrets.token_bytes(2 * 16000))
+    return input_audio(buffer.getvalue())
+
+
+def tone(hertz: int) -> Part:
+    """Return a new sound: a tone of one second, always the same for the same frequency."""
+    buffer, samples = BytesIO(), range(16000)
+    waves = [round(20000 * math.sin(2 * math.pi * hertz * at / 16000)) for at in samples]
+    with wave.open(buffer, "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes(struct.pack("<16000h", *waves))
     return input_audio(buffer.getvalue())
 
 
