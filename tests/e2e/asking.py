@@ -57,7 +57,7 @@ def unseen(stack: Served, side: int = 224) -> Part:
 
 
 def tone(hertz: int) -> Part:
-    """Return a new sound: a tone of one second, always the same for the same frequency."""
+    """Return a tone of one second."""
     buffer, samples = BytesIO(), range(16000)
     waves = [round(20000 * math.sin(2 * math.pi * hertz * at / 16000)) for at in samples]
     with wave.open(buffer, "wb") as file:

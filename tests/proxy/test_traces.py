@@ -516,7 +516,7 @@ def test_every_process_exports_remaining_spans_at_its_end(
 def test_opentelemetry_is_not_imported_without_an_endpoint() -> None:
     code = (
         "import asyncio, sys\n"
-        "import epd.__main__\n"
+        "import epd.server.serve\n"
         "from epd import ProxyConfig, create_app\n"
         "from epd.server.app_keys import CONFIG, OBSERVERS\n"
         "from epd.edge.protocol import Runner\n"

@@ -22,7 +22,7 @@ def main() -> None:
     """Serve requests; in a forked program, run `epd`."""
     from epd import __main__ as epd  # noqa: PLC0415 - only this process needs its imports
 
-    epd.make_parser()  # which imports all commands
+    epd.make_parser("serve")  # which imports the proxy
     request = next_program(Path(sys.argv[1]))
     if request is not None:
         sys.argv = ["epd", *request["arguments"]]
