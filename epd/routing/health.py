@@ -185,10 +185,12 @@ class Health:
             self._probe_s = now_s + self._next_probe_s() * (1 + jitter)
 
     def _judge_probe(self, now_s: float, *, well: bool) -> None:
+        # The first answer ends a start, not an outage, unless requests have failed before it.
+        started = well and not self.met and not self._ejections
         self.met = self.met or well
         self._failed_probes = 0 if well else self._failed_probes + 1
         if well and self._state is HealthState.DOWN:
-            self._become(HealthState.TRIAL, now_s)
+            self._become(HealthState.HEALTHY if started else HealthState.TRIAL, now_s)
         # An ejected instance that fails a probe too returns only after a successful probe.
         elif not well and (
             self._state is HealthState.EJECTED or self._failed_probes >= self.policy.down_after

@@ -327,6 +327,7 @@ async def test_unreachable_encode_instances_end_in_a_local_encode_or_503(launch:
 async def test_an_encode_instance_that_recovers_serves_again(launch: Launch) -> None:
     fast: Any = {"probe_interval_s": 0.2, "probe_backoff_s": 0.2, "probe_backoff_max_s": 0.2}
     async with launch(encode=2, encode_balance="round_robin", eject_after=2, **fast) as fleet:
+        await until(lambda: fleet.encode[0].probes)
         fleet.encode[0].healthy = False
         states = fleet.events.changes
         await until(lambda: [one.state for one in states] == ["down"])
@@ -343,7 +344,10 @@ async def test_an_encode_instance_that_recovers_serves_again(launch: Launch) -> 
 
 
 @pytest.mark.fault(14)
-async def test_on_trial_it_gets_one_request_at_a_time(launch: Launch) -> None:
+@pytest.mark.parametrize(("starts", "at_once"), [(False, 1), (True, 3)])
+async def test_an_instance_gets_one_request_at_a_time_after_an_outage_and_its_share_after_its_start(
+    launch: Launch, *, starts: bool, at_once: int
+) -> None:
     go_on = asyncio.Event()
     fast: Any = {"probe_interval_s": 0.2, "probe_backoff_s": 0.2, "probe_backoff_max_s": 0.2}
 
@@ -351,16 +355,18 @@ async def test_on_trial_it_gets_one_request_at_a_time(launch: Launch) -> None:
         await go_on.wait()
         return await encodes(http, body)
 
+    launch.starting = int(starts)
     async with launch(encode=2, encode_balance="round_robin", **fast) as fleet:
-        fleet.encode[0].healthy = False
+        await until(lambda: fleet.e.probes)
+        fleet.e.healthy = False
         await until(lambda: fleet.events.changes)
-        fleet.encode[0].healthy, fleet.encode[0].chat = True, waits
+        fleet.e.healthy, fleet.e.chat = True, waits
         await until(lambda: len(fleet.events.changes) == 2)
         sent = [fleet.chat(request(image(b"%d" % number))) for number in range(6)]
         tasks = [asyncio.create_task(one) for one in sent]
-        await until(lambda: encoded(fleet.encode[1]) == 5)
+        await until(lambda: encoded(*fleet.encode) == 6)
 
-        assert encoded(fleet.encode[0]) == 1
+        assert encoded(fleet.e) == at_once
         go_on.set()
         assert {status for status, _ in await asyncio.gather(*tasks)} == {200}
 

@@ -118,9 +118,11 @@ def test_a_trial_that_was_cancelled_is_followed_by_another(one: Watched) -> None
 
 @pytest.mark.fault(14)
 def test_failures_before_an_outage_do_not_count_after_it(one: Watched) -> None:
+    one.probe(well=True)
     old = [one.health.request_begun() for _ in range(9)]
     one.ends(*[Outcome.UNREACHABLE] * 5)
-    one.probe(well=True)
+    one.wait_for_probe()
+    one.health.record_probe(one.now_s, well=True)
     assert one.state() is HealthState.TRIAL
 
     trial = one.health.request_begun()
@@ -178,6 +180,34 @@ def test_an_unreachable_instance_is_down_until_a_probe_succeeds(one: Watched) ->
     assert one.state() is HealthState.TRIAL
     one.ends(Outcome.GOOD)
     assert one.state() is HealthState.HEALTHY
+
+
+def test_an_instance_that_answers_for_the_first_time_is_healthy_without_a_trial(
+    one: Watched,
+) -> None:
+    for _ in range(3):
+        one.wait_for_probe()
+        one.health.record_probe(one.now_s, well=False)
+    one.wait_for_probe()
+    one.health.record_probe(one.now_s, well=True)
+
+    assert one.became == [HealthState.DOWN, HealthState.HEALTHY]
+
+
+@pytest.mark.parametrize("failure", ["answered before", "ejected before"])
+def test_an_instance_that_has_failed_returns_on_trial(one: Watched, failure: str) -> None:
+    if failure == "answered before":
+        one.probe(well=True)
+    else:
+        one.ends(*[Outcome.BAD] * 5)
+    for _ in range(3):
+        one.wait_for_probe()
+        one.health.record_probe(one.now_s, well=False)
+    assert one.state() is HealthState.DOWN
+    one.wait_for_probe()
+    one.health.record_probe(one.now_s, well=True)
+
+    assert one.state() is HealthState.TRIAL
 
 
 def test_failed_probes_are_sufficient_to_mark_an_instance_down(one: Watched) -> None:

@@ -92,6 +92,7 @@ def test_other_details_are_another_instance_and_the_first_source_counts() -> Non
 def test_a_changed_weight_keeps_health_and_load_of_the_instance() -> None:
     told = Told(E1, E2)
     told.table.probes_due()
+    told.table.record_probe(E1, well=True)
     for _ in range(3):
         told.table.record_probe(E1, well=False)
     with told.table.track_request(E1):

@@ -58,6 +58,7 @@ class FakeInstance:
         calls: requests to endpoints that it received.
         aborted: number of its answers that were cancelled because the client disconnected.
         open: number of unfinished chat requests.
+        probes: number of requests for `/health`.
         metrics: handler of `GET /metrics`.
         connections: connections of the requests in progress.
     """
@@ -69,6 +70,7 @@ class FakeInstance:
     other_calls: list[str] = field(default_factory=list)
     aborted: int = 0
     open: int = 0
+    probes: int = 0
     url: str = ""
     version: str = "0.33.0"
     models: tuple[str, ...] = ("m",)
@@ -113,6 +115,7 @@ class FakeInstance:
         if request.path == "/metrics":  # a load report: not a call
             return await self.metrics()
         if request.path == "/health":  # a probe: not a call
+            self.probes += 1
             return web.Response(status=200 if self.healthy else 503)
         self.other_calls.append(f"{request.method} {request.path}")
         if self._denies(request):

@@ -103,14 +103,20 @@ instance drops it on a reused one, and does not count that as a failure.
 
 
 class Launch:
-    """Starts fleets: `async with launch(encode=2, prefill=1) as fleet`."""
+    """Starts fleets: `async with launch(encode=2, prefill=1) as fleet`.
+
+    Attributes:
+        starting: number of encode instances that fail their health checks at first.
+    """
+
+    starting = 0
 
     @asynccontextmanager
     async def __call__(
         self, encode: int = 1, prefill: int = 0, decode: int = 1, **config: Any
     ) -> AsyncIterator[Fleet]:
         groups = {
-            "encode": [FakeInstance(encodes) for _ in range(encode)],
+            "encode": [FakeInstance(encodes, number >= self.starting) for number in range(encode)],
             "prefill": [FakeInstance(prefills) for _ in range(prefill)],
             "decode": [FakeInstance(decodes) for _ in range(decode)],
         }
