@@ -115,25 +115,24 @@ class FirstTries:
             self._arrived.remove(task)
         return self._groups[task]
 
-    async def output_of(self, task: EncodeTask, group: EncodeGroup) -> OutputFacts | None:
-        """Return the output of an item; None if its group was rejected, so that it must go alone.
+    async def output_of(self, task: EncodeTask, group: EncodeGroup) -> OutputFacts:
+        """Return the output of an item. If its group is rejected, it is sent again alone.
 
         The first item of a group sends the request, which is cancelled when no item needs it.
 
         Raises:
             ProxyError: the instance failed, or rejected the item alone.
         """
-        if len(group.tasks) == 1:
-            [encoded] = await self._send(group)
-            return encoded
-        try:
-            outputs = await self._flights.join(group, partial(self._send, group))
-        except ProxyError as failure:
-            if failure.retryable or failure.died:
-                raise
-            drop_tracebacks(failure)
-            return None
-        return outputs[group.tasks.index(task)]
+        if len(group.tasks) > 1:
+            try:
+                outputs = await self._flights.join(group, partial(self._send, group))
+                return outputs[group.tasks.index(task)]
+            except ProxyError as failure:
+                if failure.retryable or failure.died:
+                    raise
+                drop_tracebacks(failure)
+        [encoded] = await self._send(EncodeGroup(group.instance, (task,)))
+        return encoded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,34 +166,31 @@ class EncodeTries:
         Raises:
             ProxyError: all tries failed, or the item itself is invalid.
         """
-        job, item = task.job, task.item
-        context, watched, fits = job.context, job.context.watched, self._fits(job)
+        job, context = task.job, task.job.context
         clock = asyncio.get_running_loop().time
         tried: list[Instance] = []
         started_s = clock()
         with self._retries.tries(MAX_ENCODES) as tries:
             while True:
                 try:
-                    self._fatal.check(watched, [item.identity])
-                    if first_tries is None:
-                        instance = self._next_instance(task, tried)
-                        tried.append(instance)
-                        [encoded] = await self._send(job, EncodeGroup(instance, (task,)))
+                    if tried or first_tries is None:
+                        group = EncodeGroup(self._next_instance(task, tried), (task,))
+                        tried.append(group.instance)
+                        [encoded] = await self._send(job, group)
                         return encoded
-                    shared, first_tries = first_tries, None
-                    group = await shared.group_of(task)
+                    group = await first_tries.group_of(task)
                     tried.append(group.instance)
-                    if (output := await shared.output_of(task, group)) is not None:
-                        return output
-                    tried.pop()  # the instance rejected the group, and may accept the item
+                    return await first_tries.output_of(task, group)
                 except ProxyError as error:
-                    others, elapsed_s = self._choice.has_untried(tried, fits), clock() - started_s
-                    falls_back = context.config.on_encode_failure == "local"
-                    patience_s = context.config.encode_timeout_s
-                    ended = EncodeFailure(
-                        error, len(tried), elapsed_s, others, falls_back, patience_s
+                    failure = EncodeFailure(
+                        error,
+                        tries=len(tried),
+                        elapsed_s=clock() - started_s,
+                        others=self._choice.has_untried(tried, self._fits(job)),
+                        falls_back=context.config.on_encode_failure == "local",
+                        patience_s=context.config.encode_timeout_s,
                     )
-                    delay_s = None if watched.is_spent else encode_delay_s(ended)
+                    delay_s = None if context.watched.is_spent else encode_delay_s(failure)
                     if delay_s is None:
                         raise
                     await tries.next_try(error, delay_s)
@@ -262,10 +258,11 @@ class EncodeTries:
         """Return the outputs of the items of one request to an encode instance.
 
         Raises:
-            ProxyError: the instance failed, or rejected an item.
+            ProxyError: the instance failed, or rejected an item; or instances have died of an item.
         """
         instance, context, body = group.instance, job.context, job.request.body
         items = [task.item for task in group.tasks]
+        self._fatal.check(context.watched, [item.identity for item in items])
         tokens = sum([task.plan.tokens for task in group.tasks])
         # New for each request: an instance that failed may still push its output later.
         item_params = [

@@ -35,7 +35,7 @@ class Sent:
 
     Attributes:
         groups: the items of each group.
-        error: error of each request; None for success.
+        error: error of each request with several items; None for success.
     """
 
     def __init__(self, error: Exception | None = None) -> None:
@@ -46,13 +46,13 @@ class Sent:
     def assign_all(self, some: Sequence[EncodeTask]) -> list[EncodeGroup]:
         return [EncodeGroup(E1, tuple(some))]
 
-    async def output_of(self, task: EncodeTask) -> OutputFacts | None:
+    async def output_of(self, task: EncodeTask) -> OutputFacts:
         return await self.tries.output_of(task, await self.tries.group_of(task))
 
     async def send_group(self, group: EncodeGroup) -> list[OutputFacts]:
         self.groups.append(group.tasks)
         await asyncio.sleep(0)
-        if self.error is not None:
+        if self.error is not None and len(group.tasks) > 1:
             raise self.error
         return [OutputFacts(identifier=task.item.param_path) for task in group.tasks]
 
@@ -62,13 +62,13 @@ async def test_items_that_arrive_in_one_turn_of_the_loop_share_a_request() -> No
     encoded = await asyncio.gather(*map(sent.output_of, some))
 
     assert sent.groups == [tuple(some)]
-    assert [one and one.identifier for one in encoded] == [task.item.param_path for task in some]
+    assert [one.identifier for one in encoded] == [task.item.param_path for task in some]
 
 
 async def test_an_item_that_arrives_later_is_not_grouped() -> None:
     (first, second, late), sent = tasks(3), Sent()
 
-    async def waits(task: EncodeTask) -> OutputFacts | None:
+    async def waits(task: EncodeTask) -> OutputFacts:
         await asyncio.sleep(0.01)
         return await sent.output_of(task)
 
@@ -78,22 +78,23 @@ async def test_an_item_that_arrives_later_is_not_grouped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "fails"),
-    [
-        (UpstreamFailed("it broke", stage="encode"), True),
-        (SuspectedFatal("it is fatal", stage="encode"), True),
-        (EncodeMismatch("no"), False),
-    ],
+    "error", [UpstreamFailed("it broke", stage="encode"), SuspectedFatal("it is fatal")]
 )
-async def test_a_failure_of_the_instance_fails_all_items_and_a_rejection_none(
-    error: ProxyError, fails: bool
-) -> None:
+async def test_a_failure_of_the_instance_fails_all_items(error: ProxyError) -> None:
     sent = Sent(error)
 
     found = await asyncio.gather(*map(sent.output_of, tasks(2)), return_exceptions=True)
 
-    assert found == [error if fails else None] * 2
+    assert found == [error] * 2
     assert len(sent.groups) == 1
+
+
+async def test_the_items_of_a_rejected_group_are_sent_alone() -> None:
+    some, sent = tasks(2), Sent(EncodeMismatch("no"))
+    encoded = await asyncio.gather(*map(sent.output_of, some))
+
+    assert [one.identifier for one in encoded] == [task.item.param_path for task in some]
+    assert sent.groups == [tuple(some), (some[0],), (some[1],)]
 
 
 async def test_an_item_without_an_instance_is_not_sent_with_a_later_one(
