@@ -21,10 +21,10 @@ MAX_PREFILLS = 2
 MAX_DECODES = 2
 """Failures of decode after which it is not retried; unreachable instances do not count."""
 
-MAX_ATTEMPTS = 4 + MAX_PREFILLS + MAX_DECODES
-"""Four more attempts are possible: after a prefill that could not read the blocks of an earlier
-turn, after an instance rejected metadata in place of media, after a lost entry, and at the instance
-that lacked it."""
+MAX_ATTEMPTS = 5 + MAX_PREFILLS + MAX_DECODES
+"""Five more attempts are possible: after a prefill that could not read the blocks of an earlier
+turn, after an instance rejected metadata in place of media, after a lost entry, at the prefill
+instance that lacked it, and at a decode instance that lacked blocks."""
 
 MAX_ENCODES = 3
 """Maximum number of tries of one item. The same instance may have several of them."""
@@ -308,7 +308,8 @@ RULES = (
         "prefill computes them; the same instance may be chosen",
         _read_back_failed,
         lambda failure: _not_counted(failure)._replace(
-            avoided_prefills=failure.failed.attempt.avoided_prefills
+            avoided_prefills=failure.failed.attempt.avoided_prefills,
+            doubtful=failure.failed.attempt.doubtful,
         ),
     ),
     Rule(

@@ -1,10 +1,10 @@
 """Recovery after a failed attempt: each row of the recovery tables, and failures without a row."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from epd.api.chat import CHAT
 from epd.api.items import MMItem
@@ -99,6 +99,11 @@ ROWS: list[tuple[int, RecoveryState, dict[str, Any]]] = [
     (
         1,
         failure(failed("prefill"), reads_back=True),
+        {"avoided_prefills": ()},
+    ),
+    (
+        1,
+        failure(failed("prefill", 500), reads_back=True),
         {"avoided_prefills": ()},
     ),
     (
@@ -380,71 +385,69 @@ def test_an_attempt_that_failed_before_its_encode_leaves_no_encoder_outputs(
     assert attempt.encodings is known
 
 
-ERRORS = st.one_of(
-    st.sampled_from(
-        [
-            make(stage)
-            for stage in ("prefill", "decode")
-            for make in (
-                failed,
-                unreachable,
-                lambda stage: failed(stage, 500),
-                lambda stage: UpstreamTimeout("x", stage=stage),
-                lambda stage: UpstreamDied("x", stage=stage),
-                lambda stage: NoInstance("x", stage=stage),
-                lambda stage: UpstreamBusy("x", stage=stage, retry_after_s=1.0),
+MAKERS: list[Callable[[Stage], ProxyError]] = [
+    failed,
+    unreachable,
+    lambda stage: failed(stage, 500),
+    lambda stage: UpstreamTimeout("x", stage=stage),
+    lambda stage: UpstreamDied("x", stage=stage),
+    lambda stage: NoInstance("x", stage=stage),
+    lambda stage: UpstreamBusy("x", stage=stage, retry_after_s=1.0),
+    *[partial(rejected, status) for status in (400, 404, 408, 429, 500, 502, 503, 504)],
+]
+STAGES: tuple[Stage, ...] = ("prefill", "decode")
+ERRORS = [make(stage) for stage in STAGES for make in MAKERS]
+
+
+class LongestCourse:
+    """The most instances that a request can reach, over all courses of failures.
+
+    Failures of unreachable instances do not count. At most `unreached` of them are tried, because
+    they alone have no end.
+    """
+
+    def __init__(self, *, local: bool, others: bool, unreached: int) -> None:
+        self._options = {"may_prefill_locally": local, "other_prefills": others}
+        self._unreached = unreached
+        self._known: dict[object, int] = {}
+
+    def after(self, attempt: Attempt, unreached: int = 0) -> int:
+        _, _, *variables = attempt._replace(encodings=None)
+        state = (*variables, unreached)
+        if state not in self._known:
+            self._known[state] = max(
+                self._with(error, attempt, unreached)
+                for error in ERRORS
+                if not (attempt.without_prefill and error.stage == "prefill")
             )
-        ]
-    ),
-    st.builds(
-        rejected,
-        st.sampled_from([400, 404, 408, 429, 500, 502, 503, 504]),
-        st.sampled_from(["prefill", "decode"]),
-    ),
-)
+        return self._known[state]
 
-
-@given(errors=st.lists(ERRORS, min_size=30, max_size=30), local=st.booleans(), other=st.booleans())
-def test_failures_of_instances_that_were_reached_come_to_an_end(
-    errors: list[ProxyError], local: bool, other: bool
-) -> None:
-    facts = Facts("/", prefills=True, items=1, roles=TABLE.roles)
-    attempt: Attempt | None = Attempt(Course(), facts)
-    reached = 0
-    for error in errors:
-        assert attempt is not None
-        if attempt.without_prefill and error.stage == "prefill":
-            continue  # prefill instances are not used any more
+    def _with(self, error: ProxyError, attempt: Attempt, unreached: int) -> int:
+        reached = not isinstance(error, UpstreamUnreachable)
+        unreached += not reached
+        if unreached > self._unreached:
+            return 0
         case = failure(
             error,
             attempt=attempt._asdict(),
             reads_back=not attempt.resent,  # a turn leaves its blocks to one attempt
-            may_prefill_locally=local,
-            other_prefills=other,
+            **self._options,
         )
-        reached += not isinstance(error, UpstreamUnreachable)
-        attempt = next_attempt(case)
-        if attempt is None:
-            break
-
-    assert reached <= MAX_ATTEMPTS
+        following = next_attempt(case)
+        return reached + (0 if following is None else self.after(following, unreached))
 
 
-def test_a_request_reaches_instances_as_often_as_it_has_attempts() -> None:
-    """The longest course: with it, `MAX_ATTEMPTS` is neither too small nor too large."""
-    facts = Facts("/", prefills=True, items=1, roles=TABLE.roles)
-    attempt: Attempt | None = Attempt(Course(), facts)
-    reached = 0
-    prefill, decode = failed("prefill"), failed("decode")
-    prefills = (prefill, rejected(400, "prefill"), prefill, failed("prefill", 500), prefill)
-    for error in (*prefills, prefill, decode, decode):
-        assert attempt is not None
-        case = failure(error, attempt=attempt._asdict(), reads_back=not attempt.resent)
-        attempt = next_attempt(case)
-        reached += 1
+@pytest.mark.parametrize("unreached", [0, 2])
+@pytest.mark.parametrize("others", [True, False])
+@pytest.mark.parametrize(("local", "most"), [(True, MAX_ATTEMPTS), (False, MAX_ATTEMPTS - 1)])
+def test_the_longest_course_of_failures_takes_all_attempts(
+    local: bool, most: int, others: bool, unreached: int
+) -> None:
+    """With it, `MAX_ATTEMPTS` is neither too small nor too large."""
+    first = Attempt(Course(), Facts("/", prefills=True, items=1, roles=TABLE.roles))
+    longest = LongestCourse(local=local, others=others, unreached=unreached)
 
-    assert attempt is None
-    assert reached == MAX_ATTEMPTS
+    assert longest.after(first) == most
 
 
 def encode_failure(error: ProxyError, **more: Any) -> EncodeFailure:
