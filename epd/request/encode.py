@@ -3,7 +3,7 @@
 The steps for one item, each taken unless an earlier one has the output:
 
     method                   step                              source of the output
-    Encoder.encode           lookup in the store               the store has it
+    Encoder._lookup          lookup in the store               the store has it
     Encoder._encode_item     flight, shared by this process    another request encodes it
     Encoder._encode_once     claim, shared by all proxies      another proxy encodes it
     EncodeTries.encode_item  instance, and the next one        an encode instance encodes it
@@ -11,15 +11,15 @@ The steps for one item, each taken unless an earlier one has the output:
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from epd.aio import Flights, gather_first
 from epd.api.items import MMItem
-from epd.encoder_cache.claims import Claims, LookupContext
+from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.identity import Identifiers, OutputKey
 from epd.errors import ProxyError, UnknownMedia, drop_tracebacks, no_store
 from epd.request.encode_tries import EncodeTask, EncodeTries, FirstTries, flight_key
@@ -71,11 +71,9 @@ class Encoder:
         if self._placement.skips_encode(job):
             return [EncodedItem(item, OutputFacts(), "local") for item in items]
         record.hits, record.waits = {}, 0
-        planned = self._plan_lookup(job)
-        with self._start_lookup(job, planned) as pending:
-            lookup = await self._await_lookup(job, planned, pending)
+        async with self._lookup(job) as lookup:
             record.at = "encode"
-            plans = self._plan_items(job, lookup, pending)
+            plans = self._plan_items(job, lookup)
             tasks = self._encode_tasks(job, lookup, plans)
             if len(tasks) == 1:
                 encoded_now = [await self._encode_item(None, tasks[0])]
@@ -90,11 +88,13 @@ class Encoder:
             record.hits = Counter(hits)
         return encoded_items
 
-    def _plan_lookup(self, job: EncodeJob) -> StoreLookup:
-        """Return the lookup of a job, before it is sent to the store."""
+    @asynccontextmanager
+    async def _lookup(self, job: EncodeJob) -> AsyncIterator[StoreLookup]:
+        """Look up the items in the store, and hold the claims of missing ones until the exit."""
         output_keys = {item: job.output_key(item) for item in job.request.media_items}
         if self._claims is None:
-            return StoreLookup(output_keys)
+            yield StoreLookup(output_keys)
+            return
         identifiers = {
             item: identifier
             for item, output_key in output_keys.items()
@@ -102,61 +102,46 @@ class Encoder:
             and output_key is not None
             and (identifier := self._identifiers.identifier_of(output_key))
         }
-        return StoreLookup(output_keys, identifiers)
-
-    def _start_lookup(
-        self, job: EncodeJob, planned: StoreLookup
-    ) -> AbstractContextManager[LookupContext | None]:
-        """Return a lookup in the store. It holds its claims until the items are encoded."""
-        if self._claims is None or not planned.identifiers:
-            return nullcontext()
-        return self._claims.start_lookup(
+        if not identifiers:
+            yield StoreLookup(output_keys, answered=True)
+            return
+        with self._claims.start_lookup(
             job.request.body.get("model"),
-            list({*planned.identifiers.values()}),
+            list({*identifiers.values()}),
             patient=not job.has_all_media,
             namespace=job.namespace,
-        )
+        ) as pending:
+            with job.context.time_stage("store", "lookup"):
+                result = await pending.lookup_result()
+            if result is None:
+                yield StoreLookup(output_keys, identifiers)
+                return
+            infos = {key.identifier: info for key, info in (result.found or {}).items()}
+            found = {
+                item: from_entry(infos[identifier])
+                for item, identifier in identifiers.items()
+                if identifier in infos and infos[identifier].modality == item.modality
+            }
+            elsewhere = pending.is_encoded_elsewhere
+            yield StoreLookup(output_keys, identifiers, True, found, elsewhere)
 
-    async def _await_lookup(
-        self, job: EncodeJob, planned: StoreLookup, pending: LookupContext | None
-    ) -> StoreLookup:
-        """Return the lookup with the store's answer."""
-        if pending is None:
-            return planned._replace(answered=self._claims is not None)
-        with job.context.time_stage("store", "lookup"):
-            result = await pending.lookup_result()
-        if result is None:
-            return planned
-        infos = {key.identifier: info for key, info in (result.found or {}).items()}
-        found = {
-            item: from_entry(infos[identifier])
-            for item, identifier in planned.identifiers.items()
-            if identifier in infos and infos[identifier].modality == item.modality
-        }
-        return planned._replace(answered=True, found=found)
-
-    def _plan_items(
-        self, job: EncodeJob, lookup: StoreLookup, pending: LookupContext | None
-    ) -> Mapping[MMItem, ItemPlan]:
+    def _plan_items(self, job: EncodeJob, lookup: StoreLookup) -> Mapping[MMItem, ItemPlan]:
         """Return plans for the items that are not stored."""
-        under_way = partial(self._is_under_way, job, lookup, pending)
+        under_way = partial(self._is_under_way, job, lookup)
         plans = self._placement.plan_items(job, lookup, under_way)
         if job.course.items is not None:
             places = [plan.place.labels for plan in plans.values() if plan.place]
             job.context.record.places = Counter(places)
         return plans
 
-    def _is_under_way(
-        self, job: EncodeJob, lookup: StoreLookup, pending: LookupContext | None, item: MMItem
-    ) -> bool:
+    def _is_under_way(self, job: EncodeJob, lookup: StoreLookup, item: MMItem) -> bool:
         """Return whether this or another proxy on the same store is encoding an item."""
         if (output_key := lookup.output_keys[item]) is None:
             return False
         if flight_key(job, output_key, skips_claims=job.skips_claims(lookup)) in self._flights:
             return True
-        if pending is None or not lookup.answered or item not in lookup.identifiers:
-            return False
-        return pending.is_encoded_elsewhere(lookup.identifiers[item])
+        identifier = lookup.identifiers.get(item)
+        return identifier is not None and lookup.is_encoded_elsewhere(identifier)
 
     def _encode_tasks(
         self, job: EncodeJob, lookup: StoreLookup, plans: Mapping[MMItem, ItemPlan]

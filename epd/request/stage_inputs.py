@@ -1,6 +1,6 @@
 """Inputs of the stages of a request. No I/O."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from epd.api.body import dump_json
@@ -119,12 +119,15 @@ class StoreLookup(NamedTuple):
         identifiers: store keys of the items, as far as they are known and looked up.
         answered: False if there is no store, or if it failed to answer.
         found: stored outputs, by item.
+        is_encoded_elsewhere: returns whether another request or proxy encodes the item with this
+            store key, as far as known.
     """
 
     output_keys: Mapping[MMItem, OutputKey | None] = {}
     identifiers: Mapping[MMItem, str] = {}
     answered: bool = False
     found: Mapping[MMItem, OutputFacts] = {}
+    is_encoded_elsewhere: Callable[[str], bool] = lambda _: False
 
 
 class EncodeJob(NamedTuple):
