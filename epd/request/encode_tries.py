@@ -1,8 +1,9 @@
 """Tries of items at encode instances: their instances, groups of items, and further tries.
 
 The items of a request that need an encode instance at the same moment are assigned to instances
-together. Those with the same instance may share one request (`FirstTries`). If a shared request
-fails, each of its items goes on alone, by the rules for a failed try of its own.
+together. Those with the same instance may share one request (`FirstTries`). If that is rejected,
+each of its items is sent alone to the same instance. If it fails, each goes on alone, by the rules
+for a failed try of its own.
 """
 
 import asyncio
