@@ -162,8 +162,9 @@ def _configure(store: Store, args: argparse.Namespace) -> int:
         return 2
     given = GivenSettings(**{each.name: getattr(args, each.name) for each in fields(GivenSettings)})
     if given == GivenSettings():
-        store.check()
-        settings = store.settings
+        # Only a change creates a store: a mistyped path must not look like one.
+        with SharedDiskStore.from_url(args.url, create=False) as existing:
+            settings = existing.settings
     else:
         settings = store.configure(given)
     lines = [f"{name:10} {value}" for name, value in settings.shown_settings().items()]

@@ -12,11 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import openai
 
 from ec_store import open_store
+from epd.tools.fleet.command import DISC
 from epd.tools.fleet.process import ProcessDied
 from epd.tools.fleet.settings import Topology
 from epd.tools.fleet.stack import Stack
@@ -46,12 +48,12 @@ def main() -> None:
         with stack:
             answer(stack, args.picture)
             if args.keep:
-                keep(stack, args.picture)
+                keep(stack)
     except (ProcessDied, TimeoutError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit("stopped")
-    print("\nEverything is stopped.")
+    print(f"\nEverything is stopped. Logs and the store are left in {directory}")
 
 
 def arguments() -> argparse.Namespace:
@@ -160,17 +162,18 @@ def show_store(stack: Stack) -> None:
                 print(f"    namespace {row.info.key.namespace}")
 
 
-def keep(stack: Stack, path: Path) -> None:
+def keep(stack: Stack) -> None:
     """Serve until Ctrl-C, or until an indispensable process has died."""
-    url = {"url": (path if path.parent == MEDIA else MEDIA / "cat.jpg").resolve().as_uri()}
-    parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": QUESTION}]
+    image = {"type": "image_url", "image_url": {"url": DISC}}
+    parts = [image, {"type": "text", "text": QUESTION}]
     messages = [{"role": "user", "content": parts}]
     body = json.dumps({"model": MODEL, "messages": messages, "max_tokens": 24})
     print(f"\nThe stack stays up until Ctrl-C. Try:\n\n  curl {stack.url}/health\n")
     print(
         f"  curl {stack.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
     )
-    stack.watch()
+    with suppress(KeyboardInterrupt):
+        stack.watch()
 
 
 if __name__ == "__main__":

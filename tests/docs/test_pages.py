@@ -110,3 +110,13 @@ def test_every_setting_of_a_store_is_documented(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
 
     assert [one.name for one in fields(StoreSettings) if f"`{one.name}" not in text] == []
+
+
+def test_every_curl_line_with_a_body_names_its_type() -> None:
+    """Without the header curl sends a form, which the proxy refuses (415)."""
+    joined = [page.read_text().replace("\\\n", " ") for page in PAGES]
+    commands = [line for text in joined for line in text.splitlines() if "curl " in line]
+    bodies = [line for line in commands if re.search(r" -d | --data", line)]
+
+    assert len(bodies) > 3
+    assert [line for line in bodies if "Content-Type: application/json" not in line] == []

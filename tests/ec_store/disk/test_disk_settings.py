@@ -225,7 +225,7 @@ def test_configure_changes_given_settings_and_replaces_unreadable_ones(
     assert held(root) == StoreSettings(max_bytes=2**30)
 
 
-@pytest.mark.parametrize("command", ["stat", "ls", "verify", "gc", "purge"])
+@pytest.mark.parametrize("command", ["stat", "ls", "verify", "gc", "purge", "configure"])
 def test_no_command_that_reads_makes_a_store(
     root: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
