@@ -47,6 +47,12 @@ class Parser(argparse.ArgumentParser):
         return ""
 
 
+def unknown_message(name: str, known: Iterable[str]) -> str:
+    """Return the message for an unknown variable or key, with the nearest known one."""
+    nearest = get_close_matches(name, known, n=1)
+    return f"{name} is unknown" + (f"; is {nearest[0]} meant?" if nearest else "")
+
+
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # noqa: SLF001 - it has no public name
 """The place to which a command adds its subcommand. Each sets `run`, called with the flags by
 name."""

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from ec_store.config import redacted
 from epd.config.fields import flag_of
 from epd.config.flags import PREFIX, SECRETS, Settings, group_of, name_of, variables_of, with_urls
 from epd.config.proxy_config import ConfigInvalid, ProxyConfig
+from epd.parser import unknown_message
 
 OTHERS = ("EPD_UP_", "EPD_BENCH_", "EPD_PYTHON")
 """Prefixes of variables that configure other commands."""
@@ -76,12 +76,6 @@ def unknown_variables() -> Iterator[str]:
             continue
         if not _is_service_link(variable, value):
             yield unknown_message(variable, known)
-
-
-def unknown_message(name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown name, with the nearest known name."""
-    nearest = get_close_matches(name, known, n=1)
-    return f"{name} is unknown" + (f"; is {nearest[0]} meant?" if nearest else "")
 
 
 def _is_service_link(variable: str, value: str) -> bool:

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
 from ec_store.opening import open_store
-from epd.parser import Commands, Parser
+from epd.parser import Commands, Parser, unknown_message
 from epd.routing.instances import Role
 from epd.tools.fleet import cache_folder
 from epd.tools.fleet.model_config import (
@@ -35,7 +35,7 @@ from epd.tools.fleet.process import (
     check_free,
     leave_contexts_on_signals,
 )
-from epd.tools.fleet.settings import FleetSettings
+from epd.tools.fleet.settings import PREFIX, FleetSettings
 from epd.tools.fleet.stack import Fleet
 
 DESCRIPTION = """\
@@ -127,6 +127,10 @@ def _help(field: FieldInfo) -> str:
 
 
 def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
+    known = [f"{PREFIX}{name.upper()}" for name in FleetSettings.model_fields]
+    for variable in os.environ:
+        if variable.startswith(PREFIX) and variable not in known:
+            print(f"{parser.prog}: warning: {unknown_message(variable, known)}", file=sys.stderr)
     settings = _settings(parser, flags)
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
     folder = cache_folder.default_folder(settings.port, logs)

@@ -43,6 +43,9 @@ class Topology:
         return cls(tuple(role for role, count in counts.items() for _ in range(count)))
 
 
+PREFIX = "EPD_UP_"
+"""Prefix of the variables of all settings."""
+
 QUOTA = "64GiB"
 """Quota of a store that is named by a folder instead of a URL."""
 
@@ -109,7 +112,7 @@ class FleetSettings(BaseSettings):
 
     model_config = SettingsConfigDict(
         frozen=True,
-        env_prefix="EPD_UP_",
+        env_prefix=PREFIX,
         env_ignore_empty=True,
         populate_by_name=True,
         extra="forbid",

@@ -448,6 +448,15 @@ def test_an_invalid_variable_is_named(tmp_path: Path) -> None:
     assert "GPU_E '0,1' is not of the form 0, 0:1 (two instances) or 2+3" in ran.stderr
 
 
+def test_an_unknown_variable_is_a_warning_that_names_the_nearest_one(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--dry-run")
+    ran = up.run({"EPD_UP_TOPOLGY": "2e1pd", "EPD_UP_MAX_NUM_SEQS": "3"})
+
+    assert ran.returncode == 0
+    message = "EPD_UP_TOPOLGY is unknown; is EPD_UP_TOPOLOGY meant?"
+    assert ran.stderr == f"epd up: warning: {message}\n"
+
+
 def test_the_lines_of_a_dry_run_start_the_same_fleet(tmp_path: Path) -> None:
     """Each engine gets the same arguments and environment when its line is pasted into a shell."""
     record = tmp_path / "it's $HOME"
