@@ -39,7 +39,8 @@ FRUITLESS_S = 1.0
 """Seconds for which a store without evictable entries counts as full without another check."""
 
 AHEAD = 8
-"""Multiple of its own size that a writer frees, so that the next writers find room."""
+"""Multiple of its entry's size that a writer frees beyond what is lacking, as far as the quota has
+a margin, so that the next writers find room."""
 
 
 class Housekeeping:
@@ -116,9 +117,10 @@ class Housekeeping:
         self._clean_if_due(tree)
 
     def free_space(self, tree: Tree, size_bytes: int) -> None:
-        """Evict `size_bytes` after a write failed for lack of space.
+        """Try to evict `size_bytes` after a write failed for lack of space.
 
-        The file system may still report free space, for example under a user's quota.
+        Return also if only fewer bytes can be evicted, or none. The file system may still report
+        free space, for example under a user's quota.
 
         Raises:
             StoreUnavailable: another process evicts for too long.

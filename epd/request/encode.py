@@ -3,7 +3,8 @@
 The steps for one item, each taken unless an earlier one has the output:
 
     method                   step                              source of the output
-    Encoder._lookup          lookup in the store               the store has it
+    Encoder._lookup          lookup, which claims misses       the store has it
+    Encoder._plan_items      place, by the request's policy    prefill or decode encodes it
     Encoder._encode_item     flight, shared by this process    another request encodes it
     Encoder._encode_once     claim, shared by all proxies      another proxy encodes it
     EncodeTries.encode_item  instance, and the next one        an encode instance encodes it

@@ -59,7 +59,8 @@ class Pipeline:
     async def run(self, body: Body, context: RequestContext) -> DecodeAnswer:
         """Return decode's answer with a 2xx status: a context manager that the caller enters.
 
-        Its exit closes all upstream connections of the request, also after a cancellation.
+        Its exit ends all requests to instances, also after a cancellation. A connection with an
+        unfinished answer is closed.
 
         Raises:
             BadRequest: the request is invalid.

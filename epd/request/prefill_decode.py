@@ -142,7 +142,7 @@ class PrefillDecodeStages:
         return self._transfer.decode_concurrent(pair)
 
     async def prefill(self, handover: KVHandover) -> None:
-        """Send the request to prefill. If decode is chosen already, count it as its load.
+        """Send the request to prefill. If decode is chosen already, reserve its place.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
