@@ -81,12 +81,6 @@ connection at a time, and idle ones are kept open. A request with many items has
 (`encoding.AT_ONCE`) while they are encoded."""
 
 
-def raise_limit() -> None:
-    """Raise the limit of descriptors to the hard limit, for this process and its children."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def client_connections() -> int:
     """Return how many clients may be connected so that each has `PER_CLIENT` descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

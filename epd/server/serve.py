@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import resource
 import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -15,9 +16,8 @@ import structlog
 import uvloop
 from aiohttp import web
 
-from epd.config import ProxyConfig
 from epd.config.load import load
-from epd.config.proxy_config import LiveConfig
+from epd.config.proxy_config import LiveConfig, ProxyConfig
 from epd.conversations import conversations
 from epd.edge.drain import DRAIN
 from epd.edge.listening import (
@@ -29,7 +29,6 @@ from epd.edge.listening import (
     server_context,
 )
 from epd.edge.protocol import Runner
-from epd.edge.request_head import raise_limit
 from epd.http.tls import TlsInvalid
 from epd.observe import logs
 from epd.observe.worker_metrics import WorkerMetrics
@@ -81,7 +80,7 @@ def add_parser(commands: Commands) -> None:
 def _serve(parser: Parser, **flags: Any) -> None:
     config = load_or_exit(parser, flags).config
     logs.configure(config.log_format, config.log_level)
-    raise_limit()
+    raise_descriptor_limit()
     conversations.warn_of(config)
 
     def read() -> ProxyConfig:
@@ -98,6 +97,12 @@ def _serve(parser: Parser, **flags: Any) -> None:
         parser.errors([str(error)])
     except (CannotListen, WorkersFailed, OSError) as failure:
         sys.exit(f"epd serve: {failure}")
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the limit of descriptors to the hard limit, for this process and its children."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_freed_memory() -> bool:
