@@ -183,6 +183,8 @@ class EncodeTries:
                     tried.append(group.instance)
                     return await first_tries.output_of(task, group)
                 except ProxyError as error:
+                    if error.retryable:  # nor may prefill or decode encode such an item
+                        self._fatal.check(context.watched, [task.item.identity])
                     failure = EncodeFailure(
                         error,
                         tries=len(tried),

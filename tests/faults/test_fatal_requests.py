@@ -285,6 +285,30 @@ async def test_requests_with_the_same_fatal_item_at_once_meet_two_instances(
         assert sent(fleet.encode) == 2
 
 
+async def test_an_item_of_which_instances_died_meanwhile_goes_to_no_other_stage(
+    launch: Launch,
+) -> None:
+    """Requests with different `Authorization` share no encode."""
+    go_on = asyncio.Event()
+
+    async def waits(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await go_on.wait()
+        return await refuses(503, "busy")(http, body)
+
+    async with launch(encode=1, decode=2) as fleet:
+        fleet.e.chat = waits
+        first, second = ({"Authorization": f"Bearer {key}"} for key in "ab")
+        slow = asyncio.create_task(outcome(fleet, request(text("1"), image()), first))
+        await until(lambda: len(fleet.e.calls) == 1)
+        killed_by(drops, *fleet.instances)
+        assert await outcome(fleet, request(text("2"), image()), second) == KILLED
+        killed_by(decodes, *fleet.decode)
+        go_on.set()
+
+        assert await slow == KILLED
+        assert sent(fleet.instances) == 3
+
+
 @pytest.mark.parametrize("topology", [(0, 0, 3), (1, 0, 3), (3, 0, 3), (1, 3, 3)])
 async def test_suspect_s_0_rejects_no_request_after_deaths(
     launch: Launch, topology: tuple[int, int, int]
