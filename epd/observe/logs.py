@@ -32,7 +32,7 @@ MAX_FAILURES = 8
 
 NEXT = {
     "ejected": "no requests until the ejection expires, then one on trial",
-    "down": "no requests until a probe succeeds, then one on trial",
+    "down": "no requests until a probe succeeds",
     "trial": "one request at a time, until one succeeds",
     "healthy": "requests as to all other instances",
     "added": "requests as to all other instances",

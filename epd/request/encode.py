@@ -123,8 +123,13 @@ class Encoder:
                 for item, identifier in identifiers.items()
                 if identifier in infos and infos[identifier].modality == item.modality
             }
-            elsewhere = pending.is_encoded_elsewhere
-            yield StoreLookup(output_keys, identifiers, True, found, elsewhere)
+            yield StoreLookup(
+                output_keys,
+                identifiers,
+                answered=True,
+                found=found,
+                is_encoded_elsewhere=pending.is_encoded_elsewhere,
+            )
 
     def _plan_items(self, job: EncodeJob, lookup: StoreLookup) -> Mapping[MMItem, ItemPlan]:
         """Return plans for the items that are not stored."""

@@ -185,7 +185,7 @@ class Health:
             self._probe_s = now_s + self._next_probe_s() * (1 + jitter)
 
     def _judge_probe(self, now_s: float, *, well: bool) -> None:
-        # The first answer ends a start, not an outage, unless requests have failed before it.
+        # The first answer ends a start, not an outage, unless it was ejected before.
         started = well and not self.met and not self._ejections
         self.met = self.met or well
         self._failed_probes = 0 if well else self._failed_probes + 1

@@ -407,7 +407,8 @@ class LongestCourse:
     """
 
     def __init__(self, *, local: bool, others: bool, unreached: int) -> None:
-        self._options = {"may_prefill_locally": local, "other_prefills": others}
+        options = {"other_prefills": others, "other_decodes": others}
+        self._options = options | {"may_prefill_locally": local}
         self._unreached = unreached
         self._known: dict[object, int] = {}
 

@@ -129,7 +129,7 @@ def _help(field: FieldInfo) -> str:
 def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
     known = [f"{PREFIX}{name.upper()}" for name in FleetSettings.model_fields]
     for variable in os.environ:
-        if variable.startswith(PREFIX) and variable not in known:
+        if variable.upper().startswith(PREFIX) and variable.upper() not in known:
             print(f"{parser.prog}: warning: {unknown_message(variable, known)}", file=sys.stderr)
     settings = _settings(parser, flags)
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")

@@ -450,7 +450,7 @@ def test_an_invalid_variable_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_variable_is_a_warning_that_names_the_nearest_one(tmp_path: Path) -> None:
     up = Up(tmp_path, "--dry-run")
-    ran = up.run({"EPD_UP_TOPOLGY": "2e1pd", "EPD_UP_MAX_NUM_SEQS": "3"})
+    ran = up.run({"EPD_UP_TOPOLGY": "2e1pd", "epd_up_max_num_seqs": "3"})
 
     assert ran.returncode == 0
     message = "EPD_UP_TOPOLGY is unknown; is EPD_UP_TOPOLOGY meant?"
