@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cached_property, partial
+from io import FileIO
 from typing import Any
 
 import orjson
@@ -54,8 +55,8 @@ AMBIGUOUS = re.compile(r"[ \t=\r\n\"']")
 """Characters that make a value be quoted in text lines."""
 
 
-def configure(log_format: str, level: str, *, worker: int | None = None) -> LineWriter:
-    """Configure structlog for this process; return the writer of its lines.
+def configure(log_format: str, level: str, *, worker: int | None = None) -> None:
+    """Configure structlog for this process.
 
     Args:
         log_format: `console` or `json`.
@@ -76,7 +77,7 @@ def configure(log_format: str, level: str, *, worker: int | None = None) -> Line
     else:
         render = _console(colors=sys.stderr.isatty())
     processors.append(render)
-    lines = LineWriter(sys.stderr.buffer)
+    lines = LineWriter(FileIO(sys.stderr.fileno(), "w", closefd=False))
     structlog.configure(
         processors=processors,
         wrapper_class=_at(level),
@@ -84,7 +85,24 @@ def configure(log_format: str, level: str, *, worker: int | None = None) -> Line
     )
     # Otherwise Python writes the warnings of libraries as plain text between the lines.
     logging.basicConfig(handlers=[_Relay(logging.WARNING)], force=True)
-    return lines
+
+
+def flush() -> None:
+    """Write the lines that wait, as `LineWriter.flush` does."""
+    if (lines := _configured()) is not None:
+        lines.writer.flush()
+
+
+def dropped_lines() -> int:
+    """Return the number of lines that this process has dropped."""
+    lines = _configured()
+    return 0 if lines is None else lines.writer.dropped
+
+
+def _configured() -> "RequestLines | None":
+    """Return the request lines, or None if the process has not called `configure`."""
+    factory = structlog.get_config()["logger_factory"]
+    return factory if isinstance(factory, RequestLines) else None
 
 
 def hide_locals() -> None:
@@ -110,15 +128,15 @@ class RequestLines:
     """
 
     def __init__(
-        self, lines: LineWriter, render: Callable[[Any, str, EventDict], Any], worker: int | None
+        self, writer: LineWriter, render: Callable[[Any, str, EventDict], Any], worker: int | None
     ) -> None:
-        self._lines = lines
+        self.writer = writer
         self._render = render
         self._named = {} if worker is None else {"worker": worker}
         self._clock = _Clock()
 
     def __call__(self, *_: object) -> LineLogger:
-        return LineLogger(self._lines)
+        return LineLogger(self.writer)
 
     def renders(self, processors: Iterable[structlog.typing.Processor]) -> bool:
         """Return whether structlog still renders these lines; a test may capture them instead."""
@@ -126,7 +144,7 @@ class RequestLines:
 
     def write(self, fields: Callable[[], EventDict]) -> None:
         """Write a line of level info within `BATCH_S`, with the fields that `fields` returns."""
-        self._lines.write_soon(partial(self._rendered, time.time_ns(), fields))
+        self.writer.write_soon(partial(self._rendered, time.time_ns(), fields))
 
     def _rendered(self, now_ns: int, fields: Callable[[], EventDict]) -> str | bytes:
         when = self._clock.format_time(now_ns)
@@ -237,9 +255,7 @@ class LogObserver:
 
     @cached_property
     def _lines(self) -> RequestLines | None:
-        """Request lines, or None if the process has not called `configure`."""
-        factory = structlog.get_config()["logger_factory"]
-        return factory if isinstance(factory, RequestLines) else None
+        return _configured()
 
     @cached_property
     def _processors(self) -> Iterable[structlog.typing.Processor]:

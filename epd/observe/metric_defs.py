@@ -295,6 +295,11 @@ BACKGROUND_FAILURES = _counter(
     "restarted after 1 s, and after up to 60 s if they raise repeatedly.",
     ("task",),
 )
+LOG_LINES_DROPPED = _counter(
+    "epd_log_lines_dropped",
+    "Log lines dropped because 10,000 lines already waited: the reader of standard error is slower "
+    "than the log, or has stopped reading.",
+)
 CONVERSATIONS = _gauge(
     "epd_conversations",
     "Conversations in memory that a next turn can find. Absent for conversations in Redis.",

@@ -35,7 +35,7 @@ from epd.events import (
     RequestRecord,
     StageDone,
 )
-from epd.observe import metric_defs
+from epd.observe import logs, metric_defs
 from epd.observe.collectors import admission_metrics
 from epd.observe.metric_defs import ITEMS, ITEMS_HIT_RATIO, MODEL, Figure, ReadCollector, Value
 from epd.observe.worker_metrics import WorkerMetrics
@@ -210,6 +210,7 @@ class MetricsObserver(Collector):
                 yield value.collect()
         yield metric_defs.RELOADED.metric_family([((), self._reloaded)])
         yield metric_defs.LOOP_LAG.metric_family([((), self._loop_lag_s)])
+        yield metric_defs.LOG_LINES_DROPPED.metric_family([((), logs.dropped_lines())])
         yield metric_defs.BUILD.metric_family([((__version__,), 1)])
 
     def reloaded(self, success: bool) -> None:

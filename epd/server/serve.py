@@ -41,6 +41,7 @@ from epd.server.orders import (
     CUT_S,
     Orders,
     Pipe,
+    block_signals,
     first_of,
     listening_url,
     orders_by_signal,
@@ -79,6 +80,7 @@ def add_parser(commands: Commands) -> None:
 
 def _serve(parser: Parser, **flags: Any) -> None:
     config = load_or_exit(parser, flags).config
+    block_signals()  # before the first line is logged, by a thread
     logs.configure(config.log_format, config.log_level)
     raise_descriptor_limit()
     conversations.warn_of(config)
@@ -152,7 +154,7 @@ async def serve(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
                     "listening", url=listening_url(config, address), topology=topology_name(config)
                 )
             await orders.drain.wait()
-            log.info("draining")
+            log.info("draining", cause=orders.cause)
             await orders.close.wait()
             log.info("stopping")
 

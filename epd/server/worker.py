@@ -13,7 +13,7 @@ import mmap
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,18 +27,16 @@ from epd.config import ProxyConfig
 from epd.discovery.membership import shared_store
 from epd.observe import logs
 from epd.observe.worker_metrics import SharedPage, keep_counters
+from epd.server.orders import SIGNALS
 from epd.server.reload import LastGood
 from epd.tenants import TenantLedger
 from epd.ui.dashboard import clear_page
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals on which the first process acts. Workers ignore them.
-
-A service manager may send them to every process, and the connections of a worker that stopped alone
-would wait.
-"""
 MAX_STANDARD = 2
 """Largest of the descriptors of standard input, output and error."""
+
+BEAT_S = 1.0
+"""Interval of a worker's heartbeat, in seconds."""
 
 Sockets = tuple[socket.socket, ...]
 
@@ -53,6 +51,7 @@ class SharedState:
         registrations: URL of the store of registrations; None without one.
         policies: page with the policies that were set.
         ledger: counts of tenants.
+        heartbeats: number of heartbeats of each worker, in the same order.
     """
 
     pages: Sequence[SharedPage]
@@ -60,6 +59,7 @@ class SharedState:
     registrations: str | None
     policies: SharedPage
     ledger: TenantLedger
+    heartbeats: memoryview
 
 
 @contextmanager
@@ -76,8 +76,9 @@ def shared_state(config: ProxyConfig) -> Iterator[SharedState]:
         )
         memory = mmap.mmap(-1, TenantLedger.size_bytes(config.workers))  # forked processes share it
         ledger = TenantLedger(memoryview(memory), config.workers)
+        heartbeats = memoryview(mmap.mmap(-1, 8 * config.workers)).cast("Q")
         registrations = stack.enter_context(shared_store(config))
-        yield SharedState(pages, recents, registrations, policies, ledger)
+        yield SharedState(pages, recents, registrations, policies, ledger, heartbeats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,17 @@ class Seat:
         pages = (*self.shared.pages, *self.shared.recents, self.shared.policies)
         listeners = (listener.fileno() for listener in self.sockets)
         return {*listeners, *(page.descriptor for page in pages)}
+
+    def heartbeats(self) -> int:
+        """Return the number of heartbeats; it grows each `BEAT_S` while the worker is alive."""
+        count: int = self.shared.heartbeats[self.number - 1]
+        return count
+
+    async def keep_beating(self) -> None:
+        """Add a heartbeat every `BEAT_S`. Call it on the worker's event loop."""
+        while True:
+            self.shared.heartbeats[self.number - 1] += 1
+            await asyncio.sleep(BEAT_S)
 
     def bury_pages(self) -> None:
         """Mark the pages of the dead worker, so that the others do not read it as alive."""
@@ -159,19 +171,16 @@ class WorkerProcesses:
         """
         config, copies = good.config, good.descriptors
         orders, writable = os.pipe()
-        main = partial(self._worker_main, seat, config, copies, orders)
+        main = partial(_beating, seat, partial(self._worker_main, seat, config, copies, orders))
         kept = {*seat.descriptors, *copies.values(), orders}
-        # A signal must not run the handlers of this process in the fork.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             pid = os.fork()
             if not pid:
-                _run_and_exit(partial(_run_worker, main, config, seat.number, kept, mask))
+                _run_and_exit(partial(_run_worker, main, config, seat.number, kept))
         except OSError:
             os.close(writable)
             raise
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(orders)
         process = WorkerProcess(pid, writable)
         self._running.append(process)
@@ -179,6 +188,12 @@ class WorkerProcesses:
 
     def _reap(self) -> None:
         self._running = [process for process in self._running if not process.reap_if_ended()]
+
+
+async def _beating(seat: Seat, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    beating = asyncio.create_task(seat.keep_beating())
+    await main()
+    beating.cancel()
 
 
 def _run_and_exit(run: Callable[[], None]) -> NoReturn:
@@ -190,6 +205,7 @@ def _run_and_exit(run: Callable[[], None]) -> NoReturn:
     except BaseException:  # noqa: BLE001 - the frames above are those of the first process
         structlog.get_logger("epd").exception("worker failed")
     finally:
+        logs.flush()
         os._exit(status)  # `sys.exit` would also run what the first process does at its exit
 
 
@@ -198,20 +214,20 @@ def _run_worker(
     config: ProxyConfig,
     number: int,
     kept: set[int],
-    mask: Iterable[int],
 ) -> None:
     """Run a worker in a new fork, until its coroutine has ended.
 
-    Of the open descriptors, those in `kept` and the standard ones stay open. The signals in `mask`
-    are blocked once the worker has its own handlers.
+    Of the open descriptors, those in `kept` and the standard ones stay open.
     """
     # A terminal sends SIGINT to a whole group; only the first process acts on it.
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)  # it belongs to the event loop of the first process
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for ignored in STOP_SIGNALS:
+    # Only the first process, which blocks them, acts on these. A service manager may send them to
+    # every process, and the connections of a worker that stopped alone would wait.
+    for ignored in SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     gc.freeze()  # inherited objects stay: their end would close descriptors that the worker reuses
     # Close all others: a worker must not keep open what belongs to another one.
     for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - names, not paths
@@ -220,8 +236,5 @@ def _run_worker(
                 os.close(descriptor)
     with suppress(OSError):  # for `top` and `ps`; some sandboxes have no such file
         Path("/proc/self/comm").write_text(f"epd worker {number}")
-    lines = logs.configure(config.log_format, config.log_level, worker=number)
-    try:
-        uvloop.run(main())
-    finally:
-        lines.flush()
+    logs.configure(config.log_format, config.log_level, worker=number)
+    uvloop.run(main())

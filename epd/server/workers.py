@@ -26,6 +26,7 @@ from epd.server.orders import (
     CLEANUP_S,
     CUT_S,
     DRAIN,
+    GRACE_S,
     RELOAD,
     Orders,
     first_of,
@@ -35,7 +36,15 @@ from epd.server.orders import (
 )
 from epd.server.policies_api import policies_changed
 from epd.server.reload import LastGood
-from epd.server.worker import Seat, Sockets, WorkerMain, WorkerProcesses, shared_state
+from epd.server.worker import (
+    BEAT_S,
+    Seat,
+    Sockets,
+    WorkerMain,
+    WorkerProcess,
+    WorkerProcesses,
+    shared_state,
+)
 
 STEADY_S = 30.0
 """Lifetime of a worker, in seconds from its start, after which its death is not an early one."""
@@ -43,8 +52,9 @@ MAX_DEATHS = 5
 """Number of early deaths in a row after which the proxy stops."""
 RESTART_S = 0.25
 """Delay before a worker is replaced, in seconds; doubled for each further early death in a row."""
-GRACE_S = 2.0
-"""Time for a worker to exit after its last order, in seconds."""
+HUNG_BEATS = 30
+"""Number of missing heartbeats in a row after which a worker is killed: 30 s. The first process
+counts at its own pace, so that a pause of the whole machine kills no worker."""
 
 LOCKED_S = 0.01
 """Delay before a locked page is tried again, in seconds. A write takes microseconds."""
@@ -93,7 +103,7 @@ async def supervise(
                 for number, sockets in enumerate(groups, start=1)
             ]
             await orders.drain.wait()
-            log.info("draining")
+            log.info("draining", cause=orders.cause)
             await orders.close.wait()
             log.info("stopping")
             reloading.cancel()
@@ -151,6 +161,7 @@ async def _run(seat: Seat, good: LastGood, orders: Orders, workers: WorkerProces
         process = workers.fork_worker(seat, good)
     except OSError as error:  # processes or memory are exhausted
         return str(error)
+    killing = asyncio.create_task(_kill_if_hung(seat, process))
     with closing(await process.open_pipe()) as pipe:
         await first_of(process.wait(), orders.close.wait(), _forward(orders, good, reloaded, pipe))
     limit_s = good.config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S
@@ -159,8 +170,20 @@ async def _run(seat: Seat, good: LastGood, orders: Orders, workers: WorkerProces
     await first_of(process.wait(), asyncio.sleep(GRACE_S))
     process.send_signal(signal.SIGKILL)
     code = await process.wait()
+    killing.cancel()
     seat.bury_pages()
     return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+async def _kill_if_hung(seat: Seat, process: WorkerProcess) -> None:
+    beats, missing = seat.heartbeats(), 0
+    while missing < HUNG_BEATS:
+        await asyncio.sleep(BEAT_S)
+        missing = missing + 1 if seat.heartbeats() == beats else 0
+        beats = seat.heartbeats()
+    log = structlog.get_logger("epd")
+    log.error("worker hangs: killing it", worker=seat.number, without_heartbeat_s=missing * BEAT_S)
+    process.send_signal(signal.SIGKILL)
 
 
 async def _forward(

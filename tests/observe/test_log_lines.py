@@ -1,17 +1,30 @@
-"""Log lines: in order, one write for many requests, and important ones without delay."""
+"""Log lines: in order, one write for many requests, and important ones without delay.
+
+Tests of the time of a write block the event loop, so that only the thread can write.
+"""
 
 import asyncio
 import io
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
 import orjson
 import pytest
+import structlog
 
-from epd.observe.log_lines import BATCH_LINES, BATCH_S, WHOLE_BYTES, LineLogger, LineWriter
+from epd.observe.log_lines import (
+    BATCH_LINES,
+    BATCH_S,
+    EXIT_S,
+    MAX_LINES,
+    WHOLE_BYTES,
+    LineLogger,
+    LineWriter,
+)
 
 REQUESTS = """
 import asyncio, logging, re, structlog, sys
@@ -90,7 +103,7 @@ async def test_any_other_line_is_written_at_once_behind_those_that_wait(stream: 
     lines.write_soon(lambda: "request")
     LineLogger(lines).warning("warning")
 
-    assert stream.getvalue() == b"request\nwarning\n"
+    assert wait_for_bytes(stream) == b"request\nwarning\n"
     assert len(stream.parts) == 1
 
 
@@ -100,7 +113,7 @@ async def test_at_most_one_batch_of_lines_waits(stream: Written, left: int, writ
     for _ in range(BATCH_LINES - left):
         lines.write_soon(lambda: "request")
 
-    assert bool(stream.getvalue()) is written
+    assert bool(wait_for_bytes(stream, 10 if written else 3 * BATCH_S)) is written
 
 
 async def test_a_batch_is_written_in_parts_that_a_pipe_takes_as_one_piece(stream: Written) -> None:
@@ -120,7 +133,9 @@ async def test_a_batch_is_written_in_parts_that_a_pipe_takes_as_one_piece(stream
 
 async def test_a_stream_that_takes_less_gets_the_rest(stream: Written) -> None:
     stream.most = 7
-    LineWriter(stream).write("a line of some length")
+    lines = LineWriter(stream)
+    lines.write("a line of some length")
+    lines.flush()
 
     assert stream.getvalue() == b"a line of some length\n"
 
@@ -130,6 +145,8 @@ async def test_a_log_call_during_a_write_does_not_deadlock(stream: Written) -> N
     lines = LineWriter(stream)
     stream.meanwhile = lambda: lines.write("found")
     lines.write("one")
+    lines.flush()
+    lines.flush()  # the line that was logged meanwhile
 
     assert sorted(stream.getvalue().split()) == [b"found", b"one"]
 
@@ -179,9 +196,73 @@ async def test_an_unread_log_stream_fails_no_request(stream: Written) -> None:
         lines.write_soon(lambda: "request")
     stream.meanwhile = fail
     lines.write("warning")
+    lines.flush()
     lines.write("later")
+    lines.flush()
 
     assert stream.getvalue() == b"later\n"
+
+
+@pytest.mark.fault(117)
+def test_a_stream_that_is_not_read_delays_nothing_and_holds_a_bounded_number_of_lines(
+    stream: Written,
+) -> None:
+    read, started = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        started.set()
+        read.wait()
+
+    stream.meanwhile = hang
+    lines = LineWriter(stream)
+    lines.write("first")
+    assert started.wait(10)
+    for number in range(2 * MAX_LINES):
+        lines.write(str(number))
+
+    assert stream.getvalue() == b""
+    assert lines.dropped == MAX_LINES + 1
+    with structlog.testing.capture_logs() as logs:
+        read.set()
+        lines.flush()
+        lines.flush()
+    assert stream.getvalue().split() == [b"first", *(b"%d" % n for n in range(MAX_LINES - 1))]
+    event = "log lines dropped: the log stream was not read in time"
+    assert logs == [{"event": event, "log_level": "warning", "count": MAX_LINES + 1}]
+    lines.write("later")
+    lines.flush()
+    assert stream.getvalue().endswith(b"\nlater\n")
+
+
+def test_a_process_exits_although_its_log_stream_is_not_read(stream: Written) -> None:
+    never = threading.Event()
+
+    def hang() -> None:
+        never.wait()
+
+    stream.meanwhile = hang
+    lines = LineWriter(stream)
+    lines.write("line")
+    started_s = time.monotonic()
+    lines.flush()
+    assert time.monotonic() - started_s >= EXIT_S
+    never.set()
+
+
+def test_lines_are_written_once_a_thread_can_be_started(
+    stream: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    lines = LineWriter(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        lines.write("first")
+    lines.write("second")
+    lines.flush()
+
+    assert stream.getvalue() == b"first\nsecond\n"
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
@@ -205,6 +286,14 @@ def test_buffered_lines_are_written_at_exit() -> None:
     [line] = ran(REQUESTS.format(log_format="json", worker=None) + EXIT, 3)
 
     assert orjson.loads(line)["request_id"] == "a b"
+
+
+def wait_for_bytes(stream: Written, limit_s: float = 10.0) -> bytes:
+    """Block until the thread has written, up to a limit; return what it has written."""
+    end_s = time.monotonic() + limit_s
+    while not stream.getvalue() and time.monotonic() < end_s:
+        time.sleep(0.001)
+    return stream.getvalue()
 
 
 def ran(code: str, status: int) -> list[bytes]:

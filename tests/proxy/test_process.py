@@ -161,11 +161,65 @@ def test_errors_unrelated_to_the_address_do_not_blame_it() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_cleanly(number: signal.Signals) -> None:
-    with serving(*INSTANCES) as (_, process):
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_signal_ends_it_cleanly_and_the_log_names_its_sender(
+    number: signal.Signals, workers: str
+) -> None:
+    with serving(*INSTANCES, "--workers", workers) as (_, process):
         process.send_signal(number)
 
         assert process.wait(100) == 0
+        assert process.stderr is not None
+        [draining] = [
+            line for line in map(json.loads, process.stderr) if line["event"] == "draining"
+        ]
+    name = Path("/proc/self/comm").read_text().strip()
+    assert draining["cause"] == f"{number.name} from {name} (PID {os.getpid()})"
+
+
+@pytest.mark.fault(117)
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_log_that_is_not_read_stops_nothing(workers: str) -> None:
+    """A pipe takes 64 KiB, which are the lines of some 300 requests."""
+    with serving(*INSTANCES, "--workers", workers, "--log-level", "debug") as (url, process):
+        async with aiohttp.ClientSession() as http:
+            for _ in range(2000):
+                async with http.get(f"{url}/nothing") as reply:
+                    assert reply.status == 404
+        process.terminate()
+
+        assert await asyncio.to_thread(process.wait, 60) == 0
+
+
+@pytest.mark.parametrize("hangs", ["loop", "thread"])
+def test_sigterm_ends_a_process_that_hangs(hangs: str) -> None:
+    """A thread that Python waits for at its end hangs, or the event loop, in a call."""
+    code = (
+        "import sys, threading, time\n"
+        "from epd.server import orders, serve\n"
+        "orders.CUT_S = orders.CLEANUP_S = orders.GRACE_S = 0.5\n"
+        f"hangs = {hangs!r}\n"
+        "def topology(config):\n"
+        "    if hangs == 'loop':\n"
+        "        serve.structlog.get_logger('epd').info('hangs')\n"
+        "        time.sleep(300)\n"
+        "    threading.Thread(target=time.sleep, args=(300,)).start()\n"
+        "    return 'hangs'\n"
+        "serve.topology_name = topology\n"
+        "from epd.__main__ import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    flags = [*ADDRESS, "--log-format", "json", "--drain-delay-s", "0", "--drain-timeout-s", "0.5"]
+    command = [sys.executable, "-c", code, "serve", *INSTANCES, *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while '"hangs"' not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(100) == 1
+        finally:
+            process.kill()
 
 
 async def test_serve_logs_one_line_per_request_without_secrets() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from epd.config import ProxyConfig
 from epd.server.worker import Seat, shared_state
 
@@ -81,6 +83,25 @@ def test_a_worker_writes_its_waiting_lines_before_it_ends() -> None:
 
     assert {line["worker"] for line in lines if "waits" in line} == {1, 2}
     assert {line["of"] for line in lines if line["event"] == "worker died"} == {"exit code 0"}
+
+
+@pytest.mark.fault(118)
+def test_a_worker_that_hangs_is_killed_and_replaced_before_and_after_sigterm() -> None:
+    """Each first worker hangs at once, the second one at the order to stop."""
+    lines: list[dict[str, Any]] = []
+    with supervised("hangs") as process:
+        assert process.stderr is not None
+        while [line["event"] for line in lines].count("worker hangs: killing it") < 2:
+            lines.append(json.loads(process.stderr.readline()))
+        process.terminate()
+        lines += map(json.loads, process.communicate(timeout=60)[1].splitlines())
+
+    assert process.returncode == 0
+    deaths = [line for line in lines if line["event"] == "worker died"]
+    assert {(line["worker"], line["of"]) for line in deaths} == {(1, "signal 9")}
+    hung = [line["worker"] for line in lines if line["event"] == "worker hangs: killing it"]
+    assert hung[:2] == [1, 1]
+    assert hung.count(2) == 1
 
 
 def test_a_dead_worker_leaves_no_requests_of_tenants() -> None:

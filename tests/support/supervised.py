@@ -14,6 +14,8 @@ from epd.config import ProxyConfig
 from epd.config.proxy_config import LiveConfig
 from epd.observe import logs
 from epd.request.context import request_id
+from epd.server import workers
+from epd.server.orders import block_signals
 from epd.server.worker import Seat
 from epd.server.workers import supervise
 
@@ -66,7 +68,18 @@ async def fails(seat: Seat, config: ProxyConfig, copies: Mapping[str, int], orde
     raise ValueError("a broken worker")
 
 
+async def hangs(seat: Seat, config: ProxyConfig, copies: Mapping[str, int], orders: int) -> None:
+    """Stop the process: the first worker at once, the second one when its pipe of orders ends."""
+    _ = config, copies
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(orders, ended.set)
+    if seat.number == 2:
+        await ended.wait()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def main(worker_main: str) -> None:
+    block_signals()
     logs.configure("json", "info")
     config = ProxyConfig(
         encode_servers_urls=URLS,
@@ -77,7 +90,8 @@ def main(worker_main: str) -> None:
         drain_delay_s=0,
         log_format="json",
     )
-    programs = {"reports": reports, "ends": ends, "fails": fails}
+    programs = {"reports": reports, "ends": ends, "fails": fails, "hangs": hangs}
+    workers.HUNG_BEATS = 2
     asyncio.run(supervise(LiveConfig(config), lambda: config, programs[worker_main]))
 
 
