@@ -8,14 +8,16 @@ import functools
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from epd.tools.fleet.engine import CPU, FETCHES_ONCE, OFFLINE, VLLM, FleetServer
-from epd.tools.fleet.process import Process
+from epd.tools.fleet.process import Guard, Process
 from epd.tools.fleet.stack import Fleet, Stack
 from scripts.forking import ForkedProgram, next_program, start_server
 
@@ -54,10 +56,7 @@ class ForkedFleet(Fleet):
         engines = {engine.name for engine in self.all_engines}
         if server.name not in engines:
             return super().launch(server, log)
-        process = ForkedProcess(server, log)
-        if self._guard is not None:
-            self._guard.watch(process.pid)
-        return process
+        return ForkedProcess(server, log, self._guard)
 
 
 class ForkedStack(ForkedFleet, Stack):
@@ -67,19 +66,31 @@ class ForkedStack(ForkedFleet, Stack):
 class ForkedProcess(Process):
     """vLLM server in its own process group, forked and not executed."""
 
-    def __init__(self, server: FleetServer, log: Path) -> None:
+    def __init__(self, server: FleetServer, log: Path, guard: Guard | None) -> None:
         """Fork the process.
 
         Args:
             server: server to start.
             log: file for its output.
+            guard: process that ends the server if this process is killed.
         """
         self.name = server.name
         self.url = server.url
         self.log = log
+        self._guard = guard
         environment = {**os.environ, **server.environment}
         with log.open("wb") as output:
             self._popen = fork_vllm(server.command[len(VLLM) :], environment, output.fileno())
+        if guard is not None:
+            guard.watch(self.pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the server and its children. The fork server has reaped an ended one."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def _exit_code(self) -> int | None:
+        return self._popen.poll()
 
 
 def fork_vllm(

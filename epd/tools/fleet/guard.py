@@ -15,37 +15,65 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 TERM_S = 10.0
 POLL_S = 0.1
 
 
+class Group:
+    """Process group of a server, named by the PID of its leader.
+
+    The number belongs to the group while its leader is not reaped or a member is left. Later the
+    kernel may give it to a process of another program.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._leader: int | None = None
+        with suppress(OSError):  # it has ended, or the kernel is older than 5.3
+            self._leader = os.pidfd_open(number)
+
+    def signal(self, number: int) -> bool:
+        """Send a signal to the group, unless it has ended; return whether it was sent."""
+        if not self._has_leader() and Path(f"/proc/{self._number}").exists():
+            return False  # another process has the number of the leader
+        try:
+            os.killpg(self._number, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _has_leader(self) -> bool:
+        """Return whether the leader runs, or has ended and its number is still reserved."""
+        if self._leader is None:
+            return False
+        try:
+            signal.pidfd_send_signal(self._leader, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+
 def watch_groups() -> None:
     """Read until the input ends, then end the remaining groups and delete the folders."""
-    groups, folders = set[int](), list[str]()
+    groups, folders = dict[int, Group](), list[str]()
     for line in sys.stdin:
         if line.startswith("/"):
             folders.append(line.rstrip("\n"))
-            continue
-        group = int(line)
-        (groups.add if group > 0 else groups.discard)(abs(group))
-    for group in groups:
-        signal_group(group, signal.SIGTERM)
+        elif line.startswith("+"):
+            groups[int(line)] = Group(int(line))
+        else:
+            groups.pop(-int(line), None)
+    left = [group for group in groups.values() if group.signal(signal.SIGTERM)]
     deadline_s = time.monotonic() + TERM_S
-    while time.monotonic() < deadline_s and any(signal_group(group, 0) for group in groups):
+    while left and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
-    for group in groups:
-        signal_group(group, signal.SIGKILL)
+        left = [group for group in left if group.signal(0)]
+    for group in left:
+        group.signal(signal.SIGKILL)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def signal_group(group: int, number: int) -> bool:
-    """Send a signal to a process group; return whether the group exists."""
-    with suppress(ProcessLookupError):
-        os.killpg(group, number)
-        return True
-    return False
 
 
 def announce(guard: int, command: list[str]) -> None:

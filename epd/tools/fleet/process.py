@@ -151,6 +151,7 @@ STOP_TIMEOUT_S = 20.0
 FRONT_STOP_TIMEOUT_S = 15.0
 """Time for the servers that stop first, such as the proxy."""
 POLL_S = 0.25
+JOIN_POLL_S = 0.02
 PROGRESS_S = 15.0
 TAIL_LINES = 25
 TAIL_BYTES = 65536
@@ -172,7 +173,11 @@ class ProcessDied(Exception):
 
 
 class Process:
-    """Server in its own process group, so that its children can be stopped with it."""
+    """Server in its own process group, so that its children can be stopped with it.
+
+    Only `kill` reaps the server, after its last signal: a reaped process gives up its number, which
+    is also the group's, and the kernel may give it to another program.
+    """
 
     def __init__(  # noqa: PLR0913, PLR0917 - all that a start needs
         self,
@@ -191,6 +196,7 @@ class Process:
         self.name = name
         self.url = url
         self.log = log
+        self._guard = guard
         with log.open("wb") as output:
             start = partial(subprocess.Popen, start_new_session=True)
             self._popen = (start if guard is None else guard.start)(
@@ -208,7 +214,7 @@ class Process:
 
     def check_alive(self) -> None:
         """Raise `ProcessDied` if the server has ended."""
-        code = self._popen.poll()
+        code = self._exit_code()
         if code is not None:
             how = f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
             raise ProcessDied(f"{self.name} ended {how}. The end of {self.log}:\n{self.tail()}")
@@ -242,18 +248,30 @@ class Process:
 
     def join(self, deadline_s: float) -> None:
         """Wait until the server has ended, at most until `deadline_s` on the monotonic clock."""
-        with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(max(0.0, deadline_s - time.monotonic()))
+        while self._exit_code() is None and time.monotonic() < deadline_s:
+            time.sleep(JOIN_POLL_S)
 
     def kill(self) -> None:
         """Send SIGKILL to the server and its children, and wait for the server's end."""
         self.signal(signal.SIGKILL)
+        if self._guard is not None:
+            self._guard.forget_group(self.pid)
         self._popen.wait()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the server and its children."""
-        with suppress(ProcessLookupError):
+        """Send a signal to the server and its children, unless `kill` has ended them."""
+        if self._popen.returncode is None:
             os.killpg(self.pid, number)
+
+    def _exit_code(self) -> int | None:
+        """Return the exit code, or minus the signal's number; None while the server runs."""
+        code = self._popen.returncode
+        if code is None:
+            how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            end = os.waitid(os.P_PID, self.pid, how)
+            if end is not None:
+                code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        return code
 
 
 def wait_until_ready(

@@ -130,8 +130,6 @@ class Fleet:
     def _end(self, process: Process) -> None:
         process.kill()
         self._processes.remove(process)
-        if self._guard is not None:
-            self._guard.forget_group(process.pid)
 
 
 class Stack(Fleet):

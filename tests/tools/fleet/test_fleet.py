@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from epd.routing.instances import Role
+from epd.tools.fleet import guard
 from epd.tools.fleet.engine import Engine
 from epd.tools.fleet.process import Process, ProcessDied, free_ports, stop, wait_until_ready
 from epd.tools.fleet.settings import Topology
@@ -298,6 +299,73 @@ stop([process])
     parent.wait(60)
 
     assert group_is_gone(int(pid_file.read_text()))
+
+
+NEXT_PID = Path("/proc/sys/kernel/ns_last_pid")
+
+
+def foreign_group(number: int, tries: int = 100) -> subprocess.Popen[bytes] | None:
+    """Start a process group of another program with this number, if the kernel gives it away."""
+    for _ in range(tries):  # processes of other tests may get the number first
+        NEXT_PID.write_text(str(number - 1))
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        foreign = subprocess.Popen(command, start_new_session=True)
+        if foreign.pid == number:
+            return foreign
+        foreign.kill()
+        foreign.wait()
+        time.sleep(0.02)
+    return None
+
+
+@pytest.fixture
+def reuses_pids() -> None:
+    if not os.access(NEXT_PID, os.W_OK):
+        pytest.skip("this kernel does not let the test choose the next PID")
+
+
+@pytest.mark.usefixtures("reuses_pids")
+def test_a_server_that_has_ended_keeps_its_number_until_its_last_signal(tmp_path: Path) -> None:
+    process = start(tmp_path, "import sys; sys.exit(3)")
+    process.join(time.monotonic() + 60)
+    with pytest.raises(ProcessDied, match="ended with code 3"):
+        process.check_alive()
+
+    assert foreign_group(process.pid, tries=3) is None
+    process.kill()
+    foreign = foreign_group(process.pid)
+    assert foreign is not None
+    stop([process])
+    assert foreign.poll() is None
+    foreign.kill()
+    foreign.wait()
+
+
+@pytest.mark.usefixtures("reuses_pids")
+@pytest.mark.parametrize("reused", [True, False])
+def test_the_guard_signals_no_group_of_another_program(reused: bool) -> None:
+    """A server ends, and its number may go to another program, before the guard acts."""
+    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+    watching = subprocess.Popen([sys.executable, "-I", guard.__file__], stdin=subprocess.PIPE)
+    assert watching.stdin is not None
+    server = subprocess.Popen(sleeps, start_new_session=True)
+    watching.stdin.write(b"+%d\n" % server.pid)
+    watching.stdin.flush()
+    opened = Path(f"/proc/{watching.pid}/fd")
+    while not any("pidfd" in str(path.readlink()) for path in opened.iterdir()):
+        time.sleep(0.01)
+    if reused:
+        server.kill()
+        server.wait()
+        foreign = foreign_group(server.pid)
+        assert foreign is not None
+        server = foreign
+    watching.stdin.close()
+    assert watching.wait(60) == 0
+
+    assert server.poll() == (None if reused else -signal.SIGTERM)
+    server.kill()
+    server.wait()
 
 
 KILLED = """
