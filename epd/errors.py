@@ -45,13 +45,18 @@ def openai_error(reply: bytes) -> dict[str, Any] | None:
 
 
 def plain_message(status: int, reply: bytes) -> str:
-    """Return the message of an answer in another shape, without addresses and paths of the host."""
+    """Return the message of an answer in another shape, without addresses and paths of the host.
+
+    A page of HTML is not from vLLM, but from another server at this address, or from a proxy.
+    """
     match json_or_none(reply):
         # Errors of FastAPI, and vLLM's answer to a wrong API key.
         case {"detail": str() as message} | {"error": str() as message} if message:
             text = message
         case _:
             text = reply[:MAX_UPSTREAM_TEXT].decode("utf-8", "replace").strip()
+    if text.startswith("<"):
+        return f"the instance answered {status} with a page of HTML, as no vLLM server does"
     return INSIDES.sub("…", text) or f"the instance answered {status}"
 
 

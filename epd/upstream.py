@@ -101,7 +101,7 @@ class Reply:
     Attributes:
         status: HTTP status.
         headers: headers of the answer, case-insensitive.
-        ok: whether the status is a 2xx.
+        ok: whether the status is a 2xx. A page of HTML is not from vLLM, whatever its status.
     """
 
     _connection: Connection
@@ -118,7 +118,8 @@ class Reply:
         # The connection may serve another request once it is released.
         self.status = self._connection.status
         self.headers = self._connection.headers
-        self.ok = is_success(self.status)
+        html = self.headers.get("Content-Type", "").startswith("text/html")
+        self.ok = is_success(self.status) and not html
 
     def __enter__(self) -> Self:
         return self

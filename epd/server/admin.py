@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Generic, Literal, NotRequired, TypedDict, TypeVar
 
 from aiohttp import web
+from pydantic import JsonValue
 
 from epd.aio import Flights
 from epd.api.body import Pieces
@@ -55,6 +56,13 @@ class InstanceStatus(TypedDict):
     """Failure, if there was no response."""
 
 
+class ProfilerStatus(InstanceStatus):
+    """Response of one instance to a command for its profiler."""
+
+    body: NotRequired[JsonValue]
+    """JSON body of the response, if it has one."""
+
+
 class InstanceHealth(InstanceStatus):
     """Health of one instance: its response to `GET /health`, and its condition in each role."""
 
@@ -90,7 +98,7 @@ class HealthPage(TypedDict):
 Health = tuple[int, HealthPage]
 """Status and body of `GET /health`."""
 
-ProfilePage = dict[str, dict[str, InstanceStatus]]
+ProfilePage = dict[str, dict[str, ProfilerStatus]]
 """Response of each instance to a command for its profiler, by stage and URL."""
 
 T = TypeVar("T")
@@ -197,7 +205,7 @@ class Admin:
         """Send the command to start or to stop profiling to every instance of every stage.
 
         Returns:
-            Status or error of each instance, by stage and URL.
+            Status and JSON body, or error, of each instance, by stage and URL.
 
         Raises:
             RequestRefused: no instance has a profiler (503).
@@ -214,7 +222,7 @@ class Admin:
             for stage, roles in CLUSTERS.values()
             if (
                 answers := {
-                    instance.url: _json(result)
+                    instance.url: _profiler_status(result)
                     for instance, result in results.items()
                     if instance.role in roles
                 }
@@ -290,6 +298,13 @@ def _json(result: Answer | ProxyError) -> InstanceStatus:
     if isinstance(result, Answer):
         return {"status": result.status}
     return {"status": None, "error": result.message}
+
+
+def _profiler_status(result: Answer | ProxyError) -> ProfilerStatus:
+    if isinstance(result, ProxyError):
+        return {"status": None, "error": result.message}
+    body = json_or_none(result.body)
+    return {"status": result.status} if body is None else {"status": result.status, "body": body}
 
 
 def _cluster_state(conditions: Sequence[Condition]) -> ClusterState:

@@ -160,7 +160,8 @@ def _saved(totals: Totals) -> Text:
     parts: list[str | tuple[str, str]] = ["Saved ", (f"{saved['encodes']:,} encodes", "bold green")]
     if saved["bytes"]:
         parts += [", ", (size(saved["bytes"]), "bold green"), " not sent"]
-    parts += [", ", (seconds(saved["encode_seconds"]), "bold green"), " of encoding"]
+    if saved["encode_seconds"]:  # otherwise no encode has shown its duration
+        parts += [", ", (seconds(saved["encode_seconds"]), "bold green"), " of encoding"]
     parts += ["  hit rate ", (share_text(items["hit"], sum(items.values())), "bold")]
     sent = totals.get("media", {})  # an older proxy does not report them
     if sum(sent.values()):

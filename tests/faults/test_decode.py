@@ -108,3 +108,25 @@ async def test_params_of_any_depth_raise_no_internal_error(launch: Launch) -> No
         fleet.p.chat = chat
         async with fleet.post(request(text())) as reply:
             assert (reply.status, reply.headers["x-epd-error"]) == (502, "prefill_bad_response")
+
+
+@pytest.mark.fault(119)
+@pytest.mark.parametrize(
+    ("status", "slug"),
+    [(200, "decode_bad_response"), (404, "decode_rejected"), (501, "decode_failed")],
+)
+async def test_a_page_of_html_does_not_reach_the_client(
+    launch: Launch, status: int, slug: str
+) -> None:
+    async def page(_: web.Request, __: dict[str, Any]) -> web.Response:
+        html = "<!DOCTYPE HTML><html><body><h1>Error</h1></body></html>"
+        return web.Response(text=html, status=status, content_type="text/html")
+
+    async with launch(decode=1) as fleet:
+        fleet.d.chat = page
+        async with fleet.post(request(text())) as reply:
+            body = await reply.json()
+
+            assert reply.status == (502 if status == 200 else status)
+            assert reply.headers["x-epd-error"] == slug
+            assert "<" not in body["error"]["message"]

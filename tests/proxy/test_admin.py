@@ -146,6 +146,7 @@ async def test_models_are_the_decode_sides(launch: Launch) -> None:
 async def test_profiling_reaches_every_instance_of_every_stage(launch: Launch) -> None:
     async with launch(encode=2, prefill=2, decode=2) as fleet:
         fleet.encode[0].profiler = False
+        fleet.prefill[0].profiled = b'{"traces": 3}'
         for command in ("start", "stop"):
             async with fleet.http.post(f"{fleet.url}/{command}_profile") as reply:
                 body = await reply.json()
@@ -156,7 +157,10 @@ async def test_profiling_reaches_every_instance_of_every_stage(launch: Launch) -
                     fleet.encode[0].url: {"status": 404},
                     fleet.encode[1].url: {"status": 200},
                 },
-                "prefill": {instance.url: {"status": 200} for instance in fleet.prefill},
+                "prefill": {
+                    fleet.prefill[0].url: {"status": 200, "body": {"traces": 3}},
+                    fleet.prefill[1].url: {"status": 200},
+                },
                 "decode": {instance.url: {"status": 200} for instance in fleet.decode},
             }
         for instance in fleet.encode + fleet.prefill + fleet.decode:

@@ -66,6 +66,7 @@ class FakeInstance:
     chat: Handler
     healthy: bool = True
     profiler: bool = True
+    profiled: bytes = b""
     calls: list[Call] = field(default_factory=list)
     other_calls: list[str] = field(default_factory=list)
     aborted: int = 0
@@ -127,7 +128,11 @@ class FakeInstance:
             "/tokenizer_info": {"tokenizer_class": "T"},
         }.get(request.path)
         if said is None:
-            return web.Response(status=200 if self.profiler else 404)
+            return web.Response(
+                status=200 if self.profiler else 404,
+                body=self.profiled,
+                content_type="application/json" if self.profiled else "text/plain",
+            )
         return web.json_response(said)
 
     @asynccontextmanager

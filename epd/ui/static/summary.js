@@ -47,7 +47,9 @@ function saved({ items, media, saved: savings, conversations }) {
 function encodesSaved({ encodes, bytes: media, encode_seconds }) {
   const parts = ["Saved ", el("b", {}, plural(encodes, "encode"))];
   if (media) parts.push(", ", el("b", {}, bytes(media)), " of media not sent");
-  return [...parts, ", about ", el("b", {}, seconds(encode_seconds)), " of encoding."];
+  // Unknown without an encode of this process to compare with.
+  if (encode_seconds) parts.push(", about ", el("b", {}, seconds(encode_seconds)), " of encoding");
+  return [...parts, "."];
 }
 
 // Models without placeholder metadata have all their media uploaded to prefill and decode too.

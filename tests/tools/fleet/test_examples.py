@@ -61,6 +61,7 @@ def test_an_example_measures_asks_and_leaves_nothing(
     url = f"http://127.0.0.1:{environ['PROXY_PORT']}"
 
     assert ran.returncode == 0, ran.stderr
+    assert "ENDPOINT_PORT" not in ran.stderr
     assert f"called: epd bench serve --url {url} --model a/model --num-prompts 7\n" in ran.stdout
     assert '"content": "a fake answer"' in ran.stdout
     # The second message appears if the script ends before `epd up` has polled.
@@ -71,11 +72,14 @@ def test_an_example_measures_asks_and_leaves_nothing(
     assert list(tmp_path.glob(f"logs/*/*decode-{decode}.log"))
 
 
-def test_a_benchmark_that_fails_is_the_examples_failure(environ: dict[str, str]) -> None:
+def test_a_failing_benchmark_is_the_examples_failure_and_an_old_variable_is_warned_of(
+    environ: dict[str, str],
+) -> None:
     mark = new_mark()
-    ran = run("1e1pd", environ | {"BENCH_CODE": "3"}, mark)
+    ran = run("1e1pd", environ | {"BENCH_CODE": "3", "ENDPOINT_PORT": "10001"}, mark)
 
     assert ran.returncode == 3
+    assert "ENDPOINT_PORT is ignored" in ran.stderr
     assert left(mark, 0) == {}
 
 

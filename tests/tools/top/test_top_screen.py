@@ -56,7 +56,7 @@ def test_an_encode_instance_without_savings_is_shown_as_such() -> None:
     shown["totals"] = metric_totals([])
     text = "\n".join(drawn(shown, 80, 24))
 
-    assert "Saved 0 encodes" in text
+    assert "Saved 0 encodes  hit rate" in text
     assert "Conversations" not in text
 
 
