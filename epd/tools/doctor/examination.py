@@ -27,6 +27,7 @@ from epd.tools.doctor.facts import (
     Verdict,
     as_json,
     as_text,
+    by_severity,
     worst_verdict,
 )
 from epd.tools.doctor.instances import IDLE_S, InstanceReader, read_sources, try_subscription
@@ -122,13 +123,20 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
             await _try_handovers(fleet, trials, fleet.model)
     made = None if fleet.tried is None else fleet.tried.encoded
     store = None if config.ec_store is None else await look_at_store(config.ec_store, made)
-    return [
-        *judge_host(config),
-        *called.findings,
-        *(finding for fact in fleet.instance_facts for finding in judge.judge_instance(fact)),
-        *judge.judge_fleet(fleet.instance_facts),
-        *(judge.judge_store(config, store) if EC_TRANSFERS[config.ec_transfer].stored else ()),
-    ]
+    full = judge.is_full(store)
+    return by_severity(
+        [
+            *judge_host(config),
+            *called.findings,
+            *(judge.judge_store(config, store) if EC_TRANSFERS[config.ec_transfer].stored else ()),
+            *(
+                finding
+                for fact in fleet.instance_facts
+                for finding in judge.judge_instance(fact, full=full)
+            ),
+            *judge.judge_fleet(fleet.instance_facts),
+        ]
+    )
 
 
 async def _try_events(fleet: Examined, config: ProxyConfig) -> None:

@@ -70,6 +70,8 @@ class InstanceFacts:
 
     Attributes:
         problem: why it cannot be used; None: it answers `GET /health` with 2xx.
+        answered: status of an answer by which it cannot be used.
+        refuses: whether its host refuses connections to its port.
         skew_s: how far its clock is ahead of this machine's, by its `Date` header.
         keeps_alive: whether it keeps an idle connection for as long as the proxy pools one; None:
             not known.
@@ -80,6 +82,8 @@ class InstanceFacts:
 
     instance: Instance
     problem: str | None = None
+    answered: int | None = None
+    refuses: bool = False
     version: str | None = None
     models: tuple[ModelFacts, ...] = ()
     skew_s: float | None = None
@@ -152,6 +156,12 @@ def warn(subject: str, seen: str, advice: str) -> Finding:
 def fail(subject: str, seen: str, advice: str) -> Finding:
     """Return a finding about a defect that affects requests."""
     return Finding(Verdict.FAIL, subject, seen, advice)
+
+
+def by_severity(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings, the failures first, and otherwise in their order."""
+    order = list(Verdict)
+    return sorted(findings, key=lambda finding: -order.index(finding.verdict))
 
 
 def worst_verdict(findings: Iterable[Finding]) -> Verdict:

@@ -30,7 +30,7 @@ from epd.routing.table import InstanceTable
 from epd.routing.urls import at_address
 from epd.tools.doctor.facts import Finding, InstanceFacts, ModelFacts, Trial, fail, warn
 from epd.transfer.registry import KV_TRANSFERS
-from epd.upstream import KEEP_ALIVE_S, Answer, Upstream
+from epd.upstream import KEEP_ALIVE_S, Answer, Upstream, underlying_error
 
 IDLE_S = KEEP_ALIVE_S + 0.5
 """Time for which an instance must keep an idle connection: a little longer than the proxy does."""
@@ -50,7 +50,8 @@ class InstanceReader:
         try:
             health = await self._get(instance, "/health")
             if not health.ok:
-                return InstanceFacts(instance, f"GET /health: {health.status}")
+                seen = f"GET /health: {health.status}"
+                return InstanceFacts(instance, seen, answered=health.status)
             version, models, metrics, keeps_alive = await asyncio.gather(
                 self._get(instance, "/version"),
                 self._get(instance, "/v1/models"),
@@ -58,9 +59,14 @@ class InstanceReader:
                 self._keeps_alive(instance),
             )
         except ProxyError as error:
-            return InstanceFacts(instance, f"{error} ({error.__cause__ or type(error).__name__})")
+            refuses = isinstance(underlying_error(error), ConnectionRefusedError)
+            seen = f"{error} ({error.__cause__ or type(error).__name__})"
+            return InstanceFacts(instance, seen, refuses=refuses)
         if models.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             return InstanceFacts(instance, "requires an API key: set OPENAI_API_KEY")
+        if not models.ok and not version.ok:
+            seen = f"GET /version: {version.status}, GET /v1/models: {models.status}"
+            return InstanceFacts(instance, seen, answered=models.status)
         return InstanceFacts(
             instance,
             version=_text(_json(version).get("version")),

@@ -24,7 +24,10 @@ EVENTS = "KV events"
 RAW = "media"
 """Names of the trial requests."""
 
-NOT_FOUND = 404
+NOT_FOUND, UNAVAILABLE = 404, 503
+
+FULL_BYTES = 16 * 1024**2
+"""Free bytes of a file system below which a missing entry is explained by the lack of room."""
 
 SPLIT = (
     "install this version of the connector in the environment of every engine, and put the model's "
@@ -72,11 +75,11 @@ SEEN = {
 }
 
 
-def judge_instance(facts: InstanceFacts) -> Iterator[Finding]:
-    """Yield the findings about one instance."""
+def judge_instance(facts: InstanceFacts, *, full: bool = False) -> Iterator[Finding]:
+    """Yield the findings about one instance; `full`: the store had no room for its output."""
     name = f"{facts.instance.role} {facts.instance.url}"
     if facts.problem is not None:
-        yield fail(name, facts.problem, "start it, or remove it from the configuration")
+        yield fail(name, facts.problem, _repair(facts))
         return
     models = ", ".join(model.name for model in facts.models)
     yield ok(name, f"vLLM {facts.version or 'of an unknown version'}, serves {models or 'nothing'}")
@@ -89,7 +92,22 @@ def judge_instance(facts: InstanceFacts) -> Iterator[Finding]:
             "set VLLM_HTTP_TIMEOUT_KEEP_ALIVE=5 or more",
         )
     for stage, trial in facts.trials.items():
-        yield _judge_trial(name, stage, trial)
+        if not (full and stage == CONSUME):  # it could only fail
+            yield _judge_trial(name, stage, trial)
+
+
+def _repair(facts: InstanceFacts) -> str:
+    if facts.refuses:
+        return (
+            "start it, or remove it from the configuration: no process listens there. If it ran "
+            "before, its log has the reason; without one it was killed, most often for lack of "
+            "memory (dmesg)"
+        )
+    if facts.answered is None:
+        return "start it, or remove it from the configuration"
+    if facts.answered == UNAVAILABLE:
+        return "start it again: its engine has died, and its log has the reason"
+    return "correct the URL: another server answers there, not vLLM"
 
 
 def _judge_version(name: str, facts: InstanceFacts) -> Iterator[Finding]:
@@ -212,6 +230,15 @@ def judge_store(config: ProxyConfig, facts: StoreFacts | None) -> Iterator[Findi
         repair = "repair it: until then every item of a request is encoded"
         yield fail("store", facts.problem, NO_STORE if facts.missing else repair)
         return
+    if is_full(facts):
+        yield fail(
+            "store",
+            f"its file system is full ({size_text(facts.free_bytes or 0)} are free): the entry "
+            "that an encode instance just wrote was dropped",
+            "delete other files there, or use a larger file system; the store evicts only its own "
+            "entries",
+        )
+        return
     budget_s = config.ec_store_budget_s
     round_trip = f"{facts.round_trip_s * 1000:.1f} ms per lookup"
     if facts.round_trip_s > budget_s / 2:
@@ -233,6 +260,13 @@ def judge_store(config: ProxyConfig, facts: StoreFacts | None) -> Iterator[Findi
     yield from _judge_room(facts)
     if facts.mount is not None:
         yield from _judge_mount(facts.mount)
+
+
+def is_full(facts: StoreFacts | None) -> bool:
+    """Return whether the store lacks a new entry because its file system has no room."""
+    if facts is None or facts.free_bytes is None or facts.entry != "missing":
+        return False
+    return facts.free_bytes < FULL_BYTES and facts.elsewhere is None
 
 
 def _judge_entry(facts: StoreFacts) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from ec_store import open_store
 from epd.config import ProxyConfig
@@ -347,6 +348,8 @@ async def test_an_unreachable_instance_is_a_failure_and_the_others_are_examined(
     [away] = [one for one in found if one.verdict is Verdict.FAIL]
     assert away.subject == "decode http://127.0.0.1:9"
     assert away.seen.startswith("the instance is unreachable (")
+    assert "no process listens there" in away.advice
+    assert found[0] is away
     assert any(one.seen == "finds encoder outputs by their key alone" for one in found)
 
 
@@ -354,6 +357,21 @@ async def test_an_unhealthy_instance_is_a_failure(clinic: Clinic) -> None:
     clinic.encode.healthy = False
 
     assert (f"encode {clinic.encode.url}", "GET /health: 503") in await clinic.complaints()
+
+
+async def test_a_server_that_answers_all_paths_but_is_not_vllm_is_found(clinic: Clinic) -> None:
+    async def hello(_: web.Request) -> web.Response:
+        return web.Response(text="hello") if _.path == "/health" else web.Response(status=405)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", hello)
+    async with TestServer(app) as server:
+        clinic.decode.url = str(server.make_url("")).rstrip("/")
+        [finding, *_] = await clinic.findings(requests=False)
+
+    assert finding.subject == f"decode {clinic.decode.url}"
+    assert finding.seen == "GET /version: 405, GET /v1/models: 405"
+    assert "not vLLM" in finding.advice
 
 
 @pytest.mark.parametrize(
@@ -468,7 +486,7 @@ async def test_the_command_reports_findings_and_fails(clinic: Clinic) -> None:
     assert (well.returncode, json.loads(said)["verdict"]) == (0, "warn")
     assert ill.returncode == 1
     assert f"fail  prefill_decode {clinic.decode.url}" in text.decode()
-    assert "-> start it, or remove it from the configuration" in text.decode()
+    assert "-> start it again: its engine has died" in text.decode()
 
 
 KEY = "0123456789abcdef"

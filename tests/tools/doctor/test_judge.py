@@ -21,13 +21,14 @@ from epd.tools.doctor.facts import (
     Verdict,
     as_json,
     as_text,
+    by_severity,
     fail,
     mount_of,
     ok,
     warn,
     worst_verdict,
 )
-from epd.tools.doctor.judge import judge_fleet, judge_instance, judge_store
+from epd.tools.doctor.judge import is_full, judge_fleet, judge_instance, judge_store
 from tests.small_disk import small_disk
 
 E = Instance(Role.ENCODE, "http://e")
@@ -52,6 +53,7 @@ def bad(findings: Any) -> list[Finding]:
     ("changes", "verdict", "seen"),
     [
         ({"problem": "it cannot be reached"}, Verdict.FAIL, "it cannot be reached"),
+        ({"problem": "404", "answered": 404}, Verdict.FAIL, "404"),
         ({"version": "0.31.2"}, Verdict.WARN, "reports no ec_transfer_params"),
         ({"skew_s": -7.2}, Verdict.WARN, "-7 s"),
         ({"keeps_alive": False}, Verdict.WARN, "closes idle connections"),
@@ -67,6 +69,44 @@ def test_a_finding_about_an_instance_states_the_change(
     assert seen in finding.seen
     assert finding.subject == "encode http://e"
     assert finding.advice
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"refuses": True}, "no process listens there"),
+        ({}, "start it, or remove it"),
+        ({"answered": 503}, "its engine has died"),
+        ({"answered": 404}, "another server answers there, not vLLM"),
+    ],
+)
+def test_advice_tells_a_killed_instance_from_a_dead_engine_and_a_foreign_server(
+    changes: dict[str, Any], advice: str
+) -> None:
+    [finding] = judge_instance(facts(problem="no", **changes))
+
+    assert advice in finding.advice
+
+
+@pytest.mark.parametrize("free_bytes", [2**24 - 1, 2**24])
+def test_a_full_file_system_is_the_only_finding_about_what_it_causes(free_bytes: int) -> None:
+    store = StoreFacts(entry="missing", bytes=1, max_bytes=2**40, free_bytes=free_bytes)
+    trials = {"encode": Trial(), "metadata": Trial("Internal server error", 500)}
+    full = is_full(store)
+    findings = [*judge_store(config(), store), *judge_instance(facts(PD, trials=trials), full=full)]
+
+    assert full is (free_bytes < 2**24)
+    if full:
+        [finding] = bad(findings)
+        assert finding.seen.startswith("its file system is full (16.0 MiB are free)")
+    else:
+        assert len(bad(findings)) == 3
+
+
+def test_failures_come_first() -> None:
+    good, poor, broken, other = ok("a", "1"), warn("b", "2", "x"), fail("c", "3", "y"), ok("d", "4")
+
+    assert by_severity([good, poor, broken, other]) == [broken, poor, good, other]
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "1.0.0", "0.33.1rc1", "0.1.dev2+gabc", None, "?"])
