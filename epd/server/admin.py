@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Generic, Literal, NotRequired, TypedDict, TypeVar
+from typing import Any, Generic, Literal, NotRequired, TypedDict, TypeVar
 
 from aiohttp import web
-from pydantic import JsonValue
 
 from epd.aio import Flights
 from epd.api.body import Pieces
@@ -59,7 +58,7 @@ class InstanceStatus(TypedDict):
 class ProfilerStatus(InstanceStatus):
     """Response of one instance to a command for its profiler."""
 
-    body: NotRequired[JsonValue]
+    body: NotRequired[Any]
     """JSON body of the response, if it has one."""
 
 
