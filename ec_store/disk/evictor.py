@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ec_store.counts import Counts
 from ec_store.disk.claims import leased_digests
 from ec_store.disk.files import Folder, StoreClock
-from ec_store.disk.ledger import Count, Ledger, Usage
+from ec_store.disk.ledger import Count, DeadWriters, Ledger, Usage
 from ec_store.disk.lock import FileLock
 from ec_store.disk.tree import (
     EvictionCandidate,
@@ -23,7 +23,8 @@ from ec_store.disk.tree import (
 )
 
 STAGING_S = 3600.0
-"""Age in seconds from which a staging file without writes counts as left by a crash."""
+"""Age in seconds from which a staging file counts as left by a crash if this host cannot tell
+whether its process lives: that of another host, or on a file system without locks."""
 
 CHARGE_S = 10.0
 """Age in seconds up to which a staging file may not be charged yet, or may be published already."""
@@ -140,8 +141,10 @@ class Evictor:
     ) -> tuple[int, bool, bool]:
         """Evict from one sample.
 
+        What crashes left in the folders of the sample goes first.
+
         Returns:
-            Bytes freed, whether there was an entry to evict, and whether the sample was the whole
+            Bytes freed, whether there was a file to remove, and whether the sample was the whole
             store.
         """
         now = self._clock.now(tree.root)
@@ -151,17 +154,20 @@ class Evictor:
         all_seen = len(sample) < wanted
         if all_seen and corrects:
             self._correct(tree, count)
+        cleared = count.cleared_bytes
+        excess -= cleared
         while True:
             going = choose_victims(sample, all_seen=all_seen, now_s=now, ttl_s=ttl_s, excess=excess)
             # Leases are read only for the entries that would be evicted.
             leased = leased_digests(tree.leases, [kept.digest for kept in going], now)
             if not leased:
                 freed, kept_back = self._remove(tree, going, now)
-                return freed, len(going) > kept_back, all_seen
+                return cleared + freed, cleared > 0 or len(going) > kept_back, all_seen
             sample = [kept for kept in sample if kept.digest not in leased]
 
     def _counted(self, tree: Tree, now: float, count: Count) -> Iterator[EvictionCandidate]:
         """Yield entries in random order and count them; remove staging files that crashes left."""
+        dead = DeadWriters(tree.usage)
         for found in tree.scan(count.unread, remove_empty=True):
             size = taken_bytes(found.size_bytes)
             if not found.staging:
@@ -169,14 +175,16 @@ class Evictor:
                 yield EvictionCandidate(found.digest, found.size_bytes, _used_s(found, now))
                 continue
             age_s = now - found.status.st_ctime
-            if age_s <= CHARGE_S:
+            left = age_s > STAGING_S or found.writer in dead
+            if age_s <= CHARGE_S and not left:
                 count.add_unsure(size)
                 continue
             if not found.duplicate:
                 count.add(size)
-            if age_s > STAGING_S and found.folder.remove(found.name) and not found.duplicate:
+            if left and found.folder.remove(found.name) and not found.duplicate:
                 self._ledger.release(tree.usage, size)
                 count.remove(size)
+                count.cleared_bytes += size
 
     def _correct(self, tree: Tree, count: Count) -> None:
         correction = count.correction(self._ledger.total(tree.usage))
@@ -199,12 +207,13 @@ class Evictor:
         Returns:
             Bytes freed, and the number of entries that this process is not able to remove.
         """
+        writer = self._ledger.writer(tree.usage)
         aside: list[tuple[Folder, str, EvictionCandidate]] = []
         kept_back = 0
         for kept in going:
             try:
                 folder = tree.folder(kept.digest)
-                name = staging_name(kept.digest, kept.size_bytes)
+                name = staging_name(kept.digest, kept.size_bytes, writer)
                 folder.rename(kept.digest, name)
                 aside.append((folder, name, kept))
             except FileNotFoundError:  # another process has removed it

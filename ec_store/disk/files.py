@@ -1,6 +1,7 @@
 """Files below one folder: names are opened relative to an open folder, and links not followed."""
 
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -11,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ec_store.counts import ForkLock
+from ec_store.disk.mounts import is_local
 
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -283,6 +285,40 @@ def write(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
             written -= left.pop(0).nbytes
         if left and written:
             left[0] = left[0][written:]
+
+
+def create_locked(folder: Folder, name: str) -> Folder | None:
+    """Create an empty file, and lock it until this process ends.
+
+    The kernel releases the lock, however the process ends. A process id would not do: a new
+    container uses those of the previous one again.
+
+    Returns:
+        The file; closing it releases the lock. None on a file server, where locking could hang.
+    """
+    fd = folder.create(name)
+    try:
+        os.close(fd)
+    except OSError:
+        folder.remove(name)
+        raise
+    if not is_local(folder.fd):
+        return None
+    with suppress(OSError):
+        # Held for reading: a file that is open for writing would keep the operator from remounting.
+        held = Folder(folder.open(name, READ), folder.modes)
+        fcntl.flock(held.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return held
+    return None
+
+
+def is_unlocked(folder: Folder, name: str) -> bool:
+    """Return whether the process that locked a file with `create_locked` has ended."""
+    with suppress(OSError):
+        held = Folder(folder.open(name, READ), folder.modes)
+        fcntl.flock(held.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def is_regular(status: os.stat_result) -> bool:

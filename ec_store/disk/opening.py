@@ -3,10 +3,9 @@
 import errno
 import logging
 import os
+import secrets
 import time
-from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 
 from ec_store.disk.config import (
     NAME,
@@ -18,38 +17,9 @@ from ec_store.disk.config import (
 )
 from ec_store.disk.files import NO_ROOM, Folder, Modes
 from ec_store.disk.housekeeping import Housekeeping
-from ec_store.disk.tree import Tree, staging_name
+from ec_store.disk.mounts import in_memory
+from ec_store.disk.tree import Tree
 from ec_store.errors import StoreUnavailable
-
-TABLE = Path("/proc/self/mountinfo")
-MEMORY = frozenset({"tmpfs", "ramfs"})
-
-
-def in_memory(fd: int) -> bool:
-    """Return whether an open file or folder is in this machine's memory (tmpfs).
-
-    False if the system has no mount table, as outside Linux.
-    """
-    try:
-        device = os.fstat(fd).st_dev
-        table = TABLE.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return False
-    return kind_of(device, table) in MEMORY
-
-
-def kind_of(device: int, table: Iterable[str]) -> str | None:
-    """Return the type of the file system on a device; None if the table does not list it.
-
-    The table has the lines of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
-    """
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in table:
-        mount, _, system = line.partition(" - ")
-        if mount.split(" ")[2:3] == [number]:
-            return system.partition(" ")[0]
-    return None
-
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -123,7 +93,7 @@ class DiskOpening:
         tree = self.tree(create=True)
         if not self._create:
             return
-        name, content = staging_name("probe", 0), os.urandom(16)
+        name, content = f".{secrets.token_hex(8)}.tmp", os.urandom(16)
         try:
             tree.root.replace(name, content)
             if tree.root.read(name, 64) != content:
