@@ -192,28 +192,35 @@ class Folder:
         finally:
             os.close(fd)
 
-    def replace(self, name: str, content: bytes) -> None:
-        """Write a small file atomically."""
+    def replace(self, name: str, content: bytes, *, durable: bool = False) -> None:
+        """Write a small file atomically; `durable` flushes the file and its name to disk."""
         staging = f".{secrets.token_hex(8)}.tmp"
         fd = self.create(staging)
         try:
             try:
                 write(fd, [memoryview(content)])
+                if durable:
+                    os.fsync(fd)
             finally:
                 os.close(fd)  # NFS clients flush here, and report failed writes
             os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            if durable:
+                self.sync()
         except BaseException:
             self.remove(staging)
             raise
 
-    def add(self, name: str, content: bytes) -> bool:
-        """Write a small file atomically; False if the name exists."""
+    def add(self, name: str, content: bytes, *, durable: bool = False) -> bool:
+        """Write a small file atomically, as `replace`; False if the name exists."""
         staging = f".{secrets.token_hex(8)}.tmp"
-        self.replace(staging, content)
+        self.replace(staging, content, durable=durable)
         try:
-            return self.publish(staging, name)
+            added = self.publish(staging, name)
         finally:
             self.remove(staging)
+        if durable:
+            self.sync()
+        return added
 
     def publish(self, staging: str, name: str) -> bool:
         """Give a staging file its final name; False if the name exists."""

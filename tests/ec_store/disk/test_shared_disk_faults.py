@@ -736,8 +736,8 @@ def test_durable_entries_are_synced(root: Path, monkeypatch: pytest.MonkeyPatch)
         synced.append(stat.S_ISDIR(os.fstat(fd).st_mode))
         names.add(Path(f"/proc/self/fd/{fd}").readlink().name)
 
-    monkeypatch.setattr(os, "fsync", fsync)
     with opened(root, "durability=fsync") as store:
+        monkeypatch.setattr(os, "fsync", fsync)
         store.put(key(), entry())
 
         # The entry, its folder and the two above, which may be new: no other call syncs them.
