@@ -99,7 +99,8 @@ class Evictor:
                 asked_s = time.monotonic()
                 if not goes_on():
                     return
-            if now - kept.used_s > ttl_s and (freed := self._remove(tree, [kept], now)[0]):
+            expired = self._clock.expiry_now(tree.root) - kept.used_s > ttl_s
+            if expired and (freed := self._remove(tree, [kept], now)[0]):
                 count.remove(freed)
         if goes_on():
             self._correct(tree, count)
@@ -157,7 +158,13 @@ class Evictor:
         cleared = count.cleared_bytes
         excess -= cleared
         while True:
-            going = choose_victims(sample, all_seen=all_seen, now_s=now, ttl_s=ttl_s, excess=excess)
+            going = choose_victims(
+                sample,
+                all_seen=all_seen,
+                now_s=self._clock.expiry_now(tree.root),
+                ttl_s=ttl_s,
+                excess=excess,
+            )
             # Leases are read only for the entries that would be evicted.
             leased = leased_digests(tree.leases, [kept.digest for kept in going], now)
             if not leased:

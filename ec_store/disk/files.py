@@ -32,6 +32,12 @@ PRIVATE_S = 1.0
 CLOCK = "clock"
 CLOCK_EVERY_S = 30.0
 
+JUMP_S = 60.0
+"""Seconds by which the store's clock may be ahead at once without being doubted."""
+
+JUMP_LASTS_S = 3600.0
+"""Seconds after which a doubted clock is believed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Modes:
@@ -339,11 +345,16 @@ class StoreClock:
     Nodes that share a store over NFS may disagree about the time by hours. They agree on the time
     that the file server gives to a touched file. On file systems with clients that set such times
     (CephFS, Lustre, BeeGFS), this is the clock of the node.
+
+    One wrong time must not expire a whole store, such as that of a machine which resumes before it
+    synchronizes its clock. So entries age by the earlier one of two measurements: the present one,
+    and the last one that was not far ahead of that before it. The node's own clock is the first.
     """
 
     def __init__(self) -> None:
-        self._ahead_s = time.time() - time.monotonic()
+        self._ahead_s = self._trusted_ahead_s = time.time() - time.monotonic()
         self._measured_s = float("-inf")
+        self._doubted_s: float | None = None
         self._lock = ForkLock()
 
     def now(self, folder: Folder) -> float:
@@ -355,9 +366,22 @@ class StoreClock:
                 # A reader without the permission to write uses its own clock.
                 with suppress(OSError):
                     self._ahead_s = self._measure(folder)
+                    self._trust(asked_s)
             finally:
                 self._lock.mutex.release()
         return time.monotonic() + self._ahead_s
+
+    def expiry_now(self, folder: Folder) -> float:
+        """Return the time by which entries expire: `now`, but no time that is in doubt."""
+        return min(self.now(folder), time.monotonic() + self._trusted_ahead_s)
+
+    def _trust(self, measured_s: float) -> None:
+        if self._ahead_s <= self._trusted_ahead_s + JUMP_S:
+            self._doubted_s = None
+        elif self._doubted_s is None:
+            self._doubted_s = measured_s
+        if self._doubted_s is None or measured_s - self._doubted_s >= JUMP_LASTS_S:
+            self._trusted_ahead_s = self._ahead_s
 
     @staticmethod
     def _measure(folder: Folder) -> float:

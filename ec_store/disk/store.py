@@ -348,7 +348,7 @@ class SharedDiskStore(Store):
         return None
 
     def _is_live(self, tree: Tree, status: os.stat_result) -> bool:
-        age_s = self._now(tree) - status.st_mtime
+        age_s = self._keeper.clock.expiry_now(tree.root) - status.st_mtime
         # A larger entry, written under another process's limit, would exhaust the memory here.
         limit = self._config.max_entry_bytes + MAX_HEADER_BYTES
         return age_s <= self.settings.ttl and status.st_size <= limit

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
 from ec_store.disk import evictor, opening
+from ec_store.disk import files as disk_files
 from ec_store.disk.claims import leased_digests
 from ec_store.disk.config import GivenSettings
 from ec_store.disk.entry_files import EntryFiles
@@ -379,6 +381,60 @@ def test_ages_are_measured_by_the_stores_clock(root: Path, monkeypatch: pytest.M
             store = opened(root, "ttl=1h")
             assert store.evict() == 0
             assert store.get(key()) is not None
+
+
+@pytest.fixture
+def days_ahead(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list; the store's clock is ahead by its last number of days, measured each time."""
+    days = [0.0]
+    measure = StoreClock._measure  # noqa: SLF001 - the tests cannot set a file server's clock
+
+    def ahead(folder: Folder) -> float:
+        return measure(folder) + days[-1] * 24 * HOUR
+
+    monkeypatch.setattr(StoreClock, "_measure", staticmethod(ahead))
+    monkeypatch.setattr(disk_files, "CLOCK_EVERY_S", -1)
+    return days
+
+
+@pytest.mark.fault(27)
+@pytest.mark.parametrize("new_process", [False, True])
+def test_clock_that_is_ahead_for_a_moment_expires_nothing(
+    root: Path, days_ahead: list[float], new_process: bool
+) -> None:
+    with opened(root) as store:
+        for n in range(20):
+            store.put(key(str(n)), entry())
+        days_ahead.append(8)
+        with opened(root) if new_process else nullcontext(store) as used:
+            assert None not in used.lookup([key(str(n)) for n in range(20)])
+            assert used.evict() == used.sweep() == 0
+            assert used.put(key("0"), entry()) is False
+            days_ahead.append(0)
+
+            assert all(used.get(key(str(n))) for n in range(20))
+
+
+@pytest.mark.fault(27)
+def test_clock_that_stays_ahead_for_an_hour_is_believed(
+    root: Path, days_ahead: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(root) as store:
+        store.put(key(), entry())
+        days_ahead.append(8)
+        assert store.sweep() == 0
+
+        monkeypatch.setattr(disk_files, "JUMP_LASTS_S", 0)
+        assert store.get(key()) is None
+        assert store.sweep() == 1
+
+
+@pytest.mark.fault(27)
+def test_clock_that_was_behind_is_believed_at_once(root: Path, days_ahead: list[float]) -> None:
+    days_ahead.append(-1)
+    clock, folder = StoreClock(), Folder.open_path(str(root), Modes())
+
+    assert clock.expiry_now(folder) == pytest.approx(time.time() - 24 * HOUR, abs=60)
 
 
 def test_a_slow_server_is_not_mistaken_for_a_fast_clock(
