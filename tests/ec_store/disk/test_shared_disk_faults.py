@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
 from ec_store.disk import evictor, opening
 from ec_store.disk import files as disk_files
-from ec_store.disk.claims import leased_digests
+from ec_store.disk.claims import add_leases, leased_digests
 from ec_store.disk.config import GivenSettings
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder, Modes, StoreClock
@@ -591,6 +591,58 @@ def test_a_lease_that_comes_while_its_entry_is_evicted_keeps_it(
         assert_same(entry(), other.get(key("leased")))
         assert other.get(key("old")) is None
         assert store.stats().bytes == entries_bytes(root)
+
+
+@pytest.fixture
+def leases_are_no_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record no further uses, as within a second of the last one: an evictor sees only leases."""
+    monkeypatch.setattr("ec_store.disk.store.TOUCH_EVERY_S", 1e9)
+
+
+@pytest.mark.fault(29)
+@pytest.mark.usefixtures("leases_are_no_uses")
+def test_evictor_looks_for_leases_again_after_it_has_renamed_its_victims(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Folder.rename
+
+    def lease_first(folder: Folder, name: str, new: str, into: Folder | None = None) -> None:
+        if name == key("leased").digest:
+            assert other.lease([key("leased")], 60)[0] is not None
+        rename(folder, name, new, into)
+
+    with opened(root) as store, opened(root) as other:
+        for name in ("leased", "old"):
+            store.put(key(name), entry())
+        store.configure(GivenSettings(max_bytes=1))
+        monkeypatch.setattr(Folder, "rename", lease_first)
+
+        assert store.evict() == 1
+        assert_same(entry(), other.get(key("leased")))
+        assert other.get(key("old")) is None
+
+
+@pytest.mark.fault(29)
+@pytest.mark.usefixtures("leases_are_no_uses")
+@pytest.mark.parametrize("when", ["before the lease is written", "before its entry is looked for"])
+def test_lease_of_an_entry_that_is_evicted_meanwhile_is_a_miss(
+    root: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def evict_too(folder: Folder, digests: Sequence[str], seconds: float, now_s: float) -> None:
+        if when == "before the lease is written":
+            assert other.evict() == 1
+        add_leases(folder, digests, seconds, now_s)
+        if when == "before its entry is looked for":
+            assert other.evict() == 0
+
+    with opened(root) as store, opened(root) as other:
+        store.put(key(), entry())
+        other.configure(GivenSettings(max_bytes=1))
+        monkeypatch.setattr("ec_store.disk.store.add_leases", evict_too)
+
+        evicted = when == "before the lease is written"
+        assert (store.lease([key()], 60)[0] is None) == evicted
+        assert (store.get(key()) is None) == evicted
 
 
 def test_leases_that_ended_are_swept_by_the_next(root: Path, store: SharedDiskStore) -> None:
