@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ec_store.counts import Counts
 from ec_store.disk.claims import leased_digests
 from ec_store.disk.files import NO_ROOM, Folder, StoreClock
-from ec_store.disk.ledger import Count, Ledger, Usage
+from ec_store.disk.ledger import Count, DeadWriters, Ledger, Usage
 from ec_store.disk.lock import FileLock
 from ec_store.disk.tree import (
     BLOCK_BYTES,
@@ -24,7 +24,8 @@ from ec_store.disk.tree import (
 )
 
 STAGING_S = 3600.0
-"""Age in seconds from which a staging file without writes counts as left by a crash."""
+"""Age in seconds from which a staging file counts as left by a crash if this host cannot tell
+whether its process lives: that of another host, or on a file system without locks."""
 
 CHARGE_S = 10.0
 """Age in seconds up to which a staging file may not be charged yet, or may be published already."""
@@ -54,7 +55,7 @@ class Evicted(NamedTuple):
 
     Attributes:
         bytes: bytes that were freed.
-        found: whether there was an entry to evict.
+        found: whether there was a file to remove.
         all_seen: whether the sample was the whole store.
         unread: errors of folders and files that could not be read.
     """
@@ -131,7 +132,8 @@ class Evictor:
                 asked_s = time.monotonic()
                 if not goes_on():
                     return
-            if now - kept.used_s > ttl_s and (freed := self._remove(tree, [kept], now)[0]):
+            expired = self._clock.expiry_now(tree.root) - kept.used_s > ttl_s
+            if expired and (freed := self._remove(tree, [kept], now)[0]):
                 count.remove(freed)
         if goes_on():
             self._correct(tree, count)
@@ -191,24 +193,37 @@ class Evictor:
     def _evict_sample(
         self, tree: Tree, count: Count, excess: int, ttl_s: float, *, corrects: bool
     ) -> Evicted:
-        """Evict from one sample, which `count` counts."""
+        """Evict from one sample, which `count` counts.
+
+        What crashes left in the folders of the sample goes first.
+        """
         now = self._clock.now(tree.root)
         wanted = sample_size(excess, count.before.mean_bytes)
         sample = list(islice(self._counted(tree, now, count), wanted))
         all_seen = len(sample) < wanted and not count.unread
         if all_seen and corrects:
             self._correct(tree, count)
+        cleared = count.cleared_bytes
+        excess -= cleared
         while True:
-            going = choose_victims(sample, all_seen=all_seen, now_s=now, ttl_s=ttl_s, excess=excess)
+            going = choose_victims(
+                sample,
+                all_seen=all_seen,
+                now_s=self._clock.expiry_now(tree.root),
+                ttl_s=ttl_s,
+                excess=excess,
+            )
             # Leases are read only for the entries that would be evicted.
             leased = leased_digests(tree.leases, [kept.digest for kept in going], now)
             if not leased:
                 freed, kept_back = self._remove(tree, going, now)
-                return Evicted(freed, len(going) > kept_back, all_seen, count.unread)
+                found = cleared > 0 or len(going) > kept_back
+                return Evicted(cleared + freed, found, all_seen, count.unread)
             sample = [kept for kept in sample if kept.digest not in leased]
 
     def _counted(self, tree: Tree, now: float, count: Count) -> Iterator[EvictionCandidate]:
         """Yield entries in random order and count them; remove staging files that crashes left."""
+        dead = DeadWriters(tree.usage)
         for found in tree.scan(count.unread, remove_empty=True):
             size = taken_bytes(found.size_bytes)
             if not found.staging:
@@ -216,14 +231,16 @@ class Evictor:
                 yield EvictionCandidate(found.digest, found.size_bytes, _used_s(found, now))
                 continue
             age_s = now - found.status.st_ctime
-            if age_s <= CHARGE_S:
+            left = age_s > STAGING_S or found.writer in dead
+            if age_s <= CHARGE_S and not left:
                 count.add_unsure(size)
                 continue
             if not found.duplicate:
                 count.add(size)
-            if age_s > STAGING_S and found.folder.remove(found.name) and not found.duplicate:
+            if left and found.folder.remove(found.name) and not found.duplicate:
                 self._ledger.release(tree.usage, size)
                 count.remove(size)
+                count.cleared_bytes += size
 
     def _correct(self, tree: Tree, count: Count) -> None:
         correction = count.correction(self._ledger.total(tree.usage))
@@ -250,12 +267,13 @@ class Evictor:
         Returns:
             Bytes freed, and the number of entries that this process is not able to remove.
         """
+        writer = self._ledger.writer(tree.usage)
         aside: list[tuple[Folder, str, EvictionCandidate]] = []
         kept_back = 0
         for kept in going:
             try:
                 folder = tree.folder(kept.digest)
-                aside.append((folder, _set_aside(folder, kept), kept))
+                aside.append((folder, _set_aside(folder, kept, writer), kept))
             except FileNotFoundError:  # another process has removed it
                 continue
             except OSError:
@@ -284,9 +302,9 @@ class Evictor:
         return freed, kept_back
 
 
-def _set_aside(folder: Folder, kept: EvictionCandidate) -> str:
+def _set_aside(folder: Folder, kept: EvictionCandidate, writer: str) -> str:
     """Rename an entry, and return its new name; its own name if there is no room for a new one."""
-    name = staging_name(kept.digest, kept.size_bytes)
+    name = staging_name(kept.digest, kept.size_bytes, writer)
     try:
         folder.rename(kept.digest, name)
     except OSError as error:

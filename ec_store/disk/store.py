@@ -266,7 +266,7 @@ class SharedDiskStore(Store):
             status = folder.stat(digest)
             if self._is_live(tree, status):
                 return
-            aside = staging_name(digest, status.st_size)
+            aside = self._staging_name(tree, digest, status.st_size)
             folder.rename(digest, aside)
             status = folder.stat(aside)
             restored = self._is_live(tree, status) and folder.publish(aside, digest)
@@ -278,7 +278,7 @@ class SharedDiskStore(Store):
     # `_forget_expired` for the entry before it; `_delete`, eviction and quarantine.
     def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         digest, taken = key.digest, taken_bytes(size)
-        staging = staging_name(digest, size)
+        staging = self._staging_name(tree, digest, size)
         folder, fd = tree.create(digest, staging)
         charged = published = False
         try:
@@ -308,6 +308,9 @@ class SharedDiskStore(Store):
         if published and self._config.durability == "fsync":
             tree.sync(digest)
         return published
+
+    def _staging_name(self, tree: Tree, digest: str, size: int) -> str:
+        return staging_name(digest, size, self._keeper.ledger.writer(tree.usage))
 
     def _replace(self, tree: Tree, folder: Folder, staging: str, digest: str) -> None:
         """Publish over an entry, and release its charge, as each removal of an entry does."""
@@ -352,7 +355,7 @@ class SharedDiskStore(Store):
         return None
 
     def _is_live(self, tree: Tree, status: os.stat_result) -> bool:
-        age_s = self._now(tree) - status.st_mtime
+        age_s = self._keeper.clock.expiry_now(tree.root) - status.st_mtime
         # A larger entry, written under another process's limit, would exhaust the memory here.
         limit = self._config.max_entry_bytes + MAX_HEADER_BYTES
         return age_s <= self.settings.ttl and status.st_size <= limit

@@ -319,7 +319,7 @@ def test_scan_marks_duplicate_names_of_a_file(root: Path, published: bool) -> No
         store.put(key(), sized(100))
         entry = path_of(root, key())
         for _ in range(2):
-            name = tree.staging_name(key().digest, entry.stat().st_size)
+            name = tree.staging_name(key().digest, entry.stat().st_size, "0" * 8)
             entry.with_name(name).hardlink_to(entry)
         if not published:
             entry.unlink()
