@@ -17,9 +17,9 @@ from rich.progress import track
 from ec_store.aio import AsyncStore
 from ec_store.base import Listed, Store
 from ec_store.config import duration_s, octal, size_bytes, size_text
-from ec_store.disk.config import GivenSettings
+from ec_store.disk.config import DiskConfig, GivenSettings
 from ec_store.disk.store import SharedDiskStore
-from ec_store.errors import StoreError
+from ec_store.errors import StoreError, StoreMissing
 from ec_store.opening import open_store
 from ec_store.service import create_app
 
@@ -166,10 +166,23 @@ def _configure(store: Store, args: argparse.Namespace) -> int:
         with SharedDiskStore.from_url(args.url, create=False) as existing:
             settings = existing.settings
     else:
+        created = _is_missing(args.url)
         settings = store.configure(given)
+        if created:
+            path = DiskConfig.from_url(args.url).path
+            print(f"ec-store: created a store in {path}, which had none", file=sys.stderr)
     lines = [f"{name:10} {value}" for name, value in settings.shown_settings().items()]
     _print_result(args, asdict(settings), "\n".join(lines))
     return 0
+
+
+def _is_missing(url: str) -> bool:
+    """Return whether there is no store, not even one that cannot be opened."""
+    try:
+        SharedDiskStore.from_url(url, create=False).close()
+    except StoreError as error:
+        return isinstance(error, StoreMissing)
+    return False
 
 
 def _serve(store: Store, args: argparse.Namespace) -> int:

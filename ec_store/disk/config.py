@@ -28,6 +28,10 @@ class SettingsInvalid(StoreUnavailable):
     """Error of a `config.json` that cannot be used."""
 
 
+class SettingsLost(SettingsInvalid):
+    """Error of a `config.json` that is empty or cut, as a power failure may leave it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
     """Settings that apply to every process that opens the store.
@@ -60,8 +64,13 @@ class StoreSettings:
         """Parse the content of `config.json`.
 
         Raises:
+            SettingsLost: the content lacks its end.
             SettingsInvalid: the content is invalid, or has another format version.
         """
+        if not content.rstrip().endswith(b"}"):
+            raise SettingsLost(
+                f"{NAME} of the store is empty or cut: rewrite it with `ec-store configure`"
+            )
         try:
             held: dict[str, Any] = json.loads(content)
             version = held["format"]

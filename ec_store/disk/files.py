@@ -1,6 +1,7 @@
 """Files below one folder: names are opened relative to an open folder, and links not followed."""
 
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -11,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ec_store.counts import ForkLock
+from ec_store.disk.mounts import is_local
 
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -29,6 +31,12 @@ PRIVATE_S = 1.0
 
 CLOCK = "clock"
 CLOCK_EVERY_S = 30.0
+
+JUMP_S = 60.0
+"""Seconds by which the store's clock may be ahead at once without being doubted."""
+
+JUMP_LASTS_S = 3600.0
+"""Seconds after which a doubted clock is believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,28 +198,35 @@ class Folder:
         finally:
             os.close(fd)
 
-    def replace(self, name: str, content: bytes) -> None:
-        """Write a small file atomically."""
+    def replace(self, name: str, content: bytes, *, durable: bool = False) -> None:
+        """Write a small file atomically; `durable` flushes the file and its name to disk."""
         staging = f".{secrets.token_hex(8)}.tmp"
         fd = self.create(staging)
         try:
             try:
                 write(fd, [memoryview(content)])
+                if durable:
+                    os.fsync(fd)
             finally:
                 os.close(fd)  # NFS clients flush here, and report failed writes
             os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            if durable:
+                self.sync()
         except BaseException:
             self.remove(staging)
             raise
 
-    def add(self, name: str, content: bytes) -> bool:
-        """Write a small file atomically; False if the name exists."""
+    def add(self, name: str, content: bytes, *, durable: bool = False) -> bool:
+        """Write a small file atomically, as `replace`; False if the name exists."""
         staging = f".{secrets.token_hex(8)}.tmp"
-        self.replace(staging, content)
+        self.replace(staging, content, durable=durable)
         try:
-            return self.publish(staging, name)
+            added = self.publish(staging, name)
         finally:
             self.remove(staging)
+        if durable:
+            self.sync()
+        return added
 
     def publish(self, staging: str, name: str) -> bool:
         """Give a staging file its final name; False if the name exists."""
@@ -221,7 +236,8 @@ class Folder:
             # An NFS client repeats a call if the reply is lost: the name may be this file's own.
             return self.stat(staging).st_nlink > 1
         except OSError as error:
-            if error.errno not in NO_LINKS:
+            # A second name may need room, as on tmpfs, where each takes a file of the upper bound.
+            if error.errno not in NO_LINKS | NO_ROOM:
                 raise
             os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         return True
@@ -285,6 +301,40 @@ def write(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
             left[0] = left[0][written:]
 
 
+def create_locked(folder: Folder, name: str) -> Folder | None:
+    """Create an empty file, and lock it until this process ends.
+
+    The kernel releases the lock, however the process ends. A process id would not do: a new
+    container uses those of the previous one again.
+
+    Returns:
+        The file; closing it releases the lock. None on a file server, where locking could hang.
+    """
+    fd = folder.create(name)
+    try:
+        os.close(fd)
+    except OSError:
+        folder.remove(name)
+        raise
+    if not is_local(folder.fd):
+        return None
+    with suppress(OSError):
+        # Held for reading: a file that is open for writing would keep the operator from remounting.
+        held = Folder(folder.open(name, READ), folder.modes)
+        fcntl.flock(held.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return held
+    return None
+
+
+def is_unlocked(folder: Folder, name: str) -> bool:
+    """Return whether the process that locked a file with `create_locked` has ended."""
+    with suppress(OSError):
+        held = Folder(folder.open(name, READ), folder.modes)
+        fcntl.flock(held.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 def is_regular(status: os.stat_result) -> bool:
     """Return whether the status is a plain file's."""
     return stat.S_ISREG(status.st_mode)
@@ -296,11 +346,16 @@ class StoreClock:
     Nodes that share a store over NFS may disagree about the time by hours. They agree on the time
     that the file server gives to a touched file. On file systems with clients that set such times
     (CephFS, Lustre, BeeGFS), this is the clock of the node.
+
+    One wrong time must not expire a whole store, such as that of a machine which resumes before it
+    synchronizes its clock. So entries age by the earlier one of two measurements: the present one,
+    and the last one that was not far ahead of that before it. The node's own clock is the first.
     """
 
     def __init__(self) -> None:
-        self._ahead_s = time.time() - time.monotonic()
+        self._ahead_s = self._trusted_ahead_s = time.time() - time.monotonic()
         self._measured_s = float("-inf")
+        self._doubted_s: float | None = None
         self._lock = ForkLock()
 
     def now(self, folder: Folder) -> float:
@@ -312,9 +367,22 @@ class StoreClock:
                 # A reader without the permission to write uses its own clock.
                 with suppress(OSError):
                     self._ahead_s = self._measure(folder)
+                    self._trust(asked_s)
             finally:
                 self._lock.mutex.release()
         return time.monotonic() + self._ahead_s
+
+    def expiry_now(self, folder: Folder) -> float:
+        """Return the time by which entries expire: `now`, but no time that is in doubt."""
+        return min(self.now(folder), time.monotonic() + self._trusted_ahead_s)
+
+    def _trust(self, measured_s: float) -> None:
+        if self._ahead_s <= self._trusted_ahead_s + JUMP_S:
+            self._doubted_s = None
+        elif self._doubted_s is None:
+            self._doubted_s = measured_s
+        if self._doubted_s is None or measured_s - self._doubted_s >= JUMP_LASTS_S:
+            self._trusted_ahead_s = self._ahead_s
 
     @staticmethod
     def _measure(folder: Folder) -> float:

@@ -1,6 +1,5 @@
 """Ledger of a shared directory's usage: no put has to count the files."""
 
-import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -10,10 +9,14 @@ from dataclasses import astuple, dataclass, field
 import xxhash
 
 from ec_store.counts import ForkLock, after_fork
-from ec_store.disk.files import Folder
+from ec_store.disk.files import Folder, create_locked, is_unlocked
+from ec_store.disk.mounts import is_local
 
 IDLE_S = 3600.0
 """Seconds without a write after which a process counts as ended, and its line is merged."""
+
+WRITER_DIGITS = 8
+"""Digits of a writer's name in the names of its staging files, which other digits complete."""
 
 _LINE = re.compile(
     r"((?P<writer>[0-9a-f]{16})\.([0-9a-f]{1,15})\.([0-9a-f]{1,15})\.([0-9a-f]{1,15})\."
@@ -50,6 +53,10 @@ class Usage:
     def entries(self) -> int:
         return self.charged - self.released
 
+    @property
+    def mean_bytes(self) -> int:
+        return self.bytes // max(1, self.entries)
+
 
 @dataclass(slots=True)
 class Count:
@@ -61,6 +68,7 @@ class Count:
         most_bytes, most: the same with the unsure files, and without those that this process has
             removed and released since.
         unread: errors of files and folders that could not be counted.
+        cleared_bytes: size of the leftovers of crashes that were removed during the count.
     """
 
     before: Usage
@@ -69,6 +77,7 @@ class Count:
     most_bytes: int = 0
     most: int = 0
     unread: list[OSError] = field(default_factory=list)
+    cleared_bytes: int = 0
 
     def add(self, size_bytes: int) -> None:
         self.least_bytes += size_bytes
@@ -128,26 +137,47 @@ class Ledger:
         self._writer = secrets.token_hex(8)
         self._own = Usage()
         self._name = ""
+        self._unwritten = Usage()
+        self._line: Folder | None = None  # locked while this process lives
+
+    def writer(self, folder: Folder) -> str:
+        """Return the name of this process for `DeadWriters`; that of no process without a lock."""
+        if not self._name:
+            with suppress(OSError):  # an eviction frees the room for a line
+                self.add(folder, Usage())
+        return self._writer[:WRITER_DIGITS] if self._line else "0" * WRITER_DIGITS
 
     def charge(self, folder: Folder, size_bytes: int, entries: int = 1) -> None:
         """Charge an entry before it appears."""
         self.add(folder, Usage(charged_bytes=size_bytes, charged=entries))
 
     def release(self, folder: Folder, size_bytes: int, entries: int = 1) -> None:
-        """Release an entry after it is gone."""
-        self.add(folder, Usage(released_bytes=size_bytes, released=entries))
+        """Release an entry after it is gone; without room for the change, with the next one."""
+        self._add_gone(folder, Usage(released_bytes=size_bytes, released=entries))
 
     def add(self, folder: Folder, change: Usage) -> None:
         """Add charges and releases. If it raises OSError, nothing was added."""
         with self._lock.mutex:
+            change += self._unwritten
             own = self._own + change
             name = _line(self._writer, own)
             if not self._name or not self._renamed(folder, name):
                 # The first change, or the line was merged into another process's: start a new line.
                 own, self._writer = change, secrets.token_hex(8)
                 name = _line(self._writer, own)
-                os.close(folder.create(name))
-            self._own, self._name = own, name
+                self._line = create_locked(folder, name)
+            self._own, self._name, self._unwritten = own, name, Usage()
+
+    def _add_gone(self, folder: Folder, change: Usage) -> None:
+        """Add what no file shows any more: if it cannot be written, with the next change.
+
+        Until then only this process counts it.
+        """
+        try:
+            self.add(folder, change)
+        except OSError:
+            with self._lock.mutex:
+                self._unwritten += change
 
     def _renamed(self, folder: Folder, name: str) -> bool:
         try:
@@ -158,8 +188,12 @@ class Ledger:
         return True
 
     def total(self, folder: Folder) -> Usage:
-        """Return the sum of all processes' charges and releases."""
-        return sum(_lines(folder).values(), Usage())
+        """Return the sum of all processes' charges and releases.
+
+        One listing may skip lines that are renamed meanwhile: the sum is then wrong by all that
+        their processes have written and removed.
+        """
+        return sum(_lines(folder).values(), Usage()) + self._unwritten
 
     def empty(self, folder: Folder) -> bool:
         """Return whether it has no lines: the store is new, or its files have to be counted."""
@@ -175,7 +209,29 @@ class Ledger:
                 # If its process has renamed it meanwhile, `remove` returns False, and the line
                 # stays.
                 if folder.remove(name) and (line := _read(name)):
-                    self.add(folder, line[1])
+                    self._add_gone(folder, line[1])
+
+
+class DeadWriters:
+    """Test for the processes that have died, as of one moment.
+
+    Each process locks its line. The line of a dead one stays for `IDLE_S`, and identifies its
+    leftovers for that long.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._lines: dict[str, str] | None = None
+        self._dead: dict[str, bool] = {}
+
+    def __contains__(self, writer: str) -> bool:
+        if self._lines is None:
+            names = self._folder.names() if is_local(self._folder.fd) else []
+            self._lines = {name[:WRITER_DIGITS]: name for name in names}
+        if writer not in self._dead:
+            line = self._lines.get(writer)
+            self._dead[writer] = line is not None and is_unlocked(self._folder, line)
+        return self._dead[writer]
 
 
 def _line(writer: str, usage: Usage) -> str:

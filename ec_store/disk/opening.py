@@ -3,8 +3,8 @@
 import errno
 import logging
 import os
+import secrets
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,43 +13,15 @@ from ec_store.disk.config import (
     DiskConfig,
     GivenSettings,
     SettingsInvalid,
+    SettingsLost,
     StoreSettings,
     read_settings,
 )
 from ec_store.disk.files import NO_ROOM, Folder, Modes
 from ec_store.disk.housekeeping import Housekeeping
-from ec_store.disk.tree import Tree, staging_name
+from ec_store.disk.mounts import in_memory
+from ec_store.disk.tree import Tree
 from ec_store.errors import StoreUnavailable
-
-TABLE = Path("/proc/self/mountinfo")
-MEMORY = frozenset({"tmpfs", "ramfs"})
-
-
-def in_memory(fd: int) -> bool:
-    """Return whether an open file or folder is in this machine's memory (tmpfs).
-
-    False if the system has no mount table, as outside Linux.
-    """
-    try:
-        device = os.fstat(fd).st_dev
-        table = TABLE.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return False
-    return kind_of(device, table) in MEMORY
-
-
-def kind_of(device: int, table: Iterable[str]) -> str | None:
-    """Return the type of the file system on a device; None if the table does not list it.
-
-    The table has the lines of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
-    """
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in table:
-        mount, _, system = line.partition(" - ")
-        if mount.split(" ")[2:3] == [number]:
-            return system.partition(" ")[0]
-    return None
-
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -75,6 +47,7 @@ class DiskOpening:
         self._config = config
         self._keeper = keeper
         self._create = create
+        self._durable = config.durability == "fsync"
         self._opened: Tree | None = None
         self._looked_s = 0.0
         self._ignored: list[str] = []
@@ -107,7 +80,8 @@ class DiskOpening:
         held = None
         with suppress(SettingsInvalid):
             held = read_settings(root)
-        root.replace(NAME, given.override_settings(held or self._defaults).to_json())
+        settings = given.override_settings(held or self._defaults)
+        root.replace(NAME, settings.to_json(), durable=self._durable)
         self._opened = None
         self.tree(create=True)
 
@@ -123,7 +97,7 @@ class DiskOpening:
         tree = self.tree(create=True)
         if not self._create:
             return
-        name, content = staging_name("probe", 0), os.urandom(16)
+        name, content = f".{secrets.token_hex(8)}.tmp", os.urandom(16)
         try:
             tree.root.replace(name, content)
             if tree.root.read(name, 64) != content:
@@ -162,12 +136,10 @@ class DiskOpening:
         """Open the directory and read its settings, or write them if it is new."""
         config = self._config
         root = self._root(create=create)
-        held = read_settings(root)
-        if held is None:
-            held = self._defaults
-            if create and not root.add(NAME, held.to_json()):
-                held = read_settings(root) or held
+        held = self._read_or_write_settings(root, create=create)
         tree = Tree(config.path, Modes(held.dir_mode, held.file_mode), create=create)
+        if create and self._durable:
+            tree.root.sync()
         self.in_memory = in_memory(tree.entries.fd)
         for folder in tree.folders:
             folder.check_owner(config.given.dir_mode or 0)
@@ -179,6 +151,23 @@ class DiskOpening:
                 self._keeper.log_limits(tree, self._config.path)
         return tree
 
+    def _read_or_write_settings(self, root: Folder, *, create: bool) -> StoreSettings:
+        content = self._defaults.to_json()
+        with suppress(SettingsLost):
+            held = read_settings(root)
+            if held is None and create and not root.add(NAME, content, durable=self._durable):
+                held = read_settings(root)
+            return held or self._defaults
+        logger.error(
+            "config.json of the store in %s is empty or cut, as after a power failure. The store "
+            "gets the settings of this process: check them with `ec-store configure`",
+            self._config.path,
+        )
+        if create:
+            with suppress(OSError):  # such as a full disk: its entries can still be read
+                root.replace(NAME, content, durable=self._durable)
+        return self._defaults
+
     def _root(self, *, create: bool) -> Folder:
         config = self._config
         if config.require_mount and not config.mounted:
@@ -187,7 +176,12 @@ class DiskOpening:
                 "file system first"
             )
         modes = Modes(self._defaults.dir_mode, self._defaults.file_mode)
-        return Folder.open_path(config.path, modes, create=create)
+        new = create and self._durable and not Path(config.path).exists()
+        root = Folder.open_path(config.path, modes, create=create)
+        if new:
+            with suppress(OSError):  # a folder that this process may not list
+                Folder.open_path(str(Path(config.path).parent), modes, create=False).sync()
+        return root
 
     def _apply_settings(self, settings: StoreSettings) -> None:
         """Apply the store's settings, and log the settings of this process that differ."""

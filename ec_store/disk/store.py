@@ -33,6 +33,10 @@ T = TypeVar("T")
 TOUCH_EVERY_S = 1.0
 """Seconds after a use during which further uses of the entry are not recorded."""
 
+ROOM_MADE = 3
+"""Upper bound of the times that a put makes room on a full file system, each time twice as much.
+Beside its bytes, an entry takes up to five files: folders, a second name, a line of the ledger."""
+
 SHARING = (
     "; to share a store, users need its group, and dir_mode=2770 and file_mode=0660 in each URL"
 )
@@ -234,16 +238,20 @@ class SharedDiskStore(Store):
             if self._read(key, load_header, use=True):
                 return False
             self._forget_expired(key.digest)
-        try:
-            return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
-        except OSError as error:
-            if error.errno in NO_ROOM:
-                self._keeper.free_space(self._opening.tree(), taken_bytes(size))
-            elif error.errno in {errno.ENOENT, errno.ESTALE}:
-                self._opening.reopen_later()  # the directory was removed while it was open
-            else:
-                raise
-        # Once more, with room or with the directory that is there now.
+        for room_bytes in (taken_bytes(size) << n for n in range(ROOM_MADE)):
+            try:
+                return self._write(
+                    self._opening.tree(create=True), key, entry, size, replace=replace
+                )
+            except OSError as error:
+                if error.errno in NO_ROOM:
+                    if not self._keeper.free_space(self._opening.tree(), room_bytes):
+                        break
+                elif error.errno in {errno.ENOENT, errno.ESTALE}:
+                    self._opening.reopen_later()  # the directory was removed while it was open
+                else:
+                    raise
+        # The last time, with room or with the directory that is there now.
         return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
 
     def _forget_expired(self, digest: str) -> None:
@@ -258,7 +266,7 @@ class SharedDiskStore(Store):
             status = folder.stat(digest)
             if self._is_live(tree, status):
                 return
-            aside = staging_name(digest, status.st_size)
+            aside = self._staging_name(tree, digest, status.st_size)
             folder.rename(digest, aside)
             status = folder.stat(aside)
             restored = self._is_live(tree, status) and folder.publish(aside, digest)
@@ -270,7 +278,7 @@ class SharedDiskStore(Store):
     # `_forget_expired` for the entry before it; `_delete`, eviction and quarantine.
     def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         digest, taken = key.digest, taken_bytes(size)
-        staging = staging_name(digest, size)
+        staging = self._staging_name(tree, digest, size)
         folder, fd = tree.create(digest, staging)
         charged = published = False
         try:
@@ -301,6 +309,9 @@ class SharedDiskStore(Store):
             tree.sync(digest)
         return published
 
+    def _staging_name(self, tree: Tree, digest: str, size: int) -> str:
+        return staging_name(digest, size, self._keeper.ledger.writer(tree.usage))
+
     def _replace(self, tree: Tree, folder: Folder, staging: str, digest: str) -> None:
         """Publish over an entry, and release its charge, as each removal of an entry does."""
         before = 0
@@ -308,8 +319,7 @@ class SharedDiskStore(Store):
             before = taken_bytes(folder.stat(digest).st_size)
         folder.rename(staging, digest)
         if before:
-            with suppress(OSError):  # otherwise the sum is too high until the next sweep
-                self._keeper.ledger.release(tree.usage, before)
+            self._keeper.ledger.release(tree.usage, before)
 
     def _read(
         self, key: EntryKey, load: Callable[[EntryKey, int, int], T], *, use: bool
@@ -345,7 +355,7 @@ class SharedDiskStore(Store):
         return None
 
     def _is_live(self, tree: Tree, status: os.stat_result) -> bool:
-        age_s = self._now(tree) - status.st_mtime
+        age_s = self._keeper.clock.expiry_now(tree.root) - status.st_mtime
         # A larger entry, written under another process's limit, would exhaust the memory here.
         limit = self._config.max_entry_bytes + MAX_HEADER_BYTES
         return age_s <= self.settings.ttl and status.st_size <= limit

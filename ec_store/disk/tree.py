@@ -2,15 +2,17 @@
 
 config.json                                 settings for every process that opens the store
 entries/ab/cd/<digest>                      an entry
-entries/ab/cd/.<digest>.<size>.<random>.tmp an entry that is being written or removed
+entries/ab/cd/.<digest>.<size>.<writer><random>.tmp
+                                            an entry that is being written or removed
 leases/<end of the lease>/<digest>          a lease
 claims/<digest>                             a link; its text is the holder of a claim
 claims/<digest>.next                        a claim that is being changed
 namespaces/<digest of the model>.json       a model's namespace
 quarantine/<digest>.<random>                a corrupt entry
-usage/<random>.<sums>.<checksum>            bytes and entries that one process wrote and removed
+usage/<writer>.<sums>.<checksum>            bytes and entries that one process wrote and removed;
+                                            the process locks the file until it ends
 clock                                       touched to measure the file server's time
-evicting, sweeping                          locks of the evicting and of the sweeping process
+evicting, sweeping                          links; their text is the evicting, sweeping process
 tidied, swept                               times of the last removal of leftovers, last sweep
 
 The policy determines how many bytes to free and which entries to evict, without I/O.
@@ -37,6 +39,7 @@ while."""
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 2**30
+RESERVE_FILES = 256
 
 SAMPLED = 8
 """Entries sampled for each entry evicted. The oldest of eight is in the older half of all entries
@@ -65,10 +68,14 @@ class FileSystem:
     Attributes:
         size_bytes: size of the file system; 0 if the file system does not report it.
         free_bytes: bytes that a user may still write.
+        files: upper bound of the files (inodes); 0 if there is none.
+        free_files: files that a user may still create.
     """
 
     size_bytes: int
     free_bytes: int
+    files: int = 0
+    free_files: int = 0
 
     @property
     def reserve_bytes(self) -> int:
@@ -88,6 +95,12 @@ class FileSystem:
         if not self.size_bytes:
             return 0
         return max(0, self.reserve_bytes + coming_bytes - self.free_bytes)
+
+    @property
+    def lacking_files(self) -> int:
+        """Return how many files to remove so that others can create some."""
+        reserve = min(int(self.files * RESERVE_SHARE), RESERVE_FILES)
+        return max(0, reserve - self.free_files)
 
 
 def taken_bytes(size_bytes: int) -> int:
@@ -110,13 +123,14 @@ def choose_victims(
 ) -> list[EvictionCandidate]:
     """Return the entries of a sample to evict: the expired, then the least recently used.
 
-    These are all expired entries of the sample, and others until `excess` bytes are freed. Unless
-    the sample is the whole store (`all_seen`), at most one entry in `SAMPLED` is evicted, the
-    oldest ones: the next ones may be recent compared with the rest of the store.
+    These are all expired entries of the sample, and others until `excess` bytes are freed, up to
+    `BATCH` entries. Unless the sample is the whole store (`all_seen`), at most one entry in
+    `SAMPLED` is evicted, the oldest ones: the next ones may be recent compared with the rest of
+    the store.
     """
     free = sorted(sample, key=lambda entry: entry.used_s)
     going = [entry for entry in free if now_s - entry.used_s > ttl_s]
-    most = len(free) if all_seen else math.ceil(len(free) / SAMPLED)
+    most = BATCH if all_seen else math.ceil(len(free) / SAMPLED)
     left = excess - sum(taken_bytes(entry.size_bytes) for entry in going)
     for entry in free[len(going) : most]:
         if left <= 0:
@@ -133,7 +147,7 @@ the usual limit of descriptors of a process."""
 RACES = 3
 """Attempts to create a folder that other processes remove before it contains a file."""
 
-_STAGING = re.compile(r"\.([0-9a-f]{64})\.([0-9a-f]{1,16})\.[0-9a-f]{16}\.tmp")
+_STAGING = re.compile(r"\.([0-9a-f]{64})\.([0-9a-f]{1,16})\.([0-9a-f]{8})[0-9a-f]{8}\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +162,7 @@ class Found:
         status: status of the file. `st_mtime` is the time of the last write or use, by the store's
             clock, and `st_ctime` that of the last write or rename.
         staging: whether this is a staging file: an entry that is being written or removed.
+        writer: name of the process that writes or removes a staging file (`Ledger.writer`).
         duplicate: whether the scan has found the file under another name too, such as its entry's.
     """
 
@@ -157,6 +172,7 @@ class Found:
     size_bytes: int
     status: os.stat_result
     staging: bool
+    writer: str = ""
     duplicate: bool = False
 
 
@@ -281,12 +297,18 @@ class Tree:
     def file_system(self) -> FileSystem:
         """Return the size and the free space of the file system. Raises OSError."""
         status = os.fstatvfs(self.root.fd)
-        return FileSystem(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
+        block_bytes = status.f_frsize
+        size_bytes, free_bytes = status.f_blocks * block_bytes, status.f_bavail * block_bytes
+        return FileSystem(size_bytes, free_bytes, status.f_files, status.f_favail)
 
 
-def staging_name(digest: str, size_bytes: int) -> str:
-    """Return a name for an entry that is being written or removed, which holds the charged size."""
-    return f".{digest}.{size_bytes:x}.{secrets.token_hex(8)}.tmp"
+def staging_name(digest: str, size_bytes: int, writer: str) -> str:
+    """Return a name for an entry that is being written or removed.
+
+    It contains the charged size, and the name of the process (`Ledger.writer`): if that dies,
+    the file is a leftover.
+    """
+    return f".{digest}.{size_bytes:x}.{writer}{secrets.token_hex(4)}.tmp"
 
 
 def _folders(folder: Folder, unread: list[OSError]) -> Iterator[tuple[str, Folder]]:
@@ -313,8 +335,8 @@ def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
                 if is_regular(status):
                     digest = staging[1] if staging else item.name
                     size = int(staging[2], 16) if staging else status.st_size
-                    is_staging = staging is not None
-                    found.append(Found(folder, item.name, digest, size, status, is_staging))
+                    is_staging, writer = staging is not None, staging[3] if staging else ""
+                    found.append(Found(folder, item.name, digest, size, status, is_staging, writer))
     if not staged:
         return found
     # A file that was published after the listing.

@@ -218,11 +218,68 @@ def test_configure_changes_given_settings_and_replaces_unreadable_ones(
     assert run(capsys, "configure", url, "--max-bytes", "0")[0] == 2
     assert held(root) == before
 
-    (root / NAME).write_bytes(b"{")
+    (root / NAME).write_bytes(b"{}")
     code, _ = run(capsys, "configure", url)
     assert "ec-store configure" in str(code)
     assert run(capsys, "configure", url, "--max-bytes", "1GiB")[0] == 0
     assert held(root) == StoreSettings(max_bytes=2**30)
+
+
+@pytest.mark.fault(24)
+@pytest.mark.parametrize("content", [b"", b"\0\0", b'{\n "format": 1,\n "max_by'])
+def test_store_with_settings_that_a_power_failure_cut_is_used_and_repaired(
+    root: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    with opened(root, "max_bytes=1GiB") as store:
+        store.put(key(), sized(10))
+    (root / NAME).write_bytes(content)
+    with opened(root, create=False) as reader:
+        assert_same(sized(10), reader.get(key()))
+        assert reader.settings == StoreSettings()
+    assert (root / NAME).read_bytes() == content
+    with opened(root, "max_bytes=2GiB") as store:
+        assert_same(sized(10), store.get(key()))
+
+    assert held(root).max_bytes == 2 * 2**30
+    assert [it.levelname for it in caplog.records if "empty or cut" in it.message] == ["ERROR"] * 2
+
+
+@pytest.mark.fault(24)
+def test_durable_store_flushes_its_settings_and_folders_when_it_is_created(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[set[str]] = []
+
+    def fsync(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        inside = {path.name} | {each.name for each in path.iterdir()} if path.is_dir() else None
+        flushed.append(inside or {path.read_text()})
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    opened(root, "durability=fsync").close()
+    written = (root / NAME).read_text()
+
+    assert {written} in flushed
+    assert any({root.name, NAME, "entries"} <= names for names in flushed)
+    assert any({root.parent.name, root.name} <= names for names in flushed)
+
+    flushed.clear()
+    with opened(root, "durability=fsync") as store:
+        store.configure(GivenSettings(max_bytes=2**20))
+    assert {(root / NAME).read_text()} in flushed
+
+
+def test_configure_says_that_it_created_a_store(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            main(["configure", root.as_uri(), "--max-bytes", "1GiB"])
+        assert ended.value.code == 0
+        said.append(capsys.readouterr().err)
+
+    assert said == [f"ec-store: created a store in {root}, which had none\n", ""]
 
 
 @pytest.mark.parametrize("command", ["stat", "ls", "verify", "gc", "purge", "configure"])

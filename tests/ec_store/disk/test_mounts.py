@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ec_store import open_store
-from ec_store.disk import opening
-from ec_store.disk.opening import in_memory, kind_of
+from ec_store.disk import mounts
+from ec_store.disk.mounts import in_memory, is_local, kind_of
 
 TABLE = """\
 22 28 0:20 / /proc rw,nosuid - proc proc rw
@@ -31,7 +31,7 @@ def test_a_store_knows_whether_it_is_in_memory(
 ) -> None:
     device = (tmp_path / "store").parent.stat().st_dev
     number, table = f"{os.major(device)}:{os.minor(device)}", tmp_path / "mountinfo"
-    monkeypatch.setattr(opening, "TABLE", table)
+    monkeypatch.setattr(mounts, "TABLE", table)
     for kind, expected in (("tmpfs", True), ("ramfs", True), ("nfs4", False)):
         table.write_text(f"28 1 {number} / / rw - {kind} x rw\n")
         with open_store(f"file://{tmp_path}/store") as store:
@@ -46,9 +46,10 @@ def test_a_closed_store_is_not_in_memory(tmp_path: Path) -> None:
 def test_a_system_without_the_table_has_nothing_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "TABLE", tmp_path / "none")
+    monkeypatch.setattr(mounts, "TABLE", tmp_path / "none")
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
         assert not in_memory(fd)
+        assert not is_local(fd)
     finally:
         os.close(fd)

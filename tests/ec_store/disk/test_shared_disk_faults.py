@@ -10,7 +10,8 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
 from ec_store.disk import evictor, opening
-from ec_store.disk.claims import leased_digests
+from ec_store.disk import files as disk_files
+from ec_store.disk.claims import add_leases, leased_digests
 from ec_store.disk.config import GivenSettings
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder, Modes, StoreClock
@@ -30,7 +32,7 @@ from ec_store.disk.store import SharedDiskStore
 from ec_store.disk.tree import taken_bytes
 from ec_store.entry import UNUSED_BYTES, Buffers
 from tests.ec_store.contract import assert_same, entry, key, sized
-from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
+from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of, take_lock
 from tests.examples import scaled
 
 HOUR = 3600.0
@@ -381,6 +383,60 @@ def test_ages_are_measured_by_the_stores_clock(root: Path, monkeypatch: pytest.M
             assert store.get(key()) is not None
 
 
+@pytest.fixture
+def days_ahead(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list; the store's clock is ahead by its last number of days, measured each time."""
+    days = [0.0]
+    measure = StoreClock._measure  # noqa: SLF001 - the tests cannot set a file server's clock
+
+    def ahead(folder: Folder) -> float:
+        return measure(folder) + days[-1] * 24 * HOUR
+
+    monkeypatch.setattr(StoreClock, "_measure", staticmethod(ahead))
+    monkeypatch.setattr(disk_files, "CLOCK_EVERY_S", -1)
+    return days
+
+
+@pytest.mark.fault(27)
+@pytest.mark.parametrize("new_process", [False, True])
+def test_clock_that_is_ahead_for_a_moment_expires_nothing(
+    root: Path, days_ahead: list[float], new_process: bool
+) -> None:
+    with opened(root) as store:
+        for n in range(20):
+            store.put(key(str(n)), entry())
+        days_ahead.append(8)
+        with opened(root) if new_process else nullcontext(store) as used:
+            assert None not in used.lookup([key(str(n)) for n in range(20)])
+            assert used.evict() == used.sweep() == 0
+            assert used.put(key("0"), entry()) is False
+            days_ahead.append(0)
+
+            assert all(used.get(key(str(n))) for n in range(20))
+
+
+@pytest.mark.fault(27)
+def test_clock_that_stays_ahead_for_an_hour_is_believed(
+    root: Path, days_ahead: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(root) as store:
+        store.put(key(), entry())
+        days_ahead.append(8)
+        assert store.sweep() == 0
+
+        monkeypatch.setattr(disk_files, "JUMP_LASTS_S", 0)
+        assert store.get(key()) is None
+        assert store.sweep() == 1
+
+
+@pytest.mark.fault(27)
+def test_clock_that_was_behind_is_believed_at_once(root: Path, days_ahead: list[float]) -> None:
+    days_ahead.append(-1)
+    clock, folder = StoreClock(), Folder.open_path(str(root), Modes())
+
+    assert clock.expiry_now(folder) == pytest.approx(time.time() - 24 * HOUR, abs=60)
+
+
 def test_a_slow_server_is_not_mistaken_for_a_fast_clock(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,6 +593,58 @@ def test_a_lease_that_comes_while_its_entry_is_evicted_keeps_it(
         assert store.stats().bytes == entries_bytes(root)
 
 
+@pytest.fixture
+def leases_are_no_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record no further uses, as within a second of the last one: an evictor sees only leases."""
+    monkeypatch.setattr("ec_store.disk.store.TOUCH_EVERY_S", 1e9)
+
+
+@pytest.mark.fault(29)
+@pytest.mark.usefixtures("leases_are_no_uses")
+def test_evictor_looks_for_leases_again_after_it_has_renamed_its_victims(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Folder.rename
+
+    def lease_first(folder: Folder, name: str, new: str, into: Folder | None = None) -> None:
+        if name == key("leased").digest:
+            assert other.lease([key("leased")], 60)[0] is not None
+        rename(folder, name, new, into)
+
+    with opened(root) as store, opened(root) as other:
+        for name in ("leased", "old"):
+            store.put(key(name), entry())
+        store.configure(GivenSettings(max_bytes=1))
+        monkeypatch.setattr(Folder, "rename", lease_first)
+
+        assert store.evict() == 1
+        assert_same(entry(), other.get(key("leased")))
+        assert other.get(key("old")) is None
+
+
+@pytest.mark.fault(29)
+@pytest.mark.usefixtures("leases_are_no_uses")
+@pytest.mark.parametrize("when", ["before the lease is written", "before its entry is looked for"])
+def test_lease_of_an_entry_that_is_evicted_meanwhile_is_a_miss(
+    root: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def evict_too(folder: Folder, digests: Sequence[str], seconds: float, now_s: float) -> None:
+        if when == "before the lease is written":
+            assert other.evict() == 1
+        add_leases(folder, digests, seconds, now_s)
+        if when == "before its entry is looked for":
+            assert other.evict() == 0
+
+    with opened(root) as store, opened(root) as other:
+        store.put(key(), entry())
+        other.configure(GivenSettings(max_bytes=1))
+        monkeypatch.setattr("ec_store.disk.store.add_leases", evict_too)
+
+        evicted = when == "before the lease is written"
+        assert (store.lease([key()], 60)[0] is None) == evicted
+        assert (store.get(key()) is None) == evicted
+
+
 def test_leases_that_ended_are_swept_by_the_next(root: Path, store: SharedDiskStore) -> None:
     store.put(key(), entry())
     for _ in range(4):
@@ -563,7 +671,7 @@ def test_the_lock_of_a_dead_evictor_is_broken(root: Path, store: SharedDiskStore
         FileLock("evicting").acquire(store._opening.tree().root, time.time)  # noqa: SLF001 - held until the child dies
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert (root / "evicting").exists()
+    assert (root / "evicting").is_symlink()
     store.put(key(), entry())
     age(path_of(root, key()), 30 * 24 * HOUR)
 
@@ -575,12 +683,12 @@ def test_the_lock_of_another_machine_is_broken_when_it_is_old(
 ) -> None:
     store.put(key(), entry())
     age(path_of(root, key()), 30 * 24 * HOUR)
-    (root / "evicting").write_text("elsewhere/1 1 token")
+    take_lock(root / "evicting")
 
     assert store.evict() == 0
     age(root / "evicting", 60)
     assert store.evict() == 1
-    assert not (root / "evicting").exists()
+    assert not (root / "evicting").is_symlink()
 
 
 # Disks
@@ -736,8 +844,8 @@ def test_durable_entries_are_synced(root: Path, monkeypatch: pytest.MonkeyPatch)
         synced.append(stat.S_ISDIR(os.fstat(fd).st_mode))
         names.add(Path(f"/proc/self/fd/{fd}").readlink().name)
 
-    monkeypatch.setattr(os, "fsync", fsync)
     with opened(root, "durability=fsync") as store:
+        monkeypatch.setattr(os, "fsync", fsync)
         store.put(key(), entry())
 
         # The entry, its folder and the two above, which may be new: no other call syncs them.

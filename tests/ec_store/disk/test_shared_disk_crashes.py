@@ -1,0 +1,214 @@
+"""Processes that are killed while they write to a full store, and what they leave."""
+
+import fcntl
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ec_store import StoreUnavailable
+from ec_store.disk import evictor, mounts
+from ec_store.disk.entry_files import EntryFiles
+from ec_store.disk.files import Folder
+from ec_store.disk.tree import taken_bytes
+from tests.ec_store.contract import assert_same, key, sized
+from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
+
+KILLS = 60
+QUOTA = 8 * 2**20
+QUERY = f"max_bytes={QUOTA}"
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(work: Callable[[], None], after_s: float | None = None) -> None:
+    """Run `work` in a child that kills itself, or is killed `after_s` seconds after its start."""
+    began, begins = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(begins, b"x")
+            work()
+        finally:
+            os._exit(1)
+    os.read(began, 1)
+    os.close(began)
+    os.close(begins)
+    if after_s is not None:
+        time.sleep(after_s)
+        os.kill(child, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def leftovers(root: Path) -> list[Path]:
+    return [path for path in files(root, "entries") if path.suffix == ".tmp"]
+
+
+def put_many(root: Path, name: int) -> None:
+    chance = random.Random(name)  # noqa: S311
+    with opened(root, QUERY) as store:
+        for n in range(10**6):
+            try:
+                store.put(key(f"{name}/{n}"), sized(2 * chance.randrange(20_000)))
+            except StoreUnavailable:
+                continue
+
+
+def put_and_die(root: Path, length: int, query: str = QUERY) -> None:
+    """Die after the payload of an entry was written."""
+    store_entry = EntryFiles.store
+
+    def dying(*args: object) -> None:
+        store_entry(*args)  # type: ignore[arg-type]
+        die()
+
+    EntryFiles.store = dying  # type: ignore[method-assign, assignment]
+    opened(root, query).put(key("half"), sized(length))
+
+
+def die_at_removal() -> None:
+    """Die before a staging file of an entry is removed."""
+    remove = Folder.remove
+
+    def dying(folder: Folder, name: str) -> bool:
+        if name.startswith(f".{key().digest}"):
+            die()
+        return remove(folder, name)
+
+    Folder.remove = dying  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.fault(23)
+@pytest.mark.changes_files
+def test_store_stays_readable_and_writable_while_its_writers_are_killed(root: Path) -> None:
+    with opened(root, QUERY) as store:
+        while not store.stats().evictions:
+            store.put(key(f"first/{store.stats().puts}"), sized(20_000))
+    chance = random.Random(1)  # noqa: S311
+    for n in range(KILLS):
+        killed(lambda n=n: put_many(root, n), chance.uniform(0.005, 0.02))  # type: ignore[misc]
+    with opened(root, QUERY) as store:
+        for n in range(100):
+            assert store.put(key(f"last/{n}"), sized(20_000)) is True
+        readable = sum(taken_bytes(row.size_bytes) for row in store.ls())
+
+    assert 0.9 * QUOTA <= readable <= 1.02 * QUOTA
+
+
+@pytest.mark.fault(23)
+def test_leftovers_of_dead_writers_are_removed_before_any_entry(root: Path) -> None:
+    with opened(root, "max_bytes=200KiB") as store:
+        for n in range(9):
+            store.put(key(str(n)), sized(10_000))
+        killed(lambda: put_and_die(root, 80_000))
+        assert len(leftovers(root)) == 1
+        store.put(key("more"), sized(70_000))
+
+        assert not leftovers(root)
+        assert store.stats().evictions == 0
+        assert store.stats().bytes == entries_bytes(root)
+
+
+@pytest.mark.fault(23)
+def test_entries_that_a_killed_evictor_had_renamed_are_removed_at_once(root: Path) -> None:
+    def evict() -> None:
+        die_at_removal()
+        opened(root, "ttl=1h").evict()
+
+    with opened(root, "ttl=1h") as store:
+        store.put(key(), sized(1000))
+        age(path_of(root, key()), 7200)
+        killed(evict)
+        assert len(leftovers(root)) == 1
+        store.evict()
+
+        assert not leftovers(root)
+        assert store.stats().bytes == 0
+
+
+@pytest.mark.fault(23)
+def test_name_that_a_killed_writer_left_of_a_published_entry_releases_nothing(root: Path) -> None:
+    def put() -> None:
+        die_at_removal()
+        opened(root).put(key(), sized(1000))
+
+    killed(put)
+    with opened(root) as store:
+        assert len(leftovers(root)) == 1
+        store.evict()
+
+        assert not leftovers(root)
+        assert_same(sized(1000), store.get(key()))
+        assert store.stats().bytes == entries_bytes(root)
+
+
+def test_staging_file_of_a_living_writer_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_entry = EntryFiles.store
+    seen: list[int] = []
+
+    def evicting(*args: object) -> None:
+        store_entry(*args)  # type: ignore[arg-type]
+        with opened(root) as other:
+            other.sweep()
+            seen.append(len(leftovers(root)))
+
+    monkeypatch.setattr(EntryFiles, "store", evicting)
+    with opened(root) as store:
+        assert store.put(key(), sized(1000)) is True
+        assert_same(sized(1000), store.get(key()))
+    assert seen == [1]
+
+
+def test_writer_on_a_file_server_locks_nothing_and_its_leftovers_stay_for_an_hour(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path.stat().st_dev
+    table = tmp_path / "mountinfo"
+    table.write_text(f"28 1 {os.major(device)}:{os.minor(device)} / / rw - nfs4 x rw\n")
+    monkeypatch.setattr(mounts, "TABLE", table)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: pytest.fail("a file was locked"))
+    killed(lambda: put_and_die(root, 1000))
+    with opened(root, QUERY) as store:
+        store.sweep()
+        assert len(leftovers(root)) == 1
+
+        # Also if the file server itself, on which the files are local, looks.
+        monkeypatch.undo()
+        store.sweep()
+        assert len(leftovers(root)) == 1
+        monkeypatch.setattr(evictor, "STAGING_S", -1)
+        store.sweep()
+        assert not leftovers(root)
+        assert store.stats().bytes == 0
+
+
+def test_child_of_a_fork_does_not_keep_its_parent_alive(root: Path) -> None:
+    forked, forks = os.pipe()
+    go, goes = os.pipe()
+
+    def fork_and_die() -> None:
+        with opened(root) as store:
+            store.put(key(), sized(10))
+            if os.fork() == 0:
+                os.close(goes)
+                os.write(forks, b"x")
+                os.read(go, 1)
+                os._exit(0)
+            os.read(forked, 1)
+            EntryFiles.store = lambda *_: die()  # type: ignore[method-assign]
+            store.put(key("half"), sized(1000))
+
+    killed(fork_and_die)
+    try:
+        with opened(root) as store:
+            store.evict()
+            assert not leftovers(root)
+    finally:
+        for end in (go, goes, forked, forks):
+            os.close(end)
