@@ -32,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = make_parser().parse_args(argv)
     try:
-        with open_store(args.url, create=args.create, lazy=args.lazy) as store:
+        # A root that creates a store of another user, or its settings, would lock that user out.
+        with open_store(
+            args.url, create=args.create, lazy=args.lazy, maintain=not args.create
+        ) as store:
             sys.exit(args.run(store, args))
     except ValueError as error:
         print(f"ec-store: error: {error}", file=sys.stderr)
@@ -163,7 +166,7 @@ def _configure(store: Store, args: argparse.Namespace) -> int:
     given = GivenSettings(**{each.name: getattr(args, each.name) for each in fields(GivenSettings)})
     if given == GivenSettings():
         # Only a change creates a store: a mistyped path must not look like one.
-        with SharedDiskStore.from_url(args.url, create=False) as existing:
+        with SharedDiskStore.from_url(args.url, create=False, maintain=True) as existing:
             settings = existing.settings
     else:
         created = _is_missing(args.url)

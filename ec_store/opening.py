@@ -9,7 +9,9 @@ from ec_store.disk.config import DiskConfig
 from ec_store.urls import DISK, REDIS, unknown_scheme
 
 
-def open_store(url: str, *, create: bool = True, lazy: bool = False) -> Store:
+def open_store(
+    url: str, *, create: bool = True, lazy: bool = False, maintain: bool = False
+) -> Store:
     """Open a store by its URL.
 
     Args:
@@ -18,6 +20,8 @@ def open_store(url: str, *, create: bool = True, lazy: bool = False) -> Store:
         create: whether to create a store in a directory without one.
         lazy: whether the first use opens the directory, and the next use after each failure reopens
             it. Redis is always opened lazily.
+        maintain: whether root may open a directory of another user. An engine or a proxy must not:
+            the owner would decide what it reads.
 
     Raises:
         ValueError: the URL has another scheme, or an unknown or invalid parameter.
@@ -30,8 +34,8 @@ def open_store(url: str, *, create: bool = True, lazy: bool = False) -> Store:
         from ec_store.disk.store import SharedDiskStore  # noqa: PLC0415
 
         if lazy:
-            return SharedDiskStore(DiskConfig.from_url(url), create=create)
-        return SharedDiskStore.from_url(url, create=create)
+            return SharedDiskStore(DiskConfig.from_url(url), create=create, maintain=maintain)
+        return SharedDiskStore.from_url(url, create=create, maintain=maintain)
     if scheme in REDIS:
         from ec_store.redis.store import RedisStore  # noqa: PLC0415
 

@@ -22,9 +22,14 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 
 from ec_store.base import LONGEST_CLAIM_S
 from ec_store.disk.files import DIGEST, NO_LINKS, Folder
+
+SWEPT_BY_LEASES = 256
+"""Expired leases that the first lease of a new folder removes: the caller waits for it. The others
+are left to the removal of leftovers, which needs a writer or an evictor."""
 
 LONGEST_S = 3600.0
 """Upper bound in seconds of a lease, both when it is written and when it is read."""
@@ -38,7 +43,7 @@ def add_leases(folder: Folder, digests: Sequence[str], seconds: float, now_s: fl
     step = max(1, round(min(seconds, LONGEST_S) / 8))
     end = math.ceil((now_s + min(seconds, LONGEST_S)) / step) * step
     if folder.create_folder(str(end)):
-        sweep_leases(folder, now_s)
+        sweep_leases(folder, now_s, SWEPT_BY_LEASES)
     ending = folder.folder(str(end))
     for digest in digests:
         with suppress(FileExistsError):
@@ -56,15 +61,21 @@ def leased_digests(folder: Folder, digests: Collection[str], now_s: float) -> se
     return {digest for digest in digests if any(folder.has(f"{name}/{digest}") for name in names)}
 
 
-def sweep_leases(folder: Folder, now_s: float) -> None:
-    """Remove expired leases from the store."""
+def sweep_leases(folder: Folder, now_s: float, most: int | None = None) -> None:
+    """Remove expired leases from the store, `most` of them at most."""
+    left = most
     for name, ending in _endings(folder):
+        if left == 0:
+            break
         if not now_s - 1 <= ending <= now_s + 1.25 * LONGEST_S:
             with suppress(OSError):
                 ended = folder.folder(name)
-                for digest in ended.names():
+                with ended.scan() as listing:
+                    digests = [item.name for item in islice(listing, left)]
+                for digest in digests:
                     ended.remove(digest)
                 folder.remove_folder(name)
+                left = None if left is None else left - len(digests)
 
 
 def _endings(folder: Folder) -> Iterator[tuple[str, int]]:

@@ -76,18 +76,19 @@ class Folder:
                 os.chmod(path, modes.folder)  # noqa: PTH101
         return cls(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), modes)
 
-    def check_owner(self, allowed: int) -> None:
+    def check_owner(self, allowed: int, *, trusted: bool = False) -> None:
         """Check that no other user controls the content of this folder.
 
-        If the permissions that the operator has set (`allowed`) let the group or others write,
-        another user may own the folder.
+        If the permissions that the operator has set (`allowed`) let the group or others write, or
+        if its owner is `trusted`, another user may own the folder.
 
         Raises:
             PermissionError: another user owns the folder, or may write to it.
         """
         status = os.fstat(self.fd)
         path = os.readlink(f"/proc/self/fd/{self.fd}")  # noqa: PTH115
-        if status.st_uid not in {0, os.geteuid()} and not allowed & (stat.S_IWGRP | stat.S_IWOTH):
+        trusted = trusted or bool(allowed & (stat.S_IWGRP | stat.S_IWOTH))
+        if status.st_uid not in {0, os.geteuid()} and not trusted:
             raise PermissionError(errno.EACCES, f"{path} belongs to user {status.st_uid}")
         if status.st_mode & stat.S_IWOTH and not allowed & stat.S_IWOTH:
             raise PermissionError(errno.EACCES, f"every user may write to {path}")
@@ -311,11 +312,8 @@ def create_locked(folder: Folder, name: str) -> Folder | None:
         The file; closing it releases the lock. None on a file server, where locking could hang.
     """
     fd = folder.create(name)
-    try:
+    with suppress(OSError):  # the file exists, and has no content that could be lost
         os.close(fd)
-    except OSError:
-        folder.remove(name)
-        raise
     if not is_local(folder.fd):
         return None
     with suppress(OSError):

@@ -195,10 +195,6 @@ class Ledger:
         """
         return sum(_lines(folder).values(), Usage()) + self._unwritten
 
-    def empty(self, folder: Folder) -> bool:
-        """Return whether it has no lines: the store is new, or its files have to be counted."""
-        return not _lines(folder)
-
     def merge(self, folder: Folder, now_s: float) -> None:
         """Take over the lines of ended processes, and remove files with invalid names."""
         for name in folder.names():

@@ -36,22 +36,27 @@ class DiskOpening:
         in_memory: whether the directory that was opened last is on tmpfs.
     """
 
-    def __init__(self, config: DiskConfig, keeper: Housekeeping, *, create: bool) -> None:
+    def __init__(
+        self, config: DiskConfig, keeper: Housekeeping, *, create: bool, maintain: bool = False
+    ) -> None:
         """Create the object without opening the directory.
 
         `keeper` gets the settings. `create` allows this store to create a missing directory, to
         test a write in `probe`, and to count the entries of a directory without a ledger.
+        `maintain` allows root to open a directory of another user.
         """
         self._defaults = keeper.settings = config.given.override_settings(StoreSettings())
         self.in_memory = False
         self._config = config
         self._keeper = keeper
         self._create = create
+        self._any_owner = maintain and os.geteuid() == 0
         self._durable = config.durability == "fsync"
         self._opened: Tree | None = None
         self._looked_s = 0.0
         self._ignored: list[str] = []
         self._unread = False
+        self._counted = False
         self._closed = False
 
     def tree(self, *, create: bool = False) -> Tree:
@@ -113,6 +118,21 @@ class DiskOpening:
         if error.errno in {errno.ESTALE, errno.EBADF}:
             self.reopen_later()
 
+    def counted(self, *, create: bool = False) -> Tree:
+        """Return the open directory, as `tree`, after its entries were counted.
+
+        Only a directory that lost its ledger is counted, which takes seconds at 100,000 entries. So
+        readers, which may have a deadline, call `tree`. Raises OSError and StoreUnavailable, as it.
+        """
+        tree = self.tree(create=create)
+        if not self._counted:
+            lost = not self._keeper.ledger.total(tree.usage).charged
+            self._counted = True
+            if lost:
+                with suppress(OSError):  # a process without the permission to write can still read
+                    self._keeper.sweep(tree, every_s=0.0)
+        return tree
+
     def reopen_later(self) -> None:
         self._opened = None
 
@@ -142,12 +162,11 @@ class DiskOpening:
             tree.root.sync()
         self.in_memory = in_memory(tree.entries.fd)
         for folder in tree.folders:
-            folder.check_owner(config.given.dir_mode or 0)
+            folder.check_owner(config.given.dir_mode or 0, trusted=self._any_owner)
         self._apply_settings(held)
+        self._counted = not self._create
         if self._create:
-            with suppress(OSError):  # a process without the permission to write can still read
-                if self._keeper.ledger.empty(tree.usage):
-                    self._keeper.sweep(tree, every_s=0.0)
+            with suppress(OSError):
                 self._keeper.log_limits(tree, self._config.path)
         return tree
 

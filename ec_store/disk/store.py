@@ -45,19 +45,22 @@ SHARING = (
 class SharedDiskStore(Store):
     """Store of entries as files, each named by the digest of its key."""
 
-    def __init__(self, config: DiskConfig, *, create: bool = True) -> None:
-        """Create the store; its first use opens the directory. `create` is as in `DiskOpening`."""
+    def __init__(self, config: DiskConfig, *, create: bool = True, maintain: bool = False) -> None:
+        """Create the store; its first use opens the directory.
+
+        `create` and `maintain` are as in `DiskOpening`.
+        """
         self._config = config
         self._create = create
         self.counts = Counts()
         self._keeper = Housekeeping(self.counts)
-        self._opening = DiskOpening(config, self._keeper, create=create)
+        self._opening = DiskOpening(config, self._keeper, create=create, maintain=maintain)
         self._files = EntryFiles()
 
     @classmethod
-    def from_url(cls, url: str, *, create: bool = True) -> Self:
+    def from_url(cls, url: str, *, create: bool = True, maintain: bool = False) -> Self:
         """Open `file:///path?max_bytes=64GiB&ttl=7d&…`; errors are those of `open_store`."""
-        store = cls(DiskConfig.from_url(url), create=create)
+        store = cls(DiskConfig.from_url(url), create=create, maintain=maintain)
         store.check()
         return store
 
@@ -148,7 +151,7 @@ class SharedDiskStore(Store):
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         with self._translate_errors("entries could not be deleted"):
-            tree = self._opening.tree()
+            tree = self._opening.counted()
             return sum(self._delete(tree, key.digest) for key in keys)
 
     def purge(self, namespace: str) -> int:
@@ -179,17 +182,17 @@ class SharedDiskStore(Store):
     def evict(self) -> int:
         """Evict (see `Store.evict`), unless another process is evicting."""
         with self._translate_errors("the store cannot be evicted from"):
-            return self._keeper.evict(self._opening.tree())
+            return self._keeper.evict(self._opening.counted())
 
     def sweep(self, every_s: float = 0.0) -> int:
         """Sweep (see `Store.sweep`), unless another process is sweeping."""
         with self._translate_errors("the store cannot be swept"):
-            tree = self._opening.tree()
+            tree = self._opening.counted()
             return self._keeper.sweep(tree, every_s) + self._keeper.evict(tree)
 
     def stats(self) -> StoreStats:
         with self._translate_errors("the store cannot be read"):
-            tree = self._opening.tree()
+            tree = self._opening.counted()
             usage = self._keeper.ledger.total(tree.usage)
             quota_bytes = self._keeper.quota_bytes(tree.file_system())
         return StoreStats(
@@ -234,6 +237,7 @@ class SharedDiskStore(Store):
         return self._keeper.clock.now(tree.root)
 
     def _put(self, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
+        self._opening.counted(create=True)
         if not replace:
             if self._read(key, load_header, use=True):
                 return False
@@ -351,7 +355,10 @@ class SharedDiskStore(Store):
         else:
             return loaded
         finally:
-            os.close(fd)
+            try:  # noqa: SIM105 - runs with every lookup, and suppress() is slower
+                os.close(fd)
+            except OSError:  # nothing was written, and what was read has been checked
+                pass
         return None
 
     def _is_live(self, tree: Tree, status: os.stat_result) -> bool:

@@ -1,5 +1,6 @@
 """Store on a shared directory that is full, old, truncated, foreign or gone."""
 
+import errno
 import os
 import re
 import resource
@@ -22,7 +23,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
 from ec_store.disk import evictor, opening
 from ec_store.disk import files as disk_files
-from ec_store.disk.claims import add_leases, leased_digests
+from ec_store.disk.claims import SWEPT_BY_LEASES, add_leases, leased_digests
 from ec_store.disk.config import GivenSettings
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder, Modes, StoreClock
@@ -645,6 +646,22 @@ def test_lease_of_an_entry_that_is_evicted_meanwhile_is_a_miss(
         assert (store.get(key()) is None) == evicted
 
 
+def test_lease_removes_no_more_of_the_ended_ones_than_its_caller_can_wait_for(
+    root: Path, store: SharedDiskStore
+) -> None:
+    store.put(key(), entry())
+    leases = Folder.open_path(str(root / "leases"), Modes())
+    ended = [f"{n:064x}" for n in range(3 * SWEPT_BY_LEASES)]
+    for then in (time.time() - 60, time.time() - 30):
+        add_leases(leases, ended, 1, then)
+    before = len(files(root, "leases"))
+    store.lease([key()], 1)
+
+    assert len(files(root, "leases")) == before - SWEPT_BY_LEASES + 1
+    store.sweep()
+    assert len(files(root, "leases")) <= 1
+
+
 def test_leases_that_ended_are_swept_by_the_next(root: Path, store: SharedDiskStore) -> None:
     store.put(key(), entry())
     for _ in range(4):
@@ -851,6 +868,25 @@ def test_durable_entries_are_synced(root: Path, monkeypatch: pytest.MonkeyPatch)
         # The entry, its folder and the two above, which may be new: no other call syncs them.
         assert synced == [False, True, True, True]
         assert {"entries", key().digest[:2], key().digest[2:4]} < names
+
+
+def test_close_that_fails_after_a_read_changes_nothing(
+    store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(key(), entry())
+    close = os.close
+
+    def failing(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
+        close(fd)
+        if "entries" in path and path.endswith(key().digest):
+            raise OSError(errno.EIO, "the close failed")
+
+    monkeypatch.setattr(os, "close", failing)
+
+    assert_same(entry(), store.get(key()))
+    assert store.lookup([key()])[0] is not None
+    assert store.lease([key()], 5)[0] is not None
 
 
 def test_get_of_a_closed_store_raises_store_unavailable(root: Path) -> None:
