@@ -18,6 +18,7 @@ from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.concurrency import FAILURES, OPEN_S
 from ec_store.fetch_queue import OVERHEAD_BYTES, Want, buffer_bytes, entry_bytes
 from ec_store.fetcher import CHECK_EVERY_S, Fetcher, FetchState
+from tests.ec_store.conftest import NoThreads
 from tests.ec_store.entries import entry, unchecked
 
 NAMESPACE = "ns"
@@ -627,3 +628,22 @@ def test_malformed_entries_do_not_open_the_breaker(store: Store, fetching: Make)
     assert asked.wait("good") is FetchState.READY
     assert store.counts["corrupt"] == FAILURES
     assert asked.fetcher.counts.take_counts()["misses"] == FAILURES
+
+
+@pytest.mark.fault(87)
+def test_fetches_are_misses_while_no_thread_can_be_started(
+    store: Store, fetching: Make, no_threads: NoThreads
+) -> None:
+    store.put(EntryKey(NAMESPACE, "k"), entry())
+    asked = fetching(store, promise_timeout_s=0.05)
+    with no_threads():
+        asked.ask("k")
+        assert asked.wait("k") is FetchState.MISSING
+        asked.ask("promised", promised=True)
+        assert asked.wait("promised") is FetchState.MISSING
+    figures = asked.fetcher.counts.take_counts()
+
+    assert (figures["misses"], figures.get("hits", 0)) == (2, 0)
+    assert asked.fetcher.gauges()["queue_depth"] == 0
+    asked.ask("k")
+    assert asked.wait("k") is FetchState.READY
