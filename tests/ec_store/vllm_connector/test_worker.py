@@ -328,6 +328,23 @@ def test_steps_carry_entries_if_no_memory_is_shared(
     assert "region_bytes" in record.getMessage()
 
 
+@pytest.mark.fault(88)
+def test_shared_memory_larger_than_the_memory_left_is_not_made(
+    vllm: Any,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The kernel would end the process, without a line in the log."""
+    monkeypatch.setattr("ec_store.device.region.available_bytes", lambda: 2**20)
+    with vllm.ranks(2):
+        connector = connect()
+
+    assert connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[])).shared is None
+    [record] = [one for one in caplog.records if "1048576 are left" in one.getMessage()]
+    assert "region_bytes" in record.getMessage()
+
+
 @pytest.mark.parametrize(
     ("rank", "number"),
     [((True, 0, 0), 0), ((True, 0, 3), 3), ((True, 1, 2), 6), ((False, 0, 0), None)],
