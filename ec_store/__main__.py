@@ -125,7 +125,7 @@ def _ls(store: Store, args: argparse.Namespace) -> int:
 
 
 def _verify(store: Store, args: argparse.Namespace) -> int:
-    corrupt = checked = 0
+    corrupt = checked = skipped = 0
     console = Console(stderr=True)
     for row in track(
         store.verify(fix=args.fix),
@@ -136,12 +136,16 @@ def _verify(store: Store, args: argparse.Namespace) -> int:
         transient=True,
     ):
         checked += 1
-        if row.problem is not None:
-            corrupt += 1
+        corrupt += row.problem is not None
+        skipped += row.skipped is not None
+        if row.problem is not None or row.skipped is not None:
             print(_as_json(row) if args.json else _as_text(row))
     fixed = corrupt if args.fix else 0
     text = f"{checked:,} entries read, {corrupt} corrupt{', deleted' if fixed else ''}"
-    _print_result(args, {"checked": checked, "corrupt": corrupt, "fixed": fixed}, text)
+    if skipped:
+        text += f", {skipped} of other formats, not checked and kept"
+    result = {"checked": checked, "corrupt": corrupt, "fixed": fixed, "skipped": skipped}
+    _print_result(args, result, text)
     return 1 if corrupt and not fixed else 0
 
 
@@ -202,6 +206,7 @@ def _as_json(row: Listed) -> str:
         "size_bytes": row.size_bytes,
         "used_s": row.used_s,
         "problem": row.problem,
+        "skipped": row.skipped,
     }
     if info is not None:
         described |= {
@@ -224,6 +229,8 @@ def _as_text(row: Listed) -> str:
     what = "" if info is None else f"{info.modality:5} {info.dtype:4} {shape:>12}  "
     name = "" if info is None else f"{info.key.namespace}  {info.key.identifier!r}"
     problem = f"  CORRUPT: {row.problem}" if row.problem else ""
+    if row.skipped:
+        problem = f"  SKIPPED: {row.skipped}"
     return f"{row.digest[:16]}  {what}{size_text(row.size_bytes):>10}  {used}  {name}{problem}"
 
 

@@ -14,6 +14,7 @@ from typing import ParamSpec, Self, TypeVar
 from ec_store.base import Listed, Store, StoreStats
 from ec_store.concurrency import DaemonPool
 from ec_store.entry import Entry, EntryInfo
+from ec_store.errors import StoreUnavailable
 from ec_store.keys import EntryKey
 
 P = ParamSpec("P")
@@ -130,8 +131,9 @@ class AsyncStore:
 def on_thread(pool: DaemonPool, call: Callable[[], T]) -> asyncio.Future[T]:
     """Run a call on a thread of the pool and return its future.
 
-    Closing the pool cancels the futures of calls that have not started. `asyncio.wrap_future` does
-    the same with the locks of a thread-safe future, at twice the cost.
+    Closing the pool cancels the futures of calls that have not started. If no thread can be
+    started, the future has the error StoreUnavailable. `asyncio.wrap_future` does the same with the
+    locks of a thread-safe future, at twice the cost.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -150,5 +152,13 @@ def on_thread(pool: DaemonPool, call: Callable[[], T]) -> asyncio.Future[T]:
         else:
             settle_future(partial(future.set_result, result))
 
-    pool.queue_job(job, lambda: settle_future(future.cancel))
+    def dropped() -> None:
+        if pool.closed:
+            settle_future(future.cancel)
+        else:
+            settle_future(
+                partial(future.set_exception, StoreUnavailable("no thread can be started"))
+            )
+
+    pool.queue_job(job, dropped)
     return future

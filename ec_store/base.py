@@ -45,11 +45,12 @@ class Listed:
 
     Attributes:
         digest: digest of the key; the entry's name in the store.
-        info: fields of the entry's header; None if the entry is corrupt.
+        info: fields of the entry's header; None if the entry is corrupt or in another format.
         size_bytes: size of the entry in the store.
         used_s: time of last use by the store's clock, seconds since the epoch; None if the backend
             does not record it, as Redis does not.
         problem: reason why the entry is corrupt, or None.
+        skipped: reason why this release cannot read an entry of another format, or None.
     """
 
     digest: str
@@ -57,6 +58,7 @@ class Listed:
     size_bytes: int
     used_s: float | None
     problem: str | None = None
+    skipped: str | None = None
 
 
 class Store(ABC):
@@ -185,7 +187,11 @@ class Store(ABC):
 
     @abstractmethod
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
-        """Read every entry whole; corrupt ones have a `problem`, and `fix` deletes them."""
+        """Read every entry whole; corrupt ones have a `problem`, and `fix` deletes them.
+
+        Entries of another format are `skipped` and stay: during an upgrade another release reads
+        them.
+        """
 
     @abstractmethod
     def evict(self) -> int:

@@ -13,6 +13,13 @@ from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
+logger = logging.getLogger("vllm.ec_store")
+
+NO_THREAD = (
+    "thread %s cannot be started, and its work is skipped: %s. Raise the limit of processes "
+    "(`ulimit -u`, or the container's `pids.max`)."
+)
+
 T = TypeVar("T")
 
 Job = Callable[[], object]
@@ -34,9 +41,18 @@ class DaemonPool:
         self._idle = 0
         self._threads = 0
         self._closed = False
+        self._warned = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Queue a call and return its future; closing the pool cancels calls that wait."""
+        """Queue a call and return its future.
+
+        The future is cancelled when the pool is closed before the call starts, and at once if no
+        thread runs and none can be started.
+        """
         future: Future[T] = Future()
 
         def job() -> None:
@@ -51,27 +67,37 @@ class DaemonPool:
         return future
 
     def queue_job(self, job: Job, dropped: Job) -> None:
-        """Queue a job, which must not raise; if the pool is closed, call `dropped` instead."""
+        """Queue a job, which must not raise.
+
+        Call `dropped` instead if the pool is closed, or if no thread runs and none can be started:
+        the job would wait without end.
+        """
         with self._lock:
             if not self._closed:
                 self._jobs.put((job, dropped))
-                self._wake()
-                return
+                if self._wake():
+                    return
+                self._jobs.get_nowait()  # it is the only one: earlier ones were dropped too
         dropped()
 
-    def _wake(self) -> None:
-        """Start a thread for one more job, if none is idle and the limit allows one."""
+    def _wake(self) -> bool:
+        """Start a thread for one more job, if none is idle and the limit allows one.
+
+        Return False if no thread will take the job.
+        """
         if self._idle:
             self._idle -= 1
         elif self._threads < self._most:
-            self._threads += 1
-            name = f"{self._name}-{self._threads}"
+            name = f"{self._name}-{self._threads + 1}"
             try:
                 threading.Thread(target=self._work, name=name, daemon=True).start()
-            except RuntimeError:
-                # The interpreter is exiting, or there are too many threads: another thread takes
-                # the job.
-                self._threads -= 1
+            except RuntimeError as error:  # the interpreter is exiting, or a limit is reached
+                if self._threads == 0 and not self._warned:
+                    self._warned = True
+                    logger.warning(NO_THREAD, name, error)
+                return self._threads > 0
+            self._threads += 1
+        return True
 
     def close(self) -> None:
         """Start no more calls; running ones end by themselves."""
@@ -95,8 +121,6 @@ FAILURES = 3
 
 OPEN_S = 5.0
 """Seconds for which a breaker stays open."""
-
-logger = logging.getLogger("vllm.ec_store")
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ import orjson
 import xxhash
 
 from ec_store.counts import ForkLock
-from ec_store.errors import CorruptEntry
+from ec_store.errors import CorruptEntry, OtherFormat
 from ec_store.keys import EntryKey
 
 UNUSED_BYTES = 64 * 2**20
@@ -107,6 +107,8 @@ SHORT_BYTES = 1024
 MB: each turn of a chat looks up the same images, and their headers are not parsed again."""
 
 _PLAIN = re.compile(r"[\w.~ /:;,=@+()\[\]-]*", re.ASCII)
+_ANY_FORMAT = re.compile(r"ec_store/\d{1,9}", re.ASCII)
+_CHECKSUM = re.compile(r"[0-9a-f]{16}", re.ASCII)
 ITEM_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4}
 """Bytes of one value of each supported dtype, by its safetensors name."""
 
@@ -125,7 +127,7 @@ class Entry:
             54]}`; JSON values, read-only if the entry comes from a store.
 
     Raises:
-        ValueError: dtype, shape and length are inconsistent.
+        ValueError: a field has the wrong type, or dtype, shape and length are inconsistent.
     """
 
     data: memoryview
@@ -135,10 +137,7 @@ class Entry:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}")
-        if any(size < 0 for size in self.shape):
-            raise ValueError(f"shape {self.shape} has a negative size")
+        _check_fields(self)
         if self.data.nbytes != payload_bytes(self.dtype, self.shape):
             raise ValueError(
                 f"{self.data.nbytes} bytes do not make a {self.dtype} tensor of shape {self.shape}"
@@ -154,6 +153,9 @@ class EntryInfo:
         metadata: as in `Entry`; read-only, since callers share it.
         checksum: xxh3-64 of the payload, 16 hexadecimal digits.
         header_bytes: size of length field and header, the offset of the payload.
+
+    Raises:
+        ValueError: a field has the wrong type.
     """
 
     key: EntryKey
@@ -164,6 +166,11 @@ class EntryInfo:
     checksum: str
     header_bytes: int
 
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if not _CHECKSUM.fullmatch(self.checksum):
+            raise ValueError(f"checksum {self.checksum!r:.40} is not 16 hexadecimal digits")
+
     @property
     def payload_bytes(self) -> int:
         return payload_bytes(self.dtype, self.shape)
@@ -172,6 +179,22 @@ class EntryInfo:
     def size_bytes(self) -> int:
         """Return the size of the whole blob in bytes."""
         return self.header_bytes + self.payload_bytes
+
+
+def _check_fields(entry: Entry | EntryInfo) -> None:
+    """Raise ValueError for a field of the wrong type.
+
+    JSON has more values than the fields may have: `4.0 == 4` and `True == 1`, but a tensor of such
+    a shape raises where the model runs, which ends the engine.
+    """
+    if type(entry.dtype) is not str or entry.dtype not in ITEM_BYTES:
+        raise ValueError(f"dtype {entry.dtype!r:.40} is not one of {', '.join(ITEM_BYTES)}")
+    if not all(type(size) is int and size >= 0 for size in entry.shape):
+        raise ValueError(f"shape {entry.shape!r:.80} has a size that is not an integer from 0 on")
+    if not isinstance(entry.modality, str):
+        raise ValueError(f"modality {entry.modality!r:.40} is not a text")  # noqa: TRY004
+    if not isinstance(entry.metadata, Mapping):
+        raise ValueError(f"metadata {entry.metadata!r:.40} are not an object")  # noqa: TRY004
 
 
 def payload_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -235,6 +258,7 @@ def read_header(head: memoryview) -> EntryInfo:
 
     Raises:
         CorruptEntry: the bytes differ from the output of `encode_header`.
+        OtherFormat: the header is of another format.
     """
     end = header_length(head)
     raw = bytes(head[:end])
@@ -242,9 +266,12 @@ def read_header(head: memoryview) -> EntryInfo:
 
 
 def _parsed(raw: bytes) -> EntryInfo:
+    found: Any = None
     try:
         parsed = orjson.loads(raw[8:])
-        fields, tensor = parsed["__metadata__"], parsed[TENSOR]
+        fields = parsed["__metadata__"]
+        found = fields["format"]
+        tensor = parsed[TENSOR]
         info = EntryInfo(
             key=EntryKey(_key_part(fields["namespace"]), _key_part(fields["identifier"])),
             dtype=tensor["dtype"],
@@ -256,10 +283,20 @@ def _parsed(raw: bytes) -> EntryInfo:
         )
         expected = encode_header(info.key, info, info.checksum)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        _check_format(found)
         raise CorruptEntry(f"its header cannot be read: {error}") from None
     if raw != expected:
+        # This format's checksum: an entry of this format, and a bit of `format` was changed.
+        if fields.get("header_xxh3") != orjson.loads(expected[8:])["__metadata__"]["header_xxh3"]:
+            _check_format(found)
         raise CorruptEntry("its header is not the one that its fields make")
     return info
+
+
+def _check_format(found: Any) -> None:
+    """Raise OtherFormat if a header's `format` is that of another release."""
+    if found != FORMAT and isinstance(found, str) and _ANY_FORMAT.fullmatch(found):
+        raise OtherFormat(f"its format is {found}, and this release reads {FORMAT}") from None
 
 
 _known = lru_cache(KNOWN_HEADERS)(_parsed)

@@ -20,5 +20,9 @@ class CorruptEntry(StoreError):
     """
 
 
+class OtherFormat(CorruptEntry):
+    """Error of an entry that another release has written. It is a miss, and it stays."""
+
+
 class EntryTooLarge(StoreError):
     """Error of an entry that is larger than the store accepts."""

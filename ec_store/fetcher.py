@@ -48,7 +48,7 @@ class Fetcher:
     A fetch's deadline starts when a thread takes it: time in the queue does not count. A fetch that
     is late counts as missing, and as a failure for the breaker; its entry is kept if it arrives
     later. When the breaker opens, or when all threads hang, all waiting fetches become missing at
-    once. Threads start with the first fetches.
+    once. Threads start with the first fetches. If none can be started, each fetch is a miss.
 
     Attributes:
         store: source of the entries.
@@ -204,7 +204,7 @@ class Fetcher:
         # then, and before later ones.
         due_s = self._promise_end_s(fetch) if fetch.looks else self.clock()
         self._queue.put(fetch, due_s)
-        self._pool.queue_job(self._fetch_next, lambda: None)
+        self._pool.queue_job(self._fetch_next, self._drop_next)
 
     def _fetch_next(self) -> None:
         """Fetch the first entry of the queue. Runs on a thread."""
@@ -219,6 +219,13 @@ class Fetcher:
             fetch.error = error
         fetch.ended_s = self.clock()
         self._answers.append(fetch)
+
+    def _drop_next(self) -> None:
+        """Answer the first fetch of the queue with a miss: there is no thread to run it."""
+        fetch = self._queue.take_fetch(self.clock)
+        if fetch is not None:
+            fetch.ended_s = fetch.taken_s
+            self._answers.append(fetch)
 
     def _finish(self, fetch: Fetch, now: float) -> Iterator[tuple[str, FetchState]]:
         self._queue.end_fetch(fetch)

@@ -27,9 +27,10 @@ Done = Callable[[EntryKey, bool], None]
 
 @dataclass(eq=False)
 class Writer:
-    """Writer of entries from a bounded queue, on one thread.
+    """Writer of entries from a bounded queue, on one thread, which the first entry starts.
 
-    After repeated failures of the store, entries are dropped for a while.
+    After repeated failures of the store, and while the thread cannot be started, entries are
+    dropped.
 
     Attributes:
         store: destination of the entries.
@@ -53,8 +54,7 @@ class Writer:
         self._lock = threading.Lock()
         self._waiting: dict[EntryKey, int] = {}
         self._logged: set[type[Exception]] = set()
-        self._thread = threading.Thread(target=self._run, name="ec-write", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def submit(self, key: EntryKey, size_bytes: int, make: Make) -> bool:
         """Queue an entry for writing, unless the store has one of its key.
@@ -63,15 +63,15 @@ class Writer:
         returns None for an entry that must not be stored, which counts as dropped.
 
         Returns:
-            False if the entry is dropped and counted: the queue is full, or the store keeps
-            failing.
+            False if the entry is dropped and counted: the queue is full, the store keeps failing,
+            or there is no thread.
         """
         with self._lock:
             if key in self._waiting:
                 return True
             waiting_bytes = sum(self._waiting.values())
             full = waiting_bytes > 0 and waiting_bytes + size_bytes > self.queue_bytes
-            if full or self._breaker.open:
+            if full or self._breaker.open or not self._has_thread():
                 self.counts.add(drops=1)
                 return False
             self._waiting[key] = size_bytes
@@ -80,8 +80,20 @@ class Writer:
 
     def close(self) -> None:
         """Write the queued entries, for at most `CLOSE_TIMEOUT_S` seconds."""
-        self._queue.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _has_thread(self) -> bool:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="ec-write", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._count_exception(error)
+                return False
+            self._thread = thread
+        return True
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:

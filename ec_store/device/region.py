@@ -9,8 +9,8 @@ The memory is a memfd (memfd_create(2)), which workers open through the schedule
 - It does not depend on the size of /dev/shm, which is 64 MB in a container by default.
 - It has no name that could be left behind: the kernel frees it with the last process that maps it,
   however that process ends.
-- Its pages are allocated at its creation. On a machine without that much memory the creation fails,
-  and no access raises SIGBUS later.
+- Its pages are allocated at its creation, and no access raises SIGBUS later. If the machine or a
+  control group has less memory left, the creation fails before: the kernel would end the process.
 
 The first page contains a token, by which workers identify the memory, and one 64-bit number for
 each worker, which only that worker writes. The number is 0 until the worker has mapped the memory.
@@ -19,6 +19,7 @@ stays until all workers have read it.
 """
 
 import bisect
+import errno
 import mmap
 import os
 import secrets
@@ -30,6 +31,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from ec_store.device.memory import SPARE_BYTES, available_bytes
 
 ALIGNMENT = 4096
 """Alignment in bytes: places begin on a page, so that no two copies share one."""
@@ -89,8 +92,6 @@ HEADER_BYTES = 4096
 TOKEN_BYTES = 16
 MAX_READERS = (HEADER_BYTES - TOKEN_BYTES) // 8
 
-_OPEN = mmap.MAP_SHARED | mmap.MAP_POPULATE
-
 
 class Handle(NamedTuple):
     """Data that a worker needs to map the memory.
@@ -131,17 +132,20 @@ class Region:
         """Allocate memory for entries, which this number of workers read.
 
         Raises:
-            OSError: the machine has not that much memory.
+            OSError: the machine, or a control group of this process, has not that much memory left.
             ValueError: the number of readers is out of range.
         """
         if not 0 < readers <= MAX_READERS:
             raise ValueError(f"{readers} readers: the number must be 1 to {MAX_READERS}")
         self._slots = Slots(size_bytes)
         total = HEADER_BYTES + self._slots.size_bytes
+        _check_memory(total)
         self._fd = os.memfd_create("ec-store")
         try:
             os.posix_fallocate(self._fd, 0, total)
-            memory = mmap.mmap(self._fd, total, flags=_OPEN)
+            # No other thread of this process has work yet: in Python 3.11, `mmap` keeps the
+            # interpreter's lock while it maps the pages.
+            memory = mmap.mmap(self._fd, total, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError:
             os.close(self._fd)
             raise
@@ -208,6 +212,16 @@ class Region:
                 self._sent.popleft()
 
 
+def _check_memory(size_bytes: int) -> None:
+    left = available_bytes()
+    if left is not None and left < size_bytes + SPARE_BYTES:
+        text = (
+            f"it needs {size_bytes} bytes, and {left} are left on the machine or within the memory "
+            f"limit of the container, of which {SPARE_BYTES} must stay"
+        )
+        raise OSError(errno.ENOMEM, text)
+
+
 class RegionReader:
     """Shared memory, mapped in a worker."""
 
@@ -222,7 +236,9 @@ class RegionReader:
         try:
             if os.fstat(fd).st_size != handle.size_bytes:
                 raise OSError(f"{handle.path} is another file")
-            memory = mmap.mmap(fd, handle.size_bytes, flags=_OPEN)
+            # Without MAP_POPULATE, which would stop the model's thread, see `Region`. CUDA maps all
+            # pages when it registers them; a CPU maps them as it reads.
+            memory = mmap.mmap(fd, handle.size_bytes, flags=mmap.MAP_SHARED)
         finally:
             os.close(fd)
         if memory[:TOKEN_BYTES] != handle.token:

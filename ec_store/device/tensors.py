@@ -57,11 +57,20 @@ class HostCopies:
 
         Returns:
             Function that waits for the copy and returns it; None if the ring has no room.
+
+        Raises:
+            RuntimeError: the device failed, or the thread cannot be started.
         """
         tensor = tensor.detach()
         if tensor.device.type == "cpu":
             contiguous: HostTensor = tensor.contiguous
             return contiguous
+        if self._thread is None:
+            thread = threading.Thread(
+                target=self._run, args=(tensor.device,), name="ec-copy", daemon=True
+            )
+            thread.start()
+            self._thread = thread
         ready = torch.Event(tensor.device)
         ready.record(torch.accelerator.current_stream(tensor.device))
         # Taken last: if the event failed, the place would stay taken.
@@ -70,12 +79,6 @@ class HostCopies:
             return None
         copied: Future[torch.Tensor] = Future()
         self._jobs.put(_Job(tensor, ready, offset, copied))
-        if self._thread is None:
-            thread = threading.Thread(
-                target=self._run, args=(tensor.device,), name="ec-copy", daemon=True
-            )
-            thread.start()
-            self._thread = thread
         return copied.result
 
     def close(self) -> None:
@@ -202,14 +205,18 @@ class Loader:
         """Map the shared memory on a thread: pinning pages takes longer than a step.
 
         Until all workers have mapped it, entries come with the step.
+
+        Raises:
+            RuntimeError: the thread cannot be started; the next call tries again.
         """
         if self._mapping is None:
             device = torch.accelerator.current_accelerator(check_available=True)
             index = torch.accelerator.current_device_index() if device else None
-            self._mapping = threading.Thread(
+            mapping = threading.Thread(
                 target=self._map, args=(shared, index), name="ec-map", daemon=True
             )
-            self._mapping.start()
+            mapping.start()
+            self._mapping = mapping
 
     def load(self, raw: torch.Tensor | Place, dtype: str, shape: Iterable[int]) -> torch.Tensor:
         """Return an entry on the device, as `to_device`; `raw` may be a place in the shared memory.

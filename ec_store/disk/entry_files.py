@@ -33,7 +33,7 @@ from ec_store.entry import (
     header_length,
     read_header,
 )
-from ec_store.errors import CorruptEntry, EntryTooLarge
+from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat
 from ec_store.keys import EntryKey
 
 LARGE_BYTES = 2**20
@@ -198,16 +198,18 @@ def list_entries(tree: Tree, files: EntryFiles | None = None) -> Iterator[Listed
 
 
 def _listed(found: Found, fd: int, files: EntryFiles | None) -> Listed:
-    info, problem = None, None
+    info, problem, skipped = None, None, None
     try:
         info = load_header(None, fd, found.size_bytes)
         if info.key.digest != found.digest:
             problem = "it is another key's entry"
         elif files:
             files.load(info.key, fd, found.size_bytes)
+    except OtherFormat as error:
+        skipped = str(error)
     except CorruptEntry as error:
         problem = str(error)
-    return Listed(found.digest, info, found.size_bytes, found.status.st_mtime, problem)
+    return Listed(found.digest, info, found.size_bytes, found.status.st_mtime, problem, skipped)
 
 
 def valid_registrations(folder: Folder) -> Iterator[tuple[str, str, str]]:

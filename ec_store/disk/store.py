@@ -25,7 +25,13 @@ from ec_store.disk.housekeeping import Housekeeping
 from ec_store.disk.opening import DiskOpening
 from ec_store.disk.tree import Tree, staging_name, taken_bytes
 from ec_store.entry import MAX_HEADER_BYTES, Entry, EntryInfo
-from ec_store.errors import CorruptEntry, EntryTooLarge, StoreMissing, StoreUnavailable
+from ec_store.errors import (
+    CorruptEntry,
+    EntryTooLarge,
+    OtherFormat,
+    StoreMissing,
+    StoreUnavailable,
+)
 from ec_store.keys import EntryKey, owner_bytes
 
 T = TypeVar("T")
@@ -350,6 +356,8 @@ class SharedDiskStore(Store):
                 self._touch(tree, fd, status)
         except OSError as error:
             self._opening.handle_error(error)
+        except OtherFormat:
+            return None
         except CorruptEntry:
             self._quarantine(tree, digest, status.st_ino)
         else:

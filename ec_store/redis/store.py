@@ -16,7 +16,7 @@ from typing import Self
 from ec_store.base import LONGEST_CLAIM_S, Listed, Store, StoreStats
 from ec_store.counts import Counts
 from ec_store.entry import Entry, EntryInfo, checksum, encode_header
-from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
+from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
 from ec_store.keys import EntryKey, owner_bytes
 from ec_store.redis.client import OutOfMemory, RedisClient, Refused
 from ec_store.redis.entries import Beginning, RedisEntries, RedisNames, info_of, info_or_none
@@ -262,6 +262,8 @@ class RedisStore(Store):
                 return None
             try:
                 entry = self._read(key, beginning)
+            except OtherFormat:
+                return None
             except CorruptEntry:
                 if self._entries.is_still(key.digest, beginning):
                     self.counts.add(corrupt=1)
@@ -285,6 +287,8 @@ class RedisStore(Store):
 def _listed(digest: str, head: bytes, size: int) -> Listed:
     try:
         info = info_of(digest, head)
+    except OtherFormat as error:
+        return Listed(digest, None, size, None, skipped=str(error))
     except CorruptEntry as error:
         return Listed(digest, None, size, None, str(error))
     problem = None if size == info.size_bytes else f"{size} bytes, not {info.size_bytes}"

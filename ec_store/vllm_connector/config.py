@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar, cast
 from pydantic import BaseModel, ByteSize, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ec_store.base import Store
+from ec_store.concurrency import NO_THREAD
 from ec_store.counts import Counts
 from ec_store.errors import StoreError
 from ec_store.fetcher import MEMORY_BYTES
@@ -92,8 +93,8 @@ RETRY_S = 10.0
 class NamespaceRegistration:
     """Registration of a served model's namespace, on a thread that retries until it succeeds.
 
-    An engine serves even if the store is unreachable or hangs. Until the namespace is registered, a
-    proxy finds no entries and sends media.
+    An engine serves even if the store is unreachable or hangs, or the thread cannot be started.
+    Until the namespace is registered, a proxy finds no entries and sends media.
     """
 
     def __init__(self, store: Store, model: str, namespace: str) -> None:
@@ -101,7 +102,11 @@ class NamespaceRegistration:
         self._model = model
         self._namespace = namespace
         self._closed = threading.Event()
-        threading.Thread(target=self._run, name="ec-store-register", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="ec-store-register", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning(NO_THREAD, thread.name, error)
 
     def close(self) -> None:
         """Stop retrying; a call that is running ends by itself."""

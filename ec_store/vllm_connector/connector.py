@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
@@ -39,6 +39,8 @@ from ec_store.vllm_connector.worker import (
 )
 
 logger = logging.getLogger("vllm.ec_store")
+
+P = ParamSpec("P")
 
 
 class ECStoreConnector(ECConnectorBase):
@@ -130,11 +132,17 @@ class ECStoreConnector(ECConnectorBase):
             self._store,
         ):
             if part is not None:
-                self._close(part.close)
+                self._attempt(part.close)
 
-    @guard_method(lambda: None)
-    def _close(self, close: Callable[[], None]) -> None:
-        close()
+    def _attempt(self, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Make a call that nothing else depends on, so that its failure stops nothing else.
+
+        Every call that may start a thread or use the device, and that a step can miss, is one.
+        """
+        try:
+            call(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - as in `guard_method`
+            count_exception(self, call.__qualname__, error)
 
     # Methods of the scheduler's side.
 
@@ -252,11 +260,14 @@ class ECStoreConnector(ECConnectorBase):
         other value of the right shape would give the right answer. The scheduler's side has checked
         the entries, so only a failure of the device remains.
         """
-        step = self._get_connector_metadata()
-        if self._loader is not None:
-            load(self._loader, step, encoder_cache)
+        step, loader = self._get_connector_metadata(), self._loader
+        if loader is not None:
+            self._attempt(load, loader, step, encoder_cache)
+            if step.shared is not None:
+                self._attempt(loader.map_shared, step.shared)
+                self._attempt(loader.finish, step.shared.number)
         if self._learner is not None:
-            self._learner.expect_items(step.learn, encoder_cache)
+            self._attempt(self._learner.expect_items, step.learn, encoder_cache)
 
     @guard_method(lambda: None)
     def start_save_caches(self, *_: Any, **kwargs: Any) -> None:
@@ -277,10 +288,10 @@ class ECStoreConnector(ECConnectorBase):
     def build_connector_worker_meta(self, *_: Any, **__: Any) -> None:
         """Send the step's results to the scheduler through `ec_store.backchannel`, at its end."""
         if self._loader is not None:
-            self._loader.report_copies()
+            self._attempt(self._loader.report_copies)
         for part in (self._saver, self._learner):
             if part is not None:
-                part.send_reports()
+                self._attempt(part.send_reports)
 
     # Metrics.
 

@@ -20,6 +20,7 @@ from ec_store.device.tensors import DTYPES, HostCopies, HostTensor, Loader
 from ec_store.entry import Entry
 from ec_store.keys import EntryKey, key_or_none
 from ec_store.vllm_connector.accept import FiniteOnly
+from ec_store.vllm_connector.config import count_exception
 from ec_store.writer import Writer
 
 MAX_ITEMS = 4096
@@ -69,7 +70,12 @@ class StepMetadata(ECConnectorMetadata):
 
 
 class Saver:
-    """Writer of encoded items, on a thread, which reports the results to the scheduler."""
+    """Writer of encoded items, on a thread, which reports the results to the scheduler.
+
+    Attributes:
+        counts: counts that the scheduler gets.
+        logged: names of the methods that have logged an exception.
+    """
 
     def __init__(
         self, store: Store, namespace: str, queue_bytes: int, sender: Sender, counts: Counts
@@ -78,7 +84,8 @@ class Saver:
         self._store = store
         self._namespace = namespace
         self._sender = sender
-        self._counts = counts
+        self.counts = counts
+        self.logged: set[str] = set()
         self._copies = HostCopies(queue_bytes)
         self._accept = FiniteOnly(counts, "it was encoded here and is not stored")
         self._items: BoundedDict[str, Item] = BoundedDict(MAX_ITEMS)
@@ -93,17 +100,26 @@ class Saver:
         """Save items of new requests that an earlier step has encoded: the store may lack them."""
         for identifier, item in items.items():
             self._items[identifier] = item
+        for identifier in items:
             if identifier in encoder_cache:
                 self.save(identifier, encoder_cache[identifier])
 
     def save(self, identifier: str, tensor: torch.Tensor) -> None:
+        """Copy an item's tensor and queue it for writing.
+
+        An item that is not queued is reported as such: a reply must not name it.
+        """
         item = self._items.get(identifier)
         key = key_or_none(self._namespace, identifier)
         if item is None or key is None:
             return
-        copied = self._copies.start(tensor)
+        copied = None
+        try:
+            copied = self._copies.start(tensor)
+        except Exception as error:  # noqa: BLE001 - it costs this item, and no other one
+            count_exception(self, "Saver.save", error)
         if copied is None:
-            self._counts.add(drops=1)
+            self.counts.add(drops=1)
         make = functools.partial(self._entry, copied, item) if copied else None
         if make is None or not self._writer.submit(key, tensor.nbytes, make):
             self._remember(key, stored=False)
@@ -125,8 +141,8 @@ class Saver:
         with self._lock:
             self._observe(self._store.counts.take_observations())
             outcomes = dict(islice(self._outcomes.items(), MAX_TOLD))
-            counts = self._counts.take_counts()
-            observations = self._counts.take_observations(MAX_TOLD)
+            counts = self.counts.take_counts()
+            observations = self.counts.take_observations(MAX_TOLD)
             results = {"outcomes": outcomes, "counts": counts, "observations": observations}
             if self._introduced and not any(results.values()):
                 return
@@ -135,12 +151,12 @@ class Saver:
                 for digest in outcomes:
                     del self._outcomes[digest]
             else:
-                self._counts.add(**counts)
+                self.counts.add(**counts)
                 self._observe(observations)
 
     def _observe(self, observations: Mapping[str, Sequence[float]]) -> None:
         for name, values in observations.items():
-            self._counts.observe(name, *values)
+            self.counts.observe(name, *values)
 
     def _entry(self, copied: HostTensor, item: Item) -> Entry | None:
         """Make the entry, on the writer's thread; None if it must not be stored."""
@@ -164,7 +180,7 @@ class Learner:
     def __init__(self, sender: Sender, counts: Counts) -> None:
         """Create the learner. It reports the counts too, and closes the sender."""
         self._sender = sender
-        self._counts = counts
+        self.counts = counts
         self._items: BoundedDict[str, str] = BoundedDict(MAX_ITEMS)
         self._cache: Mapping[str, torch.Tensor] = {}
 
@@ -185,7 +201,7 @@ class Learner:
             for identifier, modality in self._items.items()
             if identifier in self._cache
         }
-        counts = self._counts.take_counts()
+        counts = self.counts.take_counts()
         if not widths and not counts:
             return
         if self._sender.send({"widths": widths, "counts": counts}):
@@ -193,21 +209,20 @@ class Learner:
                 if modality in widths:
                     del self._items[identifier]
         else:
-            self._counts.add(**counts)
+            self.counts.add(**counts)
 
     def close(self) -> None:
         self._sender.close()
 
 
 def load(loader: Loader, step: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
-    """Put a step's entries into the encoder cache."""
-    if step.shared is not None:
-        loader.map_shared(step.shared)
+    """Put a step's entries into the encoder cache, and do nothing else.
+
+    An exception before the last entry ends the engine.
+    """
     for identifier, item in step.loads.items():
         if identifier not in encoder_cache:
             encoder_cache[identifier] = loader.load(*item)
-    if step.shared is not None:
-        loader.finish(step.shared.number)
 
 
 def reader() -> int | None:

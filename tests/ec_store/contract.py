@@ -16,8 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import ec_store.entry
 from ec_store import Entry, EntryKey, Store
 from ec_store.entry import ITEM_BYTES, checksum, payload_bytes
+from tests.ec_store.entries import unchecked
 from tests.examples import scaled
 
 Opened = Callable[[], Store]
@@ -48,6 +50,25 @@ JSON = st.dictionaries(
     st.lists(st.integers(-(2**31), 2**31), max_size=4) | st.text(st.characters(codec="utf-8")),
     max_size=3,
 )
+MALFORMED: dict[str, tuple[int, dict[str, Any]]] = {
+    "sizes that are floats": (24, {"shape": (3.0, 4.0)}),
+    "sizes that are floats, large": (4 * 2**20, {"shape": (2.0**20, 2)}),
+    "a size that is a boolean": (24, {"shape": (True, 12)}),
+    "two negative sizes": (24, {"shape": (-3, -4)}),
+    "two negative sizes, large": (4 * 2**20, {"shape": (-(2**20), -2)}),
+    "metadata that are a list": (24, {"metadata": [1]}),
+    "metadata that are null": (24, {"metadata": None}),
+    "a modality that is a number": (24, {"modality": 1}),
+    "a modality that is an object": (24, {"modality": {}}),
+}
+"""Bytes and fields of entries with a consistent header and a value of the wrong type."""
+
+
+def malformed(kind: str) -> Entry:
+    length, fields = MALFORMED[kind]
+    return unchecked(sized(length), **fields)
+
+
 # A store on a disk or behind a socket is sometimes slow, and keeps entries of earlier examples.
 relaxed = settings(
     max_examples=scaled(60),
@@ -317,6 +338,54 @@ class StoreContract:
         assert store.lookup([key()]) == [None]
         assert store.put(key(), sized(100, 2)) is True
         assert_same(sized(100, 2), store.get(key()))
+
+    @pytest.mark.fault(20)
+    @pytest.mark.security("S16")
+    @pytest.mark.parametrize("kind", MALFORMED)
+    def test_an_entry_with_a_value_of_the_wrong_type_is_corrupt(
+        self, opened: Opened, kind: str
+    ) -> None:
+        opened().put(key(), malformed(kind))
+        store = opened()
+
+        [row] = store.verify()
+        assert row.problem
+        assert store.get(key()) is None
+        assert store.stats().corrupt == 1
+        assert store.lookup([key()]) == [None]
+        assert store.put(key(), sized(100)) is True
+        assert_same(sized(100), store.get(key()))
+
+    @pytest.mark.fault(20)
+    def test_verify_removes_entries_with_values_of_the_wrong_type(self, opened: Opened) -> None:
+        store = opened()
+        for kind in MALFORMED:
+            store.put(key(kind), malformed(kind))
+        store.put(key(), sized(100))
+
+        assert sum(row.problem is not None for row in store.verify(fix=True)) == len(MALFORMED)
+        assert [row.digest for row in store.verify()] == [key().digest]
+
+    @pytest.mark.fault(86)
+    def test_an_entry_of_another_format_is_a_miss_and_stays(
+        self, opened: Opened, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = opened()
+        with monkeypatch.context() as later:
+            later.setattr(ec_store.entry, "FORMAT", "ec_store/2")
+            store.put(key("large"), sized(4 * 2**20))
+            store.put(key(), sized(100))
+        for each in (key(), key("large")):
+            assert store.get(each) is None
+            assert store.lookup([each]) == [None]
+            assert store.lease([each], 5) == [None]
+        rows = list(store.verify(fix=True))
+
+        assert [row.problem for row in rows] == [None, None]
+        assert all("ec_store/2" in (row.skipped or "") for row in rows)
+        assert [row.skipped for row in store.ls()] == [row.skipped for row in rows]
+        assert len(rows) == 2
+        assert store.stats().corrupt == 0
 
     def test_verify_finds_and_removes_corrupt_entries(self, opened: Opened, spoil: Spoil) -> None:
         store = opened()

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from ec_store import Entry, EntryKey, open_store
+from ec_store import Entry, EntryKey, StoreUnavailable, open_store
 from ec_store.aio import on_thread
 from ec_store.concurrency import DaemonPool
 from ec_store.disk import entry_files
+from tests.ec_store.conftest import NoThreads
 
 
 def test_pool_runs_calls_and_reports_their_results() -> None:
@@ -120,6 +121,50 @@ async def test_closing_the_pool_cancels_futures_of_an_event_loop() -> None:
     assert await first
     with pytest.raises(asyncio.CancelledError):
         await second
+
+
+@pytest.mark.fault(87)
+async def test_calls_are_dropped_while_no_thread_can_be_started(
+    no_threads: NoThreads, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = DaemonPool(2, "test")
+    with no_threads():
+        with pytest.raises(CancelledError):
+            pool.submit(lambda: 1).result(60)
+        with pytest.raises(StoreUnavailable, match="thread"):
+            await on_thread(pool, lambda: 1)
+    assert pool.submit(lambda: 2).result(60) == 2
+    pool.close()
+
+    [record] = caplog.records
+    assert "pids.max" in record.getMessage()
+
+
+@pytest.mark.fault(87)
+def test_a_running_thread_takes_the_calls_of_one_that_cannot_be_started(
+    no_threads: NoThreads,
+) -> None:
+    pool = DaemonPool(2, "test")
+    go = threading.Event()
+    first = pool.submit(lambda: go.wait(60))
+    with no_threads():
+        second = pool.submit(lambda: 2)
+        go.set()
+        assert second.result(60) == 2
+    assert first.result(60)
+    pool.close()
+
+
+@pytest.mark.fault(87)
+def test_large_entries_are_written_and_read_without_a_second_thread(
+    tmp_path: Path, no_threads: NoThreads
+) -> None:
+    size = 2 * entry_files.LARGE_BYTES
+    key = EntryKey("ns", "k")
+    entry = Entry(memoryview(bytes(size)), "F32", (1, size // 4), "image")
+    with open_store(f"file://{tmp_path}/store") as store, no_threads():
+        assert store.put(key, entry)
+        assert store.get(key) == entry
 
 
 def test_a_process_ends_while_a_call_hangs() -> None:

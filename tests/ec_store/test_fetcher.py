@@ -18,7 +18,8 @@ from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.concurrency import FAILURES, OPEN_S
 from ec_store.fetch_queue import OVERHEAD_BYTES, Want, buffer_bytes, entry_bytes
 from ec_store.fetcher import CHECK_EVERY_S, Fetcher, FetchState
-from tests.ec_store.entries import entry
+from tests.ec_store.conftest import NoThreads
+from tests.ec_store.entries import entry, unchecked
 
 NAMESPACE = "ns"
 SIZE = entry().data.nbytes
@@ -609,3 +610,40 @@ def test_a_process_ends_while_a_fetch_hangs() -> None:
         "fetcher.close()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+
+
+@pytest.mark.fault(20)
+def test_malformed_entries_do_not_open_the_breaker(store: Store, fetching: Make) -> None:
+    names = [str(number) for number in range(FAILURES)]
+    for name in names:
+        floats = unchecked(entry(shape=(2**10, 2**10)), shape=(2.0**10, 2.0**10))
+        store.put(EntryKey(NAMESPACE, name), floats)
+    store.put(EntryKey(NAMESPACE, "good"), entry())
+    asked = fetching(store)
+
+    for name in names:
+        asked.ask(name)
+        assert asked.wait(name) is FetchState.MISSING
+    asked.ask("good")
+    assert asked.wait("good") is FetchState.READY
+    assert store.counts["corrupt"] == FAILURES
+    assert asked.fetcher.counts.take_counts()["misses"] == FAILURES
+
+
+@pytest.mark.fault(87)
+def test_fetches_are_misses_while_no_thread_can_be_started(
+    store: Store, fetching: Make, no_threads: NoThreads
+) -> None:
+    store.put(EntryKey(NAMESPACE, "k"), entry())
+    asked = fetching(store, promise_timeout_s=0.05)
+    with no_threads():
+        asked.ask("k")
+        assert asked.wait("k") is FetchState.MISSING
+        asked.ask("promised", promised=True)
+        assert asked.wait("promised") is FetchState.MISSING
+    figures = asked.fetcher.counts.take_counts()
+
+    assert (figures["misses"], figures.get("hits", 0)) == (2, 0)
+    assert asked.fetcher.gauges()["queue_depth"] == 0
+    asked.ask("k")
+    assert asked.wait("k") is FetchState.READY

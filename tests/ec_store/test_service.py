@@ -24,7 +24,7 @@ from ec_store.opening import open_async_store
 from ec_store.service import create_app
 from tests.deploy.expressions import asked, queries
 from tests.deploy.tools import DASHBOARD, rules
-from tests.ec_store.entries import entry
+from tests.ec_store.entries import entry, unchecked
 from tests.paths import ROOT
 
 KEY = EntryKey("ns", "k")
@@ -316,6 +316,43 @@ def test_verify_names_the_corrupt_ones_and_fixes_them(
     assert code == 0
     code, out = run(capsys, "verify", url)
     assert (code, out) == (0, "0 entries read, 0 corrupt\n")
+
+
+@pytest.mark.fault(20)
+def test_verify_survives_malformed_entries(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_store(url) as store:
+        store.put(KEY, unchecked(entry(), shape=(-3, -4)))
+        store.put(EntryKey("ns", "floats"), unchecked(entry(), shape=(3.0, 4.0)))
+        store.put(EntryKey("ns", "good"), entry())
+
+    code, out = run(capsys, "verify", url)
+    assert code == 1
+    assert out.count("CORRUPT") == 2
+    code, out = run(capsys, "verify", url, "--fix")
+    assert (code, "2 corrupt, deleted" in out) == (0, True)
+    code, out = run(capsys, "verify", url)
+    assert (code, out) == (0, "1 entries read, 0 corrupt\n")
+
+
+@pytest.mark.fault(86)
+def test_verify_keeps_entries_of_another_format(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(url) as store, monkeypatch.context() as later:
+        later.setattr("ec_store.entry.FORMAT", "ec_store/2")
+        store.put(KEY, entry())
+
+    code, out = run(capsys, "verify", url, "--fix")
+    assert code == 0
+    assert "SKIPPED: its format is ec_store/2" in out
+    assert "1 entries read, 0 corrupt, 1 of other formats, not checked and kept" in out
+    code, out = run(capsys, "verify", url, "--json")
+    assert json.loads(out.splitlines()[-1]) == {
+        "checked": 1,
+        "corrupt": 0,
+        "fixed": 0,
+        "skipped": 1,
+    }
 
 
 @pytest.mark.parametrize("wrong", ["ftp://x", "file:///tmp/x?bogus=1", "file:///tmp/x?ttl=soon"])

@@ -12,6 +12,7 @@ from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable, open_s
 from ec_store.concurrency import FAILURES, OPEN_S
 from ec_store.counts import MAX_OBSERVATIONS, Counts
 from ec_store.writer import Writer
+from tests.ec_store.conftest import NoThreads
 from tests.ec_store.entries import entry
 
 NAMESPACE = "ns"
@@ -104,6 +105,20 @@ def test_writer_writes_only_missing_entries(store: Store) -> None:
 
     assert made == [1]
     assert (writer.counts["saves"], writer.counts["known"]) == (1, 1)
+
+
+@pytest.mark.fault(87)
+def test_a_writer_drops_entries_while_its_thread_cannot_be_started(
+    store: Store, no_threads: NoThreads
+) -> None:
+    key = EntryKey(NAMESPACE, "k")
+    with no_threads():
+        writer = Writer(store)
+        assert not writer.submit(key, SIZE, entry)
+    assert writer.submit(key, SIZE, entry)
+    writer.close()
+
+    assert (writer.counts["drops"], writer.counts["saves"]) == (1, 1)
 
 
 def test_a_full_queue_drops_and_counts_entries_without_blocking(paused: Paused) -> None:

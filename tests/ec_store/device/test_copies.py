@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: scripts/tes
 
 from ec_store.device import tensors  # noqa: E402 - only with torch
 from ec_store.device.tensors import HostCopies, to_device  # noqa: E402
+from tests.ec_store.conftest import NoThreads  # noqa: E402
 from tests.fake_accelerator import FakeAccelerator, until  # noqa: E402
 
 VALUES = torch.arange(4096, dtype=torch.float32).reshape(16, 256)
@@ -81,6 +82,19 @@ def test_a_full_ring_refuses_until_a_copy_is_forgotten(fake: FakeAccelerator) ->
 
     until(lambda: (third := ring.start(fake.tensor(VALUES + 2))) and third().equal(VALUES + 2))
     assert second().equal(VALUES + 1)
+    ring.close()
+
+
+@pytest.mark.fault(87)
+def test_copies_start_when_their_thread_can_be_started(
+    fake: FakeAccelerator, no_threads: NoThreads
+) -> None:
+    ring = HostCopies(SIZE)
+    with no_threads(), pytest.raises(RuntimeError, match="thread"):
+        ring.start(fake.tensor(VALUES))
+    wait = ring.start(fake.tensor(VALUES))  # the ring has room for one: the first one holds none
+    assert wait
+    assert wait().equal(VALUES)
     ring.close()
 
 

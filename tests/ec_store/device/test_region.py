@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh installs it")
 
 from ec_store.device import region as region_module  # noqa: E402 - only with torch
+from ec_store.device.memory import SPARE_BYTES  # noqa: E402
 from ec_store.device.region import (  # noqa: E402
     ALIGNMENT,
     HEADER_BYTES,
@@ -121,6 +122,38 @@ def test_region_without_free_memory_raises_and_leaks_no_descriptor(
     with pytest.raises(OSError, match="No space left"):
         Region(SIZE, 1)
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+@pytest.mark.fault(88)
+def test_region_larger_than_the_memory_left_raises_before_it_touches_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel ends a process that exceeds the limit of its container."""
+    touched: list[Any] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda *args: touched.append(args))
+    monkeypatch.setattr(region_module, "available_bytes", lambda: SPARE_BYTES + SIZE)
+
+    with pytest.raises(OSError, match="memory limit"):
+        Region(2 * SIZE, 1)
+    assert touched == []
+
+
+def test_a_worker_maps_the_region_without_its_pages() -> None:
+    """In Python 3.11 mapping the pages keeps the interpreter's lock, 0.3 s per GiB."""
+    region = Region(64 * 2**20, 1)
+    before = mapped_bytes()
+    reader = RegionReader(region.shared_region().handle, 0)
+    after = mapped_bytes()
+    assert bytes(reader.view(sent(region)).numpy()) == bytes(DATA)
+    region.close()
+
+    assert after - before < 2**20
+
+
+def mapped_bytes() -> int:
+    """Return the pages of shared memory that this process has mapped, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssShmem:")[2].split()[0]) * 1024
 
 
 @pytest.mark.parametrize("readers", [0, MAX_READERS + 1])

@@ -217,6 +217,9 @@ class Pieces:
         """Return a worker's encoder cache after the loads of a step."""
         cache: dict[str, torch.Tensor] = {}
         load(loader, step, cache)
+        if step.shared is not None:
+            loader.map_shared(step.shared)
+            loader.finish(step.shared.number)
         loader.report_copies()
         return cache
 

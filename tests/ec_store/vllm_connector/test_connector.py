@@ -167,11 +167,11 @@ def test_counts_of_workers_are_sent_again_if_the_scheduler_missed_them(
     connector = connect()
     learner, saver = vllm.learner(), vllm.saver(connector, Failing())
     for worker in (learner, saver):
-        worker._counts.add(exceptions=2)  # noqa: SLF001
+        worker.counts.add(exceptions=2)
     connector.shutdown()
     for worker in (learner, saver):
         worker.send_reports()
-        worker._counts.add(exceptions=1)  # noqa: SLF001
+        worker.counts.add(exceptions=1)
     receiver = vllm.receiver()
     for worker in (learner, saver):
         worker.send_reports()
@@ -190,10 +190,10 @@ def test_observations_of_a_worker_are_split_into_messages(vllm: Any, connect: Co
     saver = vllm.saver(connector, store)
     connector.shutdown()
     store.counts.observe("eviction_seconds", 0.1)
-    saver._counts.observe("save_seconds", *range(MAX_TOLD))  # noqa: SLF001
+    saver.counts.observe("save_seconds", *range(MAX_TOLD))
     saver.send_reports()  # no receiver
     store.counts.observe("eviction_seconds", 0.2)
-    saver._counts.observe("save_seconds", MAX_TOLD)  # noqa: SLF001
+    saver.counts.observe("save_seconds", MAX_TOLD)
     receiver = vllm.receiver()
     for _ in range(3):
         saver.send_reports()

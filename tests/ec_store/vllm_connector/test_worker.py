@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ec_store import EntryKey, open_store
+from tests.ec_store.conftest import NoThreads
 from tests.ec_store.vllm_connector.steps import Connect
 
 
@@ -198,6 +199,91 @@ def test_shared_memory_that_fails_keeps_no_entry_from_a_step(
     assert vllm.load(workers[0], later)["b"].equal(vllm.tensor(3.0))
 
 
+def step_of_a_consumer(
+    vllm: Any, url: str, monkeypatch: pytest.MonkeyPatch, no_threads: Any
+) -> Any:
+    """Return scheduler, worker, and a step that loads "a"; neither could start a thread before."""
+    with vllm.ranks(2), no_threads():
+        scheduler = vllm.connector({"store": url})
+        worker = vllm.worker(monkeypatch)
+    worker.bind_connector_metadata(step_that_loads(scheduler, vllm, url, "a", 4))
+    return scheduler, worker
+
+
+@pytest.mark.fault(87)
+def test_a_step_has_its_entries_while_no_thread_can_be_started(
+    vllm: Any, url: str, monkeypatch: pytest.MonkeyPatch, no_threads: NoThreads
+) -> None:
+    scheduler, worker = step_of_a_consumer(vllm, url, monkeypatch, no_threads)
+    cache: dict[str, Any] = {}
+    with no_threads():
+        worker.start_load_caches(cache)
+        worker.start_save_caches(encoder_cache=cache)
+        worker.save_caches(cache, "a")
+        worker.build_connector_worker_meta()
+    assert cache["a"].equal(vllm.tensor(3.0))
+    assert worker._loader._mapping is None  # noqa: SLF001
+
+    worker.start_load_caches(cache)
+    assert worker._loader._mapping is not None  # noqa: SLF001 - the next step tries again
+    for connector in (worker, scheduler):
+        connector.shutdown()
+
+
+@pytest.mark.fault(87)
+@pytest.mark.parametrize(
+    "failing",
+    ["Loader.map_shared", "Loader.finish", "Loader.report_copies", "Learner.expect_items"],
+)
+def test_a_failure_beside_the_loads_of_a_step_costs_it_nothing(
+    vllm: Any, url: str, monkeypatch: pytest.MonkeyPatch, no_threads: NoThreads, failing: str
+) -> None:
+    from ec_store.vllm_connector import worker as module  # noqa: PLC0415 - needs torch
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("device")
+
+    name, _, method = failing.partition(".")
+    monkeypatch.setattr(getattr(module, name), method, fail)
+    scheduler, worker = step_of_a_consumer(vllm, url, monkeypatch, no_threads)
+    cache: dict[str, Any] = {}
+    worker.start_load_caches(cache)
+    worker.build_connector_worker_meta()
+    figures = scheduler.get_ec_connector_stats().data
+    for connector in (worker, scheduler):
+        connector.shutdown()
+
+    assert cache["a"].equal(vllm.tensor(3.0))
+    assert figures["exceptions"] == 1
+
+
+@pytest.mark.fault(87)
+def test_an_item_that_cannot_be_copied_costs_no_other_one_and_is_not_named(
+    vllm: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = vllm.engine_of_one_process({"store": url}, monkeypatch)
+    copies = runner.worker._saver._copies  # noqa: SLF001
+    start = copies.start
+
+    def refuse(tensor: Any) -> Any:
+        if tensor[0, 0] == 1.0:
+            raise RuntimeError("can't start new thread")
+        return start(tensor)
+
+    monkeypatch.setattr(copies, "start", refuse)
+    request = vllm.request(vllm.feature("a"), vllm.feature("b", offset=10))
+    runner.cache.update(a=vllm.tensor(1.0), b=vllm.tensor(2.0))
+    with runner.step(request):  # both were encoded before
+        pass
+    runner.worker.shutdown()
+    _, named = runner.scheduler.request_finished(request)
+    figures = runner.scheduler.get_ec_connector_stats().data
+    runner.scheduler.shutdown()
+
+    assert set(named) == {"b"}
+    assert (figures["exceptions"], figures["drops"], figures["saves"]) == (1, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -239,6 +325,23 @@ def test_steps_carry_entries_if_no_memory_is_shared(
 
     assert step.shared is None
     [record] = [one for one in caplog.records if "Cannot allocate memory" in one.getMessage()]
+    assert "region_bytes" in record.getMessage()
+
+
+@pytest.mark.fault(88)
+def test_shared_memory_larger_than_the_memory_left_is_not_made(
+    vllm: Any,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The kernel would end the process, without a line in the log."""
+    monkeypatch.setattr("ec_store.device.region.available_bytes", lambda: 2**20)
+    with vllm.ranks(2):
+        connector = connect()
+
+    assert connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[])).shared is None
+    [record] = [one for one in caplog.records if "1048576 are left" in one.getMessage()]
     assert "region_bytes" in record.getMessage()
 
 
