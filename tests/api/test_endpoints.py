@@ -142,7 +142,7 @@ def test_parts_of_a_response_with_a_key_are_sent_without_their_picture() -> None
     "part",
     [
         {"type": "input_image", "image_embeds": {"image_grid_thw": [1, 2, 2]}, "uuid": "k"},
-        {"type": "input_image", "image_url": URL, "image_embeds": {}},
+        {"type": "input_image", "image_url": URL, "image_embeds": {"image_grid_thw": [1]}},
         {"type": "image_embeds", "image_embeds": {}, "uuid": "k"},
         {"type": "input_text", "text": "?", "image_url": URL, "uuid": "k"},
         {"type": "input_text", "text": "?", "uuid": "k"},
