@@ -10,8 +10,8 @@ import pytest
 
 from epd.api.items import MODALITY, REFUSED
 from tests.e2e.asking import both_ways, check_equal, unseen
-from tests.e2e.served import Served
-from tests.requests import Part, text
+from tests.e2e.served import ENCODED, Served, metric
+from tests.requests import Part, image, text
 
 NULLS = dict.fromkeys([*MODALITY, *REFUSED, "uuid", "refusal", "file_id"])
 """Fields as a typed client writes them that knows parts of every kind."""
@@ -73,6 +73,18 @@ def test_a_chat_template_gets_the_fields_of_pictures_in_a_response(stack: Served
     _, fewer = respond(stack.client, stack.model, *pictures)
 
     assert expected[1] - fewer == len("de-0" + "de-1")
+
+
+def test_a_picture_is_encoded_once_for_all_media_types_that_clients_guess(stack: Served) -> None:
+    item = unseen(stack)
+    data = item["image_url"]["url"].partition(",")[2]
+    first = check_equal(stack, item, text(), stream=False)
+    encoded = metric(stack.encode, ENCODED)
+    for kind in ("image/jpg", "image/png", "", "text/plain", "video/jpeg", "image/png;a=b"):
+        guessed = image(f"data:{kind};base64,{data}")
+        assert check_equal(stack, guessed, text(), stream=False) == first
+
+    assert metric(stack.encode, ENCODED) == encoded
 
 
 def test_parts_with_every_field_are_what_their_type_says(stack: Served) -> None:

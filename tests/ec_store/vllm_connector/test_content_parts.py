@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from orjson import dumps
 
 from epd.api.endpoints import ENDPOINTS
 from epd.api.items import (
@@ -26,7 +27,9 @@ from epd.api.messages import BLOCKS
 from epd.errors import BadRequest
 from epd.media.parts import Known, source
 
-CHAT, RESPONSES = ENDPOINTS["/v1/chat/completions"], ENDPOINTS["/v1/responses"]
+CHAT, RESPONSES, MESSAGES = (
+    ENDPOINTS[f"/v1/{name}"] for name in ("chat/completions", "responses", "messages")
+)
 
 
 def loaded(name: str) -> Any:
@@ -225,6 +228,28 @@ def test_every_block_of_vllms_is_accepted() -> None:
     block = loaded("vllm.entrypoints.anthropic.protocol").AnthropicContentBlock
 
     assert set(get_args(block.model_fields["type"].annotation)) == BLOCKS
+
+
+@pytest.mark.parametrize("in_result", [False, True])
+def test_pictures_of_messages_are_those_that_vllm_finds(in_result: bool) -> None:
+    request = loaded("vllm.entrypoints.anthropic.protocol").AnthropicMessagesRequest
+    convert = loaded("vllm.entrypoints.anthropic.serving").AnthropicServingMessages
+    data: dict[str, Any] = {"data": "MQ=="}
+    url = {"type": "url", "url": "https://a/b"}
+    sources = [data, url, *[{**data, "type": kind} for kind in ("base64", None)]]
+    sources += [{**data, "media_type": kind} for kind in ("image/png", "image/jpg")]
+    for place in [*sources, *([] if in_result else [None, {}])]:
+        content: list[Any] = [{"type": "image", "source": place}, {"type": "text", "text": "a"}]
+        if in_result:
+            content = [{"type": "tool_result", "tool_use_id": "1", "content": content}]
+        body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+        messages = convert.to_chat_completion_request(request(**body)).messages
+        found = [list(message["content"]) for message in messages]
+        urls = [part["image_url"]["url"] for one in found for part in one if "image_url" in part]
+        ours = [
+            item.part["image_url"]["url"] for item in MESSAGES.items(MESSAGES.parse(dumps(body)))
+        ]
+        assert urls == ours, place
 
 
 KINDS = [*sorted(TEXTS), *MODALITY, PICTURE, *REFUSED]
