@@ -1,17 +1,23 @@
 """Content parts with further fields, on real engines: the prompt is that of one engine."""
 
+import json
 import secrets
+from io import BytesIO
 from typing import Any
 from uuid import uuid4
 
 import httpx
 import openai
 import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from epd.api.items import MODALITY, REFUSED
-from tests.e2e.asking import both_ways, check_equal, unseen
+from tests.e2e.asking import ask, both_ways, check_equal, unseen
 from tests.e2e.served import ENCODED, Served, metric
-from tests.requests import Part, image, text
+from tests.requests import Part, image, request, text
+
+JSON = {"Content-Type": "application/json"}
 
 NULLS = dict.fromkeys([*MODALITY, *REFUSED, "uuid", "refusal", "file_id"])
 """Fields as a typed client writes them that knows parts of every kind."""
@@ -87,6 +93,45 @@ def test_a_picture_is_encoded_once_for_all_media_types_that_clients_guess(stack:
     assert metric(stack.encode, ENCODED) == encoded
 
 
+def test_a_sound_is_encoded_once_for_all_formats_that_clients_guess(stack: Served) -> None:
+    item = unseen(stack)
+    data = {"data": item["input_audio"]["data"]}
+    first = check_equal(stack, item, text(), stream=False)
+    encoded = metric(stack.encode, ENCODED)
+    for named in ({}, {"format": None}, {"format": ""}, {"format": "flac"}):
+        guessed = {**NULLS, "type": "input_audio", "input_audio": {**data, **named}}
+        answer = ask(stack.client, stack.model, guessed, text())
+        assert answer == first
+    spoken = {**item, "language": "de"}
+    assert check_equal(stack, spoken, text(), stream=False) != first
+
+    assert metric(stack.encode, ENCODED) == encoded
+
+
+@pytest.mark.parametrize(("character", "escape"), [("/", r"\/"), ("+", r"\u002B")])
+def test_a_large_picture_with_escapes_is_the_picture_without(
+    stack: Served, character: str, escape: str
+) -> None:
+    """The body has 17 MB, more than the limit of text."""
+    comment, file = PngInfo(), BytesIO()
+    comment.add_text(
+        "Comment", secrets.token_bytes(12_500_000).replace(b"\0", b" ").decode("latin-1")
+    )
+    noise = Image.frombytes("RGB", (112, 112), secrets.token_bytes(112 * 112 * 3))
+    noise.save(file, "PNG", pnginfo=comment)
+    asked = request(image(file.getvalue()), text(), model=stack.model, max_tokens=4, temperature=0)
+    plain = json.dumps(asked)
+    replies = [
+        httpx.post(f"{stack.stack.url}/v1/chat/completions", content=body, headers=JSON, timeout=60)
+        for body in (plain, plain.replace(character, escape))
+    ]
+
+    assert [reply.status_code for reply in replies] == [200, 200]
+    assert ["hit=1" in reply.headers["x-epd-items"] for reply in replies] == [False, True]
+    first, again = (reply.json()["choices"] for reply in replies)
+    assert first == again
+
+
 def test_parts_with_every_field_are_what_their_type_says(stack: Served) -> None:
     picture, words = {**NULLS, **unseen(stack)}, {**NULLS, **text()}
     plain = [alone({"type": "image_url", "image_url": picture["image_url"]}), text()]
@@ -94,7 +139,7 @@ def test_parts_with_every_field_are_what_their_type_says(stack: Served) -> None:
     url = picture["image_url"]["url"]
     response = {**NULLS, "type": "input_image", "image_url": url, "detail": "auto"}
     body = {"model": stack.model, "messages": [{"role": "user", "content": [picture, words]}]}
-    for parts in ([picture, words], [picture, words], [response, words]):
+    for parts in ([picture, words], [response, words]):
         assert chat_prompt(stack.client, stack.model, *parts) == expected
     assert len(chat_prompt(stack.client, stack.model, words)) < len(expected)
     plain = [{"type": "input_image", "image_url": url, "detail": "auto"}]
