@@ -2,7 +2,8 @@
 
 Media of megabytes are cut out of a body before it is parsed, and put back when a body is written. A
 parser would read each of their characters and copy them, and a writer would copy them again.
-Instead they stay in the received buffer, and a body for an instance is a list of pieces.
+Instead they stay in the received buffer, and a body for an instance is a list of pieces. Media that
+the client has written with escapes, such as a slash after a backslash, are copied without them.
 
 A random mark, which no client can know or guess, replaces each cut text. For all other code the
 mark is a short string, which moves to bodies for instances in the place of the text.
@@ -25,10 +26,16 @@ WINDOW = 16 * 1024
 """Bytes without a quotation mark that indicate a long string; twice as many are always found."""
 
 MAX_HEAD = 1024
-"""Maximum bytes of a data: URL up to its comma, and of the key before a text under "data"."""
+"""Maximum bytes of a data: URL up to its comma."""
 
-BEGINS = re.compile(rb'data:[^"\\,]*;base64,|(?<="data":")|(?<="data": ")', re.IGNORECASE)
-"""Beginning after which a long string is cut: base64 in a data: URL, or in input_audio."""
+MAX_KEY = 64
+"""Maximum bytes of the key before a text under "data", with the white space around its colon."""
+
+URL_HEAD = re.compile(rb'data:[^"\\,]*(?:\\(?:/|u002[bf]|u003d)[^"\\,]*)*;base64,', re.IGNORECASE)
+"""Beginning of a data: URL in base64. Some clients escape its `/`, `+` and `=`."""
+
+DATA_KEY = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*"\Z')
+"""Key before base64 alone, as in input_audio."""
 
 KEY = re.compile(rb'"[ \t\r\n]*:')
 """End of a string that is the key of an object."""
@@ -49,17 +56,22 @@ NO_CUTS: Cuts = MappingProxyType({})
 def cut_media(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
     """Return a body without its media, and the media.
 
-    The rest is valid JSON exactly if the body is: a cut text has no quotation mark and no
-    backslash, so it lies within one string, or outside all strings, as its mark does. The proxy
-    does not check that all of its characters may be in a string: engines parse base64 strictly.
+    The rest is valid JSON exactly if the body is: a cut text has no quotation mark, and no
+    backslash but those of whole escapes, so it lies within one string, or outside all strings, as
+    its mark does. The proxy does not check that all of its characters may be in a string: engines
+    parse base64 strictly.
     """
     if len(raw) <= WINDOW:
         return raw, NO_CUTS
     token = _token()
     whole, kept, cuts, end = memoryview(raw), list[bytes | memoryview](), dict[str, memoryview](), 0
     for start, stop in _media(raw):
+        escaped = raw.find(b"\\", start, stop) >= 0
+        text = _unescaped(whole[start:stop]) if escaped else whole[start:stop]
+        if text is None:
+            continue
         mark = f"{token}{len(cuts):0{NUMBER_DIGITS}}"
-        cuts[mark] = whole[start:stop]
+        cuts[mark] = text
         kept += whole[end:start], mark.encode()
         end = stop
     if not cuts:
@@ -88,10 +100,23 @@ def _media(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:
         first, stop = raw.rfind(b'"', 0, at) + 1, raw.find(b'"', at)
         if stop < 0:
             return
-        begins = BEGINS.match(raw, first, first + MAX_HEAD)
-        if begins and raw.find(b"\\", begins.end(), stop) < 0 and not KEY.match(raw, stop):
-            yield begins.end(), stop
+        begins = URL_HEAD.match(raw, first, first + MAX_HEAD)
+        found = begins or DATA_KEY.search(raw, max(0, first - MAX_KEY), first)
+        if found and not KEY.match(raw, stop):
+            yield found.end(), stop
         at = stop
+
+
+def _unescaped(text: memoryview) -> memoryview | None:
+    """Return the text of a JSON string without escapes; None if it is not text that needs none.
+
+    The parser takes 2 ms for each MB on a slow core, a third of the time of a regular expression.
+    """
+    try:
+        written = orjson.dumps(orjson.loads(b"".join((b'"', text, b'"'))))
+    except orjson.JSONDecodeError:
+        return None
+    return None if b"\\" in written else memoryview(written)[1:-1]
 
 
 def pieces(written: bytes, cuts: Cuts) -> Pieces:
@@ -150,8 +175,8 @@ def check_json_type(content_type: str) -> None:
 
 def cut_and_parsed(
     raw: bytes | bytearray, parse: Callable[[bytes | bytearray], T], max_text_bytes: int
-) -> tuple[T, Cuts]:
-    """Return the parsed value of a body, and the media that were cut out of it.
+) -> tuple[T, Cuts, int]:
+    """Return the parsed value of a body, the media that were cut out of it, and the rest's size.
 
     The text is limited because parsing blocks the event loop, and a thread would not help: the
     parser holds the GIL.
@@ -166,15 +191,15 @@ def cut_and_parsed(
         raise RequestRefused(
             413,
             f"the body has more than {max_text_bytes} bytes without its media, which are data: "
-            "URLs in base64 and input_audio without backslashes",
+            "URLs in base64 and input_audio",
             slug="text_too_large",
         )
     try:
-        return parse(rest), cuts
+        return parse(rest), cuts, len(rest) - MARK_LENGTH * len(cuts)
     except BadRequest:
         if not cuts or len(raw) > max_text_bytes:
             raise
-        return parse(raw), NO_CUTS
+        return parse(raw), NO_CUTS, len(raw)
 
 
 def parse_object(raw: bytes | bytearray) -> dict[str, Any]:

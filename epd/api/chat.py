@@ -184,7 +184,7 @@ def _response_pictures(parts: list[Any], path: Path) -> Iterator[MMItem]:
 def _write_picture(part: Part) -> Part:
     """Convert a chat part of a picture, or of its placeholder metadata, to the format of responses.
 
-    vLLM ignores `detail` but requires it.
+    vLLM requires `detail` in outputs of tools.
     """
     fields = {key: value for key, value in part.items() if key != "type"}
     if "image_url" in fields:

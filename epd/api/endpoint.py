@@ -63,8 +63,8 @@ class Endpoint:
 
     def read(
         self, raw: bytes | bytearray, content_type: str, max_text_bytes: int
-    ) -> tuple[Body, Cuts]:
-        """Return the request in a body, and the texts that were cut out of it.
+    ) -> tuple[Body, Cuts, int]:
+        """Return the request in a body, the texts that were cut out of it, and the rest's size.
 
         `max_text_bytes` limits a JSON body without its media.
 

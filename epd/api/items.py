@@ -48,7 +48,8 @@ because vLLM may read a part by its keys. `prompt_embeds` is a serialized tensor
 the proxy covers and which both prefill and decode would load."""
 
 _MARKED = frozenset({*MODALITY, *REFUSED, "uuid"})
-"""Types and keys of content parts that are not only text."""
+"""Types and keys of content parts that are not only text. All other fields of a media part are for
+the chat template (`_collect_extra_fields` in `vllm/renderers/chat_utils`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +103,7 @@ class MMItem:
     @property
     def has_media(self) -> bool:
         """Whether the part has media, and not only the client's name for them."""
-        if self.uuid is None:
-            return True
-        value = self.part.get(self.kind)
-        if isinstance(value, dict):
-            value = value.get("data" if self.kind == "input_audio" else "url")
-        return bool(value)
+        return self.uuid is None or bool(_media_text(self.kind, self.part.get(self.kind)))
 
     @property
     def is_remote(self) -> bool:
@@ -193,18 +189,13 @@ def _media_item(part: Any, path: Path) -> MMItem | None:
     The item has the part in the format of chat, for every spelling that vLLM accepts.
     """
     if isinstance(part, dict):
-        if "uuid" in part and part["uuid"] is None:
-            part = {key: value for key, value in part.items() if key != "uuid"}
-        kind = part.get("type")
-        if kind is None:
+        if part.get("type") is None:
             part = _with_type(part, path)
-        elif kind == PICTURE:
-            return MMItem(path, "image_url", picture_part(_with_url(part), path))
-        elif "uuid" in part and isinstance(kind, str) and kind in MODALITY:
-            part = {**part, kind: _as_object(kind, part.get(kind))}
+        elif part["type"] == PICTURE:
+            return MMItem(path, "image_url", picture_part(part, path))
     check_part(part, path)
     if part["type"] in MODALITY:
-        return MMItem(path, part["type"], part)
+        return MMItem(path, part["type"], _media_part(part))
     if part["type"] not in TEXTS:
         raise unknown_part(path, (*sorted(TEXTS), *MODALITY, PICTURE))
     return None
@@ -212,12 +203,29 @@ def _media_item(part: Any, path: Path) -> MMItem | None:
 
 def _with_type(part: Part, path: Path) -> Part:
     """Return a content part without a type, with the type that vLLM derives from its keys."""
-    for key in MODALITY:
-        if key in part:
-            return {**part, "type": key, key: _as_object(key, part[key])}
-    if "tool_reference" in part:
+    kinds = [key for key in MODALITY if key in part]
+    for key in [key for key in kinds if part[key] is not None] or kinds:
+        return {**part, "type": key, key: _as_object(key, part[key])}
+    if "tool_reference" in part and part.keys().isdisjoint(REFUSED):
         return {**part, "type": "tool_reference"}
     raise BadRequest("a content part must have a type", param=param_path(path))
+
+
+def _media_part(part: Part) -> Part:
+    """Return a media part with only its own media, and without fields that are null.
+
+    Typed clients write every field that they know. The proxy adds a `uuid`, and vLLM reads a part
+    with a `uuid` by its keys, even if their values are null. The other fields, which vLLM passes to
+    the chat template, are kept.
+    """
+    kind, uuid = part["type"], part.get("uuid")
+    value = _as_object(kind, part.get(kind)) if uuid else part.get(kind)
+    if isinstance(value, dict) and None in value.values():
+        value = {key: value[key] for key in value if value[key] is not None}
+    elif part.keys() & _MARKED == {kind}:
+        return part
+    others = {key: part[key] for key in part if key not in _MARKED}
+    return {**others, kind: value, "uuid": uuid} if uuid else {**others, kind: value}
 
 
 def _as_object(kind: str, value: Any) -> Any:
@@ -225,12 +233,11 @@ def _as_object(kind: str, value: Any) -> Any:
     return {"url": value} if isinstance(value, str) and kind != "input_audio" else value
 
 
-def _with_url(part: Part) -> Part:
-    """Return an `input_image` part with a string as its URL; vLLM accepts an object with a uuid."""
-    value = part.get("image_url")
-    if part.get("uuid") is None or not isinstance(value, dict):
-        return part
-    return {**part, "image_url": value.get("url")}
+def _media_text(kind: str, value: Any) -> Any:
+    """Return the URL or the base64 in the value of a media field; anything empty for none."""
+    if isinstance(value, dict):
+        return value.get("data" if kind == "input_audio" else "url")
+    return value
 
 
 def picture_part(part: Part, path: Path) -> Part:
@@ -239,19 +246,19 @@ def picture_part(part: Part, path: Path) -> Part:
     Raises:
         BadRequest: the part has neither an `image_url` nor a `uuid`, or has an invalid field.
     """
-    others = {key: value for key, value in part.items() if key not in {"image_url", "type"}}
-    check_part({**others, "type": PICTURE}, path, kinds=(PICTURE,))
-    uuid = {"uuid": part["uuid"]} if part.get("uuid") is not None else {}
-    match part.get("image_url"):
-        case None if uuid:
-            return {"type": "image_url", **uuid}
-        case str() as url if url:
-            return {"type": "image_url", "image_url": {"url": url}, **uuid}
-        case _:
-            raise BadRequest(
-                f'an {PICTURE} needs an "image_url" that is a string; the proxy stores no files',
-                param=param_path((*path, "image_url")),
-            )
+    others = {key: part[key] for key in part if key != "image_url"}
+    check_part(others, path, kinds=(PICTURE,))
+    url, uuid = part.get("image_url"), part.get("uuid")
+    if uuid:
+        url = _media_text("image_url", url)
+    if (url or not uuid) and not (url and isinstance(url, str)):
+        raise BadRequest(
+            f'an {PICTURE} needs an "image_url" that is a string; the proxy stores no files',
+            param=param_path((*path, "image_url")),
+        )
+    if others.get("detail", "") is None:
+        del others["detail"]
+    return _media_part({**others, "type": "image_url", "image_url": {"url": url}})
 
 
 def unknown_part(path: Path, known: Iterable[str]) -> BadRequest:
@@ -297,7 +304,7 @@ def check_part(part: Any, path: Path, kinds: Iterable[str] = MODALITY) -> None:
         raise BadRequest("a content part must be an object with a type", param=param_path(path))
     kind, uuid = part["type"], part.get("uuid")
     for key in REFUSED:
-        if key in part or kind == key:
+        if part.get(key) or kind == key:
             raise BadRequest(
                 f"{key} parts are not accepted from clients",
                 slug="reserved_field",
@@ -307,14 +314,14 @@ def check_part(part: Any, path: Path, kinds: Iterable[str] = MODALITY) -> None:
         raise BadRequest(
             "uuid belongs on media parts only", slug="reserved_field", param=param_path(path)
         )
-    if uuid is not None and (not isinstance(uuid, str) or UUID.fullmatch(uuid) is None):
+    if uuid not in (None, "") and (not isinstance(uuid, str) or UUID.fullmatch(uuid) is None):
         raise BadRequest(
             "a uuid has 1 to 128 of A-Z a-z 0-9 . _ : -", param=param_path((*path, "uuid"))
         )
     # vLLM reads a part with a uuid by its keys, and other parts by their type. If the two disagree,
-    # the proxy and an instance could read the part differently.
+    # the proxy and an instance could read the part differently. Empty fields are no media.
     for key in MODALITY:
-        if key in part and kind != key:
+        if key in part and kind != key and _media_text(key, part[key]):
             raise BadRequest(f"a part with {key} must have the type {key}", param=param_path(path))
 
 
@@ -342,11 +349,13 @@ def raw_part(item: MMItem) -> Part:
 def metadata_part(item: MMItem, metadata: Mapping[str, Any], uuid: str) -> Part:
     """Return the item without its media: its encoder output's key, and placeholder metadata.
 
-    Values are flat per item, such as `[t, h, w]` for `image_grid_thw`: vLLM stacks them.
+    Values are flat per item, such as `[t, h, w]` for `image_grid_thw`: vLLM stacks them. Fields of
+    the part that the chat template may read are kept.
     """
     kind = f"{item.modality}_embeds"
     flat = {key: _flat(value) for key, value in metadata.items()}
-    return {"type": kind, kind: flat, "uuid": uuid}
+    others = {key: value for key, value in item.part.items() if key != item.kind}
+    return {**others, "type": kind, kind: flat, "uuid": uuid}
 
 
 def _flat(value: Any) -> Any:

@@ -110,7 +110,7 @@ def _is_ignored(block: Any) -> bool:
     return isinstance(kind, str) and kind not in RESULTS
 
 
-def _pictures(blocks: list[Any], path: Path) -> Iterator[MMItem]:
+def _pictures(blocks: list[Any], path: Path, *, in_result: bool = False) -> Iterator[MMItem]:
     for position, block in enumerate(blocks):
         where = (*path, position)
         if not isinstance(block, dict):
@@ -119,23 +119,32 @@ def _pictures(blocks: list[Any], path: Path) -> Iterator[MMItem]:
         if not isinstance(kind, str) or kind not in BLOCKS:
             raise unknown_part(where, sorted(BLOCKS))
         if kind == "image":
-            yield MMItem(where, "image_url", _chat_part(block.get("source"), where), FORM)
+            # Outside tool results, vLLM ignores a picture with an empty source.
+            if in_result or block.get("source") not in (None, {}):
+                yield MMItem(where, "image_url", _chat_part(block.get("source"), where), FORM)
         elif kind == "tool_result" and isinstance(inner, list):
-            yield from _pictures(inner, (*where, "content"))
+            yield from _pictures(inner, (*where, "content"), in_result=True)
 
 
 def _chat_part(source: Any, path: Path) -> Part:
+    """Return a picture in the format of a chat. As in vLLM, a source is base64 unless it is a URL.
+
+    Raises:
+        BadRequest: the source has no picture.
+    """
     match source:
         case {"type": "url", "url": str() as url} if url:
+            return {"type": "image_url", "image_url": {"url": url}}
+        case {"type": "url"}:
             pass
-        case {"type": "base64", "media_type": str() as media_type, "data": str() as data} if data:
-            url = f"data:{media_type};base64,{data}"
-        case _:
-            raise BadRequest(
-                "the source of an image is base64 with its media_type and data, or a url",
-                param=param_path((*path, "source")),
-            )
-    return {"type": "image_url", "image_url": {"url": url}}
+        case {"data": str() as data} if data:
+            if isinstance(kind := source.get("media_type"), str | None):
+                url = f"data:{kind or 'image/jpeg'};base64,{data}"
+                return {"type": "image_url", "image_url": {"url": url}}
+    raise BadRequest(
+        "the source of an image is base64 with its data, or a url",
+        param=param_path((*path, "source")),
+    )
 
 
 FORM = Form(

@@ -110,7 +110,7 @@ class Transcriptions(PassedOn):
         raw: bytes | bytearray,
         content_type: str,
         max_text_bytes: int,  # noqa: ARG002 - that of each field
-    ) -> tuple[Body, Cuts]:
+    ) -> tuple[Body, Cuts, int]:
         """Return the `form` to send, and its `model` if it names one; no cuts.
 
         Raises:
@@ -119,7 +119,8 @@ class Transcriptions(PassedOn):
         """
         form = new_form(_kept(read_form(raw, content_type)))
         model = next((part.text() for part in form.parts if part.name == "model"), None)
-        return {"form": form} if model is None else {"model": model, "form": form}, NO_CUTS
+        named = {"form": form} if model is None else {"model": model, "form": form}
+        return named, NO_CUTS, len(raw)
 
     def content_type(self, body: Body) -> str:
         return str(body["form"].content_type)

@@ -25,7 +25,7 @@ from ec_store.bounded import BoundedDict
 from epd.api.body import dump_json
 from epd.api.items import Body
 from epd.errors import BadRequest
-from epd.media.parts import Inline
+from epd.media.parts import FRAMES, Inline
 from epd.tenants import Scope
 
 VERSION = b"epd-2"
@@ -85,11 +85,12 @@ class Identifiers:
 def content_key(scope: Scope, modality: str, media: Inline) -> str:
     """Return the key of media in the request: 64 hexadecimal digits.
 
-    It covers the base64 text and the declared media type. The text determines the bytes uniquely
-    once the engine's strict decoder has accepted it. vLLM selects a video's decoder by the media
-    type.
+    It covers the base64 text, which determines the bytes uniquely once the engine's strict decoder
+    has accepted it, and whether a video is a list of frames. vLLM ignores all else of the declared
+    media type, and clients guess it.
     """
-    parts = (modality.encode(), media.media_type.encode(), blake3(media.base64).digest())
+    frames = FRAMES if modality == "video" and media.media_type == FRAMES else ""
+    parts = (modality.encode(), frames.encode(), blake3(media.base64).digest())
     return _digest(scope, b"blake3", *parts)
 
 

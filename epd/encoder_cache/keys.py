@@ -279,16 +279,18 @@ class Keys:
 def _content_keys(
     scope: Scope, inline: Mapping[MMItem, Inline], config: ConfigFields
 ) -> dict[MMItem, MMItem]:
-    """Return the items with keys of their media, after checking that an engine can process them."""
-    pixels = {
-        item: _pixels(item, media, config)
-        for item, media in inline.items()
-        if item.modality == "image"
-    }
-    return {
-        item: item.with_key(content_key(scope, item.modality, media), pixels.get(item, 0))
-        for item, media in inline.items()
-    }
+    """Return the items with keys of their media, after checking that an engine can process them.
+
+    A picture that comes several times is checked once.
+    """
+    keyed: dict[MMItem, MMItem] = {}
+    pixels: dict[str, int] = {}
+    for item, media in inline.items():
+        key = content_key(scope, item.modality, media)
+        if item.modality == "image" and key not in pixels:
+            pixels[key] = _pixels(item, media, config)
+        keyed[item] = item.with_key(key, pixels.get(key, 0))
+    return keyed
 
 
 def _pixels(item: MMItem, media: Inline, config: ConfigFields) -> int:

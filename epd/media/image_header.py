@@ -6,20 +6,29 @@ a TIFF declares. This module parses the few bytes that Pillow uses. A file with 
 which two parsers could differ, is rejected.
 """
 
+import re
 import struct
 from collections.abc import Callable
+from itertools import count
 
 Read = Callable[[int, int], bytes]
 """Returns bytes of a file by offset and size; fewer at its end."""
 
 Size = tuple[int, int]
 
-MAX_STEPS = 1024
-"""Maximum number of segments, chunks or tags to skip. Real files have tens of them."""
+MAX_STEPS, STEP_BYTES = 64, 4096
+"""Maximum number of segments or chunks to skip, plus one for each so many bytes before them. Real
+files have tens of small ones. A colour profile or a depth map may have hundreds of 64 KB."""
 
-TIFF_WIDTH, TIFF_HEIGHT = 256, 257
+MAX_TAGS = 1024
+"""Maximum number of a TIFF's tags. They are read at once."""
+
+TIFF_WIDTH, TIFF_HEIGHT = TIFF_SIZES = [256, 257]
 TIFF_INTEGERS = {1: "B", 3: "H", 4: "L", 16: "Q"}
 """Format characters of `struct` for the valid types of a TIFF's width and height."""
+
+JPEG_MARKER, JPEG_WINDOW = re.compile(rb"\xff[^\xff]"), 512
+"""A marker in the padding between segments, and the number of bytes that are searched at once."""
 
 JPEG_SCAN = 0xDA
 JPEG_LARGEST = 0xFF
@@ -68,29 +77,36 @@ def _one(sizes: list[Size]) -> Size:
     return sizes[0]
 
 
+def _check_steps(steps: int, at: int) -> None:
+    if steps > MAX_STEPS + at // STEP_BYTES:
+        raise ValueError("the header is too long")
+
+
 def _png(read: Read) -> Size:
     at, sizes = 8, list[Size]()
-    for _ in range(MAX_STEPS):
+    for steps in count():
+        _check_steps(steps, at)
         length, kind = struct.unpack(">L4s", _read_exactly(read, at, 8))
         if kind in PNG_ENDS:
-            return _one(sizes)
+            break
         if kind == b"IHDR":
             width, height = _numbers(">2L", read, at + 8)
             sizes.append((width, height))
         at += 12 + length
-    raise ValueError("the header is too long")
+    return _one(sizes)
 
 
 def _jpeg(read: Read) -> Size:
     at, sizes = 2, list[Size]()
-    for _ in range(MAX_STEPS):
+    for steps in count():
+        _check_steps(steps, at)
         begin, marker = _read_exactly(read, at, 2)
         if begin != JPEG_LARGEST or marker == JPEG_LARGEST:  # padding between segments
-            at += 1
+            at += _padding(read(at, JPEG_WINDOW))
         elif marker in JPEG_ALONE:
             at += 2
         elif marker == JPEG_SCAN:
-            return _one(sizes)
+            break
         elif marker < JPEG_LEAST:
             raise ValueError("the file has a segment that is not valid in JPEG")
         else:
@@ -99,7 +115,13 @@ def _jpeg(read: Read) -> Size:
                 sizes.append((width, height))
             [length] = _numbers(">H", read, at + 2)
             at += 2 + max(2, length)
-    raise ValueError("the header is too long")
+    return _one(sizes)
+
+
+def _padding(window: bytes) -> int:
+    """Return the number of bytes before a marker, or before the last one, which may begin it."""
+    marker = JPEG_MARKER.search(window)
+    return len(window) - 1 if marker is None else marker.start()
 
 
 def _gif(read: Read) -> Size:
@@ -139,21 +161,23 @@ def _tiff(read: Read) -> Size:
     order = "<" if read(0, 2) == b"II" else ">"
     big = read(2, 1) == b"+"
     [at] = _numbers(order + ("Q" if big else "L"), read, 8 if big else 4)
-    [count] = _numbers(order + ("Q" if big else "H"), read, at)
-    if count > MAX_STEPS:
+    [tags] = _numbers(order + ("Q" if big else "H"), read, at)
+    if tags > MAX_TAGS:
         raise ValueError("the file has too many tags")
     at, entry = (at + 8, 20) if big else (at + 2, 12)
-    found: dict[int, list[int]] = {TIFF_WIDTH: [], TIFF_HEIGHT: []}
-    for place in range(at, at + count * entry, entry):
-        tag, kind = _numbers(order + "2H", read, place)
-        if tag in found:
-            found[tag].append(_tiff_integer(order, kind, read, place + 4, big=big))
-    return _one(list(zip(*found.values(), strict=True)))
+    heads = struct.iter_unpack(f"{order}2H{entry - 4}x", _read_exactly(read, at, tags * entry))
+    sizes = [
+        (tag, kind, at + n * entry + 4) for n, (tag, kind) in enumerate(heads) if tag in TIFF_SIZES
+    ]
+    if sorted(tag for tag, _, _ in sizes) != TIFF_SIZES:
+        return _one([])
+    found = {tag: _tiff_integer(order, kind, read, place, big=big) for tag, kind, place in sizes}
+    return found[TIFF_WIDTH], found[TIFF_HEIGHT]
 
 
 def _tiff_integer(order: str, kind: int, read: Read, at: int, *, big: bool) -> int:
-    [count] = _numbers(order + ("Q" if big else "L"), read, at)
-    if count != 1 or kind not in TIFF_INTEGERS or (kind == 16 and not big):  # noqa: PLR2004
+    [length] = _numbers(order + ("Q" if big else "L"), read, at)
+    if length != 1 or kind not in TIFF_INTEGERS or (kind == 16 and not big):  # noqa: PLR2004
         raise ValueError("the size in the file is not a number")
     [number] = _numbers(order + TIFF_INTEGERS[kind], read, at + (8 if big else 4))
     return number

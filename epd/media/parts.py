@@ -148,12 +148,13 @@ def _invalid(message: str, param: str | None = None) -> BadRequest:
 
 def _input_audio(value: Any, cuts: Cuts, param: str) -> Inline:
     match value:
-        case {"data": str() as data} if data and isinstance(value.get("format", ""), str):
+        # vLLM writes both into a data: URL, where a comma would begin the base64.
+        case {"data": str() as data} if data and "," not in str(value.get("format")):
             text = _base64(data, cuts, f"{param}.input_audio.data")
-            return Inline(f"audio/{value.get('format', '').lower()}", text)
+            return Inline(f"audio/{value.get('format')}".lower(), text)
         case _:
             raise BadRequest(
-                'input_audio must be an object with "data", and strings alone',
+                'input_audio must be an object with "data", and a "format" without commas',
                 param=f"{param}.input_audio",
             )
 

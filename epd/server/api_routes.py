@@ -107,7 +107,7 @@ async def push_media(request: web.Request) -> JsonResponse[warmup.MediaPage]:
     await check_key(request)  # for stored media, no instance would check the key
     raw = await read_json(request)
     watch(context, raw)
-    body, context.cuts = cut_and_parsed(raw, warmup.parse, context.config.max_text_bytes)
+    body, context.cuts, _ = cut_and_parsed(raw, warmup.parse, context.config.max_text_bytes)
     context.model = body.get("model")
     answer = await request.app[WARMUP].push(body, context)
     return as_json(answer, context)

@@ -157,8 +157,8 @@ async def request_body(request: web.Request, visit: Visit) -> Body:
     raw = await read(request)
     watch(context, raw)
     content_type = request.headers.get("Content-Type", "")
-    body, context.cuts = endpoint.read(raw, content_type, config.max_text_bytes)
-    context.text_bytes = len(raw) - sum(map(len, context.cuts.values()))
+    body, cuts, text_bytes = endpoint.read(raw, content_type, config.max_text_bytes)
+    context.cuts, context.text_bytes = cuts, text_bytes
     body = endpoint.at_interval(body, config.stream_interval)
     context.model = body.get("model")
     if context.span is not None:

@@ -51,7 +51,10 @@ class Vocabulary:
         return fast
 
     def chat_template(self) -> str:
-        """Return the ChatML template that vLLM renders messages with."""
+        """Return the ChatML template that vLLM renders messages with.
+
+        It writes the field `language` of media parts, as templates of translation models do.
+        """
         return f"""
 {{%- set placeholders = {json.dumps(dict(self.placeholders))} -%}}
 {{%- for message in messages -%}}
@@ -60,7 +63,11 @@ class Vocabulary:
         {{{{- message.content -}}}}
     {{%- else -%}}
         {{%- for part in message.content -%}}
-            {{{{- part.text if part.type == 'text' else placeholders[part.type] -}}}}
+            {{%- if part.type == 'text' -%}}
+                {{{{- part.text -}}}}
+            {{%- else -%}}
+                {{{{- (part.language or '') + placeholders[part.type] -}}}}
+            {{%- endif -%}}
         {{%- endfor -%}}
     {{%- endif -%}}
     {{{{- '{END}\\n' -}}}}

@@ -7,11 +7,20 @@ import orjson
 import pytest
 
 from epd.api.endpoints import ENDPOINTS
-from epd.api.items import TEXTS, Form, MMItem
+from epd.api.items import (
+    MODALITY,
+    REFUSED,
+    TEXTS,
+    Form,
+    MMItem,
+    metadata_part,
+    raw_part,
+    with_parts,
+)
 from epd.api.messages import BLOCKS, RESULTS
 from epd.errors import BadRequest
-from epd.media.parts import Known, source
-from tests.requests import data_url, image, input_audio, text
+from epd.media.parts import Inline, Known, source
+from tests.requests import audio_url, data_url, image, input_audio, text, video
 
 URL = data_url(b"picture")
 PICTURE = {"type": "image", "source": {"type": "url", "url": URL}}
@@ -128,6 +137,99 @@ def test_media_that_are_empty_beside_a_name_are_named(path: str, part: dict[str,
     [item] = items(path, [part])
 
     assert source(item) == Known("u")
+
+
+EMPTY: list[Any] = [None, "", {}, []]
+OF_ALL = {**dict.fromkeys([*MODALITY, *REFUSED, "uuid", "detail", "refusal", "file_id"])}
+"""Fields of every kind of part, as a typed client writes them that knows all kinds."""
+
+
+@pytest.mark.parametrize(
+    ("key", "empty"),
+    [
+        *[(key, empty) for key in (*MODALITY, *REFUSED) for empty in EMPTY],
+        *[(key, {"url": empty, "data": empty}) for key in MODALITY for empty in (None, "")],
+    ],
+)
+@pytest.mark.parametrize("path", [*CONVERSATIONS, "/v1/responses", "/v2/embed"])
+def test_an_empty_field_of_media_is_no_media(path: str, key: str, empty: Any) -> None:
+    if path == "/v2/embed":
+        endpoint, part = ENDPOINTS[path], {**text(), key: empty}
+        body = endpoint.parse(orjson.dumps({"inputs": [{"content": [part]}]}))
+        assert list(endpoint.items(body)) == []
+    else:
+        assert items(path, [{"type": "input_text", "text": "a", key: empty}]) == []
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS)
+@pytest.mark.parametrize("part", [image(URL), input_audio(), video(), audio_url()])
+def test_a_media_part_with_every_field_is_what_its_type_says(
+    path: str, part: dict[str, Any]
+) -> None:
+    """No field of other media may be sent: keys decide how vLLM reads a part with a uuid."""
+    kind = part["type"]
+    value = {**part[kind], "format": part[kind].get("format"), "detail": None}
+    [item] = items(path, [{**OF_ALL, "type": kind, kind: value}])
+    sent = raw_part(item.with_key("k"))
+
+    assert (item.kind, item.uuid) == (kind, None)
+    assert sent.keys().isdisjoint({*MODALITY, *REFUSED} - {kind})
+    assert (sent[kind], sent["uuid"]) == (part[kind], "k")
+
+
+@pytest.mark.parametrize("path", [*CONVERSATIONS, "/v1/responses"])
+def test_a_picture_of_a_response_with_every_field_is_a_picture(path: str) -> None:
+    part = {**OF_ALL, "type": "input_image", "image_url": URL}
+    [item] = items(path, [part])
+
+    assert item.uuid is None
+    assert item.part == {
+        "type": "image_url",
+        "image_url": {"url": URL},
+        "refusal": None,
+        "file_id": None,
+    }
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS)
+def test_an_empty_uuid_names_nothing(path: str) -> None:
+    """To an engine it would be one name for all pictures."""
+    for part in (image(URL), {"image_url": URL}, {"type": "input_image", "image_url": URL}):
+        [item] = items(path, [{**part, "uuid": ""}])
+        assert (item.uuid, item.part["image_url"]) == (None, {"url": URL})
+    assert refusal(path, {**text(), "uuid": ""}).slug == "reserved_field"
+
+
+@pytest.mark.parametrize("value", [None, "", "wav", "x-m4a", ...])
+def test_a_sound_of_any_format_or_none_is_a_sound(value: Any) -> None:
+    data = {"data": "AAAA"} if value is ... else {"data": "AAAA", "format": value}
+    [item] = items("/v1/chat/completions", [{"type": "input_audio", "input_audio": data}])
+
+    assert isinstance(source(item), Inline)
+
+
+FOR_TEMPLATE = {"language": "de", "cache_control": {"type": "ephemeral"}, "detail": "high"}
+
+
+@pytest.mark.parametrize("path", [*CONVERSATIONS, "/v1/responses"])
+@pytest.mark.parametrize("uuid", [{}, {"uuid": "own"}])
+def test_fields_for_the_chat_template_are_sent_in_every_form(path: str, uuid: Any) -> None:
+    """A template gets every field that vLLM does not know (`_collect_extra_fields`)."""
+    spellings: list[Any] = [{"type": "input_image", "image_url": URL}]
+    if path != "/v1/responses":
+        spellings += [image(URL), {"image_url": {"url": URL}}, {"video_url": {"url": URL}}]
+        spellings += [input_audio(), audio_url()]
+    field = "input" if path == "/v1/responses" else "messages"
+    for spelling in spellings:
+        part = {**spelling, **FOR_TEMPLATE, **uuid}
+        endpoint = ENDPOINTS[path]
+        body = endpoint.parse(orjson.dumps({field: [{"role": "user", "content": [part]}]}))
+        [item] = [item.with_key("key") for item in endpoint.items(body)]
+        for form in (raw_part(item), metadata_part(item, {"grid": [[1, 2, 2]]}, "key")):
+            [sent] = with_parts(body, {item: form})[field][0]["content"]
+            assert sent["uuid"] == "key"
+            assert FOR_TEMPLATE.items() <= sent.items()
+            assert len(sent.keys() & {*MODALITY, *REFUSED}) == 1
 
 
 @pytest.mark.parametrize("kind", sorted(TEXTS))

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.api.body import MARK_LENGTH, NO_CUTS, WINDOW, cut_media, pieces
+from epd.api.body import (
+    MARK_LENGTH,
+    NO_CUTS,
+    WINDOW,
+    cut_and_parsed,
+    cut_media,
+    parse_object,
+    pieces,
+)
 from epd.api.endpoints import ENDPOINTS
 from epd.api.items import MMItem
 from epd.errors import BadRequest
@@ -131,7 +139,7 @@ def test_media_that_are_not_base64_get_no_key(
     raw = orjson.dumps({"model": "m", "max_tokens": 1, "messages": [message]})
     text = head.encode() + b"QUJD" * size
     raw = raw.replace(b"DATA", text).replace(b"TYPE", kind.encode())
-    body, cuts = endpoint.read(raw, "application/json", 2**20)
+    body, cuts, _ = endpoint.read(raw, "application/json", 2**20)
     [item] = endpoint.items(body)
 
     with pytest.raises(BadRequest) as refused:
@@ -139,10 +147,60 @@ def test_media_that_are_not_base64_get_no_key(
     assert refused.value.slug == "invalid_media"
 
 
-def test_a_string_with_an_escape_is_not_cut() -> None:
-    raw = b'{"url": "data:image/png;base64,%b\\/%b"}' % (BASE64, BASE64)
+ESCAPES = [
+    (b"/", rb"\/"),
+    (b"/", rb"\u002F"),
+    (b"/", rb"\u002f"),
+    (b"+", rb"\u002B"),
+    (b"+", rb"\u002b"),
+    (b"=", rb"\u003D"),
+    (b"=", rb"\u003d"),
+]
+SLASHED = b"Q/J+" * 2 * WINDOW + b"QQ=="
 
-    assert cut_media(raw) == (raw, NO_CUTS)
+
+@pytest.mark.parametrize("escapes", [[escape] for escape in ESCAPES] + [ESCAPES[:1] + ESCAPES[3:]])
+def test_media_are_cut_without_the_escapes_of_their_client(
+    escapes: list[tuple[bytes, bytes]],
+) -> None:
+    """Serializers of PHP and Swift escape slashes, and those of .NET and Gson `+` or `=`."""
+    head = b"data:image/svg+xml;a=b;base64,"
+    sound = {"data": SLASHED.decode(), "format": "wav"}
+    body = {"url": (head + SLASHED).decode(), "input_audio": sound}
+    plain = escaped = orjson.dumps(body)
+    for character, escape in escapes:
+        escaped = escaped.replace(character, escape)
+    rest, cuts = cut_media(escaped)
+
+    assert len(escaped) > len(plain)
+    assert [bytes(text) for text in cuts.values()] == [SLASHED, SLASHED]
+    assert loaded(b"".join(pieces(orjson.dumps(loaded(rest)), cuts))) == body
+    assert cut_and_parsed(escaped, parse_object, 400)[2] < 200  # escapes in media are no text
+
+
+@given(
+    st.lists(st.sampled_from([*(escape for _, escape in ESCAPES), b"\\", b"u", b"002B"])).map(
+        b"".join
+    )
+    | st.sampled_from([rb"\n", rb"\u000a", rb"\u0022", rb"\\", rb"\\/", rb"\u005c", rb"\u00e9"]),
+    st.integers(0, len(BASE64)),
+)
+def test_any_escape_in_media_leaves_the_value_of_the_body(escape: bytes, at: int) -> None:
+    raw = b'{"data":"%b%b%b", "x": 1}' % (BASE64[:at], escape, BASE64[at:])
+    rest, cuts = cut_media(raw)
+    value = loaded(rest)
+
+    assert (value is None) == (loaded(raw) is None)
+    if value is not None:
+        assert loaded(b"".join(pieces(orjson.dumps(value), cuts))) == loaded(raw)
+
+
+@pytest.mark.parametrize("colon", [b":", b": ", b" : ", b"\n\t:\r\n "])
+def test_base64_under_data_is_cut_however_its_colon_is_spaced(colon: bytes) -> None:
+    raw = b'{"input_audio": {"data"%b"%b"}}' % (colon, BASE64)
+    [text] = cut_media(raw)[1].values()
+
+    assert text == BASE64
 
 
 def test_words_stay() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from epd.api.endpoint import RESERVED, Endpoint
 from epd.api.endpoints import ENDPOINTS
-from epd.api.items import EMBEDS, MODALITY, metadata_part, raw_part, with_parts
+from epd.api.items import EMBEDS, MODALITY, MMItem, metadata_part, raw_part, with_parts
 from epd.errors import BadRequest, Overloaded, ProxyError
 from epd.transfer.encoded import EncodedItem, OutputFacts, consumer_body
 from tests.examples import scaled
@@ -142,7 +142,7 @@ def test_parts_of_a_response_with_a_key_are_sent_without_their_picture() -> None
     "part",
     [
         {"type": "input_image", "image_embeds": {"image_grid_thw": [1, 2, 2]}, "uuid": "k"},
-        {"type": "input_image", "image_url": URL, "image_embeds": {}},
+        {"type": "input_image", "image_url": URL, "image_embeds": {"image_grid_thw": [1]}},
         {"type": "image_embeds", "image_embeds": {}, "uuid": "k"},
         {"type": "input_text", "text": "?", "image_url": URL, "uuid": "k"},
         {"type": "input_text", "text": "?", "uuid": "k"},
@@ -234,16 +234,49 @@ def test_a_message_is_always_sent_with_its_picture() -> None:
     assert block == {"type": "image", "source": {"type": "url", "url": URL}}
 
 
+def of_message(source: Any, *, in_result: bool = False) -> list[MMItem]:
+    content = [{"type": "image", "source": source}]
+    if in_result:
+        content = [{"type": "tool_result", "tool_use_id": "1", "content": content}]
+    return list(
+        MESSAGES.items(read(MESSAGES, {"messages": [{"role": "user", "content": content}]}))
+    )
+
+
 @pytest.mark.parametrize(
     "source",
-    [None, {}, "x", {"type": "base64", "data": "a"}, {"type": "url"}, {"type": "file", "url": "a"}],
+    [
+        "x",
+        {"type": "base64", "data": ""},
+        {"type": "base64", "data": "a", "media_type": 1},
+        {"type": "url"},
+        {"type": "url", "data": "a"},
+        {"type": "file", "url": "a"},
+    ],
 )
 def test_a_picture_without_a_place_is_refused(source: Any) -> None:
-    body = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
     with pytest.raises(BadRequest) as refused:
-        list(MESSAGES.items(read(MESSAGES, body)))
+        of_message(source)
 
     assert refused.value.param == "messages[0].content[0].source"
+
+
+@pytest.mark.parametrize("source", [None, {}])
+def test_a_message_ignores_a_picture_without_a_source_as_vllm_does(source: Any) -> None:
+    assert of_message(source) == []
+    with pytest.raises(BadRequest):
+        of_message(source, in_result=True)
+
+
+@pytest.mark.parametrize("in_result", [False, True])
+@pytest.mark.parametrize("media_type", [{}, {"media_type": None}, {"media_type": "image/jpeg"}])
+@pytest.mark.parametrize("kind", [{}, {"type": "base64"}, {"type": None}])
+def test_a_source_is_base64_of_a_jpeg_unless_it_says_otherwise(
+    kind: Any, media_type: Any, in_result: bool
+) -> None:
+    [item] = of_message({**kind, **media_type, "data": "MQ=="}, in_result=in_result)
+
+    assert item.part["image_url"]["url"] == "data:image/jpeg;base64,MQ=="
 
 
 @pytest.mark.parametrize("field", ["messages", "input"])

@@ -32,7 +32,7 @@ def form(*parts: bytes) -> bytes:
 
 def sent(raw: bytes | bytearray, content_type: str = KIND) -> dict[str, str | bytes]:
     """Return the fields that an instance finds in the form; bytes are the content of a file."""
-    body, cuts = AUDIO.read(raw, content_type, 0)
+    body, cuts, _ = AUDIO.read(raw, content_type, 0)
     written = b"".join(AUDIO.encode_body(body, cuts))
     parts = list(read_form(written, AUDIO.content_type(body)))
     assert len({part.name for part in parts}) == len(parts)
@@ -48,7 +48,7 @@ def refusal(raw: bytes, content_type: str = KIND) -> ProxyError:
 def test_a_form_is_parsed_and_rebuilt() -> None:
     sound = b"\0\xff--b\n--b\r\n--" * 1000
     raw = bytearray(form(part(FILE + b"\r\nContent-Type: audio/wav", sound), field("model", "m")))
-    body, cuts = AUDIO.read(raw, KIND, 0)
+    body, cuts, _ = AUDIO.read(raw, KIND, 0)
     written = AUDIO.encode_body(body, cuts)
 
     assert sent(raw) == {"file": sound, "model": "m"}
@@ -174,7 +174,7 @@ def test_fields_that_vllm_ignores_are_dropped() -> None:
 
 def test_a_list_keeps_all_of_its_values() -> None:
     name = "timestamp_granularities[]"
-    body, _ = AUDIO.read(form(part(FILE), field(name, "word"), field(name, "segment")), KIND, 0)
+    body, *_ = AUDIO.read(form(part(FILE), field(name, "word"), field(name, "segment")), KIND, 0)
 
     assert [one.text() for one in body["form"].parts if one.name == name] == ["word", "segment"]
 
@@ -223,7 +223,7 @@ def test_a_form_without_a_file_is_left_to_the_instance() -> None:
 def test_the_number_of_parts_is_bounded() -> None:
     name = "timestamp_granularities[]"
     most = [field(name, "word")] * MAX_PARTS
-    body, _ = AUDIO.read(form(*most), KIND, 0)
+    body, *_ = AUDIO.read(form(*most), KIND, 0)
 
     assert len(body["form"].parts) == MAX_PARTS
     assert refusal(form(*most, field(name, "word"))).slug == "invalid_form"

@@ -149,6 +149,7 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_one_picture": EACH_STORE,
     "test_different_pictures_give_different_answers": EACH_STORE,
     "test_a_sound": [ON_AUDIO, TRACED],
+    "test_a_sound_is_encoded_once_for_all_formats_that_clients_guess": [ON_AUDIO],
     "test_two_sounds_one_by_url": [ON_AUDIO],
     "test_different_sounds_give_different_answers": [ON_AUDIO, TRACED],
     "test_text_only": [ON_DISK, ON_CLUSTER],

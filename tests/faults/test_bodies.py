@@ -148,14 +148,18 @@ async def test_text_is_read_up_to_its_own_limit(launch: Launch) -> None:
 
 
 @pytest.mark.fault(49)
-async def test_media_are_raw_bytes_unless_they_are_escaped(launch: Launch) -> None:
+@pytest.mark.parametrize("slash", [rb"\/", rb"\u002F"])
+async def test_media_are_no_text_and_have_one_key_however_they_are_escaped(
+    launch: Launch, slash: bytes
+) -> None:
     plain = json.dumps(request(video(secrets.token_bytes(200_000)), text())).encode()
     async with launch(max_text_bytes=100_000) as fleet:
-        assert (await answer(fleet, plain))[0] == 200
-        fleet.d.calls.clear()
-        escaped = plain.replace(b"/", rb"\/")
-        assert (await answer(fleet, escaped))[:2] == (413, "text_too_large")
-        assert fleet.d.calls == []
+        for body in (plain, plain.replace(b"/", slash)):
+            assert (await answer(fleet, body))[0] == 200
+
+        first, second = (call.body["messages"][0]["content"] for call in fleet.d.calls)
+        assert "uuid" in first[0]
+        assert first == second
 
 
 async def test_the_last_of_duplicate_keys_counts_for_all_instances(launch: Launch) -> None:

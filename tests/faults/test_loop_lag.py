@@ -9,10 +9,11 @@ import structlog
 
 from epd.aio import Background
 from epd.encoder_cache import identity, keys
+from epd.media import parts as media_parts
 from epd.media.parts import Inline
 from epd.observe.metrics import watched
 from epd.tenants import Scope
-from tests.requests import image, input_audio, request
+from tests.requests import image, input_audio, png, request
 from tests.support.fleet import Launch, until
 
 UNCOUNTED = Background(lambda *_: None)
@@ -80,3 +81,20 @@ async def test_media_are_inspected_off_the_loop_by_their_total_size(
 
     assert len(threads) == 1
     assert (threading.main_thread() not in threads) is off_the_loop
+
+
+async def test_a_picture_that_comes_often_is_inspected_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inspected: list[bytes] = []
+
+    def check_image(media: Inline, **limits: int) -> int:
+        inspected.append(bytes(media.base64))
+        return media_parts.check_image(media, **limits)
+
+    monkeypatch.setattr(keys, "check_image", check_image)
+    async with Launch()() as fleet:
+        cat, dog = image(png(4, 4)), image(png(5, 5))
+        assert (await fleet.chat(request(cat, dog, cat, cat, dog)))[0] == 200
+
+    assert len(inspected) == len({*inspected}) == 2

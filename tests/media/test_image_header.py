@@ -2,6 +2,7 @@
 
 import base64
 import io
+import struct
 import warnings
 from functools import cache
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from epd.errors import BadRequest
-from epd.media.image_header import MAX_STEPS, Size, image_size
+from epd.media.image_header import JPEG_WINDOW, MAX_STEPS, MAX_TAGS, Size, image_size
 from epd.media.parts import Inline, check_image
 from tests.examples import scaled
 
@@ -152,11 +153,12 @@ def test_any_bytes_have_a_size_or_are_refused(magic: bytes, rest: bytes) -> None
 @pytest.mark.parametrize(
     "endless",
     [
-        b"\x89PNG\r\n\x1a\n" + b"\0\0\0\0teXt\0\0\0\0" * MAX_STEPS * 4,
-        b"\xff\xd8\xff" + b"\xff" * MAX_STEPS * 4,
-        b"\xff\xd8\xff\xfe\0\2" + b"\xff\xfe\0\2" * MAX_STEPS * 4,
-        b"II*\0\x08\0\0\0\xff\xff" + b"\0" * MAX_STEPS * 100,
-        b"II+\0\x08\0\0\0\x10" + b"\0" * 7 + b"\xff" * 8 + b"\0" * MAX_STEPS * 100,
+        b"\x89PNG\r\n\x1a\n" + b"\0\0\0\0teXt\0\0\0\0" * 100,
+        b"\xff\xd8\xff" + b"\xff" * MAX_STEPS * 2 * JPEG_WINDOW,
+        b"\xff\xd8\xff\xfe\0\2" + b"\xff\xfe\0\2" * 100,
+        b"II*\0\x08\0\0\0\xff\xff" + b"\0" * MAX_TAGS * 100,
+        b"II+\0\x08\0\0\0\x10" + b"\0" * 7 + b"\xff" * 8 + b"\0" * MAX_TAGS * 100,
+        b"II*\0\x08\0\0\0\0\4" + b"\0\1\4\0\1\0\0\0\7\0\0\0" * MAX_TAGS,
     ],
 )
 def test_a_header_without_end_is_given_up(endless: bytes) -> None:
@@ -167,9 +169,36 @@ def test_a_header_without_end_is_given_up(endless: bytes) -> None:
         reads += 1
         return endless[offset : offset + size]
 
-    with pytest.raises(ValueError, match=r"too long|too many tags"):
+    with pytest.raises(ValueError, match=r"too long|too many tags|exactly one"):
         image_size(read)
     assert reads < 4 * MAX_STEPS
+
+
+def segments(sizes: list[int]) -> bytes:
+    """Return a JPEG with segments of these sizes before its first own one."""
+    whole = picture("JPEG")
+    return (
+        whole[:2]
+        + b"".join(struct.pack(">2sH", b"\xff\xe2", n) + b"x" * (n - 2) for n in sizes)
+        + whole[2:]
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        segments([0xFFFF] * 255),
+        segments([0xFFFF] * 600),
+        segments([20] * 40),
+        picture("JPEG", icc_profile=b"x" * 65519 * 200),
+        picture("JPEG")[:20] + b"\0" * 10_000 + picture("JPEG")[20:],
+        picture("JPEG")[:2] + b"\xff" * 10_001 + picture("JPEG")[2:],
+    ],
+    ids=["colour profile", "depth map", "metadata", "pillow", "zeros", "fill bytes"],
+)
+def test_a_picture_with_a_long_header_has_pillows_size(content: bytes) -> None:
+    """A colour profile has up to 255 segments, a depth map in extended XMP has no limit."""
+    assert size_of(content) == pillows(content) == (7, 5)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,14 @@ def test_input_audio_equals_its_data_url() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["wav,", "wav;base64,AAAA", {"a": 1, "b": 2}])
+def test_a_format_that_would_move_the_beginning_of_a_sound_is_refused(name: object) -> None:
+    """VLLM writes the format into a data: URL; its base64 begins after the first comma."""
+    part = {"input_audio": {"data": "YWJj", "format": name}}
+    with pytest.raises(BadRequest):
+        source(MMItem(("messages", 0, "content", 0), "input_audio", part))
+
+
 @pytest.mark.parametrize("url", ["https://a/b.png?x=1#f", "http://[::1]:80/b", "HTTPS://a/b"])
 def test_http_is_remote_and_unchanged(url: str) -> None:
     assert source(item(url)) == Remote(url)

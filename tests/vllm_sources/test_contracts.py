@@ -15,6 +15,7 @@ from epd.api.chat import CHAT
 from epd.api.items import PICTURE, TEXTS
 from epd.edge.engine_headers import SESSION
 from epd.errors import BadRequest
+from epd.media.parts import FRAMES
 from epd.request.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from epd.routing.instances import Role
 from epd.routing.load import RUNNING, WAITING
@@ -91,6 +92,17 @@ def test_parts_that_are_text_are_so_to_vllm(vllm: Source) -> None:
     ]
 
     assert {*texts, "tool_reference"} == TEXTS
+
+
+def test_the_media_type_of_media_only_tells_frames_from_other_videos(vllm: Source) -> None:
+    """`content_key` relies on this."""
+    folder = "multimodal/media"
+    for module, name in (("image", "Image"), ("audio", "Audio"), ("video", "Video")):
+        load = methods(vllm.a_class(f"{folder}/{module}.py", f"{name}MediaIO"))["load_base64"]
+        names = [node.id for node in ast.walk(load) if isinstance(node, ast.Name)]
+        words = {node.value for node in ast.walk(load) if isinstance(node, ast.Constant)}
+        assert names.count("media_type") == (name == "Video")
+        assert (FRAMES in words) == (name == "Video")
 
 
 def test_the_ec_connector_overrides_the_methods_that_vllm_calls(vllm: Source) -> None:

@@ -87,7 +87,7 @@ def test_vllm_parses_the_forms_of_the_proxy(engine: TestClient) -> None:
     for name, value in (("vllm_xargs", '{"a": 1}'), ("stream", "true"), ("prompt", "\u00e9")):
         head = f'\r\n--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n'
         raw += (head + value).encode()
-    read, cuts = AUDIO.read(raw + b"\r\n--b--\r\n", KIND, 0)
+    read, cuts, _ = AUDIO.read(raw + b"\r\n--b--\r\n", KIND, 0)
     reply = ask(engine, b"".join(AUDIO.encode_body(read, cuts)), AUDIO.content_type(read))
 
     assert reply.json() == {"prompt": "\u00e9", "unknown": [], "extra_args": {"a": 1}}
@@ -184,7 +184,7 @@ def test_accepted_forms_contain_no_reserved_field_for_vllm(
     engine: TestClient, raw: bytes, content_type: str
 ) -> None:
     try:
-        read, cuts = AUDIO.read(raw, content_type, 0)
+        read, cuts, _ = AUDIO.read(raw, content_type, 0)
     except ProxyError as refused:
         assert refused.status in {400, 415}
         return
