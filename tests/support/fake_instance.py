@@ -151,7 +151,10 @@ class FakeInstance:
             app.router.add_post(path, self._other)
         for path in ("/health", "/metrics", "/v1/models", "/version", "/tokenizer_info"):
             app.router.add_get(path, self._other)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
+        # vLLM's server accepts headers of megabytes.
+        runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=0.2, max_field_size=2**20
+        )
         await runner.setup()
         self._sites = [web.TCPSite(runner, "127.0.0.1", port, ssl_context=context)]
         await self._sites[0].start()
