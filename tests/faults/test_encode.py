@@ -65,7 +65,7 @@ async def test_decode_encodes_if_all_encode_instances_fail_with_a_degraded_heade
         async with fleet.http.get(f"{fleet.url}/metrics") as page:
             figures = await page.text()
 
-        assert encoded(*fleet.encode) == 3
+        assert encoded(*fleet.encode) == 2
         assert "data" in str(fleet.d.calls[0].parts[0]["image_url"])
         assert fleet.events.requests[0].degraded == {"encode-local"}
         assert 'epd_requests_degraded_total{kind="encode-local",model_name="m"} 1.0' in figures
@@ -82,7 +82,7 @@ async def test_a_failed_encode_without_local_fallback_has_x_should_retry_false(
             assert reply.headers["x-epd-error"] == "encode_failed"
             assert reply.headers["x-should-retry"] == "false"
 
-        assert encoded(fleet.e) == 3  # it is the only one, and a reset may be no more than that
+        assert encoded(fleet.e) == 2  # it is the only one, and may have been restarted
 
 
 @pytest.mark.fault(2)
