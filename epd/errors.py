@@ -79,7 +79,12 @@ TYPES = {
 BUSY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 """Statuses of an overloaded instance. They do not count as failures of the instance."""
 
-ELSEWHERE = BUSY | {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT}
+ELSEWHERE = BUSY | {
+    HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.GATEWAY_TIMEOUT,
+}
 """Statuses of a decode instance after which another instance may succeed."""
 
 UNJUDGED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_TIMEOUT})
@@ -99,6 +104,7 @@ class Outcome(enum.Enum):
     BAD = enum.auto()
     UNREACHABLE = enum.auto()
     BUSY = enum.auto()
+    DOUBTFUL = enum.auto()
     NOTHING = enum.auto()
 
 
@@ -115,7 +121,7 @@ class ProxyError(Exception):
         stage: the stage that failed, sent as `x-epd-stage`.
         param: the invalid part of the request, such as `messages[0].content[2]`.
         answered: HTTP status that the instance answered; None without an answer.
-        outcome: effect on the instance's health.
+        outcome: effect on the instance's health, unless it is a 500 (`engine_failed`).
         retryable: whether another instance may succeed.
         repeatable: whether the same instance may succeed, if there is no other.
         worked: whether the instance received the request and failed at it. The entries or blocks

@@ -3,7 +3,7 @@
 The wire is vLLM's, in `vllm/entrypoints/openai`: `chat_completion/protocol.py`,
 `completion/protocol.py` and `responses/protocol.py`.
 
-- `/v1/chat/completions`. An encode instance gets a chat request with nothing but media items.
+- `/v1/chat/completions`. An encode instance gets a chat request with media items and a short text.
 - `/v1/completions`. The prompt has no media, and goes through prefill and decode.
 - `/v1/responses`, with pictures in input messages and in tool results. vLLM accepts fields of a
   part that OpenAI's API does not have, and reads them like those of a chat part
@@ -12,6 +12,7 @@ The wire is vLLM's, in `vllm/entrypoints/openai`: `chat_completion/protocol.py`,
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -38,11 +39,26 @@ from epd.api.items import (
 from epd.api.sse import RESPONSES
 from epd.errors import BadRequest, ProxyError
 
-FOR_ENCODE = ("model", *MM_KWARGS)
+TEMPLATE = ("chat_template", "chat_template_kwargs")
+"""Fields of a request that change its chat template. Only chat requests have the first one."""
+
+FOR_ENCODE = ("model", *TEMPLATE, *MM_KWARGS)
 """Fields of a request that its encode requests need too.
 
 `priority` is not one of them: according to vLLM's API, an instance without priority scheduling
 rejects it, and one encode serves every request with the same item."""
+
+OPTIONAL: Mapping[int, str] = {
+    HTTPStatus.NOT_FOUND: "model",
+    HTTPStatus.BAD_REQUEST: "chat_template",
+}
+"""Fields of an encode request that an encode instance may refuse, by the status of the refusal.
+
+Without them it encodes the same items: with its own model, as an adapter of the language model
+changes no encoder output, and with its own template."""
+
+TEXT = {"type": "text", "text": "."}
+"""Text beside the media of an encode request: some chat templates refuse a message without text."""
 
 WORDS = TEXTS | {"reasoning_text", "summary_text"}
 """Types of parts of a response that are text; the last two belong to reasoning items."""
@@ -80,12 +96,13 @@ CHAT = ChatCompletions()
 def encode_body(
     body: Body, items: Sequence[MMItem], ec_transfer_params: Mapping[str, Any] | None = None
 ) -> Body:
-    """Return the encode request of some items, without text."""
+    """Return the encode request of some items, without the text of their request."""
     own = {} if ec_transfer_params is None else {"ec_transfer_params": ec_transfer_params}
+    ignored = "" if items[0].form is None else "chat_template"
     return {
         **own,
-        **{field: body[field] for field in FOR_ENCODE if field in body},
-        "messages": [{"role": "user", "content": [raw_part(item) for item in items]}],
+        **{field: body[field] for field in FOR_ENCODE if field in body and field != ignored},
+        "messages": [{"role": "user", "content": [*map(raw_part, items), TEXT]}],
         "stream": False,
         "max_tokens": 1,
     }

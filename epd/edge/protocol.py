@@ -3,7 +3,7 @@
 aiohttp parses requests and writes responses. This module adds timeouts for a request's head and for
 a client that does not read, a check of requests that aiohttp's parser accepts, a limit on
 connections, and OpenAI's shape for errors that reach no handler. No part of a request is logged or
-quoted: its headers hold keys.
+quoted but a header's name: its headers hold keys.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from typing import Any, cast
 
 import structlog
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.typedefs import Handler
 
 from epd.config.sections import ConfigFields, Live
 from epd.edge import aiohttp_private, request_head
-from epd.edge.request_head import find_refusal, invalid, without_prefix
+from epd.edge.request_head import MAX_HEADERS, find_refusal, invalid, without_prefix
 from epd.errors import Overloaded, ProxyError, RequestRefused
 from epd.events import Observer, RequestRecord
 
@@ -50,9 +50,11 @@ class ServerConnection(aiohttp_private.RequestHandler):
 
     __slots__ = (
         "_begun",
+        "_head",
         "_head_timer",
         "_last_payload",
         "_live",
+        "_max_head_bytes",
         "_refused",
         "_server",
         "_write_timer",
@@ -60,10 +62,18 @@ class ServerConnection(aiohttp_private.RequestHandler):
     )
 
     def __init__(self, server: "EdgeServer", live: Live[ConfigFields], **kwargs: Any) -> None:
-        super().__init__(server, **kwargs)
+        # This class limits the whole head. aiohttp limits each line, which may be all of it.
+        self._max_head_bytes = most = live.current.max_head_bytes
+        sizes: dict[str, Any] = {
+            "max_line_size": most,
+            "max_field_size": most,
+            "max_headers": MAX_HEADERS,
+        }
+        super().__init__(server, **sizes, **kwargs)
         self._server = server
         self._live = live
         self._begun = False  # has a byte of the next head arrived?
+        self._head = bytearray()  # the bytes of an incomplete head
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._last_payload: StreamReader = EMPTY_PAYLOAD
@@ -91,10 +101,20 @@ class ServerConnection(aiohttp_private.RequestHandler):
         if self._refused:
             return
         parsed, in_body = self.parsed, not self._last_payload.is_eof()
+        if not in_body and len(self._head) + len(data) > self._max_head_bytes:
+            received = self._head + data
+            if request_head.head_size(received) > self._max_head_bytes:
+                self._refused = True
+                error = request_head.too_large(received, self._max_head_bytes)
+                self.queue_error(error.status, error, error.message)
+                self._stop_head_timer()
+                return
         super().data_received(data)
         if self.parsed > parsed:
+            self._head.clear()
             self._stop_head_timer()
         elif not in_body and data.strip(b"\r\n"):  # empty lines may precede a head
+            self._head += data
             self._begun = True
             if self.is_between_requests:
                 self._await_head()
@@ -317,8 +337,8 @@ def _client_error(failure: BaseException | None) -> ProxyError:
     match failure:
         case ProxyError():
             return failure
-        case LineTooLong():
-            return invalid("the request line or a header is too long")
+        case HttpProcessingError(message="Too many headers received"):
+            return request_head.too_many()
         case HttpProcessingError():
             return invalid("the request is not valid HTTP/1.1")
         case _:

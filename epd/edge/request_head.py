@@ -16,6 +16,14 @@ MAX_CONTENT_LENGTH = 2**63 - 1
 """Upper bound of `Content-Length`. llhttp reads 2**64 - 1 as no length, and then parses the body as
 the next request."""
 
+MAX_HEADERS = 256
+"""Upper bound of the headers of a request, as in vLLM's server (`--h11-max-header-count`)."""
+
+NAME = re.compile(rb"[A-Za-z0-9-]{1,64}")
+"""Names of headers that an error may quote."""
+
+END_OF_HEAD = b"\r\n\r\n"
+
 ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#]*)", re.IGNORECASE)
 """Absolute form of a request target, which names its host (RFC 9112, 3.2.2)."""
 
@@ -56,6 +64,35 @@ def _is_ambiguous(request: web.BaseRequest) -> bool:
 def invalid(message: str) -> BadRequest:
     """Return the error for a request that is not valid HTTP or may be read as two requests."""
     return BadRequest(message, slug="invalid_http")
+
+
+def head_size(received: bytes | bytearray) -> int:
+    """Return the size of the head that these bytes begin with; all of them without its end."""
+    head = received.lstrip(b"\r\n")
+    end = head.find(END_OF_HEAD)
+    return len(head) if end < 0 else end
+
+
+def too_large(received: bytes | bytearray, limit: int) -> RequestRefused:
+    """Return the error for a head of more than `limit` bytes. It names the largest line."""
+    first, *lines = received.split(b"\r\n")
+    largest = max(lines, key=len, default=b"")
+    name = largest.partition(b":")[0]
+    culprit = "the header " + name.decode() if NAME.fullmatch(name) else "a header"
+    if len(first) >= len(largest):
+        culprit = "the request line"
+    return RequestRefused(
+        431,
+        f"the head is larger than {limit} bytes (--max-head-bytes); {culprit} is its largest part",
+        slug="head_too_large",
+    )
+
+
+def too_many() -> RequestRefused:
+    """Return the error for a request with too many headers."""
+    return RequestRefused(
+        431, f"the request has more than {MAX_HEADERS} headers", slug="head_too_large"
+    )
 
 
 def without_prefix(message: RawRequestMessage, prefix: str) -> RawRequestMessage:

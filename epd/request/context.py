@@ -29,6 +29,7 @@ from epd.errors import ProxyError, Stage, slug_of
 from epd.events import Observer, RequestRecord, StageDone
 from epd.json_or_none import json_or_none
 from epd.media.policy import HeldBytes, UncountedBytes
+from epd.routing.doubts import Doubts
 from epd.routing.fatal import Watched
 from epd.spans import RequestSpan, Span
 from epd.tenants import ANONYMOUS, Tenant
@@ -143,6 +144,7 @@ class RequestContext:
         client_headers: all headers of the client, case-insensitive.
         turn: the conversation turn; None for a request outside a conversation.
         watched: the request's state for counting deaths of instances.
+        doubts: the request's 500s.
     """
 
     request_id: str
@@ -163,6 +165,7 @@ class RequestContext:
     answering: Span | None = None
     turn: Turn | None = None
     watched: Watched = field(default_factory=Watched)
+    doubts: Doubts = field(default_factory=Doubts)
     client_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     _children: Iterator[int] = field(default_factory=itertools.count)
 
@@ -187,6 +190,11 @@ class RequestContext:
         if rank is not None:
             own["X-data-parallel-rank"] = str(rank)
         return own if span is None else {**own, **span.headers}
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no instance may get the request again, because it kills them or fails on all."""
+        return self.watched.is_spent or self.doubts.is_spent
 
     def child_id(self) -> str:
         """Return an id for a request that the proxy makes on behalf of this one."""

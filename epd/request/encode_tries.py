@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 from epd.aio import Flights
+from epd.api.body import dump_json
+from epd.api.chat import TEMPLATE
 from epd.api.items import MMItem, feature_count
 from epd.encoder_cache.identity import OutputKey
 from epd.errors import (
@@ -63,9 +65,13 @@ class EncodeTask:
 def flight_key(job: EncodeJob, output_key: OutputKey, *, skips_claims: bool) -> Hashable:
     """Return the key under which requests share the encode of an output.
 
-    Only requests with the same Authorization share it: a 401 must not fail the others.
+    Only requests with the same Authorization and the same template share it: a 401, or a template
+    that refuses its arguments, must not fail the others.
     """
-    return output_key, job.namespace, job.context.headers.get("Authorization"), skips_claims
+    body, authorization = job.request.body, job.context.headers.get("Authorization")
+    own = {field: body[field] for field in TEMPLATE if field in body}
+    template = dump_json(own) if own else None
+    return output_key, job.namespace, authorization, template, skips_claims
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +176,7 @@ class EncodeTries:
         job, context = task.job, task.job.context
         clock = asyncio.get_running_loop().time
         tried: list[Instance] = []
+        server_errors = 0
         started_s = clock()
         with self._retries.tries(MAX_ENCODES) as tries:
             while True:
@@ -183,17 +190,19 @@ class EncodeTries:
                     tried.append(group.instance)
                     return await first_tries.output_of(task, group)
                 except ProxyError as error:
+                    server_errors += error.engine_failed and len(group.tasks) == 1
                     if error.retryable:  # nor may prefill or decode encode such an item
                         self._fatal.check(context.watched, [task.item.identity])
                     failure = EncodeFailure(
                         error,
                         tries=len(tried),
+                        server_errors=server_errors,
                         elapsed_s=clock() - started_s,
                         others=self._choice.has_untried(tried, self._fits(job)),
                         falls_back=context.config.on_encode_failure == "local",
                         patience_s=context.config.encode_timeout_s,
                     )
-                    delay_s = None if context.watched.is_spent else encode_delay_s(failure)
+                    delay_s = None if context.is_spent else encode_delay_s(failure)
                     if delay_s is None:
                         raise
                     await tries.next_try(error, delay_s)
@@ -273,14 +282,21 @@ class EncodeTries:
             for item in items
         ]
         params = item_params[0] if len(items) == 1 else self._transfer.group_params(item_params)
+        using = self._table.track_request(instance, work=Work(0, tokens))
         try:
-            with self._table.track_request(instance, work=Work(0, tokens)):
+            with using:
                 replied = await self._stages.encode(instance, body, items, params, context)
                 encoded = list(map(self._transfer.encoded, replied, item_params))
-        except UpstreamDied as failure:
+        except UpstreamFailed as failure:
+            if len(items) == 1:  # a group may have failed by any of its items
+                context.doubts.add(failure, using, items[0])
+            if not isinstance(failure, UpstreamDied):
+                raise
             blamed = (items[0].identity,) if len(items) == 1 else ()
             error = self._fatal.after(failure, instance, context.watched, blamed)
             raise error from failure.__cause__
+        for item in items:
+            context.doubts.settle(instance, item)
         processed = (item.identity for item in items)
         self._fatal.record_survival(context.watched, processed, body=False)
         for item, output in zip(items, encoded, strict=True):

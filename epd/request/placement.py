@@ -84,7 +84,7 @@ class Placement:
         They may only if all items of the request have media.
         """
         allowed = job.context.config.on_encode_failure == "local" and not self._pushed
-        spent = job.context.watched.is_spent
+        spent = job.context.is_spent
         return allowed and error.retryable and job.has_all_media and not spent
 
     def _forced_place(self, job: EncodeJob, lookup: StoreLookup) -> ItemPlace | None:

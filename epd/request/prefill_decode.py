@@ -173,7 +173,6 @@ class PrefillDecodeStages:
             on_head = handover.record_answer
         using = self._table.track_request(
             instance,
-            alone=prepared.blames_instance("decode", loads_blocks=handover is not None),
             rank=rank,
             prefix=prepared.decode_prefix,
             work=work,
@@ -188,10 +187,13 @@ class PrefillDecodeStages:
             using.end_request(error)
             if not isinstance(error, ProxyError):
                 raise
+            blamed = prepared.blames_instance("decode", loads_blocks=handover is not None)
+            context.doubts.add(error, using, blamed=blamed)
             if prefill is not None and not error.rejects_request:
                 self._peers.forget_instance(prefill)
             raise self._counted(error, instance, prepared) from error.__cause__
         using.record_answer()
+        context.doubts.settle(instance)
         if context.turn is not None:
             context.turn.decode = instance.url
             context.turn.prefill = None if prefill is None else prefill.url
@@ -250,23 +252,26 @@ class PrefillDecodeStages:
     async def _prefilled(self, handover: KVHandover) -> Prefilled:
         prepared, pair = handover.prepared, handover.pair
         context = prepared.stage_input.context
+        using = self._table.track_request(
+            pair.prefill,
+            rank=pair.prefill_rank,
+            prefix=prepared.prefill_prefix,
+            work=prepared.work,
+        )
         try:
-            with self._table.track_request(
-                pair.prefill,
-                alone=prepared.blames_instance("prefill", loads_blocks=pair.earlier is not None),
-                rank=pair.prefill_rank,
-                prefix=prepared.prefill_prefix,
-                work=prepared.work,
-            ) as using:
+            with using:
                 context.record.prefix_tokens = using.matched
                 prefilled = await self._stages.prefill(
                     self._transfer, pair, prepared.consumed, context
                 )
         except ProxyError as error:
+            blamed = prepared.blames_instance("prefill", loads_blocks=pair.earlier is not None)
+            context.doubts.add(error, using, blamed=blamed)
             if not error.rejects_request:
                 self._peers.forget_instance(pair.prefill)
             self._readbacks.record_result(pair, error)
             raise self._counted(error, pair.prefill, prepared) from error.__cause__
+        context.doubts.settle(pair.prefill)
         self._peers.learn_facts(pair, prefilled.replied)
         self._readbacks.record_result(pair)
         return prefilled

@@ -29,6 +29,9 @@ instance that lacked it, and at a decode instance that lacked blocks."""
 MAX_ENCODES = 3
 """Maximum number of tries of one item. The same instance may have several of them."""
 
+MAX_500S = 2
+"""Maximum number of tries of one item that end in a 500."""
+
 FETCH_AGAIN_S = 2.0
 """Time within which a failed fetch of an item's URL is retried on one more instance, in seconds.
 
@@ -269,7 +272,7 @@ def _doubtful_prefill_is_left(failure: RecoveryState) -> bool:
 
 def _doubtful_decode_is_left(failure: RecoveryState) -> bool:
     attempt, late = failure.failed.attempt, isinstance(failure.error, UpstreamTimeout)
-    left = attempt.doubtful in attempt.avoided_decodes
+    left = attempt.doubtful in attempt.avoided_decodes and not failure.error.engine_failed
     return failure.failed_at("decode") and failure.error.retryable and left and not late
 
 
@@ -379,6 +382,7 @@ class EncodeFailure(NamedTuple):
 
     Attributes:
         tries: number of instances that received the item.
+        server_errors: number of its tries alone that were answered 500.
         elapsed_s: seconds since the first try.
         others: whether there is an instance that has not had the item.
         falls_back: whether prefill or decode may encode it (`--on-encode-failure local`).
@@ -387,6 +391,7 @@ class EncodeFailure(NamedTuple):
 
     error: ProxyError
     tries: int
+    server_errors: int
     elapsed_s: float
     others: bool
     falls_back: bool
@@ -402,6 +407,16 @@ class EncodeRule(NamedTuple):
     delay_s: Callable[[EncodeFailure], float | None]
 
 
+def _may_answer(failure: EncodeFailure) -> bool:
+    """Return whether an item may be sent to an instance after a 500.
+
+    A group that failed may have failed by another item: its items are then sent alone.
+    """
+    of_group = failure.server_errors == 0
+    elsewhere = failure.others or not failure.falls_back
+    return of_group or (elsewhere and failure.server_errors < MAX_500S)
+
+
 ENCODE_RULES = (
     EncodeRule(
         "the instance could not fetch the item's URL",
@@ -415,6 +430,13 @@ ENCODE_RULES = (
         lambda failure: failure.error.died and failure.error.retryable and not failure.others,
         # Prefill or decode encode the item next. If they may not, it may have been a reset.
         lambda failure: 0.0 if failure.tries == 1 and not failure.falls_back else None,
+    ),
+    EncodeRule(
+        "an instance answered 500",
+        "another instance, or with `--on-encode-failure fail` the only one; at most "
+        f"{MAX_500S} tries end in a 500",
+        lambda failure: failure.error.engine_failed,
+        lambda failure: 0.0 if _may_answer(failure) else None,
     ),
     EncodeRule(
         "any other failure after which an instance may succeed",

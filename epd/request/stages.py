@@ -1,12 +1,14 @@
 """Stages encode, prefill, decode and release, as requests to instances."""
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
+from ec_store.bounded import BoundedDict
 from epd.api.body import reply_field
-from epd.api.chat import CHAT, encode_body
+from epd.api.chat import CHAT, OPTIONAL, encode_body
 from epd.api.endpoint import encode_json, is_stream
 from epd.api.items import Body, MMItem
 from epd.api.sse import engine_died, may_be_fetch
@@ -26,7 +28,7 @@ from epd.errors import (
     reported_retry_after_s,
 )
 from epd.json_or_none import json_or_none
-from epd.request.context import RequestContext
+from epd.request.context import MAX_LENGTH, RequestContext
 from epd.routing.instances import Instance
 from epd.spans import Span
 from epd.transfer import Params
@@ -41,6 +43,12 @@ MAX_DECODE_BYTES = 256 * 1024**2
 
 QUESTION_TIMEOUT_S = 2.0
 """Timeout of the questions to an instance before its prefill."""
+
+UNSERVED_S = 60.0
+"""Time for which an encode instance gets no name of a model that it has refused, in seconds."""
+
+MAX_UNSERVED = 1024
+"""Upper bound of the remembered refusals of models."""
 
 RELEASE_TIMEOUT_S = 5.0
 """Timeout of a decode instance's answer to a release."""
@@ -76,6 +84,7 @@ class Stages:
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
+        self._unserved: BoundedDict[tuple[str, str], float] = BoundedDict(MAX_UNSERVED)
 
     async def encode(
         self,
@@ -97,24 +106,52 @@ class Stages:
         with context.time_stage("encode", instance.url, items) as timed:
             headers = context.headers_for(context.child_id(), timed.span)
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
+            request = encode_body(body, items, params)
             try:
-                answer = await self._upstream.fetch(
-                    instance.url + CHAT.path,
-                    stage="encode",
-                    headers=headers,
-                    body=encode_json(encode_body(body, items, params), context.cuts),
-                    timeout_s=context.config.encode_timeout_s,
-                )
+                answer = await self._encoded(instance, request, headers, context)
             except UpstreamTimeout as error:
                 if remote:  # the media's host may have caused the delay
                     raise _fetch_failed("encode") from error
                 raise
             timed.record_status(answer.status)
             accepted = _accepted(answer, "encode", context, fetches=remote)
-            context.learn_model(accepted)
             if len(items) > 1:
                 return read_group(accepted, modality, [item.engine_name for item in items])
             return [read_encoded(accepted, modality)]
+
+    async def _encoded(
+        self,
+        instance: Instance,
+        request: Body,
+        headers: Mapping[str, str],
+        context: RequestContext,
+    ) -> Answer:
+        """Return the answer to an encode request, without the fields that the instance refuses.
+
+        A refused model is not sent to this instance for `UNSERVED_S`: it may be an adapter, which
+        an encode instance cannot load, because it has no language model.
+        """
+        key = (instance.url, str(request.get("model"))[:MAX_LENGTH])
+        clock = asyncio.get_running_loop().time
+        if clock() < self._unserved.get(key, 0.0):
+            request = _without(request, "model")
+        while True:
+            answer = await self._upstream.fetch(
+                instance.url + CHAT.path,
+                stage="encode",
+                headers=headers,
+                body=encode_json(request, context.cuts),
+                timeout_s=context.config.encode_timeout_s,
+            )
+            refused = OPTIONAL.get(answer.status)
+            if refused is None or not request.get(refused):
+                break
+            request = _without(request, refused)
+            if refused == "model":
+                self._unserved[key] = clock() + UNSERVED_S
+        if answer.ok and "model" in request:
+            context.learn_model(answer.body)
+        return answer
 
     async def prefill(
         self, transfer: KVTransfer, pair: Pair, sent: Consumed, context: RequestContext
@@ -268,6 +305,10 @@ class Stages:
                         slug="release_failed",
                         stage="release",
                     )
+
+
+def _without(body: Body, field: str) -> Body:
+    return {name: value for name, value in body.items() if name != field}
 
 
 def _head_timeout_s(body: Body, config: LimitSettings) -> float:

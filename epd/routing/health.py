@@ -81,6 +81,7 @@ class Health:
     Attributes:
         policy: the limits; may be replaced at any time.
         met: whether it has ever answered a probe or a request.
+        proven: whether the last request that it answered or failed had succeeded.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Health:
         to 1, for the jitter of probes.
         """
         self.policy = policy
-        self.met = False
+        self.met = self.proven = False
         self._on_change = on_change
         self._random = random
         self._state = HealthState.HEALTHY
@@ -132,7 +133,7 @@ class Health:
         A good answer also ends an outage for the probes: earlier failed probes no longer count, and
         the back-off starts from its minimum.
         """
-        self.met = True
+        self.met = self.proven = True
         state = self.state(now_s)
         if state is HealthState.TRIAL or state is HealthState.DOWN:
             self._failed_probes = 0
@@ -162,8 +163,15 @@ class Health:
                 self.record_answer(now_s)
             case Outcome.BAD | Outcome.UNREACHABLE:
                 self._failed(now_s, unreachable=outcome is Outcome.UNREACHABLE)
+            case Outcome.DOUBTFUL:
+                self.proven = False
             case Outcome.NOTHING:
                 pass
+
+    def record_failure(self, now_s: float, *, begun: int) -> None:
+        """Record that an ended request of doubtful outcome was the instance's failure."""
+        if begun == self._changes:
+            self._failed(now_s, unreachable=False)
 
     def probe_due(self, now_s: float) -> bool:
         """Return whether a probe is due.
@@ -206,6 +214,7 @@ class Health:
         return min(self.policy.min_backoff_s * 2.0**doublings, most_s)
 
     def _failed(self, now_s: float, *, unreachable: bool) -> None:
+        self.proven = False
         self._failures += 1
         state = self.state(now_s)
         few = state is HealthState.HEALTHY and not self._fails_often()

@@ -68,17 +68,19 @@ class InFlight(Reservation):
     Attributes:
         matched: estimated number of the prompt's tokens that were in the prefix cache; None without
             a prefix.
+        was_proven: whether the last judged request at the instance, before this one ended, had
+            succeeded.
     """
 
     _health: Health
     _clock: Callable[[], float]
-    _alone: bool
     _prefix: Prefix
     _work: Work
     _begun: int = 0
     _computed: int = 0
     _sent_s: float | None = None
     matched: int | None = None
+    was_proven: bool = False
 
     def begin_request(self) -> Self:
         self._load.begin_request(self.rank)
@@ -111,15 +113,24 @@ class InFlight(Reservation):
             self._sent_s = None
 
     def end_request(self, error: BaseException | None = None) -> None:
-        """Judge the instance by the request's end. A cancelled request does not count."""
+        """Judge the instance by the request's end. A cancelled request does not count.
+
+        A 500 counts only if the request succeeds elsewhere (`blame_instance`).
+        """
         self._end_work(error)
         self._load.end_request(self.rank)
+        self.was_proven = self._health.proven
         outcome, rest_s = Outcome.NOTHING, None
         if error is None:
             outcome = Outcome.GOOD
-        elif isinstance(error, ProxyError) and (self._alone or not error.engine_failed):
-            outcome, rest_s = error.outcome, error.rest_s
+        elif isinstance(error, ProxyError):
+            outcome = Outcome.DOUBTFUL if error.engine_failed else error.outcome
+            rest_s = error.rest_s
         self._health.request_ended(outcome, self._clock(), begun=self._begun, rest_s=rest_s)
+
+    def blame_instance(self) -> None:
+        """Count the 500 of the ended request as a failure of its instance."""
+        self._health.record_failure(self._clock(), begun=self._begun)
 
 
 class Candidate(NamedTuple):
@@ -296,21 +307,19 @@ class InstanceTable:
         self,
         instance: Instance,
         *,
-        alone: bool = True,
         rank: int | None = None,
         prefix: Prefix = NO_PREFIX,
         work: Work = NO_WORK,
     ) -> InFlight:
         """Return a context manager for a request at this instance.
 
-        Its exit judges the instance by the error. A cancelled request does not count. A 500 counts
-        only with `alone`: the cause may otherwise be a missing entry or block of another instance.
-        Once sent, the prompt counts as content of the prefix cache. Without a rank, the rank is
-        chosen by the prompt.
+        Its exit judges the instance by the error. A cancelled request does not count. Once sent,
+        the prompt counts as content of the prefix cache. Without a rank, the rank is chosen by the
+        prompt.
         """
         health, load = self._health_and_load(instance)
         rank = load.next_rank(prefix) if rank is None else rank
-        return InFlight(instance, rank, load, health, self._clock, alone, prefix, work)
+        return InFlight(instance, rank, load, health, self._clock, prefix, work)
 
     def _health_and_load(self, instance: Instance) -> tuple[Health, Load]:
         candidate = self._members.get(instance.key)

@@ -6,7 +6,7 @@ The docstrings of the handlers are published: `scripts/openapi.py` writes them t
 from http import HTTPStatus
 from typing import Literal, TypedDict
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from epd.api.body import NO_CUTS, cut_and_parsed
 from epd.conversations.conversations import Conversations
@@ -73,7 +73,8 @@ async def _streamed(
         status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
     )
     context.record.stream = True
-    if app[DRAIN].began:
+    # Only the end of the connection ends a stream to an HTTP/1.0 client: it has no chunks.
+    if app[DRAIN].began or request.version < HttpVersion11:
         stream.force_close()
     await stream.prepare(request)
     if request.transport is None:

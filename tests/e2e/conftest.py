@@ -3,7 +3,7 @@
 `tests/e2e/stacks.py` has the table of which tests run on which stack.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ import openai
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from epd.routing.instances import Role
+from epd.routing.instances import CONSUMERS, Role
 from epd.tools.fleet.settings import Topology
 from scripts.forked import ForkedStack
 from tests.collector import over_http
+from tests.e2e.adapters import ADAPTER, write_adapter, write_template
 from tests.e2e.served import Served
 from tests.e2e.stacks import CLUSTER, MODELS, REDIS, STACKS, Spec, stacks_of
 from tests.models import written
@@ -66,6 +67,15 @@ def redis_servers(store: str, folder: Path) -> Iterator[tuple[Sequence[RedisServ
             yield [], None
 
 
+def adapted_flags(model: Path, folder: Path) -> Mapping[Role, Sequence[str]]:
+    """Return the flags of engines with an adapter, at consumers, and a strict chat template."""
+    folder.mkdir(exist_ok=True)
+    template = ["--chat-template", str(write_template(model, folder / "strict.jinja"))]
+    adapter = write_adapter(model, folder / "adapter")
+    lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={adapter}"]
+    return {role: template + lora * (role in CONSUMERS) for role in Role}
+
+
 @pytest.fixture(scope="session")
 def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -75,9 +85,11 @@ def stack(
     with ExitStack() as running:
         collector = running.enter_context(over_http())
         traces = ["--otlp-traces-endpoint", collector.url] if spec.traced else []
+        model = written(*MODELS) / spec.model
+        adapted = adapted_flags(model, directory) if spec.adapted else {}
         redis, url = running.enter_context(redis_servers(spec.store, directory / "redis"))
         described = ForkedStack(
-            written(*MODELS) / spec.model,
+            model,
             Topology.parse(spec.topology),
             directory,
             local_media=MEDIA,
@@ -85,7 +97,10 @@ def stack(
             kv_extra=spec.kv_extra(),
             ec_both=spec.saving,
             kv_events=spec.follows,
-            flags={role: [*flags, *traces] for role, flags in spec.flags().items()},
+            flags={
+                role: [*flags, *traces, *adapted.get(role, [])]
+                for role, flags in spec.flags().items()
+            },
             # No result depends on the speed of the machine.
             proxy_flags=[
                 "--ec-store-budget-s",

@@ -39,6 +39,8 @@ class Spec:
         saving: whether consumers write what they encode to the store, and the policy `cost` leaves
             small pictures to them.
         follows: whether the proxy follows the engines' KV events. Their caches are small.
+        adapted: whether consumers serve an adapter of the language model, and all engines have a
+            chat template that refuses messages without text.
     """
 
     model: str
@@ -51,6 +53,7 @@ class Spec:
     conversing: bool = False
     saving: bool = False
     follows: bool = False
+    adapted: bool = False
 
     def __str__(self) -> str:
         traits = ["bf16"] * self.bf16 + [f"tp{self.ranks}"] * (self.ranks > 1)
@@ -58,6 +61,7 @@ class Spec:
         traits += ["traced"] * self.traced + ["conversing"] * self.conversing
         traits += ["saving"] * self.saving
         traits += ["follows"] * self.follows
+        traits += ["adapted"] * self.adapted
         return "-".join([self.model, self.topology, self.store, *traits])
 
     def flags(self) -> Mapping[Role, Sequence[str]]:
@@ -101,6 +105,7 @@ CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
 SHARDED = Spec(VISION, E_PD, DISK, consumer_ranks=2)
 SAVING = [Spec(VISION, topology, DISK, saving=True) for topology in (E_PD, E_P_D)]
 FOLLOWS = Spec(VISION, "2pd", DISK, follows=True)
+ADAPTED = Spec(VISION, E_PD, DISK, adapted=True)
 OTHERS = (
     "tiny-internvl",
     "tiny-paddleocr-vl",
@@ -126,6 +131,7 @@ STACKS = [
     SHARDED,
     *SAVING,
     FOLLOWS,
+    ADAPTED,
     *MODEL_STACKS,
 ]
 
@@ -133,6 +139,7 @@ EACH_STORE = [ON_DISK, ON_REDIS, ON_CLUSTER]
 
 OF_MODULES: Mapping[str, Sequence[Spec]] = {
     "test_conversations": [CONVERSING],
+    "test_adapters": [ADAPTED],
     "test_content_balance": [FOLLOWS],
     "test_cost_policy": SAVING[:1],
     "test_kills": [CONVERSING],

@@ -1,12 +1,22 @@
 """Rows 4, 5, 34 and 37 to 39: faults of decode instances that must not reach the client."""
 
 import asyncio
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from tests.faults.scripted import STREAM_HEAD, Scripted, chunked, hold, read_request, reset, send
+from tests.faults.scripted import (
+    STREAM_HEAD,
+    Scripted,
+    answer,
+    chunked,
+    hold,
+    read_request,
+    reset,
+    send,
+)
 from tests.requests import image, request, text
 from tests.support.fake_instance import STREAM, refuses
 from tests.support.fleet import Launch, until
@@ -130,3 +140,32 @@ async def test_a_page_of_html_does_not_reach_the_client(
             assert reply.status == (502 if status == 200 else status)
             assert reply.headers["x-epd-error"] == slug
             assert "<" not in body["error"]["message"]
+
+
+@pytest.mark.fault(36)
+async def test_the_rest_of_a_body_is_not_sent_after_an_instance_has_rejected_it(
+    launch: Launch,
+) -> None:
+    size, received = 40_000_000, 0
+
+    async def rejects(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal received
+        with closing(writer):
+            if (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /health"):
+                return
+            reply = answer(b"too large", 413)
+            head_end = reply.index(b"\r\n\r\n") + 4
+            writer.write(reply[:head_end])
+            with suppress(TimeoutError):  # the proxy has stopped
+                while part := await asyncio.wait_for(reader.read(1_000_000), 1):
+                    received += len(part)
+            writer.write(reply[head_end:])
+
+    server = await asyncio.start_server(rejects, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    config: Any = {"decode_servers_urls": (url,), "max_text_bytes": 2 * size}
+    async with server, launch(**config) as fleet:
+        status, _ = await fleet.chat(request(text("a" * size)))
+
+        assert status == 413
+    assert 0 < received < size

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import json
 import random
 from contextlib import suppress
 from typing import Any
@@ -71,13 +72,88 @@ async def test_bad_requests_wait_for_those_before_them() -> None:
         assert (await answer(reader)).status == 400
 
 
-@pytest.mark.fault(57)
-async def test_the_answer_to_a_long_bad_head_can_be_read() -> None:
+@pytest.mark.fault(49)
+async def test_the_answer_to_a_head_that_is_too_large_can_be_read() -> None:
     """Closing with unread bytes would reset the connection, and the answer would be lost."""
     async with launch() as fleet:
         said = await asyncio.to_thread(send_all, fleet.url, LONG_HEAD)
 
-        assert said.startswith(b"HTTP/1.0 400 ")
+        assert said.startswith(b"HTTP/1.0 431 ")
+
+
+def head(headers: dict[str, str], target: str = "/v1/chat/completions") -> bytes:
+    """Return a request with these headers."""
+    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+    start, body = f"POST {target} HTTP/1.1\r\n", json.dumps(request(text())).encode()
+    own = f"Host: epd\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return (start + own + "".join(lines) + "\r\n").encode() + body
+
+
+MANY = {f"X-{number}": "1" for number in range(256 - 3)}
+LARGE = [
+    head({"Cookie": "a" * 200_000}),
+    head({"Authorization": "Bearer " + "a" * 65_536}),
+    head({}, "/v1/chat/completions?a=" + "b" * 65_536),
+    head(MANY),
+    head(dict.fromkeys(MANY, "a" * 800)),
+]
+
+
+@pytest.mark.fault(49)
+@pytest.mark.parametrize("sent", LARGE, ids=["cookie", "token", "target", "many", "much"])
+@pytest.mark.parametrize("pieces", [1, 7])
+async def test_large_heads_are_accepted(sent: bytes, pieces: int) -> None:
+    async with launch() as fleet, connected(fleet.url) as (reader, writer):
+        size = len(sent) // pieces + 1
+        for _ in range(2):  # the next request of a connection too
+            for start in range(0, len(sent), size):
+                writer.write(sent[start : start + size])
+                await writer.drain()
+                await asyncio.sleep(0)
+            assert (await answer(reader)).status == 200
+
+        assert len(fleet.d.calls) == 2
+
+
+TOO_LARGE = {
+    "cookie": (head({"A": "b", "Cookie": SECRET * 2000, "C": "d" * 1000}), "the header Cookie"),
+    "target": (head({}, f"/{SECRET}" * 2000), "the request line"),
+    "sum": (head({f"X-{number}": SECRET * 20 for number in range(200)}), "the header X-"),
+    "endless": (b"POST / HTTP/1.1\r\nCookie: " + SECRET.encode() * 2000, "the header Cookie"),
+    "count": (head({**MANY, "One-More": SECRET}), "more than 256 headers"),
+}
+
+
+@pytest.mark.fault(49)
+@pytest.mark.security("S19")
+@pytest.mark.parametrize(("sent", "named"), TOO_LARGE.values(), ids=TOO_LARGE)
+@pytest.mark.parametrize("pieces", [1, 7])
+async def test_head_above_a_limit_gets_a_431_that_names_it(
+    sent: bytes, named: str, pieces: int
+) -> None:
+    async with launch(max_head_bytes=8192) as fleet, connected(fleet.url) as (reader, writer):
+        size = len(sent) // pieces + 1
+        for start in range(0, len(sent), size):
+            writer.write(sent[start : start + size])
+            await asyncio.sleep(0)
+        said = await answer(reader)
+
+        assert (said.status, said.error["slug"]) == (431, "head_too_large")
+        assert named in said.error["message"]
+        assert "8192 bytes (--max-head-bytes)" in said.error["message"] or "256" in named
+        assert await ended(reader)
+        assert SECRET not in f"{said} {fleet.events}"
+        assert slugs(fleet) == [(431, "head_too_large")]
+        assert fleet.d.calls == []
+
+
+@pytest.mark.fault(49)
+async def test_large_body_is_no_part_of_the_head() -> None:
+    body = json.dumps(request(text("a" * 1_000_000))).encode()
+    async with launch(max_head_bytes=8192) as fleet, connected(fleet.url) as (reader, writer):
+        for _ in range(2):
+            writer.write(post(body))
+            assert (await answer(reader)).status == 200
 
 
 @pytest.mark.fault(57)
@@ -112,7 +188,17 @@ async def test_damaged_requests_end_in_our_errors_or_in_answers() -> None:
 
         await asyncio.gather(*(send(_damaged(dice.choice(whole), dice)) for _ in range(300)))
 
-        assert {status for status, _ in slugs(fleet)} <= {200, 400, 404, 405, 408, 413, 415, 417}
+        assert {status for status, _ in slugs(fleet)} <= {
+            200,
+            400,
+            404,
+            405,
+            408,
+            413,
+            415,
+            417,
+            431,
+        }
         assert (await fleet.chat(request(text())))[0] == 200
 
 

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from epd.http.connection import STALE_S
 from tests.requests import request, text
 from tests.support.fleet import Launch
 
@@ -16,10 +17,19 @@ class Closing:
 
     Attributes:
         answered: bytes sent before the end of the second: nothing, or a part of an answer.
+        works_s: seconds between the second request and its end.
     """
 
-    def __init__(self, answered: bytes = b"", *, reset: bool = False, always: bool = False) -> None:
+    def __init__(
+        self,
+        answered: bytes = b"",
+        *,
+        reset: bool = False,
+        always: bool = False,
+        works_s: float = 0.0,
+    ) -> None:
         self.answered = answered
+        self.works_s = works_s
         self.reset = reset
         self.always = always
         self.connections = -1  # the probe's connection does not count
@@ -42,6 +52,7 @@ class Closing:
                 await reader.readexactly(length)
                 self.requests += 1
                 if end:
+                    await asyncio.sleep(self.works_s)
                     writer.write(self.answered)
                     await writer.drain()
                     break
@@ -84,6 +95,17 @@ async def test_an_answer_that_has_begun_is_not_asked_for_again(
     # Otherwise the request itself would be retried.
     monkeypatch.setattr("epd.request.recovery.MAX_DECODES", 1)
     instance = Closing(b"HTTP/1.1 200 OK\r\nX: ")
+
+    assert await _with_closing(instance, 2) == [200, 502]
+    assert instance.requests == 2
+
+
+@pytest.mark.fault(48)
+async def test_a_request_that_an_instance_works_on_before_it_dies_is_not_sent_again_unseen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("epd.request.recovery.MAX_DECODES", 1)
+    instance = Closing(works_s=STALE_S + 0.5)
 
     assert await _with_closing(instance, 2) == [200, 502]
     assert instance.requests == 2

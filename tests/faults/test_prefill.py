@@ -281,7 +281,7 @@ async def test_an_unreachable_decode_is_skipped_and_prefilled_blocks_are_release
     [
         (refuses(503, "busy"), 503, "decode_failed", 2),
         (drops, 503, "suspected_fatal", 2),
-        (refuses(500, "bug"), 500, "decode_failed", 1),
+        (refuses(500, "bug"), 500, "decode_failed", 2),
         (hangs, 504, "decode_timeout", 1),
     ],
 )

@@ -513,7 +513,7 @@ async def test_an_item_is_encoded_by_another_instance(launch: Launch, fault: Han
 async def test_an_item_is_sent_to_three_instances_at_most(launch: Launch) -> None:
     async with launch(encode=5, on_encode_failure="fail") as fleet:
         for instance in fleet.encode:
-            instance.chat = refuses(500)
+            instance.chat = refuses(502)
         status, _ = await fleet.chat(request(image()))
 
         assert status == 502

@@ -396,7 +396,7 @@ async def test_metrics_show_the_role_and_the_load_of_each_instance(launch: Launc
         meanwhile = await page(fleet.url, fleet.http)
         asking.cancel()
         await until(lambda: fleet.events.requests[-1].status == 499)
-        await misbehaving(fleet, "d", refuses(500), status=500)
+        await misbehaving(fleet, "d", refuses(502), status=502)
         after = await page(fleet.url, fleet.http)
 
     assert (before[up], before[at_it]) == (1, 0)

@@ -12,7 +12,7 @@ from aiohttp import web
 from epd.edge.drain import DRAIN
 from epd.server.responses import JOINED_BYTES, WholeResponse
 from tests.faults.client_bytes import chat
-from tests.support.fake_instance import REPLY
+from tests.support.fake_instance import REPLY, STREAM
 from tests.support.fleet import Launch, until
 from tests.support.raw import answer, connected, ended, post
 
@@ -69,6 +69,22 @@ async def test_a_response_states_whether_the_connection_stays_open(
         else:
             writer.write(sent)
             assert (await answer(reader)).status == 200
+
+
+@pytest.mark.parametrize("keep_alive", [b"", b"Connection: keep-alive\r\n"])
+async def test_the_end_of_a_stream_to_an_http_1_0_client_is_that_of_its_connection(
+    keep_alive: bytes,
+) -> None:
+    sent = post(chat(stream=True)).replace(b"HTTP/1.1\r\n", b"HTTP/1.0\r\n" + keep_alive, 1)
+    async with launch(keep_alive_s=60.0) as fleet, connected(fleet.url) as (reader, writer):
+        writer.write(sent)
+        async with asyncio.timeout(20):
+            said = await reader.read()
+
+        head, _, events = said.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.0 200 ")
+        assert b"keep-alive" not in head.lower()
+        assert events == b"".join(STREAM)
 
 
 async def test_a_response_during_the_drain_closes_the_connection() -> None:

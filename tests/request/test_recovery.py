@@ -129,6 +129,11 @@ ROWS: list[tuple[int, RecoveryState, dict[str, Any]]] = [
     ),
     (8, failure(failed("decode")), {"avoided_decodes": (D1,), "failures": ("decode",)}),
     (
+        8,
+        failure(rejected(500), depends=False),
+        {"avoided_decodes": (D1,), "failures": ("decode",), "doubtful": D1},
+    ),
+    (
         9,
         failure(unreachable("decode"), other_decodes=False, attempt=DOUBTFUL),
         {"avoided_decodes": (D1,), "failures": ("decode",), "doubtful": None},
@@ -312,7 +317,7 @@ def test_every_row_has_a_case() -> None:
         failure(rejected(400), attempt={"raw": True}),
         failure(rejected(400), attempt={"reencode": True}),
         failure(rejected(400), bare=0),
-        failure(rejected(500), depends=False),
+        failure(rejected(500), depends=False, other_decodes=False),
         failure(rejected(500), attempt={"reencode": True, "failures": ("decode",)}),
         failure(failed("prefill"), attempt={"failures": ("prefill",)}, may_prefill_locally=False),
     ],
@@ -452,10 +457,11 @@ def test_the_longest_course_of_failures_takes_all_attempts(
 
 
 def encode_failure(error: ProxyError, **more: Any) -> EncodeFailure:
-    given = {"tries": 1, "elapsed_s": 0.0, "others": True, "falls_back": True, "patience_s": 5.0}
-    return EncodeFailure(error, **(given | more))
+    given = {"tries": 1, "server_errors": 1, "elapsed_s": 0.0, "others": True, "falls_back": True}
+    return EncodeFailure(error, **{"patience_s": 5.0, **given, **more})
 
 
+BUG = UpstreamFailed("x", stage="encode", answered=500)
 FETCH = MediaFetchFailed("x", stage="encode")
 DIED = UpstreamDied("x", stage="encode")
 BUSY = UpstreamBusy("x", stage="encode", retry_after_s=4.0)
@@ -470,12 +476,18 @@ BUSY = UpstreamBusy("x", stage="encode", retry_after_s=4.0)
         (2, encode_failure(DIED, others=False), None),
         (2, encode_failure(DIED, others=False, falls_back=False), 0.0),
         (2, encode_failure(DIED, others=False, falls_back=False, tries=2), None),
-        (3, encode_failure(DIED), 0.0),
-        (3, encode_failure(failed("encode"), others=False), 0.0),
-        (3, encode_failure(BUSY), 0.0),
-        (3, encode_failure(BUSY, others=False), 4.0),
-        (3, encode_failure(BUSY, others=False, patience_s=4.0), 4.0),
-        (3, encode_failure(BUSY, others=False, patience_s=3.0), None),
+        (3, encode_failure(BUG), 0.0),
+        (3, encode_failure(BUG, server_errors=2), None),
+        (3, encode_failure(BUG, others=False), None),
+        (3, encode_failure(BUG, others=False, server_errors=0), 0.0),
+        (3, encode_failure(BUG, others=False, falls_back=False), 0.0),
+        (3, encode_failure(BUG, others=False, falls_back=False, server_errors=2), None),
+        (4, encode_failure(DIED), 0.0),
+        (4, encode_failure(failed("encode"), others=False), 0.0),
+        (4, encode_failure(BUSY), 0.0),
+        (4, encode_failure(BUSY, others=False), 4.0),
+        (4, encode_failure(BUSY, others=False, patience_s=4.0), 4.0),
+        (4, encode_failure(BUSY, others=False, patience_s=3.0), None),
     ],
 )
 def test_rows_state_when_an_item_is_encoded_again(

@@ -16,6 +16,7 @@ from epd.aio import Background
 from epd.config.sections.transfers import TransferSettings
 from epd.encoder_cache.client import EncoderCache
 from tests.requests import Part
+from tests.support import fake_instance
 from tests.support.fake_instance import REPLY, FakeInstance, decodes, encodes, refuses
 from tests.support.fleet import Fleet, Launch
 
@@ -100,8 +101,7 @@ class Backed:
 
 
 def parts_of(body: dict[str, Any]) -> list[Part]:
-    contents = [message["content"] for message in body.get("messages") or body["input"]]
-    return [part for content in contents if isinstance(content, list) for part in content]
+    return fake_instance.parts_of(body.get("messages") or body["input"])
 
 
 @asynccontextmanager

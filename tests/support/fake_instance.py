@@ -35,6 +35,17 @@ METADATA: Mapping[str, Any] = {
 """Placeholder metadata that encode instances report, by type of the content part."""
 
 
+ENCODE_TEXT = {"type": "text", "text": "."}
+"""Text part that the proxy adds to each encode request."""
+
+
+def parts_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the content parts of messages, without the text of encode requests."""
+    contents = [message["content"] for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part for part in parts if part != ENCODE_TEXT]
+
+
 @dataclass(frozen=True)
 class Call:
     path: str
@@ -44,9 +55,8 @@ class Call:
 
     @property
     def parts(self) -> list[dict[str, Any]]:
-        """Return the content parts of all messages."""
-        contents = [message["content"] for message in self.body["messages"]]
-        return [part for content in contents if isinstance(content, list) for part in content]
+        """Return the content parts of all messages, without the text of encode requests."""
+        return parts_of(self.body["messages"])
 
 
 @dataclass
@@ -146,7 +156,10 @@ class FakeInstance:
             app.router.add_post(path, self._other)
         for path in ("/health", "/metrics", "/v1/models", "/version", "/tokenizer_info"):
             app.router.add_get(path, self._other)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
+        # vLLM's server accepts headers of megabytes.
+        runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=0.2, max_field_size=2**20
+        )
         await runner.setup()
         self._sites = [web.TCPSite(runner, "127.0.0.1", port, ssl_context=context)]
         await self._sites[0].start()
@@ -161,7 +174,7 @@ class FakeInstance:
 async def encodes(_: web.Request, body: dict[str, Any]) -> web.Response:
     """Reply like an encode instance of vLLM 0.32: with keys, places and placeholder metadata."""
     report: dict[str, dict[str, Any]] = {}
-    for index, part in enumerate(body["messages"][0]["content"]):
+    for index, part in enumerate(parts_of(body["messages"])):
         media = json.dumps({key: value for key, value in part.items() if key != "uuid"})
         key = part.get("uuid") or hashlib.sha256(media.encode()).hexdigest()
         if "mm_processor_kwargs" in body:

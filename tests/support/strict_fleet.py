@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from tests.requests import Part
-from tests.support.fake_instance import FakeInstance, Handler
+from tests.support.fake_instance import ENCODE_TEXT, FakeInstance, Handler
 from tests.support.fake_turns import Turns
 from tests.support.fleet import Fleet
 from tests.support.strict_encode import Folder, Memory, Pushes, Strict, all_parts, features_of
@@ -123,7 +123,8 @@ class StrictFleet:
 
     def _encodes(self, then: Handler) -> Handler:
         async def chat(request: web.Request, body: Body) -> web.StreamResponse:
-            parts = all_parts(body)
+            *parts, text = all_parts(body)
+            self._check(text == ENCODE_TEXT, f"encode is sent {text}")
             self._check(set(body) <= ENCODED, f"encode is sent {sorted(body)}")
             self._check((body["stream"], body["max_tokens"]) == (False, 1), "encode answers")
             self._check(len(parts) == 1, f"encode is sent {len(parts)} parts")

@@ -23,6 +23,9 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     max_text_bytes: int = Field(default=16 * 1024**2, ge=1024)
     """maximum size of a JSON request body without its media (data: URLs in base64, input_audio), in
     bytes; parsing it blocks the process"""
+    max_head_bytes: int = Field(default=256 * 1024, ge=8 * 1024)
+    """maximum size of a request's head (its target and all headers), in bytes; a larger one, or one
+    with more than 256 headers, gets 431"""
     max_connections: int = Field(default=0, ge=0)
     """maximum of client connections to one process; 0: as many as its file descriptors allow"""
     stream_interval: int = Field(default=1, ge=1)

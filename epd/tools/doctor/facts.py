@@ -42,11 +42,16 @@ def _options(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Model as `GET /v1/models` lists it; None: the instance does not report the value."""
+    """Model as `GET /v1/models` lists it; None: the instance does not report the value.
+
+    Attributes:
+        parent: model that a LoRA adapter belongs to; None for a model.
+    """
 
     name: str
     root: str | None = None
     max_model_len: int | None = None
+    parent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

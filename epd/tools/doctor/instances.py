@@ -112,7 +112,12 @@ def _text(value: object) -> str | None:
 def _models(answer: Mapping[str, Any]) -> tuple[ModelFacts, ...]:
     rows = answer.get("data")
     return tuple(
-        ModelFacts(row["id"], _text(row.get("root")), _length(row.get("max_model_len")))
+        ModelFacts(
+            row["id"],
+            _text(row.get("root")),
+            _length(row.get("max_model_len")),
+            _text(row.get("parent")),
+        )
         for row in (rows if isinstance(rows, list) else [])
         if isinstance(row, dict) and isinstance(row.get("id"), str)
     )

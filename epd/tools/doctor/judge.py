@@ -63,6 +63,11 @@ NO_CHAT = (
 )
 """Advice for an encode instance that answers a chat request with 404, but knows the model."""
 
+SAME_MODELS = (
+    "serve the same models under the same names, and the same --lora-modules on all prefill, "
+    "decode and prefill_decode instances; encode instances need no adapters"
+)
+
 SEEN = {
     ENCODE: "encodes, and reports where its outputs are",
     CONSUME: "finds encoder outputs by their key alone",
@@ -183,16 +188,22 @@ def _judge_namespaces(reachable: Sequence[InstanceFacts]) -> Iterator[Finding]:
 def _judge_models(reachable: Sequence[InstanceFacts]) -> Iterator[Finding]:
     if not reachable:
         return
-    every = set[str]().union(*({model.name for model in fact.models} for fact in reachable))
+    listed = [model for fact in reachable for model in fact.models]
+    adapters = {model.name for model in listed if model.parent is not None}
+    every = {model.name for model in listed}
+    # Encode instances have no language model, and so load no adapters.
+    wanted = {role: every - adapters if role is Role.ENCODE else every for role in Role}
     lacking = [
         f"{fact.instance.url} lacks {', '.join(sorted(missing))}"
         for fact in reachable
-        if (missing := every - {model.name for model in fact.models})
+        if (missing := wanted[fact.instance.role] - {model.name for model in fact.models})
     ]
     if lacking:
-        yield fail("models", "; ".join(lacking), "serve the same models under the same names")
+        yield fail("models", "; ".join(lacking), SAME_MODELS)
     else:
-        yield ok("models", f"every instance serves {', '.join(sorted(every)) or 'nothing'}")
+        models = ", ".join(sorted(every - adapters)) or "nothing"
+        others = f", and the others than encode {', '.join(sorted(adapters))}" if adapters else ""
+        yield ok("models", f"every instance serves {models}{others}")
     yield from _judge_lengths(reachable)
 
 

@@ -328,7 +328,7 @@ async def test_a_model_that_takes_no_pictures_is_tried_with_a_sound(clinic: Clin
     encode = clinic.encode.chat
 
     async def sounds_only(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        [part] = body["messages"][0]["content"]
+        [part, _] = body["messages"][0]["content"]
         no = refuses(400, "At most 0 image(s) may be provided in one prompt.")
         return await (encode if part["type"] == "input_audio" else no)(request, body)
 

@@ -119,9 +119,21 @@ def test_an_instance_that_lacks_a_model_is_named() -> None:
 
     [finding] = bad(judge_fleet(fleet))
 
-    assert finding == fail(
-        "models", "http://e lacks lora", "serve the same models under the same names"
-    )
+    assert (finding.verdict, finding.subject) == (Verdict.FAIL, "models")
+    assert finding.seen == "http://e lacks lora"
+    assert finding.advice
+    assert finding.advice.startswith("serve the same models under the same names")
+
+
+def test_adapters_are_expected_of_all_instances_but_encode_instances() -> None:
+    served = (ModelFacts("m"), ModelFacts("lora", parent="m"))
+    other = Instance(Role.PREFILL_DECODE, "http://pd2")
+    fleet = [facts(), facts(PD, models=served), facts(other, models=served)]
+    lacking = [*fleet[:2], facts(other)]
+
+    assert bad(judge_fleet(fleet)) == []
+    [finding] = bad(judge_fleet(lacking))
+    assert finding.seen == "http://pd2 lacks lora"
 
 
 def test_consumers_with_other_lengths_are_named_and_encode_instances_may_have_any() -> None:

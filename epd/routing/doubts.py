@@ -1,0 +1,63 @@
+"""Answers of 500: whether the request or its instance is at fault. Pure.
+
+Some requests fail on every instance, such as a video that the model's processor cannot read. Their
+500s are no evidence against the instances. Another 500 is the instance's own. The same request at
+another instance tells them apart.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from epd.errors import ProxyError
+from epd.routing.instances import Instance
+from epd.routing.table import InFlight
+
+MAX_DOUBTS = 2
+"""Number of 500s of proven instances after which the request is at fault: it is not sent again."""
+
+
+class Doubt(NamedTuple):
+    """A 500 of an instance.
+
+    Attributes:
+        subject: the item that the instance had to encode; None for the whole request.
+        blamed: whether a success elsewhere shows that the instance is at fault. If an entry or a
+            block was missing, or several items were sent, it does not.
+    """
+
+    using: InFlight
+    subject: Hashable
+    blamed: bool
+
+
+@dataclass(slots=True)
+class Doubts:
+    """The 500s of one request that no success has explained yet."""
+
+    _doubts: list[Doubt] = field(default_factory=list)
+
+    def add(
+        self, error: ProxyError, using: InFlight, subject: Hashable = None, *, blamed: bool = True
+    ) -> None:
+        """Remember a request that has ended in this error, if it is a 500."""
+        if error.engine_failed:
+            self._doubts.append(Doubt(using, subject, blamed))
+
+    def settle(self, instance: Instance, subject: Hashable = None) -> None:
+        """Count the failures of other instances after a success of `instance`.
+
+        The success of the whole request explains all 500s, that of an item those of the item.
+        """
+        if not self._doubts:
+            return
+        settled = [doubt for doubt in self._doubts if subject in {None, doubt.subject}]
+        self._doubts = [doubt for doubt in self._doubts if doubt not in settled]
+        for doubt in settled:
+            if doubt.blamed and doubt.using.instance != instance:
+                doubt.using.blame_instance()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the request must not be sent again, because it fails on proven instances."""
+        return sum([doubt.using.was_proven for doubt in self._doubts]) >= MAX_DOUBTS

@@ -1,0 +1,110 @@
+"""Encode requests: what they have of the client's request, and what an instance may refuse."""
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.requests import image, request, text
+from tests.support.fake_instance import ENCODE_TEXT, Handler, encodes, refuses
+from tests.support.fleet import Fleet, Launch, until
+
+TEMPLATE = {"chat_template": "{{ messages }}", "chat_template_kwargs": {"thinking": False}}
+ASKED = {"model": "m", **TEMPLATE}
+
+
+def knows(*models: str, trusts: bool = True) -> Handler:
+    """Return an encode instance with these models that may accept a request's chat template."""
+
+    async def chat(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if body.get("model") not in {None, *models}:
+            return await refuses(404, "The model does not exist.")(http, body)
+        if not trusts and body.get("chat_template"):
+            return await refuses(400, "Refused request with untrusted chat template.")(http, body)
+        return await encodes(http, body)
+
+    return chat
+
+
+def encoded(fleet: Fleet) -> list[dict[str, Any]]:
+    """Return the fields about model and template in each encode request."""
+    fields = ("model", *TEMPLATE)
+    return [
+        {name: call.body[name] for name in fields if name in call.body} for call in fleet.e.calls
+    ]
+
+
+async def test_encode_request_has_template_and_text(launch: Launch) -> None:
+    async with launch() as fleet:
+        async with fleet.post(request(image(), text(), **TEMPLATE)) as reply:
+            assert reply.status == 200
+
+        assert encoded(fleet) == [ASKED]
+        assert fleet.e.calls[0].body["messages"][0]["content"][-1] == ENCODE_TEXT
+
+
+async def test_items_of_a_group_share_one_text(launch: Launch) -> None:
+    async with launch(encode_group_items=4) as fleet:
+        async with fleet.post(request(image(b"1"), image(b"2"))) as reply:
+            assert reply.status == 200
+
+        [call] = fleet.e.calls
+        kinds = [part["type"] for part in call.body["messages"][0]["content"]]
+        assert kinds == ["image_url", "image_url", "text"]
+
+
+@pytest.mark.fault(2)
+async def test_picture_under_the_name_of_an_adapter_is_encoded_by_the_model(
+    launch: Launch,
+) -> None:
+    async with launch() as fleet:
+        fleet.e.chat = knows("m")
+        for number in range(3):
+            picture = image(b"%d" % number)
+            async with fleet.post(request(picture, model="adapter")) as reply:
+                assert reply.status == 200
+                assert reply.headers["x-epd-items"] == "hit=0,encoded=1,local=0"
+
+        # The instance is asked once for the adapter.
+        assert encoded(fleet) == [{"model": "adapter"}, {}, {}, {}]
+        assert {call.body["model"] for call in fleet.d.calls} == {"adapter"}
+
+
+async def test_untrusted_template_is_left_to_decode(launch: Launch) -> None:
+    async with launch() as fleet:
+        fleet.e.chat = knows("m", trusts=False)
+        async with fleet.post(request(image(), **TEMPLATE)) as reply:
+            assert reply.status == 200
+
+        left = {name: value for name, value in ASKED.items() if name != "chat_template"}
+        assert encoded(fleet) == [ASKED, left]
+        assert fleet.d.calls[0].body["chat_template"] == TEMPLATE["chat_template"]
+
+
+async def test_requests_with_different_templates_do_not_fail_each_other(launch: Launch) -> None:
+    async def renders(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        with suppress(TimeoutError):
+            await until(lambda: len(fleet.e.calls) == 2, timeout_s=2)
+        answer = refuses(400, "no") if body.get("chat_template_kwargs") else encodes
+        return await answer(http, body)
+
+    async with launch() as fleet:
+        fleet.e.chat = renders
+        bad, good = request(image(), chat_template_kwargs={"x": 1}), request(image())
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(fleet.chat(body)) for body in (bad, bad, good)]
+
+        assert [task.result()[0] for task in tasks] == [400, 400, 200]
+
+
+async def test_other_apis_have_no_template_of_their_own(launch: Launch) -> None:
+    picture = {"type": "input_image", "image_url": image()["image_url"]["url"]}
+    asked = {"model": "m", "input": [{"role": "user", "content": [picture]}], **TEMPLATE}
+    async with launch() as fleet:
+        async with fleet.http.post(f"{fleet.url}/v1/responses", json=asked) as reply:
+            assert reply.status == 200
+
+        left = {name: value for name, value in ASKED.items() if name != "chat_template"}
+        assert encoded(fleet) == [left]
