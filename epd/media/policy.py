@@ -5,6 +5,7 @@ parser between check and use could bypass the policy (CVE-2026-24779).
 """
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Protocol
@@ -118,6 +119,12 @@ class HeldBytes(Protocol):
     def add(self, size: int) -> None:
         """Count additional bytes. Raise `TryLater` if the memory limit is reached."""
 
+    def may_give_up(self, size: int, give_up: Callable[[], None]) -> None:
+        """Offer counted bytes to requests that find no room; `give_up` then frees them."""
+
+    def withdraw_offer(self) -> None:
+        """End the offer of `may_give_up`, if there is one."""
+
     def separate_count(self) -> AbstractContextManager["HeldBytes"]:
         """Return a separate counter for the same tenant, valid until its context exits."""
 
@@ -130,6 +137,12 @@ class UncountedBytes:
 
     def add(self, size: int) -> None:
         """Ignore the bytes: there is no limit."""
+
+    def may_give_up(self, size: int, give_up: Callable[[], None]) -> None:
+        """Ignore the offer: nothing lacks room."""
+
+    def withdraw_offer(self) -> None:
+        """Do nothing: there is no offer."""
 
     def separate_count(self) -> AbstractContextManager[HeldBytes]:
         return nullcontext(self)

@@ -171,6 +171,9 @@ class Stages:
             ProxyError: the instance failed.
         """
         endpoint, body, idle_s = context.endpoint, sent.body, context.config.idle_timeout_s
+        pieces = endpoint.encode_body(body, context.cuts)
+        if context.cuts and len(pieces) == 1:  # decode gets no media
+            context.offer_media()
         with context.time_stage("decode", instance.url) as timed:
             reply = await self._upstream.open(
                 instance.url + endpoint.path,
@@ -178,7 +181,7 @@ class Stages:
                 headers=context.headers_for(
                     request_id, timed.span, rank, endpoint.content_type(body), mark=sent.mark
                 ),
-                body=endpoint.encode_body(body, context.cuts),
+                body=pieces,
                 head_timeout_s=_head_timeout_s(body, context.config),
             )
             timed.record_status(reply.status)

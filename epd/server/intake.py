@@ -67,7 +67,8 @@ async def serve_request(request: web.Request, handler: Handler, visit: Visit) ->
                 ticket = admitted.enter_queue()
                 if ticket.where == "queue":
                     await _queued(request, admission, ticket, context)
-                admitted.grow(size)
+                if size:
+                    admitted.check_room(size)
             return await handler(request)
 
 
@@ -217,14 +218,17 @@ async def _collect(
 ) -> bytearray:
     started, limit = asyncio.get_running_loop().time(), config.worker_max_body_bytes
     latest = started + config.body_timeout_s
-    content = request.content
+    content, length = request.content, request.content_length
     # Joining what has arrived costs a copy. Without a length, parts may be of one byte each.
-    sized = request.content_length is not None
+    sized = length is not None
     parts = bytearray()  # a list of one-byte parts would need 40 times the memory
     async with asyncio.timeout_at(min(latest, started + GRACE_S)) as deadline:
         while chunk := (await content.readchunk())[0] if sized else await content.readany():
             parts += chunk
-            _count(len(parts), limit, admitted)
+            # Twice the received bytes: a body is refused before its second half arrives, and a
+            # client that sends nothing reserves nothing.
+            size = len(parts) if length is None else min(length, 2 * len(parts))
+            _count(size, limit, admitted)
             rate_s = len(parts) / config.body_min_rate_bytes
             deadline.reschedule(min(latest, started + GRACE_S + rate_s))
     return parts
