@@ -201,6 +201,10 @@ class AdmittedRequest:
         """Raise as `grow` does if there is no room for a body of this size. Nothing is counted."""
         self._admission.check_room(self._use, size)
 
+    def remove(self, size: int) -> None:
+        """Stop counting some of the bytes."""
+        self.set_size(max(0, self.size - size))
+
     def set_size(self, size: int) -> None:
         """Count `size` bytes, which are in memory already, instead of those counted before."""
         added = size - self.size
@@ -345,7 +349,7 @@ class Admission:
             request, offer = oldest
             del self.offers[request]
             offer.give_up()
-            request.set_size(max(0, request.size - offer.size))
+            request.remove(offer.size)
         return None
 
     def check_room(self, use: TenantUse, size: int) -> None:

@@ -119,6 +119,12 @@ class HeldBytes(Protocol):
     def add(self, size: int) -> None:
         """Count additional bytes. Raise `TryLater` if the memory limit is reached."""
 
+    def try_add(self, size: int) -> bool:
+        """Count additional bytes if there is room for them. Return whether there is."""
+
+    def remove(self, size: int) -> None:
+        """Stop counting some bytes."""
+
     def may_give_up(self, size: int, give_up: Callable[[], None]) -> None:
         """Offer counted bytes to requests that find no room; `give_up` then frees them."""
 
@@ -137,6 +143,13 @@ class UncountedBytes:
 
     def add(self, size: int) -> None:
         """Ignore the bytes: there is no limit."""
+
+    def try_add(self, size: int) -> bool:  # noqa: ARG002 - of the protocol
+        """Return True: there is no limit."""
+        return True
+
+    def remove(self, size: int) -> None:
+        """Ignore the bytes: they are not counted."""
 
     def may_give_up(self, size: int, give_up: Callable[[], None]) -> None:
         """Ignore the offer: nothing lacks room."""
