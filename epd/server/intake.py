@@ -2,9 +2,12 @@
 
 import asyncio
 import math
+import os
 import re
 import secrets
 import select
+import socket
+import struct
 from collections.abc import Mapping
 
 from aiohttp import HttpVersion11, hdrs, web
@@ -16,7 +19,14 @@ from epd.api.prompts import CONVERSATION, conversation_id
 from epd.config.sections import ConfigFields
 from epd.conversations.turn import Turn
 from epd.edge import engine_headers
-from epd.edge.access import Access, Headers, check_admin, check_registrar, client_key
+from epd.edge.access import (
+    Access,
+    Headers,
+    check_admin,
+    check_registrar,
+    client_key,
+    is_loopback,
+)
 from epd.edge.admission import Admission, AdmittedRequest, Slot
 from epd.edge.drain import DRAIN
 from epd.encoder_cache.identity import conversation_key, with_salt
@@ -31,6 +41,9 @@ GRACE_S = 5.0
 
 SEED = secrets.randbits(64)
 """Seed of this process for the fingerprints of bodies."""
+
+UCRED = struct.Struct("3i")
+"""Process, user and group of the other end of a Unix socket, as the kernel writes them."""
 
 PRIORITY = "priority"
 """Field of a request: its priority among the requests that wait at an engine."""
@@ -106,9 +119,25 @@ def _key_error(header: str, headers: Mapping[str, str]) -> str:
 
 
 def _check_admin(request: web.Request) -> None:
-    peer = request.get_extra_info("peername")
-    address = peer[0] if isinstance(peer, tuple) else None
-    check_admin(request[VISIT].context.config.admin_api_key, request.headers, address)
+    config = request[VISIT].context.config
+    key = config.admin_api_key
+    check_admin(key, request.headers, private=key is None and _is_private(request, config))
+
+
+def _is_private(request: web.Request, config: ConfigFields) -> bool:
+    """Return whether the connection comes from this machine, on an address for it alone.
+
+    On a Unix socket it must come from the proxy's own user: a reverse proxy runs as another one.
+    """
+    if config.uds is None:
+        peer = request.get_extra_info("peername")
+        return is_loopback(config.host) and isinstance(peer, tuple) and is_loopback(peer[0])
+    opened: socket.socket | None = request.get_extra_info("socket")
+    if opened is None:  # the client has disconnected
+        return False
+    credentials = opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+    user: int = UCRED.unpack(credentials)[1]
+    return user == os.geteuid()
 
 
 def may_administer(request: web.Request) -> bool:
