@@ -73,6 +73,15 @@ MAX_ANSWER_BYTES = 16 * 1024**2
 """Maximum size of an answer of an encode or prefill instance, and of an error."""
 
 
+def too_large(stage: Stage, limit: int) -> AnswerTooLarge:
+    """Return the error for an answer of more than `limit` bytes."""
+    return AnswerTooLarge(
+        f"the {stage} instance's answer is larger than {limit} bytes",
+        slug=f"{stage}_bad_response",
+        stage=stage,
+    )
+
+
 def is_success(status: int) -> bool:
     """Return whether a status is a 2xx."""
     return 200 <= status < 300  # noqa: PLR2004 - a member of `HTTPStatus` takes a call
@@ -110,6 +119,7 @@ class Reply:
     _late: str
     _release: Callable[[], None]
     _body: bytes | None = None
+    _ahead: bytes = b""
     status: int = field(init=False)
     headers: Mapping[str, str] = field(init=False)
     ok: bool = field(init=False)
@@ -135,6 +145,16 @@ class Reply:
         """Whether the body is a stream of events. The head of a stream precedes its first token."""
         return self.headers.get("Content-Type", "").startswith("text/event-stream")
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole body has been read."""
+        return self._body is not None
+
+    @property
+    def read_bytes(self) -> int:
+        """Number of bytes of the body that have been read and are still held."""
+        return len(self._ahead if self._body is None else self._body)
+
     async def read(self, *, idle_s: float, limit: int = MAX_ANSWER_BYTES) -> bytes:
         """Return the whole body. Further calls return it again.
 
@@ -147,19 +167,39 @@ class Reply:
         if self._connection.complete and self._connection.held_bytes <= limit:
             self._body = self._connection.take_body()
             return self._body
-        parts = []
         size = 0
-        while not self._connection.has_ended and (chunk := await self.chunk(idle_s)):
-            parts.append(chunk)
-            size += len(chunk)
+
+        def may_hold(more: int) -> bool:
+            nonlocal size
+            size += more
             if size > limit:
-                raise AnswerTooLarge(
-                    f"the {self._stage} instance's answer is larger than {limit} bytes",
-                    slug=f"{self._stage}_bad_response",
-                    stage=self._stage,
-                )
-        self._body = parts[0] if len(parts) == 1 else b"".join(parts)
-        return self._body
+                raise too_large(self._stage, limit)
+            return True
+
+        return await self.read_ahead(idle_s, may_hold) or b""
+
+    async def read_ahead(self, idle_s: float, may_hold: Callable[[int], bool]) -> bytes | None:
+        """Return the whole body. Return None after a part of a size that may not be held.
+
+        `may_hold` gets the size of each part. After None, `chunk` first returns what was read.
+
+        Raises:
+            UpstreamFailed: the body was cut off.
+            UpstreamTimeout: nothing was received for `idle_s` seconds.
+        """
+        if self._connection.complete and may_hold(self._connection.held_bytes):
+            self._body = self._connection.take_body()
+            return self._body
+        parts, held = list[bytes](), True
+        while held and not self._connection.has_ended and (chunk := await self.chunk(idle_s)):
+            parts.append(chunk)
+            held = may_hold(len(chunk))
+        read = parts[0] if len(parts) == 1 else b"".join(parts)
+        if not held:
+            self._ahead = read
+            return None
+        self._body = read
+        return read
 
     async def wait_body(self, idle_s: float) -> None:
         """Wait for the first byte of the body.
@@ -182,6 +222,9 @@ class Reply:
             UpstreamFailed: the body was cut off.
             UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
+        if self._ahead:
+            ahead, self._ahead = self._ahead, b""
+            return ahead
         try:
             return await self._connection.chunk(self._deadline_s(idle_s))
         except FAILURES as error:

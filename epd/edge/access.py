@@ -6,6 +6,7 @@ headers and text of a rejection are the same here.
 
 import hashlib
 import hmac
+import re
 from collections.abc import Mapping
 from enum import Enum
 from ipaddress import IPv6Address, ip_address
@@ -20,9 +21,11 @@ from epd.errors import RequestRefused, Unauthorized
 
 Headers = CIMultiDictProxy[str]
 
-ON_BEHALF = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via", "Origin")
-"""Headers of requests that a proxy or a web page sends on behalf of another client. The sender of
-such a request is on this machine, but the client behind it may be on any other."""
+ON_BEHALF = re.compile(
+    r"forwarded|via|origin|x-real-ip|x-forwarded-.*|x-envoy-.*|cf-.*|.*client-ip.*", re.IGNORECASE
+)
+"""Names of headers of requests that a proxy or a web page sends on behalf of another client. The
+sender of such a request is on this machine, but the client behind it may be on any other."""
 FROM = "Sec-Fetch-Site"
 """Header that a browser sets to the relation of the page's origin to this origin; scripts cannot
 forge it."""
@@ -37,7 +40,7 @@ class Access(Enum):
     TENANT = "tenant"
     """Clients with an API key; all clients if no API keys are configured."""
     ADMIN = "admin"
-    """Clients with the admin key; without a configured one, clients on this machine."""
+    """Clients with the admin key; without a configured one, the operator on this machine."""
     REGISTRAR = "registrar"
     """Clients with the admin key; without a configured one, no client."""
 
@@ -59,23 +62,25 @@ def client_key(headers: Headers, header: str) -> str:
     return bearer(headers) if "Authorization" in headers else single_value(headers, header)
 
 
-def check_admin(admin_key: SecretStr | None, headers: Headers, peer: str | None) -> None:
+def check_admin(admin_key: SecretStr | None, headers: Headers, *, private: bool) -> None:
     """Raise an error unless a request may use the operator's routes.
 
-    No header can change `peer`, the address of the connection's other end.
+    `private` is whether only this machine can have opened the connection, whatever its headers say.
 
     Raises:
         Unauthorized: the headers lack the configured admin key.
-        RequestRefused: no admin key is configured, and the request comes from another machine
+        RequestRefused: no admin key is configured, and the request may come from another machine
             (403).
     """
     if admin_key is not None:
         if not _has_key(headers, admin_key):
             raise Unauthorized("the admin key is required: X-API-Key: <key>")
-    elif not is_local(headers, peer):
+    elif not (private and is_own(headers)):
         raise RequestRefused(
             403,
-            "without EPD_ADMIN_API_KEY this route answers only clients on the proxy's own machine",
+            "the proxy has no admin key: set EPD_ADMIN_API_KEY for it, and send the key as "
+            "X-API-Key. Without it, this route answers only direct requests to a --host that is a "
+            "loopback address, or by the proxy's own user to --uds",
             slug="admin_only",
         )
 
@@ -101,8 +106,8 @@ def _has_key(headers: Headers, admin_key: SecretStr) -> bool:
     return bool(presented) and hmac.compare_digest(*digests)
 
 
-def is_local(headers: Headers, peer: str | None) -> bool:
-    """Return whether a client on this machine sends the request on its own behalf.
+def is_own(headers: Headers) -> bool:
+    """Return whether the client sends the request on its own behalf, to an address of this machine.
 
     `Host` must be a loopback address or `localhost`: with DNS rebinding, a web page reaches a
     loopback address under a foreign host name.
@@ -112,16 +117,20 @@ def is_local(headers: Headers, peer: str | None) -> bool:
     except ValueError:
         return False
     return (
-        is_loopback(peer)
-        and (host == "localhost" or is_loopback(host))
-        and not any(name in headers for name in ON_BEHALF)
+        is_loopback(host)
+        and not any(map(ON_BEHALF.fullmatch, headers))
         # The page `/ui` may send GET: a browser adds no Origin to GET of the same origin.
         and all(site == OWN_PAGE for site in headers.getall(FROM, ()))
     )
 
 
 def is_loopback(host: str | None) -> bool:
-    """Return whether an address is one of this machine alone, also as IPv6 of an IPv4 one."""
+    """Return whether a host is this machine alone: `localhost` or a loopback address.
+
+    An IPv4 address may be written as IPv6.
+    """
+    if host == "localhost":
+        return True
     try:
         address = ip_address(host or "")
     except ValueError:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from epd.config.sections import ConfigFields
 from epd.errors import Overloaded, TooManyRequests, TryLater
@@ -179,6 +179,13 @@ class AdmittedRequest:
         """Count more bytes; raises as `grow` does."""
         self.grow(self.size + size)
 
+    def try_add(self, size: int) -> bool:
+        """Count more bytes if there is room for them. Return whether there is."""
+        if self._admission.find_room(self._use, size) is not None:
+            return False
+        self.set_size(self.size + size)
+        return True
+
     def grow(self, size: int) -> None:
         """Count at least `size` bytes.
 
@@ -190,12 +197,45 @@ class AdmittedRequest:
             self._admission.take_bytes(self._use, size - self.size)
             self.size = size
 
+    def check_room(self, size: int) -> None:
+        """Raise as `grow` does if there is no room for a body of this size. Nothing is counted."""
+        self._admission.check_room(self._use, size)
+
+    def remove(self, size: int) -> None:
+        """Stop counting some of the bytes."""
+        self.set_size(max(0, self.size - size))
+
+    def set_size(self, size: int) -> None:
+        """Count `size` bytes, which are in memory already, instead of those counted before."""
+        added = size - self.size
+        self._admission.body_bytes += added
+        self._use.body_bytes += added
+        self.size = size
+
+    def may_give_up(self, size: int, give_up: Callable[[], None]) -> None:
+        """Offer `size` of the counted bytes to requests that find no room.
+
+        `give_up` is then called, at most once, to free them.
+        """
+        self._admission.offers[self] = Offer(self._use, size, give_up)
+
+    def withdraw_offer(self) -> None:
+        """End the offer of `may_give_up`, if there is one."""
+        self._admission.offers.pop(self, None)
+
     def release(self) -> None:
         """Stop counting the bytes: the body is no longer in memory."""
+        self.withdraw_offer()
         if self.size:
-            self._admission.body_bytes -= self.size
-            self._use.body_bytes -= self.size
-            self.size = 0
+            self.set_size(0)
+
+
+class Offer(NamedTuple):
+    """Bytes of a request that it can do without, and the callback that frees them."""
+
+    use: TenantUse
+    size: int
+    give_up: Callable[[], None]
 
 
 class Admission:
@@ -204,6 +244,7 @@ class Admission:
     Attributes:
         door: admitted and queued requests.
         body_bytes: bytes of all bodies in memory.
+        offers: requests that can do without some of their bytes, the oldest offer first.
         refused: number of rejected requests, by reason.
     """
 
@@ -214,6 +255,7 @@ class Admission:
         self._new_use: Callable[[str], TenantUse] = lambda _: TenantUse()
         self.door = FairQueue(0, 0)
         self.body_bytes = 0
+        self.offers: dict[AdmittedRequest, Offer] = {}
         self.refused: Counter[Reason] = Counter()
         self.apply_config(config)
 
@@ -228,8 +270,8 @@ class Admission:
         share = config.workers
         self.door.resize(max(1, config.max_requests // share), config.max_queue // share)
         self._max_bytes = max(1, config.max_inflight_bytes // share)
-        # A tenant gets half: bodies that it announces and never sends cannot lock out the other
-        # tenants. One body of the largest size always fits.
+        # A tenant gets half: its bodies alone cannot lock out the other tenants. One body of the
+        # largest size always fits.
         self._tenant_max_bytes = max(self._max_bytes // 2, config.worker_max_body_bytes)
         per_minute = config.tenant_requests_per_minute
         # A bucket keeps the time at which it will be full: it is in `TenantUse`.
@@ -289,13 +331,46 @@ class Admission:
 
     def take_bytes(self, use: TenantUse, size: int) -> None:
         """Count more bytes of a tenant's bodies. Only `AdmittedRequest.grow` calls this."""
-        has_tenants = self._config.api_keys_file is not None
-        if has_tenants and use.body_bytes + size > self._tenant_max_bytes:
-            raise self._refusal("tenant_bytes")
-        if self.body_bytes + size > self._max_bytes:
-            raise self._refusal("body_bytes")
+        if (reason := self.find_room(use, size)) is not None:
+            raise self._refusal(reason)
         self.body_bytes += size
         use.body_bytes += size
+
+    def find_room(self, use: TenantUse, size: int) -> Reason | None:
+        """Make room for more bytes of a tenant, if necessary of the offers, the oldest first.
+
+        Return None, or the limit that they would exceed. Without offers, this is O(1).
+        """
+        while (reason := self._exceeded(use, size)) is not None:
+            everyone = reason == "body_bytes"
+            found = (pair for pair in self.offers.items() if everyone or pair[1].use is use)
+            if (oldest := next(found, None)) is None:
+                return reason
+            request, offer = oldest
+            del self.offers[request]
+            offer.give_up()
+            request.remove(offer.size)
+        return None
+
+    def check_room(self, use: TenantUse, size: int) -> None:
+        """Raise as `AdmittedRequest.check_room` does."""
+        reason = self._exceeded(use, size)
+        if reason is not None:
+            own = sum([offer.size for offer in self.offers.values() if offer.use is use])
+            every = sum([offer.size for offer in self.offers.values()])
+            reason = self._exceeded(use, size, own, every)
+        if reason is not None:
+            raise self._refusal(reason)
+
+    def _exceeded(self, use: TenantUse, size: int, own: int = 0, every: int = 0) -> Reason | None:
+        """Return the limit that more bytes exceed, once these of the tenant, and of all, are free.
+
+        Return None if there is room.
+        """
+        has_tenants = self._config.api_keys_file is not None
+        if has_tenants and use.body_bytes + size - own > self._tenant_max_bytes:
+            return "tenant_bytes"
+        return "body_bytes" if self.body_bytes + size - every > self._max_bytes else None
 
     def _refusal(self, reason: Reason, retry_after_s: float = 1.0) -> TryLater:
         self.refused[reason] += 1

@@ -5,6 +5,7 @@ parser between check and use could bypass the policy (CVE-2026-24779).
 """
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Protocol
@@ -118,6 +119,18 @@ class HeldBytes(Protocol):
     def add(self, size: int) -> None:
         """Count additional bytes. Raise `TryLater` if the memory limit is reached."""
 
+    def try_add(self, size: int) -> bool:
+        """Count additional bytes if there is room for them. Return whether there is."""
+
+    def remove(self, size: int) -> None:
+        """Stop counting some bytes."""
+
+    def may_give_up(self, size: int, give_up: Callable[[], None]) -> None:
+        """Offer counted bytes to requests that find no room; `give_up` then frees them."""
+
+    def withdraw_offer(self) -> None:
+        """End the offer of `may_give_up`, if there is one."""
+
     def separate_count(self) -> AbstractContextManager["HeldBytes"]:
         """Return a separate counter for the same tenant, valid until its context exits."""
 
@@ -130,6 +143,19 @@ class UncountedBytes:
 
     def add(self, size: int) -> None:
         """Ignore the bytes: there is no limit."""
+
+    def try_add(self, size: int) -> bool:  # noqa: ARG002 - of the protocol
+        """Return True: there is no limit."""
+        return True
+
+    def remove(self, size: int) -> None:
+        """Ignore the bytes: they are not counted."""
+
+    def may_give_up(self, size: int, give_up: Callable[[], None]) -> None:
+        """Ignore the offer: nothing lacks room."""
+
+    def withdraw_offer(self) -> None:
+        """Do nothing: there is no offer."""
 
     def separate_count(self) -> AbstractContextManager[HeldBytes]:
         return nullcontext(self)

@@ -278,7 +278,8 @@ KV_EVENT_FAULTS = _counter(
 IN_FLIGHT = _gauge("epd_requests_in_flight", "Requests that are being processed.")
 QUEUED = _gauge("epd_requests_queued", "Requests waiting for admission.")
 BODY_BYTES = _gauge(
-    "epd_body_bytes_in_flight", "Bytes of the bodies of requests that are being processed."
+    "epd_body_bytes_in_flight",
+    "Bytes in memory: bodies of requests that are being processed, and answers without a stream.",
 )
 REFUSED = _counter(
     "epd_requests_refused", "Requests rejected by admission control, by reason.", ("reason",)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from ec_store.bounded import BoundedDict
-from epd.api.body import JSON, Cuts
+from epd.api.body import JSON, NO_CUTS, Cuts
 from epd.api.chat import CHAT
 from epd.api.endpoint import Endpoint
 from epd.api.items import MMItem
@@ -134,6 +134,8 @@ class RequestContext:
         observers: receivers of the events.
         record: the events so far.
         cuts: media cut out of the body; they are put back into the bodies for instances.
+        gave_up_media: whether the media were freed for another request, which found no room. The
+            request is then not retried.
         text_bytes: size of the body as received, without its media.
         held: counter of the request's bytes in memory.
         models: the instances' names of models.
@@ -156,6 +158,7 @@ class RequestContext:
     observers: Sequence[Observer] = ()
     record: RequestRecord = field(default_factory=lambda: RequestRecord("", "POST", ""))
     cuts: Cuts = field(default_factory=dict)
+    gave_up_media: bool = False
     text_bytes: int = 0
     held: HeldBytes = field(default_factory=UncountedBytes)
     models: ModelNames = field(default_factory=ModelNames)
@@ -199,6 +202,16 @@ class RequestContext:
     def child_id(self) -> str:
         """Return an id for a request that the proxy makes on behalf of this one."""
         return child_id(self.request_id, next(self._children))
+
+    def offer_media(self) -> None:
+        """Let another request that finds no room have the memory of the media.
+
+        Until the offer is withdrawn, no instance needs the media, except for a retry.
+        """
+        self.held.may_give_up(sum(map(len, self.cuts.values())), self._give_up_media)
+
+    def _give_up_media(self) -> None:
+        self.cuts, self.gave_up_media = NO_CUTS, True
 
     @property
     def model_name(self) -> str:

@@ -209,7 +209,8 @@ class Pipeline:
 
     def _attempt_after(self, failed: FailedAttempt, context: RequestContext) -> Attempt | None:
         """Return the attempt after a failed one; None if the client gets the error."""
-        if context.is_spent:
+        context.held.withdraw_offer()
+        if context.is_spent or context.gave_up_media:
             return None
         course, decodes = failed.attempt.course, failed.failed_decodes
         return next_attempt(

@@ -34,12 +34,15 @@ from epd.spans import Span
 from epd.transfer import Params
 from epd.transfer.encoded import Consumed, OutputFacts, read_encoded, read_group
 from epd.transfer.kv import KVTransfer, Pair
-from epd.upstream import Answer, Reply, Upstream
+from epd.upstream import Answer, Reply, Upstream, too_large
 
 MAX_STATUS = 599
 
+HELD_BYTES = 1024**2
+"""Size above which an answer of decode that is no stream is relayed as it arrives."""
+
 MAX_DECODE_BYTES = 256 * 1024**2
-"""Maximum size of an answer of decode that is no stream."""
+"""Maximum size of an answer of decode from which a turn's fields are extracted."""
 
 QUESTION_TIMEOUT_S = 2.0
 """Timeout of the questions to an instance before its prefill."""
@@ -193,7 +196,7 @@ class Stages:
     ) -> Opened:
         """Open decode's answer: its status is 2xx, and its body has begun.
 
-        An answer that is no stream is read to its end.
+        An answer that is no stream is read to its end, or until it is too large to be held.
 
         Args:
             instance: the decode instance.
@@ -208,6 +211,9 @@ class Stages:
             ProxyError: the instance failed.
         """
         endpoint, body, idle_s = context.endpoint, sent.body, context.config.idle_timeout_s
+        pieces = endpoint.encode_body(body, context.cuts)
+        if context.cuts and len(pieces) == 1:  # decode gets no media
+            context.offer_media()
         with context.time_stage("decode", instance.url) as timed:
             reply = await self._upstream.open(
                 instance.url + endpoint.path,
@@ -215,7 +221,7 @@ class Stages:
                 headers=context.headers_for(
                     request_id, timed.span, rank, endpoint.content_type(body), mark=sent.mark
                 ),
-                body=endpoint.encode_body(body, context.cuts),
+                body=pieces,
                 head_timeout_s=_head_timeout_s(body, context.config),
             )
             timed.record_status(reply.status)
@@ -228,13 +234,13 @@ class Stages:
                 raise _refusal(answer, context, fetches=sent.fetches)
             if on_head is not None:
                 on_head()
-            # The client has seen no byte before the first one of a stream, or the last one of any
-            # other answer. Until then another instance can serve the request.
+            # The client has seen no byte before the first one of a stream, or the last one of
+            # another answer that can be held. Until then another instance can serve the request.
             try:
                 if reply.is_stream:
                     await reply.wait_body(idle_s)
                 else:
-                    await reply.read(idle_s=idle_s, limit=MAX_DECODE_BYTES)
+                    await _read_held(reply, context)
             except BaseException:
                 reply.close()
                 raise
@@ -309,6 +315,36 @@ class Stages:
 
 def _without(body: Body, field: str) -> Body:
     return {name: value for name, value in body.items() if name != field}
+
+
+async def _read_held(reply: Reply, context: RequestContext) -> None:
+    """Read an answer that is no stream, and count its bytes as they arrive.
+
+    An answer beyond `HELD_BYTES`, or without room, is read only in part. Those of turns of which
+    fields are extracted are always read whole.
+
+    Raises:
+        ProxyError: the answer was cut off, or a turn's is too large (502) or has no room (503).
+    """
+    turn, held, size = context.turn, context.held, 0
+    always_whole = turn is not None and turn.heard is not None
+
+    def may_hold(more: int) -> bool:
+        nonlocal size
+        if always_whole:
+            if size + more > MAX_DECODE_BYTES:
+                raise too_large("decode", MAX_DECODE_BYTES)
+            held.add(more)
+        elif size + more > HELD_BYTES or not held.try_add(more):
+            return False
+        size += more
+        return True
+
+    try:
+        await reply.read_ahead(context.config.idle_timeout_s, may_hold)
+    except BaseException:
+        held.remove(size)
+        raise
 
 
 def _head_timeout_s(body: Body, config: LimitSettings) -> float:

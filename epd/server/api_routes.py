@@ -53,6 +53,9 @@ async def answer_request(request: web.Request) -> web.StreamResponse:
         headers = _answer_headers(reply, context)
         if reply.is_stream:
             return await _streamed(request, visit, reply, headers)
+        visit.admitted.set_size(reply.read_bytes)
+        if not reply.is_whole:
+            return await _relayed(request, visit, reply, headers)
         whole = await reply.read(idle_s=context.config.idle_timeout_s)
         context.record_whole(whole)
         if context.turn is not None:
@@ -69,14 +72,9 @@ async def _streamed(
     request: web.Request, visit: Visit, reply: Reply, headers: dict[str, str]
 ) -> web.StreamResponse:
     app, context = visit.app, visit.context
-    stream = visit.stream = web.StreamResponse(
-        status=reply.status, headers={**headers, "Cache-Control": "no-cache"}
-    )
     context.record.stream = True
-    # Only the end of the connection ends a stream to an HTTP/1.0 client: it has no chunks.
-    if app[DRAIN].began or request.version < HttpVersion11:
-        stream.force_close()
-    await stream.prepare(request)
+    headers["Cache-Control"] = "no-cache"
+    stream = await _begin_response(request, visit, reply.status, headers)
     if request.transport is None:
         raise ConnectionResetError("the client has disconnected")
     relay = StreamRelay(reply, stream, request.transport, context)
@@ -86,6 +84,36 @@ async def _streamed(
     await stream.write_eof()
     visit.answered = stream.status
     await relay.drain_reply()
+    return stream
+
+
+async def _relayed(
+    request: web.Request, visit: Visit, reply: Reply, headers: dict[str, str]
+) -> web.StreamResponse:
+    """Relay an answer that is too large to be held, as fast as the client reads it."""
+    app, context = visit.app, visit.context
+    if (length := reply.headers.get("Content-Length")) is not None:
+        headers["Content-Length"] = length
+    stream = await _begin_response(request, visit, reply.status, headers)
+    context.record_whole(b"")
+    while chunk := await reply.chunk(context.config.idle_timeout_s):
+        context.record.answer_bytes += len(chunk)
+        await stream.write(chunk)
+    if context.turn is not None:
+        await app[CONVERSATIONS].store_turn(context.turn)
+    await stream.write_eof()
+    visit.answered = stream.status
+    return stream
+
+
+async def _begin_response(
+    request: web.Request, visit: Visit, status: int, headers: dict[str, str]
+) -> web.StreamResponse:
+    stream = visit.stream = web.StreamResponse(status=status, headers=headers)
+    # Only the end of the connection ends a stream to an HTTP/1.0 client: it has no chunks.
+    if visit.app[DRAIN].began or request.version < HttpVersion11:
+        stream.force_close()
+    await stream.prepare(request)
     return stream
 
 

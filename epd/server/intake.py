@@ -2,9 +2,12 @@
 
 import asyncio
 import math
+import os
 import re
 import secrets
 import select
+import socket
+import struct
 from collections.abc import Mapping
 
 from aiohttp import HttpVersion11, hdrs, web
@@ -16,7 +19,14 @@ from epd.api.prompts import CONVERSATION, conversation_id
 from epd.config.sections import ConfigFields
 from epd.conversations.turn import Turn
 from epd.edge import engine_headers
-from epd.edge.access import Access, Headers, check_admin, check_registrar, client_key
+from epd.edge.access import (
+    Access,
+    Headers,
+    check_admin,
+    check_registrar,
+    client_key,
+    is_loopback,
+)
 from epd.edge.admission import Admission, AdmittedRequest, Slot
 from epd.edge.drain import DRAIN
 from epd.encoder_cache.identity import conversation_key, with_salt
@@ -31,6 +41,9 @@ GRACE_S = 5.0
 
 SEED = secrets.randbits(64)
 """Seed of this process for the fingerprints of bodies."""
+
+UCRED = struct.Struct("3i")
+"""Process, user and group of the other end of a Unix socket, as the kernel writes them."""
 
 PRIORITY = "priority"
 """Field of a request: its priority among the requests that wait at an engine."""
@@ -67,7 +80,8 @@ async def serve_request(request: web.Request, handler: Handler, visit: Visit) ->
                 ticket = admitted.enter_queue()
                 if ticket.where == "queue":
                     await _queued(request, admission, ticket, context)
-                admitted.grow(size)
+                if size:
+                    admitted.check_room(size)
             return await handler(request)
 
 
@@ -105,9 +119,25 @@ def _key_error(header: str, headers: Mapping[str, str]) -> str:
 
 
 def _check_admin(request: web.Request) -> None:
-    peer = request.get_extra_info("peername")
-    address = peer[0] if isinstance(peer, tuple) else None
-    check_admin(request[VISIT].context.config.admin_api_key, request.headers, address)
+    config = request[VISIT].context.config
+    key = config.admin_api_key
+    check_admin(key, request.headers, private=key is None and _is_private(request, config))
+
+
+def _is_private(request: web.Request, config: ConfigFields) -> bool:
+    """Return whether the connection comes from this machine, on an address for it alone.
+
+    On a Unix socket it must come from the proxy's own user: a reverse proxy runs as another one.
+    """
+    if config.uds is None:
+        peer = request.get_extra_info("peername")
+        return is_loopback(config.host) and isinstance(peer, tuple) and is_loopback(peer[0])
+    opened: socket.socket | None = request.get_extra_info("socket")
+    if opened is None:  # the client has disconnected
+        return False
+    credentials = opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+    user: int = UCRED.unpack(credentials)[1]
+    return user == os.geteuid()
 
 
 def may_administer(request: web.Request) -> bool:
@@ -217,14 +247,17 @@ async def _collect(
 ) -> bytearray:
     started, limit = asyncio.get_running_loop().time(), config.worker_max_body_bytes
     latest = started + config.body_timeout_s
-    content = request.content
+    content, length = request.content, request.content_length
     # Joining what has arrived costs a copy. Without a length, parts may be of one byte each.
-    sized = request.content_length is not None
+    sized = length is not None
     parts = bytearray()  # a list of one-byte parts would need 40 times the memory
     async with asyncio.timeout_at(min(latest, started + GRACE_S)) as deadline:
         while chunk := (await content.readchunk())[0] if sized else await content.readany():
             parts += chunk
-            _count(len(parts), limit, admitted)
+            # Twice the received bytes: a body is refused before its second half arrives, and a
+            # client that sends nothing reserves nothing.
+            size = len(parts) if length is None else min(length, 2 * len(parts))
+            _count(size, limit, admitted)
             rate_s = len(parts) / config.body_min_rate_bytes
             deadline.reschedule(min(latest, started + GRACE_S + rate_s))
     return parts

@@ -41,7 +41,7 @@ from epd.server.app_keys import (
 from epd.server.intake import serve_request
 from epd.server.responses import (
     check_key,
-    end_broken_stream,
+    end_broken_response,
     error_response,
     own_headers,
     reason_of,
@@ -87,7 +87,7 @@ async def respond(
     except Exception as failure:  # noqa: BLE001 - the last resort: logged with its trace, answered 500
         error = await _error_of(failure, request)
         if visit.stream is not None and visit.stream.prepared:
-            response = await end_broken_stream(visit, visit.stream, error)
+            response = await end_broken_response(request, visit, visit.stream, error)
         else:
             response = error_response(request, error, visit.context)
     finally:

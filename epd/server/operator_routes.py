@@ -228,8 +228,8 @@ async def metrics(request: web.Request) -> web.Response:
 async def list_instances(request: web.Request) -> JsonResponse[InstancesPage]:
     """List the instances.
 
-    With the admin key (or, without a configured one, from the proxy's own machine) the response has
-    details of each instance.
+    With the admin key (without a configured one, where the operator's other routes answer without
+    it) the response has details of each instance.
 
     Returns:
         200: instances that get requests and ejected instances, by role.

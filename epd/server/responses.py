@@ -219,11 +219,19 @@ class WholeResponse(web.StreamResponse):
         """Do nothing: `prepare` has sent the body."""
 
 
-async def end_broken_stream(
-    visit: Visit, stream: web.StreamResponse, error: ProxyError
+async def end_broken_response(
+    request: web.Request, visit: Visit, stream: web.StreamResponse, error: ProxyError
 ) -> web.StreamResponse:
-    """End a started stream with an error event, unless the stream has ended already."""
-    if visit.answered is None:
+    """End a response that has begun, unless it has ended already.
+
+    A stream ends with an error event. Any other response is cut off, so that it is not complete.
+    """
+    if visit.answered is not None:
+        return stream
+    if not visit.context.record.stream:
+        if request.transport is not None:
+            request.transport.abort()
+    else:
         event = visit.context.endpoint.error_event(error)
         visit.context.record.answer_bytes += len(event)
         await stream.write(event)

@@ -41,7 +41,7 @@ def add_parser(commands: Commands) -> None:
         help="watch a proxy: instances, latencies, saved work, latest requests",
         description="Show the content of a proxy's page /ui in a terminal. Press q to quit. "
         "EPD_ADMIN_API_KEY or ADMIN_API_KEY is the proxy's admin key; a proxy without one answers "
-        "only its own machine.",
+        "only if its --host is a loopback address.",
         epilog="example: epd top --url http://localhost:8000",
     )
     parser.add_argument(

@@ -282,6 +282,18 @@ async def test_a_full_queue_rejects_from_its_longest_line() -> None:
             await admitted.wait_place(alice[4])
 
 
+def test_tenants_do_not_displace_each_others_requests_in_turns() -> None:
+    door = FairQueue(1, 3)
+    door.enter_queue(CAROL)
+    waiting = [door.enter_queue(tenant) for tenant in (ALICE, ALICE, BOB)]
+    for _ in range(3):
+        for tenant in (BOB, ALICE):
+            with pytest.raises(QueueFull):
+                door.enter_queue(tenant)
+
+    assert [ticket.where for ticket in waiting] == ["queue"] * 3
+
+
 def test_a_tenant_has_so_many_at_once_those_that_wait_included() -> None:
     admitted = admission(max_requests=1, max_queue=9, tenant_max_requests=2)
     with ExitStack() as stack:
@@ -311,6 +323,30 @@ def test_bodies_never_exceed_the_budget_and_it_is_released(
     assert admitted.body_bytes == 0
 
 
+@given(st.lists(st.integers(0, 4), max_size=400), st.lists(st.integers(1, 100), min_size=5))
+def test_bodies_that_arrive_at_the_same_time_never_stop_each_other(
+    turns: list[int], sizes: list[int]
+) -> None:
+    """A body without room is refused and frees its bytes, so the last ones always fit."""
+    admitted = admission()
+    bodies = {number: admitted.request(ALICE) for number in range(5)}
+    arrived = dict.fromkeys(bodies, 0)
+    complete = set[int]()
+    for number in (*turns, *sorted(range(5)) * 100):
+        size = sizes[number]
+        if number not in bodies or number in complete:
+            continue
+        arrived[number] += 1
+        if refusal(partial(bodies[number].grow, min(size, 2 * arrived[number]))):
+            bodies.pop(number).release()
+            assert 2 * (arrived[number] - 1) < size  # before the last byte of its first half
+        elif arrived[number] == size:
+            complete.add(number)
+        assert admitted.body_bytes <= 100
+
+    assert complete == set(bodies) != set()
+
+
 @pytest.mark.security("S24")
 def test_a_tenants_bodies_leave_room_for_anothers() -> None:
     admitted = admission(max_body_bytes=50, api_keys_file="keys")
@@ -326,6 +362,33 @@ def test_a_tenants_bodies_leave_room_for_anothers() -> None:
         assert admitted.refused == {"tenant_bytes": 1}
     with admitted.request(ALICE) as held:
         held.grow(50)
+
+
+def test_offered_bytes_make_room_the_oldest_first_and_the_tenants_own_for_its_limit() -> None:
+    admitted = admission(max_body_bytes=50, api_keys_file="keys")
+    given_up: list[str] = []
+    with ExitStack() as stack:
+        requests = [stack.enter_context(admitted.request(one)) for one in (BOB, ALICE, BOB)]
+        for request, name, size in zip(
+            requests, ("first", "second", "third"), (20, 50, 20), strict=True
+        ):
+            request.grow(size)
+            request.may_give_up(15, partial(given_up.append, name))
+        held = stack.enter_context(admitted.request(ALICE))
+        held.check_room(10)
+        assert (given_up, admitted.body_bytes) == ([], 90)
+        held.grow(10)
+        assert (given_up, admitted.body_bytes) == (["second"], 85)
+        held.grow(15)
+        assert reasons(admitted, lambda: held.check_room(16)) == ["tenant_bytes"]
+        other = stack.enter_context(admitted.request(CAROL))
+        other.grow(20)
+        assert (given_up, admitted.body_bytes) == (["second", "first"], 95)
+        requests[2].withdraw_offer()
+        assert reasons(admitted, lambda: other.check_room(30)) == ["body_bytes"]
+        assert reasons(admitted, lambda: other.grow(30)) == ["body_bytes"]
+        assert given_up == ["second", "first"]
+    assert (admitted.body_bytes, admitted.offers) == (0, {})
 
 
 @given(st.integers(1, 200), st.lists(st.floats(0, 40), max_size=120))

@@ -101,6 +101,18 @@ async def test_drain_does_not_change_other_endings() -> None:
         await drain.idle()
 
 
+async def test_a_client_that_disconnects_at_the_deadline_gets_no_answer() -> None:
+    drain = Drain()
+    task = asyncio.create_task(runs(drain))
+    await asyncio.sleep(0)
+    drain.cut_off()
+    asyncio.get_running_loop().call_soon(task.cancel)  # in the same iteration of the loop
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not drain.running
+
+
 async def test_requests_end_in_the_order_of_their_deadlines() -> None:
     drain = Drain()
     now_s = time.monotonic()

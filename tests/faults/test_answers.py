@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.api.sse import EventAligner
-from epd.request import stages
 from epd.server import middlewares
 from tests.examples import scaled
 from tests.faults.scripted import (
@@ -114,30 +113,13 @@ async def test_a_rejection_by_decode_reaches_the_client_unchanged(
         assert len(decode.exchanges) == 1
 
 
-async def test_a_too_large_answer_is_not_retried(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stages, "MAX_DECODE_BYTES", 1000)
-    script = [read_request(), send(answer(b" " * 1001)), hold()]
-    async with (
-        Scripted(script).running() as first,
-        Scripted(script).running() as second,
-        launch(decode_servers_urls=(first.url, second.url)) as fleet,
-    ):
-        await fleet.chat(request(text()))
-
-        [done] = fleet.events.requests
-        assert (done.status, done.error) == (502, "decode_bad_response")
-        assert len(first.exchanges) + len(second.exchanges) == 1
-
-
 async def test_a_client_that_leaves_before_the_error_of_its_stream_has_left(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def leaves(*_: object) -> web.StreamResponse:
         raise ConnectionResetError("the client has left")
 
-    monkeypatch.setattr(middlewares, "end_broken_stream", leaves)
+    monkeypatch.setattr(middlewares, "end_broken_response", leaves)
     event = STREAM_HEAD + chunked(chunk("a"))
     async with (
         Scripted([read_request(), send(event), wait(0.1), reset()]).running() as decode,

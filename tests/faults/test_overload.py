@@ -280,6 +280,45 @@ async def test_bodies_above_the_budget_are_503_and_the_others_served(
         assert await post() == (200, None, None)
 
 
+@pytest.mark.security("S24")
+@pytest.mark.fault(59)
+@pytest.mark.parametrize("with_keys", [False, True])
+async def test_bodies_that_are_announced_and_not_sent_keep_no_client_out(
+    launch: Launch, keys: Path, with_keys: bool
+) -> None:
+    budget: dict[str, Any] = {"max_body_bytes": 4 * MIB, "max_inflight_bytes": 8 * MIB}
+    if with_keys:
+        budget["api_keys_file"] = keys
+    async with busy(launch, **budget) as (fleet, gate), AsyncExitStack() as stack:
+        gate.open.set()
+        for key in (ALICE, BOB) * 4:
+            _, writer = await stack.enter_async_context(connected(fleet.url))
+            writer.write(post(4 * MIB, Authorization=f"Bearer {key}"))
+        await shows(fleet, epd_requests_in_flight=8, epd_body_bytes_in_flight=0)
+
+        assert (await fleet.chat(named("x" * (3 * MIB)), bearer(BOB)))[0] == 200
+
+
+@pytest.mark.fault(59)
+async def test_bodies_that_together_exceed_the_budget_are_served_or_503_before_their_end(
+    launch: Launch,
+) -> None:
+    body, pieces = sized(4 * MIB), 64
+    budget = {"max_body_bytes": 4 * MIB, "max_inflight_bytes": 10 * MIB}
+    async with busy(launch, **budget) as (fleet, gate), AsyncExitStack() as stack:
+        gate.open.set()
+        opened = [await stack.enter_async_context(connected(fleet.url)) for _ in range(6)]
+        for _, writer in opened:
+            writer.write(post(len(body)))
+        for piece in range(pieces):
+            for _, writer in opened:
+                writer.write(body[piece * len(body) // pieces :][: len(body) // pieces])
+            await asyncio.sleep(0)
+        statuses = [(await reader.readline()).split()[1] for reader, _ in opened]
+
+        assert set(statuses) == {b"200", b"503"}
+
+
 @pytest.mark.fault(49, 59)
 async def test_a_body_larger_than_the_whole_budget_is_413_at_once(launch: Launch) -> None:
     budget = {"max_requests": 1, "max_inflight_bytes": 64 * 1024}
@@ -303,7 +342,7 @@ async def test_a_client_that_leaves_amid_its_body_gives_its_bytes_back(launch: L
         writer.write(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n\r\n{"
         )
-        await shows(fleet, epd_body_bytes_in_flight=99, epd_requests_in_flight=1)
+        await shows(fleet, epd_body_bytes_in_flight=2, epd_requests_in_flight=1)
         writer.close()
         await writer.wait_closed()
         await shows(fleet, **NOTHING)
@@ -372,9 +411,7 @@ async def test_a_tenant_cannot_keep_another_out_of_the_queue(launch: Launch, key
 
 @pytest.mark.security("S24")
 @pytest.mark.fault(59)
-async def test_bodies_that_one_tenant_announces_shut_no_other_out(
-    launch: Launch, keys: Path
-) -> None:
+async def test_bodies_of_one_tenant_shut_no_other_out(launch: Launch, keys: Path) -> None:
     budget = {"max_body_bytes": 2 * MIB, "max_inflight_bytes": 8 * MIB}
     async with (
         busy(launch, api_keys_file=keys, **budget) as (fleet, gate),
@@ -383,7 +420,7 @@ async def test_bodies_that_one_tenant_announces_shut_no_other_out(
         head = post(2 * MIB, Authorization=f"Bearer {ALICE}")
         for _ in range(2):
             _, writer = await heads.enter_async_context(connected(fleet.url))
-            writer.write(head)
+            writer.write(head + b"x" * MIB)  # from then on, the other half is reserved too
         await shows(fleet, epd_body_bytes_in_flight=4 * MIB)
         status, headers = await answer_to_head(
             fleet, f"Content-Length: {2 * MIB}", f"Authorization: Bearer {ALICE}"

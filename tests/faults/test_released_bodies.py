@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import re
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
@@ -14,8 +15,9 @@ from aiohttp import web
 from epd.request.context import RequestContext
 from epd.server.app_keys import ADMISSION
 from tests.requests import image, png, request, text
-from tests.support.fake_instance import Handler, chunk, drops, hangs, refuses
+from tests.support.fake_instance import Handler, chunk, decodes, drops, hangs, refuses
 from tests.support.fleet import Fleet, Launch, until
+from tests.support.raw import connected, post
 
 MB = 1024**2
 PICTURE = b"p" * (3 * MB)
@@ -192,26 +194,78 @@ async def test_streams_of_requests_sent_with_their_media_keep_none_in_memory(
     assert kept[1] - kept[0] < BODY_BYTES
 
 
-async def test_a_body_counts_until_decode_has_answered(launch: Launch) -> None:
-    async with launch(max_inflight_bytes=10 * MB) as fleet:
-        answers = asyncio.Event()
+@asynccontextmanager
+async def waiting(fleet: Fleet, count: int, then: Handler = decodes) -> AsyncIterator[list[bytes]]:
+    """Keep `count` requests without a stream at decode.
 
-        async def waits(_: web.Request, __: dict[str, Any]) -> web.Response:
-            await answers.wait()
-            return web.json_response({"choices": []})
+    At the end of the context decode answers them, and the list gets their statuses. The client
+    keeps no body in memory.
+    """
+    answers, statuses = asyncio.Event(), list[bytes]()
 
-        fleet.d.chat = waits
-        bodies = [request(text(), image(PICTURE + b"%06d" % number)) for number in range(2)]
-        running = [asyncio.create_task(fleet.chat(body)) for body in bodies]
-        while len(fleet.d.calls) < 2:  # noqa: ASYNC110 - the instance sets no event
-            await asyncio.sleep(0.01)
-        counted = fleet.runner.app[ADMISSION].body_bytes
-        async with fleet.post(request(text(), image(PICTURE))) as third:
-            status = third.status
+    async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await answers.wait()
+        return await then(request, body)
+
+    for instance in fleet.decode:
+        instance.chat = waits
+    async with AsyncExitStack() as stack:
+        readers = []
+        for number in range(count):
+            reader, writer = await stack.enter_async_context(connected(fleet.url))
+            body = request(text(), image(PICTURE + b"%06d" % number))
+            writer.write(post(json.dumps(body).encode()))
+            readers.append(reader)
+            del body
+            await until(lambda: sum(one.open for one in fleet.decode) == len(readers))
+            for instance in fleet.instances:
+                instance.calls.clear()
+        yield statuses
         answers.set()
-        ended = await asyncio.gather(*running)
+        statuses += [(await reader.readline()).split()[1] for reader in readers]
 
-        assert 2 * BODY_BYTES < counted < 2.1 * BODY_BYTES
-        assert status == 503
-        assert [one for one, _ in ended] == [200, 200]
-        assert fleet.runner.app[ADMISSION].body_bytes == 0
+
+async def test_a_body_counts_until_decode_has_answered_or_another_needs_its_room(
+    launch: Launch,
+) -> None:
+    async with launch(max_inflight_bytes=10 * MB) as fleet:
+        admission = fleet.runner.app[ADMISSION]
+        async with waiting(fleet, 2):
+            assert 2 * BODY_BYTES < admission.body_bytes < 2.1 * BODY_BYTES
+        assert admission.body_bytes == 0
+        async with waiting(fleet, 6) as statuses:
+            assert 2 * BODY_BYTES < admission.body_bytes < 2.1 * BODY_BYTES
+
+        assert statuses == [b"200"] * 6
+        assert (admission.body_bytes, admission.offers, admission.refused) == (0, {}, {})
+
+
+@pytest.mark.usefixtures("traced")
+async def test_bodies_that_make_room_are_no_longer_in_memory(launch: Launch) -> None:
+    async with launch(max_inflight_bytes=10 * MB) as fleet:
+        kept = list[int]()
+        for count in (2, 6):
+            async with waiting(fleet, count):
+                gc.collect()
+                kept.append(tracemalloc.get_traced_memory()[0])
+
+    assert kept[1] - kept[0] < BODY_BYTES
+
+
+async def test_media_that_decode_gets_make_no_room(launch: Launch) -> None:
+    async with (
+        launch(max_inflight_bytes=10 * MB, decode_media="raw") as fleet,
+        waiting(fleet, 2),
+        fleet.post(request(text(), image(PICTURE))) as third,
+    ):
+        assert third.status == 503
+
+
+async def test_a_request_that_made_room_is_not_retried(launch: Launch) -> None:
+    async with launch(decode=2, max_inflight_bytes=10 * MB) as fleet:
+        async with waiting(fleet, 3, then=drops) as statuses:
+            for instance in fleet.decode:
+                instance.chat = decodes  # of later requests
+
+        assert statuses == [b"502", b"200", b"200"]
+        assert sorted(event.retries for event in fleet.events.requests) == [0, 1, 1]

@@ -192,7 +192,8 @@ async def test_profiling_in_an_application_that_mounts_the_proxy(launch: Launch)
     async with launch() as fleet:
         urls = {"encode_servers_urls": (fleet.e.url,), "decode_servers_urls": (fleet.d.url,)}
         outer = web.Application()
-        outer.add_subapp("/epd", epd.create_app(epd.ProxyConfig(**urls), observers=[]))
+        config = epd.ProxyConfig(**urls, host="127.0.0.1")
+        outer.add_subapp("/epd", epd.create_app(config, observers=[]))
         async with (
             TestClient(TestServer(outer)) as client,
             client.post("/epd/start_profile") as reply,

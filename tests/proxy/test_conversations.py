@@ -14,6 +14,8 @@ from pydantic import SecretStr
 from structlog.testing import capture_logs
 
 from epd.conversations.turn import parse_entry
+from epd.request import stages
+from epd.server.app_keys import ADMISSION
 from tests.requests import image
 from tests.support.clients import ALICE, BOB, bearer
 from tests.support.fake_instance import FakeInstance, drops, fails_first, hangs, page, refuses
@@ -85,6 +87,33 @@ async def figures(fleet: Fleet) -> dict[str, int]:
 async def health(fleet: Fleet) -> dict[str, Any]:
     async with fleet.http.get(fleet.url + "/health") as reply:
         return dict((await reply.json())["conversations"])
+
+
+async def test_a_turn_with_a_too_large_answer_is_not_retried(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "MAX_DECODE_BYTES", 100)
+    async with talking(launch, Turns(), prefill=1, decode=2) as fleet:
+        body = {"messages": [{"role": "user", "content": "a"}], "conversation_id": "talk"}
+        async with fleet.post({"model": "m", **body}) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (502, "decode_bad_response")
+
+        assert sum(len(instance.calls) for instance in fleet.decode) == 1
+        assert fleet.runner.app[ADMISSION].body_bytes == 0
+
+
+@pytest.mark.parametrize(("room", "status"), [(2**30, 200), (1024, 503)])
+async def test_the_answer_to_a_turn_is_held_whole_and_counts(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, room: int, status: int
+) -> None:
+    monkeypatch.setattr(stages, "HELD_BYTES", 10)
+    config = {"max_inflight_bytes": room}
+    async with talking(launch, Turns(), **config) as fleet:
+        body = {"messages": [{"role": "user", "content": "a"}], "conversation_id": "talk"}
+        async with fleet.post({"model": "m", **body, "max_tokens": 400}) as reply:
+            raw = await reply.read()
+            assert reply.status == status
+            assert b"remote_host" not in raw
 
 
 LONG = "a question of so many words that its tokens are more than a few, number "

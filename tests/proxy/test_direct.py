@@ -15,7 +15,7 @@ from epd.edge.protocol import Runner
 from epd.server.app_keys import CONFIG, OBSERVERS
 from tests.requests import request, text
 from tests.support.fake_instance import FakeInstance, decodes
-from tests.support.fleet import UNASKED
+from tests.support.fleet import DEFAULTS
 
 PATH = "/v1/chat/completions"
 
@@ -25,7 +25,7 @@ async def serving(change: Callable[[web.Application], None]) -> AsyncIterator[st
     """Run a proxy with an application that is changed before it starts; yield its URL."""
     async with FakeInstance(decodes).running() as decode:
         urls = {"encode_servers_urls": (decode.url,), "decode_servers_urls": (decode.url,)}
-        app = epd.create_app(epd.ProxyConfig(**UNASKED | urls), observers=[])
+        app = epd.create_app(epd.ProxyConfig(**DEFAULTS | urls), observers=[])
         change(app)
         live = app[CONFIG]
         runner = Runner(app, live, app[OBSERVERS])

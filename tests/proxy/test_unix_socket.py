@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
+from epd import ProxyConfig, create_app
 from epd.edge.listening import BACKLOG, listening_at
 from tests.certificates import localhost_certificate
 from tests.requests import request, text
@@ -166,13 +167,36 @@ def test_the_mode_of_the_file_is_the_umasks(path: Path) -> None:
 
 
 @pytest.mark.security("S3")
-async def test_clients_of_a_unix_socket_are_not_local(path: Path) -> None:
-    """A reverse proxy behind the socket may have clients from anywhere."""
-    with serving(*INSTANCES, "--uds", str(path)):
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_operators_routes_answer_the_proxys_own_user_on_a_unix_socket(
+    path: Path, workers: str
+) -> None:
+    with serving(*INSTANCES, "--uds", str(path), "--workers", workers):
         async with client(path) as http:
-            answers: dict[str, Any] = {}
-            for key in ("", "wrong"):
-                headers = {"Host": "localhost"} | ({"X-API-Key": key} if key else {})
+            for headers, status in (({}, 200), ({"Host": "epd"}, 403), ({"Via": "1.1 a"}, 403)):
                 async with http.get("http://localhost/metrics", headers=headers) as reply:
-                    answers[key] = reply.status
-    assert answers == {"": 403, "wrong": 403}
+                    assert reply.status == status
+
+
+@pytest.mark.security("S3")
+async def test_operators_routes_answer_no_other_user_on_a_unix_socket(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reverse proxy behind the socket may have clients from anywhere."""
+    config = ProxyConfig(
+        encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",), uds=path
+    )
+    runner = web.AppRunner(create_app(config, observers=[]))
+    await runner.setup()
+    await web.UnixSite(runner, str(path)).start()
+    own_user, statuses = os.geteuid(), []
+    try:
+        async with client(path) as http:
+            for user in (own_user, own_user + 1):
+                monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+                async with http.get("http://localhost/metrics") as reply:
+                    statuses.append(reply.status)
+    finally:
+        await runner.cleanup()
+
+    assert statuses == [200, 403]

@@ -94,8 +94,8 @@ class Fleet:
         return self.http.post(f"{self.url}/v1/chat/completions", headers=given, data=data)
 
 
-UNASKED: dict[str, Any] = {"load_interval_s": 0}
-"""Configuration without load reports.
+DEFAULTS: dict[str, Any] = {"load_interval_s": 0, "host": "127.0.0.1"}
+"""Configuration without load reports, for a loopback address.
 
 A load report leaves a connection open. The proxy retries a request once on a new connection if an
 instance drops it on a reused one, and does not count that as a failure.
@@ -128,7 +128,7 @@ class Launch:
                 for role, instances in groups.items()
             }
             events = Recorder()
-            settings = UNASKED | urls | config
+            settings = DEFAULTS | urls | config
             app = epd.create_app(epd.ProxyConfig(**settings), observers=[events])
             live = app[CONFIG]
             runner = Runner(app, live, app[OBSERVERS])

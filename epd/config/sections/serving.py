@@ -109,8 +109,8 @@ class TenancySettings(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     key_secret: Fixed[KeySecret] = None
     """secret for store keys and cache salts, in addition to the tenant's name"""
     admin_api_key: AdminKey = None
-    """key for /metrics, /ui/state, /policies, /start_profile and /stop_profile; default: they
-    answer only clients on this machine"""
+    """key for /metrics, /ui/state, /policies, /start_profile and /stop_profile; without it, they
+    answer only if --host is a loopback address, or the proxy's own user on --uds"""
     trusted_tenants: TenantNames = ()
     """tenants, comma-separated, that may set a request's priority and get the load of the decode
     instance; priorities of other tenants are dropped. Without --api-keys-file, every client may"""

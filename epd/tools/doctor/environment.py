@@ -128,12 +128,12 @@ def _judge_keep_alive(config: ProxyConfig) -> Iterator[Finding]:
 
 
 def _judge_access(config: ProxyConfig) -> Iterator[Finding]:
-    local = config.host == "localhost" or is_loopback(config.host)
-    if config.admin_api_key is None and (config.uds or not local):
+    if config.admin_api_key is None and (config.uds or not is_loopback(config.host)):
+        answers = "only the proxy's own user" if config.uds else "403"
         yield warn(
             "access",
-            "no admin key: /metrics and profiling answer only this machine",
-            "set EPD_ADMIN_API_KEY",
+            f"no admin key: /metrics, /ui/state, /policies and profiling answer {answers}",
+            "set EPD_ADMIN_API_KEY, or let --host be a loopback address",
         )
     if "*" in config.allowed_origins and config.api_keys_file is None:
         yield warn(
