@@ -204,7 +204,7 @@ class EncodeTries:
         if not failed or self._table.any_serving(Role.ENCODE):
             return error
         nothing = NoInstance("no encode instance is reachable", slug="no_encoder", stage="encode")
-        nothing.__cause__ = error
+        nothing.__cause__ = error.__cause__ or error
         return nothing
 
     def _next_instance(self, task: EncodeTask, tried: Sequence[Instance]) -> Instance:
