@@ -15,6 +15,7 @@ from epd.edge.engine_headers import PRIORITY
 from epd.errors import (
     BUSY,
     MediaFetchFailed,
+    Outcome,
     ProxyError,
     Stage,
     UpstreamBusy,
@@ -38,6 +39,12 @@ MAX_STATUS = 599
 
 MAX_DECODE_BYTES = 256 * 1024**2
 """Maximum size of an answer of decode that is no stream."""
+
+FULL_SHARE = 0.9
+"""Share of `--encode-timeout-s` after which a timeout of an encode is the instance's failure."""
+
+LATE_SHARE = 0.4
+"""Share of it after which the timeout is a failure if the instance made no progress."""
 
 QUESTION_TIMEOUT_S = 2.0
 """Timeout of the questions to an instance before its prefill."""
@@ -77,18 +84,20 @@ class Stages:
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
 
-    async def encode(
+    async def encode(  # noqa: PLR0913, PLR0917 - all describe one request
         self,
         instance: Instance,
         body: Body,
         items: Sequence[MMItem],
         params: Params | None,
         context: RequestContext,
+        timeout_s: float,
     ) -> list[OutputFacts]:
         """Encode one item, or several of one modality, by one request.
 
         Each item has an event and a span of its own, with the time of the whole request. `params`
-        are the `ec_transfer_params` of the request.
+        are the `ec_transfer_params` of the request. A timeout is a failure of the instance if it
+        had nearly all of `--encode-timeout-s`. It counts as late if it had nearly half of it.
 
         Raises:
             ProxyError: the instance failed, or rejected an item.
@@ -103,11 +112,14 @@ class Stages:
                     stage="encode",
                     headers=headers,
                     body=encode_json(encode_body(body, items, params), context.cuts),
-                    timeout_s=context.config.encode_timeout_s,
+                    timeout_s=timeout_s,
                 )
             except UpstreamTimeout as error:
-                if remote:  # the media's host may have caused the delay
+                share = timeout_s / context.config.encode_timeout_s
+                if remote and share >= LATE_SHARE:  # the media's host may have caused the delay
                     raise _fetch_failed("encode") from error
+                if share < FULL_SHARE:
+                    error.outcome = Outcome.LATE if share >= LATE_SHARE else Outcome.NOTHING
                 raise
             timed.record_status(answer.status)
             accepted = _accepted(answer, "encode", context, fetches=remote)

@@ -47,7 +47,9 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     media_timeout_s: Seconds = 30.0
     """maximum time for the proxy to fetch one media item, in seconds"""
     encode_timeout_s: Seconds = 30.0
-    """maximum time to encode one media item, in seconds"""
+    """maximum time of a request's encode stage, over all its items and their tries, in seconds; a
+    try has half of what is left while another instance may follow. With --on-encode-failure local,
+    prefill or decode encode an item that is predicted to need longer"""
     prefill_timeout_s: Seconds = 120.0
     """maximum time of the prefill stage, in seconds"""
     kv_lease_s: Seconds = 30.0
