@@ -35,6 +35,10 @@ OVERLOADED = ItemPlace(local=True, reason="overloaded")
 """Place of an item that no encode instance is expected to encode in time."""
 
 
+FITS_SHARE = 0.75
+"""Share of the time of an item's first try within which its encode must be predicted to end."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
     """Decisions about where the items of requests are encoded.
@@ -87,7 +91,8 @@ class Placement:
     ) -> dict[MMItem, ItemPlan]:
         """Leave the items to the consumer that no encode instance is expected to encode in time.
 
-        A first try has half of `--encode-timeout-s` if there are several instances.
+        A first try has half of `--encode-timeout-s` if there are several instances. Predictions
+        err: a queue that just fits would be cut off again and again.
         """
         config = job.context.config
         waiting = [item for item, plan in plans.items() if not plan.at_consumer]
@@ -95,7 +100,7 @@ class Placement:
         if not (waiting and allowed and job.has_all_media):
             return plans
         forecast = self._forecast(job)
-        limit_s = config.encode_timeout_s / (2 if forecast.several else 1)
+        limit_s = FITS_SHARE * config.encode_timeout_s / (2 if forecast.several else 1)
         if forecast.longest_s(sum(plans[item].tokens for item in waiting)) <= limit_s:
             return plans
         for item in waiting:
