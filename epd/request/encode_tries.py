@@ -28,7 +28,7 @@ from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
 from epd.request.stage_inputs import EncodeJob, ItemPlan
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
-from epd.routing.fatal import FatalRequests
+from epd.routing.fatal import FatalRequests, in_quarantine
 from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.retries import Retries
@@ -222,6 +222,8 @@ class EncodeTries:
                     alone = len(group.tasks) == 1
                     return await first_tries.output_of(task, group)
                 except ProxyError as error:
+                    if context.watched.pins is not None and isinstance(error, NoInstance):
+                        raise in_quarantine("encode") from error
                     if error.retryable:  # nor may prefill or decode encode such an item
                         self._fatal.check(context.watched, [task.item.identity])
                     failure = EncodeFailure(
@@ -358,7 +360,16 @@ class EncodeTries:
         return [output if output.namespace in findable else OutputFacts() for output in encoded]
 
     def _fits(self, job: EncodeJob) -> Callable[[Instance], bool] | None:
-        """Return the predicate of instances with the consumer's namespace; None for all."""
-        if job.namespace is None:
-            return None
-        return partial(self._namespaces.shares_namespace, namespace=job.namespace)
+        """Return the predicate of the instances that may encode the items; None for all.
+
+        They have the consumer's namespace, and are pinned for a request in quarantine.
+        """
+        shares, watched = None, job.context.watched
+        if job.namespace is not None:
+            shares = partial(self._namespaces.shares_namespace, namespace=job.namespace)
+        if watched.pins is None:
+            return shares
+        if "encode" not in watched.pins:  # all items need the same one
+            watched.pin("encode", self._choice.best_instance(fits=shares))
+        url = watched.pins["encode"]
+        return lambda instance: instance.url == url and (shares is None or shares(instance))

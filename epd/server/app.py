@@ -187,6 +187,7 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
             prefill_decode,
             decoders,
             releases,
+            fatal,
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
         app[ADMIN] = Admin(table, upstream, live, app[METRICS])

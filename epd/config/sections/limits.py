@@ -81,7 +81,8 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """maximum of an ejection, in seconds"""
     suspect_s: SecondsOrNone = 300.0
     """seconds for which a request, or one with the same media, is rejected after two instances died
-    while they served it (503 suspected_fatal); 0: no rejection"""
+    while they served it (503 suspected_fatal), and within which three deaths put a tenant's
+    requests in quarantine; 0: neither"""
     drain_delay_s: SecondsOrNone = 5.0
     """seconds from SIGTERM, when /ready turns to 503, until the proxy accepts no more
     connections"""
