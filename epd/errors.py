@@ -102,7 +102,11 @@ class Outcome(enum.Enum):
 
     GOOD = enum.auto()
     BAD = enum.auto()
+    LATE = enum.auto()
+    """No answer in time: a failure only if the instance made no progress meanwhile."""
     UNREACHABLE = enum.auto()
+    REFUSED = enum.auto()
+    """The host refused the connection: no process listens there."""
     BUSY = enum.auto()
     DOUBTFUL = enum.auto()
     NOTHING = enum.auto()
@@ -408,17 +412,15 @@ class UpstreamTimeout(ProxyError):
     """An instance did not answer within the deadline of its stage."""
 
     status = 504
+    outcome = Outcome.BAD
     retryable = True
     worked = True
 
-    @property
-    def outcome(self) -> Outcome:  # type: ignore[override]
-        """A failure of the instance at encode, which has a bounded duration.
-
-        At prefill and decode, queued requests or a long answer can cause the delay. Only probes
-        detect a hanging instance there.
-        """
-        return Outcome.NOTHING if self.stage in {"prefill", "decode"} else Outcome.BAD
+    def __init__(self, message: str, *, slug: str | None = None, stage: Stage = "proxy") -> None:
+        super().__init__(message, slug=slug, stage=stage)
+        # Queued requests or a long answer can cause the delay there.
+        if stage in {"prefill", "decode"}:
+            self.outcome = Outcome.LATE
 
 
 class UpstreamRejected(ProxyError):

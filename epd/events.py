@@ -172,12 +172,14 @@ class InstanceChanged:
         state: the new health state; or `added`, `removed`, or `refused` if the instance conflicts
             with others.
         source: source of the last three states.
+        cause: cause of the states `ejected` and `down`; empty for others.
     """
 
     instance: str
     role: str
     state: str
     source: str | None = None
+    cause: str = ""
 
 
 class Observer(Protocol):

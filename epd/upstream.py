@@ -17,6 +17,7 @@ from typing import NamedTuple, Self
 from epd.api.body import Pieces
 from epd.errors import (
     AnswerTooLarge,
+    Outcome,
     Overloaded,
     ProxyError,
     Stage,
@@ -58,10 +59,15 @@ def stage_error(
     if isinstance(reason, OSError) and reason.errno in OUT_OF_DESCRIPTORS:
         # The limit of this process, not a failure of the instance.
         return Overloaded("the proxy has too many open connections", stage=stage)
+    failure: UpstreamFailed
     if isinstance(error, Broken):
         kind = UpstreamDied if isinstance(error, Died) and not computed else UpstreamFailed
-        return kind(f"the connection to {instance} broke", slug=broken, stage=stage)
-    return UpstreamUnreachable(f"{instance} is unreachable", slug=broken, stage=stage)
+        failure = kind(f"the connection to {instance} broke", slug=broken, stage=stage)
+    else:
+        failure = UpstreamUnreachable(f"{instance} is unreachable", slug=broken, stage=stage)
+    if isinstance(reason, ConnectionRefusedError):
+        failure.outcome = Outcome.REFUSED
+    return failure
 
 
 def underlying_error(error: Exception) -> BaseException:

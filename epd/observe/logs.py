@@ -360,6 +360,8 @@ class LogObserver:
         """Log one line: a warning if the state needs action by an operator, otherwise info."""
         level = logging.INFO if event.state in EXPECTED else logging.WARNING
         named = {} if event.source is None else {"source": event.source}
+        if event.cause:
+            named["cause"] = event.cause
         self._log.log(
             level,
             f"instance {event.state}",

@@ -131,14 +131,15 @@ ITEMS_SENT = _counter(
 )
 ENCODE_DECISIONS = _counter(
     "epd_encode_decisions",
-    "Media items that are not in the store, by where the policy (cost) has them encoded. Label "
+    "Media items that are not in the store, by where the policy (cost) has them encoded, and those "
+    "that are left to the consumer because of the queue of the encode instances. Label "
     "decision: encode, by an encode instance; local, by prefill or PD. Label reason: cheaper, the "
     "other one was predicted to cost more; below_pixels, above_pixels, by --encode-below-pixels; "
     "unknown_size, no size in the header; unmeasured, no encode instance has a known speed; "
     "unsaved, the consumers are not known to write to the store, or the item's key is unknown; "
     "under_way, already being encoded for another request; beside_stored, another item of the "
     "request is in the store; required, encode instances must encode "
-    "all items of the request.",
+    "all items of the request; overloaded, no encode instance was predicted to encode it in time.",
     (MODEL, "decision", "reason"),
 )
 ENCODE_WAITS = _counter(

@@ -11,6 +11,7 @@ The steps for one item, each taken unless an earlier one has the output:
     Encoder._fall_back       after the last failure            prefill or decode encodes it
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -23,8 +24,14 @@ from epd.api.items import MMItem
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.identity import Identifiers, OutputKey
 from epd.errors import ProxyError, UnknownMedia, drop_tracebacks, no_store
-from epd.request.encode_tries import EncodeTask, EncodeTries, FirstTries, flight_key
-from epd.request.placement import Placement
+from epd.request.encode_tries import (
+    EncodeLimits,
+    EncodeTask,
+    EncodeTries,
+    FirstTries,
+    flight_key,
+)
+from epd.request.placement import OVERLOADED, Placement
 from epd.request.stage_inputs import EncodeJob, ItemPlan, StoreLookup
 from epd.spans import Span
 from epd.transfer.ec import ECTransfer
@@ -63,7 +70,8 @@ class Encoder:
     async def encode(self, job: EncodeJob) -> list[EncodedItem]:
         """Return the source and the known facts of each item's output; encode missing ones.
 
-        At most `AT_ONCE` encodes of one request run in parallel.
+        At most `AT_ONCE` encodes of one request run in parallel, and all of them end within
+        `--encode-timeout-s`.
 
         Raises:
             ProxyError: an item failed; encodes of the others that no request shares are cancelled.
@@ -135,9 +143,10 @@ class Encoder:
         """Return plans for the items that are not stored."""
         under_way = partial(self._is_under_way, job, lookup)
         plans = self._placement.plan_items(job, lookup, under_way)
-        if job.course.items is not None:
-            places = [plan.place.labels for plan in plans.values() if plan.place]
+        if places := [plan.place.labels for plan in plans.values() if plan.place]:
             job.context.record.places = Counter(places)
+        if any(plan.place is OVERLOADED for plan in plans.values()):
+            job.context.record.degraded.add("encode-local")
         return plans
 
     def _is_under_way(self, job: EncodeJob, lookup: StoreLookup, item: MMItem) -> bool:
@@ -157,6 +166,8 @@ class Encoder:
         Raises:
             ProxyError: an item has no media.
         """
+        loop, config = asyncio.get_running_loop(), job.context.config
+        limits = EncodeLimits(loop.time() + config.encode_timeout_s)
         missing = [item for item, plan in plans.items() if not plan.at_consumer]
         if (unknown := next((item for item in missing if not item.has_media), None)) is not None:
             raise _unknown(unknown, lookup)
@@ -167,6 +178,7 @@ class Encoder:
                 lookup.output_keys[item],
                 plans[item],
                 skips_claims=job.skips_claims(lookup),
+                limits=limits,
             )
             for item in missing
         ]
@@ -231,7 +243,8 @@ class Encoder:
         if self._claims is None or identifier is None or task.skips_claims:
             encoded = await self._tries.encode_item(task, first_tries)
             return self._learn_output(task, output_key, encoded)
-        wait_s, namespace = context.config.encode_timeout_s, task.job.namespace
+        # Half of the time is left for an encode of this proxy.
+        wait_s, namespace = task.limits.left_s / 2, task.job.namespace
         with self._claims.queue_claim(output_key.model, identifier, wait_s, namespace) as claim:
             with context.wait_span(item) if claim.must_ask else nullcontext():
                 found = await claim.wait_turn()

@@ -30,7 +30,7 @@ from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
 from epd.request.stage_inputs import EncodeJob, ItemPlan
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
-from epd.routing.fatal import FatalRequests
+from epd.routing.fatal import FatalRequests, in_quarantine
 from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.retries import Retries
@@ -40,6 +40,29 @@ from epd.transfer.encoded import OutputFacts
 
 GROUPED = frozenset({"image", "audio"})
 """Modalities of the items that may share a request. A video may have a second output, its sound."""
+
+
+MAX_RETRIES = 32
+"""Maximum number of further tries of one request's items together. The death of an instance fails
+at most the items that are sent at the same time."""
+
+
+@dataclass(slots=True, eq=False)
+class EncodeLimits:
+    """Limits of the encode stage of one request, over all its items and their tries.
+
+    Attributes:
+        until_s: deadline, on the event loop's clock.
+        retries: number of further tries that are left.
+    """
+
+    until_s: float
+    retries: int = MAX_RETRIES
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self.until_s - asyncio.get_running_loop().time())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +76,7 @@ class EncodeTask:
         plan: plan for the item.
         skips_claims: whether to ignore other proxies' claims, because their outputs would be
             unusable.
+        limits: limits of all items of the request.
     """
 
     job: EncodeJob
@@ -60,6 +84,7 @@ class EncodeTask:
     output_key: OutputKey | None
     plan: ItemPlan
     skips_claims: bool
+    limits: EncodeLimits
 
 
 def flight_key(job: EncodeJob, output_key: OutputKey, *, skips_claims: bool) -> Hashable:
@@ -171,26 +196,42 @@ class EncodeTries:
         Only its first try may be common with other items of the request.
 
         Raises:
+            UpstreamTimeout: the deadline of the request's encode stage has passed.
             ProxyError: all tries failed, or the item itself is invalid.
         """
-        job, context = task.job, task.job.context
+        job, context, limits = task.job, task.job.context, task.limits
+        falls_back = (
+            context.config.on_encode_failure == "local"
+            and job.has_all_media
+            and not self._transfer.pushed
+        )
         clock = asyncio.get_running_loop().time
         tried: list[Instance] = []
         server_errors = 0
         started_s = clock()
         with self._retries.tries(MAX_ENCODES) as tries:
             while True:
+                if not limits.left_s:
+                    raise UpstreamTimeout(
+                        "the encode stage of the request did not end in time",
+                        slug="encode_timeout",
+                        stage="encode",
+                    )
+                alone = True
                 try:
                     if tried or first_tries is None:
                         group = EncodeGroup(self._next_instance(task, tried), (task,))
                         tried.append(group.instance)
-                        [encoded] = await self._send(job, group)
+                        [encoded] = await self._send(job, group, tried)
                         return encoded
                     group = await first_tries.group_of(task)
                     tried.append(group.instance)
+                    alone = len(group.tasks) == 1
                     return await first_tries.output_of(task, group)
                 except ProxyError as error:
-                    server_errors += error.engine_failed and len(group.tasks) == 1
+                    server_errors += error.engine_failed and alone
+                    if context.watched.pins is not None and isinstance(error, NoInstance):
+                        raise in_quarantine("encode") from error
                     if error.retryable:  # nor may prefill or decode encode such an item
                         self._fatal.check(context.watched, [task.item.identity])
                     failure = EncodeFailure(
@@ -199,13 +240,14 @@ class EncodeTries:
                         server_errors=server_errors,
                         elapsed_s=clock() - started_s,
                         others=self._choice.has_untried(tried, self._fits(job)),
-                        falls_back=context.config.on_encode_failure == "local",
-                        patience_s=context.config.encode_timeout_s,
+                        falls_back=falls_back,
+                        patience_s=limits.left_s,
                     )
                     delay_s = None if context.is_spent else encode_delay_s(failure)
-                    if delay_s is None:
+                    if delay_s is None or not limits.retries:
                         raise
-                    await tries.next_try(error, delay_s)
+                    limits.retries -= alone
+                    await tries.next_try(error, delay_s, 0.0 if falls_back else limits.left_s)
 
     def error_after_last_try(self, error: ProxyError) -> ProxyError:
         """Return the final error of an item's encode, after the last try."""
@@ -213,7 +255,7 @@ class EncodeTries:
         if not failed or self._table.any_serving(Role.ENCODE):
             return error
         nothing = NoInstance("no encode instance is reachable", slug="no_encoder", stage="encode")
-        nothing.__cause__ = error
+        nothing.__cause__ = error.__cause__ or error
         return nothing
 
     def _next_instance(self, task: EncodeTask, tried: Sequence[Instance]) -> Instance:
@@ -266,8 +308,28 @@ class EncodeTries:
         suspect = watched.deaths is not None or self._fatal.is_suspect(watched, item.identity)
         return item.modality in GROUPED and not item.is_remote and not suspect
 
-    async def _send(self, job: EncodeJob, group: EncodeGroup) -> Sequence[OutputFacts]:
+    def _timeout_s(self, group: EncodeGroup, tried: Sequence[Instance]) -> float:
+        """Return the time limit of a request: half of what is left while another one may follow.
+
+        An instance that has to fetch media may need all of it.
+        """
+        task = group.tasks[0]
+        left_s, fits = task.limits.left_s, self._fits(task.job)
+        others = any(
+            candidate.instance not in tried
+            and candidate.instance != group.instance
+            and (fits is None or fits(candidate.instance))
+            for candidate in self._table.usable_candidates(Role.ENCODE)
+        )
+        may_follow = others and len(tried) < MAX_ENCODES and task.limits.retries
+        return left_s / 2 if may_follow and not task.item.is_remote else left_s
+
+    async def _send(
+        self, job: EncodeJob, group: EncodeGroup, tried: Sequence[Instance] = ()
+    ) -> Sequence[OutputFacts]:
         """Return the outputs of the items of one request to an encode instance.
+
+        `tried` are the instances that have had the item, this one included.
 
         Raises:
             ProxyError: the instance failed, or rejected an item; or instances have died of an item.
@@ -285,7 +347,10 @@ class EncodeTries:
         using = self._table.track_request(instance, work=Work(0, tokens))
         try:
             with using:
-                replied = await self._stages.encode(instance, body, items, params, context)
+                timeout_s = self._timeout_s(group, tried)
+                replied = await self._stages.encode(
+                    instance, body, items, params, context, timeout_s
+                )
                 encoded = list(map(self._transfer.encoded, replied, item_params))
         except UpstreamFailed as failure:
             if len(items) == 1:  # a group may have failed by any of its items
@@ -311,7 +376,16 @@ class EncodeTries:
         return [output if output.namespace in findable else OutputFacts() for output in encoded]
 
     def _fits(self, job: EncodeJob) -> Callable[[Instance], bool] | None:
-        """Return the predicate of instances with the consumer's namespace; None for all."""
-        if job.namespace is None:
-            return None
-        return partial(self._namespaces.shares_namespace, namespace=job.namespace)
+        """Return the predicate of the instances that may encode the items; None for all.
+
+        They have the consumer's namespace, and are pinned for a request in quarantine.
+        """
+        shares, watched = None, job.context.watched
+        if job.namespace is not None:
+            shares = partial(self._namespaces.shares_namespace, namespace=job.namespace)
+        if watched.pins is None:
+            return shares
+        if "encode" not in watched.pins:  # all items need the same one
+            watched.pin("encode", self._choice.best_instance(fits=shares))
+        url = watched.pins["encode"]
+        return lambda instance: instance.url == url and (shares is None or shares(instance))

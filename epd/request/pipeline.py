@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from epd.api.items import Body
+from epd.api.items import Body, MMItem
 from epd.encoder_cache.keys import Keys
 from epd.errors import ProxyError
+from epd.policies.plan import Course, Facts
 from epd.request.context import RequestContext
 from epd.request.encode import Encoder
 from epd.request.kv_peers import KVHandover, Releases
@@ -32,6 +33,7 @@ from epd.request.stage_inputs import (
     StageInput,
 )
 from epd.request.targets import Courses, Decoders
+from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.retries import Retries
@@ -54,6 +56,7 @@ class Pipeline:
     _prefill_decode: PrefillDecodeStages
     _decoders: Decoders
     _releases: Releases
+    _fatal: FatalRequests
     _retries: Retries = field(default_factory=Retries)
 
     async def run(self, body: Body, context: RequestContext) -> DecodeAnswer:
@@ -70,6 +73,21 @@ class Pipeline:
         facts, course = self._courses.choose_course(body, len(items), context)
         course = self._decoders.resolve_header(course, context)
         request = await self._media.keyed(body, items, context)
+        context.watched.kind = _kind(body, items, context)
+        quarantine = self._fatal.quarantine(context.watched)
+        if quarantine is None:
+            return await self._run_attempts(request, course, facts, context)
+        async with quarantine:
+            return await self._run_attempts(request, course, facts, context)
+
+    async def _run_attempts(
+        self, request: KeyedRequest, course: Course, facts: Facts, context: RequestContext
+    ) -> DecodeAnswer:
+        """Send a request until decode's answer begins, or until no attempt follows a failure.
+
+        Raises:
+            ProxyError: a stage failed.
+        """
         attempt = Attempt(course, facts)
         with self._retries.tries(MAX_ATTEMPTS) as tries:
             while True:
@@ -130,7 +148,9 @@ class Pipeline:
         items = self._media.items(body, context)
         request = await self._media.keyed(body, items, context)
         job = EncodeJob(request, context, namespace=self._namespace(None))
-        encoded_items = await self._encoder.encode(job)
+        context.watched.kind = _kind(body, items, context)
+        async with self._fatal.quarantine(context.watched) or nullcontext():
+            encoded_items = await self._encoder.encode(job)
         await self._keys.remember_names(request.body, encoded_items, context.tenant, context.config)
         return encoded_items
 
@@ -221,3 +241,9 @@ class Pipeline:
                 may_prefill_locally=context.config.on_prefill_failure == "local",
             )
         )
+
+
+def _kind(body: Body, items: Sequence[MMItem], context: RequestContext) -> int:
+    """Return a digest of the parts of a request that its variants share."""
+    modalities = frozenset([item.modality for item in items])
+    return hash((context.endpoint.path, *body, modalities, context.text_bytes.bit_length()))

@@ -31,6 +31,14 @@ UNDER_WAY = ItemPlace(local=False, reason="under_way")
 """Place of an item that is being encoded for another request."""
 
 
+OVERLOADED = ItemPlace(local=True, reason="overloaded")
+"""Place of an item that no encode instance is expected to encode in time."""
+
+
+FITS_SHARE = 0.75
+"""Share of the time of an item's first try within which its encode must be predicted to end."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
     """Decisions about where the items of requests are encoded.
@@ -65,7 +73,7 @@ class Placement:
         items, rule = job.request.media_items, job.course.items
         plans = {item: self._sized(job, item) for item in items if item not in lookup.found}
         if rule is None or not plans:
-            return plans
+            return self._shed(job, plans, under_way)
         if (place := self._forced_place(job, lookup)) is not None:
             return {item: plan._replace(place=place) for item, plan in plans.items()}
         forecast = self._forecast(job)
@@ -76,6 +84,34 @@ class Placement:
             else:
                 stored = consumers_write and item in lookup.identifiers
                 plans[item] = _placed(rule, forecast, item, plan, stored=stored)
+        return self._shed(job, plans, under_way)
+
+    def _shed(
+        self, job: EncodeJob, plans: dict[MMItem, ItemPlan], under_way: Callable[[MMItem], bool]
+    ) -> dict[MMItem, ItemPlan]:
+        """Leave the items to the consumer that no encode instance is expected to encode in time.
+
+        A first try has half of `--encode-timeout-s` if there are several instances. Predictions
+        err: a queue that just fits would be cut off again and again.
+        """
+        config = job.context.config
+        waiting = [item for item, plan in plans.items() if not plan.at_consumer]
+        allowed = config.on_encode_failure == "local" and not (self._pushed or job.reencode)
+        if not (waiting and allowed and job.has_all_media):
+            return plans
+        forecast = self._forecast(job)
+        limit_s = FITS_SHARE * config.encode_timeout_s / (2 if forecast.several else 1)
+        if forecast.longest_s(sum(plans[item].tokens for item in waiting)) <= limit_s:
+            return plans
+        for item in waiting:
+            plan = plans[item]
+            queue = forecast.best_queue(plan.tokens, item.identity)
+            if queue is None or under_way(item):
+                continue
+            if queue.finish_s(plan.tokens) > limit_s:
+                plans[item] = plan._replace(place=OVERLOADED)
+            else:
+                queue.add_item(plan.tokens)
         return plans
 
     def may_fall_back(self, job: EncodeJob, error: ProxyError) -> bool:

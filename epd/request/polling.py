@@ -15,7 +15,7 @@ from epd.config.sections import ConfigFields, Live
 from epd.config.sections.routing import RouteSettings
 from epd.errors import Overloaded, ProxyError
 from epd.routing import BalanceName, ItemBalanceName
-from epd.routing.instances import ANSWERING, CONSUMERS, Instance, Role
+from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.load import Report, read_namespace, read_report, writes_outputs
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
@@ -189,7 +189,8 @@ def asking_namespaces(
 def _roles(config: RouteSettings, *, every: bool) -> list[Role]:
     """Return the roles that need load reports.
 
-    Without `every`, these are the roles that are balanced by load or have ranks to choose.
+    Without `every`, these are the roles that are balanced by load, and those with engines that may
+    hang.
     """
     balances: Mapping[Role, BalanceName | ItemBalanceName] = {
         Role.ENCODE: config.encode_balance,
@@ -199,7 +200,7 @@ def _roles(config: RouteSettings, *, every: bool) -> list[Role]:
     return [
         role
         for role, name in balances.items()
-        if every or name != "round_robin" or role in CONSUMERS
+        if every or name != "round_robin" or role is not Role.ENCODE
     ]
 
 

@@ -251,7 +251,7 @@ def _prefill_locally(failure: RecoveryState) -> bool:
 
 def _may_decode_again(failure: RecoveryState) -> bool:
     few = failure.failures.count("decode") < MAX_DECODES
-    return failure.failed_at("decode") and few and not isinstance(failure.error, UpstreamTimeout)
+    return failure.failed_at("decode") and few
 
 
 def _blocks_lost(failure: RecoveryState) -> bool:
@@ -353,8 +353,8 @@ RULES = (
         lambda failure: failure.base_attempt,
     ),
     Rule(
-        f"decode fails without a timeout, fewer than {MAX_DECODES} times, and one may succeed",
-        "another decode instance, or the only one",
+        f"decode fails, fewer than {MAX_DECODES} times, and one may succeed",
+        "another decode instance, or the only one, but not after a timeout",
         _decode_again,
         lambda failure: failure.base_attempt,
     ),

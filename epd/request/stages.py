@@ -17,6 +17,7 @@ from epd.edge.engine_headers import PRIORITY
 from epd.errors import (
     BUSY,
     MediaFetchFailed,
+    Outcome,
     ProxyError,
     Stage,
     UpstreamBusy,
@@ -43,6 +44,12 @@ HELD_BYTES = 1024**2
 
 MAX_DECODE_BYTES = 256 * 1024**2
 """Maximum size of an answer of decode from which a turn's fields are extracted."""
+
+FULL_SHARE = 0.9
+"""Share of `--encode-timeout-s` after which a timeout of an encode is the instance's failure."""
+
+LATE_SHARE = 0.4
+"""Share of it after which the timeout is a failure if the instance made no progress."""
 
 QUESTION_TIMEOUT_S = 2.0
 """Timeout of the questions to an instance before its prefill."""
@@ -89,18 +96,20 @@ class Stages:
         self._upstream = upstream
         self._unserved: BoundedDict[tuple[str, str], float] = BoundedDict(MAX_UNSERVED)
 
-    async def encode(
+    async def encode(  # noqa: PLR0913, PLR0917 - all describe one request
         self,
         instance: Instance,
         body: Body,
         items: Sequence[MMItem],
         params: Params | None,
         context: RequestContext,
+        timeout_s: float,
     ) -> list[OutputFacts]:
         """Encode one item, or several of one modality, by one request.
 
         Each item has an event and a span of its own, with the time of the whole request. `params`
-        are the `ec_transfer_params` of the request.
+        are the `ec_transfer_params` of the request. A timeout is a failure of the instance if it
+        had nearly all of `--encode-timeout-s`. It counts as late if it had nearly half of it.
 
         Raises:
             ProxyError: the instance failed, or rejected an item.
@@ -111,10 +120,13 @@ class Stages:
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
             request = encode_body(body, items, params)
             try:
-                answer = await self._encoded(instance, request, headers, context)
+                answer = await self._encoded(instance, request, headers, context, timeout_s)
             except UpstreamTimeout as error:
-                if remote:  # the media's host may have caused the delay
+                share = timeout_s / context.config.encode_timeout_s
+                if remote and share >= LATE_SHARE:  # the media's host may have caused the delay
                     raise _fetch_failed("encode") from error
+                if share < FULL_SHARE:
+                    error.outcome = Outcome.LATE if share >= LATE_SHARE else Outcome.NOTHING
                 raise
             timed.record_status(answer.status)
             accepted = _accepted(answer, "encode", context, fetches=remote)
@@ -128,6 +140,7 @@ class Stages:
         request: Body,
         headers: Mapping[str, str],
         context: RequestContext,
+        timeout_s: float,
     ) -> Answer:
         """Return the answer to an encode request, without the fields that the instance refuses.
 
@@ -144,7 +157,7 @@ class Stages:
                 stage="encode",
                 headers=headers,
                 body=encode_json(request, context.cuts),
-                timeout_s=context.config.encode_timeout_s,
+                timeout_s=timeout_s,
             )
             refused = OPTIONAL.get(answer.status)
             if refused is None or not request.get(refused):

@@ -4,10 +4,19 @@ A request that kills one engine would kill the next one too, and clients retry f
 Deaths are therefore counted by what the dead instance had received: the request's body, and the
 media items in it that the instance had to process. Deaths of one tenant's requests never cause the
 rejection of another tenant's request.
+
+A client that changes a character at each retry sends a new body each time. Deaths are therefore
+also counted by tenant, and by the kind of the request: its endpoint, the names of its fields, its
+modalities, and its size within a factor of two. From the third death on, requests of the tenant
+are in quarantine: one at a time, on one instance of each stage, with one try. Kinds that are
+answered far more often than instances die of them are exempt.
 """
 
+import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +33,19 @@ MAX_DEATHS = 2
 SAME_DEATH_S = 10.0
 """Time after its death in which an instance also fails unrelated requests, in seconds. No engine
 restarts within that time."""
+
+MAX_TENANT_DEATHS = 3
+"""Number of deaths within `--suspect-s` after which a tenant's requests are in quarantine."""
+
+ANSWERS_PER_DEATH = 8
+"""Number of answers for each death of a kind of requests that exempt it from the quarantine; one
+answer exempts a kind without a death."""
+
+MAX_KINDS = 256
+"""Upper bound of remembered kinds of each tenant."""
+
+MAX_WAITING = 16
+"""Upper bound of a tenant's requests that wait for their turn in quarantine."""
 
 MAX_SUSPECTS = 4096
 """Upper bound of remembered bodies and items. The oldest is forgotten first."""
@@ -66,12 +88,19 @@ class Watched:
         fingerprint: digest of the body.
         deaths: deaths of instances that served it, in all stages; None for no death.
         engine_died: whether decode's stream reported the death of its engine.
+        kind: digest of what similar requests share; 0 if unknown.
+        most_deaths: number of deaths after which it is sent to no further instance.
+        pins: URLs of the only instances to which it may be sent, by stage; None for all. The first
+            one that is chosen is pinned.
     """
 
     tenant: str = ""
     fingerprint: str = ""
     deaths: Deaths | None = None
     engine_died: bool = False
+    kind: int = 0
+    most_deaths: int = MAX_DEATHS
+    pins: dict[Stage, str] | None = None
 
     def record_death(self, instance: Instance, now_s: float) -> None:
         if self.deaths is None:
@@ -81,7 +110,18 @@ class Watched:
     @property
     def is_spent(self) -> bool:
         """Whether the request must not be sent to another instance."""
-        return self.deaths is not None and self.deaths.count >= MAX_DEATHS
+        return self.deaths is not None and self.deaths.count >= self.most_deaths
+
+    def fits(self, stage: Stage) -> Callable[[Instance], bool] | None:
+        """Return the predicate of the instances to which it may be sent; None for all."""
+        if self.pins is None or (url := self.pins.get(stage)) is None:
+            return None
+        return lambda instance: instance.url == url
+
+    def pin(self, stage: Stage, instance: Instance) -> None:
+        """Send this and all further requests in quarantine to this instance, unless to another."""
+        if self.pins is not None:
+            self.pins.setdefault(stage, instance.url)
 
 
 class _Subject(NamedTuple):
@@ -95,6 +135,41 @@ class _Suspect(Deaths):
     """The deaths of one subject. They are forgotten at `until_s`."""
 
     until_s: float = math.inf
+
+
+@dataclass(slots=True)
+class _Tenant(Deaths):
+    """The deaths of one tenant.
+
+    Attributes:
+        times: times of the latest deaths.
+        kinds: numbers of deaths and of answers, by kind of requests.
+        pins: instances of its requests in quarantine.
+        turn: held by the request that is in quarantine.
+        waiting: number of requests that wait for it.
+    """
+
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TENANT_DEATHS))
+    kinds: BoundedDict[int, tuple[int, int]] = field(default_factory=lambda: BoundedDict(MAX_KINDS))
+    pins: dict[Stage, str] = field(default_factory=dict)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: int = 0
+
+    def count_death(self, instance: Instance, kind: int, now_s: float) -> None:
+        before = self.count
+        self.add(instance, now_s)
+        if self.count > before:
+            self.times.append(now_s)
+            died, answered = self.kinds.get(kind, (0, 0))
+            self.kinds[kind] = died + 1, answered
+
+    def count_answer(self, kind: int) -> None:
+        died, answered = self.kinds.get(kind, (0, 0))
+        self.kinds[kind] = died, answered + 1
+
+    def is_proven(self, kind: int) -> bool:
+        died, answered = self.kinds.get(kind, (0, 0))
+        return answered >= max(1, ANSWERS_PER_DEATH * died)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +191,7 @@ class FatalRequests:
     _suspects: BoundedDict[_Subject, _Suspect] = field(
         default_factory=lambda: BoundedDict(MAX_SUSPECTS)
     )
+    _tenants: BoundedDict[str, _Tenant] = field(default_factory=lambda: BoundedDict(MAX_SUSPECTS))
 
     def __len__(self) -> int:
         return len(self._suspects)
@@ -131,6 +207,46 @@ class FatalRequests:
         for subject in _subjects(watched, items):
             if (left_s := self._rejected_s(subject)) is not None:
                 raise _suspected(left_s)
+
+    def quarantine(self, watched: Watched) -> AbstractAsyncContextManager[None] | None:
+        """Return the context in which a request must be sent; None without a quarantine."""
+        if not self._tenants or (tenant := self._quarantined(watched)) is None:
+            return None
+        return self._turn(tenant, watched)
+
+    @asynccontextmanager
+    async def _turn(self, tenant: _Tenant, watched: Watched) -> AsyncIterator[None]:
+        """Wait for a turn in quarantine, and restrict the request, unless its kind is proven then.
+
+        Raises:
+            SuspectedFatal: too many requests wait.
+        """
+        if tenant.waiting >= MAX_WAITING:
+            raise in_quarantine("proxy")
+        tenant.waiting += 1
+        try:
+            await tenant.turn.acquire()
+        finally:
+            tenant.waiting -= 1
+        stays = self._quarantined(watched) is not None
+        if stays:
+            watched.most_deaths, watched.pins = 1, tenant.pins
+        else:
+            tenant.turn.release()
+        try:
+            yield
+        finally:
+            if stays:
+                tenant.turn.release()
+
+    def _quarantined(self, watched: Watched) -> _Tenant | None:
+        """Return the tenant of a request that must be in quarantine; None for another one."""
+        tenant = self._tenants.get(watched.tenant)
+        if tenant is None or tenant.is_proven(watched.kind):
+            return None
+        recent = len(tenant.times) == MAX_TENANT_DEATHS
+        lasts = recent and self._clock() < tenant.times[0] + self._reject_s()
+        return tenant if lasts else None
 
     def is_suspect(self, watched: Watched, item: str) -> bool:
         """Return whether an instance has died while it served an item, or the request's body."""
@@ -148,7 +264,15 @@ class FatalRequests:
         """
         if self._drains(instance):
             return error
-        watched.record_death(instance, self._clock())
+        now_s = self._clock()
+        watched.record_death(instance, now_s)
+        tenant = self._tenants.get(watched.tenant)
+        if tenant is None or now_s >= tenant.times[-1] + self._reject_s():
+            tenant = _Tenant()
+        self._tenants[watched.tenant] = tenant
+        tenant.count_death(instance, watched.kind, now_s)
+        if self._quarantined(watched) is not None:
+            watched.most_deaths = 1
         rejected = [
             left_s
             for subject in _subjects(watched, items)
@@ -174,6 +298,8 @@ class FatalRequests:
         if self._suspects:
             for subject in _subjects(watched, items, body=body):
                 self._suspects.pop(subject, None)
+        if body and self._tenants and (tenant := self._tenants.get(watched.tenant)) is not None:
+            tenant.count_answer(watched.kind)
 
     def _count_death(self, subject: _Subject, instance: Instance) -> float | None:
         """Count a death; return the seconds of rejection of the subject, or None without one."""
@@ -205,10 +331,20 @@ def _subjects(watched: Watched, items: Iterable[str], *, body: bool = True) -> l
     return found
 
 
+def in_quarantine(stage: Stage) -> SuspectedFatal:
+    """Return the error of a request in quarantine that no instance may serve now."""
+    return SuspectedFatal(
+        f"{MAX_TENANT_DEATHS} instances died while they served requests of this client: requests "
+        "like them are served one at a time by one instance, which is down or has too many of them",
+        stage=stage,
+        retry_after_s=SAME_DEATH_S,
+    )
+
+
 def _suspected(left_s: float, stage: Stage = "proxy") -> SuspectedFatal:
     return SuspectedFatal(
-        f"{MAX_DEATHS} instances died while they served this request or media in it: do not retry "
-        "it",
+        f"{MAX_DEATHS} instances died while they served this request, media in it, or requests "
+        "like it: do not retry it",
         stage=stage,
         retry_after_s=left_s,
     )

@@ -91,6 +91,20 @@ class Forecast:
         ]
         return self._queues[costs.index(min(costs))]
 
+    def longest_s(self, tokens: int) -> float:
+        """Return an upper bound of the time until items of this many tokens are encoded.
+
+        It is 0 while no speed is known.
+        """
+        if self.speed is None or not self._queues:
+            return 0.0
+        return min([queue.finish_s(tokens) for queue in self._queues])
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several usable encode instances."""
+        return len(self._queues) > 1
+
     def leave_item(self, tokens: int) -> None:
         """Plan an item for the consumer."""
         self.local = self.local._replace(tokens=self.local.tokens + tokens)

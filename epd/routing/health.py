@@ -4,6 +4,10 @@ The rules are those of Envoy's outlier detection and of a circuit breaker
 (https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier): an instance that
 keeps failing is ejected for a while, longer each time, and returns with one request on trial.
 
+A late answer is no failure by itself: requests may queue, or need long. An instance hangs if it
+makes no progress while it has requests, and others do. Progress is an answer that begins or ends
+normally, or a change of the counters that it reports (`epd.routing.load.Report`).
+
 For display, an instance also has a condition: one word for its state and for the result of its own
 health check.
 
@@ -62,6 +66,8 @@ class HealthPolicy:
 
 DEFAULT_HEALTH = HealthPolicy()
 
+FAILURES = frozenset({Outcome.BAD, Outcome.LATE, Outcome.UNREACHABLE, Outcome.REFUSED})
+
 WINDOW = 4
 """Number of recent requests in the share of failures, in multiples of
 `HealthPolicy.eject_after`."""
@@ -69,6 +75,12 @@ WINDOW = 4
 FAILED_SHARE = 0.7
 """Share of failures that ejects. A row of failures may never occur if clients send invalid requests
 in between: their answers count as successes."""
+
+HANG_AFTER = 3
+"""Number of late answers in a row, without progress between them, that eject; 1 on trial."""
+
+HANG_S = 30.0
+"""Time without progress, while it reports running requests, that ejects, in seconds."""
 
 PROBE_JITTER = 0.1
 """Share by which the delay between two probes varies in either direction. Without it, all
@@ -82,6 +94,10 @@ class Health:
         policy: the limits; may be replaced at any time.
         met: whether it has ever answered a probe or a request.
         proven: whether the last request that it answered or failed had succeeded.
+        cause: cause of the last change to `EJECTED` or `DOWN`, in words.
+        progress_s: time of its last known progress.
+        late_since_s: start of the first request since then that got no answer in time; infinite
+            without one.
     """
 
     def __init__(
@@ -98,11 +114,15 @@ class Health:
         """
         self.policy = policy
         self.met = self.proven = False
+        self.cause = ""
+        self.progress_s = -math.inf
+        self.late_since_s = math.inf
         self._on_change = on_change
         self._random = random
         self._state = HealthState.HEALTHY
         self._since_s = self._until_s = self._busy_until_s = self._probe_s = now_s
         self._failures = self._failed_probes = self._ejections = self._under_way = self._changes = 0
+        self._late = 0
         self._latest = 0  # a bit for each request, 1 for a failure; the lowest is the last one
 
     def state(self, now_s: float) -> HealthState:
@@ -127,6 +147,20 @@ class Health:
         self._under_way += 1
         return self._changes
 
+    def record_progress(self, now_s: float) -> None:
+        """Record that the instance works: late answers before do not count."""
+        self.progress_s = now_s
+        self.late_since_s = math.inf
+        self._late = 0
+
+    def record_hang(self, now_s: float) -> None:
+        """Eject an instance that makes no progress. It stays ejected while this is repeated."""
+        state = self.state(now_s)
+        if state in {HealthState.HEALTHY, HealthState.TRIAL}:
+            self._eject(now_s, f"no progress for {HANG_S:.0f} s")
+        elif state is HealthState.EJECTED:
+            self._until_s = max(self._until_s, now_s + self.policy.probe_interval_s)
+
     def record_answer(self, now_s: float) -> None:
         """Record the start of a good answer, or a good end: a trial is passed.
 
@@ -140,17 +174,25 @@ class Health:
             self._become(HealthState.HEALTHY, now_s)
 
     def request_ended(
-        self, outcome: Outcome, now_s: float, *, begun: int, rest_s: float | None = None
+        self,
+        outcome: Outcome,
+        now_s: float,
+        *,
+        begun: int,
+        rest_s: float | None = None,
+        others_work: bool = False,
     ) -> None:
         """Record the end of a request.
 
         `begun` is the value of `request_begun`. A failure counts only if the request began after
-        the last change of state: requests from before an outage may fail long after it. An
-        overloaded instance asks for no requests for `rest_s` seconds.
+        the last change of state: requests from before an outage may fail long after it. A late
+        answer is one without progress since the request began; it ejects only if `others_work`:
+        other instances made progress since `late_since_s`. An overloaded instance asks for no
+        requests for `rest_s` seconds.
         """
         if begun == self._changes:
             self._under_way -= 1
-        elif outcome in {Outcome.BAD, Outcome.UNREACHABLE}:
+        elif outcome in FAILURES:
             return
         match outcome:
             case Outcome.GOOD:
@@ -165,6 +207,12 @@ class Health:
                 self._failed(now_s, unreachable=outcome is Outcome.UNREACHABLE)
             case Outcome.DOUBTFUL:
                 self.proven = False
+            case Outcome.LATE:
+                self._record_late(now_s, others_work=others_work)
+            case Outcome.REFUSED if self._state is not HealthState.DOWN:
+                self._go_down(now_s, "connection refused")
+            case Outcome.REFUSED:
+                pass
             case Outcome.NOTHING:
                 pass
 
@@ -203,6 +251,7 @@ class Health:
         elif not well and (
             self._state is HealthState.EJECTED or self._failed_probes >= self.policy.down_after
         ):
+            self.cause = "failed health checks"
             self._become(HealthState.DOWN, now_s)
 
     def _next_probe_s(self) -> float:
@@ -213,6 +262,13 @@ class Health:
         most_s = self.policy.max_backoff_s if self.met else self.policy.probe_interval_s
         return min(self.policy.min_backoff_s * 2.0**doublings, most_s)
 
+    def _record_late(self, now_s: float, *, others_work: bool) -> None:
+        self._late += 1
+        state = self.state(now_s)
+        many = state is HealthState.HEALTHY and self._late >= HANG_AFTER
+        if others_work and (many or state is HealthState.TRIAL):
+            self._eject(now_s, "timeouts without progress")
+
     def _failed(self, now_s: float, *, unreachable: bool) -> None:
         self.proven = False
         self._failures += 1
@@ -221,10 +277,9 @@ class Health:
         if few or state in {HealthState.EJECTED, HealthState.DOWN}:
             return
         if unreachable:
-            self._become(HealthState.DOWN, now_s)
-            self._probe_s = min(self._probe_s, now_s + self.policy.min_backoff_s)
+            self._go_down(now_s, "unreachable")
         else:
-            self._eject(now_s)
+            self._eject(now_s, "failed requests")
 
     def _fails_often(self) -> bool:
         """Count a failure. Return whether there are enough to eject the instance."""
@@ -237,7 +292,13 @@ class Health:
         """A bit mask of the recent requests that count."""
         return (1 << WINDOW * self.policy.eject_after) - 1
 
-    def _eject(self, now_s: float) -> None:
+    def _go_down(self, now_s: float, cause: str) -> None:
+        self.cause = cause
+        self._become(HealthState.DOWN, now_s)
+        self._probe_s = min(self._probe_s, now_s + self.policy.min_backoff_s)
+
+    def _eject(self, now_s: float, cause: str) -> None:
+        self.cause = cause
         if self._state is HealthState.HEALTHY and now_s - self._since_s >= self.policy.max_eject_s:
             self._ejections = 0
         self._ejections += 1
@@ -251,7 +312,7 @@ class Health:
             return
         self._state = state
         self._since_s = now_s
-        self._failures = self._latest = self._under_way = 0
+        self._failures = self._latest = self._under_way = self._late = 0
         self._changes += 1
         self._on_change(state)
 

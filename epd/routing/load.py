@@ -127,12 +127,14 @@ class Report(NamedTuple):
     Attributes:
         engines: sum of both, by the number of the data-parallel engine.
         kv_tokens: number of tokens for which an engine has KV blocks; 0 if it is not reported.
+        progress: digest that changes while the engines work; None if they report no counters.
     """
 
     waiting: int
     running: int
     engines: Mapping[int, int]
     kv_tokens: int = 0
+    progress: int | None = None
 
 
 class Prompts(NamedTuple):
@@ -156,7 +158,11 @@ class Load:
         ranks: loads of its data-parallel ranks; None if the instance distributes requests itself.
         cache: known content of the engine's prefix cache, if there are no ranks.
         encode: media items that the instance encodes, and its speed.
+        answering: number of local requests with an answer that has begun.
         report: the last report; None without a recent one.
+        progress_s: time of the last report with progress.
+        stalled_s: time since which reports show no progress, while requests run there and local
+            requests wait for them.
         seed: seed for hashes, the same in every proxy.
         share: the weight; 1 for a weight of 0, because drained instances are used equally.
     """
@@ -166,16 +172,20 @@ class Load:
         "_elsewhere",
         "_failures",
         "_intervals",
+        "_progress",
         "_since_s",
         "_until_s",
         "_weight",
+        "answering",
         "cache",
         "encode",
         "pressure",
+        "progress_s",
         "ranks",
         "report",
         "seed",
         "share",
+        "stalled_s",
         "under_way",
         "value",
     )
@@ -192,7 +202,9 @@ class Load:
         self.cache = PrefixCache(clock)
         self.encode = EncodeWork(clock)
         self.report: Report | None = None
-        self.under_way = self._elsewhere = self._asked = self._failures = 0
+        self.under_way = self._elsewhere = self._asked = self._failures = self.answering = 0
+        self.progress_s = self.stalled_s = -math.inf
+        self._progress: int | None = None
         self.weight = weight
         self._since_s = -math.inf
         self._intervals = 1.0
@@ -283,12 +295,23 @@ class Load:
         self._intervals = 0.9 + 0.2 * self.seed * 2.0**-64
         self._until_s = now_s + max(interval_s * KEPT_INTERVALS, MIN_KEPT_S)
         self.report = report
+        moved, first = report.progress != self._progress, self._progress is None
+        self._progress = report.progress
+        if moved and not first:
+            self.progress_s = now_s
+        if moved or not (report.running and self.under_way):
+            self.stalled_s = now_s
         for cache in self.caches if report.kv_tokens else ():
             cache.limit = report.kv_tokens
         self._elsewhere = max(0, report.waiting + report.running - self._asked)
         if self.ranks is not None:
             self.ranks.record_report(report.engines)
         self._weigh()
+
+    @property
+    def reports_progress(self) -> bool:
+        """Whether recent reports show if the engines work."""
+        return self.report is not None and self.report.progress is not None
 
     def drop_report(self) -> None:
         """Drop the report of a removed instance. It may be added again before its requests end."""
@@ -323,6 +346,11 @@ RUNNING = b"vllm:num_requests_running"
 WAITING = b"vllm:num_requests_waiting"
 """vLLM's gauges, one sample for each engine (`PrometheusStatLogger`,
 vllm/v1/metrics/loggers.py)."""
+
+TOKENS = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total")
+KV_USAGE = b"vllm:kv_cache_usage_perc"
+"""Counters of an engine's tokens, and the gauge that changes in a long prefill: vLLM counts the
+tokens of a prompt at the end of its prefill."""
 
 MAX_REQUESTS = 100_000
 """Upper bound of one engine's requests. A larger value is invalid."""
@@ -360,7 +388,19 @@ def read_report(page: bytes) -> Report | None:
     engines = {engine: count + waiting[engine] for engine, count in running.items()}
     size = _KV_TOKENS.search(page)
     kv_tokens = int(size[1]) if size else 0
-    return Report(sum(waiting.values()), sum(running.values()), engines, kv_tokens)
+    progress = _read_progress(page)
+    return Report(sum(waiting.values()), sum(running.values()), engines, kv_tokens, progress)
+
+
+def _read_progress(page: bytes) -> int | None:
+    """Return a digest of the counters of tokens and of the use of KV blocks; None without any."""
+    try:
+        counters = [line for name in TOKENS for line in _lines(page, name)]
+        return (
+            xxh3_64_intdigest(b"".join([*counters, *_lines(page, KV_USAGE)])) if counters else None
+        )
+    except ValueError:
+        return None
 
 
 def read_namespace(page: bytes) -> str:

@@ -48,13 +48,13 @@ class Retries:
         self._again -= 1
         self._admit()
 
-    async def wait_admission(self) -> bool:
-        """Wait for a place in the budget; return False after `PATIENCE_S`."""
+    async def wait_admission(self, patience_s: float = math.inf) -> bool:
+        """Wait for a place in the budget; return False after `patience_s`, at most `PATIENCE_S`."""
         place = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         self._admit()
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(min(patience_s, PATIENCE_S)):
                 await place
         except TimeoutError:
             return place.done() and not place.cancelled()
@@ -90,12 +90,14 @@ class Tries:
         self._leave()
         self._retries.requests -= 1
 
-    async def next_try(self, error: ProxyError, delay_s: float = 0.0) -> None:
+    async def next_try(
+        self, error: ProxyError, delay_s: float = 0.0, patience_s: float = math.inf
+    ) -> None:
         """End a failed try, and wait until the next one may start, at least for the delay.
 
         Raises:
             ProxyError: `error` itself: the maximum of tries is reached, or no place in the budget
-                was released in time.
+                was released within `patience_s` seconds, or `PATIENCE_S`.
         """
         self._leave()
         if not self._left:
@@ -104,7 +106,7 @@ class Tries:
         self._left -= 1
         self._number += 1
         await asyncio.sleep(delay_s + jitter_s)
-        if not await self._retries.wait_admission():
+        if not await self._retries.wait_admission(patience_s):
             raise error
         self._timer = asyncio.get_running_loop().call_later(HELD_S, self._leave)
         drop_tracebacks(error)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple, Self
 
 from epd.errors import Outcome, ProxyError
-from epd.routing.health import DEFAULT_HEALTH, Health, HealthPolicy, HealthState
+from epd.routing.health import DEFAULT_HEALTH, HANG_S, Health, HealthPolicy, HealthState
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.load import Load, Ranks, Report
 from epd.routing.prefix import NO_PREFIX, Prefix
@@ -74,9 +74,12 @@ class InFlight(Reservation):
 
     _health: Health
     _clock: Callable[[], float]
+    _others_work: Callable[[Instance, float], bool]
     _prefix: Prefix
     _work: Work
     _begun: int = 0
+    _begun_s: float = 0.0
+    _answered: bool = False
     _computed: int = 0
     _sent_s: float | None = None
     matched: int | None = None
@@ -85,6 +88,7 @@ class InFlight(Reservation):
     def begin_request(self) -> Self:
         self._load.begin_request(self.rank)
         self._begun = self._health.request_begun()
+        self._begun_s = self._clock()
         if self._prefix.links:
             self._computed = self._load.cache_of(self.rank).begin_prompt(self._prefix)
             self.matched = self._prefix.tokens - self._computed
@@ -97,7 +101,12 @@ class InFlight(Reservation):
 
     def record_answer(self) -> None:
         """Record the start of a good answer, which may still take long."""
-        self._health.record_answer(self._clock())
+        now_s = self._clock()
+        self._health.record_progress(now_s)
+        self._health.record_answer(now_s)
+        if not self._answered:
+            self._answered = True
+            self._load.answering += 1
         self._end_work()
 
     def _end_work(self, error: BaseException | None = None) -> None:
@@ -119,14 +128,33 @@ class InFlight(Reservation):
         """
         self._end_work(error)
         self._load.end_request(self.rank)
+        self._load.answering -= self._answered
         self.was_proven = self._health.proven
-        outcome, rest_s = Outcome.NOTHING, None
+        now_s, outcome, rest_s = self._clock(), Outcome.NOTHING, None
         if error is None:
             outcome = Outcome.GOOD
+            self._health.record_progress(now_s)
         elif isinstance(error, ProxyError):
             outcome = Outcome.DOUBTFUL if error.engine_failed else error.outcome
             rest_s = error.rest_s
-        self._health.request_ended(outcome, self._clock(), begun=self._begun, rest_s=rest_s)
+        others_work = False
+        if outcome is Outcome.LATE:
+            if self._made_progress():
+                outcome = Outcome.NOTHING
+            else:
+                since_s = self._health.late_since_s = min(self._health.late_since_s, self._begun_s)
+                others_work = self._others_work(self.instance, since_s)
+        self._health.request_ended(
+            outcome, now_s, begun=self._begun, rest_s=rest_s, others_work=others_work
+        )
+
+    def _made_progress(self) -> bool:
+        """Return whether the instance worked since the request began, or may have.
+
+        Without reported counters, its open answers may be progress.
+        """
+        may_have = self._load.answering and not self._load.reports_progress
+        return bool(may_have) or self._health.progress_s > self._begun_s
 
     def blame_instance(self) -> None:
         """Count the 500 of the ended request as a failure of its instance."""
@@ -156,12 +184,13 @@ class InstanceTable:
         instances: Iterable[Instance] = (),
         policy: HealthPolicy = DEFAULT_HEALTH,
         *,
-        on_change: Callable[[Instance, HealthState], None] = lambda *_: None,
+        on_change: Callable[[Instance, HealthState, str], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] | None = None,
     ) -> None:
         """Create the table with all instances healthy.
 
+        `on_change` gets the new state of an instance, and the cause of `EJECTED` and `DOWN`.
         `clock` is monotonic, in seconds. `jitter` returns a number from 0 to 1 for the jitter of
         probes; None for a generator of the table's own.
         """
@@ -319,7 +348,15 @@ class InstanceTable:
         """
         health, load = self._health_and_load(instance)
         rank = load.next_rank(prefix) if rank is None else rank
-        return InFlight(instance, rank, load, health, self._clock, prefix, work)
+        return InFlight(instance, rank, load, health, self._clock, self._others_work, prefix, work)
+
+    def _others_work(self, instance: Instance, since_s: float) -> bool:
+        """Return whether another instance of the same role made progress since a time."""
+        return any(
+            other.health.progress_s > since_s
+            for other in self._by_role[instance.role]
+            if other.instance != instance
+        )
 
     def _health_and_load(self, instance: Instance) -> tuple[Health, Load]:
         candidate = self._members.get(instance.key)
@@ -334,9 +371,11 @@ class InstanceTable:
 
     def _health_changed(self, instance: Instance, state: HealthState) -> None:
         """Report a change. An instance that is down has lost its prefix cache, or may have."""
-        if state is HealthState.DOWN and (member := self._members.get(instance.key)) is not None:
+        member = self._members.get(instance.key)
+        if state is HealthState.DOWN and member is not None:
             member.load.forget_engines()
-        self._on_change(instance, state)
+        failed = state in {HealthState.DOWN, HealthState.EJECTED} and member is not None
+        self._on_change(instance, state, member.health.cause if failed and member else "")
 
     def _new_health(self, on_change: Callable[[HealthState], None]) -> Health:
         return Health(self._policy, self._clock(), on_change, self._jitter)
@@ -379,9 +418,21 @@ class InstanceTable:
         ]
 
     def record_report(self, instance: Instance, report: Report | None, interval_s: float) -> None:
-        """Record the report of an instance; None after a failure. See `Load.record_report`."""
-        if instance.key in self._members:
-            self._members[instance.key].load.record_report(report, self._clock(), interval_s)
+        """Record the report of an instance; None after a failure. See `Load.record_report`.
+
+        Encode instances report no progress: the time of an encode is bounded.
+        """
+        member = self._members.get(instance.key)
+        if member is None:
+            return
+        now_s, health, load = self._clock(), member.health, member.load
+        load.record_report(report, now_s, interval_s)
+        if instance.role is Role.ENCODE or report is None or not report.progress:
+            return
+        if load.progress_s == now_s:
+            health.record_progress(now_s)
+        elif now_s - load.stalled_s >= HANG_S and self._others_work(instance, load.stalled_s):
+            health.record_hang(now_s)
 
 
 def _load(instance: Instance, clock: Callable[[], float]) -> Load:

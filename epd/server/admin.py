@@ -21,6 +21,7 @@ from epd.routing.health import UNANSWERED, WELL, WORST, Condition, condition
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable
+from epd.transfer.registry import EC_TRANSFERS
 from epd.upstream import Answer, Upstream
 
 CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
@@ -85,7 +86,8 @@ class ConversationCounts(TypedDict):
 class HealthPage(TypedDict):
     """Health of the proxy, of each stage, and of each instance."""
 
-    proxy: Literal["healthy"]
+    proxy: Literal["healthy", "degraded"]
+    """`degraded`: no instance of a stage answers, but other stages do its work."""
     encode_cluster: ClusterState
     prefill_cluster: ClusterState
     decode_cluster: ClusterState
@@ -151,7 +153,10 @@ class Admin:
         return {instance.url: _version(result) for instance, result in results.items()}
 
     async def _ask_health(self) -> Health:
-        """Return the answer to `GET /health`. Its status is 503 if a stage is `unhealthy`."""
+        """Return the answer to `GET /health`.
+
+        Its status is 503 if a stage is `unhealthy` and no other stage may do its work.
+        """
         groups = {name: self._table.of_roles(*roles) for name, (_, roles) in CLUSTERS.items()}
         states = {instance: self._table.state(instance) for instance in self._table.of_roles(*Role)}
         routed = {
@@ -181,15 +186,25 @@ class Admin:
             entry["roles"].append(instance.role)
             entry["routing"][instance.role.value] = found
             entry["state"] = max(entry["routing"].values(), key=WORST.index)
-        status = 503 if "unhealthy" in clusters.values() else 200
-        return status, HealthPage(
-            proxy="healthy",
+        missing = {name for name, state in clusters.items() if state == "unhealthy"}
+        spared = missing <= self._replaceable()
+        return 200 if spared else 503, HealthPage(
+            proxy="degraded" if missing and spared else "healthy",
             encode_cluster=clusters["encode_cluster"],
             prefill_cluster=clusters["prefill_cluster"],
             decode_cluster=clusters["decode_cluster"],
             conversations=self._counts(),
             instances=shown,
         )
+
+    def _replaceable(self) -> set[str]:
+        """Return the stages for which others may do the work."""
+        config, found = self._live.current, set[str]()
+        if config.on_encode_failure == "local" and not EC_TRANSFERS[config.ec_transfer].pushed:
+            found.add("encode_cluster")
+        if config.on_prefill_failure == "local":
+            found.add("prefill_cluster")
+        return found
 
     def _counts(self) -> ConversationCounts:
         """Return the numbers of conversations of all workers; None for a metric without samples."""

@@ -146,7 +146,10 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
     config = live.current
     conversations = Conversations.from_config(live)
     changed = partial(_changed, app[OBSERVERS], conversations)
-    table = InstanceTable(policy=config.health, on_change=changed)
+    table = InstanceTable(
+        policy=config.health,
+        on_change=lambda instance, state, cause: changed(instance, state, cause=cause),
+    )
     transfer = KV_TRANSFERS[config.kv_transfer]()
     fatal = _fatal_requests(app, table)
     namespaces = Namespaces(table)
@@ -184,6 +187,7 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
             prefill_decode,
             decoders,
             releases,
+            fatal,
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
         app[ADMIN] = Admin(table, upstream, live, app[METRICS])
@@ -245,14 +249,15 @@ def _apply_config(  # noqa: PLR0913, PLR0917 - every component with derived stat
     upstream.connect_within(config.connect_timeout_s)
 
 
-def _changed(
+def _changed(  # noqa: PLR0913, PLR0917 - the parts of an event, and its receivers
     observers: Sequence[Observer],
     conversations: Conversations,
     instance: Instance,
     state: HealthState | Change,
     source: InstanceSource | None = None,
+    cause: str = "",
 ) -> None:
-    event = InstanceChanged(instance.url, instance.role, state, source)
+    event = InstanceChanged(instance.url, instance.role, state, source, cause)
     for observer in observers:
         observer.instance_changed(event)
     if state in GONE and instance.role in ANSWERING:

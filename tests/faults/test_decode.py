@@ -18,7 +18,7 @@ from tests.faults.scripted import (
     send,
 )
 from tests.requests import image, request, text
-from tests.support.fake_instance import STREAM, refuses
+from tests.support.fake_instance import STREAM, decodes, drops, refuses
 from tests.support.fleet import Launch, until
 
 NOBODY = "http://127.0.0.1:9"
@@ -169,3 +169,48 @@ async def test_the_rest_of_a_body_is_not_sent_after_an_instance_has_rejected_it(
 
         assert status == 413
     assert 0 < received < size
+
+
+@pytest.mark.fault(5)
+async def test_a_refused_connection_marks_an_instance_down_and_a_reset_does_not(
+    launch: Launch,
+) -> None:
+    async with launch(decode=2, decode_balance="round_robin", probe_interval_s=60) as fleet:
+        await until(lambda: all(instance.probes for instance in fleet.decode))
+        fleet.d.chat = drops
+        for _ in range(4):
+            assert (await fleet.chat(request(text())))[0] == 200
+        assert fleet.events.changes == []
+
+        await fleet.d.stop_listening()
+        for _ in range(4):
+            assert (await fleet.chat(request(text())))[0] == 200
+        [change] = fleet.events.changes
+        assert (change.instance, change.state) == (fleet.d.url, "down")
+        assert change.cause == "connection refused"
+        async with fleet.http.get(f"{fleet.url}/health") as reply:
+            shown = (await reply.json())["instances"][fleet.d.url]
+        assert shown["state"] == "down"
+
+
+@pytest.mark.fault(5)
+async def test_an_instance_that_dies_with_its_idle_connections_is_down_at_once(
+    launch: Launch,
+) -> None:
+    idle: list[Any] = []
+
+    async def answers(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        idle.append(http.transport)
+        return await decodes(http, body)
+
+    async with launch(decode=2, decode_balance="round_robin", probe_interval_s=60) as fleet:
+        fleet.d.chat = answers
+        for _ in range(2):
+            assert (await fleet.chat(request(text())))[0] == 200
+        await fleet.d.stop_listening()
+        for connection in idle:
+            connection.abort()
+        for _ in range(2):
+            assert (await fleet.chat(request(text())))[0] == 200
+
+        assert [one.cause for one in fleet.events.changes] == ["connection refused"]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -485,3 +486,102 @@ async def test_a_release_that_an_instance_dies_of_counts(launch: Launch) -> None
 
         assert ended[-1] == KILLED
         assert len(died) <= 2
+
+
+def poisoned(*instances: FakeInstance) -> None:
+    """Let the instances die of each request with the word poison, and serve others."""
+
+    async def chat(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (drops if "poison" in str(body) else decodes)(http, body)
+
+    killed_by(chat, *instances)
+
+
+def serving(fleet: Fleet, word: str) -> list[FakeInstance]:
+    """Return the decode instances that have received this word."""
+    return [one for one in fleet.decode if any(word in str(call.body) for call in one.calls)]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+async def test_a_request_that_varies_ends_few_instances(launch: Launch, *, mixed: bool) -> None:
+    """Other requests of the client go on."""
+    async with launch(decode=8, decode_balance="round_robin") as fleet:
+        poisoned(*fleet.decode)
+        for number in range(8):
+            assert await outcome(fleet, request(text(f"poison {number}"))) == KILLED
+            if mixed:
+                other = request(text(f"a much longer text, and so of another kind {number}"))
+                assert await outcome(fleet, other) == (200, None)
+
+        assert len(serving(fleet, "poison")) <= 4
+
+
+async def test_a_picture_that_varies_ends_few_instances(launch: Launch) -> None:
+    async with launch(encode=8, decode=8, encode_balance="round_robin") as fleet:
+        killed_by(drops, *fleet.encode, *fleet.decode)
+        for number in range(8):
+            body = request(text(), image(b"poison %d" % number))
+            assert await outcome(fleet, body) == KILLED
+
+        assert sum(bool(one.calls) for one in [*fleet.encode, *fleet.decode]) <= 4
+
+
+async def test_a_request_in_quarantine_goes_to_no_other_instance_while_its_own_is_down(
+    launch: Launch,
+) -> None:
+    async with launch(decode=8, decode_balance="round_robin", probe_interval_s=60) as fleet:
+        poisoned(*fleet.decode)
+        for number in range(2):
+            await outcome(fleet, request(text(f"poison {number}")))
+        for instance in fleet.decode:
+            instance.chat = ends_with(instance)
+        for number in range(2, 8):
+            assert await outcome(fleet, request(text(f"poison {number}"))) == KILLED
+
+        assert len(serving(fleet, "poison")) <= 4
+
+
+async def test_other_tenants_are_not_affected_by_a_request_that_varies(
+    launch: Launch, keys: Path
+) -> None:
+    async with launch(decode=8, decode_balance="round_robin", api_keys_file=keys) as fleet:
+        poisoned(*fleet.decode)
+        for number in range(8):
+            sent_by_alice = request(text(f"poison {number}"))
+            assert await outcome(fleet, sent_by_alice, bearer(ALICE)) == KILLED
+        for number in range(8):
+            sent_by_bob = request(text(f"apples {number}"))
+            assert await outcome(fleet, sent_by_bob, bearer(BOB)) == (200, None)
+
+        assert len(serving(fleet, "apples")) >= 5
+
+
+async def test_requests_in_quarantine_are_served_one_at_a_time_until_their_kind_is_proven(
+    launch: Launch,
+) -> None:
+    go_on = asyncio.Event()
+
+    async def waits(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await go_on.wait()
+        return await decodes(http, body)
+
+    async with launch(decode=4, decode_balance="round_robin") as fleet:
+        poisoned(*fleet.decode)
+        for number in range(2):
+            await outcome(fleet, request(text(f"poison {number}")))
+        before = sent(fleet.decode)
+        killed_by(waits, *fleet.decode)
+        asked = [
+            asyncio.create_task(outcome(fleet, request(text(f"{number} of another kind" * 20))))
+            for number in range(10)
+        ]
+        await until(lambda: sent(fleet.decode) == before + 1)
+        await asyncio.sleep(0.1)  # the others would have been sent by now
+        assert sent(fleet.decode) == before + 1
+        go_on.set()
+
+        assert {await one for one in asked} == {(200, None)}
+        for number in range(4):
+            body = request(text(f"{number} is of a proven kind" * 20))
+            assert await outcome(fleet, body) == (200, None)
+        assert len(serving(fleet, "of a proven kind")) > 1

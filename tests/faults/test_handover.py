@@ -147,7 +147,8 @@ async def test_decode_that_has_sent_its_head_gets_no_release(launch: Launch, lea
         await until(lambda: sum(one.aborted for one in fleet.decode))
         await asyncio.sleep(0.2)  # a release would have been sent by now
 
-        assert sum(len(one.calls) for one in fleet.decode) == 1
+        sent = [len(one.calls) for one in fleet.decode]  # another instance is tried after a timeout
+        assert sorted(sent) == ([0, 1] if leaves else [1, 1])
 
 
 async def test_mooncake_request_is_answered_after_both_prefill_and_decode(launch: Launch) -> None:

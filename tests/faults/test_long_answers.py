@@ -79,7 +79,7 @@ async def test_a_queue_at_prefill_ejects_nothing(launch: Launch) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "outcome"),
-    [("encode", Outcome.BAD), ("prefill", Outcome.NOTHING), ("decode", Outcome.NOTHING)],
+    [("encode", Outcome.BAD), ("prefill", Outcome.LATE), ("decode", Outcome.LATE)],
 )
 def test_a_late_answer_is_a_failure_only_for_encode(stage: Any, outcome: Outcome) -> None:
     assert UpstreamTimeout("late", stage=stage).outcome is outcome

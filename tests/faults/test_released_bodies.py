@@ -101,7 +101,7 @@ def uncollected() -> Iterator[None]:
         ({"min_image_side": 10}, "e", None, 400),
         ({"on_encode_failure": "fail"}, "e", refuses(500), 502),
         ({"on_encode_failure": "fail"}, "e", drops, 502),
-        ({"on_encode_failure": "fail", "encode_servers_urls": UNREACHABLE}, "e", None, 502),
+        ({"on_encode_failure": "fail", "encode_servers_urls": UNREACHABLE}, "e", None, 503),
         ({"on_encode_failure": "fail", "encode_timeout_s": 0.2}, "e", hangs, 504),
         ({}, "e", drops, 200),
         ({"encode": 2}, "e", drops, 200),

@@ -1,6 +1,7 @@
 """Health, models and profiling, which the proxy asks of every instance."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -69,6 +70,31 @@ async def test_health_of_an_ejected_instance_does_not_contradict_itself(
     assert (reply.status, body["encode_cluster"]) == (200, "degraded")
 
 
+@pytest.mark.parametrize("stage", ["encode", "prefill"])
+@pytest.mark.parametrize(("failure", "status"), [("local", 200), ("fail", 503)])
+async def test_a_missing_stage_is_a_503_only_if_no_other_does_its_work(
+    launch: Launch, stage: str, failure: str, status: int
+) -> None:
+    config: Any = {f"on_{stage}_failure": failure}
+    async with launch(prefill=1, **config) as fleet:
+        for instance in getattr(fleet, stage):
+            instance.healthy = False
+        async with fleet.http.get(fleet.url + "/health") as reply:
+            body = await reply.json()
+
+        assert reply.status == status
+        assert body["proxy"] == ("degraded" if status == 200 else "healthy")
+        assert body[f"{stage}_cluster"] == "unhealthy"
+
+
+async def test_outputs_that_are_pushed_need_an_encode_instance(launch: Launch) -> None:
+    config: Any = {"ec_transfer": "mooncake", "ec_consumer_zmq_addrs": ("tcp://127.0.0.1:1",)}
+    async with launch(**config) as fleet:
+        fleet.e.healthy = False
+        async with fleet.http.get(fleet.url + "/health") as reply:
+            assert reply.status == 503
+
+
 async def test_a_stage_without_a_healthy_instance_is_a_503(launch: Launch) -> None:
     async with launch(decode_servers_urls=("http://127.0.0.1:9",)) as fleet:
         async with fleet.http.get(fleet.url + "/health") as reply:
@@ -91,7 +117,8 @@ async def test_an_instance_that_does_not_answer_is_unhealthy_by_the_deadline(
 
     silent = await asyncio.start_server(accepts, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-    async with silent, launch(encode_servers_urls=(url,), health_timeout_s=0.2) as fleet:
+    config: Any = {"encode_servers_urls": (url,), "on_encode_failure": "fail"}
+    async with silent, launch(**config, health_timeout_s=0.2) as fleet:
         async with fleet.http.get(fleet.url + "/health") as reply:
             body = await asyncio.wait_for(reply.json(), 20)
 

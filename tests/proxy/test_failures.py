@@ -83,8 +83,8 @@ async def test_an_unreachable_encode_stage_is_an_error(launch: Launch) -> None:
     async with launch(encode_servers_urls=nobody, on_encode_failure="fail") as fleet:
         status, reply = await fleet.chat(request(image()))
 
-        assert status == 502
-        check_error(reply, code=502, kind="BadGatewayError", param="messages[0].content[0]")
+        assert status == 503
+        check_error(reply, code=503, kind="ServiceUnavailableError", param="messages[0].content[0]")
         [done] = fleet.events.requests
         assert done.reason is not None
         assert "Connect" in done.reason

@@ -1,6 +1,7 @@
 """First tries of a request's items, and their assignment to instances."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import epd
 from epd.api.chat import CHAT
 from epd.errors import EncodeMismatch, NoInstance, ProxyError, SuspectedFatal, UpstreamFailed
 from epd.request.context import RequestContext
-from epd.request.encode_tries import EncodeGroup, EncodeTask, FirstTries
+from epd.request.encode_tries import EncodeGroup, EncodeLimits, EncodeTask, FirstTries
 from epd.request.stage_inputs import EncodeJob, ItemPlan, KeyedRequest
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
@@ -27,7 +28,8 @@ def tasks(count: int) -> list[EncodeTask]:
     items = [*CHAT.items(body)]
     config = epd.ProxyConfig(encode_servers_urls=(E1.url,), decode_servers_urls=("http://d:1",))
     job = EncodeJob(KeyedRequest(body, items), RequestContext("r", {}, config))
-    return [EncodeTask(job, item, None, ItemPlan(1), True) for item in items]
+    limits = EncodeLimits(math.inf)
+    return [EncodeTask(job, item, None, ItemPlan(1), True, limits) for item in items]
 
 
 class Sent:

@@ -127,7 +127,10 @@ ROWS: list[tuple[int, RecoveryState, dict[str, Any]]] = [
         failure(rejected(500), prefilled=True, depends=False),
         {"avoided_decodes": (D1,), "failures": ("decode",), "doubtful": D1},
     ),
-    (8, failure(failed("decode")), {"avoided_decodes": (D1,), "failures": ("decode",)}),
+    *(
+        (8, failure(error), {"avoided_decodes": (D1,), "failures": ("decode",)})
+        for error in (failed("decode"), UpstreamTimeout("x", stage="decode"))
+    ),
     (
         8,
         failure(rejected(500), depends=False),
@@ -279,7 +282,8 @@ def test_every_row_has_a_case() -> None:
         failure(UpstreamDenied("x", stage="prefill")),
         failure(SuspectedFatal("x", stage="decode")),
         failure(rejected(404)),
-        failure(UpstreamTimeout("x", stage="decode")),
+        failure(UpstreamTimeout("x", stage="decode"), other_decodes=False),
+        failure(UpstreamTimeout("x", stage="decode"), attempt={"failures": ("decode",)}),
         failure(unreachable("decode"), other_decodes=False),
         failure(unreachable("decode"), other_decodes=False, prefilled=True),
         failure(unreachable("decode"), other_decodes=False, attempt=DOUBTFUL | {"doubtful": D1}),

@@ -1,5 +1,6 @@
 """Ledger of instance deaths by the requests and items that the instances had."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,7 +9,10 @@ from hypothesis import strategies as st
 
 from epd.errors import SuspectedFatal, UpstreamDied
 from epd.routing.fatal import (
+    ANSWERS_PER_DEATH,
     MAX_SUSPECTS,
+    MAX_TENANT_DEATHS,
+    MAX_WAITING,
     SAME_DEATH_S,
     FatalRequests,
     Watched,
@@ -180,7 +184,8 @@ def test_a_request_is_rejected_exactly_after_two_separate_deaths(
         count[body, tenant] = count.get((body, tenant), 0) + apart
         last[instance, body, tenant] = deaths.now_s
 
-        assert deaths.die(instance, body=body, tenant=tenant) == (count[body, tenant] >= 2)
+        deaths.die(instance, body=body, tenant=tenant)
+        assert deaths.rejected(body=body, tenant=tenant) == (count[body, tenant] >= 2)
     for (body, tenant), times in count.items():
         assert deaths.rejected(body=body, tenant=tenant) == (times >= 2)
 
@@ -197,3 +202,95 @@ def test_a_large_bodys_fingerprint_is_of_all_its_bytes() -> None:
     changed = [body[:at] + b"x" + body[at + 1 :] for at in (0, 1_234_567, 2_999_999)]
 
     assert len({fingerprint(one, 7) for one in [body, body + b"\0", *changed]}) == 5
+
+
+POISON, OTHER_KIND = 1, 2
+
+
+def in_quarantine(deaths: Deaths, kind: int = POISON, tenant: str = "t") -> bool:
+    return deaths.ledger.quarantine(Watched(tenant, "new", kind=kind)) is not None
+
+
+def dies_varied(deaths: Deaths, times: int, every_s: float = 20.0) -> None:
+    """Let instances die of different bodies of one kind."""
+    for number in range(times):
+        deaths.now_s += every_s
+        watched = Watched("t", f"body {number}", kind=POISON)
+        deaths.ledger.after(UpstreamDied("it broke", stage="decode"), ONE, watched)
+
+
+def survives(deaths: Deaths, kind: int, times: int = 1) -> None:
+    for _ in range(times):
+        deaths.ledger.record_survival(Watched("t", "b", kind=kind))
+
+
+def test_the_third_death_of_a_tenant_puts_its_requests_in_quarantine() -> None:
+    deaths = Deaths()
+    dies_varied(deaths, MAX_TENANT_DEATHS - 1)
+    assert not in_quarantine(deaths)
+    dies_varied(deaths, 1)
+
+    assert in_quarantine(deaths)
+    assert in_quarantine(deaths, OTHER_KIND)
+    assert not in_quarantine(deaths, tenant="u")
+
+
+def test_the_request_of_the_third_death_has_no_second_try() -> None:
+    deaths, watched = Deaths(), Watched("t", "b", kind=POISON)
+    dies_varied(deaths, MAX_TENANT_DEATHS - 1)
+    error = UpstreamDied("it broke", stage="decode")
+
+    assert isinstance(deaths.ledger.after(error, OTHER, watched), SuspectedFatal)
+    assert watched.is_spent
+
+
+def test_kinds_that_are_answered_far_more_often_than_they_are_fatal_are_exempt() -> None:
+    deaths = Deaths()
+    dies_varied(deaths, MAX_TENANT_DEATHS)
+    survives(deaths, OTHER_KIND)
+    survives(deaths, POISON, ANSWERS_PER_DEATH * MAX_TENANT_DEATHS - 1)
+    assert not in_quarantine(deaths, OTHER_KIND)
+    assert in_quarantine(deaths)
+
+    survives(deaths, POISON)
+    assert not in_quarantine(deaths)
+    dies_varied(deaths, 1)
+    assert in_quarantine(deaths)
+
+
+def test_a_quarantine_ends_when_three_deaths_are_no_longer_recent() -> None:
+    deaths = Deaths()
+    dies_varied(deaths, MAX_TENANT_DEATHS)
+    deaths.now_s += REJECT_S - 20 * (MAX_TENANT_DEATHS - 1)
+
+    assert not in_quarantine(deaths)
+
+
+def test_deaths_that_are_far_apart_cause_no_quarantine() -> None:
+    deaths = Deaths()
+    dies_varied(deaths, 10, every_s=REJECT_S / 2)
+
+    assert not in_quarantine(deaths)
+
+
+async def test_a_tenants_requests_that_wait_in_quarantine_are_bounded() -> None:
+    deaths = Deaths()
+    dies_varied(deaths, MAX_TENANT_DEATHS)
+    go_on = asyncio.Event()
+
+    async def serve() -> None:
+        quarantine = deaths.ledger.quarantine(Watched("t", "b", kind=POISON))
+        assert quarantine is not None
+        async with quarantine:
+            await go_on.wait()
+
+    running = [asyncio.create_task(serve()) for _ in range(MAX_WAITING + 1)]
+    await asyncio.sleep(0)
+    with pytest.raises(SuspectedFatal):
+        await serve()
+
+    running.pop().cancel()  # a client disconnects
+    await asyncio.sleep(0)
+    running.append(asyncio.create_task(serve()))
+    go_on.set()
+    await asyncio.gather(*running)

@@ -182,6 +182,47 @@ def test_an_unreachable_instance_is_down_until_a_probe_succeeds(one: Watched) ->
     assert one.state() is HealthState.HEALTHY
 
 
+@pytest.mark.fault(5)
+def test_a_refused_connection_marks_an_instance_down_until_a_probe_succeeds(one: Watched) -> None:
+    one.probe(well=True)
+    one.ends(Outcome.REFUSED)
+    assert one.state() is HealthState.DOWN
+    assert one.health.cause == "connection refused"
+
+    assert one.wait_for_probe() == POLICY.min_backoff_s
+    one.health.record_probe(one.now_s, well=True)
+    assert one.state() is HealthState.TRIAL
+    one.ends(Outcome.GOOD)
+    assert one.became == [HealthState.DOWN, HealthState.TRIAL, HealthState.HEALTHY]
+
+
+def test_further_refused_connections_neither_repeat_the_change_nor_advance_the_probe(
+    one: Watched,
+) -> None:
+    one.probe(well=True)
+    for _ in range(5):
+        one.ends(Outcome.REFUSED)
+        one.wait_for_probe()
+        one.health.record_probe(one.now_s, well=False)
+    one.ends(Outcome.REFUSED)
+
+    assert one.became == [HealthState.DOWN]
+    assert one.wait_for_probe() > POLICY.min_backoff_s
+
+
+def test_connections_refused_before_an_outage_do_not_count_after_it(one: Watched) -> None:
+    """A worker process of the instance may be restarted: what it refused is known."""
+    one.probe(well=True)
+    late = one.health.request_begun()
+    one.ends(Outcome.REFUSED)
+    one.wait_for_probe()
+    one.health.record_probe(one.now_s, well=True)
+    one.ends(Outcome.GOOD)
+    one.health.request_ended(Outcome.REFUSED, one.now_s, begun=late)
+
+    assert one.state() is HealthState.HEALTHY
+
+
 def test_an_instance_that_answers_for_the_first_time_is_healthy_without_a_trial(
     one: Watched,
 ) -> None:

@@ -30,6 +30,36 @@ def test_a_page_of_vllm_is_understood() -> None:
     assert read_report(REAL) == Report(waiting=0, running=3, engines={0: 3}, kv_tokens=524288)
 
 
+def counters(generated: object, usage: object = 0.5, engine: int = 0) -> tuple[str, ...]:
+    return (
+        f'vllm:prompt_tokens_total{{engine="{engine}"}} 7.0',
+        f'vllm:prompt_tokens_created{{engine="{engine}"}} 1.7e9',
+        f'vllm:generation_tokens_total{{engine="{engine}"}} {generated}',
+        f'vllm:kv_cache_usage_perc{{engine="{engine}"}} {usage}',
+    )
+
+
+def progress_of(*samples: str) -> int | None:
+    report = read_report(page(*gauges("1.0", "0.0"), *samples))
+    assert report is not None
+    return report.progress
+
+
+def test_counters_of_tokens_show_progress() -> None:
+    still, long_prefill = counters(5), counters(5, usage=0.6)
+
+    assert progress_of(*counters(5)) == progress_of(*still, "vllm:e2e_request_latency_count 3")
+    assert len({progress_of(*one) for one in (still, counters(6), long_prefill)}) == 3
+    assert progress_of(*still, *counters(8, engine=1)) != progress_of(
+        *still, *counters(9, engine=1)
+    )
+
+
+@pytest.mark.parametrize("samples", [(), ("vllm:kv_cache_usage_perc 0.5",)])
+def test_a_page_without_counters_shows_no_progress(samples: tuple[str, ...]) -> None:
+    assert progress_of(*samples) is None
+
+
 def test_data_parallel_engines_are_read_separately() -> None:
     found = read_report(page(*gauges("3.0", "1.0"), *gauges("0.0", "12.0", engine=1)))
 

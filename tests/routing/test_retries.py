@@ -166,6 +166,32 @@ async def test_places_of_those_that_are_cancelled_are_free_again() -> None:
     assert await run(loop, fails(1, []), tries=2, again=at_once) == "done"
 
 
+async def test_a_waiter_that_is_cancelled_with_its_place_releases_the_place() -> None:
+    budget = Retries()
+    for _ in range(retries.LEAST):
+        assert await budget.wait_admission()
+    waiter = asyncio.create_task(budget.wait_admission())
+    await asyncio.sleep(0)
+    assert not waiter.done()
+
+    budget.release_place()  # the waiter gets it, and is cancelled before it runs
+    waiter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+
+    assert await budget.wait_admission(0.0)
+    assert not await budget.wait_admission(0.0)
+
+
+async def test_a_waiter_without_patience_takes_only_a_free_place() -> None:
+    budget = Retries()
+    found = [await budget.wait_admission(0.0) for _ in range(retries.LEAST + 1)]
+
+    assert found == [True] * retries.LEAST + [False]
+    budget.release_place()
+    assert await budget.wait_admission(0.0)
+
+
 @pytest.mark.parametrize(
     ("error", "others", "delay_s"),
     [

@@ -50,7 +50,9 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     media_timeout_s: Seconds = 30.0
     """maximum time for the proxy to fetch one media item, in seconds"""
     encode_timeout_s: Seconds = 30.0
-    """maximum time to encode one media item, in seconds"""
+    """maximum time of a request's encode stage, over all its items and their tries, in seconds; a
+    try has half of what is left while another instance may follow. With --on-encode-failure local,
+    prefill or decode encode an item that is predicted to need longer"""
     prefill_timeout_s: Seconds = 120.0
     """maximum time of the prefill stage, in seconds"""
     kv_lease_s: Seconds = 30.0
@@ -82,7 +84,8 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """maximum of an ejection, in seconds"""
     suspect_s: SecondsOrNone = 300.0
     """seconds for which a request, or one with the same media, is rejected after two instances died
-    while they served it (503 suspected_fatal); 0: no rejection"""
+    while they served it (503 suspected_fatal), and within which three deaths put a tenant's
+    requests in quarantine; 0: neither"""
     drain_delay_s: SecondsOrNone = 5.0
     """seconds from SIGTERM, when /ready turns to 503, until the proxy accepts no more
     connections"""
