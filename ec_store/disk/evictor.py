@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from ec_store.counts import Counts
 from ec_store.disk.claims import leased_digests
-from ec_store.disk.files import Folder, StoreClock
+from ec_store.disk.files import NO_ROOM, Folder, StoreClock
 from ec_store.disk.ledger import Count, DeadWriters, Ledger, Usage
 from ec_store.disk.lock import FileLock
 from ec_store.disk.tree import (
+    BLOCK_BYTES,
     EvictionCandidate,
     Found,
     Tree,
@@ -49,6 +50,26 @@ class Freed(NamedTuple):
     full: bool
 
 
+class Evicted(NamedTuple):
+    """Result of an eviction from one sample.
+
+    Attributes:
+        bytes: bytes that were freed.
+        found: whether there was an entry to evict.
+        all_seen: whether the sample was the whole store.
+        unread: errors of folders and files that could not be read.
+    """
+
+    bytes: int
+    found: bool
+    all_seen: bool
+    unread: Sequence[OSError]
+
+
+Lacking = Callable[[Usage], int]
+"""Function that returns how many bytes to free, from the present sum of the ledger."""
+
+
 class Evictor:
     """Remover of entries, which also releases their usage in the ledger."""
 
@@ -58,32 +79,44 @@ class Evictor:
         self._ledger = ledger
         self._lock = FileLock("evicting")
 
-    def free_space(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed | None:
+    def free_space(self, tree: Tree, lacking: Lacking, ttl_s: float) -> Freed | None:
         """Evict the least recently used of a random sample, and its expired entries.
 
-        The cost depends on the bytes to free, not on the number of entries in the store. An excess
-        of 0 evicts only the expired entries of one small sample.
+        The cost depends on the bytes to free, not on the number of entries in the store. If nothing
+        is lacking, only the expired entries of one small sample are evicted.
 
         Returns:
             The result; None if another process is evicting.
+
+        Raises:
+            OSError: nothing was evicted, and entries could not be read.
         """
-        token = self._lock.acquire(tree.root, lambda: self._clock.now(tree.root))
+        try:
+            token = self._lock.acquire(tree.root, lambda: self._clock.now(tree.root))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            # There is no room for the lock, whatever the file system reports.
+            first = self.free_beside(tree, lambda _: BLOCK_BYTES, ttl_s)
+            if not first.bytes:
+                return first
+            return Freed(first.bytes + self.free_beside(tree, lacking, ttl_s).bytes, full=False)
         if token is None:
             return None
         try:
             return self._free_timed(
-                tree, excess_bytes, ttl_s, lambda: self._lock.still_held(tree.root, token)
+                tree, lacking, ttl_s, lambda: self._lock.still_held(tree.root, token)
             )
         finally:
             self._lock.release(tree.root, token)
 
-    def free_beside(self, tree: Tree, excess_bytes: int, ttl_s: float) -> Freed:
-        """Evict while another process does, for an entry that has to be written.
+    def free_beside(self, tree: Tree, lacking: Lacking, ttl_s: float) -> Freed:
+        """Evict without the lock, for an entry that has to be written.
 
         A writer that frees only the size of its own entry needs no lock. All writers together free
         what they write, and if two remove the same entry, the second gets ENOENT.
         """
-        return self._free_timed(tree, excess_bytes, ttl_s, None)
+        return self._free_timed(tree, lacking, ttl_s, None)
 
     def sweep(self, tree: Tree, ttl_s: float, goes_on: Callable[[], bool]) -> None:
         """Read all entries: remove the expired ones, and correct the ledger.
@@ -106,53 +139,65 @@ class Evictor:
             self._correct(tree, count)
 
     def _free_timed(
-        self, tree: Tree, excess: int, ttl_s: float, holds: Callable[[], bool] | None
+        self, tree: Tree, lacking: Lacking, ttl_s: float, holds: Callable[[], bool] | None
     ) -> Freed:
-        """Call `_free`, and observe its duration if room was needed."""
+        """Evict, and observe the duration if room was needed."""
         started_s = time.monotonic()
-        freed = self._free(tree, excess, ttl_s, holds)
-        if excess > 0:
+        excess = lacking(self._ledger.total(tree.usage))
+        if excess <= 0:
+            count = Count(self._ledger.total(tree.usage))
+            evicted = self._evict_sample(tree, count, 0, ttl_s, corrects=holds is not None)
+            return Freed(evicted.bytes, full=False)
+        try:
+            return self._free(tree, excess, lacking, ttl_s, holds)
+        finally:
             self._counts.observe("eviction_seconds", time.monotonic() - started_s)
-        return freed
 
     def _free(
-        self, tree: Tree, excess: int, ttl_s: float, holds: Callable[[], bool] | None
+        self,
+        tree: Tree,
+        excess: int,
+        lacking: Lacking,
+        ttl_s: float,
+        holds: Callable[[], bool] | None,
     ) -> Freed:
-        """Evict until `excess` bytes are freed, or no entry can be evicted.
+        """Evict until `excess` bytes are freed, nothing is lacking, or no entry can be evicted.
+
+        The sum of the ledger may be misread, so it is read again before each batch.
 
         The ledger is corrected only while the lock is held, as `holds` tells: two processes that
         corrected it at once would both apply the same correction.
         """
         freed = fruitless = 0
-        while holds is None or holds():
-            gone, found, all_seen = self._evict_sample(
-                tree, excess - freed, ttl_s, corrects=holds is not None
-            )
-            freed += gone
-            fruitless = 0 if found else fruitless + 1
-            if fruitless == SAMPLES or (all_seen and not found):
-                return Freed(freed, full=not freed)
-            others_removed_them = found and not gone  # the caller reads the ledger again then
-            if freed >= excess or others_removed_them:
+        unread: list[OSError] = []
+        while freed < excess and (holds is None or holds()):
+            count = Count(self._ledger.total(tree.usage))
+            left = min(excess - freed, lacking(count.before))
+            if left <= 0:
                 break
+            evicted = self._evict_sample(tree, count, left, ttl_s, corrects=holds is not None)
+            freed += evicted.bytes
+            if evicted.found:
+                fruitless, unread = 0, []
+                if not evicted.bytes:  # others removed them: the caller reads the ledger again
+                    break
+                continue
+            fruitless += 1
+            unread += evicted.unread
+            if evicted.all_seen or fruitless == SAMPLES:
+                if unread and not freed and not evicted.all_seen:
+                    raise unread[0]
+                return Freed(freed, full=not freed)
         return Freed(freed, full=False)
 
     def _evict_sample(
-        self, tree: Tree, excess: int, ttl_s: float, *, corrects: bool
-    ) -> tuple[int, bool, bool]:
-        """Evict from one sample.
-
-        What crashes left in the folders of the sample goes first.
-
-        Returns:
-            Bytes freed, whether there was a file to remove, and whether the sample was the whole
-            store.
-        """
+        self, tree: Tree, count: Count, excess: int, ttl_s: float, *, corrects: bool
+    ) -> Evicted:
+        """Evict from one sample, which `count` counts: first what crashes left in its folders."""
         now = self._clock.now(tree.root)
-        count = Count(self._ledger.total(tree.usage))
-        wanted = sample_size(excess, count.before.bytes / max(1, count.before.entries))
+        wanted = sample_size(excess, count.before.mean_bytes)
         sample = list(islice(self._counted(tree, now, count), wanted))
-        all_seen = len(sample) < wanted
+        all_seen = len(sample) < wanted and not count.unread
         if all_seen and corrects:
             self._correct(tree, count)
         cleared = count.cleared_bytes
@@ -169,7 +214,8 @@ class Evictor:
             leased = leased_digests(tree.leases, [kept.digest for kept in going], now)
             if not leased:
                 freed, kept_back = self._remove(tree, going, now)
-                return cleared + freed, cleared > 0 or len(going) > kept_back, all_seen
+                found = cleared > 0 or len(going) > kept_back
+                return Evicted(cleared + freed, found, all_seen, count.unread)
             sample = [kept for kept in sample if kept.digest not in leased]
 
     def _counted(self, tree: Tree, now: float, count: Count) -> Iterator[EvictionCandidate]:
@@ -200,7 +246,11 @@ class Evictor:
             time.sleep(RELEASE_S)
             correction = correction.common(count.correction(self._ledger.total(tree.usage)))
         if correction != Usage():
-            self._ledger.add(tree.usage, correction)
+            try:
+                self._ledger.add(tree.usage, correction)
+            except OSError as error:  # the next count corrects it
+                if error.errno not in NO_ROOM:
+                    raise
 
     def _remove(
         self, tree: Tree, going: Sequence[EvictionCandidate], now: float
@@ -220,9 +270,7 @@ class Evictor:
         for kept in going:
             try:
                 folder = tree.folder(kept.digest)
-                name = staging_name(kept.digest, kept.size_bytes, writer)
-                folder.rename(kept.digest, name)
-                aside.append((folder, name, kept))
+                aside.append((folder, _set_aside(folder, kept, writer), kept))
             except FileNotFoundError:  # another process has removed it
                 continue
             except OSError:
@@ -236,17 +284,31 @@ class Evictor:
         for folder, name, kept in aside:
             with suppress(OSError):
                 used = folder.stat(name).st_mtime > kept.used_s
-                if (used or kept.digest in leased) and folder.publish(name, kept.digest):
-                    folder.remove(name)
-                    continue
+                if used or kept.digest in leased:
+                    if name == kept.digest:
+                        continue
+                    if folder.publish(name, kept.digest):
+                        folder.remove(name)
+                        continue
             if folder.remove(name):
                 freed += taken_bytes(kept.size_bytes)
                 removed += 1
-                with suppress(OSError):  # otherwise the sum is too high until the next sweep
-                    self._ledger.release(tree.usage, taken_bytes(kept.size_bytes))
+                self._ledger.release(tree.usage, taken_bytes(kept.size_bytes))
                 tree.remove_empty(kept.digest)
         self._counts.add(evictions=removed)
         return freed, kept_back
+
+
+def _set_aside(folder: Folder, kept: EvictionCandidate, writer: str) -> str:
+    """Rename an entry, and return its new name; its own name if there is no room for a new one."""
+    name = staging_name(kept.digest, kept.size_bytes, writer)
+    try:
+        folder.rename(kept.digest, name)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        return kept.digest
+    return name
 
 
 def _used_s(found: Found, now: float) -> float:

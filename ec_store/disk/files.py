@@ -237,7 +237,8 @@ class Folder:
             # An NFS client repeats a call if the reply is lost: the name may be this file's own.
             return self.stat(staging).st_nlink > 1
         except OSError as error:
-            if error.errno not in NO_LINKS:
+            # A second name may need room, as on tmpfs, where each takes a file of the upper bound.
+            if error.errno not in NO_LINKS | NO_ROOM:
                 raise
             os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         return True

@@ -5,16 +5,24 @@ import random
 import secrets
 import time
 from contextlib import suppress
+from functools import partial
 from os.path import ismount
 
 from ec_store.counts import Counts
 from ec_store.disk.claims import sweep_claims, sweep_leases
 from ec_store.disk.config import StoreSettings
-from ec_store.disk.evictor import STAGING_S, Evictor, Freed
-from ec_store.disk.files import StoreClock, is_regular
-from ec_store.disk.ledger import Ledger
+from ec_store.disk.evictor import STAGING_S, Evictor, Freed, Lacking
+from ec_store.disk.files import NO_ROOM, StoreClock, is_regular
+from ec_store.disk.ledger import Ledger, Usage
 from ec_store.disk.lock import FileLock
-from ec_store.disk.tree import HIGH_WATER, FileSystem, Tree, excess_bytes, taken_bytes
+from ec_store.disk.tree import (
+    BLOCK_BYTES,
+    HIGH_WATER,
+    FileSystem,
+    Tree,
+    excess_bytes,
+    taken_bytes,
+)
 from ec_store.errors import EntryTooLarge, StoreUnavailable
 
 logger = logging.getLogger("vllm.ec_store")
@@ -95,6 +103,7 @@ class Housekeeping:
             EntryTooLarge: the entry is larger than the whole quota.
             StoreUnavailable: no more entries can be removed, or another process evicts for too
                 long.
+            OSError: entries cannot be read.
         """
         patience = _EvictionWait()
         while True:
@@ -102,32 +111,50 @@ class Housekeeping:
             quota = self.quota_bytes(file_system)
             if coming_bytes > quota:
                 raise EntryTooLarge(f"it takes {coming_bytes} bytes of a quota of {quota}")
-            reserved = file_system.lacking_bytes(coming_bytes)
-            lacking = max(reserved, self.ledger.total(tree.usage).bytes - quota)
-            if lacking <= 0:
+            lacking = partial(self._lacking, file_system, coming_bytes, 0)
+            if lacking(self.ledger.total(tree.usage)) <= 0:
                 self._reserve_kept = True
                 break
             if time.monotonic() < self._fruitless_until_s:
-                if reserved:
+                if file_system.lacking_bytes(coming_bytes):
                     self._warn(file_system)
                 raise StoreUnavailable("the store is full, and none of its entries can be evicted")
-            ahead = min(AHEAD * coming_bytes, int(quota * (1 - HIGH_WATER)))
-            if self._free_or_wait(tree, lacking + ahead, coming_bytes, patience).full:
+            ahead_bytes = min(AHEAD * coming_bytes, int(quota * (1 - HIGH_WATER)))
+            ahead = partial(self._lacking, file_system, coming_bytes, ahead_bytes)
+            if self._free_or_wait(tree, ahead, lacking, coming_bytes, patience).full:
                 self._fruitless_until_s = time.monotonic() + FRUITLESS_S
         self._clean_if_due(tree)
 
-    def free_space(self, tree: Tree, size_bytes: int) -> None:
+    def _lacking(
+        self, file_system: FileSystem, coming_bytes: int, ahead_bytes: int, used: Usage
+    ) -> int:
+        """Return how many bytes to free for a charged entry, and for `ahead_bytes` more."""
+        return max(
+            file_system.lacking_bytes(coming_bytes + ahead_bytes),
+            used.bytes + ahead_bytes - self.quota_bytes(file_system),
+        )
+
+    def free_space(self, tree: Tree, size_bytes: int) -> bool:
         """Try to evict `size_bytes` after a write failed for lack of space.
 
-        Return also if only fewer bytes can be evicted, or none. The file system may still report
-        free space, for example under a user's quota.
+        The file system may still report free space, for example under a user's quota.
+
+        Returns:
+            Whether entries were evicted, also if only fewer bytes.
 
         Raises:
             StoreUnavailable: another process evicts for too long.
+            OSError: entries cannot be read.
         """
         patience = _EvictionWait()
-        while self._free_or_wait(tree, size_bytes, size_bytes, patience) == (0, False):
-            pass
+
+        def size(_: Usage) -> int:
+            return size_bytes
+
+        while True:
+            freed = self._free_or_wait(tree, size, size, size_bytes, patience)
+            if freed != (0, False):
+                return not freed.full
 
     def evict(self, tree: Tree) -> int:
         """Free room ahead of writers, and remove the expired entries of a small sample.
@@ -136,11 +163,16 @@ class Housekeeping:
             Number of removed entries; 0 if another process is evicting.
         """
         file_system = tree.file_system()
-        used = self.ledger.total(tree.usage).bytes
-        over = excess_bytes(used, self.quota_bytes(file_system))
-        excess = max(over, file_system.lacking_bytes(0))
+
+        def lacking(used: Usage) -> int:
+            return max(
+                excess_bytes(used.bytes, self.quota_bytes(file_system)),
+                file_system.lacking_bytes(0),
+                file_system.lacking_files * max(BLOCK_BYTES, used.mean_bytes),
+            )
+
         before = self._counts["evictions"]
-        if self._evictor.free_space(tree, excess, self.settings.ttl) is None:
+        if self._evictor.free_space(tree, lacking, self.settings.ttl) is None:
             return 0
         self._clean_if_due(tree)
         return self._counts["evictions"] - before
@@ -156,10 +188,17 @@ class Housekeeping:
         """
         if not self._due(tree, "swept", min(every_s, self.settings.ttl)):
             return 0
-        token = self._sweeping.acquire(tree.root, lambda: self.clock.now(tree.root))
-        if token is None:
-            return 0
         before = self._counts["evictions"]
+        try:
+            token = self._sweeping.acquire(tree.root, lambda: self.clock.now(tree.root))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            # Room for the lock, without which the ledger cannot be corrected.
+            self.evict(tree)
+            token = self._sweeping.acquire(tree.root, lambda: self.clock.now(tree.root))
+        if token is None:
+            return self._counts["evictions"] - before
         try:
             _mark(tree, "swept")
             self._evictor.sweep(
@@ -171,20 +210,28 @@ class Housekeeping:
         return self._counts["evictions"] - before
 
     def _free_or_wait(
-        self, tree: Tree, size_bytes: int, own_bytes: int, patience: "_EvictionWait"
+        self,
+        tree: Tree,
+        ahead: Lacking,
+        lacking: Lacking,
+        own_bytes: int,
+        patience: "_EvictionWait",
     ) -> Freed:
-        """Free `size_bytes`, or `own_bytes` if another process is evicting.
+        """Free what `ahead` returns; if another process is evicting, `own_bytes` if they lack.
 
-        Pause if other processes were faster. The store counts as full only while no other process
-        is evicting from it.
+        Pause if the call before freed nothing, because other processes were faster. The store
+        counts as full only while no other process is evicting from it.
         """
-        freed = self._evictor.free_space(tree, size_bytes, self.settings.ttl)
+        if patience.fruitless:
+            patience.pause()
+        freed = self._evictor.free_space(tree, ahead, self.settings.ttl)
         if freed is None:
             patience.check()
-            beside = self._evictor.free_beside(tree, own_bytes, self.settings.ttl)
+            beside = self._evictor.free_beside(
+                tree, lambda used: min(own_bytes, lacking(used)), self.settings.ttl
+            )
             freed = Freed(beside.bytes, full=False)
-        if freed == (0, False):
-            patience.pause()
+        patience.fruitless = freed == (0, False)
         return freed
 
     def _warn(self, file_system: FileSystem) -> None:
@@ -207,7 +254,7 @@ class Housekeeping:
         with suppress(OSError):
             if self._due(tree, "tidied", every_s):
                 _mark(tree, "tidied")
-                self._evictor.free_space(tree, 0, self.settings.ttl)
+                self._evictor.free_space(tree, lambda _: 0, self.settings.ttl)
                 self._clean_leftovers(tree)
 
     def _due(self, tree: Tree, mark: str, every_s: float) -> bool:
@@ -260,9 +307,14 @@ class Housekeeping:
 
 
 class _EvictionWait:
-    """Bounded wait of a writer while another process is evicting."""
+    """Bounded wait of a writer while another process is evicting.
+
+    Attributes:
+        fruitless: whether the last eviction freed nothing.
+    """
 
     def __init__(self) -> None:
+        self.fruitless = False
         self._deadline_s = time.monotonic() + WAIT_S
         self._pause_s, self._longest_s = PAUSES_S
 

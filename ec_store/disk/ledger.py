@@ -53,6 +53,10 @@ class Usage:
     def entries(self) -> int:
         return self.charged - self.released
 
+    @property
+    def mean_bytes(self) -> int:
+        return self.bytes // max(1, self.entries)
+
 
 @dataclass(slots=True)
 class Count:
@@ -133,6 +137,7 @@ class Ledger:
         self._writer = secrets.token_hex(8)
         self._own = Usage()
         self._name = ""
+        self._unwritten = Usage()
         self._line: Folder | None = None  # locked while this process lives
 
     def writer(self, folder: Folder) -> str:
@@ -147,12 +152,13 @@ class Ledger:
         self.add(folder, Usage(charged_bytes=size_bytes, charged=entries))
 
     def release(self, folder: Folder, size_bytes: int, entries: int = 1) -> None:
-        """Release an entry after it is gone."""
-        self.add(folder, Usage(released_bytes=size_bytes, released=entries))
+        """Release an entry after it is gone; without room for the change, with the next one."""
+        self._add_gone(folder, Usage(released_bytes=size_bytes, released=entries))
 
     def add(self, folder: Folder, change: Usage) -> None:
         """Add charges and releases. If it raises OSError, nothing was added."""
         with self._lock.mutex:
+            change += self._unwritten
             own = self._own + change
             name = _line(self._writer, own)
             if not self._name or not self._renamed(folder, name):
@@ -160,7 +166,18 @@ class Ledger:
                 own, self._writer = change, secrets.token_hex(8)
                 name = _line(self._writer, own)
                 self._line = create_locked(folder, name)
-            self._own, self._name = own, name
+            self._own, self._name, self._unwritten = own, name, Usage()
+
+    def _add_gone(self, folder: Folder, change: Usage) -> None:
+        """Add what no file shows any more: if it cannot be written, with the next change.
+
+        Until then only this process counts it.
+        """
+        try:
+            self.add(folder, change)
+        except OSError:
+            with self._lock.mutex:
+                self._unwritten += change
 
     def _renamed(self, folder: Folder, name: str) -> bool:
         try:
@@ -171,8 +188,12 @@ class Ledger:
         return True
 
     def total(self, folder: Folder) -> Usage:
-        """Return the sum of all processes' charges and releases."""
-        return sum(_lines(folder).values(), Usage())
+        """Return the sum of all processes' charges and releases.
+
+        One listing may skip lines that are renamed meanwhile: the sum is then wrong by all that
+        their processes have written and removed.
+        """
+        return sum(_lines(folder).values(), Usage()) + self._unwritten
 
     def merge(self, folder: Folder, now_s: float) -> None:
         """Take over the lines of ended processes, and remove files with invalid names."""
@@ -184,7 +205,7 @@ class Ledger:
                 # If its process has renamed it meanwhile, `remove` returns False, and the line
                 # stays.
                 if folder.remove(name) and (line := _read(name)):
-                    self.add(folder, line[1])
+                    self._add_gone(folder, line[1])
 
 
 class DeadWriters:

@@ -33,6 +33,10 @@ T = TypeVar("T")
 TOUCH_EVERY_S = 1.0
 """Seconds after a use during which further uses of the entry are not recorded."""
 
+ROOM_MADE = 3
+"""Upper bound of the times that a put makes room on a full file system, each time twice as much.
+Beside its bytes, an entry takes up to five files: folders, a second name, a line of the ledger."""
+
 SHARING = (
     "; to share a store, users need its group, and dir_mode=2770 and file_mode=0660 in each URL"
 )
@@ -238,16 +242,20 @@ class SharedDiskStore(Store):
             if self._read(key, load_header, use=True):
                 return False
             self._forget_expired(key.digest)
-        try:
-            return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
-        except OSError as error:
-            if error.errno in NO_ROOM:
-                self._keeper.free_space(self._opening.tree(), taken_bytes(size))
-            elif error.errno in {errno.ENOENT, errno.ESTALE}:
-                self._opening.reopen_later()  # the directory was removed while it was open
-            else:
-                raise
-        # Once more, with room or with the directory that is there now.
+        for room_bytes in (taken_bytes(size) << n for n in range(ROOM_MADE)):
+            try:
+                return self._write(
+                    self._opening.tree(create=True), key, entry, size, replace=replace
+                )
+            except OSError as error:
+                if error.errno in NO_ROOM:
+                    if not self._keeper.free_space(self._opening.tree(), room_bytes):
+                        break
+                elif error.errno in {errno.ENOENT, errno.ESTALE}:
+                    self._opening.reopen_later()  # the directory was removed while it was open
+                else:
+                    raise
+        # The last time, with room or with the directory that is there now.
         return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
 
     def _forget_expired(self, digest: str) -> None:
@@ -315,8 +323,7 @@ class SharedDiskStore(Store):
             before = taken_bytes(folder.stat(digest).st_size)
         folder.rename(staging, digest)
         if before:
-            with suppress(OSError):  # otherwise the sum is too high until the next sweep
-                self._keeper.ledger.release(tree.usage, before)
+            self._keeper.ledger.release(tree.usage, before)
 
     def _read(
         self, key: EntryKey, load: Callable[[EntryKey, int, int], T], *, use: bool

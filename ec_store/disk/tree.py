@@ -12,7 +12,7 @@ quarantine/<digest>.<random>                a corrupt entry
 usage/<writer>.<sums>.<checksum>            bytes and entries that one process wrote and removed;
                                             the process locks the file until it ends
 clock                                       touched to measure the file server's time
-evicting, sweeping                          locks of the evicting and of the sweeping process
+evicting, sweeping                          links; their text is the evicting, sweeping process
 tidied, swept                               times of the last removal of leftovers, last sweep
 
 The policy determines how many bytes to free and which entries to evict, without I/O.
@@ -39,6 +39,7 @@ while."""
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 2**30
+RESERVE_FILES = 256
 
 SAMPLED = 8
 """Entries sampled for each entry evicted. The oldest of eight is in the older half of all entries
@@ -67,10 +68,14 @@ class FileSystem:
     Attributes:
         size_bytes: size of the file system; 0 if the file system does not report it.
         free_bytes: bytes that a user may still write.
+        files: upper bound of the files (inodes); 0 if there is none.
+        free_files: files that a user may still create.
     """
 
     size_bytes: int
     free_bytes: int
+    files: int = 0
+    free_files: int = 0
 
     @property
     def reserve_bytes(self) -> int:
@@ -90,6 +95,12 @@ class FileSystem:
         if not self.size_bytes:
             return 0
         return max(0, self.reserve_bytes + coming_bytes - self.free_bytes)
+
+    @property
+    def lacking_files(self) -> int:
+        """Return how many files to remove so that others can create some."""
+        reserve = min(int(self.files * RESERVE_SHARE), RESERVE_FILES)
+        return max(0, reserve - self.free_files)
 
 
 def taken_bytes(size_bytes: int) -> int:
@@ -112,13 +123,14 @@ def choose_victims(
 ) -> list[EvictionCandidate]:
     """Return the entries of a sample to evict: the expired, then the least recently used.
 
-    These are all expired entries of the sample, and others until `excess` bytes are freed. Unless
-    the sample is the whole store (`all_seen`), at most one entry in `SAMPLED` is evicted, the
-    oldest ones: the next ones may be recent compared with the rest of the store.
+    These are all expired entries of the sample, and others until `excess` bytes are freed, up to
+    `BATCH` entries. Unless the sample is the whole store (`all_seen`), at most one entry in
+    `SAMPLED` is evicted, the oldest ones: the next ones may be recent compared with the rest of
+    the store.
     """
     free = sorted(sample, key=lambda entry: entry.used_s)
     going = [entry for entry in free if now_s - entry.used_s > ttl_s]
-    most = len(free) if all_seen else math.ceil(len(free) / SAMPLED)
+    most = BATCH if all_seen else math.ceil(len(free) / SAMPLED)
     left = excess - sum(taken_bytes(entry.size_bytes) for entry in going)
     for entry in free[len(going) : most]:
         if left <= 0:
@@ -285,7 +297,9 @@ class Tree:
     def file_system(self) -> FileSystem:
         """Return the size and the free space of the file system. Raises OSError."""
         status = os.fstatvfs(self.root.fd)
-        return FileSystem(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
+        block_bytes = status.f_frsize
+        size_bytes, free_bytes = status.f_blocks * block_bytes, status.f_bavail * block_bytes
+        return FileSystem(size_bytes, free_bytes, status.f_files, status.f_favail)
 
 
 def staging_name(digest: str, size_bytes: int, writer: str) -> str:

@@ -21,6 +21,12 @@ def path_of(root: Path, kept: EntryKey) -> Path:
     return root / "entries" / kept.digest[:2] / kept.digest[2:4] / kept.digest
 
 
+def take_lock(path: Path, holder: str = "elsewhere/1 1 token") -> None:
+    """Replace a lock by that of another process."""
+    path.unlink(missing_ok=True)
+    path.symlink_to(holder)
+
+
 def age(path: Path, seconds: float) -> None:
     then = path.lstat().st_mtime - seconds
     os.utime(path, (then, then), follow_symlinks=False)

@@ -60,6 +60,13 @@ def test_reserve_is_kept_after_the_next_entry_too() -> None:
     assert FileSystem(100 * GIB, 0).lacking_bytes(4096) == GIB + 4096
 
 
+def test_reserve_of_files_is_a_twentieth_and_256_at_most() -> None:
+    assert FileSystem(GIB, GIB, 1000, 50).lacking_files == 0
+    assert FileSystem(GIB, GIB, 1000, 49).lacking_files == 1
+    assert FileSystem(GIB, GIB, 10**6, 0).lacking_files == 256
+    assert FileSystem(GIB, GIB).lacking_files == 0
+
+
 def test_a_file_system_without_a_size_sets_no_quota() -> None:
     assert FileSystem(0, 0).quota_bytes(64 * GIB, 0.5) == 64 * GIB
     assert FileSystem(0, 0).lacking_bytes(GIB) == 0
@@ -95,7 +102,8 @@ def test_victims_are_the_expired_and_then_the_least_recently_used(
     sizes = [taken_bytes(one.size_bytes) for one in going]
     assert len(going) <= len(expired) or sum(sizes[:-1]) < excess
     if all_seen:
-        assert sum(sizes) >= excess or not stay
+        assert sum(sizes) >= excess or not stay or len(going) >= BATCH
+        assert len(going) <= max(len(expired), BATCH)
     else:
         assert len(going) <= max(len(expired), -(-len(sample) // SAMPLED))
 

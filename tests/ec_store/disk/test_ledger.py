@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,63 @@ def test_line_read_under_two_names_counts_once(folder: Folder) -> None:
     os.close(folder.create(before))
 
     assert ledger.total(folder) == Usage(1005, 2)
+
+
+def test_charge_with_a_failed_close_is_counted_only_if_it_succeeds(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, close, charged = Ledger(), os.close, Usage()
+
+    def failing(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch, suppress(OSError):
+        patch.setattr(os, "close", failing)
+        ledger.charge(folder, 1000)
+        charged = Usage(1000, 1)
+    ledger.charge(folder, 1)
+
+    assert ledger.total(folder) == charged + Usage(1, 1)
+    assert len(names(folder)) == 1
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_release_that_could_not_be_written_is_written_with_the_next_change(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    ledger = Ledger()
+    ledger.charge(folder, 1000)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail)
+        ledger.release(folder, 400)
+        # An evictor of this process must not evict the same bytes once more.
+        assert ledger.total(folder) == Usage(1000, 1, 400, 1)
+        with pytest.raises(OSError, match="no room"):
+            ledger.charge(folder, 5)
+    ledger.charge(folder, 7)
+
+    assert ledger.total(folder) == Ledger().total(folder) == Usage(1007, 2, 400, 1)
+
+
+def test_merged_line_that_could_not_be_written_is_written_with_the_next_change(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, ledger = Ledger(), Ledger()
+    ended.charge(folder, 1000)
+    ledger.charge(folder, 1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail)
+        ledger.merge(folder, now_s(folder) + LATER_S)
+    assert len(names(folder)) == 1
+    ledger.release(folder, 1)
+
+    assert Ledger().total(folder) == Usage(1001, 2, 1, 1)

@@ -22,12 +22,20 @@ from ec_store.disk.claims import LONGEST_S, leased_digests, sweep_leases
 from ec_store.disk.config import GivenSettings
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder, Modes, StoreClock
-from ec_store.disk.ledger import IDLE_S, Ledger
+from ec_store.disk.ledger import IDLE_S, Ledger, Usage
 from ec_store.disk.lock import FileLock
 from ec_store.disk.store import SharedDiskStore
 from ec_store.disk.tree import EvictionCandidate, taken_bytes
 from tests.ec_store.contract import key, sized
-from tests.ec_store.disk.on_disk import age, counted, entries_bytes, files, opened, path_of
+from tests.ec_store.disk.on_disk import (
+    age,
+    counted,
+    entries_bytes,
+    files,
+    opened,
+    path_of,
+    take_lock,
+)
 from tests.small_disk import small_disk
 
 FORK = multiprocessing.get_context("fork")
@@ -235,7 +243,7 @@ def test_sweep_that_lost_its_lock_corrects_nothing(
 
         def scanned(*args: Any) -> Any:
             if taken:
-                (root / "sweeping").write_text("elsewhere/1 1 token")
+                take_lock(root / "sweeping")
             return scan(*args)
 
         monkeypatch.setitem(vars(tree), "_scan", scanned)
@@ -243,7 +251,7 @@ def test_sweep_that_lost_its_lock_corrects_nothing(
         store._keeper.sweep(store._opening.tree(), 0.0)  # noqa: SLF001
 
         assert store.stats().entries == (10 if taken else 1)
-        assert (root / "sweeping").exists() == taken
+        assert (root / "sweeping").is_symlink() == taken
 
 
 def sweep(store: SharedDiskStore) -> None:
@@ -440,14 +448,14 @@ def test_evictor_that_lost_its_lock_ends(root: Path, monkeypatch: pytest.MonkeyP
         store.configure(GivenSettings(max_bytes=100 * BLOCK))
 
         def taken_by_another(_: Sequence[EvictionCandidate]) -> None:
-            (root / "evicting").write_text("elsewhere/1 1 token")
+            take_lock(root / "evicting")
 
         choosing(monkeypatch, taken_by_another)
         store.evict()
 
         # Only one batch, and the lock of the other evictor stays.
         assert 0 < store.stats().evictions <= 16
-        assert (root / "evicting").read_text() == "elsewhere/1 1 token"
+        assert str((root / "evicting").readlink()) == "elsewhere/1 1 token"
 
 
 def test_entry_that_replaced_a_corrupt_one_is_not_quarantined(
@@ -529,8 +537,8 @@ def test_lock_of_an_impossible_process_is_broken(root: Path) -> None:
     root.mkdir()
     folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting")
     assert lock.acquire(folder, time.time) is not None
-    machine = (root / "evicting").read_text().partition(" ")[0]
-    (root / "evicting").write_text(f"{machine} {2**63} token")
+    machine = str((root / "evicting").readlink()).partition(" ")[0]
+    take_lock(root / "evicting", f"{machine} {2**63} token")
 
     assert lock.acquire(folder, time.time) is not None
 
@@ -546,21 +554,26 @@ def test_sweep_runs_if_the_last_one_is_far_ahead_of_the_clock(root: Path, ahead_
         assert runs == (ahead_s > 3600)
 
 
-def test_entry_whose_predecessor_could_not_be_released_stays_charged(
+def test_entry_whose_predecessor_could_not_be_released_is_released_with_the_next_change(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, "broken")
+    add = Ledger.add
 
-    with opened(root) as store:
+    def fail(ledger: Ledger, folder: Folder, change: Usage) -> None:
+        if change.released:
+            raise OSError(errno.EIO, "broken")
+        add(ledger, folder, change)
+
+    with opened(root) as store, opened(root) as other:
         store.put(key("k"), sized(100))
-        monkeypatch.setattr(Ledger, "release", fail)
-        assert store.put(key("k"), sized(100), replace=True)
-        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            patched.setattr(Ledger, "add", fail)
+            assert store.put(key("k"), sized(100), replace=True)
 
-        assert store.stats().entries == 2  # too high until the next sweep
-        store.sweep()
         assert store.stats().entries == 1
+        assert other.stats().entries == 2
+        store.put(key("next"), sized(100))
+        assert other.stats().entries == 2
 
 
 @contextmanager
@@ -875,18 +888,20 @@ def test_an_entry_with_a_failed_close_is_not_published_and_not_charged(
 def test_a_link_with_a_lost_reply_counts_as_made(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = os.link
+    def repeat(make: Callable[..., None]) -> Callable[..., None]:
+        def repeated(*args: Any, **kwargs: Any) -> None:
+            make(*args, **kwargs)
+            make(*args, **kwargs)
 
-    def repeated(*args: Any, **kwargs: Any) -> None:
-        link(*args, **kwargs)
-        link(*args, **kwargs)
+        return repeated
 
-    monkeypatch.setattr(os, "link", repeated)
+    monkeypatch.setattr(os, "link", repeat(os.link))
+    monkeypatch.setattr(os, "symlink", repeat(os.symlink))
     with opened(root) as store:
         assert store.put(key(), sized(100)) is True
         assert store.stats().entries == 1
         assert store.evict() == 0
-        assert not (root / "evicting").exists()
+        assert not (root / "evicting").is_symlink()
 
 
 def test_clock_makes_no_file_each_time(root: Path) -> None:

@@ -33,7 +33,7 @@ from ec_store.disk.store import SharedDiskStore
 from ec_store.disk.tree import taken_bytes
 from ec_store.entry import UNUSED_BYTES, Buffers
 from tests.ec_store.contract import assert_same, entry, key, sized
-from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
+from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of, take_lock
 from tests.examples import scaled
 
 HOUR = 3600.0
@@ -688,7 +688,7 @@ def test_the_lock_of_a_dead_evictor_is_broken(root: Path, store: SharedDiskStore
         FileLock("evicting").acquire(store._opening.tree().root, time.time)  # noqa: SLF001 - held until the child dies
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert (root / "evicting").exists()
+    assert (root / "evicting").is_symlink()
     store.put(key(), entry())
     age(path_of(root, key()), 30 * 24 * HOUR)
 
@@ -700,12 +700,12 @@ def test_the_lock_of_another_machine_is_broken_when_it_is_old(
 ) -> None:
     store.put(key(), entry())
     age(path_of(root, key()), 30 * 24 * HOUR)
-    (root / "evicting").write_text("elsewhere/1 1 token")
+    take_lock(root / "evicting")
 
     assert store.evict() == 0
     age(root / "evicting", 60)
     assert store.evict() == 1
-    assert not (root / "evicting").exists()
+    assert not (root / "evicting").is_symlink()
 
 
 # Disks
