@@ -1,7 +1,9 @@
 """Eviction of entries from a shared directory, and removal of files that crashes left."""
 
 import os
+import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -29,6 +31,10 @@ whether its process lives: that of another host, or on a file system without loc
 
 CHARGE_S = 10.0
 """Age in seconds up to which a staging file may not be charged yet, or may be published already."""
+
+COUNTED = 100
+"""Entries that are counted for each leftover, on average. Its process may have died between a file
+and its charge or release. An error of one entry each adds up in a store of small entries."""
 
 RELEASE_S = 0.05
 """Time in seconds within which a process that has removed a file changes the ledger."""
@@ -193,15 +199,14 @@ class Evictor:
     def _evict_sample(
         self, tree: Tree, count: Count, excess: int, ttl_s: float, *, corrects: bool
     ) -> Evicted:
-        """Evict from one sample, which `count` counts.
-
-        What crashes left in the folders of the sample goes first.
-        """
+        """Evict from one sample, which `count` counts: first what crashes left in its folders."""
         now = self._clock.now(tree.root)
         wanted = sample_size(excess, count.before.mean_bytes)
-        sample = list(islice(self._counted(tree, now, count), wanted))
+        files = self._counted(tree, now, count)
+        sample = list(islice(files, wanted))
         all_seen = len(sample) < wanted and not count.unread
-        if all_seen and corrects:
+        if corrects and (all_seen or _is_doubtful(count)):
+            deque(files, maxlen=0)  # counts the rest of the store
             self._correct(tree, count)
         cleared = count.cleared_bytes
         excess -= cleared
@@ -239,8 +244,7 @@ class Evictor:
                 count.add(size)
             if left and found.folder.remove(found.name) and not found.duplicate:
                 self._ledger.release(tree.usage, size)
-                count.remove(size)
-                count.cleared_bytes += size
+                count.clear(size)
 
     def _correct(self, tree: Tree, count: Count) -> None:
         correction = count.correction(self._ledger.total(tree.usage))
@@ -312,6 +316,12 @@ def _set_aside(folder: Folder, kept: EvictionCandidate, writer: str) -> str:
             raise
         return kept.digest
     return name
+
+
+def _is_doubtful(count: Count) -> bool:
+    """Return whether to count a whole store, because processes died in it."""
+    entries = max(0, count.before.entries)
+    return COUNTED * count.cleared > random.random() * entries  # noqa: S311
 
 
 def _used_s(found: Found, now: float) -> float:

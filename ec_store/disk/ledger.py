@@ -68,7 +68,8 @@ class Count:
         most_bytes, most: the same with the unsure files, and without those that this process has
             removed and released since.
         unread: errors of files and folders that could not be counted.
-        cleared_bytes: size of the leftovers of crashes that were removed during the count.
+        cleared_bytes, cleared: size and number of the leftovers of crashes that were removed during
+            the count.
     """
 
     before: Usage
@@ -78,6 +79,7 @@ class Count:
     most: int = 0
     unread: list[OSError] = field(default_factory=list)
     cleared_bytes: int = 0
+    cleared: int = 0
 
     def add(self, size_bytes: int) -> None:
         self.least_bytes += size_bytes
@@ -93,6 +95,12 @@ class Count:
         """Record that a counted file was removed and released."""
         self.most_bytes -= size_bytes
         self.most -= 1
+
+    def clear(self, size_bytes: int) -> None:
+        """Record that a counted leftover of a crash was removed and released."""
+        self.remove(size_bytes)
+        self.cleared_bytes += size_bytes
+        self.cleared += 1
 
     def correction(self, after: Usage) -> Usage:
         """Return the part of the ledger's error that is certain.

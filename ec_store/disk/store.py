@@ -363,10 +363,7 @@ class SharedDiskStore(Store):
         else:
             return loaded
         finally:
-            try:  # noqa: SIM105 - runs with every lookup, and suppress() is slower
-                os.close(fd)
-            except OSError:  # nothing was written, and what was read has been checked
-                pass
+            _close(fd)
         return None
 
     def _is_live(self, tree: Tree, status: os.stat_result) -> bool:
@@ -395,3 +392,11 @@ class SharedDiskStore(Store):
             return False
         self._keeper.ledger.release(tree.usage, taken_bytes(size))
         return True
+
+
+def _close(fd: int) -> None:
+    """Close a file that was read. A failure has no effect: what was read has been checked."""
+    try:  # noqa: SIM105 - runs with every lookup, and suppress() is slower
+        os.close(fd)
+    except OSError:
+        pass

@@ -211,9 +211,7 @@ class Health:
                 self._record_late(now_s, others_work=others_work)
             case Outcome.REFUSED if self._state is not HealthState.DOWN:
                 self._go_down(now_s, "connection refused")
-            case Outcome.REFUSED:
-                pass
-            case Outcome.NOTHING:
+            case Outcome.REFUSED | Outcome.NOTHING:
                 pass
 
     def record_failure(self, now_s: float, *, begun: int) -> None:

@@ -48,7 +48,7 @@ def test_an_encode_engine_is_added_and_another_removed_under_load(
     due = [ask(stack.baseline, stack.model, *question) for question in QUESTIONS]
     port, side_channel, of_proxy = free_ports(3)
     first, second = stack.encode, replace(stack.encode, port=port, side_channel_port=side_channel)
-    engine = ForkedProcess(second.server(), tmp_path / "second.log")
+    engine = ForkedProcess(second.server(), tmp_path / "second.log", None)
     dynamic = proxy(stack, tmp_path, of_proxy)
     with (
         started(engine, dynamic),

@@ -100,6 +100,7 @@ def test_sums_that_are_all_misread_evict_at_most_a_batch_until_one_is_right(
         return [name for name in found if listed[0] > 2 or not name.startswith(line)]
 
     with opened(root) as store:
+        store.stats()  # the first use also looks whether the ledger is lost
         monkeypatch.setattr(Folder, "names", misread_first)
         evicted = store.evict()
 

@@ -14,6 +14,7 @@ from ec_store import StoreUnavailable
 from ec_store.disk import evictor, mounts
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder
+from ec_store.disk.ledger import Ledger
 from ec_store.disk.tree import taken_bytes
 from tests.ec_store.contract import assert_same, key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
@@ -130,6 +131,24 @@ def test_entries_that_a_killed_evictor_had_renamed_are_removed_at_once(root: Pat
 
         assert not leftovers(root)
         assert store.stats().bytes == 0
+
+
+@pytest.mark.fault(23)
+def test_entry_that_a_killed_writer_had_not_charged_yet_is_not_released(root: Path) -> None:
+    def put() -> None:
+        Ledger.charge = lambda *_: die()  # type: ignore[method-assign]
+        opened(root).put(key("half"), sized(50_000))
+
+    with opened(root) as store:
+        for n in range(40):  # more than an eviction samples
+            store.put(key(str(n)), sized(1000))
+        killed(put)
+        assert len(leftovers(root)) == 1
+        while leftovers(root):
+            store.evict()
+
+        assert store.stats().bytes == entries_bytes(root)
+        assert store.stats().entries == 40
 
 
 @pytest.mark.fault(23)
