@@ -167,7 +167,7 @@ async def test_a_clients_uuid_beside_media_changes_nothing(
 
 
 @pytest.mark.security("S13")
-@pytest.mark.parametrize("given", ["", "a" * 129, "a b", "a/b", "é", "a\n", 7, ["a"], False])
+@pytest.mark.parametrize("given", ["a" * 129, "a b", "a/b", "é", "a\n", 7, ["a"], False])
 async def test_an_invalid_uuid_is_refused(launch: Launch, given: object) -> None:
     async with launch() as fleet:
         status, reply = await fleet.chat(request(text(), image(b"cat", uuid=given)))

@@ -467,7 +467,7 @@ async def test_a_malformed_body_is_a_400(launch: Launch, body: bytes, param: str
         ({"type": "text", "text": "a", "image_url": {"url": "http://a/b"}}, ""),
         ({"type": "text", "text": "a", "uuid": "theirs"}, ""),
         ({"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 2, 2]}}, ""),
-        ({"type": "text", "audio_embeds": None}, ""),
+        ({"type": "text", "text": "a", "audio_embeds": {"a": [1]}}, ""),
         ({"type": "image_pil", "image_pil": None, "uuid": "theirs"}, ""),
     ],
 )
