@@ -13,6 +13,7 @@ from epd.request.encode import Encoder
 from epd.request.kv_peers import KVHandover, Releases
 from epd.request.prefill_decode import DecodeAnswer, PrefillDecodeStages
 from epd.request.prefix import marked_prompt, request_prefix
+from epd.request.quarantine import Quarantine
 from epd.request.recovery import (
     MAX_ATTEMPTS,
     NO_ENCODINGS,
@@ -33,7 +34,6 @@ from epd.request.stage_inputs import (
     StageInput,
 )
 from epd.request.targets import Courses, Decoders
-from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.retries import Retries
@@ -56,7 +56,7 @@ class Pipeline:
     _prefill_decode: PrefillDecodeStages
     _decoders: Decoders
     _releases: Releases
-    _fatal: FatalRequests
+    _quarantine: Quarantine
     _retries: Retries = field(default_factory=Retries)
 
     async def run(self, body: Body, context: RequestContext) -> DecodeAnswer:
@@ -74,7 +74,7 @@ class Pipeline:
         course = self._decoders.resolve_header(course, context)
         request = await self._media.keyed(body, items, context)
         context.watched.kind = _kind(body, items, context)
-        quarantine = self._fatal.quarantine(context.watched)
+        quarantine = self._quarantine.context_for(context.watched)
         if quarantine is None:
             return await self._run_attempts(request, course, facts, context)
         async with quarantine:
@@ -149,7 +149,7 @@ class Pipeline:
         request = await self._media.keyed(body, items, context)
         job = EncodeJob(request, context, namespace=self._namespace(None))
         context.watched.kind = _kind(body, items, context)
-        async with self._fatal.quarantine(context.watched) or nullcontext():
+        async with self._quarantine.context_for(context.watched) or nullcontext():
             encoded_items = await self._encoder.encode(job)
         await self._keys.remember_names(request.body, encoded_items, context.tenant, context.config)
         return encoded_items

@@ -12,11 +12,9 @@ are in quarantine: one at a time, on one instance of each stage, with one try. K
 answered far more often than instances die of them are exempt.
 """
 
-import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,14 +36,17 @@ MAX_TENANT_DEATHS = 3
 """Number of deaths within `--suspect-s` after which a tenant's requests are in quarantine."""
 
 ANSWERS_PER_DEATH = 8
-"""Number of answers for each death of a kind of requests that exempt it from the quarantine; one
-answer exempts a kind without a death."""
+"""Number of answers that outweigh one death of a kind of requests. A kind with more answers than
+its deaths outweigh is exempt from the quarantine."""
 
-MAX_KINDS = 256
+MAX_CREDIT = ANSWERS_PER_DEATH * MAX_TENANT_DEATHS
+"""Upper bound of the answers that count in advance: a long history must not hide a change."""
+
+MAX_KINDS = 64
 """Upper bound of remembered kinds of each tenant."""
 
-MAX_WAITING = 16
-"""Upper bound of a tenant's requests that wait for their turn in quarantine."""
+MAX_TENANTS = 1024
+"""Upper bound of tenants with remembered kinds and deaths."""
 
 MAX_SUSPECTS = 4096
 """Upper bound of remembered bodies and items. The oldest is forgotten first."""
@@ -143,41 +144,40 @@ class _Tenant(Deaths):
 
     Attributes:
         times: times of the latest deaths.
-        kinds: numbers of deaths and of answers, by kind of requests.
+        credit: number of answers beyond those that deaths outweigh, by kind of requests.
         pins: instances of its requests in quarantine.
-        turn: held by the request that is in quarantine.
-        waiting: number of requests that wait for it.
     """
 
     times: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TENANT_DEATHS))
-    kinds: BoundedDict[int, tuple[int, int]] = field(default_factory=lambda: BoundedDict(MAX_KINDS))
+    credit: BoundedDict[int, int] = field(default_factory=lambda: BoundedDict(MAX_KINDS))
     pins: dict[Stage, str] = field(default_factory=dict)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    waiting: int = 0
 
     def count_death(self, instance: Instance, kind: int, now_s: float) -> None:
         before = self.count
         self.add(instance, now_s)
         if self.count > before:
             self.times.append(now_s)
-            died, answered = self.kinds.get(kind, (0, 0))
-            self.kinds[kind] = died + 1, answered
+            self.credit[kind] = self.credit.get(kind, 0) - ANSWERS_PER_DEATH
 
     def count_answer(self, kind: int) -> None:
-        died, answered = self.kinds.get(kind, (0, 0))
-        self.kinds[kind] = died, answered + 1
+        credit = self.credit.get(kind, 0)
+        if credit < MAX_CREDIT:
+            self.credit[kind] = credit + 1
 
     def is_proven(self, kind: int) -> bool:
-        died, answered = self.kinds.get(kind, (0, 0))
-        return answered >= max(1, ANSWERS_PER_DEATH * died)
+        return self.credit.get(kind, 0) > 0
+
+    def forget_deaths(self) -> None:
+        self.times.clear()
+        self.pins.clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FatalRequests:
     """Deaths by their cause, and the rejection of requests because of them.
 
-    Belongs to one event loop. While there has been no death, a request costs one check of an empty
-    mapping.
+    Belongs to one event loop. While there has been no death, a request costs a check of an empty
+    mapping, and the count of its answer.
 
     Args:
         reject_s: returns the time of rejection after the last death; 0 to disable it.
@@ -191,7 +191,7 @@ class FatalRequests:
     _suspects: BoundedDict[_Subject, _Suspect] = field(
         default_factory=lambda: BoundedDict(MAX_SUSPECTS)
     )
-    _tenants: BoundedDict[str, _Tenant] = field(default_factory=lambda: BoundedDict(MAX_SUSPECTS))
+    _tenants: BoundedDict[str, _Tenant] = field(default_factory=lambda: BoundedDict(MAX_TENANTS))
 
     def __len__(self) -> int:
         return len(self._suspects)
@@ -208,45 +208,24 @@ class FatalRequests:
             if (left_s := self._rejected_s(subject)) is not None:
                 raise _suspected(left_s)
 
-    def quarantine(self, watched: Watched) -> AbstractAsyncContextManager[None] | None:
-        """Return the context in which a request must be sent; None without a quarantine."""
-        if not self._tenants or (tenant := self._quarantined(watched)) is None:
-            return None
-        return self._turn(tenant, watched)
+    def is_quarantined(self, watched: Watched) -> bool:
+        """Return whether a request must be in quarantine."""
+        return self._quarantined(watched) is not None
 
-    @asynccontextmanager
-    async def _turn(self, tenant: _Tenant, watched: Watched) -> AsyncIterator[None]:
-        """Wait for a turn in quarantine, and restrict the request, unless its kind is proven then.
-
-        Raises:
-            SuspectedFatal: too many requests wait.
-        """
-        if tenant.waiting >= MAX_WAITING:
-            raise in_quarantine("proxy")
-        tenant.waiting += 1
-        try:
-            await tenant.turn.acquire()
-        finally:
-            tenant.waiting -= 1
-        stays = self._quarantined(watched) is not None
-        if stays:
-            watched.most_deaths, watched.pins = 1, tenant.pins
-        else:
-            tenant.turn.release()
-        try:
-            yield
-        finally:
-            if stays:
-                tenant.turn.release()
+    def restrict(self, watched: Watched) -> bool:
+        """Restrict a request in quarantine; return False if it need not be there any more."""
+        if (tenant := self._quarantined(watched)) is None:
+            return False
+        watched.most_deaths, watched.pins = 1, tenant.pins
+        return True
 
     def _quarantined(self, watched: Watched) -> _Tenant | None:
         """Return the tenant of a request that must be in quarantine; None for another one."""
         tenant = self._tenants.get(watched.tenant)
-        if tenant is None or tenant.is_proven(watched.kind):
+        if tenant is None or len(tenant.times) < MAX_TENANT_DEATHS:
             return None
-        recent = len(tenant.times) == MAX_TENANT_DEATHS
-        lasts = recent and self._clock() < tenant.times[0] + self._reject_s()
-        return tenant if lasts else None
+        lasts = self._clock() < tenant.times[0] + self._reject_s()
+        return tenant if lasts and not tenant.is_proven(watched.kind) else None
 
     def is_suspect(self, watched: Watched, item: str) -> bool:
         """Return whether an instance has died while it served an item, or the request's body."""
@@ -266,10 +245,9 @@ class FatalRequests:
             return error
         now_s = self._clock()
         watched.record_death(instance, now_s)
-        tenant = self._tenants.get(watched.tenant)
-        if tenant is None or now_s >= tenant.times[-1] + self._reject_s():
-            tenant = _Tenant()
-        self._tenants[watched.tenant] = tenant
+        tenant = self._tenant(watched)
+        if tenant.times and now_s >= tenant.times[-1] + self._reject_s():
+            tenant.forget_deaths()
         tenant.count_death(instance, watched.kind, now_s)
         if self._quarantined(watched) is not None:
             watched.most_deaths = 1
@@ -298,8 +276,14 @@ class FatalRequests:
         if self._suspects:
             for subject in _subjects(watched, items, body=body):
                 self._suspects.pop(subject, None)
-        if body and self._tenants and (tenant := self._tenants.get(watched.tenant)) is not None:
-            tenant.count_answer(watched.kind)
+        if body:
+            self._tenant(watched).count_answer(watched.kind)
+
+    def _tenant(self, watched: Watched) -> _Tenant:
+        tenant = self._tenants.get(watched.tenant)
+        if tenant is None:
+            tenant = self._tenants[watched.tenant] = _Tenant()
+        return tenant
 
     def _count_death(self, subject: _Subject, instance: Instance) -> float | None:
         """Count a death; return the seconds of rejection of the subject, or None without one."""

@@ -46,6 +46,7 @@ from epd.request.pipeline import Pipeline
 from epd.request.placement import Placement
 from epd.request.polling import asking_namespaces, poll_load, probe_periodically
 from epd.request.prefill_decode import PrefillDecodeStages
+from epd.request.quarantine import Quarantine
 from epd.request.request_media import RequestMedia
 from epd.request.stages import Stages
 from epd.request.targets import Courses, Decoders, Picker
@@ -187,7 +188,7 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
             prefill_decode,
             decoders,
             releases,
-            fatal,
+            Quarantine(fatal),
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
         app[ADMIN] = Admin(table, upstream, live, app[METRICS])

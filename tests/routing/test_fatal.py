@@ -1,6 +1,5 @@
 """Ledger of instance deaths by the requests and items that the instances had."""
 
-import asyncio
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,7 +11,6 @@ from epd.routing.fatal import (
     ANSWERS_PER_DEATH,
     MAX_SUSPECTS,
     MAX_TENANT_DEATHS,
-    MAX_WAITING,
     SAME_DEATH_S,
     FatalRequests,
     Watched,
@@ -208,7 +206,7 @@ POISON, OTHER_KIND = 1, 2
 
 
 def in_quarantine(deaths: Deaths, kind: int = POISON, tenant: str = "t") -> bool:
-    return deaths.ledger.quarantine(Watched(tenant, "new", kind=kind)) is not None
+    return deaths.ledger.is_quarantined(Watched(tenant, "new", kind=kind))
 
 
 def dies_varied(deaths: Deaths, times: int, every_s: float = 20.0) -> None:
@@ -248,13 +246,31 @@ def test_kinds_that_are_answered_far_more_often_than_they_are_fatal_are_exempt()
     deaths = Deaths()
     dies_varied(deaths, MAX_TENANT_DEATHS)
     survives(deaths, OTHER_KIND)
-    survives(deaths, POISON, ANSWERS_PER_DEATH * MAX_TENANT_DEATHS - 1)
+    survives(deaths, POISON, ANSWERS_PER_DEATH * MAX_TENANT_DEATHS)
     assert not in_quarantine(deaths, OTHER_KIND)
     assert in_quarantine(deaths)
 
     survives(deaths, POISON)
     assert not in_quarantine(deaths)
     dies_varied(deaths, 1)
+    assert in_quarantine(deaths)
+
+
+def test_requests_of_kinds_that_were_answered_before_go_on_after_crashes_of_other_causes() -> None:
+    deaths = Deaths()
+    survives(deaths, OTHER_KIND, 3)
+    dies_varied(deaths, MAX_TENANT_DEATHS)
+
+    assert not in_quarantine(deaths, OTHER_KIND)
+
+
+def test_a_long_history_of_answers_outweighs_no_more_than_three_deaths() -> None:
+    deaths = Deaths()
+    survives(deaths, POISON, 10_000)
+    dies_varied(deaths, MAX_TENANT_DEATHS - 1)
+    assert not in_quarantine(deaths)
+    dies_varied(deaths, 1)
+
     assert in_quarantine(deaths)
 
 
@@ -271,26 +287,3 @@ def test_deaths_that_are_far_apart_cause_no_quarantine() -> None:
     dies_varied(deaths, 10, every_s=REJECT_S / 2)
 
     assert not in_quarantine(deaths)
-
-
-async def test_a_tenants_requests_that_wait_in_quarantine_are_bounded() -> None:
-    deaths = Deaths()
-    dies_varied(deaths, MAX_TENANT_DEATHS)
-    go_on = asyncio.Event()
-
-    async def serve() -> None:
-        quarantine = deaths.ledger.quarantine(Watched("t", "b", kind=POISON))
-        assert quarantine is not None
-        async with quarantine:
-            await go_on.wait()
-
-    running = [asyncio.create_task(serve()) for _ in range(MAX_WAITING + 1)]
-    await asyncio.sleep(0)
-    with pytest.raises(SuspectedFatal):
-        await serve()
-
-    running.pop().cancel()  # a client disconnects
-    await asyncio.sleep(0)
-    running.append(asyncio.create_task(serve()))
-    go_on.set()
-    await asyncio.gather(*running)
