@@ -12,6 +12,7 @@ from epd.api.chat import CHAT, OPTIONAL, encode_body
 from epd.api.endpoint import encode_json, is_stream
 from epd.api.items import Body, MMItem
 from epd.api.sse import engine_died, may_be_fetch
+from epd.api.usage import prefill_usage
 from epd.config.sections.limits import LimitSettings
 from epd.edge.engine_headers import PRIORITY
 from epd.errors import (
@@ -178,6 +179,7 @@ class Stages:
             context.learn_model(accepted)
             replied = reply_field(accepted, "kv_transfer_params", stage="prefill")
             params = transfer.decode_params(pair, replied)
+            context.prefill_usage = prefill_usage(accepted)
         context.record.prefilled_s = time.monotonic()
         return Prefilled(replied, params)
 
