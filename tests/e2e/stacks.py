@@ -188,6 +188,7 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_a_message_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER],
     "test_a_completion_is_the_engines_own": [ON_DISK, ON_CLUSTER],
     "test_completions_responses_and_messages_are_prefilled_first": [ON_CLUSTER],
+    "test_request_that_every_engine_answers_500_ejects_none": [FOLLOWS],
     "test_usage_of_the_prefix_cache_is_that_of_one_engine": [TRACED],
     "test_the_doctor_finds_nothing_to_mend_in_a_real_fleet": [*EACH_STORE, TRACED],
     "test_the_doctor_makes_prefill_read_blocks_of_decode": [CONVERSING],
