@@ -22,6 +22,7 @@ from epd.api.body import JSON, NO_CUTS, Cuts
 from epd.api.chat import CHAT
 from epd.api.endpoint import Endpoint
 from epd.api.items import MMItem
+from epd.api.usage import Usage
 from epd.config.sections import ConfigFields
 from epd.conversations.turn import Turn
 from epd.edge.engine_headers import SESSION
@@ -147,6 +148,7 @@ class RequestContext:
         turn: the conversation turn; None for a request outside a conversation.
         watched: the request's state for counting deaths of instances.
         doubts: the request's 500s.
+        prefill_usage: prefill's numbers for the client's answer; empty if decode prefilled.
     """
 
     request_id: str
@@ -169,6 +171,7 @@ class RequestContext:
     turn: Turn | None = None
     watched: Watched = field(default_factory=Watched)
     doubts: Doubts = field(default_factory=Doubts)
+    prefill_usage: Usage = field(default_factory=dict)
     client_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     _children: Iterator[int] = field(default_factory=itertools.count)
 

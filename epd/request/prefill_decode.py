@@ -179,6 +179,7 @@ class PrefillDecodeStages:
         ).begin_request()
         if handover is None:
             context.record.prefix_tokens = using.matched
+            context.prefill_usage = {}
         try:
             opened = await self._stages.decode(
                 instance, consumed, context, using.rank, request_id, on_head=on_head

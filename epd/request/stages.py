@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from epd.api.chat import CHAT, OPTIONAL, encode_body
 from epd.api.endpoint import encode_json, is_stream
 from epd.api.items import Body, MMItem
 from epd.api.sse import engine_died, may_be_fetch
+from epd.api.usage import prefill_usage
 from epd.config.sections.limits import LimitSettings
 from epd.edge.engine_headers import PRIORITY
 from epd.errors import (
@@ -118,9 +119,20 @@ class Stages:
         with context.time_stage("encode", instance.url, items) as timed:
             headers = context.headers_for(context.child_id(), timed.span)
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
-            request = encode_body(body, items, params)
+            request = self._served(instance, encode_body(body, items, params))
             try:
-                answer = await self._encoded(instance, request, headers, context, timeout_s)
+                while True:
+                    answer = await self._upstream.fetch(
+                        instance.url + CHAT.path,
+                        stage="encode",
+                        headers=headers,
+                        body=encode_json(request, context.cuts),
+                        timeout_s=timeout_s,
+                    )
+                    field = OPTIONAL.get(answer.status)
+                    if field is None or not request.get(field):
+                        break
+                    request = self._without_refused(instance, request, field)
             except UpstreamTimeout as error:
                 share = timeout_s / context.config.encode_timeout_s
                 if remote and share >= LATE_SHARE:  # the media's host may have caused the delay
@@ -130,44 +142,27 @@ class Stages:
                 raise
             timed.record_status(answer.status)
             accepted = _accepted(answer, "encode", context, fetches=remote)
+            if "model" in request:
+                context.learn_model(accepted)
             if len(items) > 1:
                 return read_group(accepted, modality, [item.engine_name for item in items])
             return [read_encoded(accepted, modality)]
 
-    async def _encoded(
-        self,
-        instance: Instance,
-        request: Body,
-        headers: Mapping[str, str],
-        context: RequestContext,
-        timeout_s: float,
-    ) -> Answer:
-        """Return the answer to an encode request, without the fields that the instance refuses.
+    def _served(self, instance: Instance, request: Body) -> Body:
+        """Return an encode request without its model if the instance has just refused that.
 
-        A refused model is not sent to this instance for `UNSERVED_S`: it may be an adapter, which
-        an encode instance cannot load, because it has no language model.
+        The model may be an adapter. An encode instance has no language model, and so loads none.
         """
-        key = (instance.url, str(request.get("model"))[:MAX_LENGTH])
-        clock = asyncio.get_running_loop().time
-        if clock() < self._unserved.get(key, 0.0):
-            request = _without(request, "model")
-        while True:
-            answer = await self._upstream.fetch(
-                instance.url + CHAT.path,
-                stage="encode",
-                headers=headers,
-                body=encode_json(request, context.cuts),
-                timeout_s=timeout_s,
-            )
-            refused = OPTIONAL.get(answer.status)
-            if refused is None or not request.get(refused):
-                break
-            request = _without(request, refused)
-            if refused == "model":
-                self._unserved[key] = clock() + UNSERVED_S
-        if answer.ok and "model" in request:
-            context.learn_model(answer.body)
-        return answer
+        known_s = self._unserved.get(_model_at(instance, request), 0.0)
+        recent = asyncio.get_running_loop().time() < known_s
+        return _without(request, "model") if recent else request
+
+    def _without_refused(self, instance: Instance, request: Body, field: str) -> Body:
+        """Return an encode request without the field that the instance has refused."""
+        if field == "model":
+            until_s = asyncio.get_running_loop().time() + UNSERVED_S
+            self._unserved[_model_at(instance, request)] = until_s
+        return _without(request, field)
 
     async def prefill(
         self, transfer: KVTransfer, pair: Pair, sent: Consumed, context: RequestContext
@@ -194,6 +189,7 @@ class Stages:
             context.learn_model(accepted)
             replied = reply_field(accepted, "kv_transfer_params", stage="prefill")
             params = transfer.decode_params(pair, replied)
+            context.prefill_usage = prefill_usage(accepted)
         context.record.prefilled_s = time.monotonic()
         return Prefilled(replied, params)
 
@@ -324,6 +320,11 @@ class Stages:
                         slug="release_failed",
                         stage="release",
                     )
+
+
+def _model_at(instance: Instance, request: Body) -> tuple[str, str]:
+    """Return the key of a request's model at an instance, of limited length."""
+    return instance.url, str(request.get("model"))[:MAX_LENGTH]
 
 
 def _without(body: Body, field: str) -> Body:

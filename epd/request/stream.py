@@ -7,6 +7,7 @@ from contextlib import suppress
 from aiohttp import hdrs, web
 
 from epd.api.sse import EventAligner, engine_died
+from epd.api.usage import with_usage
 from epd.errors import ProxyError, UpstreamFailed
 from epd.events import GAPS_S, Histogram
 from epd.request.context import RequestContext
@@ -115,6 +116,8 @@ class StreamRelay:
         if events:
             self._timed(events)
         answer = events if self._hear is None else self._hear(events)
+        if usage := self._context.prefill_usage:
+            answer = with_usage(answer, usage)
         self._context.record.answer_bytes += len(answer)
         return answer
 

@@ -9,6 +9,7 @@ from typing import Literal, TypedDict
 from aiohttp import HttpVersion11, web
 
 from epd.api.body import NO_CUTS, cut_and_parsed
+from epd.api.usage import whole_with_usage
 from epd.conversations.conversations import Conversations
 from epd.edge import engine_headers
 from epd.edge.drain import DRAIN
@@ -61,6 +62,7 @@ async def answer_request(request: web.Request) -> web.StreamResponse:
         if context.turn is not None:
             whole = context.turn.capture_fields(whole)
             await visit.app[CONVERSATIONS].store_turn(context.turn)
+        whole = whole_with_usage(whole, context.prefill_usage)
         context.record.answer_bytes = len(whole)
         # A response to a page of another origin gets its CORS headers by a signal.
         if reply.status == HTTPStatus.OK and not visit.app.on_response_prepare:

@@ -33,7 +33,7 @@ class Spec:
         bf16: whether engines compute in bfloat16 instead of float32.
         ranks: number of processes that share the encode engine's tensors.
         consumer_ranks: the same for each of the other engines.
-        traced: whether engines and proxy export spans.
+        traced: whether engines and proxy export spans, and engines report details of usage.
         conversing: whether prefill reads decode's blocks of a conversation, and has no prefix
             cache.
         saving: whether consumers write what they encode to the store, and the policy `cost` leaves
@@ -67,6 +67,7 @@ class Spec:
     def flags(self) -> Mapping[Role, Sequence[str]]:
         """Return the engines' flags, in addition to those of every stack."""
         every = ["--trust-request-mm-kwargs", *(["--dtype", "bfloat16"] if self.bf16 else [])]
+        every += ["--enable-prompt-tokens-details"] * self.traced
         own = {Role.PREFILL: ["--no-enable-prefix-caching"] * self.conversing}
         if self.follows:
             every += ["--block-size", "32", "--num-gpu-blocks-override", str(FEW_BLOCKS)]
@@ -188,6 +189,8 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_a_message_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER],
     "test_a_completion_is_the_engines_own": [ON_DISK, ON_CLUSTER],
     "test_completions_responses_and_messages_are_prefilled_first": [ON_CLUSTER],
+    "test_request_that_every_engine_answers_500_ejects_none": [FOLLOWS],
+    "test_usage_of_the_prefix_cache_is_that_of_one_engine": [TRACED],
     "test_the_doctor_finds_nothing_to_mend_in_a_real_fleet": [*EACH_STORE, TRACED],
     "test_the_doctor_makes_prefill_read_blocks_of_decode": [CONVERSING],
     # Media that only some models accept.

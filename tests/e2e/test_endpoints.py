@@ -150,6 +150,43 @@ def test_completions_responses_and_messages_are_prefilled_first(
     assert all("prefill;dur=" in answer.headers["Server-Timing"] for answer in raw)
 
 
+@both_ways
+def test_usage_of_the_prefix_cache_is_that_of_one_engine(stack: Served, stream: bool) -> None:
+    prefill, end = stack.consumers[0], {"stream": stream}
+
+    def usages(server: str, path: str, **fields: Any) -> list[dict[str, Any]]:
+        """Return the usage of an answer, or of the events of a stream, to a new prompt."""
+        new = "".join(secrets.choice("abcdefgh") for _ in range(600))
+        body = {"model": stack.model, "input": new, "messages": [{"role": "user", "content": new}]}
+        said = httpx.post(server + path, json={**body, **fields, **end}, timeout=60).text
+        lines = [line.removeprefix("data: ") for line in said.splitlines() if '"usage":{' in line]
+        events = [json.loads(line) for line in lines]
+        holders = [event.get("response") or event.get("message") or event for event in events]
+        return [holder["usage"] for holder in holders]
+
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    limits: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"max_tokens": 1, **options},
+        "/v1/responses": {"max_output_tokens": 1},
+        "/v1/messages": {"max_tokens": 1},
+    }
+    for path, fields in limits.items():
+        expected = usages(prefill.url, path, **fields)
+        through = usages(stack.stack.url, path, **fields)
+
+        assert expected
+        assert through == expected
+        assert any(
+            f'"{name}": {number}' in json.dumps(expected)
+            for name in (
+                "created_cache_tokens",
+                "cache_write_tokens",
+                "cache_creation_input_tokens",
+            )
+            for number in (128, 256, 384, 512)
+        )
+
+
 def test_passthrough_answers_equal_those_of_the_engine(stack: Served) -> None:
     asked: dict[str, dict[str, Any]] = {
         "/tokenize": {"prompt": "hello"},

@@ -93,3 +93,14 @@ def test_engine_metrics_count_stored_and_loaded_entries(stack: Served) -> None:
         if all(after[name] > before[name] for name in figures):
             return
         assert time.monotonic() < deadline, (before, after)
+
+
+@pytest.mark.fault(34)
+def test_request_that_every_engine_answers_500_ejects_none(stack: Served) -> None:
+    for _ in range(14):
+        # vLLM cuts the prompt within the picture, and fails.
+        with pytest.raises(openai.InternalServerError):
+            ask(stack.client, stack.model, text(), unseen(stack), truncate_prompt_tokens=5)
+    body = httpx.get(f"{stack.stack.url}/health", timeout=120).json()
+
+    assert {state["state"] for state in body["instances"].values()} == {"healthy"}

@@ -206,7 +206,7 @@ async def test_later_work_for_the_store_has_no_request_id() -> None:
 
 
 async def test_an_ejected_instance_is_logged_with_its_consequence() -> None:
-    async with proxy("--eject-after", "1", decode=refuses(500)) as running:
+    async with proxy("--eject-after", "1", decode=refuses(502)) as running:
         await running.ask("r-1")
         line = await running.logged("instance ejected", state="ejected")
 
