@@ -4,6 +4,7 @@ from urllib.parse import urlsplit
 
 from ec_store.config import redacted
 from ec_store.disk.config import DiskConfig
+from ec_store.redis.turns import TURNS
 from ec_store.redis.url import redis_options
 
 DISK = ("file",)
@@ -33,6 +34,16 @@ def fetch_threads(url: str) -> int:
     keeps none busy; a node keeps as many idle connections (`ec_store.redis.link.MAX_IDLE`).
     """
     return 4 if urlsplit(url).scheme in DISK else 16
+
+
+def writing_bytes(url: str) -> int | None:
+    """Return the memory that a server needs for the entries that are being written to it.
+
+    It comes on top of the entries. None if the store of this valid URL is a directory.
+    """
+    if urlsplit(url).scheme in DISK:
+        return None
+    return 2 * TURNS * redis_options(url).max_entry_bytes
 
 
 def unknown_scheme(url: str) -> ValueError:

@@ -56,6 +56,19 @@ class RedisClient:
         finally:
             self._bound.deadline_s = None
 
+    @contextmanager
+    def close_after_calls(self) -> Iterator[None]:
+        """Close the connections of this thread's calls in the context after each call.
+
+        A server keeps a buffer of the size of the largest value for each connection that has sent
+        it, for some seconds.
+        """
+        self._bound.keep = False
+        try:
+            yield
+        finally:
+            self._bound.keep = True
+
     def run(
         self,
         commands: Sequence[Command],
@@ -160,7 +173,7 @@ class RedisClient:
             sent: list[tuple[Node, Link, list[int]]] = []
             for node, numbers in groups:
                 try:
-                    link = stack.enter_context(node.link(deadline_s))
+                    link = stack.enter_context(node.link(deadline_s, keep=self._bound.keep))
                     link.send([commands[number] for number in numbers[:window]])
                 except redis.RedisError as error:
                     problems.append(self._failed(node, error))
@@ -278,9 +291,15 @@ class RedisClient:
 
 
 class _Bound(threading.local):
-    """Deadline of this thread's calls inside `limit_time`; None outside."""
+    """Limits of this thread's calls.
+
+    Attributes:
+        deadline_s: deadline inside `limit_time`; None outside.
+        keep: whether connections stay open, which they do not inside `close_after_calls`.
+    """
 
     deadline_s: float | None = None
+    keep: bool = True
 
 
 def _checked(reply: Reply) -> Reply:

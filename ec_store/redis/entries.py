@@ -7,6 +7,7 @@ Keys of a store (docs/redis.md):
 
     {prefix}:{<digest>}:e2     entry: 16 random bytes, the blob of docs/store-format.md
     {prefix}:{<digest>}:c      claim: the owner
+    {prefix}:writing:<number>  turn of a writer of a large entry, see `ec_store.redis.turns`
     {prefix}:namespaces        hash, served model to namespace
 
 The digest in braces is the hash tag: an entry and its claim are in one cluster slot. The 2 is the

@@ -215,8 +215,11 @@ class Node:
         """Time of the last failed or aborted call, by the monotonic clock."""
 
     @contextmanager
-    def link(self, deadline_s: float) -> Iterator[Link]:
-        """Open a context with an exclusive connection, kept after it if every reply was read."""
+    def link(self, deadline_s: float, *, keep: bool = True) -> Iterator[Link]:
+        """Open a context with an exclusive connection.
+
+        It is kept after the context if every reply was read, unless `keep` is false.
+        """
         try:
             link = self._take(deadline_s)
         except redis.RedisError:
@@ -227,6 +230,7 @@ class Node:
         finally:
             if link.owed:
                 self.failed_s = time.monotonic()
+            if link.owed or not keep:
                 link.close()
             else:
                 self._keep(link)

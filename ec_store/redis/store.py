@@ -21,6 +21,7 @@ from ec_store.keys import EntryKey, owner_bytes
 from ec_store.redis.client import OutOfMemory, RedisClient, Refused
 from ec_store.redis.entries import Beginning, RedisEntries, RedisNames, info_of, info_or_none
 from ec_store.redis.link import Command, Reply
+from ec_store.redis.turns import WriteTurns
 from ec_store.redis.url import RedisOptions, redis_options
 
 WRITES_OFF_S = 5.0
@@ -43,6 +44,7 @@ class RedisStore(Store):
         self._names = RedisNames(options.prefix)
         self._client = RedisClient(options)
         self._entries = RedisEntries(self._client, self._names, int(options.ttl_s * 1000))
+        self._turns = WriteTurns(self._client, options.prefix, options.timeout_s)
         self._writes_off_until = 0.0
         self.counts = Counts()
 
@@ -57,8 +59,9 @@ class RedisStore(Store):
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry (see `Store.put`). After an "out of memory" no write is sent for 5 s.
 
-        One round trip, which sends the tensor even if the entry exists. A caller that can skip
-        making the entry calls `lease` first, as the connector does.
+        One round trip, which sends the tensor even if the entry exists. A large entry needs two
+        more, and waits for its turn. A caller that can skip making the entry calls `lease` first,
+        as the connector does.
         """
         header = encode_header(key, entry, checksum(entry.data))
         size = len(header) + entry.data.nbytes
@@ -222,7 +225,8 @@ class RedisStore(Store):
     def _put(self, key: EntryKey, header: bytes, payload: memoryview, *, replace: bool) -> bool:
         if time.monotonic() < self._writes_off_until:
             raise StoreUnavailable("Redis was out of memory a moment ago, so the entry is dropped")
-        return self._entries.write(key.digest, header, payload, replace=replace)
+        with self._turns.hold_turn(payload.nbytes):
+            return self._entries.write(key.digest, header, payload, replace=replace)
 
     def _claim_and_ask(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, then: Sequence[Command]

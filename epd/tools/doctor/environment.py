@@ -21,6 +21,7 @@ from ec_store.aio import AsyncStore
 from ec_store.errors import StoreError, StoreMissing
 from ec_store.keys import EntryKey
 from ec_store.opening import open_async_store
+from ec_store.urls import writing_bytes
 from epd.config import ProxyConfig
 from epd.edge.access import is_loopback
 from epd.edge.request_head import PER_CLIENT, RESERVED
@@ -179,6 +180,7 @@ async def look_at_store(url: str, made: OutputFacts | None) -> StoreFacts:
                 elsewhere=elsewhere,
                 bytes=stats.bytes,
                 max_bytes=stats.max_bytes,
+                writing_bytes=writing_bytes(url),
                 free_bytes=None if folder is None else shutil.disk_usage(folder).free,
                 mount=None if folder is None else _mount(folder),
             )

@@ -111,6 +111,8 @@ class StoreFacts:
         elsewhere: namespace that has the missing output, if it is another than the encode
             instance reports.
         max_bytes: quota in bytes.
+        writing_bytes: memory of a server for the entries that are being written to it; None for a
+            directory.
         free_bytes, mount: free bytes and mount of the file system; None for Redis.
     """
 
@@ -122,6 +124,7 @@ class StoreFacts:
     elsewhere: str | None = None
     bytes: int | None = None
     max_bytes: int | None = None
+    writing_bytes: int | None = None
     free_bytes: int | None = None
     mount: Mount | None = None
 

@@ -325,7 +325,26 @@ def _judge_mount(mount: Mount) -> Iterator[Finding]:
         )
 
 
+def _judge_maxmemory(max_bytes: int | None, writing_bytes: int) -> Iterator[Finding]:
+    if max_bytes is None:
+        yield warn(
+            "store",
+            "Redis has no maxmemory: it grows until its machine has no memory left",
+            "set maxmemory and maxmemory-policy volatile-lru",
+        )
+    elif max_bytes < 2 * writing_bytes:
+        yield warn(
+            "store",
+            f"its maxmemory is {size_text(max_bytes)}, and writers may take "
+            f"{size_text(writing_bytes)} of that from the entries",
+            "raise maxmemory to that sum, or set max_entry_bytes in the store's URL to the largest "
+            "encoder output",
+        )
+
+
 def _judge_room(facts: StoreFacts) -> Iterator[Finding]:
+    if facts.writing_bytes is not None:
+        yield from _judge_maxmemory(facts.max_bytes, facts.writing_bytes)
     if facts.max_bytes is None or facts.free_bytes is None:
         return
     room = facts.free_bytes + (facts.bytes or 0)

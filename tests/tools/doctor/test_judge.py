@@ -216,6 +216,12 @@ def mount(kind: str, options: str) -> Mount | None:
         (StoreFacts(entry="missing", elsewhere="a:2"), Verdict.FAIL, "another namespace than"),
         (StoreFacts(entry="found"), Verdict.FAIL, "cannot read the entry"),
         (StoreFacts(bytes=1, max_bytes=12, free_bytes=10), Verdict.WARN, "only 11 B"),
+        (StoreFacts(writing_bytes=2**20), Verdict.WARN, "no maxmemory"),
+        (
+            StoreFacts(writing_bytes=2**30, max_bytes=2**31 - 1),
+            Verdict.WARN,
+            "writers may take 1.0 GiB",
+        ),
         (StoreFacts(mount=mount("nfs4", "rw,hard")), Verdict.WARN, "nfs4 mount at /mnt caches"),
         (StoreFacts(mount=mount("nfs", "lookupcache=all")), Verdict.WARN, "nfs mount at /mnt"),
         (StoreFacts(mount=mount("ceph", "rw")), Verdict.WARN, "clients' clocks"),
@@ -229,6 +235,12 @@ def test_a_finding_about_the_store_states_the_change(
     assert finding.verdict is verdict
     assert seen in finding.seen
     assert finding.advice
+
+
+def test_a_maxmemory_with_room_for_entries_and_writers_is_right() -> None:
+    store = StoreFacts(writing_bytes=2**30, max_bytes=2**31)
+
+    assert bad(judge_store(config(), store)) == []
 
 
 def test_a_quota_above_the_room_is_lowered_where_it_is_in_force() -> None:
