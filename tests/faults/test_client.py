@@ -4,11 +4,13 @@ import asyncio
 import os
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 
 from epd.http.addresses import Addresses
 from epd.http.connection import (
@@ -563,3 +565,22 @@ async def test_an_encoding_that_was_not_asked_for_is_refused(
         assert reply.headers.get("x-epd-error") == (
             None if status == 200 else "decode_bad_response"
         )
+
+
+@pytest.mark.fault(85)
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+def test_a_connection_made_during_a_stall_of_the_process_is_not_late(name: str) -> None:
+    """The loop of the proxy, uvloop, runs timers before it looks at sockets."""
+
+    async def connect(port: int) -> None:
+        async with pooling() as pool:
+            pool.connect_timeout_s = 0.3
+            origin = Origin(name, port, tls=False, named=name == "localhost")
+            (await pool.connect(origin)).abort()  # the name is known from now on
+            connecting = asyncio.create_task(pool.connect(origin))
+            await asyncio.sleep(0)
+            time.sleep(0.6)  # noqa: ASYNC251 - the stall
+            (await connecting).abort()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uvloop.run(connect(server.getsockname()[1]))
