@@ -126,7 +126,7 @@ class Claims:
             self._held.setdefault(key, _Held(now_s)).holders += 1
         if keys and not self._tending:
             self._tending = True
-            self.cache.run_later(self._renew_and_release())
+            self.cache.keep_running("claims", self._renew_and_release)
         return keys
 
     def drop_claims(self, keys: Sequence[EntryKey], after_s: float = 0.0) -> None:

@@ -21,7 +21,7 @@ from ec_store.concurrency import Breaker
 from ec_store.entry import EntryInfo
 from ec_store.errors import StoreError, StoreMissing
 from ec_store.keys import EntryKey
-from epd.aio import Background
+from epd.aio import Background, Work
 from epd.config.sections import Live
 from epd.config.sections.transfers import TransferSettings
 from epd.encoder_cache.lookup import MOST_KEYS, AtOnce, Lookup
@@ -82,8 +82,11 @@ class EncoderCache:
         found_bytes: total size of the entries found.
     """
 
-    def __init__(self, open_store: OpenStore, live: Live[TransferSettings]) -> None:
+    def __init__(
+        self, open_store: OpenStore, live: Live[TransferSettings], background: Background
+    ) -> None:
         """Create the client without opening the store. `open_store` opens an existing one."""
+        self._background = background
         self.operations: Counter[tuple[Operation, Result]] = Counter()
         self.found_bytes = 0
         self._open_store = open_store
@@ -106,9 +109,9 @@ class EncoderCache:
         cls, open_store: OpenStore, live: Live[TransferSettings], background: Background
     ) -> AsyncIterator[Self]:
         """Return a cache that opens its store in the background, until the context exits."""
-        cache = cls(open_store, live)
+        cache = cls(open_store, live, background)
         ready = asyncio.Event()
-        cache.run_later(background.keep_running("encoder_cache", partial(cache._refresh, ready)))
+        cache.keep_running("encoder_cache", partial(cache._refresh, ready))
         with suppress(TimeoutError):
             async with asyncio.timeout(OPEN_WITHIN_S):
                 await ready.wait()
@@ -354,6 +357,10 @@ class EncoderCache:
             event, maker = "the encoder store is unavailable", ""
         again = f"requests bypass it; the proxy retries every {again_s:g} s{maker}"
         logger.warning(event, reason=self._problem, next=again)
+
+    def keep_running(self, task: str, work: Work) -> None:
+        """Run a task in the background, and restart it after an exception."""
+        self.run_later(self._background.keep_running(task, work))
 
     def run_later(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work in the background, outside the context of any request."""

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Self
 
 import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.abc import AbstractResolver
 from yarl import URL
 
 from epd.aio import Flights, gather_first
@@ -32,16 +32,20 @@ from epd.media.cache import (
     revalidated_headers,
     revalidation_headers,
 )
+from epd.media.forward_proxy import ProxyInvalid, forward_proxy
+from epd.media.names import LOOKUP_S, CheckedResolver, HostNames, NoAllowedAddress
 from epd.media.parts import GROUP, GROUP_BYTES, Remote, source
-from epd.media.policy import NO_ADDRESS, HeldBytes, allows_address, check_url, refused_url
+from epd.media.policy import NO_ADDRESS, NO_NAME_OR_ADDRESS, HeldBytes, check_url, refused_url
+from epd.media.slots import REQUEST_SLOTS, DownloadSlots
 from epd.version import __version__
 
 MAX_REDIRECTS = 3
-CONNECTIONS = 32
-"""Maximum number of concurrent downloads."""
-
-CONNECTIONS_PER_HOST = 16
-"""Maximum per host, so that one slow host cannot use all connections."""
+CONNECT_S = 3.0
+"""Timeout of a connect to one address, including the TLS handshake, in seconds."""
+SILENT_S = 5.0
+"""Time for which an origin may send nothing, before its answer or within it, in seconds."""
+OPEN_S = LOOKUP_S + CONNECT_S + SILENT_S
+"""Time limit of a connect with its lookup, to all addresses or through a forward proxy."""
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 TRANSIENT = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
@@ -57,50 +61,45 @@ class NotAtOrigin(MediaFetchFailed):
 class MediaFetcher:
     """Fetches and caches `http` and `https` media, if the proxy is configured to fetch."""
 
-    def __init__(self, session: aiohttp.ClientSession, live: Live[ConfigFields]) -> None:
-        self._session = session
+    def __init__(
+        self,
+        direct: aiohttp.ClientSession,
+        proxied: aiohttp.ClientSession,
+        live: Live[ConfigFields],
+    ) -> None:
+        """Create a fetcher. Only `proxied` may connect to any address: those of forward proxies."""
+        self._direct = direct
+        self._proxied = proxied
         self._live = live
         self._cache = MediaCache(live.current.media_cache_bytes)
         self._flights: Flights[CacheKey, Media] = Flights()
+        self._slots = DownloadSlots()
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls, live: Live[ConfigFields], resolver: AbstractResolver | None = None
     ) -> AsyncIterator[Self]:
-        """Return a fetcher with a connection pool of its own, which is closed at the exit."""
-        checked = CheckedResolver(live, resolver or aiohttp.DefaultResolver())
-        connector = aiohttp.TCPConnector(
-            resolver=checked,
-            # Each connection uses addresses that were checked for it.
-            use_dns_cache=False,
-            limit=CONNECTIONS,
-            limit_per_host=CONNECTIONS_PER_HOST,
-        )
-        async with aiohttp.ClientSession(
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"User-Agent": f"epd/{__version__}", "Accept-Encoding": "identity"},
-            # aiohttp would decompress data after the head, of any size, before it can be rejected.
-            auto_decompress=False,
-            trust_env=False,
-        ) as session:
-            fetcher = cls(session, live)
+        """Return a fetcher with connection pools of its own, which are closed at the exit."""
+        names = resolver or HostNames()
+        async with (
+            _session(CheckedResolver(live, names)) as direct,
+            _session(names) as proxied,
+        ):
+            fetcher = cls(direct, proxied, live)
             try:
                 yield fetcher
             finally:
                 await fetcher._flights.close()
-                await checked.close()
 
     async def inline_media(
         self, body: Body, items: Sequence[MMItem], config: ConfigFields, cuts: Cuts, held: HeldBytes
     ) -> tuple[Body, Cuts]:
         """Return the body with `data:` URLs in place of `http` and `https` ones, and its cuts.
 
-        All items are fetched concurrently. Their total size is limited like that of a body with
-        media. With `--media-fetch engine` the body is returned unchanged. The scope of `held`
-        separates the cache entries of tenants.
+        At most `REQUEST_SLOTS` URLs are fetched at a time. The total size of all items is limited
+        like that of a body with media. With `--media-fetch engine` the body is returned unchanged.
+        The scope of `held` separates the cache entries of tenants.
 
         Raises:
             ProxyError: an item failed; the other fetches are cancelled.
@@ -108,20 +107,28 @@ class MediaFetcher:
         if config.media_fetch == "engine" or not (remote := _remote(items)):
             return body, cuts
         total = _Total(config.worker_max_body_bytes, held)
+        same: dict[tuple[str, str], list[MMItem]] = {}
+        for item, url in remote.items():
+            same.setdefault((url, item.modality), []).append(item)
 
-        async def fetch_item(item: MMItem) -> Media:
+        async def fetch_items(items: list[MMItem]) -> Media:
             try:
-                medium = await self.fetch(remote[item], item.modality, held)
-                total.add(medium.size)
+                medium = await self.fetch(remote[items[0]], items[0].modality, held)
+                total.add(medium.size * len(items))
             except ProxyError as error:
-                raise error.at_param(item.media_param) from error.__cause__
+                raise error.at_param(items[0].media_param) from error.__cause__
             return medium
 
-        media = await gather_first(fetch_item, remote, len(remote))
-        cuts, marks = join_cuts(cuts, [memoryview(medium.base64) for medium in media])
+        fetched = await gather_first(fetch_items, same.values(), REQUEST_SLOTS)
+        media = {
+            item: medium
+            for items, medium in zip(same.values(), fetched, strict=True)
+            for item in items
+        }
+        cuts, marks = join_cuts(cuts, [memoryview(medium.base64) for medium in media.values()])
         parts = {
             item: {**item.part, item.kind: {**item.part[item.kind], "url": medium.head + mark}}
-            for item, medium, mark in zip(remote, media, marks, strict=True)
+            for (item, medium), mark in zip(media.items(), marks, strict=True)
         }
         return with_parts(body, parts), cuts
 
@@ -148,9 +155,13 @@ class MediaFetcher:
     ) -> Media:
         try:
             # The download outlives its first request if other requests wait for it.
-            with _translated(), held.separate_count() as own:
+            # The wait for a slot does not count as time of the origin.
+            async with self._slots.slot(key.scope):
                 async with asyncio.timeout(self._live.current.media_timeout_s):
-                    entry = await self._download(target, key, known, own)
+                    with held.separate_count() as own:
+                        entry = await self._download(target, key, known, own)
+        except TimeoutError:
+            raise MediaFetchFailed("the origin did not send the media in time") from None
         except (BadRequest, NotAtOrigin):
             self._cache.drop(key)
             raise
@@ -171,7 +182,7 @@ class MediaFetcher:
             ours = known if known is not None and known.url == str(url) else None
             headers = revalidation_headers(ours.headers) if ours else {}
             headers["Accept"] = f"{key.modality}/*"
-            async with self._session.get(url, headers=headers, allow_redirects=False) as response:
+            async with self._answer(url, headers) as response:
                 cache_headers = _cache_headers(response)
                 location = response.headers.get("Location")
                 if response.status in REDIRECTS and location:
@@ -188,6 +199,33 @@ class MediaFetcher:
             fresh_until = asked + min(fresh, fresh_s(cache_headers))
             return CachedMedia(media, str(url), cache_headers, fresh_until)
         raise NotAtOrigin(f"the origin redirects more than {MAX_REDIRECTS} times")
+
+    @asynccontextmanager
+    async def _answer(
+        self, url: URL, headers: dict[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request, directly or through the forward proxy for its URL."""
+        config = self._live.current
+        proxy = None
+        if config.media_fetch_trust_env:
+            try:
+                proxy = forward_proxy(url)
+            except ProxyInvalid as error:  # it was valid when the proxy started
+                raise MediaFetchFailed("the forward proxy's URL is invalid") from error
+        session = self._direct if proxy is None else self._proxied
+        with _translated(proxy, listed=bool(config.allowed_media_domains)):
+            async with session.get(
+                url,
+                headers=headers,
+                allow_redirects=False,
+                proxy=proxy,
+            ) as response:
+                if (
+                    proxy is not None
+                    and response.status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED
+                ):
+                    raise MediaFetchFailed(f"the forward proxy answered {response.status}")
+                yield response
 
     async def _read(
         self, response: aiohttp.ClientResponse, modality: str, held: HeldBytes
@@ -216,32 +254,6 @@ class MediaFetcher:
             rest = rest[whole:]
         text += base64.b64encode(rest)
         return Media(_data_url_head(response, modality), text)
-
-
-class CheckedResolver(AbstractResolver):
-    """Resolves names to the addresses that the policy allows.
-
-    aiohttp connects to these addresses without a second lookup, so a second answer of the name
-    server cannot bypass the check.
-    """
-
-    def __init__(self, live: Live[ConfigFields], resolver: AbstractResolver) -> None:
-        self._live = live
-        self._resolver = resolver
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        """Return the allowed addresses of the name. Raise `OSError` if there are none."""
-        found = await self._resolver.resolve(host, port, family)
-        config = self._live.current
-        allowed = [address for address in found if allows_address(config, address["host"])]
-        if not allowed:
-            raise OSError("no allowed address")
-        return allowed
-
-    async def close(self) -> None:
-        await self._resolver.close()
 
 
 @dataclass(slots=True)
@@ -304,28 +316,57 @@ def _too_large(limit: int) -> BadRequest:
     return BadRequest(f"the media exceed {limit} bytes", slug="media_too_large")
 
 
+def _session(resolver: AbstractResolver) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            resolver=resolver,
+            # Each connection uses addresses that were checked for it.
+            use_dns_cache=False,
+            limit=0,  # `DownloadSlots` limits the downloads
+        ),
+        timeout=aiohttp.ClientTimeout(
+            total=None, connect=OPEN_S, sock_connect=CONNECT_S, sock_read=SILENT_S
+        ),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"User-Agent": f"epd/{__version__}", "Accept-Encoding": "identity"},
+        # aiohttp would decompress data after the head, of any size, before it can be rejected.
+        auto_decompress=False,
+        trust_env=False,
+    )
+
+
 @contextmanager
-def _translated() -> Iterator[None]:
+def _translated(proxy: URL | None, *, listed: bool) -> Iterator[None]:
     """Convert aiohttp's errors to errors of the proxy.
 
-    Their messages contain addresses and whole URLs: only their type names reach the log.
+    Their messages contain addresses and whole URLs: only their type names reach the log. `listed`
+    is whether clients can name only the hosts of a list.
     """
+    peer = "origin" if proxy is None else "forward proxy"
     try:
         yield
     except TimeoutError:
-        raise MediaFetchFailed("the origin did not send the media in time") from None
+        raise MediaFetchFailed(f"the {peer} did not answer in time") from None
     except aiohttp.ClientConnectorDNSError as error:
         if error.errno == socket.EAI_AGAIN:
-            raise MediaFetchFailed("the host's name cannot be resolved now; retry later") from None
-        # The same error for a name that does not exist, so that clients cannot probe internal
-        # names.
-        raise refused_url(NO_ADDRESS) from None
+            raise MediaFetchFailed(
+                "the name servers did not answer for the host's name; retry later"
+            ) from None
+        if proxy is not None:
+            raise MediaFetchFailed("the forward proxy's name does not exist") from None
+        if not listed:
+            # The same error for both, so that clients cannot probe internal names.
+            raise refused_url(NO_NAME_OR_ADDRESS) from None
+        refused = isinstance(error.os_error, NoAllowedAddress)
+        raise refused_url(NO_ADDRESS if refused else "the host's name does not exist") from None
     except aiohttp.InvalidURL:
         raise refused_url("not a valid URL") from None
+    except aiohttp.ClientHttpProxyError as error:
+        raise MediaFetchFailed(f"the forward proxy answered {error.status}") from None
     except aiohttp.ClientConnectorError as error:
-        raise MediaFetchFailed("the origin is unreachable") from _named(error)
+        raise MediaFetchFailed(f"the {peer} is unreachable") from _named(error)
     except (aiohttp.ClientError, OSError) as error:
-        raise MediaFetchFailed("the connection to the origin broke") from _named(error)
+        raise MediaFetchFailed(f"the connection to the {peer} broke") from _named(error)
 
 
 def _named(error: Exception) -> OSError:

@@ -19,6 +19,9 @@ MAX_URL = 8190
 """Maximum length of a URL in characters; the common limit of servers for a request line."""
 
 NO_ADDRESS = "the host has no address that the media policy allows"
+NO_NAME_OR_ADDRESS = (
+    "the host's name does not exist, or it has no address that the media policy allows"
+)
 
 NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?", re.IGNORECASE)
 """A last label that makes resolvers read a name as an IPv4 address (`127.1`, `0x7f.1`)."""
@@ -62,7 +65,11 @@ def check_url(settings: MediaSettings, text: str, base: URL | None = None) -> UR
         BadRequest: the URL is not allowed.
     """
     url = _parsed(text, base)
-    if url.scheme != "https" and not (settings.allow_http_media and url.scheme == "http"):
+    if url.scheme == "http" and not settings.allow_http_media:
+        raise refused_url(
+            "the URL must start with https://; --allow-http-media would allow http://"
+        )
+    if url.scheme not in {"http", "https"}:
         raise refused_url("the URL must start with https://")
     if url.raw_user is not None or url.raw_password is not None:
         raise refused_url("the URL must not have a user")

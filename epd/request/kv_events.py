@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -55,11 +54,20 @@ POLL_MS = 100
 PAUSE_S = 0.01
 """Pause of the thread between two rounds, so that it reads several messages in each."""
 
+STOP_S = 1.0
+"""Time limit for the end of the thread, in seconds."""
+
 TICK_S = 0.5
 """Interval in which the subscriptions are compared with the instances."""
 
 REPLAY_S = 5.0
-"""Upper bound of the time of a replay."""
+"""Upper bound of the time of a replay, in seconds. The events of the other engines wait for it."""
+
+NO_REPLAY_S = 60.0
+"""Time for which an engine is not asked again after a replay that did not end, in seconds."""
+
+MAX_REPLAYED = 1_000
+"""Upper bound of the unread messages of a replay. The engine waits before it sends more."""
 
 HEARTBEAT_MS, SILENT_MS = 5_000, 15_000
 """Interval of ZeroMQ's heartbeats, and the time after which a silent connection is closed."""
@@ -126,6 +134,10 @@ class FeedReport(NamedTuple):
     counts: Mapping[str, int]
 
 
+class ReplayEndless(Exception):
+    """An engine did not end its replay in time."""
+
+
 class EventFeed:
     """Events of one engine, in their order. Belongs to one thread."""
 
@@ -176,14 +188,18 @@ class EventFeed:
         Without a first one there is nothing to lose: the subscription is new, or broken already.
         """
         expected = first or 0
-        for number, batch in self._replay(expected) if until else ():
-            if number >= until:
-                break
-            if number != expected and first is not None:
-                self.record_fault("gap")
-                first = None
-            self._apply_batch(batch)
-            expected = number + 1
+        try:
+            for number, batch in self._replay(expected) if until else ():
+                if number >= until:
+                    break
+                if number != expected and first is not None:
+                    self.record_fault("gap")
+                    first = None
+                self._apply_batch(batch)
+                expected = number + 1
+        except ReplayEndless:
+            self.record_fault("replay")
+            return
         if expected != until and first is not None:
             self.record_fault("gap")
 
@@ -239,12 +255,19 @@ class Subscription:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], key: FeedKey, source: EventSource
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        key: FeedKey,
+        source: EventSource,
+        stopped: threading.Event,
     ) -> None:
         self.key = key
         self.source = source
         self.pending = False
-        self.feed = EventFeed(partial(_replayed, context, source.replay))
+        self.feed = EventFeed(self._replay)
+        self._context = context
+        self._stopped = stopped
+        self._replay_from_s = 0.0
         self.socket = context.socket(zmq.SUB)
         self.socket.set(zmq.IPV6, 1)
         self.socket.set(zmq.LINGER, 0)
@@ -272,35 +295,43 @@ class Subscription:
                 return
             self.feed.receive(frames)
 
+    def _replay(self, first: int) -> Iterator[tuple[int, bytes]]:
+        """Ask the engine for its batches from a number on; it answers to a `ROUTER` socket.
+
+        Raises:
+            ReplayEndless: it did not end in time, now or just before, or the thread is stopped.
+        """
+        if not self.source.replay:
+            return
+        now_s = time.monotonic()
+        if now_s < self._replay_from_s:
+            raise ReplayEndless
+        until_s = now_s + REPLAY_S
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.set(zmq.IPV6, 1)
+            socket.set(zmq.LINGER, 0)
+            socket.set(zmq.RCVHWM, MAX_REPLAYED)
+            socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            try:
+                socket.connect(self.source.replay)
+            except zmq.ZMQError:  # no address for ZeroMQ
+                return
+            socket.send_multipart([b"", first.to_bytes(8, "big")])
+            while time.monotonic() < until_s and not self._stopped.is_set():
+                if not socket.poll(POLL_MS):
+                    continue
+                match socket.recv_multipart():
+                    case [b"", _, number, batch] if number != END:
+                        yield int.from_bytes(number, "big"), batch
+                    case _:
+                        return
+        self._replay_from_s = time.monotonic() + NO_REPLAY_S
+        raise ReplayEndless
+
     def close_sockets(self) -> None:
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(0)
-
-
-def _replayed(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int
-) -> Iterator[tuple[int, bytes]]:
-    """Ask an engine for its batches from a number on; it answers to a `ROUTER` socket."""
-    if not endpoint:
-        return
-    until_s = time.monotonic() + REPLAY_S
-    with context.socket(zmq.DEALER) as socket:
-        socket.set(zmq.IPV6, 1)
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RCVHWM, 0)
-        socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        try:
-            socket.connect(endpoint)
-        except zmq.ZMQError:  # no address for ZeroMQ
-            return
-        socket.send_multipart([b"", first.to_bytes(8, "big")])
-        while socket.poll(max(0, int(1000 * (until_s - time.monotonic())))):
-            match socket.recv_multipart():
-                case [b"", _, number, batch] if number != END:
-                    yield int.from_bytes(number, "big"), batch
-                case _:
-                    return
 
 
 class EventReader(threading.Thread):
@@ -313,14 +344,14 @@ class EventReader(threading.Thread):
         super().__init__(name="kv-events", daemon=True)
         self._deliver = deliver
         self._wanted: Mapping[FeedKey, EventSource] = {}
-        self._stopped = False
+        self._stopped = threading.Event()
 
     def follow_engines(self, wanted: Mapping[FeedKey, EventSource]) -> None:
         """Subscribe to these engines only."""
         self._wanted = wanted
 
     def stop_reading(self) -> None:
-        self._stopped = True
+        self._stopped.set()
 
     def run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -328,7 +359,7 @@ class EventReader(threading.Thread):
         subscribed: dict[FeedKey, Subscription] = {}
         poller = zmq.Poller()
         try:
-            while not self._stopped:
+            while not self._stopped.is_set():
                 reports = self._subscribe(context, poller, subscribed)
                 ready = dict(poller.poll(POLL_MS))
                 for subscription in subscribed.values():
@@ -364,7 +395,7 @@ class EventReader(threading.Thread):
                 subscription.close_sockets()
                 ended.append((subscription, FeedReport("unsubscribed", {}, {})))
         for key in wanted.keys() - subscribed.keys():
-            subscribed[key] = subscription = Subscription(context, key, wanted[key])
+            subscribed[key] = subscription = Subscription(context, key, wanted[key], self._stopped)
             poller.register(subscription.socket, zmq.POLLIN)
             poller.register(subscription.monitor, zmq.POLLIN)
         return ended
@@ -400,7 +431,8 @@ class KVEvents:
         finally:
             reader.stop_reading()
             self._forsake(self._instances.values())
-            await asyncio.to_thread(reader.join)
+            # Bounded: the interpreter waits for the thread of this call when it exits.
+            await asyncio.to_thread(reader.join, STOP_S)
 
     def _wanted(self) -> dict[FeedKey, EventSource]:
         """Return the engines that are chosen by content, with their addresses."""

@@ -30,6 +30,7 @@ from epd.discovery.entries import EntriesInvalid
 from epd.discovery.watching import check_file
 from epd.edge.listening import server_context
 from epd.http.tls import TlsInvalid, upstream_context
+from epd.media.forward_proxy import ProxyInvalid, check_proxies
 from epd.observe.logs import set_level
 from epd.observe.tracing import TracesUnavailable, check_tracing
 from epd.parser import Commands, Parser
@@ -102,7 +103,7 @@ EVENTS_NEED = ("msgspec", "zmq")
 
 
 def unusable_files(config: ProxyConfig) -> Iterator[str]:
-    """Yield an error message for each file or library that cannot be used."""
+    """Yield an error message for each file, library or variable that cannot be used."""
     yield from _problems(lambda: server_context(config))
     yield from _problems(lambda: upstream_context(config.upstream_ca_file))
     if (instances := config.instances_file) is not None:
@@ -111,6 +112,8 @@ def unusable_files(config: ProxyConfig) -> Iterator[str]:
             lambda: check_file(instances, transfer), f"--instances-file {instances}: "
         )
     yield from _problems(lambda: check_tracing(config))
+    if config.media_fetch_trust_env:
+        yield from _problems(check_proxies)
     if config.kv_events and (
         missing := [module for module in EVENTS_NEED if find_spec(module) is None]
     ):
@@ -125,7 +128,7 @@ def unusable_files(config: ProxyConfig) -> Iterator[str]:
 def _problems(check: Callable[[], object], prefix: str = "") -> Iterator[str]:
     try:
         check()
-    except (TlsInvalid, EntriesInvalid, TracesUnavailable, KeysInvalid) as error:
+    except (TlsInvalid, EntriesInvalid, TracesUnavailable, KeysInvalid, ProxyInvalid) as error:
         yield f"{prefix}{error}"
 
 

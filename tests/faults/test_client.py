@@ -4,12 +4,15 @@ import asyncio
 import os
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 
+from epd.http.addresses import Addresses
 from epd.http.connection import (
     DEAD_HOST_S,
     JOINED_BYTES,
@@ -22,7 +25,7 @@ from epd.http.connection import (
     Unreachable,
 )
 from epd.http.http1 import Origin, request_head, target_of
-from epd.http.pool import Addresses, Pool
+from epd.http.pool import Pool
 from tests.faults.scripted import (
     STREAM_HEAD,
     Exchange,
@@ -208,14 +211,13 @@ async def test_an_invalid_host_name_is_unreachable() -> None:
 
 
 async def test_a_name_is_looked_up_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = asyncio.get_running_loop()
-    lookup, asked = loop.getaddrinfo, []
+    lookup, asked = socket.getaddrinfo, []
 
-    async def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
+    def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
         asked.append(host)
-        return await lookup("127.0.0.1", *args, **more)
+        return lookup("127.0.0.1", *args, **more)
 
-    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     async with asking([read_request(), send(answer(b"1")), hold()]) as here:
         origin = Origin("engine.test", here.origin.port, tls=False, named=True)
         here.connections += await asyncio.gather(*(here.pool.connect(origin) for _ in range(5)))
@@ -227,38 +229,37 @@ async def test_a_name_is_looked_up_once_for_all(monkeypatch: pytest.MonkeyPatch)
 async def test_an_unused_host_name_is_dropped_from_the_address_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loop = asyncio.get_running_loop()
-    addresses, lookup, kept = Addresses(), loop.getaddrinfo, []
+    addresses, lookup, kept = Addresses(), socket.getaddrinfo, []
 
-    async def getaddrinfo(_: str, *args: Any, **more: Any) -> Any:
-        return await lookup("127.0.0.1", *args, **more)
+    def getaddrinfo(_: str, *args: Any, **more: Any) -> Any:
+        return lookup("127.0.0.1", *args, **more)
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         for kept_s in (60.0, 0.0):
-            monkeypatch.setattr("epd.http.pool.KEPT_S", kept_s)
+            monkeypatch.setattr("epd.http.addresses.UNUSED_S", kept_s)
             for number in range(4):
                 name, port = f"engine-{kept_s}-{number}.test", server.sockets[0].getsockname()[1]
                 with await addresses.connect(name, port):
                     kept.append(len(addresses))
     await addresses.close()
 
-    assert kept == [1, 2, 3, 4, 5, 5, 5, 5]
+    assert kept == [1, 2, 3, 4, 3, 2, 1, 1]
 
 
 async def test_the_dot_at_the_end_of_a_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the dot, the resolver may find the name below a search domain."""
     asked = []
 
-    async def getaddrinfo(host: str, *_: Any, **__: Any) -> Any:
+    def getaddrinfo(host: str, *_: Any, **__: Any) -> Any:
         asked.append(host)
         raise OSError
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     async with pooling() as pool:
         with pytest.raises(Unreachable):
             await pool.connect(target_of("http://engine.test.:1").origin)
@@ -267,22 +268,18 @@ async def test_the_dot_at_the_end_of_a_name_is_looked_up(monkeypatch: pytest.Mon
 
 
 async def test_each_address_of_a_name_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = asyncio.get_running_loop()
-    lookup = loop.getaddrinfo
+    lookup = socket.getaddrinfo
     seen = []
 
-    async def getaddrinfo(_: str, *args: Any, **more: Any) -> Any:
-        return [
-            found
-            for address in ("127.0.0.1", "127.0.0.2")
-            for found in await lookup(address, *args, **more)
-        ]
+    def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
+        addresses = ("127.0.0.1", "127.0.0.2") if host == "engine.test" else (host,)
+        return [found for address in addresses for found in lookup(address, *args, **more)]
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         seen.append(writer.get_extra_info("sockname")[0])
         writer.close()
 
-    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     server = await asyncio.start_server(serve, "0.0.0.0", 0)  # noqa: S104 - two loopback addresses
     origin = Origin("engine.test", server.sockets[0].getsockname()[1], tls=False, named=True)
     async with server, pooling() as pool:
@@ -568,3 +565,22 @@ async def test_an_encoding_that_was_not_asked_for_is_refused(
         assert reply.headers.get("x-epd-error") == (
             None if status == 200 else "decode_bad_response"
         )
+
+
+@pytest.mark.fault(85)
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+def test_a_connection_made_during_a_stall_of_the_process_is_not_late(name: str) -> None:
+    """The loop of the proxy, uvloop, runs timers before it looks at sockets."""
+
+    async def connect(port: int) -> None:
+        async with pooling() as pool:
+            pool.connect_timeout_s = 0.3
+            origin = Origin(name, port, tls=False, named=name == "localhost")
+            (await pool.connect(origin)).abort()  # the name is known from now on
+            connecting = asyncio.create_task(pool.connect(origin))
+            await asyncio.sleep(0)
+            time.sleep(0.6)  # noqa: ASYNC251 - the stall
+            (await connecting).abort()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uvloop.run(connect(server.getsockname()[1]))

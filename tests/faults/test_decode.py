@@ -1,6 +1,8 @@
 """Rows 4, 5, 34 and 37 to 39: faults of decode instances that must not reach the client."""
 
 import asyncio
+import socket
+import threading
 from contextlib import closing, suppress
 from typing import Any
 
@@ -68,20 +70,20 @@ async def test_retry_after_of_an_overloaded_decode_reaches_the_client(
 async def test_a_hanging_name_lookup_is_retried_on_another_instance(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = asyncio.get_running_loop()
-    lookup = loop.getaddrinfo
+    lookup, end = socket.getaddrinfo, threading.Event()
 
-    async def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
+    def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
         if host == "slow.test":
-            await asyncio.sleep(60)
-        return await lookup(host, *args, **more)
+            end.wait()
+        return lookup(host, *args, **more)
 
-    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     async with launch() as up:
         urls = ("http://slow.test:1", up.d.url)
         async with launch(decode_servers_urls=urls, connect_timeout_s=0.3) as fleet:
             for _ in range(2):
                 assert (await asyncio.wait_for(fleet.chat(request(text())), 20))[0] == 200
+    end.set()
 
 
 async def test_models_are_requested_from_a_reachable_instance(launch: Launch) -> None:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
 from ec_store.opening import open_async_store
+from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.config.proxy_config import LiveConfig
 from epd.conversations.conversations import Conversations
@@ -126,7 +127,8 @@ def test_the_slowest_and_the_failed_worker_are_shown() -> None:
 def families() -> list[Metric]:
     config = ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
     observer = MetricsObserver(Admission(config, time.monotonic))
-    cache = EncoderCache(partial(open_async_store, "file:///nowhere"), LiveConfig(config))
+    open_store = partial(open_async_store, "file:///nowhere")
+    cache = EncoderCache(open_store, LiveConfig(config), Background(lambda *_: None))
     table, conversations = (
         InstanceTable(config.instances),
         Conversations.from_config(LiveConfig(config)),

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
 from ec_store.aio import AsyncStore
@@ -159,6 +160,32 @@ async def test_a_claim_is_renewed_while_it_is_held(
     async with claiming(url) as claims, looked(claims, "a"):
         await until(lambda: calls.count("claim") > 1, timeout_s=30)
         assert not free(backed.store, KEYS[0])
+
+
+@pytest.mark.fault(73)
+async def test_claims_are_maintained_after_an_unexpected_exception(
+    backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 0.2)
+    monkeypatch.setattr("epd.aio.FIRST_DELAY_S", 0.01)
+    raised: list[str] = []
+
+    async def release(cache: EncoderCache, keys: Any, owner: str) -> None:
+        if not raised:
+            raised.append(owner)
+            raise RuntimeError("injected")
+        await released(cache, keys, owner)
+
+    released = EncoderCache.release
+    monkeypatch.setattr(EncoderCache, "release", release)
+    async with claiming(url) as claims:
+        with capture_logs() as logs:
+            async with looked(claims, "a"):
+                await until(lambda: raised)
+                async with come(claims, "b") as (place, _):
+                    place.entry_coming = True
+            await until(lambda: not claims.is_used(KEYS[1], Lookup(KEYS, "x", 1)))
+        assert [log["task"] for log in logs if "task" in log] == ["claims"]
 
 
 async def test_a_store_that_takes_no_claims_is_still_looked_into(

@@ -1,6 +1,7 @@
 """KV events of fake instances, over real ZeroMQ sockets: what the proxy knows of their caches."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -8,10 +9,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 import epd
+from epd.request.kv_events import EventReader
 from epd.routing.instances import Role
-from epd.routing.kv_blocks import read_mark
+from epd.routing.kv_blocks import EventSource, read_mark
 from epd.server.app_keys import CONFIG
 from epd.server.operator_routes import TABLE
 from epd.server.reload import unusable_files
@@ -213,6 +216,55 @@ async def test_lost_events_are_read_again_from_an_engine_that_has_them(launch: L
         assert await figures(fleet, "epd_kv_event_faults_total") == 0
         assert await figures(fleet, "epd_kv_events_total", event="removed") == 1
         assert (await shown(fleet)) == {one.instance.url: "precise"}
+
+
+@pytest.mark.fault(89)
+async def test_a_replay_without_an_end_is_cut_and_costs_only_its_instance(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.request.kv_events.REPLAY_S", 0.3)
+    async with following(launch, 2, replays=True) as (fleet, pairs):
+        await asked(fleet, pairs, "a")
+        [one] = [pair for pair in pairs if pair.instance.calls]
+        [other] = [pair for pair in pairs if pair is not one]
+        other.publisher.endless = True
+        other.publisher.publish_raw(b"", sent=False)
+        with capture_logs() as logs:
+            for _ in range(3):
+                other.publisher.publish()
+                other.publisher.publish_raw(b"", sent=False)
+            one.store_prompt()
+            await until(lambda: fleet.runner.app[TABLE].load(_instance(fleet, one)).precise)
+            while not await figures(  # noqa: ASYNC110 - another server sets no event
+                fleet, "epd_kv_event_faults_total", reason="replay"
+            ):
+                await asyncio.sleep(0.01)
+
+        assert (await shown(fleet))[other.instance.url] == "estimated"
+        assert [log["reason"] for log in logs if log.get("instance") == other.instance.url] == [
+            "replay"
+        ]
+
+
+@pytest.mark.fault(89)
+def test_the_thread_stops_in_a_replay_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd.request.kv_events.REPLAY_S", 3600.0)
+    with KVPublisher(replays=True, endless=True) as publisher:
+        address = f"tcp://127.0.0.1:{publisher.port}"
+        source = EventSource(address, f"tcp://127.0.0.1:{publisher.replay_port}")
+        reader = EventReader(lambda _: None)
+        reader.follow_engines({((Role.PREFILL, "http://e"), 0): source})
+        reader.start()
+        while not publisher.subscribers:
+            time.sleep(0.01)
+        publisher.publish_raw(b"", sent=False)
+        publisher.publish()
+        while not publisher.replaying:
+            time.sleep(0.01)
+        reader.stop_reading()
+        reader.join(20)
+
+        assert not reader.is_alive()
 
 
 async def test_an_address_that_zeromq_refuses_costs_only_its_instance(launch: Launch) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from ec_store import open_store
 from ec_store.opening import open_async_store
+from epd.aio import Background
 from epd.encoder_cache.client import EncoderCache
 from epd.observe.logs import REQUEST_ID
 from tests.requests import image, request, text
@@ -200,7 +201,8 @@ async def test_later_work_for_the_store_has_no_request_id() -> None:
 
     REQUEST_ID.set("r-1")
     open_store = partial(open_async_store, "file:///nowhere")
-    EncoderCache(open_store, CacheSettings(lease_s=1)).run_later(work())
+    cache = EncoderCache(open_store, CacheSettings(lease_s=1), Background(lambda *_: None))
+    cache.run_later(work())
 
     assert await seen is None
 

@@ -185,11 +185,42 @@ async def test_a_name_is_resolved_once_for_check_and_connection(origin: FakeOrig
         assert names.asked == ["media.test", "media.test"]
 
 
-async def test_a_name_server_that_does_not_answer_is_no_refusal() -> None:
-    async with fetching(FakeNames(socket.gaierror(socket.EAI_AGAIN, "later"))) as fetcher:
+@pytest.mark.parametrize(
+    ("answer", "slug", "said"),
+    [
+        (
+            socket.gaierror(socket.EAI_AGAIN, "later"),
+            "media_fetch_failed",
+            "the name servers did not answer for the host's name",
+        ),
+        (
+            socket.gaierror(socket.EAI_NONAME, "none"),
+            "media_not_allowed",
+            "the host's name does not exist",
+        ),
+        (
+            "169.254.169.254",
+            "media_not_allowed",
+            "the host has no address that the media policy allows",
+        ),
+    ],
+)
+async def test_the_reason_why_a_listed_host_has_no_address_is_told(
+    answer: str | OSError, slug: str, said: str
+) -> None:
+    async with fetching(FakeNames(answer)) as fetcher:
         error = await failure(fetcher.fetch("http://media.test/", "image"))
 
-    assert (error.status, error.slug) == (422, "media_fetch_failed")
+    assert error.slug == slug
+    assert said in str(error)
+
+
+async def test_a_refused_http_url_is_told_with_the_flag_that_allows_it() -> None:
+    async with fetching(allow_http_media=False) as fetcher:
+        error = await failure(fetcher.fetch("http://media.test/", "image"))
+
+    assert error.slug == "media_not_allowed"
+    assert "--allow-http-media" in str(error)
 
 
 # Limits
@@ -253,6 +284,36 @@ async def test_the_time_limit_is_for_the_whole(
 
     assert (error.status, error.slug) == (422, "media_fetch_failed")
     await until(lambda: origin.aborted == 1)
+
+
+async def test_an_origin_that_stays_silent_is_not_waited_for_until_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("epd.media.fetch.SILENT_S", 0.1)
+    monkeypatch.setattr("epd.media.fetch.CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        async with fetching(media_timeout_s=1000) as fetcher, asyncio.timeout(20):
+            for scheme in ("http", "https"):
+                error = await failure(fetcher.fetch(f"{scheme}://127.0.0.1:{port}/", "image"))
+                assert (error.status, error.slug) == (422, "media_fetch_failed")
+                assert "did not answer in time" in str(error)
+
+
+async def test_the_wait_for_a_slot_does_not_count_as_time_of_the_origin(
+    origin: FakeOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slow(_: web.Request) -> web.Response:
+        await asyncio.sleep(0.3)
+        return web.Response(body=b"picture", content_type="image/png")
+
+    monkeypatch.setattr("epd.media.slots.TENANT_SLOTS", 1)
+    origin.answer = slow
+    async with fetching(media_timeout_s=1) as fetcher:
+        urls = [f"{origin.url}/{number}" for number in range(5)]
+        fetched = await asyncio.gather(*(fetcher.fetch(url, "image") for url in urls))
+
+    assert fetched == [PICTURE] * 5
 
 
 @pytest.mark.parametrize("status", [404, 401, 429, 500, 206, 302, 304])

@@ -79,6 +79,8 @@ def test_url_lists() -> None:
         {"allowed_media_domains": "a.test"},
         {"allow_http_media": True},
         PROXY_FETCH | {"allow_private_media": True},
+        PROXY_FETCH | {"media_fetch_trust_env": True},
+        {"media_fetch_trust_env": True, "allowed_media_domains": "a.test"},
         {"unknown": 1},
     ],
 )

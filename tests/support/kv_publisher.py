@@ -62,11 +62,15 @@ class KVPublisher:
     Attributes:
         port: its port; 0 until it has started for a free one.
         kept: number of batches that it can replay.
+        endless: whether a replay repeats the first batch without an end.
+        replaying: whether such a replay has begun.
     """
 
     port: int = 0
     replays: bool = False
     kept: int = 100
+    endless: bool = False
+    replaying: bool = False
     replay_port: int = field(default=0, init=False)
     _number: int = field(default=0, init=False)
     _subscribers: int = field(default=0, init=False)
@@ -132,6 +136,9 @@ class KVPublisher:
                 if not socket.poll(50):
                     continue
                 client, _, first = socket.recv_multipart()
+                self.replaying = self.endless
+                while self.endless and not self._stopped:
+                    socket.send_multipart((client, b"", b"", bytes(8), batch()))
                 for number, payload in list(self._past):
                     if number >= int.from_bytes(first, "big"):
                         socket.send_multipart(

@@ -122,6 +122,9 @@ class MediaSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """allow the proxy to fetch media over http too, not only https"""
     allow_private_media: bool = False
     """allow private addresses for the hosts of --allowed-media-domains"""
+    media_fetch_trust_env: bool = False
+    """let the proxy fetch media through HTTP_PROXY and HTTPS_PROXY, except from hosts in NO_PROXY;
+    the forward proxy then resolves the names, so --allowed-media-domains is required"""
     trust_request_mm_kwargs: bool = False
     """allow mm_processor_kwargs and media_io_kwargs in requests; the instances need the same
     flag"""
@@ -139,7 +142,12 @@ class MediaSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     @model_validator(mode="after")
     def _check_media(self) -> Self:
         # A rule without effect would give the operator a false sense of protection.
-        for flag in ("allowed_media_domains", "allow_http_media", "allow_private_media"):
+        for flag in (
+            "allowed_media_domains",
+            "allow_http_media",
+            "allow_private_media",
+            "media_fetch_trust_env",
+        ):
             if getattr(self, flag) and self.media_fetch == "engine":
                 raise ValueError(
                     f"{flag_of(flag)} needs --media-fetch proxy; engines have their own flags"
@@ -148,5 +156,10 @@ class MediaSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
             raise ValueError(
                 "--allow-private-media needs --allowed-media-domains: without it, a request could "
                 "reach every internal host"
+            )
+        if self.media_fetch_trust_env and not self.allowed_media_domains:
+            raise ValueError(
+                "--media-fetch-trust-env needs --allowed-media-domains: the forward proxy resolves "
+                "the names, so their addresses cannot be checked"
             )
         return self

@@ -1,0 +1,182 @@
+"""Lookups of media hosts: `/etc/hosts`, `localhost` and the DNS, without threads.
+
+`getaddrinfo` blocks a thread for many seconds if a name server is silent, and clients choose these
+names. A lookup here is a task: it ends with its request, and takes at most `LOOKUP_S`.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable, Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import dns.asyncresolver
+import dns.exception
+import dns.resolver
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from epd.config.sections import ConfigFields, Live
+from epd.media.policy import allows_address
+
+LOOKUP_S = 2.0
+"""Time limit of a lookup with all its retries, in seconds."""
+TRY_S = 0.7
+"""Time after which the next name server is asked, in seconds."""
+
+HOSTS = Path("/etc/hosts")
+RESOLV_CONF = Path("/etc/resolv.conf")
+
+LOOPBACK = ("127.0.0.1", "::1")
+
+T = TypeVar("T")
+
+
+class NoAllowedAddress(OSError):
+    """The policy allows none of the host's addresses."""
+
+
+class _ParsedFile(Generic[T]):
+    """The result of parsing a file, which is parsed again after a change."""
+
+    def __init__(self, path: Path, parse: Callable[[Path], T]) -> None:
+        self._path = path
+        self._parse = parse
+        self._parsed: tuple[object, T] | None = None
+
+    def result(self) -> T:
+        try:
+            status = self._path.stat()
+            version = (status.st_mtime_ns, status.st_size, status.st_ino)
+        except OSError:
+            version = None
+        if self._parsed is None or self._parsed[0] != version:
+            self._parsed = (version, self._parse(self._path))
+        return self._parsed[1]
+
+
+class HostNames(AbstractResolver):
+    """Resolves host names as the machine's files say. Other sources of `nsswitch.conf` are unused.
+
+    `localhost` and names below it are loopback addresses, and are never asked for (RFC 6761).
+    """
+
+    def __init__(self, hosts: Path = HOSTS, resolv_conf: Path = RESOLV_CONF) -> None:
+        self._hosts = _ParsedFile(hosts, _hosts_of)
+        self._resolver = _ParsedFile(resolv_conf, resolver_of)
+
+    async def resolve(
+        self,
+        host: str,
+        port: int = 0,
+        family: socket.AddressFamily = socket.AF_UNSPEC,  # noqa: ARG002 - of the interface
+    ) -> list[ResolveResult]:
+        """Return all addresses of a name, IPv4 first.
+
+        Raises:
+            socket.gaierror: the name has no address (`EAI_NONAME`), or the name servers did not
+                answer (`EAI_AGAIN`).
+        """
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET6 if _is_ipv6(address) else socket.AF_INET,
+                proto=0,
+                flags=socket.AI_NUMERICHOST,
+            )
+            for address in await self._addresses(host)
+        ]
+
+    async def _addresses(self, host: str) -> tuple[str, ...]:
+        name = host.rstrip(".").lower()
+        if known := self._hosts.result().get(name):
+            return known
+        if name == "localhost" or name.endswith(".localhost"):
+            return LOOPBACK
+        answers = await asyncio.gather(self._records(host, "A"), self._records(host, "AAAA"))
+        if found := [address for answer in answers for address in answer or ()]:
+            return tuple(found)
+        if None in answers:
+            raise socket.gaierror(socket.EAI_AGAIN, "the name servers did not answer")
+        raise socket.gaierror(socket.EAI_NONAME, "the name has no address")
+
+    async def _records(self, host: str, kind: str) -> list[str] | None:
+        """Return the addresses of one family; None if no name server answered."""
+        try:
+            resolver = self._resolver.result()
+            answer = await resolver.resolve(host, kind, search=True, raise_on_no_answer=False)
+        except (dns.resolver.NXDOMAIN, dns.exception.SyntaxError, dns.exception.FormError):
+            return []
+        except (dns.exception.DNSException, OSError, ValueError):  # also an invalid resolv.conf
+            return None
+        return [str(record) for record in answer.rrset or ()]
+
+    async def close(self) -> None:
+        """Do nothing: a lookup ends with the task that waits for it."""
+
+
+class CheckedResolver(AbstractResolver):
+    """Resolves names to the addresses that the policy allows.
+
+    aiohttp connects to these addresses without a second lookup, so a second answer of the name
+    server cannot bypass the check.
+    """
+
+    def __init__(self, live: Live[ConfigFields], resolver: AbstractResolver) -> None:
+        self._live = live
+        self._resolver = resolver
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """Return the allowed addresses of the name.
+
+        Raises:
+            NoAllowedAddress: it has other addresses only.
+            socket.gaierror: the lookup failed.
+        """
+        found = await self._resolver.resolve(host, port, family)
+        config = self._live.current
+        allowed = [address for address in found if allows_address(config, address["host"])]
+        if not allowed:
+            raise NoAllowedAddress("no allowed address")
+        return allowed
+
+    async def close(self) -> None:
+        await self._resolver.close()
+
+
+def resolver_of(resolv_conf: Path) -> dns.asyncresolver.Resolver:
+    """Return a resolver with the name servers and search domains of a file.
+
+    Raises:
+        dns.resolver.NoResolverConfiguration: the file does not exist, or names no server.
+    """
+    resolver = dns.asyncresolver.Resolver(configure=False)
+    resolver.read_resolv_conf(resolv_conf)
+    resolver.lifetime, resolver.timeout = LOOKUP_S, TRY_S
+    return resolver
+
+
+def _hosts_of(path: Path) -> Mapping[str, tuple[str, ...]]:
+    """Return the addresses of each name in lower case, IPv4 first. Invalid lines are ignored."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return {}
+    found: dict[str, tuple[str, ...]] = {}
+    for line in text.splitlines():
+        address, *names = line.partition("#")[0].split() or [""]
+        try:
+            ip_address(address)
+        except ValueError:
+            continue
+        for name in map(str.lower, names):
+            found[name] = (*found.get(name, ()), address)
+    return {name: tuple(sorted(known, key=_is_ipv6)) for name, known in found.items()}
+
+
+def _is_ipv6(address: str) -> bool:
+    return ":" in address
