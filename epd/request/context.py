@@ -134,7 +134,7 @@ class RequestContext:
         record: the events so far.
         cuts: media cut out of the body; they are put back into the bodies for instances.
         gave_up_media: whether the media were freed for another request, which found no room. The
-            request is then not retried.
+            proxy then does not retry this one.
         text_bytes: size of the body as received, without its media.
         held: counter of the request's bytes in memory.
         models: the instances' names of models.

@@ -261,11 +261,21 @@ async def test_media_that_decode_gets_make_no_room(launch: Launch) -> None:
         assert third.status == 503
 
 
+async def test_a_request_that_made_room_and_lacks_its_media_is_503(launch: Launch) -> None:
+    """Decode rejects metadata in place of media: with its media, the request would be retried."""
+    async with launch(max_inflight_bytes=10 * MB) as fleet:
+        async with waiting(fleet, 3, then=refuses(400)) as statuses:
+            fleet.d.chat = decodes
+
+        assert statuses == [b"503", b"200", b"200"]
+
+
 async def test_a_request_that_made_room_is_not_retried(launch: Launch) -> None:
     async with launch(decode=2, max_inflight_bytes=10 * MB) as fleet:
         async with waiting(fleet, 3, then=drops) as statuses:
             for instance in fleet.decode:
                 instance.chat = decodes  # of later requests
 
-        assert statuses == [b"502", b"200", b"200"]
+        assert statuses == [b"503", b"200", b"200"]
+        assert [event.error for event in fleet.events.requests if event.error] == ["overloaded"]
         assert sorted(event.retries for event in fleet.events.requests) == [0, 1, 1]
