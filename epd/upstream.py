@@ -301,7 +301,7 @@ class Upstream:
         """Set the expected names in certificates, by base URL with an address as host."""
         self._pool.verify_as(names)
 
-    async def open(
+    async def open(  # noqa: PLR0913 - all describe one request
         self,
         url: str,
         *,
@@ -309,8 +309,11 @@ class Upstream:
         headers: Mapping[str, str],
         body: Pieces | None = None,
         head_timeout_s: float,
+        on_sent: Callable[[], None] | None = None,
     ) -> Reply:
         """Send a request (POST with a body, GET without) and wait for the head of its answer.
+
+        Some seconds after `on_sent`, the body is not needed any more.
 
         The caller closes the reply. If its body has not been read by then, this closes the
         connection, which tells the instance that the request is abandoned.
@@ -321,7 +324,7 @@ class Upstream:
         """
         until_s = asyncio.get_running_loop().time() + head_timeout_s
         request = _request(url, headers, body, stage)
-        connection = await self._exchange(request, stage, until_s)
+        connection = await self._exchange(request, stage, until_s, on_sent)
         release = partial(self._pool.give_back, request.target.origin, connection)
         return Reply(connection, stage, math.inf, f"{stage}_stalled", release)
 
@@ -347,7 +350,13 @@ class Upstream:
         with Reply(connection, stage, until_s, f"{stage}_timeout", release) as reply:
             return Answer(reply.status, reply.headers, await reply.read(idle_s=timeout_s))
 
-    async def _exchange(self, request: "_Request", stage: Stage, until_s: float) -> Connection:
+    async def _exchange(
+        self,
+        request: "_Request",
+        stage: Stage,
+        until_s: float,
+        on_sent: Callable[[], None] | None = None,
+    ) -> Connection:
         """Send a request, and return its connection after the head of the answer.
 
         The request is sent a second time if only the end of an idle connection was at fault: an
@@ -361,7 +370,7 @@ class Upstream:
                 origin, until_s
             )
             try:
-                await connection.send_request(request.head(), request.body or (), until_s)
+                await connection.send_request(request.head(), request.body or (), until_s, on_sent)
             except BaseException as error:
                 connection.abort()
                 if not (isinstance(error, Broken) and connection.is_stale):

@@ -146,9 +146,13 @@ class Connection(asyncio.Protocol):
         )
 
     async def send_request(
-        self, head: bytes, body: Sequence[bytes | memoryview], until_s: float
+        self,
+        head: bytes,
+        body: Sequence[bytes | memoryview],
+        until_s: float,
+        on_sent: Callable[[], None] | None = None,
     ) -> None:
-        """Send a request, and wait for the head of its answer."""
+        """Send a request, call `on_sent`, and wait for the head of the answer."""
         self.reused, self._asked = self._asked, True
         self._sent_s = None
         self._answer.start_answer()
@@ -161,7 +165,10 @@ class Connection(asyncio.Protocol):
         else:
             for batch in _batches((head, *body)):
                 await self._send(batch, until_s)
+            del batch  # which refers to the whole body
         self._sent_s = self._loop.time()
+        if on_sent is not None:
+            on_sent()
         while not self._answer.status:
             await self._wait(until_s)
 

@@ -230,16 +230,19 @@ class MediaFetcher:
     async def _read(
         self, response: aiohttp.ClientResponse, modality: str, held: HeldBytes
     ) -> Media:
-        """Return the body of a 200. Its memory is counted as announced, or else as received."""
+        """Return the body of a 200.
+
+        Its memory counts twice as received, up to its announced length: an origin that announces
+        a body and does not send it reserves nothing.
+        """
         _check_head(response)
         config = self._live.current
         whole = config.worker_max_body_bytes // GROUP * GROUP_BYTES
         limit = min(config.max_media_bytes, whole)
-        if (response.content_length or 0) > limit:
+        length = response.content_length or 0
+        if length > limit:
             raise _too_large(limit)
-        counted = _base64_size(response.content_length or 0)
-        held.add(counted)
-        text, rest, size = bytearray(), b"", 0
+        text, rest, size, counted = bytearray(), b"", 0, 0
         # In pieces: encoding everything at once would hold the interpreter's lock.
         async for chunk in response.content.iter_any():
             size += len(chunk)
@@ -247,7 +250,7 @@ class MediaFetcher:
                 raise _too_large(limit)
             rest += chunk
             whole = len(rest) // GROUP_BYTES * GROUP_BYTES  # whole groups can be concatenated
-            if (now := _base64_size(size)) > counted:
+            if (now := _base64_size(max(size, min(length, 2 * size)))) > counted:
                 held.add(now - counted)
                 counted = now
             text += base64.b64encode(rest[:whole])

@@ -15,10 +15,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 from ec_store.bounded import BoundedDict
-from epd.api.body import JSON, NO_CUTS, Cuts
+from epd.api.body import JSON, NO_CUTS, Cuts, Pieces
 from epd.api.chat import CHAT
 from epd.api.endpoint import Endpoint
 from epd.api.items import MMItem
@@ -136,7 +137,7 @@ class RequestContext:
         record: the events so far.
         cuts: media cut out of the body; they are put back into the bodies for instances.
         gave_up_media: whether the media were freed for another request, which found no room. The
-            request is then not retried.
+            proxy then does not retry this one.
         text_bytes: size of the body as received, without its media.
         held: counter of the request's bytes in memory.
         models: the instances' names of models.
@@ -206,15 +207,19 @@ class RequestContext:
         """Return an id for a request that the proxy makes on behalf of this one."""
         return child_id(self.request_id, next(self._children))
 
-    def offer_media(self) -> None:
+    def offer_media(self, sent: Pieces = ()) -> None:
         """Let another request that finds no room have the memory of the media.
 
-        Until the offer is withdrawn, no instance needs the media, except for a retry.
+        Until the offer is withdrawn, no instance needs the media, except for a retry. `sent` is a
+        body with media that has been sent.
         """
-        self.held.may_give_up(sum(map(len, self.cuts.values())), self._give_up_media)
+        size = sum(map(len, self.cuts.values()))
+        self.held.may_give_up(size, partial(self._give_up_media, sent))
 
-    def _give_up_media(self) -> None:
+    def _give_up_media(self, sent: Pieces) -> None:
         self.cuts, self.gave_up_media = NO_CUTS, True
+        if isinstance(sent, list):  # the request in progress refers to it
+            sent.clear()
 
     @property
     def model_name(self) -> str:

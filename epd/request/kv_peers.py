@@ -163,13 +163,17 @@ class KVHandover:
     def _is_held(self, error: BaseException) -> bool:
         """Return whether prefill still holds the blocks, and decode can be asked to release them.
 
-        A release is skipped in three cases. If a decode instance may have died of the request, no
+        A release is skipped in four cases. If a decode instance may have died of the request, no
         other one receives it, and the blocks stay until their lease expires. After a 500, decode's
         engine has notified prefill itself (after a 4xx it has not, because it rejected the request
         earlier). If decode has sent the head of its answer, aborting it notifies prefill, and a
-        release would then read blocks that prefill has freed.
+        release would then read blocks that prefill has freed. If the media of the decode request
+        have made room for others, it cannot be sent, and the blocks stay until their lease expires.
         """
-        if self.accepted or self.prepared.stage_input.context.watched.deaths is not None:
+        context = self.prepared.stage_input.context
+        if self.accepted or context.watched.deaths is not None:
+            return False
+        if context.gave_up_media and context.record.media.get("raw"):
             return False
         return not (isinstance(error, ProxyError) and (error.died or error.engine_failed))
 

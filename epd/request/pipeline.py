@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from epd.api.items import Body, MMItem
 from epd.encoder_cache.keys import Keys
-from epd.errors import ProxyError
+from epd.errors import Overloaded, ProxyError
 from epd.policies.plan import Course, Facts
 from epd.request.context import RequestContext
 from epd.request.encode import Encoder
@@ -96,6 +96,11 @@ class Pipeline:
                     return result
                 if (following := self._attempt_after(result, context)) is None:
                     raise result.error
+                if context.gave_up_media:
+                    raise Overloaded(
+                        "the request failed, and its media made room for other requests: send it "
+                        "again"
+                    ) from result.error
                 await tries.next_try(result.error)
                 attempt = following
                 del result  # and the bodies that the failed attempt made
@@ -230,7 +235,7 @@ class Pipeline:
     def _attempt_after(self, failed: FailedAttempt, context: RequestContext) -> Attempt | None:
         """Return the attempt after a failed one; None if the client gets the error."""
         context.held.withdraw_offer()
-        if context.is_spent or context.gave_up_media:
+        if context.is_spent:
             return None
         course, decodes = failed.attempt.course, failed.failed_decodes
         return next_attempt(

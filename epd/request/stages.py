@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -51,6 +51,10 @@ FULL_SHARE = 0.9
 
 LATE_SHARE = 0.4
 """Share of it after which the timeout is a failure if the instance made no progress."""
+
+OFFER_AFTER_S = 10.0
+"""Seconds after which decode can no longer need media again that were sent to it: the connection
+may be found closed at first (`epd.http.connection.STALE_S`), and a death on arrival is retried."""
 
 QUESTION_TIMEOUT_S = 2.0
 """Timeout of the questions to an instance before its prefill."""
@@ -220,19 +224,11 @@ class Stages:
             ProxyError: the instance failed.
         """
         endpoint, body, idle_s = context.endpoint, sent.body, context.config.idle_timeout_s
-        pieces = endpoint.encode_body(body, context.cuts)
-        if context.cuts and len(pieces) == 1:  # decode gets no media
-            context.offer_media()
         with context.time_stage("decode", instance.url) as timed:
-            reply = await self._upstream.open(
-                instance.url + endpoint.path,
-                stage="decode",
-                headers=context.headers_for(
-                    request_id, timed.span, rank, endpoint.content_type(body), mark=sent.mark
-                ),
-                body=pieces,
-                head_timeout_s=_head_timeout_s(body, context.config),
+            headers = context.headers_for(
+                request_id, timed.span, rank, endpoint.content_type(body), mark=sent.mark
             )
+            reply = await self._open_decode(instance.url + endpoint.path, headers, body, context)
             timed.record_status(reply.status)
             if timed.span is not None:
                 timed.span.event("head")
@@ -256,6 +252,34 @@ class Stages:
             context.record.at = "answer"
             context.answering = timed.span
             return Opened(reply, timed.span)
+
+    async def _open_decode(
+        self, url: str, headers: Mapping[str, str], body: Body, context: RequestContext
+    ) -> Reply:
+        """Send a request to decode, and offer its media as soon as only a retry needs them."""
+        pieces = context.endpoint.encode_body(body, context.cuts)
+        offer: asyncio.TimerHandle | None = None
+
+        def offer_later() -> None:
+            nonlocal offer
+            loop = asyncio.get_running_loop()
+            offer = loop.call_later(OFFER_AFTER_S, context.offer_media, pieces)
+
+        sends_media = bool(context.cuts) and len(pieces) > 1
+        if context.cuts and not sends_media:
+            context.offer_media()
+        try:
+            return await self._upstream.open(
+                url,
+                stage="decode",
+                headers=headers,
+                body=pieces,
+                head_timeout_s=_head_timeout_s(body, context.config),
+                on_sent=offer_later if sends_media else None,
+            )
+        finally:
+            if offer is not None:
+                offer.cancel()
 
     async def prompt_tokens(
         self, instance: Instance, question: Body, context: RequestContext

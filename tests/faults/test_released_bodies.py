@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from epd.request import stages
 from epd.request.context import RequestContext
 from epd.server.app_keys import ADMISSION
 from tests.requests import image, png, request, text
@@ -252,7 +253,45 @@ async def test_bodies_that_make_room_are_no_longer_in_memory(launch: Launch) -> 
     assert kept[1] - kept[0] < BODY_BYTES
 
 
-async def test_media_that_decode_gets_make_no_room(launch: Launch) -> None:
+@pytest.mark.usefixtures("traced")
+async def test_media_that_decode_has_got_make_room_after_a_while(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "OFFER_AFTER_S", 0.0)
+    received, kept = 0, list[int]()
+
+    async def receives(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal received
+        head = await reader.readuntil(b"\r\n\r\n")
+        left = int(re.findall(rb"(?i)content-length: (\d+)", head + b"Content-Length: 0")[0])
+        while left:
+            left -= len(await reader.read(min(left, 65536)))
+            received += not left
+        await reader.read()  # until the proxy disconnects
+        writer.close()
+
+    server = await asyncio.start_server(receives, "127.0.0.1", 0)
+    url = "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
+    config: Any = {"encode_servers_urls": (), "decode_servers_urls": (url,)}
+    async with (
+        server,
+        launch(encode=0, max_inflight_bytes=10 * MB, **config) as fleet,
+        AsyncExitStack() as stack,
+    ):
+        for number in range(6):
+            _, writer = await stack.enter_async_context(connected(fleet.url))
+            body = request(text(), image(PICTURE + b"%06d" % number))
+            writer.write(post(json.dumps(body).encode()))
+            del body
+            await until(lambda: received == len(kept) + 1)
+            gc.collect()
+            kept.append(tracemalloc.get_traced_memory()[0])
+
+        assert fleet.runner.app[ADMISSION].body_bytes < 2.1 * BODY_BYTES
+    assert kept[5] - kept[1] < BODY_BYTES
+
+
+async def test_media_that_decode_gets_make_no_room_at_first(launch: Launch) -> None:
     async with (
         launch(max_inflight_bytes=10 * MB, decode_media="raw") as fleet,
         waiting(fleet, 2),
@@ -261,11 +300,21 @@ async def test_media_that_decode_gets_make_no_room(launch: Launch) -> None:
         assert third.status == 503
 
 
+async def test_a_request_that_made_room_and_lacks_its_media_is_503(launch: Launch) -> None:
+    """Decode rejects metadata in place of media: with its media, the request would be retried."""
+    async with launch(max_inflight_bytes=10 * MB) as fleet:
+        async with waiting(fleet, 3, then=refuses(400)) as statuses:
+            fleet.d.chat = decodes
+
+        assert statuses == [b"503", b"200", b"200"]
+
+
 async def test_a_request_that_made_room_is_not_retried(launch: Launch) -> None:
     async with launch(decode=2, max_inflight_bytes=10 * MB) as fleet:
         async with waiting(fleet, 3, then=drops) as statuses:
             for instance in fleet.decode:
                 instance.chat = decodes  # of later requests
 
-        assert statuses == [b"502", b"200", b"200"]
+        assert statuses == [b"503", b"200", b"200"]
+        assert [event.error for event in fleet.events.requests if event.error] == ["overloaded"]
         assert sorted(event.retries for event in fleet.events.requests) == [0, 1, 1]

@@ -154,25 +154,31 @@ async def test_a_download_is_counted_while_it_arrives(launch: Launch, origin: Fa
         await until(lambda: admission.body_bytes == 0)
 
 
-async def test_a_download_of_known_size_reserves_its_memory_at_the_start(
+@pytest.mark.fault(59)
+async def test_a_download_reserves_twice_what_has_arrived_of_it(
     launch: Launch, origin: FakeOrigin
 ) -> None:
-    """If several downloads grew in parallel, none would have room for its last bytes."""
-    end = asyncio.Event()
+    """An origin that announces bodies and does not send them keeps no client out."""
+    half, end = asyncio.Event(), asyncio.Event()
 
     async def begins(request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"Content-Type": "image/png"})
         stream.content_length = 60_000  # 80,000 bytes as base64
         await stream.prepare(request)
         await stream.write(b"x")
+        await half.wait()
+        await stream.write(b"x" * 29_999)
         await end.wait()
-        await stream.write(b"x" * 59_999)
+        await stream.write(b"x" * 30_000)
         return stream
 
     origin.answer = begins
     async with launch(**ALLOWED, max_inflight_bytes=100_000) as fleet:
         admission = fleet.runner.app[ADMISSION]
         first = asyncio.create_task(fleet.chat(request(image(f"{origin.url}/a"))))
+        await until(lambda: origin.requests and admission.body_bytes)
+        assert (await fleet.chat(request(text("x" * 90_000))))[0] == 200
+        half.set()
         await until(lambda: 80_000 <= admission.body_bytes < 90_000)
         assert (await fleet.chat(request(image(f"{origin.url}/b"))))[0] == 503
 
