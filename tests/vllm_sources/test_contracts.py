@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from epd.api.chat import CHAT
+from epd.api.chat import CHAT, TEMPLATE
 from epd.api.items import PICTURE, TEXTS
 from epd.edge.engine_headers import SESSION
 from epd.errors import BadRequest
@@ -149,6 +149,28 @@ def test_requests_and_answers_carry_transfer_parameters(vllm: Source, api: str) 
         found = fields(vllm.a_class(path, f"{name}{kind}"))
         assert "kv_transfer_params" in found
         assert "ec_transfer_params" in found or api == "completion"
+
+
+def test_chat_requests_have_the_fields_of_their_template(vllm: Source) -> None:
+    path = "entrypoints/openai/chat_completion/protocol.py"
+
+    assert {*TEMPLATE} <= fields(vllm.a_class(path, "ChatCompletionRequest"))
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "field"),
+    [
+        ("entrypoints/serve/engine/protocol.py", "PromptTokenUsageInfo", "created_cache_tokens"),
+        ("entrypoints/openai/responses/protocol.py", "InputTokensDetails", "cache_write_tokens"),
+        ("entrypoints/anthropic/protocol.py", "AnthropicUsage", "cache_creation_input_tokens"),
+        ("entrypoints/anthropic/protocol.py", "AnthropicUsage", "input_tokens"),
+        ("entrypoints/serve/engine/protocol.py", "ModelCard", "parent"),
+    ],
+)
+def test_answers_have_the_fields_that_the_proxy_reads(
+    vllm: Source, path: str, name: str, field: str
+) -> None:
+    assert field in fields(vllm.a_class(path, name))
 
 
 def test_nixl_reads_the_parameters_that_the_proxy_sends(vllm: Source) -> None:
