@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
+from ipaddress import ip_address
 from typing import Any
 
 import orjson
@@ -194,9 +195,22 @@ def _is_missing(url: str) -> bool:
 
 def _serve(store: Store, args: argparse.Namespace) -> int:
     key = os.environ.get("EC_STORE_API_KEY", "")
+    if not key and not _is_loopback(args.host):
+        print(
+            f"ec-store: warning: every host that reaches {args.host}:{args.port} can list models "
+            "and look up entries: set EC_STORE_API_KEY, or --host 127.0.0.1",
+            file=sys.stderr,
+        )
     app = create_app(AsyncStore(store), interval_s=args.interval_s, api_key=key)
     web.run_app(app, host=args.host, port=args.port, access_log=None)
     return 0
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _as_json(row: Listed) -> str:

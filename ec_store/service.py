@@ -34,6 +34,13 @@ it samples."""
 
 BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 600.0)
 
+LATE_INTERVALS = 3
+"""Number of intervals without a success after which failing maintenance is unhealthy."""
+
+LONGEST_S = 600.0
+"""Seconds after which maintenance that has not ended is unhealthy: a sweep of a million entries
+takes about a minute."""
+
 MAX_LOOKUP_KEYS = 1024
 OPEN_PATHS = frozenset({"/health"})
 
@@ -84,6 +91,7 @@ class Maintenance:
         self.registry = CollectorRegistry()
         self._store = store
         self._interval_s = interval_s
+        self._began_s = time.monotonic()
         self._succeeded_s: float | None = None
         self._failing = False
         self._seconds = Histogram(
@@ -113,6 +121,13 @@ class Maintenance:
     def age_s(self) -> float | None:
         """Return the seconds since the last success; None before the first."""
         return None if self._succeeded_s is None else time.monotonic() - self._succeeded_s
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether nothing keeps the store within its quota any more."""
+        late_s = LATE_INTERVALS * self._interval_s
+        limit_s = late_s if self._failing else max(late_s, LONGEST_S)
+        return time.monotonic() - (self._succeeded_s or self._began_s) > limit_s
 
     async def run(self) -> None:
         """Run the maintenance until this task is cancelled."""
@@ -170,8 +185,14 @@ async def _require_key(request: web.Request, handler: Handler) -> web.StreamResp
 
 
 async def _health(request: web.Request) -> web.Response:
+    """Return 503 if the store cannot be reached, or its maintenance fails or hangs.
+
+    A lookup in a directory that is gone is only a miss, but its maintenance fails.
+    """
     await request.app[STORE].lookup([EntryKey("", "health")])
-    return _json({"status": "healthy", "maintenance_age_s": request.app[MAINTENANCE].age_s})
+    maintenance = request.app[MAINTENANCE]
+    status, code = ("late", 503) if maintenance.is_late else ("healthy", 200)
+    return _json({"status": status, "maintenance_age_s": maintenance.age_s}, code)
 
 
 async def _stats(request: web.Request) -> web.Response:

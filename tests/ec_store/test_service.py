@@ -194,6 +194,71 @@ async def test_health_reports_the_last_maintenance_and_failures_are_counted(
     assert len(logged) == 1
 
 
+async def until_health(client: TestClient[Any, Any], status: int) -> Any:
+    async with asyncio.timeout(60):
+        while True:
+            async with client.get("/health") as reply:
+                if reply.status == status:
+                    return await reply.json()
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.fault(90)
+async def test_health_fails_after_its_directory_was_removed(
+    client: TestClient[Any, Any], tmp_path: Path
+) -> None:
+    await until_age(client, lambda age_s: age_s is not None)
+    await until_health(client, 200)
+    shutil.rmtree(tmp_path / "store")
+
+    assert (await until_health(client, 503))["status"] == "late"
+
+
+@pytest.mark.fault(90)
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+async def test_health_fails_while_maintenance_fails_or_hangs(
+    client: TestClient[Any, Any], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    go = threading.Event()
+
+    def sweep(*_: object) -> int:
+        if how == "hangs":
+            go.wait(60)
+        raise StoreUnavailable("its file system fails")
+
+    monkeypatch.setattr("ec_store.service.LONGEST_S", 0.5)
+    await until_age(client, lambda age_s: age_s is not None)
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedDiskStore, "sweep", sweep)
+        assert (await until_health(client, 503))["status"] == "late"
+    go.set()
+    assert (await until_health(client, 200))["status"] == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "warned"),
+    [
+        ("127.0.0.1", "", False),
+        ("localhost", "", False),
+        ("::1", "", False),
+        ("0.0.0.0", "", True),  # noqa: S104 - it is not bound
+        ("store.example", "", True),
+        ("0.0.0.0", "secret", False),  # noqa: S104 - it is not bound
+    ],
+)
+def test_serve_warns_of_an_open_address_without_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, key: str, warned: bool
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr("ec_store.__main__.web.run_app", lambda *_, **__: None)
+    monkeypatch.setattr("builtins.print", lambda text, **_: printed.append(text))
+    monkeypatch.setenv("EC_STORE_API_KEY", key)
+    with pytest.raises(SystemExit):
+        main(["serve", f"file://{tmp_path}/store", "--host", host])
+
+    assert ("EC_STORE_API_KEY" in "".join(printed)) is warned
+
+
 async def test_figures_over_http(client: TestClient[Any, Any], url: str) -> None:
     with open_store(url) as store:
         store.put(KEY, entry())
