@@ -318,3 +318,31 @@ async def test_a_request_that_made_room_is_not_retried(launch: Launch) -> None:
         assert statuses == [b"503", b"200", b"200"]
         assert [event.error for event in fleet.events.requests if event.error] == ["overloaded"]
         assert sorted(event.retries for event in fleet.events.requests) == [0, 1, 1]
+
+
+@pytest.mark.parametrize(("count", "releases"), [(2, 1), (3, 0)])
+async def test_blocks_are_not_released_by_a_request_without_its_media(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, count: int, releases: int
+) -> None:
+    """The first of three requests has made room for the third when its client disconnects."""
+    monkeypatch.setattr(stages, "OFFER_AFTER_S", 0.0)
+    async with (
+        launch(encode=0, prefill=1, encode_servers_urls=(), max_inflight_bytes=10 * MB) as fleet,
+        AsyncExitStack() as stack,
+    ):
+        fleet.d.chat = hangs
+        writers = []
+        for number in range(count):
+            _, writer = await stack.enter_async_context(connected(fleet.url))
+            writer.write(
+                post(json.dumps(request(text(), image(PICTURE + b"%06d" % number))).encode())
+            )
+            writers.append(writer)
+            await until(lambda: len(fleet.d.calls) == len(writers))
+        fleet.d.chat = decodes
+        writers[0].transport.abort()
+        await until(lambda: fleet.events.requests)
+        await until(lambda: len(fleet.d.calls) >= count + releases)
+        await asyncio.sleep(0.5)  # in which another release would arrive
+
+        assert len(fleet.d.calls) == count + releases
