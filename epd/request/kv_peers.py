@@ -15,7 +15,7 @@ from epd.aio import Flights
 from epd.api.items import Body
 from epd.config.sections import Live
 from epd.config.sections.limits import LimitSettings
-from epd.errors import ProxyError, UpstreamDied
+from epd.errors import Outcome, ProxyError, UpstreamDied
 from epd.json_or_none import json_or_none
 from epd.request.context import RequestContext
 from epd.request.stage_inputs import PreparedRequest
@@ -86,7 +86,9 @@ class PeerRegistry:
                 url, stage="prefill", headers={}, timeout_s=self._live.current.health_timeout_s
             )
             peer = self._transfer.parse_peer(json_or_none(answer.body) if answer.ok else None)
-        except ProxyError:
+        except ProxyError as error:
+            if error.outcome is Outcome.REFUSED:  # it is not the port of the instance's requests
+                error.outcome = Outcome.UNREACHABLE
             # A success would only show that the port answers, and reset the engine's failures.
             with self._table.track_request(member[0]):
                 raise

@@ -259,6 +259,7 @@ async def test_a_missing_bootstrap_server_fails_a_request_that_needs_it(
             assert (reply.status, reply.headers["x-epd-stage"]) == (502, "prefill")
 
         assert fleet.p.calls == fleet.d.calls == []
+        assert fleet.events.changes == []  # the instance itself accepts connections
 
 
 @pytest.mark.fault(30)
