@@ -17,6 +17,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import structlog
 from aiohappyeyeballs import start_connection
 
 RENEWED_S = 10.0
@@ -46,6 +47,7 @@ class _Known:
         renew_s: time of the next lookup, on the event loop's clock, as all times.
         used_s: time of the last connect.
         missing_s: time since which the name has not existed.
+        failing: whether the last lookup failed.
         look_up: the lookup in progress.
     """
 
@@ -53,6 +55,7 @@ class _Known:
     renew_s: float = 0.0
     used_s: float = 0.0
     missing_s: float = math.inf
+    failing: bool = False
     look_up: asyncio.Task[None] | None = None
 
 
@@ -115,6 +118,9 @@ class Addresses:
             if not found:
                 raise socket.gaierror(socket.EAI_NONAME, "the host has no address")
             known.addresses, known.missing_s = deque(found), math.inf
+            if known.failing:
+                known.failing = False
+                structlog.get_logger("epd").info("name lookup works again", host=host[0])
         except (OSError, UnicodeError) as error:  # also invalid names
             missing = isinstance(error, socket.gaierror) and error.errno in MISSING
             now_s = self._loop.time()
@@ -124,6 +130,14 @@ class Addresses:
             if not known.addresses:
                 self._known.pop(host, None)
                 raise
+            if not known.failing:
+                known.failing = True
+                structlog.get_logger("epd").warning(
+                    "name lookup failed",
+                    host=host[0],
+                    reason=str(error),
+                    next="its last addresses are used",
+                )
         finally:
             known.renew_s = self._loop.time() + RENEWED_S if known.addresses else 0.0
             known.look_up = None

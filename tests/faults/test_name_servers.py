@@ -9,6 +9,7 @@ from typing import Any
 
 import dns.asyncresolver
 import pytest
+from structlog.testing import capture_logs
 
 from epd.http.addresses import Addresses
 from epd.media import names
@@ -110,6 +111,30 @@ async def test_addresses_follow_a_host_in_the_background(system: SystemNames) ->
         while len(system.asked) == 2:
             (await addresses.connect("engine.test", port)).close()
     await addresses.close()
+
+
+@pytest.mark.fault(83)
+async def test_a_failing_lookup_is_logged_once_and_its_end_too(system: SystemNames) -> None:
+    addresses = Addresses()
+    async with listening() as port:
+
+        async def lookups(number: int) -> None:
+            until_number = len(system.asked) + number
+            while len(system.asked) < until_number:
+                (await addresses.connect("engine.test", port)).close()
+
+        await lookups(1)
+        with capture_logs() as logs:
+            system.error = socket.EAI_AGAIN
+            await lookups(3)
+            system.error = 0
+            await lookups(2)
+    await addresses.close()
+
+    assert [(log["event"], log["host"]) for log in logs] == [
+        ("name lookup failed", "engine.test"),
+        ("name lookup works again", "engine.test"),
+    ]
 
 
 @pytest.mark.fault(83)

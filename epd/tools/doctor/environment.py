@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies_environment
 
 import psutil
 
@@ -106,7 +107,14 @@ def _judge_media(config: ProxyConfig) -> Iterator[Finding]:
             "the proxy fetches from any host with a public address",
             "name the allowed hosts in --allowed-media-domains",
         )
-    elif config.media_fetch == "engine":
+    elif config.media_fetch == "proxy":
+        if not config.media_fetch_trust_env and getproxies_environment().keys() & {"http", "https"}:
+            yield warn(
+                "media",
+                "the proxy fetches media directly, although HTTP_PROXY or HTTPS_PROXY is set",
+                "set --media-fetch-trust-env if only the forward proxy reaches the origins",
+            )
+    else:
         yield warn(
             "media",
             "engines fetch http(s) media themselves, from every host that they can reach",

@@ -331,8 +331,9 @@ def test_a_correct_store_is_not_a_finding() -> None:
     ],
 )
 def test_settings_that_will_cause_trouble_are_found_without_an_instance(
-    changes: dict[str, Any], subject: str
+    changes: dict[str, Any], subject: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("epd.tools.doctor.environment.getproxies_environment", dict)
     sound = {
         "host": "127.0.0.1",
         "media_fetch": "proxy",
@@ -344,6 +345,21 @@ def test_settings_that_will_cause_trouble_are_found_without_an_instance(
     after = {one.subject for one in bad(judge_host(config(**sound | changes)))} - ours
 
     assert (before, after) == (set(), {subject})
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_forward_proxy_that_media_do_not_use_is_found(
+    monkeypatch: pytest.MonkeyPatch, *, trusted: bool
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    settings = {
+        "media_fetch": "proxy",
+        "allowed_media_domains": ("example.com",),
+        "media_fetch_trust_env": trusted,
+    }
+    found = [one for one in bad(judge_host(config(**settings))) if one.subject == "media"]
+
+    assert ["--media-fetch-trust-env" in one.advice for one in found] == [True] * (not trusted)
 
 
 @pytest.mark.parametrize(
