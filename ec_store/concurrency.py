@@ -41,7 +41,12 @@ class DaemonPool:
         self._idle = 0
         self._threads = 0
         self._closed = False
-        self._warned = False
+        self._refused = self._warned = False
+
+    @property
+    def capacity(self) -> int:
+        """Return how many calls can run at once: fewer while no thread can be started."""
+        return max(1, self._threads) if self._refused else self._most
 
     @property
     def closed(self) -> bool:
@@ -92,11 +97,13 @@ class DaemonPool:
             try:
                 threading.Thread(target=self._work, name=name, daemon=True).start()
             except RuntimeError as error:  # the interpreter is exiting, or a limit is reached
+                self._refused = True
                 if self._threads == 0 and not self._warned:
                     self._warned = True
                     logger.warning(NO_THREAD, name, error)
                 return self._threads > 0
             self._threads += 1
+            self._refused = False
         return True
 
     def close(self) -> None:

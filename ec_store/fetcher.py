@@ -178,7 +178,7 @@ class Fetcher:
 
     def _refusals(self) -> tuple[bool, bool]:
         """Return whether all threads hang, and whether the breaker is open."""
-        return self._hanging >= self.threads, self._breaker.open
+        return self._hanging >= self._pool.capacity, self._breaker.open
 
     def _bypasses(self, promised: bool) -> bool:
         hanging, opened = self._refusals()

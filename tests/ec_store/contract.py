@@ -366,7 +366,7 @@ class StoreContract:
         assert sum(row.problem is not None for row in store.verify(fix=True)) == len(MALFORMED)
         assert [row.digest for row in store.verify()] == [key().digest]
 
-    @pytest.mark.fault(86)
+    @pytest.mark.fault(93)
     def test_an_entry_of_another_format_is_a_miss_and_stays(
         self, opened: Opened, monkeypatch: pytest.MonkeyPatch
     ) -> None:

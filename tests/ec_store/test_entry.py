@@ -178,7 +178,7 @@ def test_any_value_in_a_consistent_header_is_corrupt_or_a_valid_entry(header: by
         assert decode(info.key, memoryview(body)).shape == info.shape
 
 
-@pytest.mark.fault(86)
+@pytest.mark.fault(93)
 def test_only_a_header_of_another_format_is_of_another_format(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

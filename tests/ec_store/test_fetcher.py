@@ -647,3 +647,18 @@ def test_fetches_are_misses_while_no_thread_can_be_started(
     assert asked.fetcher.gauges()["queue_depth"] == 0
     asked.ask("k")
     assert asked.wait("k") is FetchState.READY
+
+
+@pytest.mark.fault(87)
+def test_fetches_end_while_the_only_thread_hangs_and_no_other_can_be_started(
+    fetching: Make, no_threads: NoThreads
+) -> None:
+    held, clock = Held(), Clock()
+    asked = fetching(held, clock=clock, timeout_s=1.0)
+    asked.ask("hangs")
+    asked.until(lambda: held.asked)
+    with no_threads():
+        asked.ask("waits")
+        clock.now = 2.0
+        assert asked.wait("hangs") is FetchState.MISSING
+        assert asked.told["waits"] is FetchState.MISSING

@@ -399,7 +399,7 @@ def test_verify_survives_malformed_entries(url: str, capsys: pytest.CaptureFixtu
     assert (code, out) == (0, "1 entries read, 0 corrupt\n")
 
 
-@pytest.mark.fault(86)
+@pytest.mark.fault(93)
 def test_verify_keeps_entries_of_another_format(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
