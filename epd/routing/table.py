@@ -130,6 +130,7 @@ class InFlight(Reservation):
         self._load.end_request(self.rank)
         self._load.answering -= self._answered
         self.was_proven = self._health.proven
+        self._answered = False
         now_s, outcome, rest_s = self._clock(), Outcome.NOTHING, None
         if error is None:
             outcome = Outcome.GOOD

@@ -218,7 +218,7 @@ async def test_lost_events_are_read_again_from_an_engine_that_has_them(launch: L
         assert (await shown(fleet)) == {one.instance.url: "precise"}
 
 
-@pytest.mark.fault(89)
+@pytest.mark.fault(86)
 async def test_a_replay_without_an_end_is_cut_and_costs_only_its_instance(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +246,7 @@ async def test_a_replay_without_an_end_is_cut_and_costs_only_its_instance(
         ]
 
 
-@pytest.mark.fault(89)
+@pytest.mark.fault(86)
 def test_the_thread_stops_in_a_replay_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epd.request.kv_events.REPLAY_S", 3600.0)
     with KVPublisher(replays=True, endless=True) as publisher:
