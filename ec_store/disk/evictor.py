@@ -83,7 +83,7 @@ class Evictor:
         self._counts = counts
         self._clock = clock
         self._ledger = ledger
-        self._lock = FileLock("evicting")
+        self._lock = FileLock("evicting.link")
 
     def free_space(self, tree: Tree, lacking: Lacking, ttl_s: float) -> Freed | None:
         """Evict the least recently used of a random sample, and its expired entries.

@@ -72,7 +72,7 @@ class Housekeeping:
         self.ledger = Ledger()
         self.settings = StoreSettings()
         self._evictor = Evictor(self.clock, self.ledger, counts)
-        self._sweeping = FileLock("sweeping")
+        self._sweeping = FileLock("sweeping.link")
         self._fruitless_until_s = float("-inf")
         self._tidy_looked_s = float("-inf")
         self._reserve_kept = True
