@@ -102,6 +102,8 @@ class Evictor:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
+            if lacking(self._ledger.total(tree.usage)) <= 0:
+                return self.free_beside(tree, lacking, ttl_s)
             # There is no room for the lock, whatever the file system reports.
             first = self.free_beside(tree, lambda _: BLOCK_BYTES, ttl_s)
             if not first.bytes:

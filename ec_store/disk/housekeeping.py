@@ -195,7 +195,7 @@ class Housekeeping:
             if error.errno not in NO_ROOM:
                 raise
             # Room for the lock, without which the ledger cannot be corrected.
-            self.evict(tree)
+            self.free_space(tree, BLOCK_BYTES)
             token = self._sweeping.acquire(tree.root, lambda: self.clock.now(tree.root))
         if token is None:
             return self._counts["evictions"] - before
