@@ -83,7 +83,7 @@ class Evictor:
         self._counts = counts
         self._clock = clock
         self._ledger = ledger
-        self._lock = FileLock("evicting")
+        self._lock = FileLock("evicting.link")
 
     def free_space(self, tree: Tree, lacking: Lacking, ttl_s: float) -> Freed | None:
         """Evict the least recently used of a random sample, and its expired entries.
@@ -102,6 +102,8 @@ class Evictor:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
+            if lacking(self._ledger.total(tree.usage)) <= 0:
+                return self.free_beside(tree, lacking, ttl_s)
             # There is no room for the lock, whatever the file system reports.
             first = self.free_beside(tree, lambda _: BLOCK_BYTES, ttl_s)
             if not first.bytes:

@@ -72,7 +72,7 @@ class Housekeeping:
         self.ledger = Ledger()
         self.settings = StoreSettings()
         self._evictor = Evictor(self.clock, self.ledger, counts)
-        self._sweeping = FileLock("sweeping")
+        self._sweeping = FileLock("sweeping.link")
         self._fruitless_until_s = float("-inf")
         self._tidy_looked_s = float("-inf")
         self._reserve_kept = True
@@ -195,7 +195,7 @@ class Housekeeping:
             if error.errno not in NO_ROOM:
                 raise
             # Room for the lock, without which the ledger cannot be corrected.
-            self.evict(tree)
+            self.free_space(tree, BLOCK_BYTES)
             token = self._sweeping.acquire(tree.root, lambda: self.clock.now(tree.root))
         if token is None:
             return self._counts["evictions"] - before

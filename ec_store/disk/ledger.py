@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
+from typing import NamedTuple
 
 import xxhash
 
@@ -126,6 +127,24 @@ class Count:
         return charged + Usage(released_bytes=max(0, -size), released=max(0, -number))
 
 
+class _OwnLine(NamedTuple):
+    """Line of this process.
+
+    Attributes:
+        name: name of its file.
+        usage: sums in the name.
+        held: file that is locked while this process lives; None on a file server.
+    """
+
+    name: str
+    usage: Usage
+    held: Folder | None
+
+    @property
+    def writer(self) -> str:
+        return self.name.partition(".")[0]
+
+
 class Ledger:
     """Usage ledger of one empty file for each process, with the sums of the process in its name.
 
@@ -142,18 +161,17 @@ class Ledger:
 
     def _begin(self) -> None:
         """Start a new line: after a fork, the present line is the parent's."""
-        self._writer = secrets.token_hex(8)
-        self._own = Usage()
-        self._name = ""
         self._unwritten = Usage()
-        self._line: Folder | None = None  # locked while this process lives
+        # One object, set after its file is locked: other threads read it without the mutex.
+        self._line: _OwnLine | None = None
 
     def writer(self, folder: Folder) -> str:
         """Return the name of this process for `DeadWriters`; that of no process without a lock."""
-        if not self._name:
+        if self._line is None:
             with suppress(OSError):  # an eviction frees the room for a line
                 self.add(folder, Usage())
-        return self._writer[:WRITER_DIGITS] if self._line else "0" * WRITER_DIGITS
+        line = self._line
+        return line.writer[:WRITER_DIGITS] if line and line.held else "0" * WRITER_DIGITS
 
     def charge(self, folder: Folder, size_bytes: int, entries: int = 1) -> None:
         """Charge an entry before it appears."""
@@ -167,14 +185,12 @@ class Ledger:
         """Add charges and releases. If it raises OSError, nothing was added."""
         with self._lock.mutex:
             change += self._unwritten
-            own = self._own + change
-            name = _line(self._writer, own)
-            if not self._name or not self._renamed(folder, name):
+            line = self._line and self._renamed(folder, self._line, change)
+            if line is None:
                 # The first change, or the line was merged into another process's: start a new line.
-                own, self._writer = change, secrets.token_hex(8)
-                name = _line(self._writer, own)
-                self._line = create_locked(folder, name)
-            self._own, self._name, self._unwritten = own, name, Usage()
+                name = _line(secrets.token_hex(8), change)
+                line = _OwnLine(name, change, create_locked(folder, name))
+            self._line, self._unwritten = line, Usage()
 
     def _add_gone(self, folder: Folder, change: Usage) -> None:
         """Add what no file shows any more: if it cannot be written, with the next change.
@@ -187,13 +203,18 @@ class Ledger:
             with self._lock.mutex:
                 self._unwritten += change
 
-    def _renamed(self, folder: Folder, name: str) -> bool:
+    @staticmethod
+    def _renamed(folder: Folder, line: _OwnLine, change: Usage) -> _OwnLine | None:
+        """Add a change to a line, and return it; None if the line is gone."""
+        usage = line.usage + change
+        name = _line(line.writer, usage)
         try:
-            folder.rename(self._name, name)
+            folder.rename(line.name, name)
         except FileNotFoundError:
             # An NFS client repeats a call if the reply is lost: the first one may have renamed it.
-            return folder.has(name)
-        return True
+            if not folder.has(name):
+                return None
+        return _OwnLine(name, usage, line.held)
 
     def total(self, folder: Folder) -> Usage:
         """Return the sum of all processes' charges and releases.
@@ -208,7 +229,8 @@ class Ledger:
         for name in folder.names():
             with suppress(OSError):
                 # The time of the last rename; the content of the file never changes.
-                if name == self._name or now_s - folder.stat(name).st_ctime <= IDLE_S:
+                own = self._line and self._line.name
+                if name == own or now_s - folder.stat(name).st_ctime <= IDLE_S:
                     continue
                 # If its process has renamed it meanwhile, `remove` returns False, and the line
                 # stays.

@@ -29,7 +29,8 @@ def _machine() -> str:
 class FileLock:
     """Symbolic link that exists while a process does exclusive work, such as eviction.
 
-    Its text names the holder, and no code follows it. On tmpfs and common disks, a link takes no
+    Its text names the holder, and no code follows it. Releases that lock with files use other
+    names, since they cannot read or remove a link. On tmpfs and common disks, a link takes no
     block, so a full file system can be evicted from. On a file system without symbolic links, the
     lock is a file with the same content.
 

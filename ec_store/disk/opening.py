@@ -171,20 +171,19 @@ class DiskOpening:
         return tree
 
     def _read_or_write_settings(self, root: Folder, *, create: bool) -> StoreSettings:
-        content = self._defaults.to_json()
         with suppress(SettingsLost):
+            content = self._defaults.to_json()
             held = read_settings(root)
             if held is None and create and not root.add(NAME, content, durable=self._durable):
                 held = read_settings(root)
             return held or self._defaults
+        # Not rewritten: these may be the defaults of a command, and would apply to every process.
         logger.error(
-            "config.json of the store in %s is empty or cut, as after a power failure. The store "
-            "gets the settings of this process: check them with `ec-store configure`",
+            "config.json of the store in %s is empty or cut, as after a power failure. This "
+            "process uses the settings of its URL, or the defaults: write those of the store with "
+            "`ec-store configure`",
             self._config.path,
         )
-        if create:
-            with suppress(OSError):  # such as a full disk: its entries can still be read
-                root.replace(NAME, content, durable=self._durable)
         return self._defaults
 
     def _root(self, *, create: bool) -> Folder:

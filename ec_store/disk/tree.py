@@ -12,7 +12,7 @@ quarantine/<digest>.<random>                a corrupt entry
 usage/<writer>.<sums>.<checksum>            bytes and entries that one process wrote and removed;
                                             the process locks the file until it ends
 clock                                       touched to measure the file server's time
-evicting, sweeping                          links; their text is the evicting, sweeping process
+evicting.link, sweeping.link                locks; their text is the evicting, sweeping process
 tidied, swept                               times of the last removal of leftovers, last sweep
 
 The policy determines how many bytes to free and which entries to evict, without I/O.

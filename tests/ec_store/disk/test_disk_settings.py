@@ -227,7 +227,7 @@ def test_configure_changes_given_settings_and_replaces_unreadable_ones(
 
 @pytest.mark.fault(24)
 @pytest.mark.parametrize("content", [b"", b"\0\0", b'{\n "format": 1,\n "max_by'])
-def test_store_with_settings_that_a_power_failure_cut_is_used_and_repaired(
+def test_store_with_settings_that_a_power_failure_cut_is_used_until_it_is_configured(
     root: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
     with opened(root, "max_bytes=1GiB") as store:
@@ -236,12 +236,16 @@ def test_store_with_settings_that_a_power_failure_cut_is_used_and_repaired(
     with opened(root, create=False) as reader:
         assert_same(sized(10), reader.get(key()))
         assert reader.settings == StoreSettings()
-    assert (root / NAME).read_bytes() == content
     with opened(root, "max_bytes=2GiB") as store:
         assert_same(sized(10), store.get(key()))
-
-    assert held(root).max_bytes == 2 * 2**30
-    assert [it.levelname for it in caplog.records if "empty or cut" in it.message] == ["ERROR"] * 2
+        assert store.put(key("more"), sized(10)) is True
+        assert store.settings == StoreSettings(max_bytes=2 * 2**30)
+        assert (root / NAME).read_bytes() == content
+        logged = [it for it in caplog.records if "This process uses" in it.message]
+        assert [it.levelname for it in logged] == ["ERROR"] * 2
+        with opened(root) as other:
+            other.configure(GivenSettings(max_bytes=3 * 2**30))
+        assert held(root) == StoreSettings(max_bytes=3 * 2**30)
 
 
 @pytest.mark.fault(24)

@@ -216,3 +216,20 @@ def test_entry_in_use_stays_without_room_for_a_second_name(
         assert getattr(os, refused) is real
         assert store.get(key()) is not None
         assert files(root, "entries") == [path_of(root, key())]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_eviction_without_room_for_its_lock_takes_nothing_if_nothing_is_lacking(
+    root: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A user's quota of files may be used up by others, while the store is half empty."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with opened(root) as store:
+        for one in ENTRIES:
+            store.put(one, sized(100))
+        monkeypatch.setattr(os, "symlink", full)
+        assert store.evict() == 0
+        assert None not in store.lookup(ENTRIES)

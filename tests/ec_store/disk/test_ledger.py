@@ -1,6 +1,7 @@
 """Lines of the ledger: their sum, lines of ended processes, and invalid lines."""
 
 import errno
+import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ec_store.disk.files import Folder, Modes
-from ec_store.disk.ledger import IDLE_S, Ledger, Usage
+from ec_store.disk.ledger import IDLE_S, DeadWriters, Ledger, Usage
 from tests.ec_store.contract import key, sized
 from tests.ec_store.disk.on_disk import opened
 
@@ -65,6 +66,28 @@ def test_a_process_begins_a_new_line_after_its_line_was_merged(folder: Folder) -
     idle.release(folder, 1000)
 
     assert evictor.total(folder) == Usage(1501, 3, 1000, 1)
+
+
+def test_writer_whose_line_was_merged_is_alive_while_it_begins_a_new_one(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other threads name staging files meanwhile, which an eviction removes if they look dead."""
+    idle, evictor = Ledger(), Ledger()
+    idle.charge(folder, 1000)
+    evictor.charge(folder, 1)
+    evictor.merge(folder, now_s(folder) + LATER_S)
+    flock, dead = fcntl.flock, list[bool]()
+
+    def before(fd: int, operation: int) -> None:
+        if operation & fcntl.LOCK_EX:
+            dead.append(idle.writer(folder) in DeadWriters(folder))
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", before)
+    idle.charge(folder, 500)
+
+    assert dead == [False]
+    assert idle.writer(folder) not in DeadWriters(folder)
 
 
 def test_line_that_changes_while_it_is_merged_is_not_lost(

@@ -12,7 +12,7 @@ from ec_store.disk.files import Folder, Modes
 from ec_store.disk.lock import FileLock
 from tests.ec_store.disk.on_disk import age, take_lock
 
-NAME = "evicting"
+NAME = "evicting.link"
 
 
 @pytest.fixture

@@ -243,7 +243,7 @@ def test_sweep_that_lost_its_lock_corrects_nothing(
 
         def scanned(*args: Any) -> Any:
             if taken:
-                take_lock(root / "sweeping")
+                take_lock(root / "sweeping.link")
             return scan(*args)
 
         monkeypatch.setitem(vars(tree), "_scan", scanned)
@@ -251,7 +251,7 @@ def test_sweep_that_lost_its_lock_corrects_nothing(
         store._keeper.sweep(store._opening.tree(), 0.0)  # noqa: SLF001
 
         assert store.stats().entries == (10 if taken else 1)
-        assert (root / "sweeping").is_symlink() == taken
+        assert (root / "sweeping.link").is_symlink() == taken
 
 
 def sweep(store: SharedDiskStore) -> None:
@@ -448,14 +448,14 @@ def test_evictor_that_lost_its_lock_ends(root: Path, monkeypatch: pytest.MonkeyP
         store.configure(GivenSettings(max_bytes=100 * BLOCK))
 
         def taken_by_another(_: Sequence[EvictionCandidate]) -> None:
-            take_lock(root / "evicting")
+            take_lock(root / "evicting.link")
 
         choosing(monkeypatch, taken_by_another)
         store.evict()
 
         # Only one batch, and the lock of the other evictor stays.
         assert 0 < store.stats().evictions <= 16
-        assert str((root / "evicting").readlink()) == "elsewhere/1 1 token"
+        assert str((root / "evicting.link").readlink()) == "elsewhere/1 1 token"
 
 
 def test_entry_that_replaced_a_corrupt_one_is_not_quarantined(
@@ -507,11 +507,33 @@ def test_lease_of_a_thousand_years_is_ignored_and_swept(root: Path) -> None:
 # Concurrent evictors
 
 
+@pytest.mark.parametrize("name", ["evicting", "sweeping"])
+def test_lock_is_no_link_under_the_name_of_an_older_checkout(
+    root: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Those do not follow links, and would neither evict nor sweep again."""
+    scan, held = vars(tree)["_scan"], set[str]()
+
+    def scanned(*args: Any) -> Any:
+        held.update(path.name for path in root.iterdir() if path.is_symlink())
+        return scan(*args)
+
+    with opened(root) as store:
+        store.put(key(), sized(100))
+        (root / name).write_text("elsewhere/1 1 token")
+        monkeypatch.setitem(vars(tree), "_scan", scanned)
+        store.sweep()
+        store.evict()
+
+    assert held == {"evicting.link", "sweeping.link"}
+    assert (root / name).read_text() == "elsewhere/1 1 token"
+
+
 def test_lock_of_a_thread_that_lost_it_is_not_that_of_the_next_thread(root: Path) -> None:
     root.mkdir()
-    folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting")
+    folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting.link")
     first = lock.acquire(folder, time.time)
-    age(root / "evicting", 60)
+    age(root / "evicting.link", 60)
     second = lock.acquire(folder, time.time)
 
     assert first is not None
@@ -526,19 +548,19 @@ def test_lock_of_a_thread_that_lost_it_is_not_that_of_the_next_thread(root: Path
 @pytest.mark.parametrize("ahead_s", [10, 1000])
 def test_lock_far_ahead_of_the_clock_is_broken(root: Path, ahead_s: float) -> None:
     root.mkdir()
-    folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting")
+    folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting.link")
     assert lock.acquire(folder, time.time) is not None
-    age(root / "evicting", -ahead_s)
+    age(root / "evicting.link", -ahead_s)
 
     assert (lock.acquire(folder, time.time) is not None) == (ahead_s > 30)
 
 
 def test_lock_of_an_impossible_process_is_broken(root: Path) -> None:
     root.mkdir()
-    folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting")
+    folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting.link")
     assert lock.acquire(folder, time.time) is not None
-    machine = str((root / "evicting").readlink()).partition(" ")[0]
-    take_lock(root / "evicting", f"{machine} {2**63} token")
+    machine = str((root / "evicting.link").readlink()).partition(" ")[0]
+    take_lock(root / "evicting.link", f"{machine} {2**63} token")
 
     assert lock.acquire(folder, time.time) is not None
 
@@ -579,7 +601,7 @@ def test_entry_whose_predecessor_could_not_be_released_is_released_with_the_next
 @contextmanager
 def evicting(root: Path) -> Iterator[Callable[[], None]]:
     """Hold the lock of a living evictor."""
-    folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting")
+    folder, lock = Folder.open_path(str(root), Modes()), FileLock("evicting.link")
     token = lock.acquire(folder, time.time)
     assert token is not None
     yield lambda: lock.release(folder, token)
@@ -901,7 +923,7 @@ def test_a_link_with_a_lost_reply_counts_as_made(
         assert store.put(key(), sized(100)) is True
         assert store.stats().entries == 1
         assert store.evict() == 0
-        assert not (root / "evicting").is_symlink()
+        assert not (root / "evicting.link").is_symlink()
 
 
 def test_clock_makes_no_file_each_time(root: Path) -> None:

@@ -685,10 +685,10 @@ def test_a_store_that_lost_its_ledger_counts_again(root: Path) -> None:
 def test_the_lock_of_a_dead_evictor_is_broken(root: Path, store: SharedDiskStore) -> None:
     child = os.fork()
     if child == 0:
-        FileLock("evicting").acquire(store._opening.tree().root, time.time)  # noqa: SLF001 - held until the child dies
+        FileLock("evicting.link").acquire(store._opening.tree().root, time.time)  # noqa: SLF001 - held until the child dies
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert (root / "evicting").is_symlink()
+    assert (root / "evicting.link").is_symlink()
     store.put(key(), entry())
     age(path_of(root, key()), 30 * 24 * HOUR)
 
@@ -700,12 +700,12 @@ def test_the_lock_of_another_machine_is_broken_when_it_is_old(
 ) -> None:
     store.put(key(), entry())
     age(path_of(root, key()), 30 * 24 * HOUR)
-    take_lock(root / "evicting")
+    take_lock(root / "evicting.link")
 
     assert store.evict() == 0
-    age(root / "evicting", 60)
+    age(root / "evicting.link", 60)
     assert store.evict() == 1
-    assert not (root / "evicting").is_symlink()
+    assert not (root / "evicting.link").is_symlink()
 
 
 # Disks

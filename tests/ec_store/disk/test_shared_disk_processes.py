@@ -184,4 +184,4 @@ def test_evictors_in_many_processes_count_each_entry_once(root: Path) -> None:
         assert len(list(store.ls())) == left
         assert store.stats().entries == left
         assert store.stats().bytes == entries_bytes(root) <= MAX_BYTES
-        assert not (root / "evicting").is_symlink()
+        assert not (root / "evicting.link").is_symlink()
