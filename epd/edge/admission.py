@@ -193,9 +193,10 @@ class AdmittedRequest:
             Overloaded: the bytes of all requests would exceed the limit.
             TooManyRequests: the bytes of the tenant's requests would exceed its limit.
         """
-        if size > self.size:
-            self._admission.take_bytes(self._use, size - self.size)
-            self.size = size
+        more = size - self.size
+        if more > 0:
+            self._admission.take_bytes(self._use, more)
+            self.size += more  # which is less now if its own media made the room
 
     def check_room(self, size: int) -> None:
         """Raise as `grow` does if there is no room for a body of this size. Nothing is counted."""

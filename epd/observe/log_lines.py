@@ -111,7 +111,7 @@ class LineWriter:
                 continue
             # The lines are lost if the reader has closed the stream.
             with suppress(OSError):
-                for part in _parts(_ended(render()) for render in batch):
+                for part in _parts(map(_rendered, batch)):
                     self._write(part)
             self._written += len(batch)
             if self.dropped > self._reported:
@@ -154,5 +154,9 @@ def _parts(lines: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(part)
 
 
-def _ended(line: str | bytes) -> bytes:
+def _rendered(render: Rendering) -> bytes:
+    try:
+        line = render()
+    except Exception as error:  # noqa: BLE001 - a defect in one line must not end the log
+        line = f"a log line could not be rendered: {type(error).__name__}"
     return (line.encode(errors="backslashreplace") if isinstance(line, str) else line) + b"\n"

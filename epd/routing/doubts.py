@@ -5,6 +5,7 @@ Some requests fail on every instance, such as a video that the model's processor
 another instance tells them apart.
 """
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -59,5 +60,10 @@ class Doubts:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the request must not be sent again, because it fails on proven instances."""
-        return sum([doubt.using.was_proven for doubt in self._doubts]) >= MAX_DOUBTS
+        """Whether the request must not be sent again, because it fails on proven instances.
+
+        500s of different items say nothing about each other.
+        """
+        counts = Counter([doubt.subject for doubt in self._doubts if doubt.using.was_proven])
+        whole = counts.pop(None, 0)
+        return whole + max(counts.values(), default=0) >= MAX_DOUBTS

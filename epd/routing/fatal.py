@@ -156,8 +156,10 @@ class _Tenant(Deaths):
         before = self.count
         self.add(instance, now_s)
         if self.count > before:
+            # A host that fails ends its instances within moments: that is one death of a kind.
+            if not self.times or now_s - self.times[-1] > SAME_DEATH_S:
+                self.credit[kind] = self.credit.get(kind, 0) - ANSWERS_PER_DEATH
             self.times.append(now_s)
-            self.credit[kind] = self.credit.get(kind, 0) - ANSWERS_PER_DEATH
 
     def count_answer(self, kind: int) -> None:
         credit = self.credit.get(kind, 0)
@@ -167,9 +169,9 @@ class _Tenant(Deaths):
     def is_proven(self, kind: int) -> bool:
         return self.credit.get(kind, 0) > 0
 
-    def forget_deaths(self) -> None:
-        self.times.clear()
-        self.pins.clear()
+    def has_died_often(self, within_s: float, now_s: float) -> bool:
+        """Return whether the latest `MAX_TENANT_DEATHS` deaths came within this time."""
+        return len(self.times) == MAX_TENANT_DEATHS and now_s < self.times[0] + within_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,10 +224,9 @@ class FatalRequests:
     def _quarantined(self, watched: Watched) -> _Tenant | None:
         """Return the tenant of a request that must be in quarantine; None for another one."""
         tenant = self._tenants.get(watched.tenant)
-        if tenant is None or len(tenant.times) < MAX_TENANT_DEATHS:
+        if tenant is None or not tenant.has_died_often(self._reject_s(), self._clock()):
             return None
-        lasts = self._clock() < tenant.times[0] + self._reject_s()
-        return tenant if lasts and not tenant.is_proven(watched.kind) else None
+        return None if tenant.is_proven(watched.kind) else tenant
 
     def is_suspect(self, watched: Watched, item: str) -> bool:
         """Return whether an instance has died while it served an item, or the request's body."""
@@ -246,8 +247,8 @@ class FatalRequests:
         now_s = self._clock()
         watched.record_death(instance, now_s)
         tenant = self._tenant(watched)
-        if tenant.times and now_s >= tenant.times[-1] + self._reject_s():
-            tenant.forget_deaths()
+        if not tenant.has_died_often(self._reject_s(), now_s):
+            tenant.pins = {}  # an earlier quarantine may have named instances that are gone
         tenant.count_death(instance, watched.kind, now_s)
         if self._quarantined(watched) is not None:
             watched.most_deaths = 1

@@ -93,7 +93,8 @@ def _obey_signals(orders: Orders, live: LiveConfig, loop: asyncio.AbstractEventL
             config = live.current
             # Ctrl-C: there is no load balancer to notify, and the operator waits at the terminal.
             delay_s = config.drain_delay_s if received.si_signo == signal.SIGTERM else 0
-            _exit_within(delay_s + config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S)
+            # The first process of several kills its workers before that.
+            _exit_within(delay_s + config.drain_timeout_s + CUT_S + CLEANUP_S + 3 * GRACE_S)
             cause = (
                 f"{signal.Signals(received.si_signo).name} from {_process_name(received.si_pid)}"
             )

@@ -391,6 +391,17 @@ def test_offered_bytes_make_room_the_oldest_first_and_the_tenants_own_for_its_li
     assert (admitted.body_bytes, admitted.offers) == (0, {})
 
 
+def test_a_request_that_makes_room_by_its_own_offer_counts_all_its_bytes() -> None:
+    admitted = admission(max_body_bytes=50)
+    with admitted.request(ALICE) as request:
+        request.grow(90)
+        request.may_give_up(70, lambda: None)
+        request.add(20)
+
+        assert request.size == admitted.body_bytes == 40
+    assert admitted.body_bytes == 0
+
+
 @given(st.integers(1, 200), st.lists(st.floats(0, 40), max_size=120))
 def test_a_tenant_has_at_most_twice_its_limit_in_a_minute(limit: int, gaps: list[float]) -> None:
     pace, use, now_s, admitted = RateLimiter(limit), TenantUse(), 1e6, list[float]()

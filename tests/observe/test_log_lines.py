@@ -234,6 +234,21 @@ def test_a_stream_that_is_not_read_delays_nothing_and_holds_a_bounded_number_of_
     assert stream.getvalue().endswith(b"\nlater\n")
 
 
+def test_a_line_that_cannot_be_rendered_ends_no_log(stream: Written) -> None:
+    def fail() -> str:
+        raise ValueError
+
+    async def write() -> None:
+        lines.write_soon(fail)
+
+    lines = LineWriter(stream)
+    asyncio.run(write())
+    lines.write("later")
+    lines.flush()
+
+    assert stream.getvalue() == b"a log line could not be rendered: ValueError\nlater\n"
+
+
 def test_a_process_exits_although_its_log_stream_is_not_read(stream: Written) -> None:
     never = threading.Event()
 

@@ -274,6 +274,32 @@ def test_a_long_history_of_answers_outweighs_no_more_than_three_deaths() -> None
     assert in_quarantine(deaths)
 
 
+def test_a_host_that_ends_all_its_instances_puts_no_proven_kind_in_quarantine() -> None:
+    deaths = Deaths()
+    survives(deaths, POISON, 1000)
+    for number in range(8):
+        watched = Watched("t", f"body {number}", kind=POISON)
+        instance = Instance(Role.DECODE, f"http://d{number}:1")
+        deaths.ledger.after(UpstreamDied("it broke", stage="decode"), instance, watched)
+        assert not watched.is_spent
+
+    assert not in_quarantine(deaths)
+
+
+def test_a_later_quarantine_chooses_its_instances_anew() -> None:
+    deaths = Deaths()
+    dies_varied(deaths, MAX_TENANT_DEATHS)
+    first = Watched("t", "b", kind=POISON)
+    assert deaths.ledger.restrict(first)
+    first.pin("decode", ONE)
+    deaths.now_s += REJECT_S - 1  # the first quarantine has ended, and its last death is recent
+    dies_varied(deaths, MAX_TENANT_DEATHS)
+
+    second = Watched("t", "c", kind=POISON)
+    assert deaths.ledger.restrict(second)
+    assert second.pins == {}
+
+
 def test_a_quarantine_ends_when_three_deaths_are_no_longer_recent() -> None:
     deaths = Deaths()
     dies_varied(deaths, MAX_TENANT_DEATHS)
