@@ -4,8 +4,7 @@ from urllib.parse import urlsplit
 
 from ec_store.config import redacted
 from ec_store.disk.config import DiskConfig
-from ec_store.redis.turns import TURNS
-from ec_store.redis.url import redis_options
+from ec_store.redis.url import TURNS, redis_options
 
 DISK = ("file",)
 REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster")

@@ -46,6 +46,10 @@ PAUSES_S = (0.002, 0.1)
 FRUITLESS_S = 1.0
 """Seconds for which a store without evictable entries counts as full without another check."""
 
+USELESS_S = 30.0
+"""Seconds for which no room is made for failed writes after an eviction that did not help, as under
+a quota that entries of this store do not count for: each write would evict, and fail."""
+
 AHEAD = 8
 """Multiple of its entry's size that a writer frees beyond what is lacking, as far as the quota has
 a margin, so that the next writers find room."""
@@ -74,6 +78,7 @@ class Housekeeping:
         self._evictor = Evictor(self.clock, self.ledger, counts)
         self._sweeping = FileLock("sweeping.link")
         self._fruitless_until_s = float("-inf")
+        self._useless_until_s = float("-inf")
         self._tidy_looked_s = float("-inf")
         self._reserve_kept = True
 
@@ -140,12 +145,15 @@ class Housekeeping:
         The file system may still report free space, for example under a user's quota.
 
         Returns:
-            Whether entries were evicted, also if only fewer bytes.
+            Whether entries were evicted, also if only fewer bytes. False for `USELESS_S` after
+            `record_useless`.
 
         Raises:
             StoreUnavailable: another process evicts for too long.
             OSError: entries cannot be read.
         """
+        if time.monotonic() < self._useless_until_s:
+            return False
         patience = _EvictionWait()
 
         def size(_: Usage) -> int:
@@ -155,6 +163,10 @@ class Housekeeping:
             freed = self._free_or_wait(tree, size, size, size_bytes, patience)
             if freed != (0, False):
                 return not freed.full
+
+    def record_useless(self) -> None:
+        """Record that a write failed for lack of space although `free_space` evicted for it."""
+        self._useless_until_s = time.monotonic() + USELESS_S
 
     def evict(self, tree: Tree) -> int:
         """Free room ahead of writers, and remove the expired entries of a small sample.

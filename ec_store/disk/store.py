@@ -248,6 +248,7 @@ class SharedDiskStore(Store):
             if self._read(key, load_header, use=True):
                 return False
             self._forget_expired(key.digest)
+        evicted = False
         for room_bytes in (taken_bytes(size) << n for n in range(ROOM_MADE)):
             try:
                 return self._write(
@@ -257,12 +258,18 @@ class SharedDiskStore(Store):
                 if error.errno in NO_ROOM:
                     if not self._keeper.free_space(self._opening.tree(), room_bytes):
                         break
+                    evicted = True
                 elif error.errno in {errno.ENOENT, errno.ESTALE}:
                     self._opening.reopen_later()  # the directory was removed while it was open
                 else:
                     raise
         # The last time, with room or with the directory that is there now.
-        return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
+        try:
+            return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
+        except OSError as error:
+            if evicted and error.errno in NO_ROOM:
+                self._keeper.record_useless()
+            raise
 
     def _forget_expired(self, digest: str) -> None:
         """Remove an entry that readers ignore, expired or too large, but that occupies the name.

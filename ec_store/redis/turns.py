@@ -17,12 +17,11 @@ from typing import NamedTuple
 
 from ec_store.errors import StoreUnavailable
 from ec_store.redis.client import OutOfMemory, RedisClient
+from ec_store.redis.url import TURNS
 
 LARGE_BYTES = 4 * 2**20
 """Size in bytes from which an entry needs a turn."""
 
-TURNS = 4
-"""Number of large entries that may be written at once: as many as keep a server's core busy."""
 
 PAUSE_S = 0.02
 """Longest pause in seconds between two attempts to take a turn."""

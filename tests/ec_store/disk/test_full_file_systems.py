@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ec_store import StoreUnavailable
+from ec_store.disk import entry_files, housekeeping
 from ec_store.disk.files import Folder, Modes
 from ec_store.disk.ledger import Ledger
 from ec_store.disk.store import SharedDiskStore
@@ -233,3 +234,30 @@ def test_eviction_without_room_for_its_lock_takes_nothing_if_nothing_is_lacking(
         monkeypatch.setattr(os, "symlink", full)
         assert store.evict() == 0
         assert None not in store.lookup(ENTRIES)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_writes_that_no_eviction_helps_do_not_empty_the_store(
+    root: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    def fail_to_put(number: int) -> int:
+        with pytest.raises(StoreUnavailable):
+            store.put(key(f"new-{number}"), sized(100))
+        return store.stats().evictions
+
+    with opened(root) as store:
+        for one in ENTRIES:
+            store.put(one, sized(100))
+        with monkeypatch.context() as patched:
+            patched.setattr(entry_files, "write", full)
+            evicted = fail_to_put(0)
+            assert 0 < evicted < 10
+            assert {fail_to_put(number) for number in range(1, 9)} == {evicted}
+
+            patched.setattr(housekeeping, "USELESS_S", 0.0)
+            store._keeper.record_useless()  # noqa: SLF001 - begins the shorter time
+            assert fail_to_put(9) > evicted
+        assert store.put(key("new"), sized(100)) is True
