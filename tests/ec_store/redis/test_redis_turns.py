@@ -14,8 +14,8 @@ from ec_store import StoreUnavailable
 from ec_store.redis.client import RedisClient
 from ec_store.redis.entries import RedisEntries
 from ec_store.redis.store import RedisStore
-from ec_store.redis.turns import LARGE_BYTES, TURNS, WriteTurns
-from ec_store.redis.url import redis_options
+from ec_store.redis.turns import LARGE_BYTES, WriteTurns
+from ec_store.redis.url import TURNS, redis_options
 from tests.ec_store.contract import assert_same, key, sized
 from tests.support.redis_server import RedisServer
 
