@@ -218,6 +218,10 @@ class ServerConnection(aiohttp_private.RequestHandler):
         self._write_timer = _later(LINGER_S, transport.abort)
 
 
+CLOSE_POLL_S = 0.01
+"""Interval at which a server that ends looks for connections that are not closed yet."""
+
+
 class EdgeServer(web.Server):
     """Factory of `ServerConnection`s, which limits how many are open."""
 
@@ -276,6 +280,12 @@ class EdgeServer(web.Server):
             return False
         self._turned_away.add(connection)
         return True
+
+    async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - aiohttp's
+        """Close all connections; without a timeout, wait until their clients have all bytes."""
+        await super().shutdown(timeout)
+        while timeout is None and self._open:  # noqa: ASYNC110 - only at the end of the process
+            await asyncio.sleep(CLOSE_POLL_S)
 
     def release_place(self, connection: ServerConnection) -> None:
         self._open.discard(connection)
