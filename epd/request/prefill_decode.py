@@ -15,7 +15,7 @@ from epd.request.stage_inputs import EarlyTargets, PreparedRequest
 from epd.request.stages import Opened, Prefilled, Stages
 from epd.request.targets import Decoders
 from epd.routing.balance import Choice
-from epd.routing.fatal import FatalRequests, in_quarantine
+from epd.routing.fatal import FatalRequests
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
 from epd.transfer.kv import KVTransfer, Pair
@@ -228,24 +228,19 @@ class PrefillDecodeStages:
 
     def _prefill_instance(self, prepared: PreparedRequest) -> Instance:
         attempt, context = prepared.stage_input.attempt, prepared.stage_input.context
-        url, watched = attempt.course.prefill_url, context.watched
+        url = attempt.course.prefill_url
         if url is None:
-            fits = watched.fits("prefill")
-            try:
-                chosen = self._prefills.best_instance(
+            return context.watched.choose_instance(
+                "prefill",
+                lambda fits: self._prefills.best_instance(
                     attempt.avoided_prefills,
                     balance=context.config.prefill_balance,
                     session=context.session,
                     prefix=prepared.prefill_prefix,
                     prefer=None if context.turn is None else context.turn.prefers_prefill,
                     fits=fits,
-                )
-            except NoInstance as error:
-                if fits is None:
-                    raise
-                raise in_quarantine("prefill") from error
-            watched.pin("prefill", chosen)
-            return chosen
+                ),
+            )
         if (local := self._table.find_instance(url, Role.PREFILL)) is None:
             raise NoInstance(
                 "the prefill instance beside the proxy is not in the instance table; register it",

@@ -29,7 +29,6 @@ from epd.policies.plan import Course, Facts
 from epd.request.context import RequestContext
 from epd.request.recovery import Attempt
 from epd.routing.balance import Choice
-from epd.routing.fatal import in_quarantine
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.table import InstanceTable
@@ -191,23 +190,17 @@ class Decoders:
             named = await self._picked(attempt, context, prefill)
         if named is not None:
             return named
-        watched = context.watched
-        fits = watched.fits("decode")
-        try:
-            chosen = self._choice.best_instance(
+        return context.watched.choose_instance(
+            "decode",
+            lambda fits: self._choice.best_instance(
                 attempt.avoided_decodes,
                 balance=context.config.decode_balance,
                 session=context.session,
                 prefix=prefix,
                 prefer=None if context.turn is None else context.turn.prefers_decode,
                 fits=fits,
-            )
-        except NoInstance as error:
-            if fits is None:
-                raise
-            raise in_quarantine("decode") from error
-        watched.pin("decode", chosen)
-        return chosen
+            ),
+        )
 
     def has_untried(self, course: Course, tried: Collection[Instance]) -> bool:
         """Return whether there is an eligible instance that has not been tried.

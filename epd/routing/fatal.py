@@ -22,7 +22,7 @@ import structlog
 from xxhash import xxh3_128_hexdigest
 
 from ec_store.bounded import BoundedDict
-from epd.errors import Stage, SuspectedFatal, UpstreamDied
+from epd.errors import NoInstance, Stage, SuspectedFatal, UpstreamDied
 from epd.routing.instances import Instance
 
 MAX_DEATHS = 2
@@ -118,6 +118,25 @@ class Watched:
         if self.pins is None or (url := self.pins.get(stage)) is None:
             return None
         return lambda instance: instance.url == url
+
+    def choose_instance(
+        self, stage: Stage, best: Callable[[Callable[[Instance], bool] | None], Instance]
+    ) -> Instance:
+        """Return the best instance to which it may be sent, and pin it in a quarantine.
+
+        Raises:
+            SuspectedFatal: its pinned instance may get no requests now.
+            NoInstance: no instance may.
+        """
+        fits = self.fits(stage)
+        try:
+            chosen = best(fits)
+        except NoInstance as error:
+            if fits is None:
+                raise
+            raise in_quarantine(stage) from error
+        self.pin(stage, chosen)
+        return chosen
 
     def pin(self, stage: Stage, instance: Instance) -> None:
         """Send this and all further requests in quarantine to this instance, unless to another."""
