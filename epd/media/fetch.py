@@ -216,16 +216,11 @@ class MediaFetcher:
         session = self._direct if proxy is None else self._proxied
         with _translated(proxy, listed=bool(config.allowed_media_domains)):
             async with session.get(
-                url,
-                headers=headers,
-                allow_redirects=False,
-                proxy=proxy,
+                url, headers=headers, allow_redirects=False, proxy=proxy
             ) as response:
-                if (
-                    proxy is not None
-                    and response.status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED
-                ):
-                    raise MediaFetchFailed(f"the forward proxy answered {response.status}")
+                status = response.status
+                if proxy is not None and status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
+                    raise MediaFetchFailed(f"the forward proxy answered {status}")
                 yield response
 
     async def _read(
@@ -238,8 +233,7 @@ class MediaFetcher:
         """
         _check_head(response)
         config = self._live.current
-        whole = config.worker_max_body_bytes // GROUP * GROUP_BYTES
-        limit = min(config.max_media_bytes, whole)
+        limit = min(config.max_media_bytes, config.worker_max_body_bytes // GROUP * GROUP_BYTES)
         length = response.content_length or 0
         if length > limit:
             raise _too_large(limit)
