@@ -35,7 +35,7 @@ OVERLOADED = ItemPlace(local=True, reason="overloaded")
 """Place of an item that no encode instance is expected to encode in time."""
 
 
-FITS_SHARE = 0.5
+FITS_SHARE = 0.75
 """Share of the time of an item's first try within which its encode must be predicted to end."""
 
 
