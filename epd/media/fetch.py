@@ -141,7 +141,7 @@ class MediaFetcher:
         Raises:
             BadRequest: the URL is not allowed, or the media are too large.
             MediaFetchFailed: the origin does not have the media, failed, or timed out.
-            TryLater: the memory limit is reached.
+            TryLater: the memory limit is reached, or other downloads have all slots for too long.
         """
         target = check_url(self._live.current, url)
         key = CacheKey(held.scope, modality, str(target))
@@ -153,11 +153,12 @@ class MediaFetcher:
     async def _load(
         self, key: CacheKey, target: URL, known: CachedMedia | None, held: HeldBytes
     ) -> Media:
+        limit_s = self._live.current.media_timeout_s
         try:
             # The download outlives its first request if other requests wait for it.
             # The wait for a slot does not count as time of the origin.
-            async with self._slots.slot(key.scope):
-                async with asyncio.timeout(self._live.current.media_timeout_s):
+            async with self._slots.slot(key.scope, limit_s):
+                async with asyncio.timeout(limit_s):
                     with held.separate_count() as own:
                         entry = await self._download(target, key, known, own)
         except TimeoutError:
@@ -215,16 +216,11 @@ class MediaFetcher:
         session = self._direct if proxy is None else self._proxied
         with _translated(proxy, listed=bool(config.allowed_media_domains)):
             async with session.get(
-                url,
-                headers=headers,
-                allow_redirects=False,
-                proxy=proxy,
+                url, headers=headers, allow_redirects=False, proxy=proxy
             ) as response:
-                if (
-                    proxy is not None
-                    and response.status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED
-                ):
-                    raise MediaFetchFailed(f"the forward proxy answered {response.status}")
+                status = response.status
+                if proxy is not None and status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
+                    raise MediaFetchFailed(f"the forward proxy answered {status}")
                 yield response
 
     async def _read(
@@ -237,8 +233,7 @@ class MediaFetcher:
         """
         _check_head(response)
         config = self._live.current
-        whole = config.worker_max_body_bytes // GROUP * GROUP_BYTES
-        limit = min(config.max_media_bytes, whole)
+        limit = min(config.max_media_bytes, config.worker_max_body_bytes // GROUP * GROUP_BYTES)
         length = response.content_length or 0
         if length > limit:
             raise _too_large(limit)

@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from weakref import WeakValueDictionary
+
+from epd.errors import Overloaded
 
 SLOTS = 64
 """Maximum number of concurrent downloads of a process."""
@@ -24,8 +26,21 @@ class DownloadSlots:
         self._of_tenants: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @asynccontextmanager
-    async def slot(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it until the context exits."""
+    async def slot(self, tenant: str, wait_s: float) -> AsyncIterator[None]:
+        """Wait for a slot, at most `wait_s` seconds, and hold it until the context exits.
+
+        Raises:
+            Overloaded: no slot was free in time.
+        """
         own = self._of_tenants.setdefault(tenant, asyncio.Semaphore(TENANT_SLOTS))
-        async with own, self._slots:
+        async with AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await held.enter_async_context(own)
+                    await held.enter_async_context(self._slots)
+            except TimeoutError:
+                raise Overloaded(
+                    f"other downloads of media took all slots for {wait_s:.0f} s: send the request "
+                    "again later, or send the media in it"
+                ) from None
             yield

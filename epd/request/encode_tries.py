@@ -30,7 +30,7 @@ from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
 from epd.request.stage_inputs import EncodeJob, ItemPlan
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
-from epd.routing.fatal import FatalRequests, in_quarantine
+from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.retries import Retries
@@ -183,10 +183,12 @@ class EncodeTries:
     def first_tries(self, job: EncodeJob) -> FirstTries | None:
         """Return the common first tries of a job's items; None if each is sent by itself.
 
-        The balance `least_load` assigns the items of a request together, in groups or not.
+        The balance `least_load` assigns the items of a request together, in groups or not. A
+        request in quarantine has one instance for all of them.
         """
-        config = job.context.config
-        if config.encode_group_items == 1 and config.encode_balance != "least_load":
+        config, quarantined = job.context.config, job.context.watched.pins is not None
+        together = config.encode_group_items > 1 or config.encode_balance == "least_load"
+        if quarantined or not together:
             return None
         return FirstTries(partial(self._assign_groups, job), partial(self._send, job))
 
@@ -230,8 +232,6 @@ class EncodeTries:
                     return await first_tries.output_of(task, group)
                 except ProxyError as error:
                     server_errors += error.engine_failed and alone
-                    if context.watched.pins is not None and isinstance(error, NoInstance):
-                        raise in_quarantine("encode") from error
                     if error.retryable:  # nor may prefill or decode encode such an item
                         self._fatal.check(context.watched, [task.item.identity])
                     failure = EncodeFailure(
@@ -239,7 +239,8 @@ class EncodeTries:
                         tries=len(tried),
                         server_errors=server_errors,
                         elapsed_s=clock() - started_s,
-                        others=self._choice.has_untried(tried, self._fits(job)),
+                        others=context.watched.pins is None
+                        and self._choice.has_untried(tried, self._fits(job)),
                         falls_back=falls_back,
                         patience_s=limits.left_s,
                     )
@@ -261,13 +262,17 @@ class EncodeTries:
     def _next_instance(self, task: EncodeTask, tried: Sequence[Instance]) -> Instance:
         """Return the next encode instance of an item that is sent by itself."""
         context = task.job.context
-        return self._choice.best_instance(
-            tried,
-            balance=context.config.encode_balance,
-            item=task.item.identity,
-            session=context.session,
-            prefer=task.plan.instance,
-            fits=self._fits(task.job),
+        return context.watched.choose_instance(
+            "encode",
+            lambda fits: self._choice.best_instance(
+                tried,
+                balance=context.config.encode_balance,
+                item=task.item.identity,
+                session=context.session,
+                prefer=task.plan.instance,
+                fits=fits,
+            ),
+            self._fits(task.job),
         )
 
     def _assign_groups(self, job: EncodeJob, tasks: Sequence[EncodeTask]) -> Sequence[EncodeGroup]:
@@ -315,7 +320,7 @@ class EncodeTries:
         """
         task = group.tasks[0]
         left_s, fits = task.limits.left_s, self._fits(task.job)
-        others = any(
+        others = task.job.context.watched.pins is None and any(
             candidate.instance not in tried
             and candidate.instance != group.instance
             and (fits is None or fits(candidate.instance))
@@ -376,16 +381,7 @@ class EncodeTries:
         return [output if output.namespace in findable else OutputFacts() for output in encoded]
 
     def _fits(self, job: EncodeJob) -> Callable[[Instance], bool] | None:
-        """Return the predicate of the instances that may encode the items; None for all.
-
-        They have the consumer's namespace, and are pinned for a request in quarantine.
-        """
-        shares, watched = None, job.context.watched
-        if job.namespace is not None:
-            shares = partial(self._namespaces.shares_namespace, namespace=job.namespace)
-        if watched.pins is None:
-            return shares
-        if "encode" not in watched.pins:  # all items need the same one
-            watched.pin("encode", self._choice.best_instance(fits=shares))
-        url = watched.pins["encode"]
-        return lambda instance: instance.url == url and (shares is None or shares(instance))
+        """Return the predicate of the instances with the consumer's namespace; None for all."""
+        if job.namespace is None:
+            return None
+        return partial(self._namespaces.shares_namespace, namespace=job.namespace)

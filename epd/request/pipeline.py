@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from epd.api.items import Body, MMItem
 from epd.encoder_cache.keys import Keys
 from epd.errors import Overloaded, ProxyError
-from epd.policies.plan import Course, Facts
 from epd.request.context import RequestContext
 from epd.request.encode import Encoder
 from epd.request.kv_peers import KVHandover, Releases
@@ -74,37 +73,24 @@ class Pipeline:
         course = self._decoders.resolve_header(course, context)
         request = await self._media.keyed(body, items, context)
         context.watched.kind = _kind(body, items, context)
-        quarantine = self._quarantine.context_for(context.watched)
-        if quarantine is None:
-            return await self._run_attempts(request, course, facts, context)
-        async with quarantine:
-            return await self._run_attempts(request, course, facts, context)
-
-    async def _run_attempts(
-        self, request: KeyedRequest, course: Course, facts: Facts, context: RequestContext
-    ) -> DecodeAnswer:
-        """Send a request until decode's answer begins, or until no attempt follows a failure.
-
-        Raises:
-            ProxyError: a stage failed.
-        """
         attempt = Attempt(course, facts)
-        with self._retries.tries(MAX_ATTEMPTS) as tries:
-            while True:
-                result = await self._run_attempt(self._stage_input(request, attempt, context))
-                if not isinstance(result, FailedAttempt):
-                    return result
-                if (following := self._attempt_after(result, context)) is None:
-                    raise result.error
-                if context.gave_up_media:
-                    raise Overloaded(
-                        "the request failed, and its media made room for other requests: send it "
-                        "again"
-                    ) from result.error
-                await tries.next_try(result.error)
-                attempt = following
-                del result  # and the bodies that the failed attempt made
-                context.record.retries += 1
+        async with self._quarantine.context_for(context.watched):
+            with self._retries.tries(MAX_ATTEMPTS) as tries:
+                while True:
+                    result = await self._run_attempt(self._stage_input(request, attempt, context))
+                    if not isinstance(result, FailedAttempt):
+                        return result
+                    if (following := self._attempt_after(result, context)) is None:
+                        raise result.error
+                    if context.gave_up_media:
+                        raise Overloaded(
+                            "the request failed, and its media made room for other requests: send "
+                            "it again"
+                        ) from result.error
+                    await tries.next_try(result.error)
+                    attempt = following
+                    del result  # and the bodies that the failed attempt made
+                    context.record.retries += 1
 
     async def _run_attempt(self, stage_input: StageInput) -> DecodeAnswer | FailedAttempt:
         """Send a request through its stages once: encode, prefill, decode.
@@ -154,7 +140,7 @@ class Pipeline:
         request = await self._media.keyed(body, items, context)
         job = EncodeJob(request, context, namespace=self._namespace(None))
         context.watched.kind = _kind(body, items, context)
-        async with self._quarantine.context_for(context.watched) or nullcontext():
+        async with self._quarantine.context_for(context.watched):
             encoded_items = await self._encoder.encode(job)
         await self._keys.remember_names(request.body, encoded_items, context.tenant, context.config)
         return encoded_items

@@ -188,8 +188,8 @@ class PrefillDecodeStages:
             using.end_request(error)
             if not isinstance(error, ProxyError):
                 raise
-            blamed = prepared.blames_instance("decode", loads_blocks=handover is not None)
-            context.doubts.add(error, using, blamed=blamed)
+            loads = prepared.may_lack_state("decode", loads_blocks=handover is not None)
+            context.doubts.add(error, using, loads=loads)
             if prefill is not None and not error.rejects_request:
                 self._peers.forget_instance(prefill)
             raise self._counted(error, instance, prepared) from error.__cause__
@@ -270,8 +270,8 @@ class PrefillDecodeStages:
                     self._transfer, pair, prepared.consumed, context
                 )
         except ProxyError as error:
-            blamed = prepared.blames_instance("prefill", loads_blocks=pair.earlier is not None)
-            context.doubts.add(error, using, blamed=blamed)
+            loads = prepared.may_lack_state("prefill", loads_blocks=pair.earlier is not None)
+            context.doubts.add(error, using, loads=loads)
             if not error.rejects_request:
                 self._peers.forget_instance(pair.prefill)
             self._readbacks.record_result(pair, error)

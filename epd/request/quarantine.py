@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from epd.routing.fatal import FatalRequests, Watched, in_quarantine
@@ -26,9 +26,9 @@ class Quarantine:
     _fatal: FatalRequests
     _turns: dict[str, _Turn] = field(default_factory=dict)
 
-    def context_for(self, watched: Watched) -> AbstractAsyncContextManager[None] | None:
-        """Return the context in which a request must be sent; None without a quarantine."""
-        return self._wait_turn(watched) if self._fatal.is_quarantined(watched) else None
+    def context_for(self, watched: Watched) -> AbstractAsyncContextManager[None]:
+        """Return the context in which a request must be sent."""
+        return self._wait_turn(watched) if self._fatal.is_quarantined(watched) else nullcontext()
 
     @asynccontextmanager
     async def _wait_turn(self, watched: Watched) -> AsyncIterator[None]:

@@ -83,13 +83,13 @@ class PreparedRequest(NamedTuple):
         chosen = self.stage_input.context.config.decode_balance == "content"
         return self.prefix if chosen else NO_PREFIX
 
-    def blames_instance(self, stage: Stage, *, loads_blocks: bool) -> bool:
-        """Return whether a 500 of this stage is the instance's own fault.
+    def may_lack_state(self, stage: Stage, *, loads_blocks: bool) -> bool:
+        """Return whether a 500 of this stage may mean that an entry or KV blocks are missing.
 
-        The first 500 of a stage that loads entries or blocks may mean that they are missing.
+        Only the first 500 of a stage may.
         """
         loads = self.consumed.depends or loads_blocks
-        return not loads or stage in self.stage_input.attempt.failures
+        return loads and stage not in self.stage_input.attempt.failures
 
 
 class ItemPlan(NamedTuple):

@@ -113,8 +113,10 @@ class Stages:
         """Encode one item, or several of one modality, by one request.
 
         Each item has an event and a span of its own, with the time of the whole request. `params`
-        are the `ec_transfer_params` of the request. A timeout is a failure of the instance if it
-        had nearly all of `--encode-timeout-s`. It counts as late if it had nearly half of it.
+        are the `ec_transfer_params` of the request. If the instance refuses an optional field, the
+        request is sent again without it, in what is left of `timeout_s`. A timeout is a failure of
+        the instance if it had nearly all of `--encode-timeout-s`. It counts as late if it had
+        nearly half of it.
 
         Raises:
             ProxyError: the instance failed, or rejected an item.
@@ -124,6 +126,8 @@ class Stages:
             headers = context.headers_for(context.child_id(), timed.span)
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
             request = self._served(instance, encode_body(body, items, params))
+            clock = asyncio.get_running_loop().time
+            until_s = clock() + timeout_s
             try:
                 while True:
                     answer = await self._upstream.fetch(
@@ -131,7 +135,7 @@ class Stages:
                         stage="encode",
                         headers=headers,
                         body=encode_json(request, context.cuts),
-                        timeout_s=timeout_s,
+                        timeout_s=until_s - clock(),
                     )
                     field = OPTIONAL.get(answer.status)
                     if field is None or not request.get(field):

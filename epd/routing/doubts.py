@@ -23,13 +23,21 @@ class Doubt(NamedTuple):
 
     Attributes:
         subject: the item that the instance had to encode; None for the whole request.
-        blamed: whether a success elsewhere shows that the instance is at fault. If an entry or a
-            block was missing, or several items were sent, it does not.
+        loads: whether an entry or a block may have been missing, which is not the instance's fault.
     """
 
     using: InFlight
     subject: Hashable
-    blamed: bool
+    loads: bool
+
+    @property
+    def blames_instance(self) -> bool:
+        """Whether a success elsewhere shows that the instance is at fault.
+
+        State that is lost fails requests that are under way together. If the instance had failed
+        its last request when this one began, it probably fails at all.
+        """
+        return not (self.loads and self.using.began_proven)
 
 
 @dataclass(slots=True)
@@ -39,11 +47,11 @@ class Doubts:
     _doubts: list[Doubt] = field(default_factory=list)
 
     def add(
-        self, error: ProxyError, using: InFlight, subject: Hashable = None, *, blamed: bool = True
+        self, error: ProxyError, using: InFlight, subject: Hashable = None, *, loads: bool = False
     ) -> None:
         """Remember a request that has ended in this error, if it is a 500."""
         if error.engine_failed:
-            self._doubts.append(Doubt(using, subject, blamed))
+            self._doubts.append(Doubt(using, subject, loads))
 
     def settle(self, instance: Instance, subject: Hashable = None) -> None:
         """Count the failures of other instances after a success of `instance`.
@@ -55,7 +63,7 @@ class Doubts:
         settled = [doubt for doubt in self._doubts if subject in {None, doubt.subject}]
         self._doubts = [doubt for doubt in self._doubts if doubt not in settled]
         for doubt in settled:
-            if doubt.blamed and doubt.using.instance != instance:
+            if doubt.blames_instance and doubt.using.instance != instance:
                 doubt.using.blame_instance()
 
     @property

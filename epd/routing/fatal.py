@@ -14,7 +14,7 @@ answered far more often than instances die of them are exempt.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -91,8 +91,8 @@ class Watched:
         engine_died: whether decode's stream reported the death of its engine.
         kind: digest of what similar requests share; 0 if unknown.
         most_deaths: number of deaths after which it is sent to no further instance.
-        pins: URLs of the only instances to which it may be sent, by stage; None for all. The first
-            one that is chosen is pinned.
+        pins: URLs of the only instances to which it may be sent, by stage; None for all.
+        fatal_to: URLs of the instances that died of requests in the same quarantine, or before it.
     """
 
     tenant: str = ""
@@ -102,6 +102,7 @@ class Watched:
     kind: int = 0
     most_deaths: int = MAX_DEATHS
     pins: dict[Stage, str] | None = None
+    fatal_to: Collection[str] = ()
 
     def record_death(self, instance: Instance, now_s: float) -> None:
         if self.deaths is None:
@@ -113,35 +114,38 @@ class Watched:
         """Whether the request must not be sent to another instance."""
         return self.deaths is not None and self.deaths.count >= self.most_deaths
 
-    def fits(self, stage: Stage) -> Callable[[Instance], bool] | None:
-        """Return the predicate of the instances to which it may be sent; None for all."""
-        if self.pins is None or (url := self.pins.get(stage)) is None:
-            return None
-        return lambda instance: instance.url == url
-
     def choose_instance(
-        self, stage: Stage, best: Callable[[Callable[[Instance], bool] | None], Instance]
+        self,
+        stage: Stage,
+        best: Callable[[Callable[[Instance], bool] | None], Instance],
+        fits: Callable[[Instance], bool] | None = None,
     ) -> Instance:
-        """Return the best instance to which it may be sent, and pin it in a quarantine.
+        """Return the instance for this request: the best one, or in a quarantine the pinned one.
+
+        In a quarantine, the first instance that is chosen is pinned. While it is down, another
+        stage may do its work, unless it died of such requests: they would end that instance too.
+
+        Args:
+            stage: the stage.
+            best: returns the best instance that meets a predicate; raises `NoInstance` without one.
+            fits: predicate of the instances that can serve the request; None for all.
 
         Raises:
             SuspectedFatal: its pinned instance may get no requests now.
             NoInstance: no instance may.
         """
-        fits = self.fits(stage)
-        try:
+        if self.pins is None:
+            return best(fits)
+        if (url := self.pins.get(stage)) is None:
             chosen = best(fits)
+            self.pins[stage] = chosen.url
+            return chosen
+        try:
+            return best(lambda instance: instance.url == url and (fits is None or fits(instance)))
         except NoInstance as error:
-            if fits is None:
-                raise
-            raise in_quarantine(stage) from error
-        self.pin(stage, chosen)
-        return chosen
-
-    def pin(self, stage: Stage, instance: Instance) -> None:
-        """Send this and all further requests in quarantine to this instance, unless to another."""
-        if self.pins is not None:
-            self.pins.setdefault(stage, instance.url)
+            failure = in_quarantine(stage)
+            failure.retryable = url not in self.fatal_to
+            raise failure from error
 
 
 class _Subject(NamedTuple):
@@ -237,7 +241,7 @@ class FatalRequests:
         """Restrict a request in quarantine; return False if it need not be there any more."""
         if (tenant := self._quarantined(watched)) is None:
             return False
-        watched.most_deaths, watched.pins = 1, tenant.pins
+        watched.most_deaths, watched.pins, watched.fatal_to = 1, tenant.pins, tenant.last_s
         return True
 
     def _quarantined(self, watched: Watched) -> _Tenant | None:

@@ -239,6 +239,16 @@ class Load:
         return Prompts(sum(cache.asked for cache in caches), sum(cache.matched for cache in caches))
 
     @property
+    def pending_tokens(self) -> int:
+        """Estimated tokens of this proxy's prompts that wait for their prefill, or are in it."""
+        return sum([cache.pending for cache in self.caches])
+
+    @property
+    def reports_progress(self) -> bool:
+        """Whether recent reports show if the engines work."""
+        return self.report is not None and self.report.progress is not None
+
+    @property
     def precise(self) -> bool:
         """Whether events of the engines keep the content of all prefix caches up to date."""
         return all(cache.precise for cache in self.caches)
@@ -295,9 +305,9 @@ class Load:
         self._intervals = 0.9 + 0.2 * self.seed * 2.0**-64
         self._until_s = now_s + max(interval_s * KEPT_INTERVALS, MIN_KEPT_S)
         self.report = report
-        moved, first = report.progress != self._progress, self._progress is None
-        self._progress = report.progress
-        if moved and not first:
+        before, self._progress = self._progress, report.progress
+        moved = report.progress != before
+        if moved and before is not None:
             self.progress_s = now_s
         if moved or not (report.running and self.under_way):
             self.stalled_s = now_s
@@ -308,20 +318,10 @@ class Load:
             self.ranks.record_report(report.engines)
         self._weigh()
 
-    @property
-    def reports_progress(self) -> bool:
-        """Whether recent reports show if the engines work."""
-        return self.report is not None and self.report.progress is not None
-
     def drop_report(self) -> None:
         """Drop the report of a removed instance. It may be added again before its requests end."""
         self._since_s = -math.inf
         self._forget()
-
-    @property
-    def pending_tokens(self) -> int:
-        """Estimated tokens of this proxy's prompts that wait for their prefill, or are in it."""
-        return sum([cache.pending for cache in self.caches])
 
     def forget_engines(self) -> None:
         """Forget prefix caches and speed: the engines have ended, or may have."""
@@ -396,11 +396,10 @@ def _read_progress(page: bytes) -> int | None:
     """Return a digest of the counters of tokens and of the use of KV blocks; None without any."""
     try:
         counters = [line for name in TOKENS for line in _lines(page, name)]
-        return (
-            xxh3_64_intdigest(b"".join([*counters, *_lines(page, KV_USAGE)])) if counters else None
-        )
+        usage = list(_lines(page, KV_USAGE))
     except ValueError:
         return None
+    return xxh3_64_intdigest(b"".join(counters + usage)) if counters else None
 
 
 def read_namespace(page: bytes) -> str:

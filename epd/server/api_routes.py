@@ -31,6 +31,10 @@ CONVERSATIONS = web.AppKey("conversations", Conversations)
 GUARDED = ("/v1/", "/v2/")
 """Prefixes of the paths at which an instance started with `--api-key` checks the client's key."""
 
+TAIL_BYTES = 16 * 1024
+"""Size of the end of a relayed answer in which its usage is: after it, vLLM sends small fields only
+(but for `prompt_logprobs` and `prompt_token_ids` of chat completions)."""
+
 
 class MediaDeleted(TypedDict):
     """Result of the deletion of a name of media."""
@@ -92,15 +96,25 @@ async def _streamed(
 async def _relayed(
     request: web.Request, visit: Visit, reply: Reply, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Relay an answer that is too large to be held, as fast as the client reads it."""
+    """Relay an answer that is too large to be held, as fast as the client reads it.
+
+    Its last bytes are held back if numbers in its usage are to be replaced.
+    """
     app, context = visit.app, visit.context
-    if (length := reply.headers.get("Content-Length")) is not None:
+    usage, tail = context.prefill_usage, b""
+    length = reply.headers.get("Content-Length")
+    if length is not None and not usage:  # other numbers may have more digits
         headers["Content-Length"] = length
     stream = await _begin_response(request, visit, reply.status, headers)
     context.record_whole(b"")
     while chunk := await reply.chunk(context.config.idle_timeout_s):
         context.record.answer_bytes += len(chunk)
+        if usage:
+            chunk = tail + chunk
+            chunk, tail = chunk[:-TAIL_BYTES], chunk[-TAIL_BYTES:]
         await stream.write(chunk)
+    if tail:
+        await stream.write(whole_with_usage(tail, usage))
     if context.turn is not None:
         await app[CONVERSATIONS].store_turn(context.turn)
     await stream.write_eof()

@@ -437,7 +437,8 @@ async def test_an_answer_may_come_before_the_body_is_taken() -> None:
         assert not connection.is_usable
 
 
-async def test_connection_stops_sending_a_body_after_a_rejection() -> None:
+@pytest.mark.parametrize("length", [2, 100], ids=["complete", "incomplete"])
+async def test_connection_stops_sending_a_body_after_a_rejection(length: int) -> None:
     body = b"x" * 64 * PIECE_BYTES
     got = 0
 
@@ -446,7 +447,8 @@ async def test_connection_stops_sending_a_body_after_a_rejection() -> None:
         while piece := await at.reader.read(65536):
             got += len(piece)
 
-    async with asking([read_head(), send(answer(b"no", 413)), wait(0.2), count]) as here:
+    rejection = answer(b"no", 413, length=length)
+    async with asking([read_head(), send(rejection), wait(0.2), count]) as here:
         connection = await here.ask(body)
         assert (connection.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
         await asyncio.sleep(0.5)

@@ -212,7 +212,7 @@ async def test_a_reset_before_the_answer_is_tried_again(launch: Launch, script: 
 async def test_an_encode_that_times_out_is_cancelled_and_counts_as_a_failure(
     launch: Launch,
 ) -> None:
-    config: Any = {"encode_timeout_s": 0.1, "eject_after": 2, "on_encode_failure": "fail"}
+    config: Any = {"encode_timeout_s": 1.0, "eject_after": 2, "on_encode_failure": "fail"}
     async with launch(**config) as fleet:
         fleet.e.chat = hangs
         for number in range(2):

@@ -13,6 +13,7 @@ from aiohttp import web
 from epd.request.encode import AT_ONCE
 from epd.request.encode_tries import MAX_RETRIES
 from epd.routing import retries
+from epd.upstream import Answer, Upstream
 from tests.faults.test_encode import busy, encoded
 from tests.requests import image, request
 from tests.support.fake_instance import Handler, drops, encodes, hangs, refuses
@@ -44,6 +45,25 @@ async def test_one_deadline_covers_all_items_and_their_tries(launch: Launch, fai
         starts = [one.started_s for one in fleet.events.stages if one.stage == "encode"]
         assert max(starts) - min(starts) < config["encode_timeout_s"]
         assert len(ends) == encoded(*fleet.encode)
+
+
+@pytest.mark.parametrize(("encode", "first_s"), [(1, 60), (2, 30)])
+async def test_first_try_has_time_for_a_long_video_by_default(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, encode: int, first_s: float
+) -> None:
+    limits_s, fetch = list[float](), Upstream.fetch
+
+    async def fetch_limited(client: Upstream, url: str, **more: Any) -> Answer:
+        if more["stage"] == "encode":
+            limits_s.append(more["timeout_s"])
+        return await fetch(client, url, **more)
+
+    monkeypatch.setattr(Upstream, "fetch", fetch_limited)
+    async with launch(encode=encode) as fleet:
+        assert (await fleet.chat(pictures(1)))[0] == 200
+
+    [limit_s] = limits_s
+    assert 0.8 * first_s < limit_s <= first_s
 
 
 @pytest.mark.fault(4)

@@ -541,6 +541,36 @@ async def test_a_request_in_quarantine_goes_to_no_other_instance_while_its_own_i
         assert len(serving(fleet, "poison")) <= 4
 
 
+@pytest.mark.fault(98)
+async def test_decode_encodes_for_a_request_in_quarantine_while_its_encode_instance_is_down(
+    launch: Launch,
+) -> None:
+    """The instance did not die of such requests."""
+
+    async def closes(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        answer = await encodes(http, body)
+        answer.force_close()
+        return answer
+
+    async with launch(2, decode=4, decode_balance="round_robin", probe_interval_s=60) as fleet:
+        poisoned(*fleet.decode)
+        killed_by(closes, *fleet.encode)
+        for number in range(2):
+            await outcome(fleet, request(text(f"poison {number}")))
+        async with fleet.post(request(image(b"0"))) as reply:
+            assert (reply.status, reply.headers["x-epd-items"]) == (200, "hit=0,encoded=1,local=0")
+        [pinned] = [instance for instance in fleet.encode if instance.calls]
+        await pinned.stop_listening()
+        for number in range(3):
+            picture = image(b"of another kind %d" % number)
+            async with fleet.post(request(picture, text("apples" * 200 * 2**number))) as reply:
+                assert reply.status == 200
+                assert reply.headers["x-epd-items"] == "hit=0,encoded=0,local=1"
+
+        assert sum(bool(instance.calls) for instance in fleet.encode) == 1
+        assert len(serving(fleet, "apples")) == 1
+
+
 async def test_other_tenants_are_not_affected_by_a_request_that_varies(
     launch: Launch, keys: Path
 ) -> None:

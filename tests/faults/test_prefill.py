@@ -418,12 +418,20 @@ async def test_blocks_are_released_if_decode_rejects_the_request(launch: Launch)
 
 
 @pytest.mark.fault(32)
-async def test_decode_is_not_judged_by_failures_of_prefill(launch: Launch) -> None:
-    async with launch(prefill=1, decode=2, eject_after=2) as fleet:
-        fleet.decode[0].chat = fails_first(6, refuses(500, "KV load failed"), decodes)
-        for _ in range(6):
+async def test_decode_that_answers_in_between_is_not_judged_by_failures_of_prefill(
+    launch: Launch,
+) -> None:
+    async def pulls(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        lost = len(fleet.decode[0].calls) % 2 == 0
+        return await (refuses(500, "KV load failed") if lost else decodes)(http, body)
+
+    balance: Any = {"decode_balance": "round_robin"}
+    async with launch(prefill=1, decode=2, eject_after=1, **balance) as fleet:
+        fleet.decode[0].chat = pulls
+        for _ in range(12):
             assert (await fleet.chat(request(text())))[0] == 200
 
+        assert len(fleet.decode[0].calls) >= 6
         assert fleet.events.changes == []
 
 

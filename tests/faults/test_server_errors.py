@@ -1,5 +1,6 @@
 """Answers of 500: by a request that fails everywhere, and by an instance that fails always."""
 
+import asyncio
 import secrets
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from tests.requests import image, request, text
-from tests.support.fake_instance import FakeInstance, Handler, refuses
+from tests.support.fake_instance import FakeInstance, Handler, decodes, refuses
 from tests.support.fleet import Fleet, Launch
 
 BAD = "divide by zero"
@@ -105,6 +106,57 @@ async def test_instance_that_answers_500_to_everything_is_ejected_and_fails_no_r
 
         assert [change.state for change in fleet.events.changes] == ["ejected"]
         assert len(broken.calls) < 20
+
+
+@pytest.mark.fault(99)
+@pytest.mark.parametrize(
+    ("role", "prefill", "pictures"),
+    [("decode", 2, False), ("decode", 0, True), ("prefill", 2, True)],
+    ids=["blocks", "entries", "entries of prefill"],
+)
+async def test_instance_that_answers_500_to_everything_is_ejected_although_state_may_be_lost(
+    launch: Launch, role: str, prefill: int, *, pictures: bool
+) -> None:
+    async with launch(encode=1, prefill=prefill, decode=2, **TURNS) as fleet:
+        broken: FakeInstance = getattr(fleet, role)[0]
+        await prove(fleet, *([image()] if pictures or prefill else []))
+        before = len(broken.calls)
+        broken.chat = refuses(500, "bug")
+        for number in range(30):
+            new = [image(b"%d" % number)] if pictures else []
+            assert (await fleet.chat(request(text(f"{number}"), *new)))[0] == 200
+
+        assert [change.state for change in fleet.events.changes] == ["ejected"]
+        assert len(broken.calls) - before < 15
+
+
+@pytest.mark.fault(99)
+async def test_blocks_that_many_requests_lose_at_once_eject_no_decode_instance(
+    launch: Launch,
+) -> None:
+    """A prefill instance that restarts loses the blocks of all requests that are on their way."""
+    count = 24
+    lost, all_wait = set[str](), asyncio.Event()
+
+    async def pulls(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        words = str(body["messages"])
+        if "lost" not in words or words in lost:
+            return await decodes(http, body)
+        lost.add(words)
+        if len(lost) == count:
+            all_wait.set()
+        await all_wait.wait()
+        return await refuses(500, BAD)(http, body)
+
+    async with launch(prefill=2, decode=2, eject_after=1, **TURNS) as fleet:
+        for instance in fleet.decode:
+            instance.chat = pulls
+        await prove(fleet, image())
+        asked = [fleet.chat(request(text(f"lost {number}"))) for number in range(count)]
+        assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+
+        assert len(lost) == count
+        assert fleet.events.changes == []
 
 
 @pytest.mark.fault(1)

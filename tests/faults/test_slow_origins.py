@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from epd.media import slots
 from epd.media.slots import REQUEST_SLOTS
 from tests.requests import image, request
 from tests.support.fake_origin import ALLOWED, FakeOrigin
@@ -44,3 +45,23 @@ async def test_a_request_with_silent_origins_leaves_slots_for_others(launch: Lau
         assert not slow.done()
         assert len(connections) == REQUEST_SLOTS
         assert (await slow)[0] == 422
+
+
+@pytest.mark.fault(100)
+async def test_a_request_that_gets_no_slot_in_time_is_told_to_come_later(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "TENANT_SLOTS", 1)
+    connections: list[Silent] = []
+    async with silent(connections) as url, launch(media_timeout_s=0.3, **ALLOWED) as fleet:
+        asked = [
+            asyncio.create_task(fleet.chat(request(image(f"{url}/{number}"))))
+            for number in range(3)
+        ]
+        answers = [await one for one in asked]
+
+    # The first may be silent for as long as the others wait.
+    refused = [answer["error"] for status, answer in answers if status == 503]
+    assert {status for status, _ in answers} == {422, 503}
+    assert {error["type"] for error in refused} == {"ServiceUnavailableError"}
+    assert all(error["param"].startswith("messages[0]") for error in refused)

@@ -2,6 +2,9 @@
 
 import asyncio
 
+import pytest
+
+from epd.errors import Overloaded
 from epd.media.slots import SLOTS, TENANT_SLOTS, DownloadSlots
 
 
@@ -25,7 +28,7 @@ class Downloads:
         await asyncio.gather(*self.tasks.pop(tenant), return_exceptions=True)
 
     async def _download(self, tenant: str) -> None:
-        async with self.slots.slot(tenant):
+        async with self.slots.slot(tenant, 3600):
             self.running.append(tenant)
             try:
                 await asyncio.sleep(3600)
@@ -57,3 +60,25 @@ async def test_all_tenants_together_get_all_slots() -> None:
     for tenant in "abc":
         await downloads.end(tenant)
     assert downloads.running == []
+
+
+@pytest.mark.fault(100)
+@pytest.mark.parametrize("busy", ["a", "bc"], ids=["own", "all"])
+async def test_a_download_waits_for_a_slot_for_a_limited_time(busy: str) -> None:
+    downloads = Downloads()
+    for tenant in busy:
+        await downloads.start(tenant, TENANT_SLOTS)
+    with pytest.raises(Overloaded):
+        async with downloads.slots.slot("a", 0.01):
+            pytest.fail("there is no slot")
+
+    for tenant in busy:
+        await downloads.end(tenant)
+    await downloads.start("a", TENANT_SLOTS)
+    assert len(downloads.running) == TENANT_SLOTS
+    await downloads.end("a")
+
+
+async def test_the_wait_for_a_slot_does_not_limit_the_download() -> None:
+    async with DownloadSlots().slot("a", 0.01):
+        await asyncio.sleep(0.05)

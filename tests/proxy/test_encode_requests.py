@@ -72,6 +72,26 @@ async def test_picture_under_the_name_of_an_adapter_is_encoded_by_the_model(
         assert {call.body["model"] for call in fleet.d.calls} == {"adapter"}
 
 
+async def test_encode_without_refused_fields_stays_in_the_time_of_its_first_request(
+    launch: Launch,
+) -> None:
+    """Each of three answers would come within a time limit of its own."""
+    answer = knows("m", trusts=False)
+
+    async def slow(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(0.6)
+        return await answer(http, body)
+
+    config: Any = {"encode_timeout_s": 1.0, "on_encode_failure": "fail"}
+    async with launch(**config) as fleet:
+        fleet.e.chat = slow
+        async with fleet.post(request(image(), model="adapter", **TEMPLATE)) as reply:
+            assert (reply.status, reply.headers["x-epd-error"]) == (504, "encode_timeout")
+
+        [done] = [stage for stage in fleet.events.stages if stage.stage == "encode"]
+        assert done.error == "encode_timeout"
+
+
 async def test_untrusted_template_is_left_to_decode(launch: Launch) -> None:
     async with launch() as fleet:
         fleet.e.chat = knows("m", trusts=False)

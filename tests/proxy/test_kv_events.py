@@ -30,6 +30,7 @@ from tests.support.kv_publisher import (
     removed,
     stored,
 )
+from tests.support.programs import INSTANCES, serving
 from tests.support.registration import ADMIN, KEY, empty, listing, register, taking_part
 
 LONG = "word " * 400
@@ -265,6 +266,24 @@ def test_the_thread_stops_in_a_replay_without_an_end(monkeypatch: pytest.MonkeyP
         reader.join(20)
 
         assert not reader.is_alive()
+
+
+@pytest.mark.fault(86)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_sigterm_ends_a_process_within_a_replay_without_an_end(workers: str) -> None:
+    with KVPublisher(replays=True, endless=True) as publisher:
+        flags = ["--decode-balance", "content", "--kv-events", "--workers", workers]
+        with serving(*INSTANCES, *flags, "--kv-events-addrs", publisher.address) as (_, process):
+            while publisher.subscribers < int(workers):
+                time.sleep(0.01)
+            publisher.publish_raw(b"", sent=False)
+            publisher.publish()
+            while not publisher.replaying:
+                time.sleep(0.01)
+            process.terminate()
+
+            assert process.wait(20) == 0
+            assert publisher.replaying
 
 
 async def test_an_address_that_zeromq_refuses_costs_only_its_instance(launch: Launch) -> None:

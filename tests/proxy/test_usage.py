@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from epd.request.stages import HELD_BYTES
 from tests.requests import text
 from tests.support.fake_instance import KV_PARAMS, Handler, refuses, streams
 from tests.support.fleet import Fleet, Launch
@@ -116,6 +117,22 @@ async def test_usage_of_decode_alone_is_unchanged(launch: Launch, path: str, str
         usages = found(path, await answer(fleet, path, stream=stream))
 
     assert usages[-1] == usage(path, 0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_usage_in_an_answer_that_is_too_large_to_be_held_is_that_of_prefill(
+    launch: Launch, path: str
+) -> None:
+    async def large(http: web.Request, _: dict[str, Any]) -> web.Response:
+        return web.json_response({**before, **written(http.path, 0), **after})
+
+    before, after = {"logprobs": "a" * 3 * HELD_BYTES}, {"kv_transfer_params": "b" * 4096}
+
+    async with launch(prefill=1) as fleet:
+        fleet.p.chat, fleet.d.chat = prefilling(256), large
+        said = json.loads(await answer(fleet, path, stream=False))
+
+    assert said == {**before, **written(path, 256), **after}
 
 
 async def test_arguments_of_tools_are_not_changed(launch: Launch) -> None:

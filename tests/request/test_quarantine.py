@@ -33,9 +33,7 @@ def after_deaths() -> tuple[FatalRequests, Quarantine]:
 
 async def serve(quarantine: Quarantine, go_on: asyncio.Event, served: list[Watched]) -> None:
     watched = Watched("t", "b", kind=POISON)
-    context = quarantine.context_for(watched)
-    assert context is not None
-    async with context:
+    async with quarantine.context_for(watched):
         served.append(watched)
         await go_on.wait()
 

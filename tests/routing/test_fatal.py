@@ -291,7 +291,8 @@ def test_a_later_quarantine_chooses_its_instances_anew() -> None:
     dies_varied(deaths, MAX_TENANT_DEATHS)
     first = Watched("t", "b", kind=POISON)
     assert deaths.ledger.restrict(first)
-    first.pin("decode", ONE)
+    assert first.choose_instance("decode", lambda _: ONE) is ONE
+    assert first.pins == {"decode": ONE.url}
     deaths.now_s += REJECT_S - 1  # the first quarantine has ended, and its last death is recent
     dies_varied(deaths, MAX_TENANT_DEATHS)
 

@@ -48,11 +48,13 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     connect_timeout_s: Seconds = 2.0
     """maximum time to connect to an instance, in seconds"""
     media_timeout_s: Seconds = 30.0
-    """maximum time for the proxy to fetch one media item, in seconds"""
-    encode_timeout_s: Seconds = 30.0
+    """maximum time for the proxy to fetch one media item, in seconds, and before it to wait for one
+    of the 64 downloads of a process; then the request gets 503"""
+    encode_timeout_s: Seconds = 60.0
     """maximum time of a request's encode stage, over all its items and their tries, in seconds; a
-    try has half of what is left while another instance may follow. With --on-encode-failure local,
-    prefill or decode encode an item that is predicted to need longer"""
+    try has half of what is left while another instance may follow, so set it to at least twice the
+    time of the longest video. With --on-encode-failure local, prefill or decode encode an item that
+    is predicted to need longer"""
     prefill_timeout_s: Seconds = 120.0
     """maximum time of the prefill stage, in seconds"""
     kv_lease_s: Seconds = 30.0
