@@ -417,6 +417,36 @@ def test_clock_that_is_ahead_for_a_moment_expires_nothing(
 
 
 @pytest.mark.fault(27)
+@pytest.mark.changes_files
+def test_clock_that_is_ahead_for_a_moment_removes_no_staging_or_quarantined_file(
+    root: Path, days_ahead: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host's process writes the staging file: this one cannot tell whether it lives."""
+    with opened(root) as store:
+        store.put(key(), entry())
+        path_of(root, key()).write_bytes(b"damaged")
+        assert store.get(key()) is None
+        store.put(key(), entry())
+        folder = path_of(root, key()).parent
+        kept = [
+            *files(root, "quarantine"),
+            folder / f".{key().digest}.{4096:x}.{1:016x}.tmp",
+            root / f".{1:016x}.tmp",
+        ]
+        for path in kept[1:]:
+            path.write_bytes(b"half")
+        days_ahead.append(8)
+        store.sweep()
+        assert len(kept) == 3
+        assert all(path.exists() for path in kept)
+
+        monkeypatch.setattr(disk_files, "JUMP_LASTS_S", 0)
+        days_ahead.append(6)
+        store.sweep()
+        assert not any(path.exists() for path in kept)
+
+
+@pytest.mark.fault(27)
 def test_clock_that_stays_ahead_for_an_hour_is_believed(
     root: Path, days_ahead: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
