@@ -21,7 +21,7 @@ from ec_store.disk.entry_files import (
     valid_registrations,
 )
 from ec_store.disk.evictor import YOUNG_S
-from ec_store.disk.files import NO_ROOM, Folder, is_regular
+from ec_store.disk.files import NO_ROOM, READ, Folder, is_regular
 from ec_store.disk.housekeeping import Housekeeping
 from ec_store.disk.opening import DiskOpening
 from ec_store.disk.tree import Tree, staging_name, taken_bytes
@@ -255,7 +255,7 @@ class SharedDiskStore(Store):
         if not replace:
             if self._read(key, load_header, use=True):
                 return False
-            self._forget_expired(key.digest)
+            self._forget_ignored(key.digest)
         evicted = False
         for room_bytes in (taken_bytes(size) << n for n in range(ROOM_MADE)):
             try:
@@ -279,8 +279,8 @@ class SharedDiskStore(Store):
                 self._keeper.record_useless()
             raise
 
-    def _forget_expired(self, digest: str) -> None:
-        """Remove an entry that readers ignore, expired or too large, but that occupies the name.
+    def _forget_ignored(self, digest: str) -> None:
+        """Remove an entry that readers ignore, but that occupies the name.
 
         It is renamed, checked again, and then removed, as evictors do: another writer may have
         published a new entry since the first check.
@@ -288,19 +288,33 @@ class SharedDiskStore(Store):
         with suppress(OSError):
             tree = self._opening.tree()
             folder = tree.folder(digest)
-            status = folder.stat(digest)
-            if self._is_live(tree, status):
+            if not self._is_ignored(tree, folder, digest):
                 return
-            aside = self._staging_name(tree, digest, status.st_size)
+            aside = self._staging_name(tree, digest, folder.stat(digest).st_size)
             folder.rename(digest, aside)
             status = folder.stat(aside)
-            restored = self._is_live(tree, status) and folder.publish(aside, digest)
+            restored = not self._is_ignored(tree, folder, aside) and folder.publish(aside, digest)
             if folder.remove(aside) and not restored:
                 self._keeper.ledger.release(tree.usage, taken_bytes(status.st_size))
 
+    def _is_ignored(self, tree: Tree, folder: Folder, name: str) -> bool:
+        """Return whether an entry is expired, too large or of another format. Raises OSError."""
+        if not self._is_live(tree, folder.stat(name)):
+            return True
+        fd = folder.open(name, READ)
+        try:
+            load_header(None, fd, os.fstat(fd).st_size)
+        except OtherFormat:
+            return True
+        except CorruptEntry:  # quarantined by the next reader
+            return False
+        finally:
+            _close(fd)
+        return False
+
     # The ledger has the size of each entry from before its first byte until after its last file is
     # gone or in quarantine. Released by: `_write` if the entry is not published; `_replace` and
-    # `_forget_expired` for the entry before it; `_delete`, eviction and quarantine.
+    # `_forget_ignored` for the entry before it; `_delete`, eviction and quarantine.
     def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         digest, taken = key.digest, taken_bytes(size)
         staging = self._staging_name(tree, digest, size)
