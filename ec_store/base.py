@@ -21,6 +21,7 @@ class StoreStats:
         entries: number of entries; None in Redis, which would have to scan its keys.
         bytes: bytes that the entries take, headers included; in Redis all memory of the server.
         max_bytes: effective quota in bytes; None if Redis has no `maxmemory`.
+        leased: number of entries that leases protect from eviction now; None in Redis.
         hits, misses: results of `get` in this process.
         puts: entries written by this process.
         drops: entries this process could not write, because the store was full or unreachable.
@@ -31,6 +32,7 @@ class StoreStats:
     entries: int | None
     bytes: int | None
     max_bytes: int | None
+    leased: int | None
     hits: int
     misses: int
     puts: int

@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 
 from ec_store.base import Listed, Store, StoreStats
 from ec_store.counts import Counts
-from ec_store.disk.claims import add_leases, give_back, take_claims
+from ec_store.disk.claims import add_leases, count_leased, give_back, take_claims
 from ec_store.disk.config import DiskConfig, GivenSettings, StoreSettings
 from ec_store.disk.entry_files import (
     EntryFiles,
@@ -209,10 +209,12 @@ class SharedDiskStore(Store):
             tree = self._opening.counted()
             usage = self._keeper.ledger.total(tree.usage)
             quota_bytes = self._keeper.quota_bytes(tree.file_system())
+            leased = count_leased(tree.leases, self._now(tree))
         return StoreStats(
             entries=max(0, usage.entries),
             bytes=max(0, usage.bytes),
             max_bytes=quota_bytes,
+            leased=leased,
             **self._process_counts(),
         )
 

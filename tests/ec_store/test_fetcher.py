@@ -671,6 +671,23 @@ def test_fetches_without_a_thread_count_neither_for_nor_against_the_store(
 
 
 @pytest.mark.fault(87)
+def test_promised_fetch_that_gets_a_thread_later_counts_for_the_store(
+    store: Store, fetching: Make, no_threads: NoThreads
+) -> None:
+    store.put(EntryKey(NAMESPACE, "promised"), entry())
+    asked = fetching(store)
+    breaker = asked.fetcher._breaker  # noqa: SLF001 - without a thread, no fetch fails
+    for _ in range(FAILURES - 1):
+        breaker.record_failure("away")
+    with no_threads():
+        asked.ask("promised", promised=True)
+        asked.until(lambda: asked.fetched() == 1)
+    assert asked.wait("promised") is FetchState.READY
+    breaker.record_failure("away")
+    assert not breaker.open
+
+
+@pytest.mark.fault(87)
 def test_fetches_end_while_the_only_thread_hangs_and_no_other_can_be_started(
     fetching: Make, no_threads: NoThreads
 ) -> None:

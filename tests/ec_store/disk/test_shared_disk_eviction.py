@@ -618,6 +618,28 @@ def fill_ten(store: SharedDiskStore, root: Path) -> None:
         age(path_of(root, one), 1000 - n)
 
 
+@pytest.mark.parametrize("entries", [0, 1, 40])
+def test_ledger_that_is_one_entry_too_low_costs_one_entry_until_a_sweep(
+    root: Path, entries: int
+) -> None:
+    """A replacement and an evictor may both release the entry that was replaced."""
+    with opened(root, f"max_bytes={20 * BLOCK}") as store:
+        for n in range(entries):
+            store.put(key(str(n)), sized(100))
+        store._keeper.ledger.release(store._opening.tree().usage, BLOCK)  # noqa: SLF001
+        stats = store.stats()
+        assert (stats.entries, stats.bytes) == (max(0, min(19, entries - 1)), BLOCK * stats.entries)
+        for n in range(40):
+            assert store.put(key(f"new-{n}"), sized(100)) is True
+            assert entries_bytes(root) <= 21 * BLOCK
+        store.evict()
+        store.sweep()
+
+        assert store.stats().drops == 0
+        assert store.stats().bytes == entries_bytes(root) <= 20 * BLOCK
+        assert store.stats().entries == len(files(root, "entries"))
+
+
 def test_writer_frees_room_for_its_entry_beside_a_hanging_eviction(root: Path) -> None:
     with opened(root, f"max_bytes={10 * BLOCK}") as store, evicting(root):
         fill_ten(store, root)

@@ -585,6 +585,7 @@ def test_a_leased_entry_survives_eviction_until_the_lease_ends(root: Path) -> No
         assert store.get(key("leased")) is None
 
 
+@pytest.mark.fault(95)
 def test_a_store_full_of_leased_entries_takes_no_more(root: Path) -> None:
     with opened(root, "max_bytes=110KiB") as store:
         keys = [key(str(n)) for n in range(9)]
@@ -598,6 +599,22 @@ def test_a_store_full_of_leased_entries_takes_no_more(root: Path) -> None:
             store.put(key("more"), sized(10_000))
         assert all(store.lookup(keys))
         assert store.stats().drops == 2
+        assert store.stats().leased == 9
+
+
+@pytest.mark.fault(95)
+def test_leased_entries_are_counted_once_until_their_last_lease_ends(root: Path) -> None:
+    with opened(root) as store:
+        for name in "abc":
+            store.put(key(name), sized(100))
+        assert store.stats().leased == 0
+        for seconds in (1, 60, 600):
+            store.lease([key("a")], seconds)
+        store.lease([key("b")], 0.1)
+        assert store.stats().leased == 2
+        time.sleep(2.2)
+
+        assert store.stats().leased == 1
         assert store.stats().bytes == entries_bytes(root)
 
 
