@@ -32,7 +32,7 @@ whether its process lives: that of another host, or on a file system without loc
 CHARGE_S = 10.0
 """Age in seconds up to which a staging file may not be charged yet, or may be published already."""
 
-YOUNG_S = 1.0
+YOUNG_S = 0.25
 """Age in seconds up to which the process of a staging file counts as alive. Most writes take less;
 without it, each eviction would test the locks of all processes that are writing."""
 
@@ -158,11 +158,10 @@ class Evictor:
     def _free_timed(self, tree: Tree, lacking: Lacking, ttl_s: float, holds: Holds | None) -> Freed:
         """Evict, and observe the duration if room was needed."""
         started_s = time.monotonic()
-        excess = lacking(self._ledger.total(tree.usage))
+        before = self._ledger.total(tree.usage)
+        excess = lacking(before)
         if excess <= 0:
-            count = Count(self._ledger.total(tree.usage))
-            evicted = self._evict_sample(tree, count, 0, ttl_s, holds)
-            return Freed(evicted.bytes, full=False)
+            return Freed(self._evict_sample(tree, before, 0, ttl_s, holds).bytes, full=False)
         try:
             return self._free(tree, excess, lacking, ttl_s, holds)
         finally:
@@ -184,11 +183,11 @@ class Evictor:
         freed = fruitless = 0
         unread: list[OSError] = []
         while freed < excess and (holds is None or holds()):
-            count = Count(self._ledger.total(tree.usage))
-            left = min(excess - freed, lacking(count.before))
+            before = self._ledger.total(tree.usage)
+            left = min(excess - freed, lacking(before))
             if left <= 0:
                 break
-            evicted = self._evict_sample(tree, count, left, ttl_s, holds)
+            evicted = self._evict_sample(tree, before, left, ttl_s, holds)
             freed += evicted.bytes
             if evicted.found:
                 fruitless, unread = 0, []
@@ -204,14 +203,16 @@ class Evictor:
         return Freed(freed, full=False)
 
     def _evict_sample(
-        self, tree: Tree, count: Count, excess: int, ttl_s: float, holds: Holds | None
+        self, tree: Tree, before: Usage, excess: int, ttl_s: float, holds: Holds | None
     ) -> Evicted:
-        """Evict from one sample, which `count` counts: first what crashes left in its folders.
+        """Evict from one sample: first what crashes left in its folders.
 
-        If the lock is lost during the count, no entry is evicted.
+        `before` is the present sum of the ledger. If the lock is lost during a count of the whole
+        store, no entry is evicted.
         """
         now = self._clock.now(tree.root)
-        wanted = sample_size(excess, count.before.mean_bytes)
+        count = Count(before)
+        wanted = sample_size(excess, before.mean_bytes)
         files = self._counted(tree, now, count, holds)
         sample = list(islice(files, wanted))
         all_seen = len(sample) < wanted and not count.unread
