@@ -295,7 +295,10 @@ class SharedDiskStore(Store):
             aside = self._staging_name(tree, digest, folder.stat(digest).st_size)
             folder.rename(digest, aside)
             status = folder.stat(aside)
-            restored = not self._is_ignored(tree, folder, aside) and folder.publish(aside, digest)
+            ignored = False  # an entry that cannot be read gets its name back
+            with suppress(OSError):
+                ignored = self._is_ignored(tree, folder, aside)
+            restored = not ignored and folder.publish(aside, digest)
             if folder.remove(aside) and not restored:
                 self._keeper.ledger.release(tree.usage, taken_bytes(status.st_size))
 

@@ -172,6 +172,27 @@ def test_writer_of_an_expired_entry_keeps_the_new_entry_of_another_writer(
         assert slow.stats().bytes == entries_bytes(root)
 
 
+def test_entry_that_cannot_be_read_when_it_is_checked_again_gets_its_name_back(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    def is_ignored(_: SharedDiskStore, tree: object, folder: object, name: str) -> bool:
+        names.append(name)
+        if name != key().digest:
+            raise PermissionError(errno.EACCES, "another user's")
+        return True
+
+    with opened(root, "ttl=1h") as store:
+        store.put(key(), sized(100))
+        age(path_of(root, key()), 7200)
+        monkeypatch.setattr(SharedDiskStore, "_is_ignored", is_ignored)
+        assert store.put(key(), sized(200)) is False
+
+        assert len(names) == 2
+        assert files(root, "entries") == [path_of(root, key())]
+
+
 def test_entry_that_cannot_be_put_back_beside_a_third_writers_is_released(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
