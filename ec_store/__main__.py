@@ -111,6 +111,7 @@ def _stat(store: Store, args: argparse.Namespace) -> int:
         f"entries    {_shown(stats.entries, '{:,}'.format)}",
         f"bytes      {_shown(stats.bytes, size_text)}",
         f"max_bytes  {_shown(stats.max_bytes, size_text)}",
+        f"leased     {_shown(stats.leased, '{:,}'.format)}",
     ]
     lines += [f"model      {model}: {namespace}" for model, namespace in namespaces.items()]
     _print_result(args, asdict(stats) | {"namespaces": namespaces}, "\n".join(lines))

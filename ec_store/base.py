@@ -21,6 +21,7 @@ class StoreStats:
         entries: number of entries; None in Redis, which would have to scan its keys.
         bytes: bytes that the entries take, headers included; in Redis all memory of the server.
         max_bytes: effective quota in bytes; None if Redis has no `maxmemory`.
+        leased: number of entries that leases protect from eviction now; None in Redis.
         hits, misses: results of `get` in this process.
         puts: entries written by this process.
         drops: entries this process could not write, because the store was full or unreachable.
@@ -31,6 +32,7 @@ class StoreStats:
     entries: int | None
     bytes: int | None
     max_bytes: int | None
+    leased: int | None
     hits: int
     misses: int
     puts: int
@@ -85,7 +87,8 @@ class Store(ABC):
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry. It appears whole or not at all; of two writers either may win.
 
-        `replace` overwrites an existing entry; readers see the old or the new one.
+        `replace` overwrites an existing entry; readers see the old or the new one. An entry of
+        another format, which this release cannot read, is always overwritten.
 
         Returns:
             False if an entry of this key exists: it stays, and this call counts as a use of it.

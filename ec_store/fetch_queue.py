@@ -175,6 +175,7 @@ class Fetch:
         ended_s: time when the thread had a result.
         looks: number of lookups that found nothing.
         overdue: whether the thread has missed the deadline; the fetch counts as missing then.
+        dropped: whether the store was not asked, because no thread could be started.
         entry, refused, error: result of the thread.
     """
 
@@ -189,6 +190,7 @@ class Fetch:
     ended_s: float = 0.0
     looks: int = 0
     overdue: bool = False
+    dropped: bool = False
     entry: Entry | None = None
     refused: bool = False
     error: Exception | None = None

@@ -211,6 +211,7 @@ class Fetcher:
         fetch = self._queue.take_fetch(self.clock)
         if fetch is None:
             return
+        fetch.dropped = False
         try:
             entry = self.store.get(fetch.key)
             fetch.refused = entry is not None and not fetch.want.accept(entry)
@@ -225,6 +226,7 @@ class Fetcher:
         fetch = self._queue.take_fetch(self.clock)
         if fetch is not None:
             fetch.ended_s = fetch.taken_s
+            fetch.dropped = True
             self._answers.append(fetch)
 
     def _finish(self, fetch: Fetch, now: float) -> Iterator[tuple[str, FetchState]]:
@@ -239,7 +241,8 @@ class Fetcher:
             self.counts.add(errors=1)
             self._breaker.record_failure(fetch.error)
         else:
-            self._breaker.succeeded()
+            if not fetch.dropped:
+                self._breaker.succeeded()
             if fetch.entry is None and self._schedule_lookup(fetch, now):
                 return
             self.counts.add(**{"misses" if fetch.entry is None else "hits": 1})

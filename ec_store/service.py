@@ -48,6 +48,7 @@ GAUGES = {
     "entries": "Number of entries in the store.",
     "bytes": "Bytes that the entries take; in a directory in whole blocks of 4 KiB.",
     "max_bytes": "Effective quota of the store in bytes.",
+    "leased": "Number of entries that leases protect from eviction.",
 }
 COUNTERS = {
     "corrupt": "Corrupt entries that this service found.",

@@ -56,9 +56,23 @@ def leased_digests(folder: Folder, digests: Collection[str], now_s: float) -> se
     On NFS the listing of the ends may be some seconds old. A lease counts as a use, so an entry
     that was leased that recently is evicted last.
     """
-    latest = now_s + 1.25 * LONGEST_S
-    names = [name for name, ending in _endings(folder) if now_s <= ending <= latest]
+    names = _live(folder, now_s)
     return {digest for digest in digests if any(folder.has(f"{name}/{digest}") for name in names)}
+
+
+def count_leased(folder: Folder, now_s: float) -> int:
+    """Return the number of entries with leases, which are listed. Raises OSError."""
+    leased: set[str] = set()
+    for name in _live(folder, now_s):
+        with suppress(FileNotFoundError):
+            leased.update(folder.folder(name).names())
+    return len(leased)
+
+
+def _live(folder: Folder, now_s: float) -> list[str]:
+    """Return the names of the folders of leases that have not ended."""
+    latest = now_s + 1.25 * LONGEST_S
+    return [name for name, ending in _endings(folder) if now_s <= ending <= latest]
 
 
 def sweep_leases(folder: Folder, now_s: float, most: int | None = None) -> None:

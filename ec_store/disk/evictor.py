@@ -32,9 +32,16 @@ whether its process lives: that of another host, or on a file system without loc
 CHARGE_S = 10.0
 """Age in seconds up to which a staging file may not be charged yet, or may be published already."""
 
+YOUNG_S = 0.25
+"""Age in seconds up to which the process of a staging file counts as alive. Most writes take less;
+without it, each eviction would test the locks of all processes that are writing."""
+
+RENEW_S = 1.0
+"""Seconds between two renewals of a lock while files are counted."""
+
 COUNTED = 100
-"""Entries that are counted for each leftover, on average. Its process may have died between a file
-and its charge or release. An error of one entry each adds up in a store of small entries."""
+"""Entries that are counted for each leftover, on average, or for each mean size of leftovers. Its
+process may have died between a file and its charge or release. Such errors add up."""
 
 RELEASE_S = 0.05
 """Time in seconds within which a process that has removed a file changes the ledger."""
@@ -75,12 +82,19 @@ class Evicted(NamedTuple):
 Lacking = Callable[[Usage], int]
 """Function that returns how many bytes to free, from the present sum of the ledger."""
 
+Holds = Callable[[], bool]
+"""Function that renews a lock, and returns False if it is lost."""
+
 
 class Evictor:
     """Remover of entries, which also releases their usage in the ledger."""
 
-    def __init__(self, clock: StoreClock, ledger: Ledger, counts: Counts) -> None:
+    def __init__(
+        self, clock: StoreClock, ledger: Ledger, counts: Counts, young_s: float = YOUNG_S
+    ) -> None:
+        """Create the object without access to a store; `young_s` is as `YOUNG_S`."""
         self._counts = counts
+        self._young_s = young_s
         self._clock = clock
         self._ledger = ledger
         self._lock = FileLock("evicting.link")
@@ -126,36 +140,28 @@ class Evictor:
         """
         return self._free_timed(tree, lacking, ttl_s, None)
 
-    def sweep(self, tree: Tree, ttl_s: float, goes_on: Callable[[], bool]) -> None:
+    def sweep(self, tree: Tree, ttl_s: float, holds: Holds) -> None:
         """Read all entries: remove the expired ones, and correct the ledger.
 
-        `goes_on` is called once a second, and before the ledger is corrected; False ends the sweep.
-        Two sweeps that corrected the ledger at once would both apply the same correction.
+        The sweep ends without a correction if `holds` returns False. Two processes that corrected
+        the ledger at once would both apply the same correction.
         """
         now = self._clock.now(tree.root)
         count = Count(self._ledger.total(tree.usage))
-        asked_s = time.monotonic()
-        for kept in self._counted(tree, now, count):
-            if time.monotonic() - asked_s > 1:
-                asked_s = time.monotonic()
-                if not goes_on():
-                    return
+        for kept in self._counted(tree, now, count, holds):
             expired = self._clock.expiry_now(tree.root) - kept.used_s > ttl_s
             if expired and (freed := self._remove(tree, [kept], now)[0]):
                 count.remove(freed)
-        if goes_on():
+        if holds():
             self._correct(tree, count)
 
-    def _free_timed(
-        self, tree: Tree, lacking: Lacking, ttl_s: float, holds: Callable[[], bool] | None
-    ) -> Freed:
+    def _free_timed(self, tree: Tree, lacking: Lacking, ttl_s: float, holds: Holds | None) -> Freed:
         """Evict, and observe the duration if room was needed."""
         started_s = time.monotonic()
-        excess = lacking(self._ledger.total(tree.usage))
+        before = self._ledger.total(tree.usage)
+        excess = lacking(before)
         if excess <= 0:
-            count = Count(self._ledger.total(tree.usage))
-            evicted = self._evict_sample(tree, count, 0, ttl_s, corrects=holds is not None)
-            return Freed(evicted.bytes, full=False)
+            return Freed(self._evict_sample(tree, before, 0, ttl_s, holds).bytes, full=False)
         try:
             return self._free(tree, excess, lacking, ttl_s, holds)
         finally:
@@ -167,23 +173,21 @@ class Evictor:
         excess: int,
         lacking: Lacking,
         ttl_s: float,
-        holds: Callable[[], bool] | None,
+        holds: Holds | None,
     ) -> Freed:
         """Evict until `excess` bytes are freed, nothing is lacking, or no entry can be evicted.
 
-        The sum of the ledger may be misread, so it is read again before each batch.
-
-        The ledger is corrected only while the lock is held, as `holds` tells: two processes that
-        corrected it at once would both apply the same correction.
+        The sum of the ledger may be misread, so it is read again before each batch. The ledger is
+        corrected only while the lock is held, as in `sweep`.
         """
         freed = fruitless = 0
         unread: list[OSError] = []
         while freed < excess and (holds is None or holds()):
-            count = Count(self._ledger.total(tree.usage))
-            left = min(excess - freed, lacking(count.before))
+            before = self._ledger.total(tree.usage)
+            left = min(excess - freed, lacking(before))
             if left <= 0:
                 break
-            evicted = self._evict_sample(tree, count, left, ttl_s, corrects=holds is not None)
+            evicted = self._evict_sample(tree, before, left, ttl_s, holds)
             freed += evicted.bytes
             if evicted.found:
                 fruitless, unread = 0, []
@@ -199,16 +203,23 @@ class Evictor:
         return Freed(freed, full=False)
 
     def _evict_sample(
-        self, tree: Tree, count: Count, excess: int, ttl_s: float, *, corrects: bool
+        self, tree: Tree, before: Usage, excess: int, ttl_s: float, holds: Holds | None
     ) -> Evicted:
-        """Evict from one sample, which `count` counts: first what crashes left in its folders."""
+        """Evict from one sample: first what crashes left in its folders.
+
+        `before` is the present sum of the ledger. If the lock is lost during a count of the whole
+        store, no entry is evicted.
+        """
         now = self._clock.now(tree.root)
-        wanted = sample_size(excess, count.before.mean_bytes)
-        files = self._counted(tree, now, count)
+        count = Count(before)
+        wanted = sample_size(excess, before.mean_bytes)
+        files = self._counted(tree, now, count, holds)
         sample = list(islice(files, wanted))
         all_seen = len(sample) < wanted and not count.unread
-        if corrects and (all_seen or _is_doubtful(count)):
+        if holds is not None and (all_seen or _is_doubtful(count)):
             deque(files, maxlen=0)  # counts the rest of the store
+            if not holds():
+                return Evicted(count.cleared_bytes, count.cleared > 0, False, count.unread)
             self._correct(tree, count)
         cleared = count.cleared_bytes
         excess -= cleared
@@ -228,17 +239,31 @@ class Evictor:
                 return Evicted(cleared + freed, found, all_seen, count.unread)
             sample = [kept for kept in sample if kept.digest not in leased]
 
-    def _counted(self, tree: Tree, now: float, count: Count) -> Iterator[EvictionCandidate]:
-        """Yield entries in random order and count them; remove staging files that crashes left."""
+    def _counted(
+        self, tree: Tree, now: float, count: Count, holds: Holds | None
+    ) -> Iterator[EvictionCandidate]:
+        """Yield entries in random order and count them; remove staging files that crashes left.
+
+        The lock is renewed meanwhile: others would break it after `STALE_S`. If it is lost, the
+        count ends early.
+        """
         dead = DeadWriters(tree.usage)
+        undoubted_now = self._clock.expiry_now(tree.root)
+        renewed_s = time.monotonic()
         for found in tree.scan(count.unread, remove_empty=True):
+            if holds is not None and time.monotonic() - renewed_s > RENEW_S:
+                renewed_s = time.monotonic()
+                if not holds():
+                    return
             size = taken_bytes(found.size_bytes)
             if not found.staging:
                 count.add(size)
                 yield EvictionCandidate(found.digest, found.size_bytes, _used_s(found, now))
                 continue
             age_s = now - found.status.st_ctime
-            left = age_s > STAGING_S or found.writer in dead
+            left = undoubted_now - found.status.st_ctime > STAGING_S or (
+                age_s > self._young_s and found.writer in dead
+            )
             if age_s <= CHARGE_S and not left:
                 count.add_unsure(size)
                 continue
@@ -322,8 +347,8 @@ def _set_aside(folder: Folder, kept: EvictionCandidate, writer: str) -> str:
 
 def _is_doubtful(count: Count) -> bool:
     """Return whether to count a whole store, because processes died in it."""
-    entries = max(0, count.before.entries)
-    return COUNTED * count.cleared > random.random() * entries  # noqa: S311
+    left = max(count.cleared, count.cleared_bytes / max(1, count.before.mean_bytes))
+    return COUNTED * left > random.random() * max(0, count.before.entries)  # noqa: S311
 
 
 def _used_s(found: Found, now: float) -> float:

@@ -50,12 +50,13 @@ class Modes:
 class Folder:
     """Open folder, shared by threads. Its descriptor is closed with its last reference."""
 
-    __slots__ = ("_listed", "_private_until_s", "fd", "modes")
+    __slots__ = ("_listed", "_local", "_private_until_s", "fd", "modes")
 
     def __init__(self, fd: int, modes: Modes, *, listed: bool = False) -> None:
         self.fd = fd
         self.modes = modes
         self._listed = listed
+        self._local: bool | None = None
         self._private_until_s = 0.0
 
     def __del__(self) -> None:
@@ -92,6 +93,13 @@ class Folder:
             raise PermissionError(errno.EACCES, f"{path} belongs to user {status.st_uid}")
         if status.st_mode & stat.S_IWOTH and not allowed & stat.S_IWOTH:
             raise PermissionError(errno.EACCES, f"every user may write to {path}")
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether the folder is known to be on a file system of this machine."""
+        if self._local is None:
+            self._local = is_local(self.fd)
+        return self._local
 
     def folder(self, name: str) -> "Folder":
         return Folder(self.open(name, FOLDER), self.modes)
@@ -314,7 +322,7 @@ def create_locked(folder: Folder, name: str) -> Folder | None:
     fd = folder.create(name)
     with suppress(OSError):  # the file exists, and has no content that could be lost
         os.close(fd)
-    if not is_local(folder.fd):
+    if not folder.is_local:
         return None
     with suppress(OSError):
         # Held for reading: a file that is open for writing would keep the operator from remounting.

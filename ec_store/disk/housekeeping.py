@@ -11,7 +11,7 @@ from os.path import ismount
 from ec_store.counts import Counts
 from ec_store.disk.claims import sweep_claims, sweep_leases
 from ec_store.disk.config import StoreSettings
-from ec_store.disk.evictor import STAGING_S, Evictor, Freed, Lacking
+from ec_store.disk.evictor import STAGING_S, YOUNG_S, Evictor, Freed, Lacking
 from ec_store.disk.files import NO_ROOM, StoreClock, is_regular
 from ec_store.disk.ledger import Ledger, Usage
 from ec_store.disk.lock import FileLock
@@ -66,16 +66,16 @@ class Housekeeping:
         settings: settings of the store, as last read; they apply to every process that opens it.
     """
 
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, counts: Counts, young_s: float = YOUNG_S) -> None:
         """Create the object without access to a store.
 
-        `counts` gets `evictions`, and observes `eviction_seconds`.
+        `counts` gets `evictions`, and observes `eviction_seconds`; `young_s` is as in `Evictor`.
         """
         self._counts = counts
         self.clock = StoreClock()
         self.ledger = Ledger()
         self.settings = StoreSettings()
-        self._evictor = Evictor(self.clock, self.ledger, counts)
+        self._evictor = Evictor(self.clock, self.ledger, counts, young_s)
         self._sweeping = FileLock("sweeping.link")
         self._fruitless_until_s = float("-inf")
         self._useless_until_s = float("-inf")
@@ -284,6 +284,7 @@ class Housekeeping:
         sweep_leases(tree.leases, now)
         sweep_claims(tree.claims, lambda: self.clock.now(tree.root))
         self.ledger.merge(tree.usage, now)
+        now = self.clock.expiry_now(tree.root)
         for folder in (tree.root, tree.namespaces, tree.quarantine):
             quarantined = folder is tree.quarantine
             age_s = QUARANTINE_S if quarantined else STAGING_S

@@ -5,16 +5,19 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import xxhash
 
 from ec_store.counts import ForkLock, after_fork
 from ec_store.disk.files import Folder, create_locked, is_unlocked
-from ec_store.disk.mounts import is_local
 
 IDLE_S = 3600.0
 """Seconds without a write after which a process counts as ended, and its line is merged."""
+
+KNOWN_LINES = 1024
+"""Parsed lines that are cached, some 0.5 MB: each put adds up all lines, and changes only one."""
 
 WRITER_DIGITS = 8
 """Digits of a writer's name in the names of its staging files, which other digits complete."""
@@ -45,6 +48,10 @@ class Usage:
     def common(self, other: "Usage") -> "Usage":
         """Return the smaller value of each field."""
         return Usage(*map(min, astuple(self), astuple(other)))
+
+    @property
+    def changes(self) -> int:
+        return self.charged + self.released
 
     @property
     def bytes(self) -> int:
@@ -222,7 +229,13 @@ class Ledger:
         One listing may skip lines that are renamed meanwhile: the sum is then wrong by all that
         their processes have written and removed.
         """
-        return sum(_lines(folder).values(), Usage()) + self._unwritten
+        usages = (self._unwritten, *_lines(folder).values())
+        return Usage(
+            sum(usage.charged_bytes for usage in usages),
+            sum(usage.charged for usage in usages),
+            sum(usage.released_bytes for usage in usages),
+            sum(usage.released for usage in usages),
+        )
 
     def merge(self, folder: Folder, now_s: float) -> None:
         """Take over the lines of ended processes, and remove files with invalid names."""
@@ -252,7 +265,7 @@ class DeadWriters:
 
     def __contains__(self, writer: str) -> bool:
         if self._lines is None:
-            names = self._folder.names() if is_local(self._folder.fd) else []
+            names = self._folder.names() if self._folder.is_local else []
             self._lines = {name[:WRITER_DIGITS]: name for name in names}
         if writer not in self._dead:
             line = self._lines.get(writer)
@@ -266,6 +279,7 @@ def _line(writer: str, usage: Usage) -> str:
     return f"{text}.{xxhash.xxh32_hexdigest(text.encode())}"
 
 
+@lru_cache(KNOWN_LINES)
 def _read(name: str) -> tuple[str, Usage] | None:
     """Return the writer and the usage in a line; None if the name is not a valid line."""
     match = _LINE.fullmatch(name)
@@ -279,9 +293,10 @@ def _lines(folder: Folder) -> Mapping[str, Usage]:
     for name in folder.names():
         if line := _read(name):
             writer, usage = line
+            known = lines.get(writer)
             # A line that is renamed during the listing may be seen twice: the later one counts.
-            known = lines.get(writer, usage)
-            lines[writer] = max(usage, known, key=lambda line: line.charged + line.released)
+            if known is None or known.changes < usage.changes:
+                lines[writer] = usage
     return lines
 
 

@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 
 from ec_store.base import Listed, Store, StoreStats
 from ec_store.counts import Counts
-from ec_store.disk.claims import add_leases, give_back, take_claims
+from ec_store.disk.claims import add_leases, count_leased, give_back, take_claims
 from ec_store.disk.config import DiskConfig, GivenSettings, StoreSettings
 from ec_store.disk.entry_files import (
     EntryFiles,
@@ -20,7 +20,8 @@ from ec_store.disk.entry_files import (
     load_header,
     valid_registrations,
 )
-from ec_store.disk.files import NO_ROOM, Folder, is_regular
+from ec_store.disk.evictor import YOUNG_S
+from ec_store.disk.files import NO_ROOM, READ, Folder, is_regular
 from ec_store.disk.housekeeping import Housekeeping
 from ec_store.disk.opening import DiskOpening
 from ec_store.disk.tree import Tree, staging_name, taken_bytes
@@ -51,15 +52,22 @@ SHARING = (
 class SharedDiskStore(Store):
     """Store of entries as files, each named by the digest of its key."""
 
-    def __init__(self, config: DiskConfig, *, create: bool = True, maintain: bool = False) -> None:
+    def __init__(
+        self,
+        config: DiskConfig,
+        *,
+        create: bool = True,
+        maintain: bool = False,
+        young_s: float = YOUNG_S,
+    ) -> None:
         """Create the store; its first use opens the directory.
 
-        `create` and `maintain` are as in `DiskOpening`.
+        `create` and `maintain` are as in `DiskOpening`, `young_s` as in `Evictor`.
         """
         self._config = config
         self._create = create
         self.counts = Counts()
-        self._keeper = Housekeeping(self.counts)
+        self._keeper = Housekeeping(self.counts, young_s)
         self._opening = DiskOpening(config, self._keeper, create=create, maintain=maintain)
         self._files = EntryFiles()
 
@@ -201,10 +209,12 @@ class SharedDiskStore(Store):
             tree = self._opening.counted()
             usage = self._keeper.ledger.total(tree.usage)
             quota_bytes = self._keeper.quota_bytes(tree.file_system())
+            leased = count_leased(tree.leases, self._now(tree))
         return StoreStats(
             entries=max(0, usage.entries),
             bytes=max(0, usage.bytes),
             max_bytes=quota_bytes,
+            leased=leased,
             **self._process_counts(),
         )
 
@@ -247,7 +257,7 @@ class SharedDiskStore(Store):
         if not replace:
             if self._read(key, load_header, use=True):
                 return False
-            self._forget_expired(key.digest)
+            self._forget_ignored(key.digest)
         evicted = False
         for room_bytes in (taken_bytes(size) << n for n in range(ROOM_MADE)):
             try:
@@ -271,8 +281,8 @@ class SharedDiskStore(Store):
                 self._keeper.record_useless()
             raise
 
-    def _forget_expired(self, digest: str) -> None:
-        """Remove an entry that readers ignore, expired or too large, but that occupies the name.
+    def _forget_ignored(self, digest: str) -> None:
+        """Remove an entry that readers ignore, but that occupies the name.
 
         It is renamed, checked again, and then removed, as evictors do: another writer may have
         published a new entry since the first check.
@@ -280,19 +290,36 @@ class SharedDiskStore(Store):
         with suppress(OSError):
             tree = self._opening.tree()
             folder = tree.folder(digest)
-            status = folder.stat(digest)
-            if self._is_live(tree, status):
+            if not self._is_ignored(tree, folder, digest):
                 return
-            aside = self._staging_name(tree, digest, status.st_size)
+            aside = self._staging_name(tree, digest, folder.stat(digest).st_size)
             folder.rename(digest, aside)
             status = folder.stat(aside)
-            restored = self._is_live(tree, status) and folder.publish(aside, digest)
+            ignored = False  # an entry that cannot be read gets its name back
+            with suppress(OSError):
+                ignored = self._is_ignored(tree, folder, aside)
+            restored = not ignored and folder.publish(aside, digest)
             if folder.remove(aside) and not restored:
                 self._keeper.ledger.release(tree.usage, taken_bytes(status.st_size))
 
+    def _is_ignored(self, tree: Tree, folder: Folder, name: str) -> bool:
+        """Return whether an entry is expired, too large or of another format. Raises OSError."""
+        if not self._is_live(tree, folder.stat(name)):
+            return True
+        fd = folder.open(name, READ)
+        try:
+            load_header(None, fd, os.fstat(fd).st_size)
+        except OtherFormat:
+            return True
+        except CorruptEntry:  # quarantined by the next reader
+            return False
+        finally:
+            _close(fd)
+        return False
+
     # The ledger has the size of each entry from before its first byte until after its last file is
     # gone or in quarantine. Released by: `_write` if the entry is not published; `_replace` and
-    # `_forget_expired` for the entry before it; `_delete`, eviction and quarantine.
+    # `_forget_ignored` for the entry before it; `_delete`, eviction and quarantine.
     def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         digest, taken = key.digest, taken_bytes(size)
         staging = self._staging_name(tree, digest, size)

@@ -206,6 +206,7 @@ class RedisStore(Store):
             entries=None,
             bytes=sum(int(server[b"used_memory"]) for server in servers),
             max_bytes=sum(quotas) if all(quotas) else None,
+            leased=None,
             **self._process_counts(),
         )
 

@@ -3,6 +3,7 @@
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
@@ -95,6 +96,8 @@ class NamespaceRegistration:
 
     An engine serves even if the store is unreachable or hangs, or the thread cannot be started.
     Until the namespace is registered, a proxy finds no entries and sends media.
+
+    `start` is called in each step: it does nothing once the thread has started.
     """
 
     def __init__(self, store: Store, model: str, namespace: str) -> None:
@@ -102,11 +105,23 @@ class NamespaceRegistration:
         self._model = model
         self._namespace = namespace
         self._closed = threading.Event()
-        thread = threading.Thread(target=self._run, name="ec-store-register", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ec-store-register", daemon=True)
+        self._refused_s: float | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start the thread; if that fails, the first call after `RETRY_S` tries again."""
+        if self._thread.ident is not None:
+            return
+        refused_s, now_s = self._refused_s, time.monotonic()
+        if refused_s is not None and now_s < refused_s + RETRY_S:
+            return
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError as error:
-            logger.warning(NO_THREAD, thread.name, error)
+            self._refused_s = now_s
+            if refused_s is None:
+                logger.warning(NO_THREAD, self._thread.name, error)
 
     def close(self) -> None:
         """Stop retrying; a call that is running ends by itself."""

@@ -188,6 +188,8 @@ class ECStoreConnector(ECConnectorBase):
 
     def build_connector_meta(self, scheduler_output: Any, *_: Any, **__: Any) -> StepMetadata:
         """Return the entries to load and the items to save in this step, for the workers."""
+        if self._registration is not None:
+            self._attempt(self._registration.start)
         return StepMetadata(
             self._loads(), self._items(scheduler_output), self._take_widths(), self._shared()
         )

@@ -387,6 +387,21 @@ class StoreContract:
         assert len(rows) == 2
         assert store.stats().corrupt == 0
 
+    @pytest.mark.fault(93)
+    @pytest.mark.parametrize("length", [100, 4 * 2**20])
+    def test_a_put_replaces_an_entry_of_another_format(
+        self, opened: Opened, monkeypatch: pytest.MonkeyPatch, length: int
+    ) -> None:
+        store = opened()
+        with monkeypatch.context() as later:
+            later.setattr(ec_store.entry, "FORMAT", "ec_store/2")
+            store.put(key(), sized(100))
+
+        assert store.put(key(), sized(length, 2)) is True
+        assert store.put(key(), sized(length, 3)) is False
+        assert_same(sized(length, 2), store.get(key()))
+        assert len(list(store.ls())) == 1
+
     def test_verify_finds_and_removes_corrupt_entries(self, opened: Opened, spoil: Spoil) -> None:
         store = opened()
         for name in "abc":

@@ -650,6 +650,44 @@ def test_fetches_are_misses_while_no_thread_can_be_started(
 
 
 @pytest.mark.fault(87)
+def test_fetches_without_a_thread_count_neither_for_nor_against_the_store(
+    fetching: Make, no_threads: NoThreads
+) -> None:
+    """The last of three failures in a row opens the breaker."""
+    held = Held()
+    held.failing = StoreUnavailable("away")
+    held.go()
+    asked = fetching(held, clock=Clock())
+    breaker = asked.fetcher._breaker  # noqa: SLF001 - without a thread, no fetch fails
+    for _ in range(FAILURES - 1):
+        breaker.record_failure("away")
+    with no_threads():
+        asked.ask("dropped")
+        assert asked.wait("dropped") is FetchState.MISSING
+    assert not breaker.open
+    asked.ask("fails")
+    assert asked.wait("fails") is FetchState.MISSING
+    assert breaker.open
+
+
+@pytest.mark.fault(87)
+def test_promised_fetch_that_gets_a_thread_later_counts_for_the_store(
+    store: Store, fetching: Make, no_threads: NoThreads
+) -> None:
+    store.put(EntryKey(NAMESPACE, "promised"), entry())
+    asked = fetching(store)
+    breaker = asked.fetcher._breaker  # noqa: SLF001 - without a thread, no fetch fails
+    for _ in range(FAILURES - 1):
+        breaker.record_failure("away")
+    with no_threads():
+        asked.ask("promised", promised=True)
+        asked.until(lambda: asked.fetched() == 1)
+    assert asked.wait("promised") is FetchState.READY
+    breaker.record_failure("away")
+    assert not breaker.open
+
+
+@pytest.mark.fault(87)
 def test_fetches_end_while_the_only_thread_hangs_and_no_other_can_be_started(
     fetching: Make, no_threads: NoThreads
 ) -> None:

@@ -262,6 +262,7 @@ def test_serve_warns_of_an_open_address_without_a_key(
 async def test_figures_over_http(client: TestClient[Any, Any], url: str) -> None:
     with open_store(url) as store:
         store.put(KEY, entry())
+        store.lease([KEY], 60)
         store.register_namespace("m", "ns")
     async with client.get("/v1/stats") as reply:
         stats = await reply.json()
@@ -271,6 +272,7 @@ async def test_figures_over_http(client: TestClient[Any, Any], url: str) -> None
     assert (stats["entries"], stats["namespaces"]) == (1, {"m": "ns"})
     assert "ec_store_entries 1.0" in metrics
     assert "ec_store_max_bytes 1.048576e+06" in metrics
+    assert "ec_store_leased 1.0" in metrics
 
 
 async def test_the_service_keeps_the_quota(url: str, tmp_path: Path) -> None:

@@ -363,3 +363,24 @@ def test_the_times_of_a_video_are_reported_by_models_that_write_them_into_the_pr
     assert f'timestamps = out_item["{TIMESTAMPS}"].data' in vllm.text(
         "model_executor/models/qwen3_vl.py"
     )
+
+
+def test_releases_that_share_entries_convert_pictures_alike(vllm: Source) -> None:
+    """Otherwise the encoder outputs of one picture, which have one key, would differ."""
+    module = parsed(ROOT / "ec_store" / "vllm_connector" / "namespace.py")
+    [layouts] = [ast.literal_eval(value) for name, value in assigned(module) if name == "LAYOUTS"]
+
+    def layout(source: Source) -> object:
+        release = ".".join(source.name.split(".")[:2])
+        return layouts.get(release, release)
+
+    def conversion(source: Source) -> str:
+        [function] = [
+            node
+            for node in parsed(source.package / "multimodal" / "image.py").body
+            if isinstance(node, ast.FunctionDef) and node.name == "convert_image_mode"
+        ]
+        return ast.unparse(function)
+
+    sharing = [source for source in SOURCES if layout(source) == layout(vllm)]
+    assert {conversion(source) for source in sharing} == {conversion(vllm)}

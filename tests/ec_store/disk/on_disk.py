@@ -9,12 +9,16 @@ from typing import Any
 
 from ec_store import EntryKey
 from ec_store.disk import tree
+from ec_store.disk.config import DiskConfig
+from ec_store.disk.evictor import YOUNG_S
 from ec_store.disk.store import SharedDiskStore
 from ec_store.disk.tree import taken_bytes
 
 
-def opened(root: Path, query: str = "") -> SharedDiskStore:
-    return SharedDiskStore.from_url(f"{root.as_uri()}?{query}")
+def opened(root: Path, query: str = "", young_s: float = YOUNG_S) -> SharedDiskStore:
+    store = SharedDiskStore(DiskConfig.from_url(f"{root.as_uri()}?{query}"), young_s=young_s)
+    store.check()
+    return store
 
 
 def path_of(root: Path, kept: EntryKey) -> Path:

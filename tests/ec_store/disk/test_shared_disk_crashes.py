@@ -6,18 +6,23 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ec_store import StoreUnavailable
-from ec_store.disk import evictor, mounts
+from ec_store.disk import evictor, ledger, mounts, tree
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder
 from ec_store.disk.ledger import Ledger
 from ec_store.disk.tree import taken_bytes
 from tests.ec_store.contract import assert_same, key, sized
-from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
+from tests.ec_store.disk import on_disk
+from tests.ec_store.disk.on_disk import age, entries_bytes, files, path_of, take_lock
+
+opened = partial(on_disk.opened, young_s=float("-inf"))
 
 KILLS = 60
 QUOTA = 8 * 2**20
@@ -61,7 +66,7 @@ def put_many(root: Path, name: int) -> None:
                 continue
 
 
-def put_and_die(root: Path, length: int, query: str = QUERY) -> None:
+def put_and_die(root: Path, length: int, query: str = QUERY, name: str = "half") -> None:
     """Die after the payload of an entry was written."""
     store_entry = EntryFiles.store
 
@@ -70,7 +75,7 @@ def put_and_die(root: Path, length: int, query: str = QUERY) -> None:
         die()
 
     EntryFiles.store = dying  # type: ignore[method-assign, assignment]
-    opened(root, query).put(key("half"), sized(length))
+    opened(root, query).put(key(name), sized(length))
 
 
 def die_at_removal() -> None:
@@ -199,6 +204,7 @@ def test_writer_on_a_file_server_locks_nothing_and_its_leftovers_stay_for_an_hou
 
         # Also if the file server itself, on which the files are local, looks.
         monkeypatch.undo()
+    with opened(root, QUERY) as store:
         store.sweep()
         assert len(leftovers(root)) == 1
         monkeypatch.setattr(evictor, "STAGING_S", -1)
@@ -231,3 +237,134 @@ def test_child_of_a_fork_does_not_keep_its_parent_alive(root: Path) -> None:
     finally:
         for end in (go, goes, forked, forks):
             os.close(end)
+
+
+@pytest.mark.fault(23)
+def test_leftovers_of_a_moment_ago_are_removed_later(root: Path) -> None:
+    killed(lambda: put_and_die(root, 1000))
+    with on_disk.opened(root, young_s=3600) as store:
+        store.evict()
+        assert len(leftovers(root)) == 1
+    with on_disk.opened(root, young_s=0.01) as store:
+        time.sleep(0.1)
+        store.evict()
+        assert not leftovers(root)
+        assert store.stats().bytes == 0
+
+
+def test_eviction_tests_no_locks_of_processes_that_are_writing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store with the time of the default, and one that counts no staging file as young."""
+    store_entry = EntryFiles.store
+    tested: list[str] = []
+
+    def is_unlocked(_: Folder, name: str) -> bool:
+        tested.append(name)
+        return False
+
+    def evicting(*args: object) -> None:
+        store_entry(*args)  # type: ignore[arg-type]
+        monkeypatch.setattr(EntryFiles, "store", store_entry)
+        for evict in (on_disk.opened, opened):
+            with evict(root) as other:
+                assert not tested
+                other.evict()
+        assert len(tested) == 1
+
+    monkeypatch.setattr(EntryFiles, "store", evicting)
+    monkeypatch.setattr(ledger, "is_unlocked", is_unlocked)
+    with on_disk.opened(root) as store:
+        assert store.put(key(), sized(1000)) is True
+    assert tested
+
+
+@pytest.mark.parametrize(("entries", "size", "left"), [(90, 20_000, 100), (200, 100, 1_500_000)])
+def test_store_is_counted_for_the_bytes_of_a_leftover_as_for_its_number(
+    root: Path, monkeypatch: pytest.MonkeyPatch, entries: int, size: int, left: int
+) -> None:
+    """A leftover makes a count of 100 entries certain; one of the size of 300, one of 30,000."""
+    monkeypatch.setattr(random, "random", lambda: 1 - 2**-53)
+    with opened(root) as store:
+        for n in range(entries):
+            store.put(key(str(n)), sized(size))
+        killed(lambda: put_and_die(root, left))
+        usage = store._opening.tree().usage  # noqa: SLF001
+        Ledger().charge(usage, taken_bytes(size))
+        while leftovers(root):
+            store.evict()
+
+        assert store.stats().entries == entries
+
+
+@pytest.fixture
+def slow_count(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Return a list of hooks that run in each folder that is read, 20 seconds after the last."""
+    scan, hooks = vars(tree)["_scan"], list[Callable[[], object]]()
+    lock = root / "evicting.link"
+
+    def scanned(*args: Any) -> Any:
+        if lock.is_symlink():
+            age(lock, 20)
+            for hook in hooks:
+                hook()
+        return scan(*args)
+
+    monkeypatch.setitem(vars(tree), "_scan", scanned)
+    monkeypatch.setattr(evictor, "RENEW_S", -1)
+    return hooks
+
+
+@pytest.mark.fault(94)
+def test_lock_is_renewed_while_an_eviction_counts(
+    root: Path, slow_count: list[Callable[[], object]]
+) -> None:
+    """Only a part of the entries is a sample: the count reads the others."""
+    lock, holders, other = root / "evicting.link", set[Path](), on_disk.opened(root)
+    with opened(root) as store:
+        for n in range(60):
+            store.put(key(str(n)), sized(1000))
+        killed(lambda: put_and_die(root, 1000))
+
+        def evict_too() -> None:
+            holders.add(lock.readlink())
+            assert (
+                other._keeper._evictor._lock.acquire(  # noqa: SLF001
+                    other._opening.tree().root,  # noqa: SLF001
+                    time.time,
+                )
+                is None
+            )
+
+        slow_count.append(evict_too)
+        while leftovers(root):
+            holders.clear()
+            store.evict()
+
+        assert len(holders) == 1
+        assert store.stats().bytes == entries_bytes(root)
+
+
+@pytest.mark.fault(94)
+@pytest.mark.changes_files
+def test_eviction_that_loses_its_lock_during_a_count_removes_and_corrects_nothing(
+    root: Path, slow_count: list[Callable[[], object]]
+) -> None:
+    with opened(root) as store:
+        for n in range(6):
+            store.put(key(str(n)), sized(1000))
+            age(path_of(root, key(str(n))), 8 * 86400)
+        Ledger().charge(store._opening.tree().usage, 5 * 4096, 5)  # noqa: SLF001
+        read: list[bool] = []
+
+        def lose() -> None:
+            read.append(True)
+            if len(read) == 3:
+                take_lock(root / "evicting.link")
+
+        slow_count.append(lose)
+        store.evict()
+
+        assert len(read) == 3
+        assert store.stats().evictions == 0
+        assert store.stats().entries == 11

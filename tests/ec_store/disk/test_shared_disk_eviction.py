@@ -172,6 +172,27 @@ def test_writer_of_an_expired_entry_keeps_the_new_entry_of_another_writer(
         assert slow.stats().bytes == entries_bytes(root)
 
 
+def test_entry_that_cannot_be_read_when_it_is_checked_again_gets_its_name_back(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    def is_ignored(_: SharedDiskStore, tree: object, folder: object, name: str) -> bool:
+        names.append(name)
+        if name != key().digest:
+            raise PermissionError(errno.EACCES, "another user's")
+        return True
+
+    with opened(root, "ttl=1h") as store:
+        store.put(key(), sized(100))
+        age(path_of(root, key()), 7200)
+        monkeypatch.setattr(SharedDiskStore, "_is_ignored", is_ignored)
+        assert store.put(key(), sized(200)) is False
+
+        assert len(names) == 2
+        assert files(root, "entries") == [path_of(root, key())]
+
+
 def test_entry_that_cannot_be_put_back_beside_a_third_writers_is_released(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -616,6 +637,29 @@ def fill_ten(store: SharedDiskStore, root: Path) -> None:
     for n, one in enumerate(TEN):
         store.put(one, sized(100))
         age(path_of(root, one), 1000 - n)
+
+
+@pytest.mark.parametrize("entries", [0, 1, 40])
+def test_ledger_that_is_one_entry_too_low_costs_one_entry_until_a_sweep(
+    root: Path, entries: int
+) -> None:
+    """A replacement and an evictor may both release the entry that was replaced."""
+    with opened(root, f"max_bytes={20 * BLOCK}") as store:
+        for n in range(entries):
+            store.put(key(str(n)), sized(100))
+        store._keeper.ledger.release(store._opening.tree().usage, BLOCK)  # noqa: SLF001
+        left = max(0, min(19, entries - 1))
+        stats = store.stats()
+        assert (stats.entries, stats.bytes) == (left, BLOCK * left)
+        for n in range(40):
+            assert store.put(key(f"new-{n}"), sized(100)) is True
+            assert entries_bytes(root) <= 21 * BLOCK
+        store.evict()
+        store.sweep()
+
+        assert store.stats().drops == 0
+        assert store.stats().bytes == entries_bytes(root) <= 20 * BLOCK
+        assert store.stats().entries == len(files(root, "entries"))
 
 
 def test_writer_frees_room_for_its_entry_beside_a_hanging_eviction(root: Path) -> None:

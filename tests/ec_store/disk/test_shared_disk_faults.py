@@ -417,6 +417,36 @@ def test_clock_that_is_ahead_for_a_moment_expires_nothing(
 
 
 @pytest.mark.fault(27)
+@pytest.mark.changes_files
+def test_clock_that_is_ahead_for_a_moment_removes_no_staging_or_quarantined_file(
+    root: Path, days_ahead: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host's process writes the staging file: this one cannot tell whether it lives."""
+    with opened(root) as store:
+        store.put(key(), entry())
+        path_of(root, key()).write_bytes(b"damaged")
+        assert store.get(key()) is None
+        store.put(key(), entry())
+        folder = path_of(root, key()).parent
+        kept = [
+            *files(root, "quarantine"),
+            folder / f".{key().digest}.{4096:x}.{1:016x}.tmp",
+            root / f".{1:016x}.tmp",
+        ]
+        for path in kept[1:]:
+            path.write_bytes(b"half")
+        days_ahead.append(8)
+        store.sweep()
+        assert len(kept) == 3
+        assert all(path.exists() for path in kept)
+
+        monkeypatch.setattr(disk_files, "JUMP_LASTS_S", 0)
+        days_ahead.append(6)
+        store.sweep()
+        assert not any(path.exists() for path in kept)
+
+
+@pytest.mark.fault(27)
 def test_clock_that_stays_ahead_for_an_hour_is_believed(
     root: Path, days_ahead: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -555,6 +585,7 @@ def test_a_leased_entry_survives_eviction_until_the_lease_ends(root: Path) -> No
         assert store.get(key("leased")) is None
 
 
+@pytest.mark.fault(95)
 def test_a_store_full_of_leased_entries_takes_no_more(root: Path) -> None:
     with opened(root, "max_bytes=110KiB") as store:
         keys = [key(str(n)) for n in range(9)]
@@ -568,6 +599,22 @@ def test_a_store_full_of_leased_entries_takes_no_more(root: Path) -> None:
             store.put(key("more"), sized(10_000))
         assert all(store.lookup(keys))
         assert store.stats().drops == 2
+        assert store.stats().leased == 9
+
+
+@pytest.mark.fault(95)
+def test_leased_entries_are_counted_once_until_their_last_lease_ends(root: Path) -> None:
+    with opened(root) as store:
+        for name in "abc":
+            store.put(key(name), sized(100))
+        assert store.stats().leased == 0
+        for seconds in (1, 60, 600):
+            store.lease([key("a")], seconds)
+        store.lease([key("b")], 0.1)
+        assert store.stats().leased == 2
+        time.sleep(2.2)
+
+        assert store.stats().leased == 1
         assert store.stats().bytes == entries_bytes(root)
 
 

@@ -11,6 +11,7 @@ import pytest
 from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable, open_store
 from ec_store.backchannel import Receiver, Sender
 from ec_store.counts import Counts
+from tests.ec_store.conftest import NoThreads
 from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle, until
 
 
@@ -302,6 +303,30 @@ def test_an_engine_starts_without_its_store_and_uses_it_later(
         until(lambda: store.namespaces() == {"tiny": connector.namespace})
     warnings = [line for line in caplog.messages if "cannot be used" in line]
     assert len(warnings) == 1
+
+
+@pytest.mark.fault(87)
+def test_the_served_name_is_registered_once_a_thread_can_be_started(
+    connect: Connect,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    no_threads: NoThreads,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 3600)
+    with no_threads():
+        connector = connect()
+        monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 0)
+        connector.build_connector_meta(Step())
+    monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 3600)
+    connector.build_connector_meta(Step())
+    with open_store(url) as store:
+        assert store.namespaces() == {}
+
+        monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 0)
+        connector.build_connector_meta(Step())
+        until(lambda: store.namespaces() == {"tiny": connector.namespace})
+    assert sum("ec-store-register" in line for line in caplog.messages) == 1
 
 
 def test_requests_are_served_if_the_store_rejects_names(
