@@ -94,7 +94,7 @@ class Health:
         policy: the limits; may be replaced at any time.
         met: whether it has ever answered a probe or a request.
         proven: whether the last request that it answered or failed had succeeded.
-        cause: cause of the last change to `EJECTED` or `DOWN`, in words.
+        cause: cause of the state `EJECTED` or `DOWN`, in words; empty in other states.
         progress_s: time of its last known progress.
         late_since_s: start of the first request since then that got no answer in time; infinite
             without one.
@@ -249,8 +249,7 @@ class Health:
         elif not well and (
             self._state is HealthState.EJECTED or self._failed_probes >= self.policy.down_after
         ):
-            self.cause = "failed health checks"
-            self._become(HealthState.DOWN, now_s)
+            self._become(HealthState.DOWN, now_s, "failed health checks")
 
     def _next_probe_s(self) -> float:
         if self._state is not HealthState.DOWN:
@@ -291,24 +290,23 @@ class Health:
         return (1 << WINDOW * self.policy.eject_after) - 1
 
     def _go_down(self, now_s: float, cause: str) -> None:
-        self.cause = cause
-        self._become(HealthState.DOWN, now_s)
+        self._become(HealthState.DOWN, now_s, cause)
         self._probe_s = min(self._probe_s, now_s + self.policy.min_backoff_s)
 
     def _eject(self, now_s: float, cause: str) -> None:
-        self.cause = cause
         if self._state is HealthState.HEALTHY and now_s - self._since_s >= self.policy.max_eject_s:
             self._ejections = 0
         self._ejections += 1
         rest_s = min(self.policy.eject_s * self._ejections, self.policy.max_eject_s)
         self._until_s = now_s + rest_s
-        self._become(HealthState.EJECTED, now_s)
+        self._become(HealthState.EJECTED, now_s, cause)
         self._probe_s = min(self._probe_s, now_s)
 
-    def _become(self, state: HealthState, now_s: float) -> None:
+    def _become(self, state: HealthState, now_s: float, cause: str = "") -> None:
         if state is self._state:
             return
         self._state = state
+        self.cause = cause
         self._since_s = now_s
         self._failures = self._latest = self._under_way = self._late = 0
         self._changes += 1

@@ -277,6 +277,10 @@ class InstanceTable:
         """Return the health state of an instance; raise KeyError if it is not in the table."""
         return self._members[instance.key].health.state(self._clock())
 
+    def cause(self, instance: Instance) -> str:
+        """Return the cause of the state `EJECTED` or `DOWN`; empty in other states."""
+        return self._members[instance.key].health.cause
+
     def is_draining(self, instance: Instance) -> bool:
         """Return whether an instance was removed or has weight 0, and so may stop at any time."""
         candidate = self._members.get(instance.key)
@@ -375,8 +379,7 @@ class InstanceTable:
         member = self._members.get(instance.key)
         if state is HealthState.DOWN and member is not None:
             member.load.forget_engines()
-        failed = state in {HealthState.DOWN, HealthState.EJECTED} and member is not None
-        self._on_change(instance, state, member.health.cause if failed and member else "")
+        self._on_change(instance, state, "" if member is None else member.health.cause)
 
     def _new_health(self, on_change: Callable[[HealthState], None]) -> Health:
         return Health(self._policy, self._clock(), on_change, self._jitter)
