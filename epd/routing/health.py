@@ -209,10 +209,15 @@ class Health:
                 self.proven = False
             case Outcome.LATE:
                 self._record_late(now_s, others_work=others_work)
-            case Outcome.REFUSED if self._state is not HealthState.DOWN:
-                self._go_down(now_s, "connection refused")
-            case Outcome.REFUSED | Outcome.NOTHING:
+            case Outcome.REFUSED:
+                self.record_refusal(now_s)
+            case Outcome.NOTHING:
                 pass
+
+    def record_refusal(self, now_s: float) -> None:
+        """Record a refused connection: no process listens there, so the instance is down."""
+        if self._state is not HealthState.DOWN:
+            self._go_down(now_s, "connection refused")
 
     def record_failure(self, now_s: float, *, begun: int) -> None:
         """Record that an ended request of doubtful outcome was the instance's failure."""
@@ -329,9 +334,9 @@ class Condition(enum.StrEnum):
     EJECTED = "ejected"
     """It passes but failed requests. It gets none for a while."""
     FAILING = "failing"
-    """It does not pass but gets requests: no probe has failed yet, or no other instance is left."""
+    """It does not pass but gets requests: too few probes and requests have failed yet."""
     DOWN = "down"
-    """It does not pass, and gets no requests."""
+    """It does not pass, and gets no requests unless no other instance is left."""
 
 
 WORST = tuple(Condition)
@@ -353,7 +358,7 @@ def condition(state: HealthState, *, answers: bool, routed: bool) -> Condition:
         routed: whether the next request may go to it.
     """
     if not answers:
-        return Condition.FAILING if routed else Condition.DOWN
+        return Condition.FAILING if routed and state is not HealthState.DOWN else Condition.DOWN
     match state:
         case HealthState.HEALTHY:
             return Condition.HEALTHY if routed else Condition.PAUSED

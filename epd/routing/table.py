@@ -396,6 +396,11 @@ class InstanceTable:
         members = self._members.values()
         return [member.instance for member in members if member.health.probe_due(now_s)]
 
+    def record_refusal(self, instance: Instance) -> None:
+        """Record that an instance refused a connection outside its requests and probes."""
+        if instance.key in self._members:
+            self._members[instance.key].health.record_refusal(self._clock())
+
     def record_probe(self, instance: Instance, *, well: bool | None) -> None:
         """Record the result of a probe; None if it could not be made."""
         if instance.key in self._members:
