@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 from ec_store.bounded import BoundedDict
 from epd.api.body import reply_field
-from epd.api.chat import CHAT, OPTIONAL, encode_body
+from epd.api.chat import (
+    CHAT,
+    OPTIONAL,
+    encode_body,
+    has_system_message,
+    with_system_message,
+)
 from epd.api.endpoint import encode_json, is_stream
 from epd.api.items import Body, MMItem
 from epd.api.sse import engine_died, may_be_fetch
@@ -59,11 +65,11 @@ may be found closed at first (`epd.http.connection.STALE_S`), and a death on arr
 QUESTION_TIMEOUT_S = 2.0
 """Timeout of the questions to an instance before its prefill."""
 
-UNSERVED_S = 60.0
-"""Time for which an encode instance gets no name of a model that it has refused, in seconds."""
+LEARNED_S = 60.0
+"""Time for which what an encode instance refused is remembered, in seconds."""
 
-MAX_UNSERVED = 1024
-"""Upper bound of the remembered refusals of models."""
+MAX_LEARNED = 1024
+"""Upper bound of the remembered refusals."""
 
 RELEASE_TIMEOUT_S = 5.0
 """Timeout of a decode instance's answer to a release."""
@@ -94,12 +100,64 @@ class Opened(NamedTuple):
     span: Span | None
 
 
+Learned = BoundedDict[tuple[str, str | None], float]
+"""Time until which an encode instance, by its URL, gets no name of this model; with None, until
+which it gets a system message."""
+
+
+class EncodeForm(NamedTuple):
+    """Form of the encode requests that an instance accepts, as far as its refusals have shown.
+
+    Attributes:
+        learned: what earlier requests showed.
+        system: whether the client's request has a system message.
+    """
+
+    learned: Learned
+    instance: Instance
+    system: bool
+
+    def first(self, request: Body) -> Body:
+        """Return an encode request in the form that the instance probably accepts.
+
+        The model may be an adapter. An encode instance has no language model, and so loads none.
+        """
+        if self.system and self._is_recent(None):
+            request = with_system_message(request)
+        return _without(request, "model") if self._is_recent(_model(request)) else request
+
+    def after(self, request: Body, status: int) -> Body | None:
+        """Return a refused encode request in another form; None if there is none."""
+        field = OPTIONAL.get(status)
+        if field is not None and request.get(field):
+            if field == "model":
+                self._learn(_model(request))
+            return _without(request, field)
+        may_lack_system = self.system and status == HTTPStatus.BAD_REQUEST
+        if may_lack_system and not has_system_message(request):
+            return with_system_message(request)
+        return None
+
+    def record_success(self, request: Body) -> None:
+        """Remember the form of an accepted request."""
+        if has_system_message(request):
+            self._learn(None)
+
+    def _is_recent(self, model: str | None) -> bool:
+        until_s = self.learned.get((self.instance.url, model), 0.0)
+        return asyncio.get_running_loop().time() < until_s
+
+    def _learn(self, model: str | None) -> None:
+        until_s = asyncio.get_running_loop().time() + LEARNED_S
+        self.learned[self.instance.url, model] = until_s
+
+
 class Stages:
     """Client that sends the requests of all stages over one upstream client."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._unserved: BoundedDict[tuple[str, str], float] = BoundedDict(MAX_UNSERVED)
+        self._learned: Learned = BoundedDict(MAX_LEARNED)
 
     async def encode(  # noqa: PLR0913, PLR0917 - all describe one request
         self,
@@ -123,7 +181,8 @@ class Stages:
         with context.time_stage("encode", instance.url, items) as timed:
             headers = context.headers_for(context.child_id(), timed.span)
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
-            request = self._served(instance, encode_body(body, items, params))
+            adapted = EncodeForm(self._learned, instance, has_system_message(body))
+            request = adapted.first(encode_body(body, items, params))
             try:
                 while True:
                     answer = await self._upstream.fetch(
@@ -133,10 +192,10 @@ class Stages:
                         body=encode_json(request, context.cuts),
                         timeout_s=timeout_s,
                     )
-                    field = OPTIONAL.get(answer.status)
-                    if field is None or not request.get(field):
+                    other = adapted.after(request, answer.status)
+                    if other is None:
                         break
-                    request = self._without_refused(instance, request, field)
+                    request = other
             except UpstreamTimeout as error:
                 share = timeout_s / context.config.encode_timeout_s
                 if remote and share >= LATE_SHARE:  # the media's host may have caused the delay
@@ -146,27 +205,12 @@ class Stages:
                 raise
             timed.record_status(answer.status)
             accepted = _accepted(answer, "encode", context, fetches=remote)
+            adapted.record_success(request)
             if "model" in request:
                 context.learn_model(accepted)
             if len(items) > 1:
                 return read_group(accepted, modality, [item.engine_name for item in items])
             return [read_encoded(accepted, modality)]
-
-    def _served(self, instance: Instance, request: Body) -> Body:
-        """Return an encode request without its model if the instance has just refused that.
-
-        The model may be an adapter. An encode instance has no language model, and so loads none.
-        """
-        known_s = self._unserved.get(_model_at(instance, request), 0.0)
-        recent = asyncio.get_running_loop().time() < known_s
-        return _without(request, "model") if recent else request
-
-    def _without_refused(self, instance: Instance, request: Body, field: str) -> Body:
-        """Return an encode request without the field that the instance has refused."""
-        if field == "model":
-            until_s = asyncio.get_running_loop().time() + UNSERVED_S
-            self._unserved[_model_at(instance, request)] = until_s
-        return _without(request, field)
 
     async def prefill(
         self, transfer: KVTransfer, pair: Pair, sent: Consumed, context: RequestContext
@@ -346,9 +390,9 @@ class Stages:
                     )
 
 
-def _model_at(instance: Instance, request: Body) -> tuple[str, str]:
-    """Return the key of a request's model at an instance, of limited length."""
-    return instance.url, str(request.get("model"))[:MAX_LENGTH]
+def _model(request: Body) -> str:
+    """Return the name of a request's model, of limited length."""
+    return str(request.get("model"))[:MAX_LENGTH]
 
 
 def _without(body: Body, field: str) -> Body:
