@@ -397,9 +397,14 @@ class InstanceTable:
         return [member.instance for member in members if member.health.probe_due(now_s)]
 
     def record_refusal(self, instance: Instance) -> None:
-        """Record that an instance refused a connection outside its requests and probes."""
-        if instance.key in self._members:
-            self._members[instance.key].health.record_refusal(self._clock())
+        """Record that an instance refused a connection outside its requests and probes.
+
+        An instance that has never answered may be starting. It stays as its probes left it, so that
+        it gets requests as soon as it is ready.
+        """
+        member = self._members.get(instance.key)
+        if member is not None and member.health.met:
+            member.health.record_refusal(self._clock())
 
     def record_probe(self, instance: Instance, *, well: bool | None) -> None:
         """Record the result of a probe; None if it could not be made."""
