@@ -60,6 +60,9 @@ changes no encoder output, and with its own template."""
 TEXT = {"type": "text", "text": "."}
 """Text beside the media of an encode request: some chat templates refuse a message without text."""
 
+SYSTEM = {"role": "system", "content": TEXT["text"]}
+"""System message of an encode request, for chat templates that require one."""
+
 WORDS = TEXTS | {"reasoning_text", "summary_text"}
 """Types of parts of a response that are text; the last two belong to reasoning items."""
 
@@ -106,6 +109,21 @@ def encode_body(
         "stream": False,
         "max_tokens": 1,
     }
+
+
+def has_system_message(body: Body) -> bool:
+    """Return whether a request of any endpoint begins with a system message."""
+    if body.get("system") or body.get("instructions"):  # of messages and of responses
+        return True
+    match body.get("messages") or body.get("input"):
+        case [{"role": "system"}, *_]:
+            return True
+    return False
+
+
+def with_system_message(request: Body) -> Body:
+    """Return an encode request with a system message, for templates that require one."""
+    return {**request, "messages": [SYSTEM, *request["messages"]]}
 
 
 class Completions(Endpoint):

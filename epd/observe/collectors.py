@@ -8,6 +8,7 @@ from epd.conversations.conversations import RESULTS, Conversations
 from epd.edge.admission import REFUSALS, Admission
 from epd.encoder_cache.client import EncoderCache
 from epd.observe import metric_defs
+from epd.routing.fatal import FatalRequests
 from epd.routing.forecast import encode_work_s, pending_tokens
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance, Role
@@ -114,6 +115,11 @@ def store_metrics(cache: EncoderCache | None) -> Iterator[Metric]:
     yield metric_defs.CIRCUIT_OPEN.metric_family(
         [((name,), is_open) for name, is_open in circuits.items()]
     )
+
+
+def quarantine_metrics(fatal: FatalRequests) -> Iterator[Metric]:
+    """Yield the number of tenants in quarantine."""
+    yield metric_defs.QUARANTINED.metric_family([((), fatal.quarantined_tenants)])
 
 
 def conversation_metrics(conversations: Conversations) -> Iterator[Metric]:

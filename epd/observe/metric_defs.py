@@ -214,6 +214,11 @@ INSTANCE_CHANGES = _counter(
     "State changes of instances: added, removed, refused, ejected, down, trial or healthy.",
     ("role", "state"),
 )
+QUARANTINED = _gauge(
+    "epd_quarantined_tenants",
+    "Tenants in quarantine, counted by each worker: three instances died of their requests, which "
+    "are served one at a time by one instance.",
+)
 INSTANCE_UP = _gauge(
     "epd_instance_up",
     "1 if an instance gets requests (healthy or on trial); 0 if it is ejected or down.",

@@ -14,7 +14,7 @@ from typing import Any
 
 from epd.aio import Flights
 from epd.api.body import dump_json
-from epd.api.chat import TEMPLATE
+from epd.api.chat import TEMPLATE, has_system_message
 from epd.api.items import MMItem, feature_count
 from epd.encoder_cache.identity import OutputKey
 from epd.errors import (
@@ -90,13 +90,14 @@ class EncodeTask:
 def flight_key(job: EncodeJob, output_key: OutputKey, *, skips_claims: bool) -> Hashable:
     """Return the key under which requests share the encode of an output.
 
-    Only requests with the same Authorization and the same template share it: a 401, or a template
-    that refuses its arguments, must not fail the others.
+    Only requests with the same Authorization and the same template share it, all of them with a
+    system message or none: a 401, or a refusal by a template, must not fail the others.
     """
     body, authorization = job.request.body, job.context.headers.get("Authorization")
     own = {field: body[field] for field in TEMPLATE if field in body}
     template = dump_json(own) if own else None
-    return output_key, job.namespace, authorization, template, skips_claims
+    system = has_system_message(body)
+    return output_key, job.namespace, authorization, template, system, skips_claims
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
-from ec_store.bounded import BoundedDict
 from epd.api.body import reply_field
-from epd.api.chat import CHAT, OPTIONAL, encode_body
+from epd.api.chat import CHAT, encode_body, has_system_message
 from epd.api.endpoint import encode_json, is_stream
 from epd.api.items import Body, MMItem
 from epd.api.sse import engine_died, may_be_fetch
@@ -30,7 +29,8 @@ from epd.errors import (
     reported_retry_after_s,
 )
 from epd.json_or_none import json_or_none
-from epd.request.context import MAX_LENGTH, RequestContext
+from epd.request.context import RequestContext
+from epd.request.encode_form import EncodeForm, Refusals
 from epd.routing.instances import Instance
 from epd.spans import Span
 from epd.transfer import Params
@@ -58,12 +58,6 @@ may be found closed at first (`epd.http.connection.STALE_S`), and a death on arr
 
 QUESTION_TIMEOUT_S = 2.0
 """Timeout of the questions to an instance before its prefill."""
-
-UNSERVED_S = 60.0
-"""Time for which an encode instance gets no name of a model that it has refused, in seconds."""
-
-MAX_UNSERVED = 1024
-"""Upper bound of the remembered refusals of models."""
 
 RELEASE_TIMEOUT_S = 5.0
 """Timeout of a decode instance's answer to a release."""
@@ -99,7 +93,7 @@ class Stages:
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._unserved: BoundedDict[tuple[str, str], float] = BoundedDict(MAX_UNSERVED)
+        self._refusals = Refusals()
 
     async def encode(  # noqa: PLR0913, PLR0917 - all describe one request
         self,
@@ -125,7 +119,8 @@ class Stages:
         with context.time_stage("encode", instance.url, items) as timed:
             headers = context.headers_for(context.child_id(), timed.span)
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
-            request = self._served(instance, encode_body(body, items, params))
+            form = EncodeForm(self._refusals, instance, has_system_message(body))
+            request = form.first(encode_body(body, items, params))
             clock = asyncio.get_running_loop().time
             until_s = clock() + timeout_s
             try:
@@ -137,10 +132,10 @@ class Stages:
                         body=encode_json(request, context.cuts),
                         timeout_s=until_s - clock(),
                     )
-                    field = OPTIONAL.get(answer.status)
-                    if field is None or not request.get(field):
+                    other = form.after(request, answer.status)
+                    if other is None:
                         break
-                    request = self._without_refused(instance, request, field)
+                    request = other
             except UpstreamTimeout as error:
                 share = timeout_s / context.config.encode_timeout_s
                 if remote and share >= LATE_SHARE:  # the media's host may have caused the delay
@@ -150,27 +145,12 @@ class Stages:
                 raise
             timed.record_status(answer.status)
             accepted = _accepted(answer, "encode", context, fetches=remote)
+            form.record_success(request)
             if "model" in request:
                 context.learn_model(accepted)
             if len(items) > 1:
                 return read_group(accepted, modality, [item.engine_name for item in items])
             return [read_encoded(accepted, modality)]
-
-    def _served(self, instance: Instance, request: Body) -> Body:
-        """Return an encode request without its model if the instance has just refused that.
-
-        The model may be an adapter. An encode instance has no language model, and so loads none.
-        """
-        known_s = self._unserved.get(_model_at(instance, request), 0.0)
-        recent = asyncio.get_running_loop().time() < known_s
-        return _without(request, "model") if recent else request
-
-    def _without_refused(self, instance: Instance, request: Body, field: str) -> Body:
-        """Return an encode request without the field that the instance has refused."""
-        if field == "model":
-            until_s = asyncio.get_running_loop().time() + UNSERVED_S
-            self._unserved[_model_at(instance, request)] = until_s
-        return _without(request, field)
 
     async def prefill(
         self, transfer: KVTransfer, pair: Pair, sent: Consumed, context: RequestContext
@@ -348,15 +328,6 @@ class Stages:
                         slug="release_failed",
                         stage="release",
                     )
-
-
-def _model_at(instance: Instance, request: Body) -> tuple[str, str]:
-    """Return the key of a request's model at an instance, of limited length."""
-    return instance.url, str(request.get("model"))[:MAX_LENGTH]
-
-
-def _without(body: Body, field: str) -> Body:
-    return {name: value for name, value in body.items() if name != field}
 
 
 async def _read_held(reply: Reply, context: RequestContext) -> None:

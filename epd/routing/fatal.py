@@ -233,6 +233,12 @@ class FatalRequests:
             if (left_s := self._rejected_s(subject)) is not None:
                 raise _suspected(left_s)
 
+    @property
+    def quarantined_tenants(self) -> int:
+        """Number of tenants in quarantine. The cost grows with the known tenants."""
+        within_s, now_s = self._reject_s(), self._clock()
+        return sum(tenant.has_died_often(within_s, now_s) for tenant in self._tenants.values())
+
     def is_quarantined(self, watched: Watched) -> bool:
         """Return whether a request must be in quarantine."""
         return self._quarantined(watched) is not None
@@ -270,9 +276,17 @@ class FatalRequests:
         now_s = self._clock()
         watched.record_death(instance, now_s)
         tenant = self._tenant(watched)
-        if not tenant.has_died_often(self._reject_s(), now_s):
+        within_s = self._reject_s()
+        was_quarantined = tenant.has_died_often(within_s, now_s)
+        if not was_quarantined:
             tenant.pins = {}  # an earlier quarantine may have named instances that are gone
         tenant.count_death(instance, watched.kind, now_s)
+        if not was_quarantined and tenant.has_died_often(within_s, now_s):
+            logger.warning(
+                "tenant in quarantine: instances died while they served its requests",
+                quarantine_s=round(within_s),
+                next="unproven kinds of its requests are served one at a time by one instance",
+            )
         if self._quarantined(watched) is not None:
             watched.most_deaths = 1
         rejected = [

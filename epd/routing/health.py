@@ -94,7 +94,7 @@ class Health:
         policy: the limits; may be replaced at any time.
         met: whether it has ever answered a probe or a request.
         proven: whether the last request that it answered or failed had succeeded.
-        cause: cause of the last change to `EJECTED` or `DOWN`, in words.
+        cause: cause of the state `EJECTED` or `DOWN`, in words; empty in other states.
         progress_s: time of its last known progress.
         late_since_s: start of the first request since then that got no answer in time; infinite
             without one.
@@ -209,10 +209,15 @@ class Health:
                 self.proven = False
             case Outcome.LATE:
                 self._record_late(now_s, others_work=others_work)
-            case Outcome.REFUSED if self._state is not HealthState.DOWN:
-                self._go_down(now_s, "connection refused")
-            case Outcome.REFUSED | Outcome.NOTHING:
+            case Outcome.REFUSED:
+                self.record_refusal(now_s)
+            case Outcome.NOTHING:
                 pass
+
+    def record_refusal(self, now_s: float) -> None:
+        """Record a refused connection: no process listens there, so the instance is down."""
+        if self._state is not HealthState.DOWN:
+            self._go_down(now_s, "connection refused")
 
     def record_failure(self, now_s: float, *, begun: int) -> None:
         """Record that an ended request of doubtful outcome was the instance's failure."""
@@ -249,8 +254,7 @@ class Health:
         elif not well and (
             self._state is HealthState.EJECTED or self._failed_probes >= self.policy.down_after
         ):
-            self.cause = "failed health checks"
-            self._become(HealthState.DOWN, now_s)
+            self._become(HealthState.DOWN, now_s, "failed health checks")
 
     def _next_probe_s(self) -> float:
         if self._state is not HealthState.DOWN:
@@ -291,24 +295,23 @@ class Health:
         return (1 << WINDOW * self.policy.eject_after) - 1
 
     def _go_down(self, now_s: float, cause: str) -> None:
-        self.cause = cause
-        self._become(HealthState.DOWN, now_s)
+        self._become(HealthState.DOWN, now_s, cause)
         self._probe_s = min(self._probe_s, now_s + self.policy.min_backoff_s)
 
     def _eject(self, now_s: float, cause: str) -> None:
-        self.cause = cause
         if self._state is HealthState.HEALTHY and now_s - self._since_s >= self.policy.max_eject_s:
             self._ejections = 0
         self._ejections += 1
         rest_s = min(self.policy.eject_s * self._ejections, self.policy.max_eject_s)
         self._until_s = now_s + rest_s
-        self._become(HealthState.EJECTED, now_s)
+        self._become(HealthState.EJECTED, now_s, cause)
         self._probe_s = min(self._probe_s, now_s)
 
-    def _become(self, state: HealthState, now_s: float) -> None:
+    def _become(self, state: HealthState, now_s: float, cause: str = "") -> None:
         if state is self._state:
             return
         self._state = state
+        self.cause = cause
         self._since_s = now_s
         self._failures = self._latest = self._under_way = self._late = 0
         self._changes += 1
@@ -331,9 +334,9 @@ class Condition(enum.StrEnum):
     EJECTED = "ejected"
     """It passes but failed requests. It gets none for a while."""
     FAILING = "failing"
-    """It does not pass but gets requests: no probe has failed yet, or no other instance is left."""
+    """It does not pass but gets requests: too few probes and requests have failed yet."""
     DOWN = "down"
-    """It does not pass, and gets no requests."""
+    """It does not pass, and gets no requests unless no other instance is left."""
 
 
 WORST = tuple(Condition)
@@ -355,7 +358,7 @@ def condition(state: HealthState, *, answers: bool, routed: bool) -> Condition:
         routed: whether the next request may go to it.
     """
     if not answers:
-        return Condition.FAILING if routed else Condition.DOWN
+        return Condition.FAILING if routed and state is not HealthState.DOWN else Condition.DOWN
     match state:
         case HealthState.HEALTHY:
             return Condition.HEALTHY if routed else Condition.PAUSED

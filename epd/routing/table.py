@@ -280,6 +280,10 @@ class InstanceTable:
         """Return the health state of an instance; raise KeyError if it is not in the table."""
         return self._members[instance.key].health.state(self._clock())
 
+    def cause(self, instance: Instance) -> str:
+        """Return the cause of the state `EJECTED` or `DOWN`; empty in other states."""
+        return self._members[instance.key].health.cause
+
     def is_draining(self, instance: Instance) -> bool:
         """Return whether an instance was removed or has weight 0, and so may stop at any time."""
         candidate = self._members.get(instance.key)
@@ -378,8 +382,7 @@ class InstanceTable:
         member = self._members.get(instance.key)
         if state is HealthState.DOWN and member is not None:
             member.load.forget_engines()
-        failed = state in {HealthState.DOWN, HealthState.EJECTED} and member is not None
-        self._on_change(instance, state, member.health.cause if failed and member else "")
+        self._on_change(instance, state, "" if member is None else member.health.cause)
 
     def _new_health(self, on_change: Callable[[HealthState], None]) -> Health:
         return Health(self._policy, self._clock(), on_change, self._jitter)
@@ -395,6 +398,16 @@ class InstanceTable:
         now_s = self._clock()
         members = self._members.values()
         return [member.instance for member in members if member.health.probe_due(now_s)]
+
+    def record_refusal(self, instance: Instance) -> None:
+        """Record that an instance refused a connection outside its requests and probes.
+
+        An instance that has never answered may be starting. It stays as its probes left it, so that
+        it gets requests as soon as it is ready.
+        """
+        member = self._members.get(instance.key)
+        if member is not None and member.health.met:
+            member.health.record_refusal(self._clock())
 
     def record_probe(self, instance: Instance, *, well: bool | None) -> None:
         """Record the result of a probe; None if it could not be made."""

@@ -11,13 +11,13 @@ from aiohttp import web
 from epd.aio import Flights
 from epd.api.body import Pieces
 from epd.config.proxy_config import LiveConfig
-from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
+from epd.errors import Outcome, ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.json_or_none import json_or_none
 from epd.observe.metric_defs import CONVERSATIONS, CONVERSATIONS_EVICTED, Figure
 from epd.observe.metrics import MetricsObserver
 from epd.request.recovery import retry_delay_s
 from epd.routing.balance import Choice
-from epd.routing.health import UNANSWERED, WELL, WORST, Condition, condition
+from epd.routing.health import UNANSWERED, WELL, WORST, Condition, HealthState, condition
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable
@@ -165,6 +165,10 @@ class Admin:
             for candidate in self._table.usable_candidates(*roles)
         }
         results = await self._ask_all("/health", self._live.current.health_timeout_s)
+        for instance, result in results.items():
+            if isinstance(result, ProxyError) and result.outcome is Outcome.REFUSED:
+                self._table.record_refusal(instance)
+                states[instance] = HealthState.DOWN
         conditions = {
             instance: condition(
                 states[instance],

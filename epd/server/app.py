@@ -31,6 +31,7 @@ from epd.observe.collectors import (
     conversation_metrics,
     instance_metrics,
     kv_event_metrics,
+    quarantine_metrics,
     store_metrics,
 )
 from epd.observe.logs import LogObserver, hide_locals, set_level
@@ -203,6 +204,7 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
         app[METRICS].add_source(partial(kv_event_metrics, table, event_counts))
         app[METRICS].add_source(partial(store_metrics, cache))
         app[METRICS].add_source(partial(conversation_metrics, conversations))
+        app[METRICS].add_source(partial(quarantine_metrics, fatal))
         live.add_follower(partial(_apply_config, app, registry, table, upstream))
         yield
 

@@ -92,6 +92,10 @@ BAR = 6
 MIN_BARS = 10
 WIDE = 80
 """Minimum width of a frame with the latencies of instances, in columns."""
+WITH_CAUSES = 120
+"""Minimum width of a frame with the causes of states, in columns."""
+CAUSE = 26
+"""Width of a cause, in columns."""
 BUSY = 4
 """Minimum upper end of the scale for running requests."""
 
@@ -153,6 +157,9 @@ def _head(state: UiState, failure: str) -> Iterable[Text]:
     if "conversations" in totals:  # an older proxy does not report them
         yield from _conversations(totals["conversations"])
     yield _rates(state, last)
+    if quarantined := totals.get("quarantined"):  # an older proxy does not report it
+        tenants = "1 tenant" if quarantined == 1 else f"{quarantined:,} tenants"
+        yield Text(f"In quarantine: {tenants} with requests that ended instances", "yellow")
 
 
 def _saved(totals: Totals) -> Text:
@@ -211,11 +218,14 @@ def _instances(
     most = max([BUSY, *(instance["requests"] for instance in instances)])
     latency = ("/s", "p50", "p95") if width >= WIDE else ()
     table = _table("", "Instance", "", "", *latency, "failed", "rej.", right=range(4, 9))
-    table.columns[1].max_width = max(20, width - 60)
+    causes = width >= WITH_CAUSES
+    table.columns[1].max_width = max(20, width - 60 - CAUSE * causes)
     for instance in instances:
         if id(instance) not in shown:
             continue
         glyph, color, word = STATES.get(instance["state"], ("?", "", instance["state"]))
+        if causes and (cause := instance.get("cause")):  # an older proxy does not report it
+            word = f"{word}: {cause}"
         table.add_row(
             Text(names[instance["role"], instance["url"]], "bold"),
             Text(strip_control(instance["url"].partition("://")[2])),
@@ -271,7 +281,8 @@ def _notices(notices: Sequence[Notice], room: int) -> Iterable[Text]:
         message, color = notice["said"], OUTCOMES[notice.get("outcome", "failed")]
         if notice["kind"] == "instance":
             _, color, message = STATES.get(message, ("", "", message))
-        message, what, more = map(strip_control, (message, notice["what"], notice["more"]))
+        about = f"{notice['more']} {notice.get('cause') or ''}".rstrip()
+        message, what, more = map(strip_control, (message, notice["what"], about))
         at = (clock(notice["at_s"]), "dim")
         line = Text.assemble(at, " ", (message, color), f" {what} {more}", overflow="ellipsis")
         line.no_wrap = True

@@ -114,6 +114,7 @@ class Board:
                 role=instance.role,
                 url=instance.url,
                 state=self._table.state(instance),
+                cause=self._table.cause(instance),
                 requests=under_way.get(instance, 0),
                 prompt_tokens=load.prompts.tokens,
                 prefix_tokens=load.prompts.matched,

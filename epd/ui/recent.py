@@ -99,6 +99,7 @@ class Notice(TypedDict):
     """Failed client request, with the error and its cause, or a changed instance.
 
     For an instance, the fields are its URL, its new state and its role; the outcome is `ok`.
+    `cause` is that of the states `ejected` and `down`; otherwise it is empty.
     """
 
     kind: Literal["request", "instance"]
@@ -106,6 +107,7 @@ class Notice(TypedDict):
     what: str
     said: str
     more: str
+    cause: str
     outcome: Outcome
 
 
@@ -123,11 +125,13 @@ class InstanceState(TypedDict):
 
     `prompt_tokens` counts those of requests that came for their content, `prefix_tokens` the part
     that was expected in the prefix cache. `precise`: what the cache holds is known by KV events.
+    `cause` is that of the states `ejected` and `down`; otherwise it is empty.
     """
 
     role: str
     url: str
     state: str
+    cause: str
     requests: int
     prompt_tokens: int
     prefix_tokens: int
@@ -277,6 +281,7 @@ def _notice(at_s: float, event: RequestRecord | InstanceChanged) -> Notice:
             what=event.instance,
             said=event.state,
             more=event.role,
+            cause=event.cause,
             outcome="ok",
         )
     return Notice(
@@ -285,5 +290,6 @@ def _notice(at_s: float, event: RequestRecord | InstanceChanged) -> Notice:
         what=event.request_id,
         said=event.error or "",
         more=f"{event.status} {event.reason or ''}".rstrip()[:SHOWN_TEXT],
+        cause="",
         outcome=outcome_of(event),
     )

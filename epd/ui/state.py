@@ -78,6 +78,7 @@ class Totals(TypedDict):
 
     `media` counts items by the form in which they were sent to prefill and decode. `failed` counts
     5xx, `rejected` 4xx, `left` 499. `refused` is the part of both that admission control rejected.
+    `quarantined` is the current number of tenants in quarantine, counted by each worker.
     """
 
     requests: int
@@ -89,6 +90,7 @@ class Totals(TypedDict):
     degraded: int
     in_flight: int
     queued: int
+    quarantined: int
     loop_lag_s: float
     items: dict[str, int]
     media: dict[str, int]
@@ -221,7 +223,8 @@ def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list
         known["prompt_tokens"] += reported["prompt_tokens"]
         known["prefix_tokens"] += reported["prefix_tokens"]
         known["precise"] &= reported["precise"]
-        known["state"] = max(known["state"], reported["state"], key=WORST.index)
+        worst = max(known, reported, key=lambda report: WORST.index(report["state"]))
+        known["state"], known["cause"] = worst["state"], worst["cause"]
     return [
         InstanceShown(**instance, **flows[SERVES[instance["role"]]].latency_of(instance["url"]))
         for instance in seen.values()
@@ -287,6 +290,7 @@ def metric_totals(families: Iterable[Metric]) -> Totals:
         degraded=count("epd_requests_degraded_total"),
         in_flight=count("epd_requests_in_flight"),
         queued=count("epd_requests_queued"),
+        quarantined=count("epd_quarantined_tenants"),
         loop_lag_s=sums.get(("epd_event_loop_lag_seconds",), 0.0),
         items={result: count("epd_items_total", result) for result in get_args(ItemResult)},
         media={form: count("epd_items_sent_total", form) for form in get_args(MediaForm)},

@@ -34,6 +34,7 @@ def write_template(model: Path, file: Path) -> Path:
     """Write a model's chat template with a refusal of user messages without text.
 
     It also refuses the argument `refuse`, as templates do with values that they do not support.
+    With the argument `strict`, it refuses conversations without a system message.
     """
     own = (model / "chat_template.jinja").read_text()
     refusal = """\
@@ -43,6 +44,9 @@ def write_template(model: Path, file: Path) -> Path:
 {%- endif %}
 {%- endfor %}
 {%- if refuse is defined and refuse %}{{- raise_exception("refuse is set") }}{%- endif %}
+{%- if strict is defined and strict and messages[0].role != "system" %}
+{{- raise_exception("a conversation needs a system message") }}
+{%- endif %}
 """
     file.write_text(refusal + own)
     return file

@@ -90,3 +90,26 @@ def test_encode_request_has_the_chat_template_kwargs(stack: Served) -> None:
         ask(stack.client, stack.model, text(), unseen(stack), chat_template_kwargs={"refuse": True})
 
     assert caught.value.response.headers["x-epd-stage"] == "encode"
+
+
+def test_template_that_requires_a_system_message_accepts_encode_requests(stack: Served) -> None:
+    part = unseen(stack)
+
+    def answered(client: openai.OpenAI, *first: Any) -> tuple[str | None, str | None]:
+        messages: Any = [*first, {"role": "user", "content": [text(), part]}]
+        raw = client.chat.completions.with_raw_response.create(
+            model=stack.model,
+            messages=messages,
+            max_tokens=8,
+            temperature=0,
+            extra_body={"chat_template_kwargs": {"strict": True}},
+        )
+        return raw.parse().choices[0].message.content, raw.headers.get("x-epd-items")
+
+    with pytest.raises(openai.BadRequestError, match="needs a system message"):
+        answered(stack.client)
+    system = {"role": "system", "content": "Be brief."}
+    expected, _ = answered(stack.baseline, system)
+
+    assert answered(stack.client, system) == (expected, "hit=0,encoded=1,local=0")
+    assert answered(stack.client, system) == (expected, "hit=1,encoded=0,local=0")

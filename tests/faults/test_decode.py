@@ -196,6 +196,27 @@ async def test_a_refused_connection_marks_an_instance_down_and_a_reset_does_not(
 
 
 @pytest.mark.fault(5)
+@pytest.mark.parametrize("seen_by", ["request", "health"])
+async def test_health_and_the_page_agree_that_the_only_instance_is_down(
+    launch: Launch, seen_by: str
+) -> None:
+    async with launch(probe_interval_s=60) as fleet:
+        await until(lambda: bool(fleet.d.probes))
+        await fleet.d.stop_listening()
+        if seen_by == "request":
+            assert (await fleet.chat(request(text())))[0] == 502
+        async with fleet.http.get(f"{fleet.url}/health") as reply:
+            health = (await reply.json())["instances"][fleet.d.url]
+        async with fleet.http.get(f"{fleet.url}/ui/state") as reply:
+            [shown] = [
+                one for one in (await reply.json())["instances"] if one["url"] == fleet.d.url
+            ]
+
+        assert health["state"] == shown["state"] == "down"
+        assert shown["cause"] == "connection refused"
+
+
+@pytest.mark.fault(5)
 async def test_an_instance_that_dies_with_its_idle_connections_is_down_at_once(
     launch: Launch,
 ) -> None:

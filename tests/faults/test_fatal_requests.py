@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from epd.edge.drain import DRAIN
 from epd.routing.instances import Role
 from epd.server.operator_routes import TABLE
+from epd.ui.state import metric_totals
 from tests.faults.scripted import Scripted, answer, read_request, reset, send
 from tests.requests import image, request, text
 from tests.support.clients import ALICE, BOB, bearer
@@ -51,6 +53,12 @@ async def outcome(
     async with fleet.post(body, headers) as reply:
         await reply.read()
         return reply.status, reply.headers.get("x-epd-error")
+
+
+async def quarantined_tenants(fleet: Fleet) -> float:
+    async with fleet.http.get(f"{fleet.url}/metrics") as page:
+        shown = metric_totals(text_string_to_metric_families(await page.text()))
+    return shown["quarantined"]
 
 
 @pytest.mark.parametrize("kill", KILLS)
@@ -596,9 +604,13 @@ async def test_requests_in_quarantine_are_served_one_at_a_time_until_their_kind_
         return await decodes(http, body)
 
     async with launch(decode=4, decode_balance="round_robin") as fleet:
+        assert await quarantined_tenants(fleet) == 0
         poisoned(*fleet.decode)
-        for number in range(2):
-            await outcome(fleet, request(text(f"poison {number}")))
+        with capture_logs() as logs:
+            for number in range(2):
+                await outcome(fleet, request(text(f"poison {number}")))
+        assert sum("tenant in quarantine" in line["event"] for line in logs) == 1
+        assert await quarantined_tenants(fleet) == 1
         before = sent(fleet.decode)
         killed_by(waits, *fleet.decode)
         asked = [

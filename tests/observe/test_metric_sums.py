@@ -23,11 +23,13 @@ from epd.observe.collectors import (
     conversation_metrics,
     instance_metrics,
     kv_event_metrics,
+    quarantine_metrics,
     store_metrics,
 )
 from epd.observe.metric_defs import FIGURES
 from epd.observe.metrics import MetricsObserver, WithHitRatio
 from epd.observe.worker_metrics import counted, dump, load, merge_pages
+from epd.routing.fatal import FatalRequests
 from epd.routing.table import InstanceTable
 
 GAUGES = {name: one.of_workers for name, one in FIGURES.items() if one.kind == "gauge"}
@@ -137,6 +139,8 @@ def families() -> list[Metric]:
     observer.add_source(partial(kv_event_metrics, table, dict))
     observer.add_source(partial(store_metrics, cache))
     observer.add_source(partial(conversation_metrics, conversations))
+    fatal = FatalRequests(lambda: 300.0, lambda _: False, time.monotonic)
+    observer.add_source(partial(quarantine_metrics, fatal))
     return list(WithHitRatio(observer.shown).collect())
 
 

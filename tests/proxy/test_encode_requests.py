@@ -1,6 +1,7 @@
 """Encode requests: what they have of the client's request, and what an instance may refuse."""
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any
 
@@ -128,3 +129,76 @@ async def test_other_apis_have_no_template_of_their_own(launch: Launch) -> None:
 
         left = {name: value for name, value in ASKED.items() if name != "chat_template"}
         assert encoded(fleet) == [left]
+
+
+def requires_system(http: web.Request, body: dict[str, Any]) -> Awaitable[web.StreamResponse]:
+    """Answer like an encode instance with a template that requires a system message."""
+    begins_well = body["messages"][0]["role"] == "system"
+    return (encodes if begins_well else refuses(400, "no system message"))(http, body)
+
+
+def roles(fleet: Fleet) -> list[list[str]]:
+    return [[message["role"] for message in call.body["messages"]] for call in fleet.e.calls]
+
+
+async def test_template_that_requires_a_system_message_gets_one_of_a_client_that_sent_one(
+    launch: Launch,
+) -> None:
+    system = {"role": "system", "content": "long " * 100}
+    async with launch() as fleet:
+        fleet.e.chat = requires_system
+        for number in range(2):
+            asked = request(image(b"%d" % number))
+            asked["messages"].insert(0, system)
+            async with fleet.post(asked) as reply:
+                assert reply.status == 200
+        assert roles(fleet) == [["user"], ["system", "user"], ["system", "user"]]
+        sent = fleet.e.calls[-1].body["messages"][0]
+        assert sent == {"role": "system", "content": ENCODE_TEXT["text"]}
+
+        assert (await fleet.chat(request(image(b"without"))))[0] == 400
+        assert roles(fleet)[3:] == [["user"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"instructions": "Be brief."}),
+        ("/v1/messages", {"system": "Be brief.", "max_tokens": 8}),
+    ],
+)
+async def test_system_messages_of_other_apis_count(
+    launch: Launch, path: str, fields: dict[str, Any]
+) -> None:
+    url = image()["image_url"]["url"]
+    data = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    messages = path == "/v1/messages"
+    part = (
+        {"type": "image", "source": data} if messages else {"type": "input_image", "image_url": url}
+    )
+    said = [{"role": "user", "content": [part]}]
+    body = {"model": "m", "messages" if messages else "input": said, **fields}
+    async with launch() as fleet:
+        fleet.e.chat = requires_system
+        async with fleet.http.post(f"{fleet.url}{path}", json=body) as reply:
+            assert reply.headers["x-epd-items"] == "hit=0,encoded=1,local=0"
+
+        assert roles(fleet) == [["user"], ["system", "user"]]
+
+
+async def test_requests_with_and_without_a_system_message_do_not_fail_each_other(
+    launch: Launch,
+) -> None:
+    async def waits(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        with suppress(TimeoutError):
+            await until(lambda: len(fleet.e.calls) >= 2, timeout_s=2)
+        return await requires_system(http, body)
+
+    async with launch() as fleet:
+        fleet.e.chat = waits
+        bad, good = request(image()), request(image())
+        good["messages"].insert(0, {"role": "system", "content": "x"})
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(fleet.chat(body)) for body in (bad, bad, good)]
+
+        assert [task.result()[0] for task in tasks] == [400, 400, 200]

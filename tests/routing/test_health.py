@@ -187,11 +187,14 @@ def test_a_refused_connection_marks_an_instance_down_until_a_probe_succeeds(one:
     one.probe(well=True)
     one.ends(Outcome.REFUSED)
     assert one.state() is HealthState.DOWN
-    assert one.health.cause == "connection refused"
-
     assert one.wait_for_probe() == POLICY.min_backoff_s
+    for _ in range(POLICY.down_after):
+        one.health.record_probe(one.now_s, well=False)
+        assert one.health.cause == "connection refused"
+        one.wait_for_probe()
     one.health.record_probe(one.now_s, well=True)
     assert one.state() is HealthState.TRIAL
+    assert not one.health.cause
     one.ends(Outcome.GOOD)
     assert one.became == [HealthState.DOWN, HealthState.TRIAL, HealthState.HEALTHY]
 

@@ -120,6 +120,17 @@ def test_an_internal_error_does_not_eject_an_instance() -> None:
 
 
 @pytest.mark.fault(64)
+def test_a_refused_connection_takes_an_instance_down_unless_it_may_be_starting() -> None:
+    table, _ = table_of(A)
+    table.record_refusal(A)
+    assert table.state(A) is HealthState.HEALTHY
+    table.record_probe(A, well=True)
+    table.record_refusal(A)
+
+    assert (table.state(A), table.cause(A)) == (HealthState.DOWN, "connection refused")
+    table.record_refusal(B)  # removed meanwhile
+
+
 def test_a_removed_instance_ends_its_requests_and_gets_no_more() -> None:
     table, _ = table_of(A, B)
     with table.track_request(A):

@@ -10,6 +10,9 @@ NOW_S = 5000.0
 UNIX_S = 1e9
 
 
+CAUSES = {"ejected": "timeouts without progress", "down": "connection refused"}
+
+
 class Clock:
     """Monotonic clock that the test sets."""
 
@@ -125,12 +128,15 @@ def large(each: int = 20, hostile: str = "") -> UiState:
                     role=role,
                     url=url,
                     state=condition,
+                    cause=CAUSES.get(condition, ""),
                     requests=number % 5,
                     prompt_tokens=5000 * number,
                     prefix_tokens=4000 * number,
                     precise=bool(number % 2),
                 )
             )
-            recent.instance_changed(InstanceChanged(url, role, condition))
+            recent.instance_changed(
+                InstanceChanged(url, role, condition, cause=CAUSES.get(condition, ""))
+            )
     snapshot = Snapshot(instances=seen, events=recent.events())
     return state([snapshot], metric_totals(families()), "redis", Moment(NOW_S, UNIX_S))

@@ -74,6 +74,7 @@ async def test_a_stopped_instance_is_shown_as_down_until_it_recovers(tab: Tabs) 
             await expect(card).to_have_attribute("data-state", "healthy")
             gone.healthy = False
             await expect(card.locator(".state")).to_have_text("down")
+            await expect(card.locator(".cause")).to_have_text("failed health checks")
             chip = looked.page.locator("#topology .chip[data-state=down] title")
             await expect(chip).to_contain_text(f"E1 {gone.url}: down")
             await expect(looked.page.get_by_role("log")).to_contain_text("E1 is down")
@@ -82,10 +83,39 @@ async def test_a_stopped_instance_is_shown_as_down_until_it_recovers(tab: Tabs) 
             # The instance is on trial, and a request passes the trial.
             assert await stack.chat() == 200
             await expect(card).to_have_attribute("data-state", "healthy")
+            await expect(card.locator(".cause")).to_be_empty()
             await expect(looked.page.get_by_role("log")).to_contain_text("E1 is healthy")
             await expect(looked.page).to_have_title("EPD proxy")
 
             assert looked.wrong == []
+
+
+async def test_the_page_shows_why_an_instance_gets_no_requests(stack: Stack, tab: Tabs) -> None:
+    async with tab(stack.url, state=large(4)) as looked:
+        instances, log = looked.page.locator("#instances"), looked.page.get_by_role("log")
+        hung = instances.locator("li[data-state=ejected]").first
+        await expect(hung.locator(".cause")).to_have_text("timeouts without progress")
+        refused = instances.locator("li[data-state=down]").first
+        await expect(refused.locator(".cause")).to_have_text("connection refused")
+        chip = looked.page.locator("#topology .chip[data-state=down] title").first
+        await expect(chip).to_contain_text("down (connection refused)")
+        await expect(log).to_contain_text("is down: connection refused")
+        trial = instances.locator("li[data-state=trial]").first
+        await expect(trial.locator(".state")).to_have_text("on trial")
+
+        assert looked.wrong == []
+
+
+@pytest.mark.parametrize("quarantined", [0, 1])
+async def test_the_page_shows_tenants_in_quarantine(
+    stack: Stack, tab: Tabs, quarantined: int
+) -> None:
+    state = large(1)
+    state["totals"]["quarantined"] = quarantined
+    async with tab(stack.url, state=state) as looked:
+        await expect(looked.page.locator("#saved")).to_contain_text("830")
+        shown = looked.page.get_by_text("In quarantine: 1 tenant.")
+        await expect(shown).to_be_visible(visible=bool(quarantined))
 
 
 @pytest.mark.parametrize("roles", [(), ("encode",), ("decode",), ("prefill_decode",)])

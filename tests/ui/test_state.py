@@ -13,7 +13,7 @@ from epd.events import InstanceChanged
 from epd.ui import recent as kept
 from epd.ui.recent import SHOWN_SPANS, SHOWN_TEXT, InstanceState, Recent, Snapshot
 from epd.ui.state import FLOWS, SPARK_S, Moment, UiState, metric_totals, quantile, state
-from tests.ui.states import NOW_S, UNIX_S, Clock, done, families, large, stage
+from tests.ui.states import CAUSES, NOW_S, UNIX_S, Clock, done, families, large, stage
 
 NOW = Moment(NOW_S, UNIX_S)
 E = "http://e:1"
@@ -45,6 +45,7 @@ def seen(condition: str, requests: int = 0, role: str = "encode") -> InstanceSta
         role=role,
         url=E,
         state=condition,
+        cause=CAUSES.get(condition, ""),
         requests=requests,
         prompt_tokens=10 * requests,
         prefix_tokens=requests,
@@ -227,6 +228,7 @@ def test_the_worst_state_of_several_workers_is_shown(
     [one] = shown(*(known(recent, seen(condition, 2)) for condition in states))["instances"]
 
     assert (one["state"], one["requests"]) == (expected, 4)
+    assert one["cause"] == CAUSES.get(expected, "")
     assert (one["prompt_tokens"], one["prefix_tokens"]) == (40, 4)
 
 

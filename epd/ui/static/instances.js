@@ -36,14 +36,16 @@ function make(one) {
     el("div", { class: "load", role: "meter", "aria-valuemin": 0, "aria-label": `Requests under way at ${one.name}` }, el("i")),
     el("span", { class: "busy" }),
     el("span", { class: "figures" }),
+    el("span", { class: "cause" }),
   );
 }
 
 function update(card, one) {
-  const [glyph, , state, , load, busy, figures] = card.children;
+  const [glyph, , state, , load, busy, figures, cause] = card.children;
   set(card, "data-state", one.state);
   set(glyph.firstChild, "d", STATES[one.state]?.glyph);
   say(state, word(one.state));
+  say(cause, one.cause);
   set(load, "aria-valuemax", most);
   set(load, "aria-valuenow", one.requests);
   load.firstChild.style.width = `${(100 * one.requests) / most}%`;

@@ -17,13 +17,13 @@ function make(notice) {
   return notice.kind === "instance" ? change(notice) : failure(notice);
 }
 
-function change({ at_s, what, said, more }) {
+function change({ at_s, what, said, more, cause }) {
   const name = names.get(more + what) ?? ROLES[more]?.title; // it may be gone
   return el(
     "li",
     { "data-state": said },
     time(at_s),
-    el("span", {}, el("b", {}, `${name ? `${name} ` : ""}is ${word(said)}`), el("code", {}, what)),
+    el("span", {}, el("b", {}, `${name ? `${name} ` : ""}is ${word(said)}`), cause ? `: ${cause}` : "", el("code", {}, what)),
   );
 }
 

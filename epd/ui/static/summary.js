@@ -11,6 +11,8 @@ const tiles = new Map();
 
 export function summary(state) {
   saved(state.totals);
+  by("quarantine").hidden = !state.totals.quarantined;
+  say(by("quarantine"), `In quarantine: ${plural(state.totals.quarantined, "tenant")}. Its requests ended instances and are served one at a time.`);
   const { totals, seconds: history, requests } = state;
   const now = history.slice(-SMOOTH_S);
   const sum = (name, of = history) => of.reduce((all, one) => all + one[name], 0);

@@ -100,7 +100,7 @@ function update(parts, roles, state) {
     const node = parts.nodes.get(one.role + one.url);
     set(node.whole, "data-state", one.state);
     set(node.glyph, "d", STATES[one.state]?.glyph);
-    say(node.title, `${one.name} ${one.url}: ${word(one.state)}, ${count(one.requests)} under way`);
+    say(node.title, `${one.name} ${one.url}: ${word(one.state)}${one.cause ? ` (${one.cause})` : ""}, ${count(one.requests)} under way`);
     say(node.load, one.requests ? count(one.requests) : "");
   }
   const now = state.seconds.slice(-5).reduce((all, one) => all + one.requests, 0) / 5;

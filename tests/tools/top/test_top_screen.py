@@ -6,9 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from epd.tools.top_screen import bar, frame, seconds, share_text, size, spark, strip_control
+from epd.tools.top_screen import (
+    WITH_CAUSES,
+    bar,
+    frame,
+    seconds,
+    share_text,
+    size,
+    spark,
+    strip_control,
+)
 from epd.ui.state import UiState, metric_totals
-from tests.ui.states import large
+from tests.ui.states import CAUSES, large
 
 
 def drawn(state: UiState | None, width: int, height: int | None, failure: str = "") -> list[str]:
@@ -153,6 +162,26 @@ def test_an_unknown_state_is_shown_unchanged() -> None:
     text = "\n".join(drawn(cast("UiState", state), 80, 24))
 
     assert "E1" in text
+
+
+@pytest.mark.parametrize("width", [80, 119, 120, 200])
+def test_the_cause_of_a_state_is_shown_where_there_is_room(width: int) -> None:
+    state = large(4)
+    lines = drawn(state, width, None)
+    wide = width >= WITH_CAUSES
+
+    assert max(map(len, lines)) <= width
+    for word, cause in CAUSES.items():
+        assert any(f" {word}: {cause}" in line for line in lines) is wide
+        assert any(line.endswith(f" encode {cause}") for line in lines)
+
+
+def test_tenants_in_quarantine_are_shown() -> None:
+    state = large(1)
+    assert "quarantine" not in "\n".join(drawn(state, 80, 24))
+    state["totals"]["quarantined"] = 2
+
+    assert "In quarantine: 2 tenants" in "\n".join(drawn(state, 80, 24))
 
 
 @given(st.text())
