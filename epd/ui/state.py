@@ -221,6 +221,8 @@ def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list
         known["prompt_tokens"] += reported["prompt_tokens"]
         known["prefix_tokens"] += reported["prefix_tokens"]
         known["precise"] &= reported["precise"]
+        measured = (known["kv_bytes_per_s"] or 0.0, reported["kv_bytes_per_s"] or 0.0)
+        known["kv_bytes_per_s"] = max(measured) or None
         known["state"] = max(known["state"], reported["state"], key=WORST.index)
     return [
         InstanceShown(**instance, **flows[SERVES[instance["role"]]].latency_of(instance["url"]))
