@@ -36,7 +36,13 @@ MIN_BYTES = 64e6
 MAX_BYTES = 1e9
 """Bytes of a trial that suffice: 0.2 s at `SLOW_BYTES_PER_S`, long beside decode's steps."""
 
+RESOLUTION_S = 1e-6
+"""Resolution of NIXL's durations."""
+
 MEGA, GIGA = 1e6, 1e9
+
+WHOLE = 10
+"""Value from which figures have no decimals."""
 
 
 class Bucket(NamedTuple):
@@ -186,7 +192,7 @@ def measure(window: Window, own: int) -> Measured:
     found = window.transfers
     others = found.count - own
     if others <= 0:
-        mean_s = found.transfer_s / found.count
+        mean_s = max(found.transfer_s / found.count, RESOLUTION_S)
         return Measured(found.bytes, mean_s, mean_s, 0)
     left, least_s, most_s, others_least_s, others_most_s = own, 0.0, 0.0, 0.0, 0.0
     for bucket in reversed(found.buckets()):
@@ -207,7 +213,7 @@ def _times(count: int, bound_s: float) -> float:
 
 def best_window(windows: Sequence[Window]) -> Window:
     """Return the trial with the fewest other transfers, the last of them."""
-    return min(reversed(windows), key=lambda window: window.transfers.count)
+    return min(reversed(windows), key=lambda window: (not window.is_alone, window.transfers.count))
 
 
 def judge_pair(facts: PairFacts) -> Iterator[Finding]:
@@ -220,9 +226,9 @@ def judge_pair(facts: PairFacts) -> Iterator[Finding]:
     own = own_transfers([facts.small, *facts.large])
     window, delay = best_window(facts.large), measure(facts.small, own)
     found = measure(window, own)
-    seen = f"{_bandwidth_text(found)}, delay {_delay_text(delay)}"
+    seen = f"{_bandwidth_text(found)}, delay {_milliseconds(delay)} ms"
     if found.others:
-        seen += f"; {found.others} transfers of other requests at the same time"
+        seen += f"; transfers of other requests at the same time: {found.others}"
     prefill_s = sum(trial.prefill_s for trial in facts.large)
     decode_s = sum(trial.decode_s for trial in facts.large)
     cost = (
@@ -266,28 +272,33 @@ def on_one_host(prefill: Instance, decode: Instance) -> bool:
 def _bandwidth_text(found: Measured) -> str:
     rates = [found.bytes / seconds / GIGA for seconds in (found.most_s, found.least_s) if seconds]
     about = "about " if found.others else ""
-    within = f"{found.least_s * 1000:.0f} to {found.most_s * 1000:.0f}"
-    took = within if found.others else f"{found.most_s * 1000:.0f}"
-    rate = f"{rates[0]:.2f}" if len({*rates}) == 1 else f"{rates[0]:.2f} to {rates[-1]:.2f}"
-    return f"{rate} GB/s ({about}{found.bytes / MEGA:.0f} MB in {took} ms)"
+    size = _figure(found.bytes / MEGA)
+    return f"{_range(*rates)} GB/s ({about}{size} MB in {_milliseconds(found)} ms)"
 
 
-def _delay_text(delay: Measured) -> str:
-    if delay.others:
-        return f"at most {delay.most_s * 1000:.0f} ms"
-    return f"{delay.most_s * 1000:.0f} ms"
+def _milliseconds(found: Measured) -> str:
+    return _range(1000 * found.least_s, 1000 * found.most_s)
+
+
+def _range(*values: float) -> str:
+    ends = dict.fromkeys(map(_figure, (min(values), max(values))))
+    return " to ".join(ends)
+
+
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if value >= WHOLE else f"{value:.2g}"
 
 
 def advice_for(facts: PairFacts) -> str:
     """Return what to check if the blocks of a pair move slowly."""
     counted_at = facts.counted_at or facts.decode
     verb = "read" if counted_at is facts.decode else "write"
+    get = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on, without NVLink; " if verb == "read" else ""
     return (
         "check on both instances: UCX_TLS must allow cuda_ipc and cuda_copy (unset, or all); "
-        "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on, without NVLink; UCX_NET_DEVICES; kv_buffer_device must "
-        "be the GPU. In containers, CUDA IPC needs one PID and one IPC namespace, and each must "
-        "see both GPUs; otherwise use GPUDirect RDMA. To see what UCX chose, start "
-        f"{counted_at.role} with UCX_LOG_LEVEL=info UCX_PROTO_INFO=y: its log names the "
-        f"transport of `remote memory {verb}`; `software emulation` is the slow one. See "
-        "docs/guides/kv-transfers.md"
+        f"{get}UCX_NET_DEVICES; kv_buffer_device must be the GPU. In containers, CUDA IPC needs "
+        "one PID and one IPC namespace, and each must see both GPUs; otherwise use GPUDirect "
+        f"RDMA. To see what UCX chose, start {counted_at.role} with UCX_LOG_LEVEL=info "
+        f"UCX_PROTO_INFO=y: its log names the transport of `remote memory {verb}`; `software "
+        "emulation` is the slow one. See docs/guides/kv-transfers.md"
     )

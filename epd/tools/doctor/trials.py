@@ -264,7 +264,7 @@ class Trials:
         if small is None:
             return PairFacts(prefill, decode)
         counted_at, window = small
-        wanted = math.ceil(MAX_BYTES * len(tokens) / window.transfers.bytes)
+        wanted = math.ceil(MAX_BYTES * window.all_tokens / max(1.0, window.transfers.bytes))
         many = [*islice(cycle(tokens), max(len(tokens), min(wanted, max_tokens - 1)))]
         large: list[Window] = []
         while len(large) < REPEATS and not (large and large[-1].is_alone):
@@ -301,7 +301,7 @@ class Trials:
             all_tokens = after.tokens - before.tokens
             for instance, counted in after.transfers.items():
                 earlier = before.transfers.get(instance)
-                if earlier is None or counted.count <= earlier.count or all_tokens < len(tokens):
+                if earlier is None or counted.count <= earlier.count or all_tokens <= 0:
                     continue
                 return instance, Window(
                     counted.since(earlier),
@@ -313,7 +313,7 @@ class Trials:
             await asyncio.sleep(COUNTED_EVERY_S)
         return None
 
-    async def _counts(self, prefill: Instance, decode: Instance) -> "Counts":
+    async def _counts(self, prefill: Instance, decode: Instance) -> Counts:
         pages = {
             instance: await self._stages.metrics(instance.url) for instance in (decode, prefill)
         }

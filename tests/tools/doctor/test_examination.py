@@ -225,7 +225,7 @@ async def test_slow_kv_transfers_of_a_pair_are_found(
 
     assert finding.verdict is Verdict.WARN
     assert finding.subject == f"KV {clinic.prefill.url} -> {clinic.decode.url}"
-    assert finding.seen.startswith("0.50 GB/s (410 MB in 819 ms), delay 26 ms (1 x 4095 tokens")
+    assert finding.seen.startswith("0.5 GB/s (410 MB in 819 ms), delay 26 ms (1 x 4095 tokens")
     assert counts.tokens[:2] == [trials.TOKENS, clinic.decode.max_model_len - 1]
 
 
@@ -245,7 +245,7 @@ async def test_a_trial_beside_other_transfers_is_repeated(clinic: Clinic, talkin
     finding = of_pair(await clinic.findings(**WITHOUT))
 
     assert counts.tokens[2:8:2] == [clinic.decode.max_model_len - 1] * trials.REPEATS
-    assert "1 transfers of other requests" in finding.seen
+    assert "transfers of other requests at the same time: 1" in finding.seen
 
 
 async def test_kv_blocks_on_a_machine_without_accelerators_are_not_judged(

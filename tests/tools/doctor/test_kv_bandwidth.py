@@ -85,7 +85,7 @@ def test_a_slow_pair_of_one_host_is_a_warning_with_what_to_check() -> None:
 
     assert finding.verdict is Verdict.WARN
     assert finding.subject == "KV http://h:1 -> http://h:2"
-    assert finding.seen.startswith("0.20 GB/s (134 MB in 683 ms), delay ")
+    assert finding.seen.startswith("0.2 GB/s (134 MB in 683 ms), delay ")
     for word in ("UCX_TLS", "UCX_NET_DEVICES", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "PID", "GPUDirect"):
         assert word in finding.advice
     assert "start decode with UCX_LOG_LEVEL=info UCX_PROTO_INFO=y" in finding.advice
@@ -106,7 +106,7 @@ def test_other_transfers_are_told_apart_from_the_trial() -> None:
     assert 0.75 <= found.least_s <= found.most_s <= 1.0  # of five transfers in 1.8 s
     finding = judged(BUSY, small=SMALL)
     assert finding.verdict is Verdict.WARN
-    assert "4 transfers of other requests at the same time" in finding.seen
+    assert "transfers of other requests at the same time: 4" in finding.seen
     assert "about 146 MB" in finding.seen
 
 
@@ -121,6 +121,7 @@ def test_writes_are_looked_for_at_prefill() -> None:
 
     assert "start prefill with" in advice
     assert "`remote memory write`" in advice
+    assert "GET_ZCOPY" not in advice
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_transfers_of_several_ranks_at_once_are_one_bandwidth() -> None:
     four = window(0.1, 0.1, 0.1, 0.1, size=4e9)
 
     finding = judged(four, small=window(*[0.001] * 4, size=4e6))
-    assert finding.seen.startswith("40.00 GB/s (4000 MB in 100 ms), delay 1 ms")
+    assert finding.seen.startswith("40 GB/s (4000 MB in 100 ms), delay 1 ms")
 
 
 def test_a_trial_without_a_window_of_its_own_is_the_slowest_transfer() -> None:
@@ -163,7 +164,7 @@ def test_a_trial_without_a_window_of_its_own_is_the_slowest_transfer() -> None:
 
     finding = judged(busy, small=window(0.001, 0.001, 0.001, others=20))
     assert finding.verdict is Verdict.WARN
-    assert "2 transfers of other requests" in finding.seen
+    assert "other requests at the same time: 2" in finding.seen
 
 
 @pytest.mark.parametrize("problem", [None, "the instance answered 500"])
