@@ -303,9 +303,8 @@ class Engine:
         own = {affinity: ",".join(self.devices)} if affinity and self.devices else {}
         defaults = {**FETCHES_ONCE, **self.platform.environment}
         if self.transfers_kv:
-            own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
             own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
-            defaults |= self.platform.ucx
+            defaults |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", **self.platform.ucx}
         return own | {name: self.inherited.get(name, value) for name, value in defaults.items()}
 
     def _executor(self) -> str | None:
