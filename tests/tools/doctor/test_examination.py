@@ -160,6 +160,8 @@ async def test_a_conversation_is_tried_and_its_second_turn_read(
     assert len(first) == trials.TOKENS
 
 
+MAX_TOKENS = 4096
+
 BOUNDS_S = (0.005, 0.05, 0.5, 5.0, float("inf"))
 
 
@@ -195,8 +197,10 @@ class Counts:
         ]
         return web.Response(text="\n".join([*lines, ""]))
 
-    def count(self, decode: FakeInstance) -> None:
-        """Make an instance count its transfers."""
+    def count(self, clinic: Clinic) -> None:
+        """Make the decode instance count its transfers, and both report their longest request."""
+        clinic.prefill.max_model_len, clinic.decode.max_model_len = MAX_TOKENS + 1, MAX_TOKENS
+        decode = clinic.decode
         decodes_it, decode.metrics = decode.chat, self.page
 
         async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -220,31 +224,42 @@ async def test_slow_kv_transfers_of_a_pair_are_found(
 ) -> None:
     monkeypatch.setattr(examination, "has_no_device", lambda *_: False)
     counts = Counts()
-    counts.count(clinic.decode)
+    counts.count(clinic)
     finding = of_pair(await clinic.findings(**WITHOUT))
 
     assert finding.verdict is Verdict.WARN
     assert finding.subject == f"KV {clinic.prefill.url} -> {clinic.decode.url}"
     assert finding.seen.startswith("0.5 GB/s (410 MB in 819 ms), delay 26 ms (1 x 4095 tokens")
-    assert counts.tokens[:2] == [trials.TOKENS, clinic.decode.max_model_len - 1]
+    assert counts.tokens[:2] == [trials.TOKENS, MAX_TOKENS - 1]
 
 
 async def test_a_trial_of_kv_transfers_has_at_most_a_gigabyte(
     clinic: Clinic, talking: Turns
 ) -> None:
     counts = Counts(kb_per_token=1000)
-    counts.count(clinic.decode)
+    counts.count(clinic)
     await clinic.findings(**WITHOUT)
 
     assert counts.tokens[:2] == [trials.TOKENS, 1000]
 
 
+async def test_a_trial_stays_small_if_the_longest_request_is_unknown(
+    clinic: Clinic, talking: Turns
+) -> None:
+    counts = Counts()
+    counts.count(clinic)
+    clinic.decode.max_model_len = 0
+    await clinic.findings(**WITHOUT)
+
+    assert counts.tokens[:2] == [trials.TOKENS] * 2
+
+
 async def test_a_trial_beside_other_transfers_is_repeated(clinic: Clinic, talking: Turns) -> None:
     counts = Counts(busy=[50])
-    counts.count(clinic.decode)
+    counts.count(clinic)
     finding = of_pair(await clinic.findings(**WITHOUT))
 
-    assert counts.tokens[2:8:2] == [clinic.decode.max_model_len - 1] * trials.REPEATS
+    assert counts.tokens[2:8:2] == [MAX_TOKENS - 1] * trials.REPEATS
     assert "transfers of other requests at the same time: 1" in finding.seen
 
 
@@ -252,7 +267,7 @@ async def test_kv_blocks_on_a_machine_without_accelerators_are_not_judged(
     clinic: Clinic, talking: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "ACCELERATORS", ())
-    Counts().count(clinic.decode)
+    Counts().count(clinic)
     finding = of_pair(await clinic.findings(**WITHOUT))
 
     assert finding.verdict is Verdict.OK
@@ -262,7 +277,7 @@ async def test_kv_blocks_on_a_machine_without_accelerators_are_not_judged(
 async def test_a_trial_of_kv_transfers_that_fails_is_a_warning(
     clinic: Clinic, talking: Turns
 ) -> None:
-    Counts().count(clinic.decode)
+    Counts().count(clinic)
     decodes_it = clinic.decode.chat
 
     async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
