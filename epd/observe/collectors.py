@@ -47,6 +47,10 @@ def instance_metrics(table: InstanceTable) -> Iterator[Metric]:
             for state in ("waiting", "running")
         ]
     )
+    bandwidths = [(labels, table.load(instance).kv_bytes_per_s) for instance, labels in instances]
+    yield metric_defs.KV_BANDWIDTH.metric_family(
+        [(labels, bandwidth) for labels, bandwidth in bandwidths if bandwidth is not None]
+    )
     yield metric_defs.ENCODE_BACKLOG.metric_family(_per_healthy(table, encode_work_s, Role.ENCODE))
     prefills = (Role.PREFILL,) if table.has(Role.PREFILL) else ANSWERING
     yield metric_defs.PREFILL_BACKLOG.metric_family(_per_healthy(table, pending_tokens, *prefills))

@@ -237,6 +237,16 @@ INSTANCE_REPORTED = _gauge(
     ("role", "instance", "state"),
     max,
 )
+KV_BANDWIDTH = _gauge(
+    "epd_kv_transfer_bytes_per_second",
+    "Mean bandwidth of the last KV transfers that an instance reported: bytes divided by seconds "
+    "of transfer. vLLM counts a transfer at decode, or at prefill with NixlPushConnector, and does "
+    "not name the other instance: with one of these, this is the bandwidth of the pair. Transfers "
+    "of a few blocks show the delay, not the bandwidth. Absent before the first transfer, and for "
+    "other connectors than NIXL.",
+    ("role", "instance"),
+    max,
+)
 ENCODE_BACKLOG = _gauge(
     "epd_encode_backlog_seconds",
     "Predicted encode work of this proxy, queued or running at encode instances, in seconds for "

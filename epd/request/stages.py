@@ -31,7 +31,7 @@ from epd.errors import (
 from epd.json_or_none import json_or_none
 from epd.request.context import RequestContext
 from epd.request.encode_form import EncodeForm, Refusals
-from epd.routing.instances import Instance
+from epd.routing.instances import CONSUMERS, Instance
 from epd.spans import Span
 from epd.transfer import Params
 from epd.transfer.encoded import Consumed, OutputFacts, read_encoded, read_group
@@ -208,6 +208,7 @@ class Stages:
             ProxyError: the instance failed.
         """
         endpoint, body, idle_s = context.endpoint, sent.body, context.config.idle_timeout_s
+        body = _for_role(body, instance)
         with context.time_stage("decode", instance.url) as timed:
             headers = context.headers_for(
                 request_id, timed.span, rank, endpoint.content_type(body), mark=sent.mark
@@ -317,7 +318,9 @@ class Stages:
                 instance.url + endpoint.path,
                 stage="release",
                 headers=context.headers_for(context.child_id(), timed.span),
-                body=endpoint.encode_body(endpoint.release(body), context.cuts),
+                body=endpoint.encode_body(
+                    endpoint.release(_for_role(body, instance)), context.cuts
+                ),
                 head_timeout_s=RELEASE_TIMEOUT_S,
             )
             with opened as reply:
@@ -328,6 +331,17 @@ class Stages:
                         slug="release_failed",
                         stage="release",
                     )
+
+
+def _for_role(body: Body, instance: Instance) -> Body:
+    """Return the body without `ec_transfer_params` if the instance consumes no encoder outputs.
+
+    vLLM logs a warning for each request that has them, at an engine without an EC connector
+    (`vllm/v1/engine/core.py`, `add_request`).
+    """
+    if instance.role in CONSUMERS or "ec_transfer_params" not in body:
+        return body
+    return {name: value for name, value in body.items() if name != "ec_transfer_params"}
 
 
 async def _read_held(reply: Reply, context: RequestContext) -> None:

@@ -25,6 +25,9 @@ ANSWERING = (Role.DECODE, Role.PREFILL_DECODE)
 CONSUMERS = frozenset({Role.PREFILL, Role.PREFILL_DECODE})
 """Roles of the instances that consume encoder outputs."""
 
+TRANSFERS_KV = frozenset({Role.PREFILL, Role.DECODE})
+"""Roles of the instances that send or receive KV blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Instance:

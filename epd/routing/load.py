@@ -121,6 +121,17 @@ MAX_DOUBLINGS = 5
 """Maximum number of doublings of the interval for an instance without reports: a factor of 32."""
 
 
+class KVMoved(NamedTuple):
+    """KV blocks that an instance's NIXL connector has transferred since its start.
+
+    Attributes:
+        transfer_s: sum of the durations of all transfers, in seconds.
+    """
+
+    bytes: float = 0.0
+    transfer_s: float = 0.0
+
+
 class Report(NamedTuple):
     """The numbers of waiting and running requests that an instance reports.
 
@@ -128,6 +139,7 @@ class Report(NamedTuple):
         engines: sum of both, by the number of the data-parallel engine.
         kv_tokens: number of tokens for which an engine has KV blocks; 0 if it is not reported.
         progress: digest that changes while the engines work; None if they report no counters.
+        kv_moved: transferred KV blocks; zeros without a NIXL connector.
     """
 
     waiting: int
@@ -135,6 +147,7 @@ class Report(NamedTuple):
     engines: Mapping[int, int]
     kv_tokens: int = 0
     progress: int | None = None
+    kv_moved: KVMoved = KVMoved()
 
 
 class Prompts(NamedTuple):
@@ -158,6 +171,7 @@ class Load:
         ranks: loads of its data-parallel ranks; None if the instance distributes requests itself.
         cache: known content of the engine's prefix cache, if there are no ranks.
         encode: media items that the instance encodes, and its speed.
+        kv_bytes_per_s: mean bandwidth of the last KV transfers that it reported; None before any.
         answering: number of local requests with an answer that has begun.
         report: the last report; None without a recent one.
         progress_s: time of the last report with progress.
@@ -172,6 +186,7 @@ class Load:
         "_elsewhere",
         "_failures",
         "_intervals",
+        "_kv_moved",
         "_progress",
         "_since_s",
         "_until_s",
@@ -179,6 +194,7 @@ class Load:
         "answering",
         "cache",
         "encode",
+        "kv_bytes_per_s",
         "pressure",
         "progress_s",
         "ranks",
@@ -202,6 +218,8 @@ class Load:
         self.cache = PrefixCache(clock)
         self.encode = EncodeWork(clock)
         self.report: Report | None = None
+        self.kv_bytes_per_s: float | None = None
+        self._kv_moved: KVMoved | None = None
         self.under_way = self._elsewhere = self._asked = self._failures = self.answering = 0
         self.progress_s = self.stalled_s = -math.inf
         self._progress: int | None = None
@@ -313,10 +331,19 @@ class Load:
             self.stalled_s = now_s
         for cache in self.caches if report.kv_tokens else ():
             cache.limit = report.kv_tokens
+        self._measure_kv(report.kv_moved)
         self._elsewhere = max(0, report.waiting + report.running - self._asked)
         if self.ranks is not None:
             self.ranks.record_report(report.engines)
         self._weigh()
+
+    def _measure_kv(self, moved: KVMoved) -> None:
+        """Compute the bandwidth of the transfers since the previous report, if there were any."""
+        before = self._kv_moved or moved
+        self._kv_moved = moved
+        moved_bytes, elapsed_s = moved.bytes - before.bytes, moved.transfer_s - before.transfer_s
+        if moved_bytes > 0 and elapsed_s > 0:  # less than before: the engine has restarted
+            self.kv_bytes_per_s = moved_bytes / elapsed_s
 
     def drop_report(self) -> None:
         """Drop the report of a removed instance. It may be added again before its requests end."""
@@ -351,6 +378,12 @@ TOKENS = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total")
 KV_USAGE = b"vllm:kv_cache_usage_perc"
 """Counters of an engine's tokens, and the gauge that changes in a long prefill: vLLM counts the
 tokens of a prompt at the end of its prefill."""
+
+KV_BYTES = b"vllm:nixl_bytes_transferred_sum"
+KV_SECONDS = b"vllm:nixl_xfer_time_seconds_sum"
+"""Sums of histograms with one sample for each finished transfer between two ranks. vLLM counts a
+transfer at the instance that starts it: decode, or prefill with NixlPushConnector
+(`vllm/distributed/kv_transfer/kv_connector/v1/nixl/stats.py`)."""
 
 MAX_REQUESTS = 100_000
 """Upper bound of one engine's requests. A larger value is invalid."""
@@ -388,8 +421,26 @@ def read_report(page: bytes) -> Report | None:
     engines = {engine: count + waiting[engine] for engine, count in running.items()}
     size = _KV_TOKENS.search(page)
     kv_tokens = int(size[1]) if size else 0
-    progress = _read_progress(page)
-    return Report(sum(waiting.values()), sum(running.values()), engines, kv_tokens, progress)
+    return Report(
+        sum(waiting.values()),
+        sum(running.values()),
+        engines,
+        kv_tokens,
+        _read_progress(page),
+        _read_kv_moved(page),
+    )
+
+
+def _read_kv_moved(page: bytes) -> KVMoved:
+    """Return the transferred KV blocks; zeros for an instance without them."""
+    try:
+        moved = (
+            sum(float((*line.rpartition(b"}")[2].split(), b"")[0]) for line in _lines(page, name))
+            for name in (KV_BYTES, KV_SECONDS)
+        )
+        return KVMoved(*moved)
+    except ValueError:
+        return KVMoved()
 
 
 def _read_progress(page: bytes) -> int | None:

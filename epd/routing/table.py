@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 
 from epd.errors import Outcome, ProxyError
 from epd.routing.health import DEFAULT_HEALTH, HANG_S, Health, HealthPolicy, HealthState
-from epd.routing.instances import CONSUMERS, Instance, Role
+from epd.routing.instances import CONSUMERS, TRANSFERS_KV, Instance, Role
 from epd.routing.load import Load, Ranks, Report
 from epd.routing.prefix import NO_PREFIX, Prefix
 
@@ -419,8 +419,8 @@ class InstanceTable:
     ) -> list[Instance]:
         """Return the instances to ask for their load now; each answer goes to `record_report`.
 
-        A single instance of a role that has no ranks is asked only with `single`: its load decides
-        nothing unless the roles are compared.
+        A single instance of a role that has no ranks is asked only with `single`, or if it
+        transfers KV blocks: its load decides nothing unless the roles are compared.
         """
         now_s = self._clock()
         for member in self._members.values():
@@ -429,7 +429,12 @@ class InstanceTable:
             candidate.instance
             for role in roles
             for candidate in self._by_role[role]
-            if (single or len(self._by_role[role]) > 1 or candidate.load.ranks is not None)
+            if (
+                single
+                or role in TRANSFERS_KV
+                or len(self._by_role[role]) > 1
+                or candidate.load.ranks is not None
+            )
             and candidate.health.state(now_s) is not HealthState.DOWN
             and candidate.load.report_due(now_s, interval_s)
         ]

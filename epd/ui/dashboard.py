@@ -119,6 +119,7 @@ class Board:
                 prompt_tokens=load.prompts.tokens,
                 prefix_tokens=load.prompts.matched,
                 precise=load.precise,
+                kv_bytes_per_s=load.kv_bytes_per_s,
             )
             for instance, load in loads.items()
         ]

@@ -126,6 +126,7 @@ class InstanceState(TypedDict):
     `prompt_tokens` counts those of requests that came for their content, `prefix_tokens` the part
     that was expected in the prefix cache. `precise`: what the cache holds is known by KV events.
     `cause` is that of the states `ejected` and `down`; otherwise it is empty.
+    `kv_bytes_per_s`: mean bandwidth of the last KV transfers that it reported; null before any.
     """
 
     role: str
@@ -136,6 +137,7 @@ class InstanceState(TypedDict):
     prompt_tokens: int
     prefix_tokens: int
     precise: bool
+    kv_bytes_per_s: float | None
 
 
 class Snapshot(TypedDict):

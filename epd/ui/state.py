@@ -225,6 +225,8 @@ def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list
         known["precise"] &= reported["precise"]
         worst = max(known, reported, key=lambda report: WORST.index(report["state"]))
         known["state"], known["cause"] = worst["state"], worst["cause"]
+        measured = (known["kv_bytes_per_s"] or 0.0, reported["kv_bytes_per_s"] or 0.0)
+        known["kv_bytes_per_s"] = max(measured) or None
     return [
         InstanceShown(**instance, **flows[SERVES[instance["role"]]].latency_of(instance["url"]))
         for instance in seen.values()

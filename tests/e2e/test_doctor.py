@@ -1,10 +1,14 @@
 """`epd doctor` in front of real engines."""
 
+import re
+
 from epd.config import ProxyConfig
 from epd.routing.instances import Role
 from epd.tools.doctor.examination import examine
 from epd.tools.doctor.facts import Finding, Verdict
 from tests.e2e.served import READ, Served, metric
+
+MEASURED = re.compile(r"[\d.e-]+ GB/s \([\d.]+ MB in [\d.]+ ms\), delay [\d.]+ ms \(no verdict: ")
 
 
 async def examined(stack: Served) -> list[Finding]:
@@ -33,7 +37,11 @@ async def test_the_doctor_finds_nothing_to_mend_in_a_real_fleet(stack: Served) -
     seen = {one.seen for one in findings}
     assert "finds encoder outputs by their key alone" in seen
     assert "has the entry that an encode instance just wrote" in seen
-    assert ("hands over its KV cache" in seen) == bool(stack.stack.of_role(Role.PREFILL))
+    prefills = bool(stack.stack.of_role(Role.PREFILL))
+    assert ("hands over its KV cache" in seen) == prefills
+    measured = [one for one in findings if one.subject.startswith("KV ")]
+    assert len(measured) == prefills
+    assert all(MEASURED.match(one.seen) for one in measured)
 
 
 async def test_the_doctor_makes_prefill_read_blocks_of_decode(stack: Served) -> None:

@@ -47,6 +47,23 @@ def test_prefill_encodes_a_picture_and_decode_reads_its_blocks(pd: Served) -> No
     assert (metric(prefill, PREPROCESSED), metric(decode, PULLED)) == (before[0] + 1, before[1] + 1)
 
 
+def test_decode_logs_no_warning_about_encoder_outputs(stack: Served) -> None:
+    decode = stack.consumers[1]
+
+    def warnings() -> int:
+        return stack.log(decode).count("no ECConnector found")
+
+    before = warnings()
+    ask(stack.client, stack.model, unseen(stack), text("look!"))
+    ask(stack.client, stack.model, picture("cat.jpg"), text("look!"))
+    assert warnings() == before
+
+    messages: Any = [{"role": "user", "content": "Hello"}]
+    told = {"ec_transfer_params": {"key": {}}, "max_tokens": 1}
+    stack.baseline.chat.completions.create(model=stack.model, messages=messages, extra_body=told)
+    assert warnings() == before + 1
+
+
 def tokens(stack: Served, words: str) -> list[int]:
     body = {"model": stack.model, "prompt": words}
     reply = httpx.post(f"{stack.consumers[0].url}/tokenize", json=body, timeout=60)

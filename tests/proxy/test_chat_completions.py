@@ -17,6 +17,7 @@ from tests.support.fake_instance import (
     STREAM,
     chunk,
     encodes_without_params,
+    refuses,
 )
 from tests.support.fleet import Launch
 
@@ -110,7 +111,19 @@ async def test_encoded_items_are_sent_as_metadata_under_the_same_uuid(launch: La
         assert len(set(uuids.values())) == 2
         for call in (fleet.p.calls[0], fleet.d.calls[0]):
             assert expected == call.parts
-            assert set(uuids.values()) == set(call.body["ec_transfer_params"])
+        assert set(uuids.values()) == set(fleet.p.calls[0].body["ec_transfer_params"])
+
+
+async def test_a_decode_instance_is_told_of_no_encoder_outputs(launch: Launch) -> None:
+    async with launch(prefill=1) as fleet:
+        await fleet.chat(request(image(b"1")))
+        fleet.p.chat = refuses(503)
+        await fleet.chat(request(image(b"2")))
+
+        by_prefill, alone = fleet.d.calls
+        assert "ec_transfer_params" not in by_prefill.body
+        assert alone.parts[0]["type"] == "image_url"
+        assert "ec_transfer_params" not in alone.body
 
 
 async def test_uuids_of_pictures_follow_their_content(launch: Launch) -> None:

@@ -288,10 +288,11 @@ async def test_blocks_are_released_by_another_instance_if_the_named_one_fails(
     async with launch(1, 1, 2, decode_from="header") as fleet:
         fleet.d.chat = refuses(503)
 
-        assert await answered(fleet, request(text()), **{HEADER: place(fleet.d)}) == 503
+        assert await answered(fleet, request(image()), **{HEADER: place(fleet.d)}) == 503
         await until(lambda: fleet.decode[1].calls)
         [told] = [call.body for call in fleet.decode[1].calls]
         assert told["max_tokens"] == 1
+        assert "ec_transfer_params" not in told
         assert told["kv_transfer_params"]["remote_block_ids"]
 
 

@@ -512,6 +512,7 @@ async def test_outputs_in_a_shared_folder_are_used_without_a_lookup(
         assert len(fleet.e.calls) == 4  # the proxy does not check whether outputs are there
         for call in (*fleet.p.calls, *fleet.d.calls):
             assert [part["type"] for part in call.parts] == ["image_embeds"] * 2
+        for call in fleet.p.calls:
             assert set(call.body["ec_transfer_params"]) == {part["uuid"] for part in call.parts}
         fleet.e.chat = refuses(500)
         await ask(fleet, request(image(b"1"), stream=stream))

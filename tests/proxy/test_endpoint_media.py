@@ -44,7 +44,7 @@ async def test_a_picture_of_a_response_is_encoded_as_one_of_a_chat_is(fleet: Fle
             "image_embeds": {"image_grid_thw": [1, 36, 54]},
             "uuid": key,
         }
-        assert key in instance.calls[0].body["ec_transfer_params"]
+    assert key in fleet.p.calls[0].body["ec_transfer_params"]
 
 
 async def test_a_picture_of_a_message_is_encoded_and_named_by_the_engines(fleet: Fleet) -> None:

@@ -385,6 +385,30 @@ async def test_an_abandoned_prefill_is_released_and_counted(
     assert releases == counted("epd_kv_releases_total", result=result)
 
 
+async def test_metrics_show_the_bandwidth_of_kv_transfers(launch: Launch) -> None:
+    moved = [0.0, 0.0]
+
+    async def metrics() -> web.Response:
+        moved[0] += 3e8
+        moved[1] += 0.5
+        lines = [
+            "vllm:num_requests_running 0",
+            "vllm:num_requests_waiting 0",
+            f"vllm:nixl_bytes_transferred_sum {moved[0]}",
+            f"vllm:nixl_xfer_time_seconds_sum {moved[1]}",
+        ]
+        return web.Response(text="\n".join(["", *lines, ""]))
+
+    async with launch(prefill=1, load_interval_s=0.05) as fleet:
+        fleet.d.metrics = metrics
+        await until(lambda: moved[0] > 1e9)
+        found = await page(fleet.url, fleet.http)
+
+    bandwidths = {name: value for name, value in found.items() if "epd_kv_transfer" in name}
+    labels = {"role": "decode", "instance": fleet.d.url}
+    assert bandwidths == {named("epd_kv_transfer_bytes_per_second", **labels): 6e8}
+
+
 async def test_metrics_show_the_role_and_the_load_of_each_instance(launch: Launch) -> None:
     async with launch(eject_after=1) as fleet:
         labels = {"role": "prefill_decode", "instance": fleet.d.url}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd.routing.instances import Instance, Role
-from epd.routing.load import KEPT_INTERVALS, Load, Ranks, Report
+from epd.routing.load import KEPT_INTERVALS, KVMoved, Load, Ranks, Report
 from epd.routing.table import InstanceTable
 
 INTERVAL_S = 1.0
@@ -206,14 +206,39 @@ def table_of(*instances: Instance) -> tuple[InstanceTable, Clock]:
 A, B = (Instance(Role.DECODE, f"http://{name}:1") for name in "ab")
 
 
-def test_a_single_instance_is_polled_only_for_its_ranks() -> None:
-    wide = Instance(Role.PREFILL_DECODE, "http://w:1", dp_size=2)
+def test_a_single_instance_is_polled_only_for_its_ranks_and_its_kv_transfers() -> None:
+    one, other, wide = (
+        Instance(Role.PREFILL_DECODE, "http://w:1"),
+        Instance(Role.PREFILL_DECODE, "http://v:1"),
+        Instance(Role.PREFILL_DECODE, "http://w:1", dp_size=2),
+    )
+    roles = [Role.PREFILL_DECODE]
 
-    assert table_of(A)[0].reports_due([Role.DECODE], INTERVAL_S) == []
-    assert table_of(A, B)[0].reports_due([Role.DECODE], INTERVAL_S) == [A, B]
-    assert table_of(A, B)[0].reports_due([Role.PREFILL], INTERVAL_S) == []
-    assert table_of(wide)[0].reports_due([Role.PREFILL_DECODE], INTERVAL_S) == [wide]
-    assert table_of(A)[0].reports_due([Role.DECODE], INTERVAL_S, single=True) == [A]
+    assert table_of(one)[0].reports_due(roles, INTERVAL_S) == []
+    assert table_of(one, other)[0].reports_due(roles, INTERVAL_S) == [one, other]
+    assert table_of(one, other)[0].reports_due([Role.PREFILL], INTERVAL_S) == []
+    assert table_of(wide)[0].reports_due(roles, INTERVAL_S) == [wide]
+    assert table_of(one)[0].reports_due(roles, INTERVAL_S, single=True) == [one]
+    assert table_of(A)[0].reports_due([Role.DECODE], INTERVAL_S) == [A]
+
+
+def kv_bandwidths(*moved: tuple[float, float]) -> list[float | None]:
+    """Return the bandwidth after each report of these sums of bytes and seconds."""
+    load = Load(URL)
+    found = []
+    for number, sums in enumerate(moved):
+        load.record_report(Report(0, 0, {0: 0}, kv_moved=KVMoved(*sums)), number, INTERVAL_S)
+        found.append(load.kv_bytes_per_s)
+    return found
+
+
+def test_kv_bandwidth_is_that_of_the_last_reported_transfers() -> None:
+    assert kv_bandwidths((1e9, 10), (1e9, 10), (3e9, 11), (3e9, 11)) == [None, None, 2e9, 2e9]
+    assert kv_bandwidths((0, 0), (1e9, 4), (2e9, 6)) == [None, 0.25e9, 0.5e9]
+
+
+def test_kv_bandwidth_ignores_the_sums_of_a_restarted_engine() -> None:
+    assert kv_bandwidths((9e9, 9), (1e9, 1), (3e9, 2)) == [None, None, 2e9]
 
 
 def test_a_down_instance_is_not_polled_and_its_report_is_dropped() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.routing.load import MAX_REQUESTS, MAX_SAMPLES, Report, read_report
+from epd.routing.load import MAX_REQUESTS, MAX_SAMPLES, KVMoved, Report, read_report
 
 REAL = Path(__file__).with_name("vllm_metrics.txt").read_bytes()
 """Metrics page of vLLM 0.32, shortened: three requests run."""
@@ -28,6 +28,28 @@ def gauges(running: object, waiting: object, engine: int = 0, model: str = "m") 
 
 def test_a_page_of_vllm_is_understood() -> None:
     assert read_report(REAL) == Report(waiting=0, running=3, engines={0: 3}, kv_tokens=524288)
+
+
+def test_kv_transfers_of_all_engines_are_added() -> None:
+    samples = [
+        f'vllm:nixl_{name}{{engine="{engine}",model_name="m"}} {value}'
+        for engine, values in enumerate(((3e8, 0.5), (1e8, 0.25)))
+        for name, value in zip(
+            ("bytes_transferred_sum", "xfer_time_seconds_sum"), values, strict=True
+        )
+    ]
+    report = read_report(page(*gauges("1.0", "0.0"), *samples, "vllm:nixl_bytes_transferred 7"))
+
+    assert report is not None
+    assert report.kv_moved == KVMoved(4e8, 0.75)
+
+
+@pytest.mark.parametrize("value", ["", "NaN?", "x"])
+def test_invalid_kv_transfers_are_ignored(value: str) -> None:
+    report = read_report(page(*gauges("1.0", "0.0"), f"vllm:nixl_bytes_transferred_sum {value}"))
+
+    assert report is not None
+    assert report.kv_moved == KVMoved()
 
 
 def counters(generated: object, usage: object = 0.5, engine: int = 0) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ class FakeInstance:
         aborted: number of its answers that were cancelled because the client disconnected.
         open: number of unfinished chat requests.
         probes: number of requests for `/health`.
+        max_model_len: most tokens of a request that it reports; 0 if it reports none.
         metrics: handler of `GET /metrics`.
         connections: connections of the requests in progress.
     """
@@ -86,6 +87,7 @@ class FakeInstance:
     version: str = "0.33.0"
     models: tuple[str, ...] = ("m",)
     api_key: str | None = None
+    max_model_len: int = 0
     metrics: Callable[[], Awaitable[web.Response]] = field(default=lambda: has_none())  # noqa: PLW0108 - defined below
 
     connections: list[asyncio.Transport] = field(default_factory=list)
@@ -131,7 +133,8 @@ class FakeInstance:
         self.other_calls.append(f"{request.method} {request.path}")
         if self._denies(request):
             return web.json_response({"error": "Unauthorized"}, status=401)
-        data = [{"id": name} for name in self.models]
+        length = {"max_model_len": self.max_model_len} if self.max_model_len else {}
+        data = [{"id": name, **length} for name in self.models]
         said = {
             "/v1/models": {"object": "list", "data": data},
             "/version": {"version": self.version},

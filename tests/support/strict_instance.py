@@ -19,7 +19,10 @@ from tests.support.fake_instance import OTHER_REPLIES, OTHER_STREAMS, REPLY, STR
 from tests.support.fleet import Fleet, Launch
 from tests.support.invariants import becomes
 
-OF_ONE = ("max_tokens", "max_completion_tokens", "stream", "stream_options", "min_tokens")
+OF_ONE = (
+    *("max_tokens", "max_completion_tokens", "stream", "stream_options", "min_tokens"),
+    "ec_transfer_params",
+)
 """Fields in which a prefill request differs from its decode request."""
 
 KEEP = {
@@ -150,6 +153,8 @@ class Wire:
         async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             with self._noted():
                 asked = _asked(instance, request, body)
+                # It has no EC connector.
+                self.is_equal("ec_transfer_params", body.get("ec_transfer_params"), None)
                 key = self.wanted(asked)
                 if self.concurrent:
                     self.made.setdefault(key, Blocks())

@@ -189,6 +189,14 @@ async def test_rejected_requests_are_shown_apart_from_failed_ones(tab: Tabs, sta
         assert looked.wrong == []
 
 
+async def test_the_bandwidth_of_kv_transfers_is_shown_at_decode(tab: Tabs, stack: Stack) -> None:
+    async with tab(stack.url, state=large(1)) as looked:
+        cards = looked.page.locator("#instances li")
+        await expect(cards.filter(has_text="KV 480 MB/s")).to_have_count(1)
+
+        assert looked.wrong == []
+
+
 async def test_the_page_shows_a_lost_proxy_and_reconnects(stack: Stack, tab: Tabs) -> None:
     async with tab(stack.url) as looked:
         link = looked.page.locator("#link")

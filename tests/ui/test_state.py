@@ -50,6 +50,7 @@ def seen(condition: str, requests: int = 0, role: str = "encode") -> InstanceSta
         prompt_tokens=10 * requests,
         prefix_tokens=requests,
         precise=bool(requests),
+        kv_bytes_per_s=1e9 * requests or None,
     )
 
 
@@ -230,6 +231,17 @@ def test_the_worst_state_of_several_workers_is_shown(
     assert (one["state"], one["requests"]) == (expected, 4)
     assert one["cause"] == CAUSES.get(expected, "")
     assert (one["prompt_tokens"], one["prefix_tokens"]) == (40, 4)
+
+
+@pytest.mark.parametrize(
+    ("requests", "expected"), [((0, 0), None), ((0, 2), 2e9), ((3, 0), 3e9), ((3, 2), 3e9)]
+)
+def test_the_kv_bandwidth_is_the_highest_that_a_worker_has_read(
+    recent: Recent, requests: tuple[int, ...], expected: float | None
+) -> None:
+    [one] = shown(*(known(recent, seen("healthy", count)) for count in requests))["instances"]
+
+    assert one["kv_bytes_per_s"] == expected
 
 
 @pytest.mark.parametrize("requests", [0, 2])

@@ -18,7 +18,8 @@ from epd.errors import BadRequest
 from epd.media.parts import FRAMES
 from epd.request.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from epd.routing.instances import Role
-from epd.routing.load import RUNNING, WAITING
+from epd.routing.load import KV_BYTES, KV_SECONDS, RUNNING, WAITING
+from epd.tools.doctor.kv_bandwidth import EXTERNAL_TOKENS
 from epd.tools.fleet.engine import FETCHES_ONCE, OFFLINE, PLATFORMS, Engine
 from epd.tools.fleet.model_config import ENCODER_DECODERS, text_architectures
 from epd.transfer.encoded import TIMESTAMPS
@@ -260,7 +261,8 @@ def test_vllm_has_the_flags_that_epd_up_writes(vllm: Source) -> None:
 
 
 def test_vllm_reads_the_variables_that_epd_up_sets(vllm: Source) -> None:
-    ours = {"VLLM_NIXL_SIDE_CHANNEL_PORT", *FETCHES_ONCE, *OFFLINE}
+    side_channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"}
+    ours = {*side_channel, *FETCHES_ONCE, *OFFLINE}
     for platform in PLATFORMS.values():
         ours |= set(platform.environment)
     known = vllm.words("envs.py")
@@ -307,6 +309,13 @@ def test_instances_report_the_metrics_that_the_balance_reads(vllm: Source) -> No
     words = vllm.words("v1/metrics")
 
     assert {RUNNING.decode(), WAITING.decode()} <= words
+
+
+def test_kv_transfers_are_measured_by_the_metrics_that_vllm_reports(vllm: Source) -> None:
+    words = vllm.words(f"{KV}/v1/nixl/stats.py")
+
+    assert {name.decode().removesuffix("_sum") for name in (KV_BYTES, KV_SECONDS)} <= words
+    assert EXTERNAL_TOKENS.removesuffix("_total") in vllm.words("v1/metrics/loggers.py")
 
 
 def test_events_have_the_fields_that_the_proxy_reads(vllm: Source) -> None:

@@ -26,6 +26,7 @@ from ec_store.urls import writing_bytes
 from epd.config import ProxyConfig
 from epd.edge.access import is_loopback
 from epd.edge.request_head import PER_CLIENT, RESERVED
+from epd.routing.instances import Instance
 from epd.tools.doctor.facts import Finding, Mount, StoreFacts, mount_of, ok, warn
 from epd.transfer.encoded import OutputFacts
 
@@ -33,6 +34,9 @@ SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
 MIN_SOMAXCONN, GOOD_SOMAXCONN = 1024, 4096
 """Values of `net.core.somaxconn`. Below the first, a burst of clients may not fit. The second is
 the default of Linux since 5.4."""
+
+ACCELERATORS = ("nvidia[0-9]*", "kfd", "dri/renderD*")
+"""Patterns below /dev that match a GPU of NVIDIA, AMD or Intel."""
 
 LOAD_BALANCER_S = 60.0
 """Idle timeout of connections of common load balancers. A proxy behind one must keep idle
@@ -61,6 +65,15 @@ def _judge_descriptors(config: ProxyConfig) -> Iterator[Finding]:
         )
     else:
         yield ok("descriptors", f"a process may open {hard}")
+
+
+def has_no_device(*instances: Instance) -> bool:
+    """Return whether these instances run on this machine, and it has no accelerator."""
+    own = {found.address for interface in psutil.net_if_addrs().values() for found in interface}
+    hosts = [urlsplit(instance.url).hostname or "" for instance in instances]
+    if not all(is_loopback(host) or host in own for host in hosts):
+        return False
+    return not any(found for pattern in ACCELERATORS for found in Path("/dev").glob(pattern))
 
 
 def _somaxconn() -> int | None:

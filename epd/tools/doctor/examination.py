@@ -10,6 +10,7 @@ from typing import Any
 
 from epd.config import ProxyConfig
 from epd.config.proxy_config import LiveConfig
+from epd.errors import ProxyError
 from epd.http.pool import Pool
 from epd.http.tls import upstream_context
 from epd.parser import Commands, Parser
@@ -19,7 +20,7 @@ from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
 from epd.server.reload import add_settings_command, load_or_exit
 from epd.tools.doctor import judge
-from epd.tools.doctor.environment import judge_host, look_at_store
+from epd.tools.doctor.environment import has_no_device, judge_host, look_at_store
 from epd.tools.doctor.facts import (
     Finding,
     InstanceFacts,
@@ -31,6 +32,7 @@ from epd.tools.doctor.facts import (
     worst_verdict,
 )
 from epd.tools.doctor.instances import IDLE_S, InstanceReader, read_sources, try_subscription
+from epd.tools.doctor.kv_bandwidth import PairFacts, judge_pair
 from epd.tools.doctor.trials import Trials, Tried, text
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.upstream import Upstream
@@ -43,8 +45,9 @@ def add_parser(commands: Commands) -> None:
         help="examine the fleet that `epd serve` would use with the same flags",
         description="Examine every instance, the store and this machine as the proxy would use "
         "them, and report what to change. Each stage gets a small request for one token, to verify "
-        "its work; a new picture is written to the store. The exit code is 1 if requests would "
-        "fail or be slow.",
+        "its work; a new picture is written to the store. To measure KV transfers, each pair of "
+        "prefill and decode instances gets a prompt of up to 1 GB of KV blocks, at most three "
+        "times. The exit code is 1 if requests would fail or be slow.",
         epilog="example: epd doctor --config epd.yaml",
         usage="epd doctor [--no-requests] [--format text|json] [FLAG of epd serve ...]",
     )
@@ -68,6 +71,7 @@ class Examined:
     def __init__(self, facts: Sequence[InstanceFacts]) -> None:
         self._facts = {fact.instance: fact for fact in facts}
         self.tried: Tried | None = None
+        self.pairs: list[PairFacts] = []
 
     @property
     def instance_facts(self) -> Sequence[InstanceFacts]:
@@ -77,6 +81,16 @@ class Examined:
     def model(self) -> str | None:
         """Name of a model that requests can ask for; None: no instance serves one."""
         return next((model.name for fact in self.instance_facts for model in fact.models), None)
+
+    def max_tokens(self, model: str, *instances: Instance) -> int:
+        """Return the longest request that these instances accept; 0 if they do not report it."""
+        lengths = [
+            found.max_model_len or 0
+            for instance in instances
+            for found in self._facts[instance].models
+            if found.name == model
+        ]
+        return min(lengths, default=0)
 
     def answering_instances(self, *roles: Role) -> list[Instance]:
         return [
@@ -135,6 +149,7 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
                 for finding in judge.judge_instance(fact, full=full)
             ),
             *judge.judge_fleet(fleet.instance_facts),
+            *(finding for pair in fleet.pairs for finding in judge_pair(pair)),
         ]
     )
 
@@ -192,12 +207,30 @@ async def _try_handovers(fleet: Examined, trials: Trials, model: str) -> None:
         became = dict(await trials.transfer(prefill, decode, text(model)))
         fleet.note_trials(prefill, {judge.PREFILL: became.pop(judge.PREFILL)})
         fleet.note_trials(decode, became)
-        if not trials.reads_back or judge.DECODE not in became or became[judge.DECODE].problem:
+        if judge.DECODE not in became or became[judge.DECODE].problem:
+            continue
+        await _try_bandwidth(fleet, trials, prefill, decode)
+        if not trials.reads_back:
             continue
         if became[judge.DECODE].keeps:
             fleet.note_trials(prefill, {judge.READ: await trials.read_back(prefill, decode, model)})
         else:
             fleet.note_trials(decode, {judge.FORGET: Trial()})
+
+
+async def _try_bandwidth(
+    fleet: Examined, trials: Trials, prefill: Instance, decode: Instance
+) -> None:
+    """Measure the KV transfers of a pair that works."""
+    model = fleet.model or ""
+    try:
+        found = await trials.kv_bandwidth(
+            prefill, decode, model, fleet.max_tokens(model, prefill, decode)
+        )
+    except ProxyError as error:
+        found = PairFacts(prefill, decode, problem=str(error))
+    if found is not None:
+        fleet.pairs.append(replace(found, in_host_memory=has_no_device(prefill, decode)))
 
 
 @asynccontextmanager

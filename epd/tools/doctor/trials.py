@@ -7,12 +7,15 @@ turn.
 import asyncio
 import base64
 import io
+import math
 import random
 import secrets
+import time
 import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import cycle, islice
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -29,6 +32,14 @@ from epd.routing.instances import Instance, Role
 from epd.routing.table import Reservation
 from epd.tools.doctor.facts import Trial
 from epd.tools.doctor.judge import DECODE, PREFILL
+from epd.tools.doctor.kv_bandwidth import (
+    MAX_BYTES,
+    PairFacts,
+    Transfers,
+    Window,
+    read_tokens,
+    read_transfers,
+)
 from epd.transfer import Params, with_params
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import Consumed, EncodedItem, OutputFacts, consumer_body
@@ -51,6 +62,21 @@ WORDS = "One and two are three. " * TOKENS
 READ_S = 10.0
 """Deadline for the second turn's prefill: a handshake and some blocks. An instance that waits for
 blocks in vain never answers."""
+
+
+REPEATS = 3
+"""Upper bound of the large trials of KV transfers, if other transfers take place."""
+
+COUNTED_S, COUNTED_EVERY_S = 3.0, 0.1
+"""Time within which the metrics have a transfer after the answer, and the interval of the readings.
+vLLM counts a transfer with a later step of its scheduler."""
+
+
+class Counts(NamedTuple):
+    """Transfers that instances have counted, and the tokens that decode has got by them."""
+
+    transfers: Mapping[Instance, Transfers]
+    tokens: float
 
 
 def picture() -> Mapping[str, Any]:
@@ -219,6 +245,83 @@ class Trials:
         except ProxyError as error:
             return _failed(error)
         return Trial()
+
+    async def kv_bandwidth(
+        self, prefill: Instance, decode: Instance, model: str, max_tokens: int
+    ) -> PairFacts | None:
+        """Move the KV blocks of long prompts from prefill to decode, and return what vLLM counted.
+
+        Prompts have as many tokens as fit into `max_tokens` and `MAX_BYTES` of blocks. If other
+        transfers take place, they are repeated. None: the instances count no transfers.
+        """
+        if read_transfers(await self._stages.metrics(decode.url)) is None:
+            return None
+        pair = Pair("", prefill, 0 if prefill.dp_size > 1 else None, decode)
+        context = self._context(of_tokens=True)
+        asked = {"model": model, "prompt": WORDS}
+        tokens = (await self._stages.prompt_tokens(prefill, asked, context))[:TOKENS]
+        small = await self._window(pair, decode, model, tokens)
+        if small is None:
+            return PairFacts(prefill, decode)
+        counted_at, window = small
+        wanted = math.ceil(MAX_BYTES * window.all_tokens / max(1.0, window.transfers.bytes))
+        many = [*islice(cycle(tokens), max(len(tokens), min(wanted, max_tokens - 1)))]
+        large: list[Window] = []
+        while len(large) < REPEATS and not (large and large[-1].is_alone):
+            found = await self._window(pair, decode, model, many)
+            if found is None:
+                break
+            large.append(found[1])
+        return PairFacts(prefill, decode, counted_at, window, large)
+
+    async def _window(
+        self, pair: Pair, decode: Instance, model: str, tokens: Sequence[int]
+    ) -> tuple[Instance, Window] | None:
+        """Return the instance that counted the transfers of a prompt, and what it counted.
+
+        None: it counted none within `COUNTED_S`.
+
+        Raises:
+            ProxyError: an instance failed.
+        """
+        context, body = self._context(of_tokens=True), _asking_tokens(model, tokens)
+        pair = pair._replace(request_id=context.request_id)
+        began_s = time.monotonic()
+        prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
+        prefilled_s = time.monotonic()
+        before = await self._counts(pair.prefill, decode)
+        asked_s = time.monotonic()
+        sent = with_params(body, prefilled.params)
+        opened = await self._stages.decode(decode, Consumed(sent), context)
+        with opened.reply as reply:
+            await reply.read(idle_s=ANSWERS_S)
+        decoded_s = time.monotonic()
+        while time.monotonic() < decoded_s + COUNTED_S:
+            after = await self._counts(pair.prefill, decode)
+            all_tokens = after.tokens - before.tokens
+            for instance, counted in after.transfers.items():
+                earlier = before.transfers.get(instance)
+                if earlier is None or counted.count <= earlier.count or all_tokens <= 0:
+                    continue
+                return instance, Window(
+                    counted.since(earlier),
+                    len(tokens),
+                    all_tokens,
+                    prefilled_s - began_s,
+                    decoded_s - asked_s,
+                )
+            await asyncio.sleep(COUNTED_EVERY_S)
+        return None
+
+    async def _counts(self, prefill: Instance, decode: Instance) -> Counts:
+        pages = {
+            instance: await self._stages.metrics(instance.url) for instance in (decode, prefill)
+        }
+        read = {instance: read_transfers(page) for instance, page in pages.items()}
+        return Counts(
+            {instance: found for instance, found in read.items() if found is not None},
+            read_tokens(pages[decode]),
+        )
 
     async def _turn(
         self, pair: Pair, decode: Instance, body: Body, prefill_s: float | None

@@ -10,7 +10,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, Self
 
-from epd.routing.instances import Role
+from epd.routing.instances import TRANSFERS_KV, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,12 @@ BINDING, UNBOUND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 """vLLM's variable for the cores that a process with a model on a CPU is bound to, and the value
 for no cores."""
 
-CUDA = Platform(name="cuda", affinity="CUDA_VISIBLE_DEVICES", files="nvidia[0-9]*", ucx=UCX)
+CUDA_UCX = {**UCX, "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
+"""Settings with which UCX reads the memory of another process's GPU directly. By default it does so
+only with NVLink, and otherwise copies through the host at some 0.5 GB/s
+(docs/decisions/039-kv-transfers-on-one-host.md)."""
+
+CUDA = Platform(name="cuda", affinity="CUDA_VISIBLE_DEVICES", files="nvidia[0-9]*", ucx=CUDA_UCX)
 XPU = Platform(name="xpu", affinity="ZE_AFFINITY_MASK", files="dri/renderD*", ucx=UCX)
 CPU = Platform(
     name="cpu",
@@ -197,8 +202,6 @@ VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 DIVIDING = re.compile(r"-(tp|pp|dp|dcp|pcp|n)\b|--(.*parallel|nnodes|config\b)")
 """Flags of vLLM that give an instance several ranks, or may do so."""
 
-TRANSFERS_KV = frozenset({Role.PREFILL, Role.DECODE})
-
 FETCHES_ONCE = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
 """Setting without vLLM's three attempts at a URL, which take 5 s for a host without an address and
 110 s for a host that does not answer. The proxy retries where a retry may help."""
@@ -301,7 +304,7 @@ class Engine:
         defaults = {**FETCHES_ONCE, **self.platform.environment}
         if self.transfers_kv:
             own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
-            defaults |= self.platform.ucx
+            defaults |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", **self.platform.ucx}
         return own | {name: self.inherited.get(name, value) for name, value in defaults.items()}
 
     def _executor(self) -> str | None:

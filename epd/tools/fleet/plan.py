@@ -7,10 +7,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from epd.routing.instances import Role
+from epd.routing.instances import TRANSFERS_KV, Role
 from epd.tools.fleet.engine import (
     PLATFORMS,
-    TRANSFERS_KV,
     Engine,
     FleetServer,
     Platform,

@@ -1,7 +1,7 @@
 // A card per instance: state, load and latency.
 
 import { by, el, Keyed, say, set, svg } from "./dom.js";
-import { count, endings, host, rate, seconds, share } from "./format.js";
+import { bytes, count, endings, host, rate, seconds, share } from "./format.js";
 import { groups, STATES, word } from "./fleet.js";
 
 const LEAST_SCALE = 4;
@@ -53,5 +53,6 @@ function update(card, one) {
   const ends = endings(one).map((words) => ` · ${words}`).join("");
   const events = one.precise ? " by events" : "";
   const prefix = one.prompt_tokens ? ` · prefix ${share(one.prefix_tokens, one.prompt_tokens)}${events}` : "";
-  say(figures, `${rate(one.rate)}/s · p50 ${seconds(one.p50_s)} · p95 ${seconds(one.p95_s)}${prefix}${ends}`);
+  const kv = one.kv_bytes_per_s ? ` · KV ${bytes(one.kv_bytes_per_s)}/s` : "";
+  say(figures, `${rate(one.rate)}/s · p50 ${seconds(one.p50_s)} · p95 ${seconds(one.p95_s)}${prefix}${kv}${ends}`);
 }

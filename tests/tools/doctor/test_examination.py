@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -158,6 +158,149 @@ async def test_a_conversation_is_tried_and_its_second_turn_read(
     answer = [ord(one) for one in says({"prompt": first})]
     assert second == [*first, *answer, first[-1]]
     assert len(first) == trials.TOKENS
+
+
+MAX_TOKENS = 4096
+
+BOUNDS_S = (0.005, 0.05, 0.5, 5.0, float("inf"))
+
+
+@dataclass
+class Counts:
+    """Transfers that a decode instance counts as vLLM does, by their tokens.
+
+    Attributes:
+        busy: tokens of the other requests that it gets during each request of a trial.
+    """
+
+    kb_per_token: int = 100
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    busy: list[int] = field(default_factory=list)
+
+    def add(self, tokens: int) -> None:
+        """Count a transfer at 0.5 GB/s."""
+        self.tokens.append(tokens)
+        self.seconds.append(tokens * self.kb_per_token / 0.5e6)
+
+    async def page(self) -> web.Response:
+        name = "vllm:nixl_xfer_time_seconds"
+        lines = [
+            f'{name}_bucket{{le="{bound}"}} {sum(one <= bound for one in self.seconds)}'
+            for bound in BOUNDS_S
+        ]
+        lines += [
+            f"{name}_count {len(self.seconds)}",
+            f"{name}_sum {sum(self.seconds)}",
+            f"vllm:nixl_bytes_transferred_sum {1000 * self.kb_per_token * sum(self.tokens)}",
+            f"vllm:external_prefix_cache_hits_total {sum(self.tokens)}",
+        ]
+        return web.Response(text="\n".join([*lines, ""]))
+
+    def count(self, clinic: Clinic) -> None:
+        """Make the decode instance count its transfers, and both report their longest request."""
+        clinic.prefill.max_model_len, clinic.decode.max_model_len = MAX_TOKENS + 1, MAX_TOKENS
+        decode = clinic.decode
+        decodes_it, decode.metrics = decode.chat, self.page
+
+        async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            if request.path == "/v1/completions":
+                self.add(len(body["prompt"]))
+                for tokens in self.busy:
+                    self.add(tokens)
+            return await decodes_it(request, body)
+
+        decode.chat = chat
+
+
+def of_pair(findings: list[Finding]) -> Finding:
+    [finding] = [one for one in findings if one.subject.startswith("KV ")]
+    return finding
+
+
+@pytest.mark.fault(109)
+async def test_slow_kv_transfers_of_a_pair_are_found(
+    clinic: Clinic, talking: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examination, "has_no_device", lambda *_: False)
+    counts = Counts()
+    counts.count(clinic)
+    finding = of_pair(await clinic.findings(**WITHOUT))
+
+    assert finding.verdict is Verdict.WARN
+    assert finding.subject == f"KV {clinic.prefill.url} -> {clinic.decode.url}"
+    assert finding.seen.startswith("0.5 GB/s (410 MB in 819 ms), delay 26 ms (1 x 4095 tokens")
+    assert counts.tokens[:2] == [trials.TOKENS, MAX_TOKENS - 1]
+
+
+async def test_a_trial_of_kv_transfers_has_at_most_a_gigabyte(
+    clinic: Clinic, talking: Turns
+) -> None:
+    counts = Counts(kb_per_token=1000)
+    counts.count(clinic)
+    await clinic.findings(**WITHOUT)
+
+    assert counts.tokens[:2] == [trials.TOKENS, 1000]
+
+
+async def test_a_trial_stays_small_if_the_longest_request_is_unknown(
+    clinic: Clinic, talking: Turns
+) -> None:
+    counts = Counts()
+    counts.count(clinic)
+    clinic.decode.max_model_len = 0
+    await clinic.findings(**WITHOUT)
+
+    assert counts.tokens[:2] == [trials.TOKENS] * 2
+
+
+async def test_a_trial_beside_other_transfers_is_repeated(clinic: Clinic, talking: Turns) -> None:
+    counts = Counts(busy=[50])
+    counts.count(clinic)
+    finding = of_pair(await clinic.findings(**WITHOUT))
+
+    assert counts.tokens[2:8:2] == [MAX_TOKENS - 1] * trials.REPEATS
+    assert "transfers of other requests at the same time: 1" in finding.seen
+
+
+async def test_kv_blocks_on_a_machine_without_accelerators_are_not_judged(
+    clinic: Clinic, talking: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "ACCELERATORS", ())
+    Counts().count(clinic)
+    finding = of_pair(await clinic.findings(**WITHOUT))
+
+    assert finding.verdict is Verdict.OK
+    assert "no verdict: the KV blocks are in the host's memory" in finding.seen
+
+
+async def test_a_trial_of_kv_transfers_that_fails_is_a_warning(
+    clinic: Clinic, talking: Turns
+) -> None:
+    Counts().count(clinic)
+    decodes_it = clinic.decode.chat
+
+    async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        long = len(body.get("prompt", "")) > 2 * trials.TOKENS
+        return await (refuses(500, "out of blocks") if long else decodes_it)(request, body)
+
+    clinic.decode.chat = chat
+    finding = of_pair(await clinic.findings(**WITHOUT))
+
+    assert finding.verdict is Verdict.WARN
+    assert "the trial of KV transfers failed" in finding.seen
+    assert "out of blocks" in finding.seen
+
+
+async def test_an_uncounted_trial_of_kv_transfers_is_a_warning(
+    clinic: Clinic, talking: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "COUNTED_S", 0.2)
+    clinic.decode.metrics = Counts().page
+    finding = of_pair(await clinic.findings(**WITHOUT))
+
+    assert finding.verdict is Verdict.WARN
+    assert "counted no transfer" in finding.seen
 
 
 async def test_a_prefill_that_waits_in_vain_for_decodes_blocks_is_found(

@@ -1,0 +1,207 @@
+"""Judgement of KV transfers, on metrics pages of real engines.
+
+`nixl_metrics` has the lines about transfers of a decode engine of vLLM 0.32 on the CPU. Its prefill
+engine was in another network namespace behind `tc qdisc ... tbf rate 1600mbit` (0.2 GB/s,
+`UCX_TLS=tcp`). The pages are those before and after a prompt of 20 tokens, one of 2,000 tokens, and
+one of 2,000 tokens beside four other requests (three of 60 tokens, one of 700).
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.routing.instances import Instance, Role
+from epd.tools.doctor.facts import Finding, Verdict
+from epd.tools.doctor.kv_bandwidth import (
+    MIN_BYTES,
+    PairFacts,
+    Transfers,
+    Window,
+    judge_pair,
+    measure,
+    read_tokens,
+    read_transfers,
+)
+
+PAGES = Path(__file__).with_name("nixl_metrics")
+P, D = Instance(Role.PREFILL, "http://h:1"), Instance(Role.DECODE, "http://h:2")
+RATE_BYTES_PER_S = 200e6
+"""Rate of the recorded link."""
+
+BLOCK_BYTES = 8 * 2**20
+LARGE_BYTES = 16 * BLOCK_BYTES
+BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0, float("inf"))
+
+
+def recorded(before: str, after: str, tokens: int) -> Window:
+    pages = [(PAGES / f"{name}.txt").read_bytes() for name in (before, after)]
+    earlier, later = map(read_transfers, pages)
+    assert earlier is not None
+    assert later is not None
+    all_tokens = read_tokens(pages[1]) - read_tokens(pages[0])
+    return Window(later.since(earlier), tokens, all_tokens, 3.0, 1.0)
+
+
+SMALL = recorded("before_small", "after_small", 20)
+QUIET = recorded("after_small", "after_large", 2000)
+BUSY = recorded("before_busy", "after_busy", 2000)
+
+
+def counted(*seconds: float, size: float = 1e9) -> Transfers:
+    """Return the counts of transfers of these durations and of this size together."""
+    within = tuple((bound, sum(one <= bound for one in seconds)) for bound in BOUNDS_S)
+    return Transfers(len(seconds), size, sum(seconds), within)
+
+
+def window(*seconds: float, size: float = 1e9, others: int = 0) -> Window:
+    return Window(counted(*seconds, size=size), 1000, 1000 + others, 1.0, 1.0)
+
+
+PROMPT = window(0.01, size=1e6)
+"""A small trial."""
+
+
+def judged(*large: Window, small: Window = PROMPT, **changes: Any) -> Finding:
+    [finding] = judge_pair(replace(PairFacts(P, D, D, small, large), **changes))
+    return finding
+
+
+def test_a_recorded_transfer_has_the_bandwidth_of_its_link() -> None:
+    found = measure(QUIET, 1)
+
+    assert found.others == 0
+    assert found.bytes == LARGE_BYTES
+    assert found.bytes / found.most_s == pytest.approx(RATE_BYTES_PER_S, rel=0.05)
+    assert measure(SMALL, 1).bytes == BLOCK_BYTES
+
+
+@pytest.mark.fault(109)
+def test_a_slow_pair_of_one_host_is_a_warning_with_what_to_check() -> None:
+    finding = judged(QUIET, small=SMALL)
+
+    assert finding.verdict is Verdict.WARN
+    assert finding.subject == "KV http://h:1 -> http://h:2"
+    assert finding.seen.startswith("0.2 GB/s (134 MB in 683 ms), delay ")
+    for word in ("UCX_TLS", "UCX_NET_DEVICES", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "PID", "GPUDirect"):
+        assert word in finding.advice
+    assert "start decode with UCX_LOG_LEVEL=info UCX_PROTO_INFO=y" in finding.advice
+    assert "`remote memory read`" in finding.advice
+
+
+def test_the_cost_of_the_trial_is_stated() -> None:
+    assert "1 x 2000 tokens took 3.0 s of prefill and 1.0 s of decode" in judged(QUIET).seen
+    assert "2 x 2000 tokens took 6.0 s of prefill and 2.0 s of decode" in judged(BUSY, QUIET).seen
+
+
+@pytest.mark.fault(109)
+def test_other_transfers_are_told_apart_from_the_trial() -> None:
+    found = measure(BUSY, 1)
+
+    assert found.others == 4
+    assert found.bytes == pytest.approx(LARGE_BYTES, rel=0.1)
+    assert 0.75 <= found.least_s <= found.most_s <= 1.0  # of five transfers in 1.8 s
+    finding = judged(BUSY, small=SMALL)
+    assert finding.verdict is Verdict.WARN
+    assert "transfers of other requests at the same time: 4" in finding.seen
+    assert "about 146 MB" in finding.seen
+
+
+def test_the_trial_with_the_fewest_other_transfers_counts() -> None:
+    quiet, _ = judged(QUIET).seen.split(" (1 x")
+
+    assert judged(BUSY, QUIET).seen.startswith(quiet)
+
+
+def test_writes_are_looked_for_at_prefill() -> None:
+    advice = judged(QUIET, counted_at=P).advice
+
+    assert "start prefill with" in advice
+    assert "`remote memory write`" in advice
+    assert "GET_ZCOPY" not in advice
+
+
+@pytest.mark.parametrize(
+    ("seconds", "verdict"), [((0.19,), Verdict.OK), ((0.25,), Verdict.WARN), ((6.0,), Verdict.WARN)]
+)
+def test_five_gigabytes_per_second_are_enough(seconds: tuple[float], verdict: Verdict) -> None:
+    assert judged(window(*seconds)).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("large", "changes", "reason"),
+    [
+        (window(1.0), {"in_host_memory": True}, "in the host's memory"),
+        (window(1.0), {"decode": Instance(Role.DECODE, "http://g:2")}, "different hosts"),
+        (window(1.0, size=MIN_BYTES - 1), {}, "less than 64 MB"),
+        (window(0.15, 0.18, others=20), {}, "the other transfers hide"),
+        (window(0.21), {"small": window(0.02, size=1e6)}, "the delay is most"),
+    ],
+)
+def test_a_figure_that_decides_nothing_has_no_verdict(
+    large: Window, changes: dict[str, Any], reason: str
+) -> None:
+    finding = judged(large, **changes)
+
+    assert finding.verdict is Verdict.OK
+    assert "no verdict: " in finding.seen
+    assert reason in finding.seen
+    assert "GB/s" in finding.seen
+
+
+def test_transfers_of_several_ranks_at_once_are_one_bandwidth() -> None:
+    four = window(0.1, 0.1, 0.1, 0.1, size=4e9)
+
+    finding = judged(four, small=window(*[0.001] * 4, size=4e6))
+    assert finding.seen.startswith("40 GB/s (4000 MB in 100 ms), delay 1 ms")
+
+
+def test_a_trial_without_a_window_of_its_own_is_the_slowest_transfer() -> None:
+    busy = window(0.001, 0.001, 0.4, others=20)
+
+    finding = judged(busy, small=window(0.001, 0.001, 0.001, others=20))
+    assert finding.verdict is Verdict.WARN
+    assert "other requests at the same time: 2" in finding.seen
+
+
+@pytest.mark.parametrize("problem", [None, "the instance answered 500"])
+def test_a_failed_trial_is_a_warning(problem: str | None) -> None:
+    [finding] = judge_pair(PairFacts(P, D, problem=problem))
+
+    assert finding.verdict is Verdict.WARN
+    assert (problem or "counted no transfer") in finding.seen
+
+
+def test_a_page_without_a_nixl_connector_has_no_transfers() -> None:
+    assert read_transfers(b"# TYPE x gauge\nx 1\n") is None
+    assert read_transfers(b'vllm:nixl_xfer_time_seconds_bucket{le="0.1"} x\n') is None
+    assert read_tokens(b"") == 0
+
+
+def test_engines_of_a_page_are_added() -> None:
+    page = (PAGES / "after_large.txt").read_bytes()
+    one, two = read_transfers(page), read_transfers(page + page.replace(b'"0"', b'"1"'))
+
+    assert one is not None
+    assert two is not None
+    assert (two.count, two.bytes, two.transfer_s) == (
+        2 * one.count,
+        2 * one.bytes,
+        2 * one.transfer_s,
+    )
+    assert [count for _, count in two.within] == [2 * count for _, count in one.within]
+
+
+@given(st.lists(st.floats(0.001, 20), max_size=8), st.floats(0.001, 20), st.integers(1, 4))
+def test_bounds_contain_the_duration_of_the_slowest(
+    others: list[float], extra_s: float, own: int
+) -> None:
+    slowest_s = max([0.0, *others]) + extra_s
+    found = measure(window(*others, *[slowest_s] * own, others=len(others)), own)
+
+    assert found.least_s <= slowest_s * (1 + 1e-9)
+    assert found.most_s >= slowest_s * (1 - 1e-9)
+    assert found.others == len(others)
