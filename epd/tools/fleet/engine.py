@@ -18,20 +18,38 @@ class FleetServer:
     """Server to start; `/health` below its URL answers 200 once it is ready.
 
     `environment` has variables in addition to the caller's. `name` is also that of the log file.
+
+    Attributes:
+        settled: words of its log that appear once it allocates no more memory of its device; empty:
+            it has done so when it is ready.
+        after: servers that must have settled before it starts.
     """
 
     name: str
     url: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    settled: str = ""
+    after: "tuple[FleetServer, ...]" = ()
 
     def shell(self) -> str:
-        """Return the command for a POSIX shell, with one line per flag."""
+        """Return the command for a POSIX shell, with one line per flag.
+
+        Comments before it tell what to wait for.
+        """
+        waits = "".join(f"# start it when {server.condition()}\n" for server in self.after)
         words = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         words += map(shlex.quote, self.command)
-        return "".join(
-            f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words
-        ).lstrip()
+        return (
+            waits
+            + "".join(
+                f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words
+            ).lstrip()
+        )
+
+    def condition(self) -> str:
+        """Return when the next server of its devices may start."""
+        return f"{self.name} logs '{self.settled}'" if self.settled else f"{self.name} is ready"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +217,16 @@ DIVIDING = re.compile(r"-(tp|pp|dp|dcp|pcp|n)\b|--(.*parallel|nnodes|config\b)")
 
 TRANSFERS_KV = frozenset({Role.PREFILL, Role.DECODE})
 
+SETTLED = "init engine (profile, create kv cache, warmup model) took"
+"""Words that vLLM logs when the KV cache and the CUDA graphs of an instance are allocated
+(`EngineCore._initialize_kv_caches`, `vllm/v1/engine/core.py`)."""
+
+SEVERAL_ENGINES = re.compile(r"-(dp|n)\b|--(data[-_]parallel|nnodes|config\b)")
+"""Flags of vLLM that give an instance several engines, each of which logs `SETTLED`."""
+
+KV_BYTES = re.compile(r"--kv[-_]cache[-_]memory[-_]bytes\b")
+"""Flag of vLLM that sets the size of the KV cache, which vLLM then does not measure."""
+
 FETCHES_ONCE = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
 """Setting without vLLM's three attempts at a URL, which take 5 s for a host without an address and
 110 s for a host that does not answer. The proxy retries where a retry may help."""
@@ -265,8 +293,22 @@ class Engine:
         """Whether it sends or receives KV blocks through NIXL."""
         return self.role in TRANSFERS_KV
 
+    @property
+    def measures_memory(self) -> bool:
+        """Whether it measures how much memory is left for its KV cache while it starts.
+
+        vLLM counts what other processes allocate on the device meanwhile as its own
+        (`Worker.determine_available_memory`, `vllm/v1/worker/gpu_worker.py`). An encode instance
+        has no KV cache and measures nothing.
+        """
+        fixed = self.role is Role.ENCODE or any(map(KV_BYTES.match, self.flags))
+        return bool(self.devices) and not fixed
+
     def server(self) -> FleetServer:
-        return FleetServer(self.name, self.url, self.command(), self.environment())
+        # An encode instance may prepare media on its device, in the process of its API.
+        once = self.role is not Role.ENCODE and not any(map(SEVERAL_ENGINES.match, self.flags))
+        settled = SETTLED if once else ""
+        return FleetServer(self.name, self.url, self.command(), self.environment(), settled)
 
     def command(self) -> tuple[str, ...]:
         values: dict[str, Any] = {

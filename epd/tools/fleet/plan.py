@@ -68,9 +68,17 @@ class FleetPlan:
         return [engine for engine in self.engines if engine.role in roles]
 
     def servers(self) -> list[FleetServer]:
-        """Return the servers in the order of their start."""
+        """Return the servers, the proxy last, each after those that it waits for.
+
+        An instance that measures its memory starts alone on its devices, after those that do not.
+        """
         keeper = [] if self.keeper_port is None else [self._keeper(self.keeper_port)]
-        return [*keeper, *(engine.server() for engine in self.engines), self._proxy()]
+        started = list[tuple[Engine, FleetServer]]()
+        for engine in sorted(self.engines, key=lambda engine: engine.measures_memory):
+            near = (server for other, server in started if {*engine.devices} & {*other.devices})
+            after = tuple(near) if engine.measures_memory else ()
+            started.append((engine, replace(engine.server(), after=after)))
+        return [*keeper, *(server for _, server in started), self._proxy()]
 
     def missing_role(self, running: Collection[str]) -> str | None:
         """Return why the fleet cannot answer requests with these servers alone; None: it can."""

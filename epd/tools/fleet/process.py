@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
@@ -229,6 +229,10 @@ class Process:
         finally:
             connection.close()
 
+    def has_logged(self, words: str) -> bool:
+        """Return whether the log has these words; the cost grows with the log."""
+        return words.encode() in self.log.read_bytes()
+
     def tail(self) -> str:
         """Return the last lines of the log, without probes that were answered with 200."""
         messages = [line for line in self._last_lines() if not _PROBE.search(line)]
@@ -274,30 +278,44 @@ class Process:
         return code
 
 
+def _start_none(_ready: Collection[str]) -> Sequence[str]:
+    return ()
+
+
 def wait_until_ready(
-    processes: Sequence[Process], timeout_s: float, report: Callable[[str], None]
+    processes: Sequence[Process],
+    timeout_s: float,
+    report: Callable[[str], None],
+    start_due: Callable[[Collection[str]], Sequence[str]] = _start_none,
 ) -> None:
     """Wait until all servers are ready, and report their progress.
 
-    The last server, which waits for the others, is reported only when they are ready.
+    `start_due` gets the names of the servers that are ready, adds further ones to `processes`, and
+    returns the names of those that it has not started yet. The last server, which waits for the
+    others, is reported only when they are ready.
 
     Raises:
         ProcessDied: a server ended.
         TimeoutError: not all were ready within `timeout_s` seconds.
     """
     progress = _Progress(report)
-    waiting = list(processes)
-    while waiting:
+    ready = set[str]()
+    while True:
+        later = start_due(ready)
         for process in processes:
             process.check_alive()
+        waiting = [process for process in processes if process.name not in ready]
         for process in [process for process in waiting if process.is_ready()]:
             waiting.remove(process)
+            ready.add(process.name)
             report(f"{process.name} is ready after {progress.seconds:.0f} s")
-        if waiting and progress.seconds > timeout_s:
-            names = ", ".join(process.name for process in waiting)
+        if not waiting and not later:
+            return
+        if progress.seconds > timeout_s:
+            names = ", ".join([*(process.name for process in waiting), *later])
             ends = (f"The end of {process.log}:\n{process.tail()}" for process in waiting)
             raise TimeoutError("\n".join([f"not ready after {timeout_s:.0f} s: {names}.", *ends]))
-        progress.report_progress(waiting[:-1] or waiting)
+        progress.report_progress(waiting if later else waiting[:-1] or waiting)
         time.sleep(POLL_S)
 
 

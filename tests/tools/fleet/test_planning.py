@@ -260,6 +260,70 @@ def test_instances_that_prefill_are_chosen_by_their_events(topology: str, stage:
     assert not any("kv-events" in word for one in plan().servers() for word in one.command)
 
 
+def waits(fleet: FleetPlan) -> dict[str, str]:
+    """Return what the engines wait for, in the order of the servers."""
+    engines = {engine.name for engine in fleet.engines}
+    return {
+        server.name: " ".join(other.name for other in server.after)
+        for server in fleet.servers()
+        if server.name in engines
+    }
+
+
+LITTLE: dict[str, Any] = {f"gpu_memory_utilization_{letter}": 0.2 for letter in ("p", "d", "pd")}
+
+
+def test_an_engine_starts_when_its_neighbours_have_their_memory() -> None:
+    shared = plan(topology="1e2p1d", gpus="e=0,p=0:1,d=0+1", **LITTLE)
+    [encode, prefill, _, _] = shared.servers()[1:5]
+
+    assert waits(shared) == {
+        "encode-8200": "",
+        "prefill-8300": "encode-8200",
+        "prefill-8301": "",
+        "decode-8400": "encode-8200 prefill-8300 prefill-8301",
+    }
+    assert encode.condition() == "encode-8200 is ready"
+    assert prefill.condition() == (
+        "prefill-8300 logs 'init engine (profile, create kv cache, warmup model) took'"
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"gpus": "e=0,p=1,d=2"}, {"device": "cpu"}, {"device": "xpu", "gpus": "e=0,p=1,d=2+3"}],
+)
+def test_engines_that_share_no_device_start_at_once(values: Mapping[str, Any]) -> None:
+    assert set(waits(plan(topology="1e1p1d", **values)).values()) == {""}
+
+
+def test_encode_instances_of_a_device_start_at_once_and_first() -> None:
+    assert [*waits(plan(topology="2e1pd", gpus="e=0:0,pd=0", **LITTLE)).values()] == [
+        *("", ""),
+        "encode-8200 encode-8201",
+    ]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--kv-cache-memory-bytes 8000000000", "--kv_cache_memory_bytes=8"]
+)
+def test_an_engine_with_a_given_size_of_its_kv_cache_measures_nothing(flag: str) -> None:
+    fleet = plan(topology="1e1p1d", gpus="e=0,p=0,d=0", decode_flags=flag, **LITTLE)
+
+    assert waits(fleet) == {
+        "encode-8200": "",
+        "decode-8400": "",
+        "prefill-8300": "encode-8200 decode-8400",
+    }
+
+
+@pytest.mark.parametrize("flag", ["--data-parallel-size=2", "-dp 2", "--config engine.yaml"])
+def test_an_instance_of_several_engines_has_settled_when_it_is_ready(flag: str) -> None:
+    fleet = plan(topology="1p1d", gpus="p=0,d=0", prefill_flags=flag, **LITTLE)
+
+    assert fleet.servers()[0].condition() == "prefill-8300 is ready"
+
+
 def test_the_variable_for_devices_is_the_platforms_or_configured() -> None:
     once = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
     [encode, _] = plan(device="xpu", gpus="e=4,pd=5").engines

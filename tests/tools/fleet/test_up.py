@@ -182,6 +182,54 @@ def test_an_engine_that_ends_while_it_starts_ends_all(tmp_path: Path) -> None:
     assert left(up.mark, 0) == {}
 
 
+def on_devices(tmp_path: Path, gpus: str, *flags: str) -> Up:
+    """Return E+P+D of fake engines that share the memory of fake devices."""
+    folder = tmp_path / "devices"
+    fake = ("--vllm-flags", f"--fake-devices {folder}", "--device", "cuda", "--gpus", gpus)
+    shares = [f"--gpu-memory-utilization-{letter}=0.35" for letter in "pd"]
+    return Up(tmp_path, *fake, *shares, *flags, topology="1e1p1d")
+
+
+@pytest.mark.fault(102)
+def test_engines_of_one_device_start_one_after_another(tmp_path: Path) -> None:
+    """Each fails if a neighbour allocates while it measures; prefill is ready after decode."""
+    up = on_devices(tmp_path, "e=0,p=0,d=0")
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        process.send_signal(signal.SIGINT)
+        up.end_of(process)
+    starts = [line.split(":")[0] for line in up.said if line.startswith("starting ")]
+
+    names = ["store", *(f"{role}-{up.ports[f'{role}-port']}" for role in SERVERS[:3]), "proxy"]
+    assert starts == [f"starting {name}" for name in names]
+    assert process.returncode == 0
+    assert left(up.mark, 0) == {}
+
+
+@pytest.mark.fault(103)
+def test_an_engine_that_ends_while_others_of_its_device_wait_ends_all(tmp_path: Path) -> None:
+    up = on_devices(tmp_path, "e=0,p=0,d=0", "--prefill-flags", "--fake fail")
+    ran = up.run()
+
+    assert ran.returncode == 1
+    assert f"prefill-{up.ports['prefill-port']} ended with code 1" in ran.stderr
+    assert "this model is too strange" in ran.stderr
+    assert "starting decode" not in ran.stdout
+    assert left(up.mark, 0) == {}
+
+
+def test_a_signal_while_engines_of_a_device_wait_leaves_nothing(tmp_path: Path) -> None:
+    up = on_devices(tmp_path, "e=0,p=0,d=0", "--prefill-flags", "--fake slow")
+    with up.started() as process:
+        up.wait_for(process, "starting prefill-")
+        process.send_signal(signal.SIGTERM)
+        said = up.end_of(process)
+
+    assert process.returncode == 1
+    assert said.endswith("epd up: stopped\n")
+    assert left(up.mark, 0) == {}
+
+
 def test_engines_that_never_serve_end_all(tmp_path: Path) -> None:
     up = Up(tmp_path, "--decode-flags", "--fake slow", "--timeout-s", "10")
     ran = up.run()
