@@ -20,6 +20,7 @@ from epd.request.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, E
 from epd.routing.instances import Role
 from epd.routing.load import RUNNING, WAITING
 from epd.tools.fleet.engine import FETCHES_ONCE, OFFLINE, PLATFORMS, SETTLED, Engine
+from epd.tools.fleet.memory import VLLM_SHARE
 from epd.tools.fleet.model_config import ENCODER_DECODERS, text_architectures
 from epd.transfer.encoded import TIMESTAMPS
 from epd.transfer.nixl import KEEP, NixlPush
@@ -314,6 +315,12 @@ def test_an_encode_instance_measures_no_memory(vllm: Source) -> None:
     assert ast.unparse(v2["get_kv_cache_spec"].body[-1]) == "return {}"
     assert isinstance(measures, ast.If)
     assert ast.unparse(measures.test) == "has_kv_cache"
+
+
+def test_the_share_of_a_device_is_vllms(vllm: Source) -> None:
+    default = f"gpu_memory_utilization: float = Field(default={VLLM_SHARE:g},"
+
+    assert default in vllm.text("config/cache.py")
 
 
 def test_text_only_models_are_detected(vllm: Source) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
 from argparse import SUPPRESS, BooleanOptionalAction, RawDescriptionHelpFormatter
@@ -23,14 +24,16 @@ from ec_store.opening import open_store
 from epd.parser import Commands, Parser, unknown_message
 from epd.routing.instances import Role
 from epd.tools.fleet import cache_folder
-from epd.tools.fleet.engine import VLLM
+from epd.tools.fleet.engine import CUDA, VLLM
 from epd.tools.fleet.model_config import (
+    config_path,
     flag_value,
-    model_config,
     overrides_config,
+    read_config,
     text_architectures,
     why_unservable,
 )
+from epd.tools.fleet.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
 from epd.tools.fleet.plan import FleetPlan, plan_fleet
 from epd.tools.fleet.process import (
     FRONT_STOP_TIMEOUT_S,
@@ -66,6 +69,11 @@ DISC = (
     "UJFRCBbPIcPxmTqaBoYha6IvoL7PDVkQHrEX0huVcx0z6PbHIOV1KG8FONgcrNcnrcXrvlfoAVy4aHSoIu8MAAAAASUVORK5CYII="
 )
 """Example picture, a red disc of 64 x 64 pixels: a data URL works under every media policy."""
+NVIDIA_SMI = (
+    *("nvidia-smi", "--query-gpu=index,uuid,memory.total"),
+    "--format=csv,noheader,nounits",
+)
+"""Command that lists the devices and their memory in MiB."""
 BY_VARIABLE_ALONE = frozenset({"gpu_e", "gpu_p", "gpu_d", "gpu_pd"})
 """Fields without a flag of their own: `--gpus` sets them all."""
 
@@ -119,6 +127,7 @@ def _metavar(name: str) -> str:
         "_threshold": "TOKENS",
         "_seqs": "N",
         "host": "ADDRESS",
+        "memory": "SIZE",
         "gpus": "DEVICES",
     }
     found = (metavar for ending, metavar in endings.items() if name.endswith(ending))
@@ -139,20 +148,56 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
         for abandoned in cache_folder.remove_abandoned(folder):
             print(f"removed {abandoned}, left by a run that was killed")
     store = settings.ec_store or cache_folder.default_url(folder)
-    config = model_config(settings.model, settings.vllm_flags, os.environ)
+    path = config_path(settings.model, settings.vllm_flags, os.environ)
+    config = read_config(path)
     if config is not None:
         _check_model(parser, settings, config)
     try:
-        plan = plan_fleet(settings, os.environ, store, config, dry_run=dry_run)
+        plan = plan_fleet(
+            settings,
+            os.environ,
+            store,
+            config,
+            device_bytes=_device_bytes(settings),
+            sizes=_sizes(settings, path, config),
+            dry_run=dry_run,
+        )
     except ValueError as error:
         parser.error(str(error))
     if dry_run:
-        print("\n\n".join(f"# {server.name}\n{server.shell()}" for server in plan.servers()))
+        memory = [f"# {line}" for line in plan.memory]
+        servers = [f"# {server.name}\n{server.shell()}" for server in plan.servers()]
+        print("\n\n".join(filter(None, ["\n".join(memory), *servers])))
         return
     if settings.vllm_command == VLLM and (missing := _missing_package(plan)) is not None:
         sys.exit(f"epd up: {missing}")
     own_folder = folder if plan.store and settings.ec_store is None else None
     _start(settings, plan, logs, own_folder)
+
+
+def _sizes(settings: FleetSettings, path: Path | None, config: Any) -> ModelSizes | None:
+    """Return the sizes of the model from its checkpoint or configuration; None: not known."""
+    if path is None or config is None or overrides_config(settings.vllm_flags):
+        return None
+    # The hub's client has resolved a name to a folder with the files that are on this machine.
+    return model_sizes(config, checkpoint_tensors(path.parent))
+
+
+def _device_bytes(settings: FleetSettings) -> Mapping[str, int]:
+    """Return the memory of NVIDIA's devices, by index and by UUID, as far as it is known."""
+    if settings.device not in {None, "cuda"} or settings.device_memory is not None:
+        return {}
+    if not CUDA.visible_devices(os.environ):
+        return {}
+    try:
+        ran = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = (line.split(", ") for line in ran.stdout.splitlines())
+    known = [
+        row for row in rows if len(row) == len(("index", "uuid", "memory")) and row[2].isdigit()
+    ]
+    return {name: int(mebibytes) * 2**20 for *names, mebibytes in known for name in names}
 
 
 def _warn_of_unknown_variables(parser: Parser) -> None:
@@ -168,6 +213,8 @@ def _start(settings: FleetSettings, plan: FleetPlan, logs: Path, own_folder: Pat
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     leave_contexts_on_signals()
     print(f"{plan.engines[0].platform.name}; logs in {logs.absolute()}")
+    for line in plan.memory:
+        print(line)
     if plan.store:
         print(f"store: {redacted(plan.store)}")
     try:

@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
@@ -146,7 +146,6 @@ Devices = tuple[str, ...]
 """Devices of one instance; its tensors are divided over them."""
 
 LETTERS = {"e": Role.ENCODE, "p": Role.PREFILL, "d": Role.DECODE, "pd": Role.PREFILL_DECODE}
-ROUNDING = 1e-9
 _DEVICE = re.compile(r"[\w./-]+", re.ASCII)
 
 
@@ -212,15 +211,6 @@ def assign(
     )
 
 
-def overfull_device(shares: Iterable[tuple[Devices, float]]) -> str | None:
-    """Return a device of which instances need more than the whole memory; None: there is none."""
-    total: dict[str, float] = {}
-    for devices, share in shares:
-        for device in devices:
-            total[device] = total.get(device, 0.0) + share
-    return next((device for device, share in total.items() if share > 1 + ROUNDING), None)
-
-
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 """`vllm` command of this process's Python environment."""
 
@@ -255,7 +245,8 @@ class Engine:
         devices: devices that it runs on, if the platform has devices.
         served_name: name of the model in requests; None: `model`.
         local_media: folder from which file:// media may be read.
-        memory: share of the devices' memory that it uses; None: vLLM's default.
+        memory: share of the devices' memory that it uses; None: vLLM's default. For an encode
+            instance vLLM only checks that it is free.
         max_model_len, max_num_seqs: maximum tokens of a request and its answer, maximum concurrent
             requests; None: the platform's defaults.
         ec_both: whether a consumer of encoder outputs writes those that it makes to the store too.

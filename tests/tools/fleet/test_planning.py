@@ -32,7 +32,6 @@ from epd.tools.fleet.engine import (
     FleetServer,
     assign,
     detect_platform,
-    overfull_device,
     parse,
     parse_instances,
 )
@@ -136,11 +135,6 @@ def test_the_number_of_devices_equals_that_of_instances(gpus: str) -> None:
         assign(ROLES, parse(gpus), "01")
 
 
-def test_a_device_has_its_memory_once() -> None:
-    assert overfull_device([(("0",), 0.01), (("0", "1"), 0.7), (("2",), 1.0)]) is None
-    assert overfull_device([(("0",), 0.4), (("0", "1"), 0.7)]) == "0"
-
-
 def test_devices_are_those_of_the_machine_or_of_the_environment(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
@@ -208,12 +202,6 @@ def test_no_two_servers_have_one_port(values: Mapping[str, Any], message: str) -
         plan(device="cpu", **values)
 
 
-def test_no_device_is_assigned_more_memory_than_it_has() -> None:
-    with pytest.raises(ValueError, match="memory of device 0"):
-        plan(gpus="e=0,p=0,d=0", topology="1e1p1d")
-    plan(gpus="e=0,p=0,d=0", topology="1e1p1d", gpu_memory_utilization_p=0.2)
-
-
 def test_each_stage_is_started_on_its_devices_with_its_flags() -> None:
     encode, prefill, decode = plan(
         topology="1e1p1d",
@@ -236,7 +224,7 @@ def test_each_stage_is_started_on_its_devices_with_its_flags() -> None:
     }
     assert given_flags(encode)["--max-num-batched-tokens"] == "114688"
     assert given_flags(encode)["--gpu-memory-utilization"] == "0.01"
-    assert given_flags(decode)["--gpu-memory-utilization"] == "0.7"
+    assert "--gpu-memory-utilization" not in given_flags(decode)
     assert given_flags(decode)["--tensor-parallel-size"] == "2"
     assert "--tensor-parallel-size" not in given_flags(prefill)
     assert "--distributed-executor-backend" not in given_flags(prefill)
@@ -309,11 +297,8 @@ def waits(fleet: FleetPlan) -> dict[str, str]:
     }
 
 
-LITTLE: dict[str, Any] = {f"gpu_memory_utilization_{letter}": 0.2 for letter in ("p", "d", "pd")}
-
-
 def test_an_engine_starts_when_its_neighbours_have_their_memory() -> None:
-    shared = plan(topology="1e2p1d", gpus="e=0,p=0:1,d=0+1", **LITTLE)
+    shared = plan(topology="1e2p1d", gpus="e=0,p=0:1,d=0+1")
     [encode, prefill, _, _] = shared.servers()[1:5]
 
     assert waits(shared) == {
@@ -337,7 +322,7 @@ def test_engines_that_share_no_device_start_at_once(values: Mapping[str, Any]) -
 
 
 def test_encode_instances_of_a_device_start_at_once_and_first() -> None:
-    assert [*waits(plan(topology="2e1pd", gpus="e=0:0,pd=0", **LITTLE)).values()] == [
+    assert [*waits(plan(topology="2e1pd", gpus="e=0:0,pd=0")).values()] == [
         *("", ""),
         "encode-8200 encode-8201",
     ]
@@ -347,7 +332,7 @@ def test_encode_instances_of_a_device_start_at_once_and_first() -> None:
     "flag", ["--kv-cache-memory-bytes 8000000000", "--kv_cache_memory_bytes=8"]
 )
 def test_an_engine_with_a_given_size_of_its_kv_cache_measures_nothing(flag: str) -> None:
-    fleet = plan(topology="1e1p1d", gpus="e=0,p=0,d=0", decode_flags=flag, **LITTLE)
+    fleet = plan(topology="1e1p1d", gpus="e=0,p=0,d=0", decode_flags=flag)
 
     assert waits(fleet) == {
         "encode-8200": "",
@@ -358,7 +343,7 @@ def test_an_engine_with_a_given_size_of_its_kv_cache_measures_nothing(flag: str)
 
 @pytest.mark.parametrize("flag", ["--data-parallel-size=2", "-dp 2", "--config engine.yaml"])
 def test_an_instance_of_several_engines_has_settled_when_it_is_ready(flag: str) -> None:
-    fleet = plan(topology="1p1d", gpus="p=0,d=0", prefill_flags=flag, **LITTLE)
+    fleet = plan(topology="1p1d", gpus="p=0,d=0", prefill_flags=flag)
 
     assert fleet.servers()[0].condition() == "prefill-8300 is ready"
 
