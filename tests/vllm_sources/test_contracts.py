@@ -19,6 +19,7 @@ from epd.media.parts import FRAMES
 from epd.request.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from epd.routing.instances import Role
 from epd.routing.load import RUNNING, WAITING
+from epd.tools.engine_ends import MEMORY_CAUSES
 from epd.tools.fleet.engine import FETCHES_ONCE, OFFLINE, PLATFORMS, SETTLED, Engine
 from epd.tools.fleet.memory import VLLM_SHARE
 from epd.tools.fleet.model_config import ENCODER_DECODERS, text_architectures
@@ -315,6 +316,14 @@ def test_an_encode_instance_measures_no_memory(vllm: Source) -> None:
     assert ast.unparse(v2["get_kv_cache_spec"].body[-1]) == "return {}"
     assert isinstance(measures, ast.If)
     assert ast.unparse(measures.test) == "has_kv_cache"
+
+
+def test_causes_of_an_end_are_told_by_words_that_vllm_logs(vllm: Source) -> None:
+    words = vllm.words("v1/core", "v1/worker/gpu_worker.py")
+
+    assert len(MEMORY_CAUSES) == 2
+    for cause in MEMORY_CAUSES:
+        assert any(cause in word for word in words)
 
 
 def test_the_share_of_a_device_is_vllms(vllm: Source) -> None:

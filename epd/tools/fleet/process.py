@@ -24,6 +24,7 @@ from types import FrameType
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
+from epd.tools.engine_ends import end_cause
 from epd.tools.fleet import guard
 
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -217,7 +218,10 @@ class Process:
         code = self._exit_code()
         if code is not None:
             how = f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-            raise ProcessDied(f"{self.name} ended {how}. The end of {self.log}:\n{self.tail()}")
+            cause = end_cause("\n".join(self._last_lines()))
+            advice = "" if cause is None else f"\n{self.name}: {cause}."
+            end = f"The end of {self.log}:\n{self.tail()}{advice}"
+            raise ProcessDied(f"{self.name} ended {how}. {end}")
 
     def is_ready(self) -> bool:
         connection = HTTPConnection(urlsplit(self.url).netloc, timeout=5)
