@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -69,10 +70,8 @@ DISC = (
     "UJFRCBbPIcPxmTqaBoYha6IvoL7PDVkQHrEX0huVcx0z6PbHIOV1KG8FONgcrNcnrcXrvlfoAVy4aHSoIu8MAAAAASUVORK5CYII="
 )
 """Example picture, a red disc of 64 x 64 pixels: a data URL works under every media policy."""
-NVIDIA_SMI = (
-    *("nvidia-smi", "--query-gpu=index,uuid,memory.total"),
-    "--format=csv,noheader,nounits",
-)
+QUERY = "--query-gpu=index,uuid,memory.total"
+NVIDIA_SMI = ("nvidia-smi", QUERY, "--format=csv,noheader,nounits")
 """Command that lists the devices and their memory in MiB."""
 BY_VARIABLE_ALONE = frozenset({"gpu_e", "gpu_p", "gpu_d", "gpu_pd"})
 """Fields without a flag of their own: `--gpus` sets them all."""
@@ -193,11 +192,8 @@ def _device_bytes(settings: FleetSettings) -> Mapping[str, int]:
         ran = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
-    rows = (line.split(", ") for line in ran.stdout.splitlines())
-    known = [
-        row for row in rows if len(row) == len(("index", "uuid", "memory")) and row[2].isdigit()
-    ]
-    return {name: int(mebibytes) * 2**20 for *names, mebibytes in known for name in names}
+    rows = re.findall(r"^(\S+), (\S+), (\d+)$", ran.stdout, re.MULTILINE)
+    return {name: int(mebibytes) * 2**20 for *names, mebibytes in rows for name in names}
 
 
 def _warn_of_unknown_variables(parser: Parser) -> None:

@@ -40,12 +40,8 @@ class FleetServer:
         waits = "".join(f"# start it when {server.condition()}\n" for server in self.after)
         words = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         words += map(shlex.quote, self.command)
-        return (
-            waits
-            + "".join(
-                f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words
-            ).lstrip()
-        )
+        lines = (f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words)
+        return waits + "".join(lines).lstrip()
 
     def condition(self) -> str:
         """Return when the next server of its devices may start."""

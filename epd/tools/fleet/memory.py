@@ -76,20 +76,16 @@ class Memory:
 
     def lines(self, shares: Mapping[str, float]) -> Sequence[str]:
         """Return lines that say how much of each device the instances get."""
-        shown = [self._line(device, shares) for device in self._devices()]
+        lines = [self._line(device, shares) for device in self._devices()]
+        return [*lines, self._note()] if lines else []
+
+    def _note(self) -> str:
         if not self.device_bytes:
-            shown += (
-                ["shares of the devices' memory; --device-memory 80GiB plans in GiB"]
-                if shown
-                else []
-            )
-        elif self.sizes is None:
-            shown += [
-                "the sizes of the model are not known: shares of encode instances are assumed"
-            ]
-        elif self.sizes.estimated:
-            shown += ["weights are estimates from config.json; activations are always estimates"]
-        return shown
+            return "shares of the devices' memory; --device-memory 80GiB plans in GiB"
+        if self.sizes is None:
+            return "the sizes of the model are not known: shares of encode instances are assumed"
+        weights = "weights are estimates from config.json, " if self.sizes.estimated else ""
+        return f"{weights}activations and CUDA are estimates"
 
     def _devices(self) -> Sequence[str]:
         return list(dict.fromkeys(device for engine in self.engines for device in engine.devices))
@@ -127,12 +123,12 @@ class Memory:
         total, sizes = self.device_bytes.get(device), self.sizes
         if engine.name in self.given:
             return Need(self.given[engine.name], given=True)
-        if total is None or sizes is None or (encodes and not sizes.token):
+        tokens = _count(engine, "--max-num-batched-tokens")
+        if total is None or sizes is None or (encodes and not tokens * sizes.token):
             return Need(ENCODE_SHARE if encodes else 0.0)
         ranks = len(engine.devices)
         parts: dict[str, float] = {WEIGHTS: sizes.weights / ranks}
         if encodes:
-            tokens = int(flag_value(engine.command(), "--max-num-batched-tokens") or 0)
             step = f"a step of {tokens} tokens"
             parts = {"encoder": sizes.encoders / ranks, step: tokens * sizes.token}
         parts["CUDA"] = CONTEXT_BYTES * _processes(engine)
@@ -182,12 +178,17 @@ def _listed(parts: Mapping[str, float]) -> str:
     return f" ({listed})" if listed else ""
 
 
+def _count(engine: Engine, flag: str) -> int:
+    """Return the number in a flag of an engine; 0: it has none in digits, as in `16k`."""
+    value = flag_value(engine.command(), flag) or ""
+    return int(value) if value.isdecimal() else 0
+
+
 def _processes(engine: Engine) -> int:
     """Return the number of an engine's processes on a device.
 
     With `--mm-tensor-ipc torch_shm` the API servers of an encode instance prepare media there.
     """
-    command = engine.command()
-    if flag_value(command, "--mm-tensor-ipc") != "torch_shm":
+    if flag_value(engine.command(), "--mm-tensor-ipc") != "torch_shm":
         return 1
-    return 1 + int(flag_value(command, "--api-server-count") or 1)
+    return 1 + (_count(engine, "--api-server-count") or 1)

@@ -170,6 +170,13 @@ def test_a_server_that_never_serves_is_reported(tmp_path: Path) -> None:
     assert group_is_gone(process.pid)
 
 
+def test_a_server_that_never_starts_is_reported(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    with pytest.raises(TimeoutError, match=r"not ready after 3 s: .*later"):
+        wait_until_ready([process], 3, lambda _: None, lambda _ready: ["later"])
+    stop([process])
+
+
 def test_a_server_that_ignores_sigterm_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,7 +384,7 @@ def test_the_guard_signals_no_group_of_another_program(reused: bool) -> None:
     watching.stdin.write(b"+%d\n" % server.pid)
     watching.stdin.flush()
     opened = Path(f"/proc/{watching.pid}/fd")
-    while not any("pidfd" in str(path.readlink()) for path in opened.iterdir()):
+    while not any("pidfd" in str(path.resolve()) for path in opened.iterdir()):
         time.sleep(0.01)
     if reused:
         server.kill()

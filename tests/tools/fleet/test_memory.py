@@ -157,7 +157,7 @@ def test_instances_divide_what_an_encode_instance_leaves() -> None:
 
     assert shares(fleet) == {"encode": 0.01, "prefill": 0.435, "decode": 0.435}
     assert left / 2 == pytest.approx(43.5)
-    assert "; ".join(fleet.memory) == (
+    assert fleet.memory[0] == (
         "device 0, 100.0 GiB: "
         "encode-8200 3.0 GiB (encoder 1.0 GiB, a step of 8192 tokens 1.0 GiB, CUDA 1.0 GiB); "
         "prefill-8300 43.5 GiB (weights 16.0 GiB, CUDA 1.0 GiB); "
@@ -189,6 +189,8 @@ def test_shares_need_neither_sizes_nor_memory() -> None:
     )
     unknown = plan("e=0,pd=0", "1e1pd", None, device_memory="100GiB")
     assert unknown.memory[-1].startswith("the sizes of the model are not known")
+    known = plan("e=0,pd=0", "1e1pd", device_memory="100GiB")
+    assert known.memory[-1] == "activations and CUDA are estimates"
 
 
 def test_the_operators_shares_come_first() -> None:
@@ -202,6 +204,14 @@ def test_the_operators_shares_come_first() -> None:
     assert shares(encode) == {"encode": 0.3, "prefill-decode": 0.62}
     assert shares(flag)["prefill-decode"] == 0.5
     assert shares(both)["prefill-decode"] == 0.9
+
+
+def test_an_unknown_step_of_an_encode_instance_has_an_assumed_share() -> None:
+    fleet = plan(
+        "e=0,pd=0", "1e1pd", device_memory="100GiB", encode_flags="--max-num-batched-tokens=16k"
+    )
+
+    assert fleet.memory[0].startswith("device 0, 100.0 GiB: encode-8200 10.0 GiB; prefill-decode-")
 
 
 def test_media_that_are_prepared_on_the_device_take_memory_there() -> None:
