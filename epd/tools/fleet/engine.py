@@ -215,6 +215,10 @@ DIVIDING = re.compile(r"-(tp|pp|dp|dcp|pcp|n)\b|--(.*parallel|nnodes|config\b)")
 
 TRANSFERS_KV = frozenset({Role.PREFILL, Role.DECODE})
 
+FETCHES_ONCE = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
+"""Setting without vLLM's three attempts at a URL, which take 5 s for a host without an address and
+110 s for a host that does not answer. The proxy retries where a retry may help."""
+
 SETTLED = "init engine (profile, create kv cache, warmup model) took"
 """Words that vLLM logs when the KV cache and the CUDA graphs of an instance are allocated
 (`EngineCore._initialize_kv_caches`, `vllm/v1/engine/core.py`)."""
@@ -224,10 +228,6 @@ SEVERAL_ENGINES = re.compile(r"-(dp|n)\b|--(data[-_]parallel|nnodes|config\b)")
 
 KV_BYTES = re.compile(r"--kv[-_]cache[-_]memory[-_]bytes\b")
 """Flag of vLLM that sets the size of the KV cache, which vLLM then does not measure."""
-
-FETCHES_ONCE = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
-"""Setting without vLLM's three attempts at a URL, which take 5 s for a host without an address and
-110 s for a host that does not answer. The proxy retries where a retry may help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

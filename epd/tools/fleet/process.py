@@ -282,15 +282,11 @@ class Process:
         return code
 
 
-def _start_none(_ready: Collection[str]) -> Sequence[str]:
-    return ()
-
-
 def wait_until_ready(
     processes: Sequence[Process],
     timeout_s: float,
     report: Callable[[str], None],
-    start_due: Callable[[Collection[str]], Sequence[str]] = _start_none,
+    start_due: Callable[[Collection[str]], Sequence[str]] | None = None,
 ) -> None:
     """Wait until all servers are ready, and report their progress.
 
@@ -305,7 +301,7 @@ def wait_until_ready(
     progress = _Progress(report)
     ready = set[str]()
     while True:
-        later = start_due(ready)
+        later = start_due(ready) if start_due is not None else ()
         for process in processes:
             process.check_alive()
         waiting = [process for process in processes if process.name not in ready]
