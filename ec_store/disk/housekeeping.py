@@ -54,6 +54,9 @@ AHEAD = 8
 """Multiple of its entry's size that a writer frees beyond what is lacking, as far as the quota has
 a margin, so that the next writers find room."""
 
+_LIMITS_LOGGED = set[str]()
+"""Paths of stores with limits that this process has logged: an engine opens its store twice."""
+
 
 class Housekeeping:
     """Housekeeping of one store, by any process.
@@ -87,9 +90,10 @@ class Housekeeping:
         return file_system.quota_bytes(self.settings.max_bytes, self.settings.max_share)
 
     def log_limits(self, tree: Tree, path: str) -> None:
-        """Log the limits of a store that shares its file system with other files."""
+        """Log the limits of a store that shares its file system with other files, once."""
         file_system = tree.file_system()
-        if file_system.size_bytes and not ismount(path):
+        if file_system.size_bytes and not ismount(path) and path not in _LIMITS_LOGGED:
+            _LIMITS_LOGGED.add(path)
             logger.info(
                 "the encoder store in %s takes at most %.2f GiB of a file system of %.2f GiB, and "
                 "leaves %.2f GiB of it free for others",

@@ -20,7 +20,9 @@ from epd.request.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, E
 from epd.routing.instances import Role
 from epd.routing.load import KV_BYTES, KV_SECONDS, RUNNING, WAITING
 from epd.tools.doctor.kv_bandwidth import EXTERNAL_TOKENS
-from epd.tools.fleet.engine import FETCHES_ONCE, OFFLINE, PLATFORMS, Engine
+from epd.tools.engine_ends import MEMORY_CAUSES
+from epd.tools.fleet.engine import FETCHES_ONCE, OFFLINE, PLATFORMS, SETTLED, Engine
+from epd.tools.fleet.memory import VLLM_SHARE
 from epd.tools.fleet.model_config import ENCODER_DECODERS, text_architectures
 from epd.transfer.encoded import TIMESTAMPS
 from epd.transfer.nixl import KEEP, NixlPush
@@ -281,6 +283,55 @@ def test_the_cpu_executor_exists(vllm: Source) -> None:
     module, _, name = str(PLATFORMS["cpu"].executor).rpartition(".")
 
     assert methods(vllm.a_class(module.removeprefix("vllm.").replace(".", "/") + ".py", name))
+
+
+def test_an_engine_has_allocated_its_memory_when_it_logs_that_it_is_initialized(
+    vllm: Source,
+) -> None:
+    """Every start of an engine logs it: in each branch, after the last call that allocates."""
+    core = methods(vllm.a_class("v1/engine/core.py", "EngineCore"))["_initialize_kv_caches"]
+    calls = ["determine_available_memory", "initialize_from_config", "compile_or_warm_up_model"]
+    order = [*map(ast.unparse, core.body)]
+    [logs] = [one for one in core.body if SETTLED in ast.unparse(one)]
+    places = [next(n for n, text in enumerate(order) if f".{call}(" in text) for call in calls]
+
+    assert places == sorted(places)
+    assert core.body.index(logs) > places[-1]
+    branch: ast.stmt = logs
+    while isinstance(branch, ast.If):
+        assert SETTLED in ast.unparse(branch.body[0])
+        [branch] = branch.orelse
+    assert SETTLED in ast.unparse(branch)
+    assert not any(isinstance(one, ast.Return) for one in ast.walk(ast.Module(core.body[:-1], [])))
+
+
+def test_an_encode_instance_measures_no_memory(vllm: Source) -> None:
+    """It has no KV cache, and only engines with one measure."""
+    v1 = methods(vllm.a_class("v1/worker/gpu_model_runner.py", "GPUModelRunner"))
+    v2 = methods(vllm.a_class("v1/worker/mm_encoder_model_runner.py", "MMEncoderModelRunner"))
+    core = methods(vllm.a_class("v1/engine/core.py", "EngineCore"))["_initialize_kv_caches"]
+    [measures] = [one for one in core.body if ".determine_available_memory(" in ast.unparse(one)]
+
+    assert "(not get_ec_transfer().is_consumer):\n    return {}" in ast.unparse(
+        v1["get_kv_cache_spec"].body[1]
+    )
+    assert ast.unparse(v2["get_kv_cache_spec"].body[-1]) == "return {}"
+    assert isinstance(measures, ast.If)
+    assert ast.unparse(measures.test) == "has_kv_cache"
+
+
+def test_causes_of_an_end_are_told_by_words_that_vllm_logs(vllm: Source) -> None:
+    words = vllm.words("v1/core", "v1/worker/gpu_worker.py")
+
+    assert len(MEMORY_CAUSES) == 2
+    for cause in MEMORY_CAUSES:
+        assert any(cause in word for word in words)
+
+
+def test_the_share_of_a_device_is_vllms(vllm: Source) -> None:
+    default = f"gpu_memory_utilization: float = Field(default={VLLM_SHARE:g},"
+
+    assert default in vllm.text("config/cache.py")
 
 
 def test_text_only_models_are_detected(vllm: Source) -> None:

@@ -27,7 +27,8 @@ from epd.config import ProxyConfig
 from epd.edge.access import is_loopback
 from epd.edge.request_head import PER_CLIENT, RESERVED
 from epd.routing.instances import Instance
-from epd.tools.doctor.facts import Finding, Mount, StoreFacts, mount_of, ok, warn
+from epd.tools.doctor.facts import Finding, Mount, StoreFacts, fail, mount_of, ok, warn
+from epd.tools.engine_ends import end_cause
 from epd.transfer.encoded import OutputFacts
 
 SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
@@ -37,6 +38,9 @@ the default of Linux since 5.4."""
 
 ACCELERATORS = ("nvidia[0-9]*", "kfd", "dri/renderD*")
 """Patterns below /dev that match a GPU of NVIDIA, AMD or Intel."""
+
+LOG_BYTES = 2**20
+"""Bytes at the end of an engine's log that are searched for the cause of its end."""
 
 LOAD_BALANCER_S = 60.0
 """Idle timeout of connections of common load balancers. A proxy behind one must keep idle
@@ -169,6 +173,20 @@ def _judge_access(config: ProxyConfig) -> Iterator[Finding]:
             "no key secret: a process that can list the store can guess tenants' keys",
             "set EPD_KEY_SECRET, the same for every replica",
         )
+
+
+def judge_logs(folder: Path) -> Iterator[Finding]:
+    """Yield the known causes of ends in the logs of engines in a folder.
+
+    If it has the folders of several runs of `epd up`, the latest one counts.
+    """
+    runs = sorted(log.parent for log in folder.glob("*/*.log"))
+    for log in sorted((runs[-1] if runs else folder).glob("*.log")):
+        with suppress(OSError), log.open("rb") as opened:
+            opened.seek(max(0, opened.seek(0, os.SEEK_END) - LOG_BYTES))
+            cause = end_cause(opened.read().decode(errors="replace"))
+            if cause is not None:
+                yield fail("log", f"{log}: the engine ended", cause)
 
 
 LOOKS = 9

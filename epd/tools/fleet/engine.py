@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
@@ -18,20 +18,34 @@ class FleetServer:
     """Server to start; `/health` below its URL answers 200 once it is ready.
 
     `environment` has variables in addition to the caller's. `name` is also that of the log file.
+
+    Attributes:
+        settled: words of its log that appear once it allocates no more memory of its device; empty:
+            it has done so when it is ready.
+        after: servers that must have settled before it starts.
     """
 
     name: str
     url: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    settled: str = ""
+    after: "tuple[FleetServer, ...]" = ()
 
     def shell(self) -> str:
-        """Return the command for a POSIX shell, with one line per flag."""
+        """Return the command for a POSIX shell, with one line per flag.
+
+        Comments before it tell what to wait for.
+        """
+        waits = "".join(f"# start it when {server.condition()}\n" for server in self.after)
         words = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         words += map(shlex.quote, self.command)
-        return "".join(
-            f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words
-        ).lstrip()
+        lines = (f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words)
+        return waits + "".join(lines).lstrip()
+
+    def condition(self) -> str:
+        """Return when the next server of its devices may start."""
+        return f"{self.name} logs '{self.settled}'" if self.settled else f"{self.name} is ready"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +147,6 @@ Devices = tuple[str, ...]
 """Devices of one instance; its tensors are divided over them."""
 
 LETTERS = {"e": Role.ENCODE, "p": Role.PREFILL, "d": Role.DECODE, "pd": Role.PREFILL_DECODE}
-ROUNDING = 1e-9
 _DEVICE = re.compile(r"[\w./-]+", re.ASCII)
 
 
@@ -168,6 +181,9 @@ def assign(
 ) -> tuple[Devices, ...]:
     """Return the devices of each instance: those named for its role, or one of the others in turn.
 
+    Encode instances use little of a device, so they share those that are left if each other
+    instance gets a device.
+
     Raises:
         ValueError: devices are named for another number of instances than a role has, or an
             instance needs a device and none is visible.
@@ -183,17 +199,17 @@ def assign(
     if not others and not set(roles) <= named.keys():
         raise ValueError("no device is visible: name devices with --gpus, or use --device cpu")
     given = {role: iter(instances) for role, instances in named.items()}
-    turns = cycle(others)
-    return tuple(next(given[role]) if role in given else (next(turns),) for role in roles)
-
-
-def overfull_device(shares: Iterable[tuple[Devices, float]]) -> str | None:
-    """Return a device of which instances need more than the whole memory; None: there is none."""
-    total: dict[str, float] = {}
-    for devices, share in shares:
-        for device in devices:
-            total[device] = total.get(device, 0.0) + share
-    return next((device for device, share in total.items() if share > 1 + ROUNDING), None)
+    unnamed = [role for role in roles if role not in named]
+    encoders = unnamed.count(Role.ENCODE)
+    spare = max(0, min(encoders, len(others) - (len(unnamed) - encoders)))
+    turns = cycle(others[spare:])
+    encode_turns = cycle(others[:spare]) if spare else turns
+    return tuple(
+        next(given[role])
+        if role in given
+        else (next(encode_turns if role is Role.ENCODE else turns),)
+        for role in roles
+    )
 
 
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
@@ -205,6 +221,16 @@ DIVIDING = re.compile(r"-(tp|pp|dp|dcp|pcp|n)\b|--(.*parallel|nnodes|config\b)")
 FETCHES_ONCE = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
 """Setting without vLLM's three attempts at a URL, which take 5 s for a host without an address and
 110 s for a host that does not answer. The proxy retries where a retry may help."""
+
+SETTLED = "init engine (profile, create kv cache, warmup model) took"
+"""Words that vLLM logs when the KV cache and the CUDA graphs of an instance are allocated
+(`EngineCore._initialize_kv_caches`, `vllm/v1/engine/core.py`)."""
+
+SEVERAL_ENGINES = re.compile(r"-(dp|n)\b|--(data[-_]parallel|nnodes|config\b)")
+"""Flags of vLLM that give an instance several engines, each of which logs `SETTLED`."""
+
+KV_BYTES = re.compile(r"--kv[-_]cache[-_]memory[-_]bytes\b")
+"""Flag of vLLM that sets the size of the KV cache, which vLLM then does not measure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +244,8 @@ class Engine:
         devices: devices that it runs on, if the platform has devices.
         served_name: name of the model in requests; None: `model`.
         local_media: folder from which file:// media may be read.
-        memory: share of the devices' memory that it uses; None: vLLM's default.
+        memory: share of the devices' memory that it uses; None: vLLM's default. For an encode
+            instance vLLM only checks that it is free.
         max_model_len, max_num_seqs: maximum tokens of a request and its answer, maximum concurrent
             requests; None: the platform's defaults.
         ec_both: whether a consumer of encoder outputs writes those that it makes to the store too.
@@ -268,8 +295,22 @@ class Engine:
         """Whether it sends or receives KV blocks through NIXL."""
         return self.role in TRANSFERS_KV
 
+    @property
+    def measures_memory(self) -> bool:
+        """Whether it measures how much memory is left for its KV cache while it starts.
+
+        vLLM counts what other processes allocate on the device meanwhile as its own
+        (`Worker.determine_available_memory`, `vllm/v1/worker/gpu_worker.py`). An encode instance
+        has no KV cache and measures nothing.
+        """
+        fixed = self.role is Role.ENCODE or any(map(KV_BYTES.match, self.flags))
+        return bool(self.devices) and not fixed
+
     def server(self) -> FleetServer:
-        return FleetServer(self.name, self.url, self.command(), self.environment())
+        # An encode instance may prepare media on its device, in the process of its API.
+        once = self.role is not Role.ENCODE and not any(map(SEVERAL_ENGINES.match, self.flags))
+        settled = SETTLED if once else ""
+        return FleetServer(self.name, self.url, self.command(), self.environment(), settled)
 
     def command(self) -> tuple[str, ...]:
         values: dict[str, Any] = {

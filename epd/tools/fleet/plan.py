@@ -2,22 +2,27 @@
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from epd.routing.instances import TRANSFERS_KV, Role
 from epd.tools.fleet.engine import (
+    CPU,
+    CUDA,
     PLATFORMS,
     Engine,
     FleetServer,
     Platform,
     assign,
     detect_platform,
-    overfull_device,
 )
-from epd.tools.fleet.model_config import needs_bfloat16
+from epd.tools.fleet.memory import Memory
+from epd.tools.fleet.model_config import flag_value, needs_bfloat16
+from epd.tools.fleet.model_sizes import ModelSizes
 from epd.tools.fleet.settings import FleetSettings
 
 ANSWERS = (Role.DECODE, Role.PREFILL_DECODE)
@@ -48,6 +53,7 @@ class FleetPlan:
         host, port: address that the proxy listens on.
         keeper_port: port of the service that enforces the store's quota; None: no service is
             started.
+        memory: lines that say how much of each device's memory the instances get.
     """
 
     engines: tuple[Engine, ...]
@@ -57,6 +63,7 @@ class FleetPlan:
     local_media: str | None = None
     proxy_flags: tuple[str, ...] = ()
     keeper_port: int | None = None
+    memory: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -67,9 +74,17 @@ class FleetPlan:
         return [engine for engine in self.engines if engine.role in roles]
 
     def servers(self) -> list[FleetServer]:
-        """Return the servers in the order of their start."""
+        """Return the servers, the proxy last, each after those that it waits for.
+
+        An instance that measures its memory starts alone on its devices, after those that do not.
+        """
         keeper = [] if self.keeper_port is None else [self._keeper(self.keeper_port)]
-        return [*keeper, *(engine.server() for engine in self.engines), self._proxy()]
+        started = list[tuple[Engine, FleetServer]]()
+        for engine in sorted(self.engines, key=lambda engine: engine.measures_memory):
+            near = (server for other, server in started if {*engine.devices} & {*other.devices})
+            after = tuple(near) if engine.measures_memory else ()
+            started.append((engine, replace(engine.server(), after=after)))
+        return [*keeper, *(server for _, server in started), self._proxy()]
 
     def missing_role(self, running: Collection[str]) -> str | None:
         """Return why the fleet cannot answer requests with these servers alone; None: it can."""
@@ -135,49 +150,93 @@ NIXL_STEP = 10
 """Distance of the handshake ports of two instances: data-parallel ranks use the ports between."""
 
 
-def platform_of(settings: FleetSettings, environ: Mapping[str, str]) -> Platform:
-    """Return the platform of the instances."""
+def _platform(settings: FleetSettings, environ: Mapping[str, str], *, dry_run: bool) -> Platform:
+    """Return the platform of the instances.
+
+    Raises:
+        ValueError: devices are named, and neither their kind is nor is a device visible.
+    """
     platform = PLATFORMS[settings.device] if settings.device else detect_platform(environ)
+    if settings.device is None and platform is CPU and settings.named_devices():
+        if not dry_run:
+            raise ValueError(
+                "no NVIDIA device is visible for --gpus: name another kind with --device, add "
+                "--dry-run for a plan, or omit --gpus to run on the CPU"
+            )
+        platform = CUDA
     if platform.affinity is not None and settings.device_affinity_env is not None:
         platform = replace(platform, affinity=settings.device_affinity_env)
     return platform.offline() if Path(settings.model).is_dir() else platform
 
 
-def plan_fleet(
+def plan_fleet(  # noqa: PLR0913 - all that a plan is derived from
     settings: FleetSettings,
     environ: Mapping[str, str],
     store: str,
     config: Mapping[str, Any] | None = None,
+    *,
+    device_bytes: Mapping[str, int] = MappingProxyType({}),
+    sizes: ModelSizes | None = None,
+    dry_run: bool = False,
 ) -> FleetPlan:
     """Return the plan for the settings; raise `ValueError` if devices or ports do not suffice.
 
     A store is unused without encode instances. `config` is the model's; None: not known.
+    `device_bytes` has the memory of devices, and `sizes` the bytes of the model, as far as they are
+    known. With `dry_run`, named devices need not be visible: the plan is for CUDA then.
     """
     store = store if Role.ENCODE in settings.topology.roles else ""
-    engines = _engines(settings, environ, store, config or {})
-    shares = [(engine.devices, engine.memory or 0.0) for engine in engines]
-    if (device := overfull_device(shares)) is not None:
-        raise ValueError(
-            f"instances need more than the whole memory of device {device}: "
-            "see --gpus and --gpu-memory-utilization-…"
-        )
+    platform = _platform(settings, environ, dry_run=dry_run)
+    engines = _engines(settings, environ, store, config or {}, platform)
+    if settings.device_memory is not None:
+        devices = (device for engine in engines for device in engine.devices)
+        device_bytes = dict.fromkeys(devices, settings.device_memory)
+    memory = Memory(engines, _given_shares(engines), device_bytes, sizes)
+    shares = memory.shares()
     plan = FleetPlan(
-        engines=engines,
+        engines=tuple(
+            replace(engine, memory=shares.get(engine.name, _default_share(engine)))
+            for engine in engines
+        ),
         store=store,
         host=settings.host,
         port=settings.port,
         local_media=settings.allowed_local_media_path,
         proxy_flags=settings.proxy_flags,
         keeper_port=settings.ec_store_port if store.startswith("file:") else None,
+        memory=tuple(memory.lines(shares)),
     )
     plan.ports()
     return plan
 
 
+def _given_shares(engines: Sequence[Engine]) -> Mapping[str, float]:
+    """Return the shares of memory that the operator chose, by name of the instance."""
+    given = {engine.name: engine.memory for engine in engines if engine.memory is not None}
+    for engine in engines:
+        flag = flag_value(engine.flags, "--gpu-memory-utilization")
+        if flag is not None and engine.role is not Role.ENCODE:
+            with suppress(ValueError):  # vLLM reports it
+                given[engine.name] = float(flag)
+    return given
+
+
+def _default_share(engine: Engine) -> float | None:
+    """Return the share of an instance to which the plan assigns none; None: vLLM's own.
+
+    Of an encode instance, vLLM only checks that this share is free. The instance may start beside
+    another server.
+    """
+    return 0.01 if engine.role is Role.ENCODE and engine.devices else None
+
+
 def _engines(
-    settings: FleetSettings, environ: Mapping[str, str], store: str, config: Mapping[str, Any]
+    settings: FleetSettings,
+    environ: Mapping[str, str],
+    store: str,
+    config: Mapping[str, Any],
+    platform: Platform,
 ) -> tuple[Engine, ...]:
-    platform = platform_of(settings, environ)
     if needs_bfloat16(config):
         platform = platform.in_bfloat16()
     roles = settings.topology.roles

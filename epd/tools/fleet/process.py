@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
@@ -24,6 +24,7 @@ from types import FrameType
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
+from epd.tools.engine_ends import end_cause
 from epd.tools.fleet import guard
 
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -217,7 +218,10 @@ class Process:
         code = self._exit_code()
         if code is not None:
             how = f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-            raise ProcessDied(f"{self.name} ended {how}. The end of {self.log}:\n{self.tail()}")
+            cause = end_cause("\n".join(self._last_lines()))
+            advice = "" if cause is None else f"\n{self.name}: {cause}."
+            end = f"The end of {self.log}:\n{self.tail()}{advice}"
+            raise ProcessDied(f"{self.name} ended {how}. {end}")
 
     def is_ready(self) -> bool:
         connection = HTTPConnection(urlsplit(self.url).netloc, timeout=5)
@@ -228,6 +232,10 @@ class Process:
             return False
         finally:
             connection.close()
+
+    def has_logged(self, words: str) -> bool:
+        """Return whether the log has these words; the cost grows with the log."""
+        return words.encode() in self.log.read_bytes()
 
     def tail(self) -> str:
         """Return the last lines of the log, without probes that were answered with 200."""
@@ -275,29 +283,39 @@ class Process:
 
 
 def wait_until_ready(
-    processes: Sequence[Process], timeout_s: float, report: Callable[[str], None]
+    processes: Sequence[Process],
+    timeout_s: float,
+    report: Callable[[str], None],
+    start_due: Callable[[Collection[str]], Sequence[str]] | None = None,
 ) -> None:
     """Wait until all servers are ready, and report their progress.
 
-    The last server, which waits for the others, is reported only when they are ready.
+    `start_due` gets the names of the servers that are ready, adds further ones to `processes`, and
+    returns the names of those that it has not started yet. The last server, which waits for the
+    others, is reported only when they are ready.
 
     Raises:
         ProcessDied: a server ended.
         TimeoutError: not all were ready within `timeout_s` seconds.
     """
     progress = _Progress(report)
-    waiting = list(processes)
-    while waiting:
+    ready = set[str]()
+    while True:
+        later = start_due(ready) if start_due is not None else ()
         for process in processes:
             process.check_alive()
+        waiting = [process for process in processes if process.name not in ready]
         for process in [process for process in waiting if process.is_ready()]:
             waiting.remove(process)
+            ready.add(process.name)
             report(f"{process.name} is ready after {progress.seconds:.0f} s")
-        if waiting and progress.seconds > timeout_s:
-            names = ", ".join(process.name for process in waiting)
+        if not waiting and not later:
+            return
+        if progress.seconds > timeout_s:
+            names = ", ".join([*(process.name for process in waiting), *later])
             ends = (f"The end of {process.log}:\n{process.tail()}" for process in waiting)
             raise TimeoutError("\n".join([f"not ready after {timeout_s:.0f} s: {names}.", *ends]))
-        progress.report_progress(waiting[:-1] or waiting)
+        progress.report_progress(waiting if later else waiting[:-1] or waiting)
         time.sleep(POLL_S)
 
 

@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from ec_store.config import size_bytes
 from ec_store.urls import check_url
 from epd.routing.instances import Role
 from epd.tools.fleet.engine import LETTERS, VLLM, Devices, parse, parse_instances
@@ -95,7 +96,7 @@ class RoleSettings(NamedTuple):
     """Settings of the instances of one role; their ports count up from the first."""
 
     port: int
-    memory: float
+    memory: float | None
     flags: tuple[str, ...]
     devices: tuple[Devices, ...] | None
 
@@ -152,24 +153,30 @@ class FleetSettings(BaseSettings):
         description="variable that tells an instance its devices (default: CUDA_VISIBLE_DEVICES, "
         "with xpu ZE_AFFINITY_MASK)",
     )
-    gpu_memory_utilization_e: Share = Field(
-        0.01,
+    device_memory: Annotated[int, _from_text(size_bytes)] | None = Field(
+        None,
+        description="memory of each device, such as 80GiB, to plan for (default: that of the "
+        "visible NVIDIA devices)",
+    )
+    gpu_memory_utilization_e: Share | None = Field(
+        None,
         validation_alias="GPU_MEMORY_UTILIZATION_E",
-        description="share of a device's memory that an encode instance uses in addition to its "
-        "weights",
+        description="share of a device's memory that is left to an encode instance (default: what "
+        "its encoder and its largest step need)",
     )
-    gpu_memory_utilization_p: Share = Field(
-        0.7,
+    gpu_memory_utilization_p: Share | None = Field(
+        None,
         validation_alias="GPU_MEMORY_UTILIZATION_P",
-        description="share of a device's memory that a prefill instance uses",
+        description="share of a device's memory that a prefill instance uses (default: vLLM's own; "
+        "instances that share a device divide what is left of it)",
     )
-    gpu_memory_utilization_d: Share = Field(
-        0.7,
+    gpu_memory_utilization_d: Share | None = Field(
+        None,
         validation_alias="GPU_MEMORY_UTILIZATION_D",
         description="the same for a decode instance",
     )
-    gpu_memory_utilization_pd: Share = Field(
-        0.7,
+    gpu_memory_utilization_pd: Share | None = Field(
+        None,
         validation_alias="GPU_MEMORY_UTILIZATION_PD",
         description="the same for an instance that prefills and decodes",
     )
@@ -267,6 +274,8 @@ class FleetSettings(BaseSettings):
         roles = self.topology.roles
         if self.device == "cpu" and self.gpus:
             raise ValueError("--gpus needs --device cuda or xpu")
+        if lacking := [role.value for role in self.gpus or () if role not in roles]:
+            raise ValueError(f"--gpus names devices of {lacking[0]}, a stage that --topology lacks")
         if self.bidirectional_kv and Role.PREFILL not in roles:
             raise ValueError(
                 "--bidirectional-kv needs separate prefill and decode instances, as in 1p1d"

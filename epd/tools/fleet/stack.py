@@ -1,7 +1,7 @@
 """Context that runs the servers of a fleet."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +39,7 @@ class Fleet:
     timeout_s: float = READY_TIMEOUT_S
     report: Callable[[str], None] = print
     _processes: list[Process] = field(default_factory=list, init=False)
+    _unstarted: list[FleetServer] = field(default_factory=list, init=False)
     _guard: Guard | None = field(default=None, init=False)
 
     @property
@@ -62,9 +63,12 @@ class Fleet:
         with ExitStack() as undo:
             undo.callback(self.stop)
             self._guard = Guard()
-            for server in self.plan.servers():
-                self._start(server)
-            wait_until_ready(self._processes, self.timeout_s, self.report)
+            self._unstarted = self.plan.servers()
+            for server in self._unstarted:
+                if server.after:
+                    conditions = " and ".join(other.condition() for other in server.after)
+                    self.report(f"{server.name} starts when {conditions}")
+            wait_until_ready(self._processes, self.timeout_s, self.report, self._start_due)
             undo.pop_all()
         return self
 
@@ -119,6 +123,26 @@ class Fleet:
     def launch(self, server: FleetServer, log: Path) -> Process:
         return Process(
             server.name, server.url, server.command, server.environment, log, self._guard
+        )
+
+    def _start_due(self, ready: Collection[str]) -> list[str]:
+        """Start each server that no other one keeps waiting; return the names of the rest.
+
+        The proxy starts last, when nothing else is left to start.
+        """
+        for server in tuple(self._unstarted):
+            due = all(self._has_settled(other, ready) for other in server.after)
+            if due and (server.name != PROXY or self._unstarted == [server]):
+                self._start(server)
+                self._unstarted.remove(server)
+        return [server.name for server in self._unstarted]
+
+    def _has_settled(self, server: FleetServer, ready: Collection[str]) -> bool:
+        """Return whether a server has started and allocates no more memory of its device."""
+        return server.name in ready or any(
+            process.has_logged(server.settled)
+            for process in self._processes
+            if process.name == server.name and server.settled
         )
 
     def _start(self, server: FleetServer) -> None:

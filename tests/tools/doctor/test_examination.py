@@ -606,7 +606,7 @@ def test_the_headers_have_the_proxys_key() -> None:
     assert examination.headers_of(config) == {"Authorization": "Bearer sk-test-0123456789"}
 
 
-async def test_the_command_reports_findings_and_fails(clinic: Clinic) -> None:
+async def test_the_command_reports_findings_and_fails(clinic: Clinic, tmp_path: Path) -> None:
     async def doctor(*flags: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "epd", "doctor", *flags),
@@ -617,8 +617,17 @@ async def test_the_command_reports_findings_and_fails(clinic: Clinic) -> None:
                 clinic.decode.url,
             ),
             *("--ec-store", clinic.store, "--ec-store-budget-s", "5"),
+            *("--engine-logs", str(tmp_path / "logs")),
             stdout=asyncio.subprocess.PIPE,
         )
+
+    runs = {
+        name: tmp_path / "logs" / name / "decode-8400.log"
+        for name in ("20261127-090000", "20261127-100000")
+    }
+    for log in runs.values():
+        log.parent.mkdir(parents=True)
+        log.write_text("ValueError: No available memory for the cache blocks.\n" + "trace\n" * 99)
 
     well = await doctor("--format", "json")
     said, _ = await well.communicate()
@@ -630,6 +639,10 @@ async def test_the_command_reports_findings_and_fails(clinic: Clinic) -> None:
     assert ill.returncode == 1
     assert f"fail  prefill_decode {clinic.decode.url}" in text.decode()
     assert "-> start it again: its engine has died" in text.decode()
+    [old, latest] = runs.values()
+    assert f"{latest}: the engine ended" in text.decode()
+    assert "Start the instances of a device one after another" in text.decode()
+    assert str(old) not in text.decode()
 
 
 KEY = "0123456789abcdef"

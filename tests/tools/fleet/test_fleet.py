@@ -70,6 +70,31 @@ def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path) 
     stop([process])
 
 
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (
+            "ValueError: No available memory for the cache blocks. Try",
+            "allocated memory of the dev",
+        ),
+        (
+            "AssertionError: Error in memory profiling. Initial free",
+            "released memory of the device",
+        ),
+    ],
+)
+def test_a_neighbour_on_the_device_is_named_as_the_cause_of_an_end(
+    tmp_path: Path, words: str, cause: str
+) -> None:
+    """The words of vLLM are further up in the log than its last lines."""
+    process = start(tmp_path, f"print({words!r}); print('trace\\n' * 60); raise SystemExit(1)")
+    with pytest.raises(ProcessDied, match=rf"code 1[\s\S]*trace\n+server: .*{cause}") as died:
+        wait_until_ready([process], 30, lambda _: None)
+    stop([process])
+
+    assert "one after another" in str(died.value)
+
+
 def test_probes_do_not_push_the_last_words_of_a_server_out(tmp_path: Path) -> None:
     process = start(tmp_path, "import time; time.sleep(60)")
     access = '(APIServer pid=7) INFO:     127.0.0.1:39174 - "{} HTTP/1.1" {}\n'
@@ -143,6 +168,13 @@ def test_a_server_that_never_serves_is_reported(tmp_path: Path) -> None:
     stop([process])
 
     assert group_is_gone(process.pid)
+
+
+def test_a_server_that_never_starts_is_reported(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    with pytest.raises(TimeoutError, match=r"not ready after 3 s: .*later"):
+        wait_until_ready([process], 3, lambda _: None, lambda _ready: ["later"])
+    stop([process])
 
 
 def test_a_server_that_ignores_sigterm_is_killed(
@@ -352,7 +384,7 @@ def test_the_guard_signals_no_group_of_another_program(reused: bool) -> None:
     watching.stdin.write(b"+%d\n" % server.pid)
     watching.stdin.flush()
     opened = Path(f"/proc/{watching.pid}/fd")
-    while not any("pidfd" in str(path.readlink()) for path in opened.iterdir()):
+    while not any("pidfd" in str(path.resolve()) for path in opened.iterdir()):
         time.sleep(0.01)
     if reused:
         server.kill()

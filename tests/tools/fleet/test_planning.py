@@ -32,7 +32,6 @@ from epd.tools.fleet.engine import (
     FleetServer,
     assign,
     detect_platform,
-    overfull_device,
     parse,
     parse_instances,
 )
@@ -99,7 +98,9 @@ ROLES = Topology.parse("2e1p1d").roles
         (None, "0123", "0 1 2 3"),
         (None, "01", "0 1 0 1"),
         ("p=1", "0123", "0 2 1 3"),
-        ("d=2+3", "0123", "0 1 0 2+3"),
+        ("d=2+3", "0123", "0 0 1 2+3"),
+        (None, "012", "0 0 1 2"),
+        ("p=0,d=1", "0123", "2 3 0 1"),
         ("e=0:0,p=1,d=2", "", "0 0 1 2"),
         ("p=0", "0", "0 0 0 0"),
     ],
@@ -112,15 +113,26 @@ def test_instances_get_the_named_device_or_a_free_one(
     assert " ".join(map("+".join, given_devices)) == expected
 
 
+@pytest.mark.parametrize(
+    ("topology", "visible", "expected"),
+    [
+        ("2e1pd", "01", ["0", "0", "1"]),
+        ("1e1pd", "0123", ["0", "1"]),
+        ("1e1p1d", "01", ["0", "1", "0"]),
+        ("1e1pd", "0", ["0", "0"]),
+        ("2pd", "01", ["0", "1"]),
+    ],
+)
+def test_encode_instances_share_what_the_others_leave(
+    topology: str, visible: str, expected: list[str]
+) -> None:
+    assert [*map("+".join, assign(Topology.parse(topology).roles, {}, visible))] == expected
+
+
 @pytest.mark.parametrize("gpus", ["e=0", "p=0:1", "pd=0"])
 def test_the_number_of_devices_equals_that_of_instances(gpus: str) -> None:
     with pytest.raises(ValueError, match="the topology has"):
         assign(ROLES, parse(gpus), "01")
-
-
-def test_a_device_has_its_memory_once() -> None:
-    assert overfull_device([(("0",), 0.01), (("0", "1"), 0.7), (("2",), 1.0)]) is None
-    assert overfull_device([(("0",), 0.4), (("0", "1"), 0.7)]) == "0"
 
 
 def test_devices_are_those_of_the_machine_or_of_the_environment(tmp_path: Path) -> None:
@@ -147,6 +159,27 @@ def given_flags(engine: Engine) -> Mapping[str, str]:
     return dict(zip(command, [*command[1:], ""], strict=True))
 
 
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_a_stage_that_the_topology_lacks_gets_no_device(device: Any) -> None:
+    with pytest.raises(ValueError, match="names devices of decode, a stage that --topology lacks"):
+        FleetSettings(model="m", gpus=parse("e=0,d=1"), device=device)
+
+
+NONE = MappingProxyType({"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.mark.parametrize("gpus", [{"gpus": "e=0,pd=1"}, {"gpu_e": "0", "gpu_pd": "1"}])
+def test_a_plan_for_named_devices_that_are_not_visible_is_for_cuda(gpus: dict[str, Any]) -> None:
+    settings = FleetSettings(model="m", **gpus)
+    dry = plan_fleet(settings, NONE, STORE, dry_run=True)
+
+    assert {engine.platform.name for engine in dry.engines} == {"cuda"}
+    with pytest.raises(ValueError, match="no NVIDIA device is visible for --gpus"):
+        plan_fleet(settings, NONE, STORE)
+    cpu = plan_fleet(FleetSettings(model="m"), NONE, STORE, dry_run=True)
+    assert {engine.platform.name for engine in cpu.engines} == {"cpu"}
+
+
 def test_instances_of_a_role_count_up_from_its_port() -> None:
     engines = plan(topology="2e2p1d", device="cpu", encode_port=100, nixl_port=500).engines
 
@@ -167,12 +200,6 @@ def test_instances_of_a_role_count_up_from_its_port() -> None:
 def test_no_two_servers_have_one_port(values: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(device="cpu", **values)
-
-
-def test_no_device_is_assigned_more_memory_than_it_has() -> None:
-    with pytest.raises(ValueError, match="memory of device 0"):
-        plan(gpus="e=0,p=0,d=0", topology="1e1p1d")
-    plan(gpus="e=0,p=0,d=0", topology="1e1p1d", gpu_memory_utilization_p=0.2)
 
 
 def test_each_stage_is_started_on_its_devices_with_its_flags() -> None:
@@ -199,7 +226,7 @@ def test_each_stage_is_started_on_its_devices_with_its_flags() -> None:
     }
     assert given_flags(encode)["--max-num-batched-tokens"] == "114688"
     assert given_flags(encode)["--gpu-memory-utilization"] == "0.01"
-    assert given_flags(decode)["--gpu-memory-utilization"] == "0.7"
+    assert "--gpu-memory-utilization" not in given_flags(decode)
     assert given_flags(decode)["--tensor-parallel-size"] == "2"
     assert "--tensor-parallel-size" not in given_flags(prefill)
     assert "--distributed-executor-backend" not in given_flags(prefill)
@@ -260,6 +287,67 @@ def test_instances_that_prefill_are_chosen_by_their_events(topology: str, stage:
     named = flags[flags.index("--kv-events-addrs") + 1].split(",")
     assert dict(map(named_events_address, named)) == addresses
     assert not any("kv-events" in word for one in plan().servers() for word in one.command)
+
+
+def waits(fleet: FleetPlan) -> dict[str, str]:
+    """Return what the engines wait for, in the order of the servers."""
+    engines = {engine.name for engine in fleet.engines}
+    return {
+        server.name: " ".join(other.name for other in server.after)
+        for server in fleet.servers()
+        if server.name in engines
+    }
+
+
+def test_an_engine_starts_when_its_neighbours_have_their_memory() -> None:
+    shared = plan(topology="1e2p1d", gpus="e=0,p=0:1,d=0+1")
+    [encode, prefill, _, _] = shared.servers()[1:5]
+
+    assert waits(shared) == {
+        "encode-8200": "",
+        "prefill-8300": "encode-8200",
+        "prefill-8301": "",
+        "decode-8400": "encode-8200 prefill-8300 prefill-8301",
+    }
+    assert encode.condition() == "encode-8200 is ready"
+    assert prefill.condition() == (
+        "prefill-8300 logs 'init engine (profile, create kv cache, warmup model) took'"
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"gpus": "e=0,p=1,d=2"}, {"device": "cpu"}, {"device": "xpu", "gpus": "e=0,p=1,d=2+3"}],
+)
+def test_engines_that_share_no_device_start_at_once(values: Mapping[str, Any]) -> None:
+    assert set(waits(plan(topology="1e1p1d", **values)).values()) == {""}
+
+
+def test_encode_instances_of_a_device_start_at_once_and_first() -> None:
+    assert [*waits(plan(topology="2e1pd", gpus="e=0:0,pd=0")).values()] == [
+        *("", ""),
+        "encode-8200 encode-8201",
+    ]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--kv-cache-memory-bytes 8000000000", "--kv_cache_memory_bytes=8"]
+)
+def test_an_engine_with_a_given_size_of_its_kv_cache_measures_nothing(flag: str) -> None:
+    fleet = plan(topology="1e1p1d", gpus="e=0,p=0,d=0", decode_flags=flag)
+
+    assert waits(fleet) == {
+        "encode-8200": "",
+        "decode-8400": "",
+        "prefill-8300": "encode-8200 decode-8400",
+    }
+
+
+@pytest.mark.parametrize("flag", ["--data-parallel-size=2", "-dp 2", "--config engine.yaml"])
+def test_an_instance_of_several_engines_has_settled_when_it_is_ready(flag: str) -> None:
+    fleet = plan(topology="1p1d", gpus="p=0,d=0", prefill_flags=flag)
+
+    assert fleet.servers()[0].condition() == "prefill-8300 is ready"
 
 
 def test_the_variable_for_devices_is_the_platforms_or_configured() -> None:

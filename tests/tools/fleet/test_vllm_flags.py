@@ -2,6 +2,7 @@
 
 import pytest
 
+from epd.tools.fleet.memory import VLLM_SHARE
 from epd.tools.fleet.plan import plan_fleet
 from epd.tools.fleet.settings import FleetSettings
 from tests.paths import MEDIA
@@ -42,6 +43,6 @@ def test_vllm_accepts_every_flag_of_its_instances() -> None:
     assert [one[3] for one in known] == [True, True, False, True, False] * 2 + [True] * 5
     assert [one[4] for one in known[:2]] == [False, None]
     assert [one[5] for one in known[:5]] == [1, 1, 2, 1, 2]
-    assert [one[6] for one in known[:2]] == [0.01, 0.7]
+    assert [one[6] for one in known[:2]] == [0.01, VLLM_SHARE]
     assert all(one[7] for one in known)
     assert known[0][8] == 114688
