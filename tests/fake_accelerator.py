@@ -89,6 +89,7 @@ class FakeTensor:
         self.data = data
         self.device = device
         self.dtype, self.shape, self.nbytes = data.dtype, data.shape, data.nbytes
+        self.ndim = data.ndim
 
     def detach(self) -> "FakeTensor":
         return self
@@ -119,6 +120,7 @@ class FakeAccelerator:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
         self.lock = threading.RLock()
         self.thread = threading.local()
         self.contexts: set[int] = set()
@@ -149,10 +151,33 @@ class FakeAccelerator:
     def tensor(self, values: torch.Tensor, index: int = 1) -> FakeTensor:
         """Return a tensor that queued work of its device's stream will fill."""
         device = torch.device("cuda", index)
-        tensor = FakeTensor(self, torch.full_like(values, -1), device)
+        with torch.inference_mode(False):  # its device fills it outside of the model's step
+            tensor = FakeTensor(self, torch.full_like(values, -1), device)
         data = tensor.data
         self.current_stream(device).add(lambda: data.copy_(values))
         return tensor
+
+    def move_here(self, index: int = 1) -> None:
+        """Make a device the one that models run on, to which `Tensor.to` copies."""
+        device = torch.device("cuda", index)
+        real = torch.Tensor.to
+
+        def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            moved = args[:1] == (device,)
+            return self.tensor(tensor, index) if moved else real(tensor, *args, **kwargs)
+
+        self._patch.setattr(torch.Tensor, "to", to)
+        self._patch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
+        self._patch.setattr(torch.accelerator, "current_device_index", lambda: index)
+
+    def read(self, tensor: FakeTensor, values: list[torch.Tensor]) -> None:
+        """Queue a read of a tensor, as a model does; `values` gets them when it is run."""
+        self.current_stream(tensor.device).add(lambda: values.append(tensor.data.clone()))
+
+    def finish(self) -> None:
+        """Run all work of the devices' default streams, and nothing that only others wait for."""
+        for stream in self._default.values():
+            stream.run()
 
 
 def until(condition: Callable[[], object]) -> None:
