@@ -7,7 +7,8 @@ memory that has not been written yet. A read that comes too early does not see t
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import pytest
@@ -170,9 +171,14 @@ class FakeAccelerator:
         self._patch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
         self._patch.setattr(torch.accelerator, "current_device_index", lambda: index)
 
-    def read(self, tensor: FakeTensor, values: list[torch.Tensor]) -> None:
-        """Queue a read of a tensor, as a model does; `values` gets them when it is run."""
-        self.current_stream(tensor.device).add(lambda: values.append(tensor.data.clone()))
+    def read(self, tensors: Sequence[FakeTensor], values: list[torch.Tensor]) -> None:
+        """Queue a read of tensors, as a model does; it appends what they are when it is run."""
+        for tensor in tensors:
+            self.current_stream(tensor.device).add(partial(self._append, tensor, values))
+
+    @staticmethod
+    def _append(tensor: FakeTensor, values: list[torch.Tensor]) -> None:
+        values.append(tensor.data.clone())
 
     def finish(self) -> None:
         """Run all work of the devices' default streams, and nothing that only others wait for."""

@@ -24,7 +24,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import httpx
+import requests
 from PIL import Image
 
 from epd.tools.bench.dataset import rng
@@ -33,6 +33,8 @@ from epd.tools.fleet.process import free_ports
 from epd.version import __version__
 from scripts.matrix.answer import Answer, differences, read_answer, read_events
 
+HTTP = requests.Session()
+HTTP.trust_env = False  # no proxy of the environment
 EPD, PD = [sys.executable, "-m", "epd"], "prefill-decode-port"
 FLEETS = {"mono": "1pd", "e1pd": "1e1pd", "e1p1d": "1e1p1d"}
 """Topologies by name. `mono` is the engine of 1pd: its requests bypass the proxy."""
@@ -49,41 +51,40 @@ def picture(name: str, size: tuple[int, int]) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def ask(client: httpx.Client, urls: Sequence[str], text: str, tokens: int = 16) -> Answer:
+def ask(fleet: str, urls: Sequence[str], text: str, tokens: int = 16) -> Answer:
     """Return an answer at temperature 0; its `seconds` are those to the first token."""
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     messages = [{"role": "user", "content": [{"type": "text", "text": text}, *parts]}]
-    body = {"model": "m", "messages": messages, "max_tokens": tokens, "temperature": 0}
+    body: Any = {"model": "m", "messages": messages, "max_tokens": tokens, "temperature": 0}
     body |= {"ignore_eos": True, "logprobs": True, "stream": True}
     events, first_s, started = list[Any](), 0.0, time.perf_counter()
-    with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+    with HTTP.post(f"{fleet}/v1/chat/completions", json=body, stream=True, timeout=300) as reply:
+        if not reply.ok:
+            return Answer(reply.status_code, error=reply.text)
         for line in reply.iter_lines():
-            for event in read_events(line.encode()):
-                events.append(event)
-                if not first_s and any(choice.get("logprobs") for choice in event["choices"]):
-                    first_s = time.perf_counter() - started
-    if reply.status_code != httpx.codes.OK:
-        return Answer(reply.status_code, error=line)
+            events += read_events(line)
+            if not first_s and b'"logprob":' in line:
+                first_s = time.perf_counter() - started
     return read_answer(events, reply.headers.get("x-epd-items", ""), first_s)
 
 
-def one_by_one(client: httpx.Client, sizes: Sequence[tuple[int, int]]) -> Answers:
+def one_by_one(fleet: str, sizes: Sequence[tuple[int, int]]) -> Answers:
     """Return the answers by kind of request: text, a picture of each size, four large pictures."""
-    answers = {"text": [ask(client, [], f"How are you, {n}?") for n in range(5)]}
+    answers = {"text": [ask(fleet, [], f"How are you, {n}?") for n in range(5)]}
     for size, count, number in ((sizes[0], 1, 5), (sizes[1], 1, 5), (sizes[1], 4, 3)):
         kind = f"{count} x {size[0]}x{size[1]}"
         items = [[picture(f"{kind} {n} {at}", size) for at in range(count)] for n in range(number)]
         for turn in ("first", "again"):
-            asked = [ask(client, urls, f"{turn} {n}:") for n, urls in enumerate(items)]
+            asked = [ask(fleet, urls, f"{turn} {n}:") for n, urls in enumerate(items)]
             answers[f"{kind}, {turn}"] = asked
     return answers
 
 
-def at_once(client: httpx.Client, turn: str, urls: Sequence[str]) -> dict[str, Any]:
+def at_once(fleet: str, turn: str, urls: Sequence[str]) -> dict[str, Any]:
     """Return throughput and times to the first token of requests with a picture, 32 at once."""
     texts, started = [f"{turn} {n}:" for n in range(len(urls))], time.perf_counter()
     with ThreadPoolExecutor(32) as senders:
-        answers = list(senders.map(lambda url, text: ask(client, [url], text, 32), urls, texts))
+        answers = list(senders.map(lambda url, text: ask(fleet, [url], text, 32), urls, texts))
     took_s = time.perf_counter() - started
     ttft = sorted(answer.seconds for answer in answers if answer.tokens)
     late = {f"ttft_p{p}_ms": 1000 * ttft[len(ttft) * p // 100] for p in (50, 99) if ttft}
@@ -91,8 +92,8 @@ def at_once(client: httpx.Client, turn: str, urls: Sequence[str]) -> dict[str, A
 
 
 @contextmanager
-def fleet(name: str, args: argparse.Namespace) -> Iterator[httpx.Client]:
-    """Start a fleet, yield a client of it, and stop it."""
+def running(name: str, args: argparse.Namespace) -> Iterator[str]:
+    """Start a fleet, yield the URL to ask, and stop it."""
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     words = ["--model", args.model, "--served-model-name", "m", "--topology", FLEETS[name]]
     words += [f"--{flag}={port}" for flag, port in ports.items()]
@@ -100,9 +101,7 @@ def fleet(name: str, args: argparse.Namespace) -> Iterator[httpx.Client]:
         try:
             if not any(line.startswith("ready: ") for line in up.stdout or ()):
                 raise RuntimeError(f"epd up --topology {FLEETS[name]} ended with {up.wait()}")
-            port = ports[PD if name == "mono" else "port"]
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
-                yield client
+            yield f"http://127.0.0.1:{ports[PD if name == 'mono' else 'port']}"
         finally:
             up.send_signal(signal.SIGINT)
             up.communicate()
@@ -110,23 +109,24 @@ def fleet(name: str, args: argparse.Namespace) -> Iterator[httpx.Client]:
 
 def measure(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Answers]:
     """Return the times of a fleet, and its answers to the requests one by one."""
-    sizes, requests = (SHORT_SIZES, 8) if args.short else (SIZES, 128)
+    sizes, count = (SHORT_SIZES, 8) if args.short else (SIZES, 128)
     started = time.perf_counter()
-    with fleet(name, args) as client:
-        facts = {"ready_s": time.perf_counter() - started, "vllm": client.get("/version").json()}
+    with running(name, args) as fleet:
+        ready_s = time.perf_counter() - started
+        release = HTTP.get(f"{fleet}/version", timeout=300).json()
         for n in range(4):
-            ask(client, [picture(f"warm-up {n}", sizes[n % 2])], "Warm up:")
-        answers = one_by_one(client, sizes)
+            ask(fleet, [picture(f"warm-up {n}", sizes[n % 2])], "Warm up:")
+        answers = one_by_one(fleet, sizes)
         pool = [picture(f"pool {n}", sizes[0]) for n in range(48)]
-        again = rng("order").choices(pool, k=requests)
-        unique = [picture(f"unique {n}", sizes[0]) for n in range(requests // 2)]
+        again = rng("order").choices(pool, k=count)
+        unique = [picture(f"unique {n}", sizes[0]) for n in range(count // 2)]
         turns = {"pool, first pass": again, "pool, second pass": again, "unique": unique}
-        load = {turn: at_once(client, turn, urls) for turn, urls in turns.items()}
+        load = {turn: at_once(fleet, turn, urls) for turn, urls in turns.items()}
     ttft = {
         kind: 1000 * statistics.median([answer.seconds for answer in some if answer.tokens] or [0])
         for kind, some in answers.items()
     }
-    return {**facts, "ttft_ms": ttft, "load": load}, answers
+    return {"vllm": release, "ready_s": ready_s, "ttft_ms": ttft, "load": load}, answers
 
 
 def main() -> None:

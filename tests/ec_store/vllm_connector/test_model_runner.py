@@ -97,7 +97,7 @@ def test_an_instance_loads_outputs_on_the_models_stream_before_the_model_reads_t
     engine.settle(request)
     engine.scheduler.update_state_after_alloc(request, 0)
     read: list[Any] = []
-    model.read = lambda: fake.read(engine.cache["a"], read)
+    model.read = lambda: fake.read([engine.cache["a"]], read)
     model.forward = lambda: read.append("forward")
 
     runner.step(request)
@@ -117,7 +117,7 @@ def test_a_step_loads_one_item_and_stores_another_that_it_encodes(
     engine.scheduler.update_state_after_alloc(request, 0)
     model.encode = lambda count: [fake.tensor(vllm.tensor(4.0)) for _ in range(count)]
     read: list[Any] = []
-    model.read = lambda: [fake.read(engine.cache[name], read) for name in "ab"] and None
+    model.read = lambda: fake.read([engine.cache[name] for name in "ab"], read)
 
     runner.step(request, encoded=[1])
     fake.finish()
