@@ -49,7 +49,9 @@ class TinyModel:
         for name, text in self.files.items():
             (folder / name).write_text(text)
         weights = dict(renamed(self.model.to(torch.bfloat16).state_dict(), self.prefixes))
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        file = folder / "model.safetensors"
+        save_file(weights, file, {"format": "pt"})
+        file.chmod(0o644)  # safetensors writes it for its owner alone
 
 
 def text_config(vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
