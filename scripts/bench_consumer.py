@@ -178,13 +178,14 @@ def _step(model: Path, requests: int = 2000) -> None:
 def _load(rounds: int = 60) -> None:
     """Measure one worker's load of an entry, on the thread that runs the model, and a plain copy.
 
-    The entries take turns, so that none is in the processor's caches.
+    The entries take turns, so that none is in the processor's caches. The largest come first: the
+    allocator could take their memory from what smaller ones have freed.
     """
     torch.set_num_threads(1)
     loader = Loader(0)
     print("| entry | load, us of CPU per MB | plain copy | ratio | page faults of a load |")
     print("| --- | --- | --- | --- | --- |")
-    for size in (1, 8, 33, 150):
+    for size in (150, 33, 8, 1):
         count = max(3, 256 // size)
         shape = (size * 10**6 // (4 * COLUMNS), COLUMNS)
         blocks = [np.ones(payload_bytes("F32", shape), np.uint8) for _ in range(2 * count)]
