@@ -1,8 +1,9 @@
-r"""Cost of a consumer's scheduler side: a burst, its memory, a step, and a store that hangs.
+r"""Cost of a consumer: a burst, its memory, a step, the loads of a step, and a store that hangs.
 
     .venv/bin/python scripts/bench_consumer.py burst
     .venv/bin/python scripts/bench_consumer.py memory
     .venv/bin/python scripts/bench_consumer.py step
+    .venv/bin/python scripts/bench_consumer.py load
     .venv/bin/python scripts/bench_consumer.py hang --store redis://127.0.0.1:6379 \
         --pause $(pidof redis-server)
 
@@ -22,9 +23,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -39,8 +42,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from ec_store import Entry, EntryKey, Store
+from ec_store.device.tensors import Loader
 from ec_store.entry import payload_bytes
 from ec_store.vllm_connector import ECStoreConnector
+from ec_store.vllm_connector.producer import by_value
+from ec_store.vllm_connector.worker import StepMetadata, load
 
 MODEL = Path(__file__).resolve().parents[1] / ".run" / "models" / "tiny-qwen2.5-vl"
 COLUMNS = 256
@@ -89,13 +95,15 @@ class Few:
 def main() -> None:
     """Print the measurement that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["burst", "memory", "step", "hang"])
+    parser.add_argument("what", choices=["burst", "memory", "step", "load", "hang"])
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--store", default="redis://127.0.0.1:6379", help="store for `hang`")
     parser.add_argument("--pause", type=int, help="id of the process that `hang` stops")
     args = parser.parse_args()
     if args.what == "hang":
         _hang(args.model, args.store, args.pause)
+    elif args.what == "load":
+        _load()
     else:
         {"burst": _burst, "memory": _memory, "step": _step}[args.what](args.model)
 
@@ -165,6 +173,40 @@ def _step(model: Path, requests: int = 2000) -> None:
         f"{statistics.median(times[1:]) * 1e3:.1f}, most {max(times[1:]) * 1e3:.1f} ms | all ready "
         f"{statistics.median(ready) * 1e3:.1f} ms |"
     )
+
+
+def _load(rounds: int = 60) -> None:
+    """Measure one worker's load of an entry, on the thread that runs the model, and a plain copy.
+
+    The entries take turns, so that none is in the processor's caches. The largest come first: the
+    allocator could take their memory from what smaller ones have freed.
+    """
+    torch.set_num_threads(1)
+    loader = Loader(0)
+    print("| entry | load, us of CPU per MB | plain copy | ratio | page faults of a load |")
+    print("| --- | --- | --- | --- | --- |")
+    for size in (150, 33, 8, 1):
+        count = max(3, 256 // size)
+        shape = (size * 10**6 // (4 * COLUMNS), COLUMNS)
+        blocks = [np.ones(payload_bytes("F32", shape), np.uint8) for _ in range(2 * count)]
+        entries = [Entry(block.data, "F32", shape, "image", {}) for block in blocks[:count]]
+        copies = blocks[count:]
+        taken: list[tuple[float, float]] = []
+        faults = []
+        for number in range(max(rounds, count + 3)):
+            entry, copy = entries[number % count], copies[(number + 1) % count]
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            step = partial(StepMetadata, items={}, learn={}, shared=None)
+            loaded = _timed(lambda: load(loader, step(loads=by_value({"a": entry})), {}))  # noqa: B023
+            faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+            plain = _timed(lambda: np.copyto(copy, np.frombuffer(entry.data, np.uint8)))  # noqa: B023
+            taken.append((loaded / size * 1e6, plain / size * 1e6))
+        loads, plains = zip(*taken[3:], strict=True)  # the first ones allocate
+        medians = statistics.median(loads), statistics.median(plains)
+        print(
+            f"| {size} MB | {medians[0]:.0f} | {medians[1]:.0f} | {medians[0] / medians[1]:.1f} "
+            f"| {statistics.median(faults):.0f} |"
+        )
 
 
 def _hang(model: Path, url: str, pause: int | None, requests: int = 200) -> None:

@@ -7,7 +7,8 @@ memory that has not been written yet. A read that comes too early does not see t
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import pytest
@@ -89,6 +90,7 @@ class FakeTensor:
         self.data = data
         self.device = device
         self.dtype, self.shape, self.nbytes = data.dtype, data.shape, data.nbytes
+        self.ndim = data.ndim
 
     def detach(self) -> "FakeTensor":
         return self
@@ -119,6 +121,7 @@ class FakeAccelerator:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
         self.lock = threading.RLock()
         self.thread = threading.local()
         self.contexts: set[int] = set()
@@ -149,10 +152,38 @@ class FakeAccelerator:
     def tensor(self, values: torch.Tensor, index: int = 1) -> FakeTensor:
         """Return a tensor that queued work of its device's stream will fill."""
         device = torch.device("cuda", index)
-        tensor = FakeTensor(self, torch.full_like(values, -1), device)
+        with torch.inference_mode(False):  # its device fills it outside of the model's step
+            tensor = FakeTensor(self, torch.full_like(values, -1), device)
         data = tensor.data
         self.current_stream(device).add(lambda: data.copy_(values))
         return tensor
+
+    def move_here(self, index: int = 1) -> None:
+        """Make a device the one that models run on, to which `Tensor.to` copies."""
+        device = torch.device("cuda", index)
+        real = torch.Tensor.to
+
+        def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            moved = args[:1] == (device,)
+            return self.tensor(tensor, index) if moved else real(tensor, *args, **kwargs)
+
+        self._patch.setattr(torch.Tensor, "to", to)
+        self._patch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
+        self._patch.setattr(torch.accelerator, "current_device_index", lambda: index)
+
+    def read(self, tensors: Sequence[FakeTensor], values: list[torch.Tensor]) -> None:
+        """Queue a read of tensors, as a model does; it appends what they are when it is run."""
+        for tensor in tensors:
+            self.current_stream(tensor.device).add(partial(self._append, tensor, values))
+
+    @staticmethod
+    def _append(tensor: FakeTensor, values: list[torch.Tensor]) -> None:
+        values.append(tensor.data.clone())
+
+    def finish(self) -> None:
+        """Run all work of the devices' default streams, and nothing that only others wait for."""
+        for stream in self._default.values():
+            stream.run()
 
 
 def until(condition: Callable[[], object]) -> None:

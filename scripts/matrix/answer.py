@@ -1,7 +1,10 @@
 """Answer to a chat request, and its differences from another answer."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
 
 TOLERANCES: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest accepted difference of log-probabilities, by the data type of the engines.
@@ -62,3 +65,29 @@ def differences(expected: Answer, got: Answer, tolerance: float) -> Iterator[str
         yield f"finish reason {got.finish}, not {expected.finish}"
     if any(got.usage.get(name) != expected.usage.get(name) for name in USAGE):
         yield "usage"
+
+
+def read_events(content: bytes) -> Iterable[Any]:
+    """Yield the chunks of a streamed answer."""
+    for line in content.splitlines():
+        data = line.removeprefix(b"data: ")
+        if data not in (line, b"[DONE]"):
+            yield orjson.loads(data)
+
+
+def read_answer(events: Iterable[Any], items: str, seconds: float) -> Answer:
+    """Build an answer from its chunks, or from its only one."""
+    tokens: list[str] = []
+    logprobs: list[float] = []
+    usage: dict[str, int] = {}
+    finish = ""
+    for event in events:
+        if "error" in event:
+            return Answer(500, error=str(event["error"])[:200], items=items, seconds=seconds)
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            finish = choice.get("finish_reason") or finish
+            for token in (choice.get("logprobs") or {}).get("content") or ():
+                tokens.append(token["token"])
+                logprobs.append(token["logprob"])
+    return Answer(200, tokens, logprobs, finish, usage, "", items, seconds)

@@ -2,14 +2,12 @@
 
 import secrets
 import time
-from collections.abc import Iterable
-from typing import Any
 from uuid import uuid4
 
 import httpx
 import orjson
 
-from scripts.matrix.answer import Answer
+from scripts.matrix.answer import Answer, read_answer, read_events
 from scripts.matrix.cases import Request, contents
 from scripts.matrix.media import text
 
@@ -82,29 +80,3 @@ def message(reply: httpx.Response) -> str:
         return str(reply.json()["error"]["message"])[:200]
     except (ValueError, KeyError, TypeError):
         return reply.text[:200]
-
-
-def read_events(content: bytes) -> Iterable[Any]:
-    """Yield the chunks of a streamed answer."""
-    for line in content.splitlines():
-        data = line.removeprefix(b"data: ")
-        if data not in (line, b"[DONE]"):
-            yield orjson.loads(data)
-
-
-def read_answer(events: Iterable[Any], items: str, seconds: float) -> Answer:
-    """Build an answer from its chunks, or from its only one."""
-    tokens: list[str] = []
-    logprobs: list[float] = []
-    usage: dict[str, int] = {}
-    finish = ""
-    for event in events:
-        if "error" in event:
-            return Answer(500, error=str(event["error"])[:200], items=items, seconds=seconds)
-        usage = event.get("usage") or usage
-        for choice in event["choices"]:
-            finish = choice.get("finish_reason") or finish
-            for token in (choice.get("logprobs") or {}).get("content") or ():
-                tokens.append(token["token"])
-                logprobs.append(token["logprob"])
-    return Answer(200, tokens, logprobs, finish, usage, "", items, seconds)

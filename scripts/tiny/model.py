@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 from scripts.tiny.vocabulary import END, START, Vocabulary
-from scripts.tiny.weights import redraw, renamed
+from scripts.tiny.weights import GAINS, redraw, renamed
 
 HIDDEN = 256
 """Width of every text model, and so of every encoder output."""
@@ -27,6 +27,7 @@ class TinyModel:
         prefixes: prefixes that vLLM expects for the weights, by those that the weights have.
         files: texts of additional files, by their names.
         first_byte: number of the token of byte 0.
+        gains: factors on the weights' deviations, by the names of layers.
     """
 
     model: PreTrainedModel
@@ -35,10 +36,11 @@ class TinyModel:
     prefixes: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     first_byte: int = 0
+    gains: Mapping[str, float] = field(default_factory=GAINS.copy)
 
     def write(self, folder: Path) -> None:
         """Draw the weights and write all files that vLLM needs to serve the model."""
-        redraw(self.model, self.first_byte)
+        redraw(self.model, self.first_byte, self.gains)
         (self.config or self.model.config).save_pretrained(folder)
         if self.processor is not None:
             # Some processors have their own template, which supports other modalities or none.
@@ -47,7 +49,9 @@ class TinyModel:
         for name, text in self.files.items():
             (folder / name).write_text(text)
         weights = dict(renamed(self.model.to(torch.bfloat16).state_dict(), self.prefixes))
-        (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
+        file = folder / "model.safetensors"
+        save_file(weights, file, {"format": "pt"})
+        file.chmod(0o644)  # safetensors writes it for its owner alone
 
 
 def text_config(vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:

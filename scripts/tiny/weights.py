@@ -30,21 +30,22 @@ HEAD_NORM_GAIN = 3.0
 """Gain for models that normalise queries and keys, which cancels the gains of their projections."""
 
 
-def redraw(model: PreTrainedModel, first_byte: int = 0) -> None:
+def redraw(model: PreTrainedModel, first_byte: int = 0, gains: Mapping[str, float] = GAINS) -> None:
     """Draw all weight matrices. Those of transformers are too small to tell inputs apart.
 
     Args:
         model: model to change.
         first_byte: number of the token of byte 0, so that the model answers only with letters.
+        gains: factors on 1/sqrt(fan-in), by the names of layers.
     """
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator(model.device).manual_seed(SEED)
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             parameter.data.zero_()
         elif name.endswith(HEAD_NORMS):
             parameter.data.fill_(HEAD_NORM_GAIN)
         elif parameter.ndim > 1:
-            gain = GAINS.get(name.split(".")[-2], 1.0)
+            gain = gains.get(name.split(".")[-2], 1.0)
             std = gain / parameter[0].numel() ** 0.5
             parameter.data.normal_(std=std, generator=generator)
     output = model.get_output_embeddings().weight.data

@@ -4,6 +4,7 @@ Pictures are sent as metadata only. Half of the layers of Qwen3.5 have linear at
 computes on a CPU only in bfloat16.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import (
@@ -25,10 +26,12 @@ from transformers import (
 
 from scripts.tiny.families.qwen import ROPE, VOCABULARY
 from scripts.tiny.model import HIDDEN, TinyModel, text_config
+from scripts.tiny.weights import GAINS
 
 VISION = {"depth": 2, "num_heads": 4}
-WINDOWED = {"window_size": 112, "fullatt_block_indexes": [1]}
 SIZED = {**VISION, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": HIDDEN}
+WINDOWED = {**SIZED, "window_size": 112, "fullatt_block_indexes": [1]}
+TEXT = {"rope_parameters": ROPE}
 PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 640 * 28 * 28}
 INTERLEAVED = {**ROPE, "mrope_interleaved": True}
 PATCH = 16
@@ -63,20 +66,25 @@ def qwen2_vl() -> TinyModel:
     return TinyModel(Qwen2VLForConditionalGeneration(config), processor)
 
 
-def qwen2_5_vl() -> TinyModel:
-    """Return a tiny Qwen2.5-VL."""
+def qwen2_5_vl(
+    text: Mapping[str, Any] = TEXT,
+    vision: Mapping[str, Any] = WINDOWED,
+    pixels: Mapping[str, int] = PIXELS,
+    gains: Mapping[str, float] = GAINS,
+) -> TinyModel:
+    """Return a tiny Qwen2.5-VL, or one of other dimensions."""
     config = Qwen2_5_VLConfig(
         architectures=["Qwen2_5_VLForConditionalGeneration"],
-        text_config=text_config(VOCABULARY, rope_parameters=ROPE),
-        vision_config={**SIZED, **WINDOWED},
+        text_config=text_config(VOCABULARY, **text),
+        vision_config=dict(vision),
         **tokens(),
     )
     processor = Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size=PIXELS),
-        video_processor=Qwen2VLVideoProcessor(size=PIXELS),
+        image_processor=Qwen2VLImageProcessor(size=dict(pixels)),
+        video_processor=Qwen2VLVideoProcessor(size=dict(pixels)),
         tokenizer=VOCABULARY.tokenizer(),
     )
-    return TinyModel(Qwen2_5_VLForConditionalGeneration(config), processor)
+    return TinyModel(Qwen2_5_VLForConditionalGeneration(config), processor, gains=gains)
 
 
 def qwen3_vl() -> TinyModel:

@@ -201,6 +201,12 @@ class Pieces:
             yield
 
     @contextmanager
+    def role(self, name: str) -> Iterator[None]:
+        """Configure `ec_producer`, `ec_consumer` or `ec_both` for the duration of the context."""
+        with _changed(self._config.ec_transfer_config, {"ec_role": name}):
+            yield
+
+    @contextmanager
     def ranks(self, tensor: int, stages: int = 1, hosts: int = 1) -> Iterator[None]:
         """Configure several workers in separate processes for the duration of the context."""
         changes = {
