@@ -5,7 +5,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from ec_store.config import size_text
 from epd.config import ProxyConfig
 from epd.routing.instances import Role
-from epd.tools.doctor.facts import Finding, InstanceFacts, Mount, StoreFacts, Trial, fail, ok, warn
+from epd.tools.doctor.facts import (
+    Finding,
+    InstanceFacts,
+    Mount,
+    Preparation,
+    StoreFacts,
+    Trial,
+    Verdict,
+    fail,
+    ok,
+    warn,
+)
 
 MAX_SKEW_S = 5.0
 """Maximum difference of two clocks. A `Date` header has a resolution of one second."""
@@ -68,6 +79,14 @@ SAME_MODELS = (
     "decode and prefill_decode instances; encode instances need no adapters"
 )
 
+SERVERS = "start it with --api-server-count 4, or as many as it has cores to itself"
+ON_DEVICE = (
+    "Without videos, --mm-tensor-ipc torch_shm and VLLM_WORKER_MULTIPROC_METHOD=spawn move the "
+    "processor to the device"
+)
+"""Advice for an encode instance beside a device. With the processor on CUDA, vLLM decodes videos
+with NVDEC, which changes their keys (`VllmConfig._resolve_mm_video_decode_device`)."""
+
 SEEN = {
     ENCODE: "encodes, and reports where its outputs are",
     CONSUME: "finds encoder outputs by their key alone",
@@ -96,6 +115,8 @@ def judge_instance(facts: InstanceFacts, *, full: bool = False) -> Iterator[Find
             "closes idle connections before the proxy does",
             "set VLLM_HTTP_TIMEOUT_KEEP_ALIVE=5 or more",
         )
+    if facts.instance.role is Role.ENCODE and facts.preparation is not None:
+        yield from _judge_preparation(name, facts.preparation)
     for stage, trial in facts.trials.items():
         if not (full and stage == CONSUME):  # it could only fail
             yield _judge_trial(name, stage, trial)
@@ -139,6 +160,27 @@ def _judge_clock(name: str, facts: InstanceFacts) -> Iterator[Finding]:
             name,
             f"its clock differs from this machine's by {facts.skew_s:+.0f} s",
             "run NTP on both: entries and leases of a store on a shared file system expire by them",
+        )
+
+
+def _judge_preparation(name: str, facts: Preparation) -> Iterator[Finding]:
+    """Judge how an encode instance prepares media."""
+    threads = "one thread" if facts.threads == 1 else f"{facts.threads} threads"
+    seen = f"prepares media on {threads}, with the processor on {facts.processor}"
+    if facts.processor != "cpu" or facts.device == "cpu":
+        yield ok(name, seen)
+    elif facts.threads == 1:
+        seen += f": its {facts.device} device waits for them"
+        yield warn(name, seen, f"{SERVERS}. {ON_DEVICE}")
+    else:
+        yield Finding(Verdict.OK, name, f"{seen}, beside a {facts.device} device", ON_DEVICE)
+    if facts.media_io:
+        yield warn(
+            name,
+            f"its keys of {', '.join(facts.media_io)} depend on --media-io-kwargs: a consumer "
+            "without the same ones does not find these entries",
+            "remove the flag. Without the flag, vLLM decodes videos on the device of the "
+            "processor (NVDEC): set --mm-processor-device cpu",
         )
 
 

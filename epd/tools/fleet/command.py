@@ -142,7 +142,8 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
     if config is not None:
         _check_model(parser, settings, config)
     try:
-        plan = plan_fleet(settings, os.environ, store, config)
+        cores = len(os.sched_getaffinity(0))
+        plan = plan_fleet(settings, os.environ, store, config, cores)
     except ValueError as error:
         parser.error(str(error))
     if dry_run:

@@ -149,13 +149,15 @@ def plan_fleet(
     environ: Mapping[str, str],
     store: str,
     config: Mapping[str, Any] | None = None,
+    cores: int = 1,
 ) -> FleetPlan:
     """Return the plan for the settings; raise `ValueError` if devices or ports do not suffice.
 
-    A store is unused without encode instances. `config` is the model's; None: not known.
+    A store is unused without encode instances. `config` is the model's; None: not known. `cores`
+    are those that the instances may use.
     """
     store = store if Role.ENCODE in settings.topology.roles else ""
-    engines = _engines(settings, environ, store, config or {})
+    engines = _engines(settings, environ, store, config or {}, cores)
     shares = [(engine.devices, engine.memory or 0.0) for engine in engines]
     if (device := overfull_device(shares)) is not None:
         raise ValueError(
@@ -176,7 +178,11 @@ def plan_fleet(
 
 
 def _engines(
-    settings: FleetSettings, environ: Mapping[str, str], store: str, config: Mapping[str, Any]
+    settings: FleetSettings,
+    environ: Mapping[str, str],
+    store: str,
+    config: Mapping[str, Any],
+    cores: int,
 ) -> tuple[Engine, ...]:
     platform = platform_of(settings, environ)
     if needs_bfloat16(config):
@@ -185,6 +191,9 @@ def _engines(
     devices: tuple[tuple[str, ...], ...] = ((),) * len(roles)
     if platform.affinity is not None:
         devices = assign(roles, settings.named_devices(), platform.visible_devices(environ))
+    # An encode instance prepares media on its share of the cores. Instances that answer clients
+    # keep one API server, which has the state of their stored responses and adapters.
+    api_servers = max(1, min(platform.api_servers, cores // len(roles)))
     by_role = settings.by_role()
     ports = {role: count(of_role.port) for role, of_role in by_role.items()}
     nixl_ports = count(settings.nixl_port, NIXL_STEP)
@@ -202,6 +211,7 @@ def _engines(
             memory=by_role[role].memory if own else None,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
+            api_servers=api_servers if role is Role.ENCODE else 1,
             kv_extra=settings.kv_extra(),
             ec_both=settings.ec_both,
             kv_events=settings.kv_events,

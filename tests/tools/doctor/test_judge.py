@@ -16,6 +16,7 @@ from epd.tools.doctor.facts import (
     InstanceFacts,
     ModelFacts,
     Mount,
+    Preparation,
     StoreFacts,
     Trial,
     Verdict,
@@ -25,6 +26,7 @@ from epd.tools.doctor.facts import (
     fail,
     mount_of,
     ok,
+    read_preparation,
     warn,
     worst_verdict,
 )
@@ -69,6 +71,43 @@ def test_a_finding_about_an_instance_states_the_change(
     assert seen in finding.seen
     assert finding.subject == "encode http://e"
     assert finding.advice
+
+
+@pytest.mark.parametrize(
+    ("preparation", "verdict", "seen", "advice"),
+    [
+        (Preparation(1, "cpu", "cuda", ()), Verdict.WARN, "one thread", "--api-server-count"),
+        (Preparation(4, "cpu", "cuda", ()), Verdict.OK, "4 threads", "--mm-tensor-ipc torch_shm"),
+        (Preparation(1, "cuda", "cuda", ()), Verdict.OK, "the processor on cuda", ""),
+        (Preparation(1, "cpu", "cpu", ()), Verdict.OK, "one thread", ""),
+    ],
+)
+def test_an_encode_instance_should_not_keep_its_device_waiting(
+    preparation: Preparation, verdict: Verdict, seen: str, advice: str
+) -> None:
+    _, finding = judge_instance(facts(preparation=preparation))
+
+    assert (finding.verdict, seen in finding.seen) == (verdict, True)
+    assert advice in finding.advice
+    assert bool(advice) is bool(finding.advice)
+
+
+@pytest.mark.fault(106)
+def test_keys_that_depend_on_flags_of_the_encode_instance_are_a_finding() -> None:
+    preparation = Preparation(1, "cuda", "cuda", ("video",))
+
+    [finding] = bad(judge_instance(facts(preparation=preparation)))
+    assert finding.seen.startswith("its keys of video depend on --media-io-kwargs")
+    assert "--mm-processor-device cpu" in finding.advice
+    assert bad(judge_instance(facts(PD, preparation=preparation))) == []
+
+
+@given(st.binary(max_size=200))
+def test_a_page_without_a_valid_preparation_has_none(text: bytes) -> None:
+    name = b"vllm:ec_store_preparation_info"
+
+    assert read_preparation(name + text) is None
+    assert read_preparation(b"\n" + name + b'{api_servers="x"} 1.0\n' + text) is None
 
 
 @pytest.mark.parametrize(
