@@ -75,12 +75,12 @@ class Preparation:
     """How an instance prepares media, from the metrics of its connector.
 
     Attributes:
-        threads: number of its API servers, each with one thread for media.
+        api_servers: number of its API servers, each with one thread for the processor.
         processor, device: kinds of device of the processor and of the model, such as `cpu`.
         media_io: modalities with `--media-io-kwargs`, which vLLM's keys then depend on.
     """
 
-    threads: int
+    api_servers: int
     processor: str
     device: str
     media_io: tuple[str, ...]
@@ -94,12 +94,12 @@ def read_preparation(page: bytes) -> Preparation | None:
     """Return how an instance prepares media; None: its page does not say."""
     sample = _PREPARATION.search(page)
     labels = {} if sample is None else dict(_LABEL.findall(sample[1].decode(errors="replace")))
-    threads = labels.get("api_servers", "")
-    if not threads.isdecimal():
+    api_servers = labels.get("api_servers", "")
+    if not api_servers.isdecimal():
         return None
     media_io = tuple(filter(None, labels.get("media_io", "").split(",")))
     return Preparation(
-        int(threads), labels.get("processor", "cpu"), labels.get("device", "cpu"), media_io
+        int(api_servers), labels.get("processor", "cpu"), labels.get("device", "cpu"), media_io
     )
 
 

@@ -165,12 +165,13 @@ def _judge_clock(name: str, facts: InstanceFacts) -> Iterator[Finding]:
 
 def _judge_preparation(name: str, facts: Preparation) -> Iterator[Finding]:
     """Judge how an encode instance prepares media."""
-    threads = "one thread" if facts.threads == 1 else f"{facts.threads} threads"
-    seen = f"prepares media on {threads}, with the processor on {facts.processor}"
+    count = facts.api_servers
+    servers = "one API server" if count == 1 else f"{count} API servers"
+    seen = f"prepares media in {servers}, with the processor on {facts.processor}"
     if facts.processor != "cpu" or facts.device == "cpu":
         yield ok(name, seen)
-    elif facts.threads == 1:
-        seen += f": its {facts.device} device waits for them"
+    elif count == 1:
+        seen += f": its {facts.device} device may wait for it"
         yield warn(name, seen, f"{SERVERS}. {ON_DEVICE}")
     else:
         yield Finding(Verdict.OK, name, f"{seen}, beside a {facts.device} device", ON_DEVICE)

@@ -231,8 +231,8 @@ class Engine:
         memory: share of the devices' memory that it uses; None: vLLM's default.
         max_model_len, max_num_seqs: maximum tokens of a request and its answer, maximum concurrent
             requests; None: the platform's defaults.
-        api_servers: number of processes of its HTTP API. Each prepares media on one thread
-            (`BaseRenderer._mm_executor`, `vllm/renderers/base.py`).
+        api_servers: number of processes of its HTTP API. Each runs the media processor on one
+            thread (`BaseRenderer._mm_executor`, `vllm/renderers/base.py`).
         ec_both: whether a consumer of encoder outputs writes those that it makes to the store too.
         flags: additional flags; of a repeated flag, vLLM uses the last value.
         inherited: environment of the caller, which takes precedence over the platform's defaults.

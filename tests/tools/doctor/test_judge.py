@@ -76,10 +76,15 @@ def test_a_finding_about_an_instance_states_the_change(
 @pytest.mark.parametrize(
     ("preparation", "verdict", "seen", "advice"),
     [
-        (Preparation(1, "cpu", "cuda", ()), Verdict.WARN, "one thread", "--api-server-count"),
-        (Preparation(4, "cpu", "cuda", ()), Verdict.OK, "4 threads", "--mm-tensor-ipc torch_shm"),
+        (Preparation(1, "cpu", "cuda", ()), Verdict.WARN, "one API server", "--api-server-count"),
+        (
+            Preparation(4, "cpu", "cuda", ()),
+            Verdict.OK,
+            "4 API servers",
+            "--mm-tensor-ipc torch_shm",
+        ),
         (Preparation(1, "cuda", "cuda", ()), Verdict.OK, "the processor on cuda", ""),
-        (Preparation(1, "cpu", "cpu", ()), Verdict.OK, "one thread", ""),
+        (Preparation(1, "cpu", "cpu", ()), Verdict.OK, "one API server", ""),
     ],
 )
 def test_an_encode_instance_should_not_keep_its_device_waiting(
