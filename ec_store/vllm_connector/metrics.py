@@ -182,7 +182,8 @@ class StorePromMetrics(ECConnectorPromMetrics):
 def _preparation(vllm_config: Any) -> dict[str, str]:
     """Return how an engine prepares media, as the labels of a metric.
 
-    Each API server has one thread for the processor (`BaseRenderer._mm_executor`, `vllm/renderers/base.py`).
+    Each API server has one thread for the processor (`BaseRenderer._mm_executor`,
+    `vllm/renderers/base.py`).
     """
     settings = vllm_config.model_config.multimodal_config
     given = {} if settings is None else settings.media_io_kwargs

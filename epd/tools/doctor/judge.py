@@ -171,8 +171,8 @@ def _judge_preparation(name: str, facts: Preparation) -> Iterator[Finding]:
     if facts.processor != "cpu" or facts.device == "cpu":
         yield ok(name, seen)
     elif count == 1:
-        seen += f": its {facts.device} device may wait for it"
-        yield warn(name, seen, f"{SERVERS}. {ON_DEVICE}")
+        advice = f"{SERVERS}. {ON_DEVICE}"
+        yield warn(name, f"{seen}: its {facts.device} device may wait for it", advice)
     else:
         yield Finding(Verdict.OK, name, f"{seen}, beside a {facts.device} device", ON_DEVICE)
     if facts.media_io:
