@@ -175,14 +175,6 @@ def _judge_preparation(name: str, facts: Preparation) -> Iterator[Finding]:
         yield warn(name, f"{seen}: its {facts.device} device may wait for it", advice)
     else:
         yield Finding(Verdict.OK, name, f"{seen}, beside a {facts.device} device", ON_DEVICE)
-    if facts.media_io:
-        yield warn(
-            name,
-            f"its keys of {', '.join(facts.media_io)} depend on --media-io-kwargs: a consumer "
-            "without the same ones does not find these entries",
-            "remove the flag. Without the flag, vLLM decodes videos on the device of the "
-            "processor (NVDEC): set --mm-processor-device cpu",
-        )
 
 
 def _judge_trial(name: str, stage: str, trial: Trial) -> Finding:
@@ -206,6 +198,23 @@ def judge_fleet(facts: Sequence[InstanceFacts]) -> Iterator[Finding]:
             "run one version of vLLM: the fields that stages exchange differ between versions",
         )
     yield from _judge_namespaces(reachable)
+    yield from _judge_media_io(reachable)
+
+
+def _judge_media_io(reachable: Iterable[InstanceFacts]) -> Iterator[Finding]:
+    holders: dict[tuple[str, ...], list[str]] = {}
+    for fact in reachable:
+        if fact.preparation is not None:
+            holders.setdefault(fact.preparation.media_io, []).append(fact.instance.url)
+    if len(holders) > 1:
+        seen = (f"{', '.join(kinds) or 'none'} at {', '.join(holders[kinds])}" for kinds in holders)
+        yield warn(
+            "media-io-kwargs",
+            f"differ, so that the same item has several keys: {'; '.join(seen)}",
+            "give all encode, prefill and prefill_decode instances the same. vLLM sets them for "
+            "videos (NVDEC) on an encode instance with its processor on CUDA: set "
+            "--mm-processor-device cpu there",
+        )
 
 
 def _judge_namespaces(reachable: Sequence[InstanceFacts]) -> Iterator[Finding]:

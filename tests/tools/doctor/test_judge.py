@@ -98,13 +98,19 @@ def test_an_encode_instance_should_not_keep_its_device_waiting(
 
 
 @pytest.mark.fault(106)
-def test_keys_that_depend_on_flags_of_the_encode_instance_are_a_finding() -> None:
-    preparation = Preparation(1, "cuda", "cuda", ("video",))
+def test_instances_that_name_one_item_by_several_keys_are_a_finding() -> None:
+    videos, none = (Preparation(1, "cuda", "cuda", kinds) for kinds in (("video",), ()))
+    other = Instance(Role.ENCODE, "http://f")
+    fleets = [
+        [facts(preparation=videos), facts(PD, preparation=none), facts(other, preparation=videos)],
+        [facts(preparation=videos), facts(PD, preparation=videos)],
+        [facts(preparation=none), facts(PD)],
+    ]
 
-    [finding] = bad(judge_instance(facts(preparation=preparation)))
-    assert finding.seen.startswith("its keys of video depend on --media-io-kwargs")
+    [finding], *others = [bad(judge_fleet(fleet)) for fleet in fleets]
+    assert finding.seen.endswith("keys: video at http://e, http://f; none at http://pd")
     assert "--mm-processor-device cpu" in finding.advice
-    assert bad(judge_instance(facts(PD, preparation=preparation))) == []
+    assert others == [[], []]
 
 
 @given(st.binary(max_size=200))
