@@ -115,7 +115,8 @@ CPU = Platform(
     # saves a third of the start time and 0.7 GB.
     executor="vllm.v1.executor.uniproc_executor.UniProcExecutor",
     eager=frozenset(Role),
-    # Media are prepared on the cores that the encoder runs on.
+    # See docs/decisions/041-preparing-media.md.
+    encode_tokens=4096,
     api_servers=1,
     kv_buffer="cpu",
     max_model_len=4096,

@@ -226,9 +226,11 @@ def test_encode_instances_prepare_media_on_their_share_of_the_cores(
 ) -> None:
     engines = plan(cores=cores, topology=topology, device=device).engines
     given = {engine.role: given_flags(engine).get("--api-server-count", "1") for engine in engines}
+    tokens = given_flags(engines[0])["--max-num-batched-tokens"]
 
     assert given.pop(Role.ENCODE) == str(servers)
     assert set(given.values()) == {"1"}
+    assert tokens == ("4096" if device == "cpu" else "16384")
 
 
 def test_several_api_servers_start_whatever_the_callers_environment_allows() -> None:
