@@ -1,11 +1,17 @@
 """Keys of entries, and owners of claims."""
 
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 
 MAX_PART_BYTES = 64 * 1024
 MAX_OWNER_BYTES = 256
+
+_OF_REQUEST = re.compile(r"(^|:)renderer-?\d+-mm-\d+-\w+-\d+$", re.ASCII)
+"""vLLM's name of an item without `uuid` while both of its caches are off: counters of a process,
+which name other media in other processes and after a restart (`BaseRenderer._process_mm_uuids`,
+`vllm/renderers/base.py`). A LoRA of the encoder adds a prefix."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -55,7 +61,9 @@ def _digest(*parts: str) -> str:
 
 
 def key_or_none(namespace: str, identifier: str) -> EntryKey | None:
-    """Return the key, or None if a part is too long for a store."""
+    """Return the key; None if a part is too long, or the identifier does not depend on content."""
+    if _OF_REQUEST.search(identifier):
+        return None
     try:
         return EntryKey(namespace, identifier)
     except ValueError:

@@ -7,6 +7,7 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import (
     ECConnectorPromMetrics,
     ECConnectorStats,
 )
+from vllm.platforms import current_platform
 
 from ec_store.vllm_connector.config import ConnectorConfig
 from ec_store.vllm_connector.namespace import namespace_of
@@ -132,10 +133,19 @@ class StorePromMetrics(ECConnectorPromMetrics):
             labelnames=labelnames,
             multiprocess_mode="mostrecent",
         )
+        prepares = _preparation(vllm_config)
+        preparation = self._gauge_cls(
+            name="vllm:ec_store_preparation_info",
+            documentation="1 for how this engine prepares media: the number of its API servers, "
+            "the devices of processor and model, and the modalities with media_io_kwargs.",
+            labelnames=[*labelnames, *prepares],
+            multiprocess_mode="mostrecent",
+        )
         self._namespaces = dict.fromkeys(per_engine_labelvalues, namespace)
         for values in per_engine_labelvalues.values():
             self._info.labels(*values, namespace).set(1)
             producer.labels(*values).set(vllm_config.ec_transfer_config.is_ec_producer)
+            preparation.labels(*values, *prepares.values()).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add counts and observations, and set gauges; names of other releases are ignored."""
@@ -167,3 +177,20 @@ class StorePromMetrics(ECConnectorPromMetrics):
         self._info.labels(*labels, self._namespaces[engine_idx]).set(0)
         self._info.labels(*labels, namespace).set(1)
         self._namespaces[engine_idx] = namespace
+
+
+def _preparation(vllm_config: Any) -> dict[str, str]:
+    """Return how an engine prepares media, as the labels of a metric.
+
+    Each API server has one thread for the processor (`BaseRenderer._mm_executor`,
+    `vllm/renderers/base.py`).
+    """
+    settings = vllm_config.model_config.multimodal_config
+    given = {} if settings is None else settings.media_io_kwargs
+    processor = None if settings is None else settings.get_mm_processor_device_type()
+    return {
+        "api_servers": str(vllm_config.parallel_config._api_process_count),  # noqa: SLF001
+        "processor": processor or "cpu",
+        "device": current_platform.device_type or "cpu",
+        "media_io": ",".join(sorted(modality for modality, kwargs in given.items() if kwargs)),
+    }

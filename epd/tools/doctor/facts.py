@@ -4,6 +4,7 @@ Facts are observations without a verdict. `judge` turns them into findings. No I
 """
 
 import enum
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,39 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
+class Preparation:
+    """How an instance prepares media, from the metrics of its connector.
+
+    Attributes:
+        api_servers: number of its API servers, each with one thread for the processor.
+        processor, device: kinds of device of the processor and of the model, such as `cpu`.
+        media_io: modalities with `--media-io-kwargs`, which vLLM's keys then depend on.
+    """
+
+    api_servers: int
+    processor: str
+    device: str
+    media_io: tuple[str, ...]
+
+
+_PREPARATION = re.compile(rb"(?m)^vllm:ec_store_preparation_info\{([^}\n]{,1024})\} 1(?:\.0)?$")
+_LABEL = re.compile(r'(\w+)="([^"\\]*)"')
+
+
+def read_preparation(page: bytes) -> Preparation | None:
+    """Return how an instance prepares media; None: its page does not say."""
+    sample = _PREPARATION.search(page)
+    labels = {} if sample is None else dict(_LABEL.findall(sample[1].decode(errors="replace")))
+    api_servers = labels.get("api_servers", "")
+    if not api_servers.isdecimal():
+        return None
+    media_io = tuple(filter(None, labels.get("media_io", "").split(",")))
+    return Preparation(
+        int(api_servers), labels.get("processor", "cpu"), labels.get("device", "cpu"), media_io
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceFacts:
     """Facts about an instance, seen from outside.
 
@@ -83,6 +117,7 @@ class InstanceFacts:
         trials: results of the trial requests, by stage.
         namespaces: namespaces in which its EC connectors keep the model's entries, from its
             metrics and, for an encode instance, from its reply. A sound instance has one.
+        preparation: how it prepares media; None: not known.
     """
 
     instance: Instance
@@ -95,6 +130,7 @@ class InstanceFacts:
     keeps_alive: bool | None = None
     trials: Mapping[str, Trial] = field(default_factory=dict)
     namespaces: frozenset[str] = frozenset()
+    preparation: Preparation | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,15 @@ from epd.routing.kv_blocks import EventSource, event_sources
 from epd.routing.load import read_namespaces
 from epd.routing.table import InstanceTable
 from epd.routing.urls import at_address
-from epd.tools.doctor.facts import Finding, InstanceFacts, ModelFacts, Trial, fail, warn
+from epd.tools.doctor.facts import (
+    Finding,
+    InstanceFacts,
+    ModelFacts,
+    Trial,
+    fail,
+    read_preparation,
+    warn,
+)
 from epd.transfer.registry import KV_TRANSFERS
 from epd.upstream import KEEP_ALIVE_S, Answer, Upstream, underlying_error
 
@@ -74,6 +82,7 @@ class InstanceReader:
             skew_s=_skew_s(health),
             keeps_alive=keeps_alive,
             namespaces=read_namespaces(metrics.body) - {""} if metrics.ok else frozenset(),
+            preparation=read_preparation(metrics.body) if metrics.ok else None,
         )
 
     async def _get(self, instance: Instance, path: str) -> Answer:

@@ -5,7 +5,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from ec_store.config import size_text
 from epd.config import ProxyConfig
 from epd.routing.instances import Role
-from epd.tools.doctor.facts import Finding, InstanceFacts, Mount, StoreFacts, Trial, fail, ok, warn
+from epd.tools.doctor.facts import (
+    Finding,
+    InstanceFacts,
+    Mount,
+    Preparation,
+    StoreFacts,
+    Trial,
+    Verdict,
+    fail,
+    ok,
+    warn,
+)
 
 MAX_SKEW_S = 5.0
 """Maximum difference of two clocks. A `Date` header has a resolution of one second."""
@@ -68,6 +79,14 @@ SAME_MODELS = (
     "decode and prefill_decode instances; encode instances need no adapters"
 )
 
+SERVERS = "start it with --api-server-count 4, or as many as it has cores to itself"
+ON_DEVICE = (
+    "Without videos, --mm-tensor-ipc torch_shm and VLLM_WORKER_MULTIPROC_METHOD=spawn move the "
+    "processor to the device"
+)
+"""Advice for an encode instance beside a device. With the processor on CUDA, vLLM decodes videos
+with NVDEC, which changes their keys (`VllmConfig._resolve_mm_video_decode_device`)."""
+
 SEEN = {
     ENCODE: "encodes, and reports where its outputs are",
     CONSUME: "finds encoder outputs by their key alone",
@@ -96,6 +115,8 @@ def judge_instance(facts: InstanceFacts, *, full: bool = False) -> Iterator[Find
             "closes idle connections before the proxy does",
             "set VLLM_HTTP_TIMEOUT_KEEP_ALIVE=5 or more",
         )
+    if facts.instance.role is Role.ENCODE and facts.preparation is not None:
+        yield from _judge_preparation(name, facts.preparation)
     for stage, trial in facts.trials.items():
         if not (full and stage == CONSUME):  # it could only fail
             yield _judge_trial(name, stage, trial)
@@ -142,6 +163,20 @@ def _judge_clock(name: str, facts: InstanceFacts) -> Iterator[Finding]:
         )
 
 
+def _judge_preparation(name: str, facts: Preparation) -> Iterator[Finding]:
+    """Judge how an encode instance prepares media."""
+    count = facts.api_servers
+    servers = "one API server" if count == 1 else f"{count} API servers"
+    seen = f"prepares media in {servers}, with the processor on {facts.processor}"
+    if facts.processor != "cpu" or facts.device == "cpu":
+        yield ok(name, seen)
+    elif count == 1:
+        advice = f"{SERVERS}. {ON_DEVICE}"
+        yield warn(name, f"{seen}: its {facts.device} device may wait for it", advice)
+    else:
+        yield Finding(Verdict.OK, name, f"{seen}, beside a {facts.device} device", ON_DEVICE)
+
+
 def _judge_trial(name: str, stage: str, trial: Trial) -> Finding:
     if trial.problem is None:
         return ok(name, SEEN[stage])
@@ -163,6 +198,23 @@ def judge_fleet(facts: Sequence[InstanceFacts]) -> Iterator[Finding]:
             "run one version of vLLM: the fields that stages exchange differ between versions",
         )
     yield from _judge_namespaces(reachable)
+    yield from _judge_media_io(reachable)
+
+
+def _judge_media_io(reachable: Iterable[InstanceFacts]) -> Iterator[Finding]:
+    holders: dict[tuple[str, ...], list[str]] = {}
+    for fact in reachable:
+        if fact.preparation is not None:
+            holders.setdefault(fact.preparation.media_io, []).append(fact.instance.url)
+    if len(holders) > 1:
+        seen = (f"{', '.join(kinds) or 'none'} at {', '.join(holders[kinds])}" for kinds in holders)
+        yield warn(
+            "media-io-kwargs",
+            f"differ, so that the same item has several keys: {'; '.join(seen)}",
+            "give all encode, prefill and prefill_decode instances the same. vLLM sets them for "
+            "videos (NVDEC) on an encode instance with its processor on CUDA: set "
+            "--mm-processor-device cpu there",
+        )
 
 
 def _judge_namespaces(reachable: Sequence[InstanceFacts]) -> Iterator[Finding]:

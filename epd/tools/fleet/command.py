@@ -157,6 +157,7 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
             os.environ,
             store,
             config,
+            cores=len(os.sched_getaffinity(0)),
             device_bytes=_device_bytes(settings),
             sizes=_sizes(settings, path, config),
             dry_run=dry_run,

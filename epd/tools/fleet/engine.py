@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from epd.routing.instances import TRANSFERS_KV, Role
+from epd.tools.fleet.model_config import flag_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class Platform:
         ucx: the same for instances with NIXL.
         executor: vLLM's executor for an instance with one rank; None: vLLM's default.
         eager: roles that run without captured graphs.
-        encode_tokens: maximum tokens in a batch of an encode instance.
+        encode_tokens: maximum tokens in a step of an encode instance.
+        api_servers: maximum API servers of an encode instance.
         kv_buffer: device of NIXL's transfer buffer; None: vLLM's default.
         max_model_len, max_num_seqs: default limits; None: vLLM's defaults.
     """
@@ -72,7 +74,9 @@ class Platform:
     flags: tuple[str, ...] = ()
     executor: str | None = None
     eager: frozenset[Role] = frozenset({Role.ENCODE, Role.PREFILL})
-    encode_tokens: int = 114688
+    # The largest picture of Qwen2-VL to Qwen3-VL. See docs/decisions/041-preparing-media.md.
+    encode_tokens: int = 16384
+    api_servers: int = 4
     kv_buffer: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -130,7 +134,9 @@ CPU = Platform(
     # saves a third of the start time and 0.7 GB.
     executor="vllm.v1.executor.uniproc_executor.UniProcExecutor",
     eager=frozenset(Role),
-    encode_tokens=16384,
+    # See docs/decisions/041-preparing-media.md.
+    encode_tokens=4096,
+    api_servers=1,
     kv_buffer="cpu",
     max_model_len=4096,
     max_num_seqs=16,
@@ -218,6 +224,14 @@ VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 DIVIDING = re.compile(r"-(tp|pp|dp|dcp|pcp|n)\b|--(.*parallel|nnodes|config\b)")
 """Flags of vLLM that give an instance several ranks, or may do so."""
 
+SPAWNS = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+"""Setting that `--mm-tensor-ipc torch_shm` needs (`VllmConfig.__post_init__`,
+`vllm/config/vllm.py`)."""
+
+RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""vLLM's variable that several API servers refuse (`run_multi_api_server`,
+`vllm/entrypoints/cli/serve.py`)."""
+
 FETCHES_ONCE = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
 """Setting without vLLM's three attempts at a URL, which take 5 s for a host without an address and
 110 s for a host that does not answer. The proxy retries where a retry may help."""
@@ -248,6 +262,8 @@ class Engine:
             instance vLLM only checks that it is free.
         max_model_len, max_num_seqs: maximum tokens of a request and its answer, maximum concurrent
             requests; None: the platform's defaults.
+        api_servers: number of processes of its HTTP API. Each runs the media processor on one
+            thread (`BaseRenderer._mm_executor`, `vllm/renderers/base.py`).
         ec_both: whether a consumer of encoder outputs writes those that it makes to the store too.
         flags: additional flags; of a repeated flag, vLLM uses the last value.
         inherited: environment of the caller, which takes precedence over the platform's defaults.
@@ -265,6 +281,7 @@ class Engine:
     memory: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
+    api_servers: int = 1
     kv_extra: Mapping[str, Any] = field(default_factory=dict)
     ec_both: bool = False
     kv_events: bool = False
@@ -321,6 +338,7 @@ class Engine:
             "--gpu-memory-utilization": self.memory,
             "--max-model-len": self.max_model_len or self.platform.max_model_len,
             "--max-num-seqs": self.max_num_seqs or self.platform.max_num_seqs,
+            "--api-server-count": self.api_servers if self.api_servers > 1 else None,
             "--tensor-parallel-size": len(self.devices) if len(self.devices) > 1 else None,
             "--distributed-executor-backend": self._executor(),
             "--kv-events-config": self._events_config(),
@@ -343,6 +361,10 @@ class Engine:
         affinity = self.platform.affinity
         own = {affinity: ",".join(self.devices)} if affinity and self.devices else {}
         defaults = {**FETCHES_ONCE, **self.platform.environment}
+        if flag_value(self.flags, "--mm-tensor-ipc") == "torch_shm":
+            defaults |= SPAWNS
+        if self.api_servers > 1 and RUNTIME_LORA in self.inherited:
+            own[RUNTIME_LORA] = "0"  # an encode instance loads no adapters
         if self.transfers_kv:
             own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
             defaults |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", **self.platform.ucx}

@@ -175,6 +175,7 @@ def plan_fleet(  # noqa: PLR0913 - all that a plan is derived from
     store: str,
     config: Mapping[str, Any] | None = None,
     *,
+    cores: int = 1,
     device_bytes: Mapping[str, int] = MappingProxyType({}),
     sizes: ModelSizes | None = None,
     dry_run: bool = False,
@@ -182,12 +183,15 @@ def plan_fleet(  # noqa: PLR0913 - all that a plan is derived from
     """Return the plan for the settings; raise `ValueError` if devices or ports do not suffice.
 
     A store is unused without encode instances. `config` is the model's; None: not known.
-    `device_bytes` has the memory of devices, and `sizes` the bytes of the model, as far as they are
-    known. With `dry_run`, named devices need not be visible: the plan is for CUDA then.
+    `cores` is the number of those that the instances may use. `device_bytes` has the memory of
+    devices, and `sizes` the bytes of the model, as far as they are known. With `dry_run`, named
+    devices need not be visible: the plan is for CUDA then.
     """
     store = store if Role.ENCODE in settings.topology.roles else ""
     platform = _platform(settings, environ, dry_run=dry_run)
-    engines = _engines(settings, environ, store, config or {}, platform)
+    if needs_bfloat16(config or {}):
+        platform = platform.in_bfloat16()
+    engines = _engines(settings, environ, store, platform, cores)
     if settings.device_memory is not None:
         devices = (device for engine in engines for device in engine.devices)
         device_bytes = dict.fromkeys(devices, settings.device_memory)
@@ -234,15 +238,16 @@ def _engines(
     settings: FleetSettings,
     environ: Mapping[str, str],
     store: str,
-    config: Mapping[str, Any],
     platform: Platform,
+    cores: int,
 ) -> tuple[Engine, ...]:
-    if needs_bfloat16(config):
-        platform = platform.in_bfloat16()
     roles = settings.topology.roles
     devices: tuple[tuple[str, ...], ...] = ((),) * len(roles)
     if platform.affinity is not None:
         devices = assign(roles, settings.named_devices(), platform.visible_devices(environ))
+    # An encode instance prepares media on its share of the cores. Instances that answer clients
+    # keep one API server, which has the state of their stored responses and adapters.
+    api_servers = max(1, min(platform.api_servers, cores // len(roles)))
     by_role = settings.by_role()
     ports = {role: count(of_role.port) for role, of_role in by_role.items()}
     nixl_ports = count(settings.nixl_port, NIXL_STEP)
@@ -260,6 +265,7 @@ def _engines(
             memory=by_role[role].memory if own else None,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
+            api_servers=api_servers if role is Role.ENCODE else 1,
             kv_extra=settings.kv_extra(),
             ec_both=settings.ec_both,
             kv_events=settings.kv_events,

@@ -17,6 +17,7 @@ from prometheus_client import (
 )
 
 from epd.routing.load import writes_outputs
+from epd.tools.doctor.facts import Preparation, read_preparation
 from tests.deploy.expressions import asked, queries
 from tests.deploy.tools import DASHBOARD, rules
 from tests.ec_store.vllm_connector.steps import Connect, put, settle
@@ -92,6 +93,23 @@ def test_every_metric_is_documented(prom: Any) -> None:
 
     assert {"hits_total", "held_bytes", "fetch_wait_seconds"} <= names
     assert [name for name in names if f"`{name}`" not in document] == []
+
+
+def test_the_doctor_reads_how_an_engine_prepares_media(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm.transferring("ECStoreConnector", "ec_producer", store="file:///store")
+    settings = config.model_config.multimodal_config
+    pages = [vllm.page()]
+    monkeypatch.setattr(config.parallel_config, "_api_process_count", 3)
+    monkeypatch.setattr(settings, "mm_processor_kwargs", {"device": "cuda:0"})
+    monkeypatch.setattr(settings, "media_io_kwargs", {"image": {}, "video": {"num_frames": 3}})
+    pages.append(vllm.page())
+
+    assert [read_preparation(page) for page in pages] == [
+        Preparation(1, "cpu", "cpu", ()),
+        Preparation(3, "cuda", "cpu", ("video",)),
+    ]
 
 
 def test_interval_has_sums_latest_gauges_and_means(metrics: Any) -> None:

@@ -16,6 +16,7 @@ from epd.tools.doctor.facts import (
     InstanceFacts,
     ModelFacts,
     Mount,
+    Preparation,
     StoreFacts,
     Trial,
     Verdict,
@@ -25,6 +26,7 @@ from epd.tools.doctor.facts import (
     fail,
     mount_of,
     ok,
+    read_preparation,
     warn,
     worst_verdict,
 )
@@ -69,6 +71,54 @@ def test_a_finding_about_an_instance_states_the_change(
     assert seen in finding.seen
     assert finding.subject == "encode http://e"
     assert finding.advice
+
+
+@pytest.mark.parametrize(
+    ("preparation", "verdict", "seen", "advice"),
+    [
+        (Preparation(1, "cpu", "cuda", ()), Verdict.WARN, "one API server", "--api-server-count"),
+        (
+            Preparation(4, "cpu", "cuda", ()),
+            Verdict.OK,
+            "4 API servers",
+            "--mm-tensor-ipc torch_shm",
+        ),
+        (Preparation(1, "cuda", "cuda", ()), Verdict.OK, "the processor on cuda", ""),
+        (Preparation(1, "cpu", "cpu", ()), Verdict.OK, "one API server", ""),
+    ],
+)
+def test_an_encode_instance_should_not_keep_its_device_waiting(
+    preparation: Preparation, verdict: Verdict, seen: str, advice: str
+) -> None:
+    _, finding = judge_instance(facts(preparation=preparation))
+
+    assert (finding.verdict, seen in finding.seen) == (verdict, True)
+    assert advice in finding.advice
+    assert bool(advice) is bool(finding.advice)
+
+
+@pytest.mark.fault(106)
+def test_instances_that_name_one_item_by_several_keys_are_a_finding() -> None:
+    videos, none = (Preparation(1, "cuda", "cuda", kinds) for kinds in (("video",), ()))
+    other = Instance(Role.ENCODE, "http://f")
+    fleets = [
+        [facts(preparation=videos), facts(PD, preparation=none), facts(other, preparation=videos)],
+        [facts(preparation=videos), facts(PD, preparation=videos)],
+        [facts(preparation=none), facts(PD)],
+    ]
+
+    [finding], *others = [bad(judge_fleet(fleet)) for fleet in fleets]
+    assert finding.seen.endswith("keys: video at http://e, http://f; none at http://pd")
+    assert "--mm-processor-device cpu" in finding.advice
+    assert others == [[], []]
+
+
+@given(st.binary(max_size=200))
+def test_a_page_without_a_valid_preparation_has_none(text: bytes) -> None:
+    name = b"vllm:ec_store_preparation_info"
+
+    assert read_preparation(name + text) is None
+    assert read_preparation(b"\n" + name + b'{api_servers="x"} 1.0\n' + text) is None
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,11 @@ def test_devices_are_those_of_the_machine_or_of_the_environment(tmp_path: Path) 
     assert detect_platform({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) is CPU
 
 
-def plan(environ: Mapping[str, str] = TWO, store: str = STORE, **values: Any) -> FleetPlan:
-    return plan_fleet(FleetSettings(**{"model": "a/b", "device": "cuda"} | values), environ, store)
+def plan(
+    environ: Mapping[str, str] = TWO, store: str = STORE, cores: int = 1, **values: Any
+) -> FleetPlan:
+    settings = FleetSettings(**{"model": "a/b", "device": "cuda"} | values)
+    return plan_fleet(settings, environ, store, cores=cores)
 
 
 def given_flags(engine: Engine) -> Mapping[str, str]:
@@ -224,7 +227,7 @@ def test_each_stage_is_started_on_its_devices_with_its_flags() -> None:
         "UCX_NET_DEVICES": "all",
         "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
     }
-    assert given_flags(encode)["--max-num-batched-tokens"] == "114688"
+    assert given_flags(encode)["--max-num-batched-tokens"] == "16384"
     assert given_flags(encode)["--gpu-memory-utilization"] == "0.01"
     assert "--gpu-memory-utilization" not in given_flags(decode)
     assert given_flags(decode)["--tensor-parallel-size"] == "2"
@@ -235,6 +238,48 @@ def test_each_stage_is_started_on_its_devices_with_its_flags() -> None:
     assert prefill.command()[-2:] == ("--every", "one")
     assert decode.command()[-4:] == ("--every", "one", "--decode", "two words")
     assert {given_flags(one)["--max-model-len"] for one in (encode, prefill, decode)} == {"9"}
+
+
+@pytest.mark.parametrize(
+    ("topology", "device", "cores", "servers"),
+    [
+        ("1e1pd", "cuda", 16, 4),
+        ("1e1p1d", "cuda", 8, 2),
+        ("2e1pd", "cuda", 5, 1),
+        ("1e1pd", "cuda", 1, 1),
+        ("1e1pd", "cpu", 16, 1),
+    ],
+)
+def test_encode_instances_prepare_media_on_their_share_of_the_cores(
+    topology: str, device: str, cores: int, servers: int
+) -> None:
+    engines = plan(cores=cores, topology=topology, device=device).engines
+    given = {engine.role: given_flags(engine).get("--api-server-count", "1") for engine in engines}
+    tokens = given_flags(engines[0])["--max-num-batched-tokens"]
+
+    assert given.pop(Role.ENCODE) == str(servers)
+    assert set(given.values()) == {"1"}
+    assert tokens == ("4096" if device == "cpu" else "16384")
+
+
+def test_several_api_servers_start_whatever_the_callers_environment_allows() -> None:
+    lora = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    encode, consumer = plan({**TWO, **lora}, cores=16).engines
+
+    assert encode.environment()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
+    assert lora.keys().isdisjoint(consumer.environment())
+    assert lora.keys().isdisjoint(plan(cores=16).engines[0].environment())
+
+
+def test_processor_on_the_device_is_the_operators_choice_and_spawns_processes() -> None:
+    spawns = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    encode, consumer = plan(cores=16).engines
+    moved, other = plan(cores=16, encode_flags="--mm-tensor-ipc=torch_shm").engines
+
+    flags = {"--mm-tensor-ipc", "--mm-processor-device", "--media-io-kwargs"}
+    assert flags.isdisjoint({*encode.command(), *consumer.command()})
+    assert moved.environment() == encode.environment() | spawns
+    assert other.environment() == consumer.environment()
 
 
 @pytest.mark.parametrize("topology", ["2p2d", "1pd"])

@@ -31,6 +31,7 @@ def test_vllm_accepts_every_flag_of_its_instances() -> None:
             ),
             {},
             "file:///ec",
+            cores=16,
         ).engines
     ]
     unknown, *known = parsed([["serve", "a/b", "--no-such-flag", "1"], *argvs])
@@ -45,4 +46,4 @@ def test_vllm_accepts_every_flag_of_its_instances() -> None:
     assert [one[5] for one in known[:5]] == [1, 1, 2, 1, 2]
     assert [one[6] for one in known[:2]] == [0.01, VLLM_SHARE]
     assert all(one[7] for one in known)
-    assert known[0][8] == 114688
+    assert known[0][8] == 16384
