@@ -74,7 +74,7 @@ class Platform:
     flags: tuple[str, ...] = ()
     executor: str | None = None
     eager: frozenset[Role] = frozenset({Role.ENCODE, Role.PREFILL})
-    # The largest picture of Qwen2-VL to Qwen3-VL. See docs/decisions/041-preparing-media.md.
+    # The largest picture of Qwen2-VL to Qwen3-VL. See docs/decisions/040-preparing-media.md.
     encode_tokens: int = 16384
     api_servers: int = 4
     kv_buffer: str | None = None
@@ -134,7 +134,7 @@ CPU = Platform(
     # saves a third of the start time and 0.7 GB.
     executor="vllm.v1.executor.uniproc_executor.UniProcExecutor",
     eager=frozenset(Role),
-    # See docs/decisions/041-preparing-media.md.
+    # See docs/decisions/040-preparing-media.md.
     encode_tokens=4096,
     api_servers=1,
     kv_buffer="cpu",
