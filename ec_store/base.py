@@ -88,7 +88,8 @@ class Store(ABC):
         """Write an entry. It appears whole or not at all; of two writers either may win.
 
         `replace` overwrites an existing entry; readers see the old or the new one. An entry of
-        another format, which this release cannot read, is always overwritten.
+        another format, which this release cannot read, is always overwritten; in a directory,
+        not while it is leased.
 
         Returns:
             False if an entry of this key exists: it stays, and this call counts as a use of it.

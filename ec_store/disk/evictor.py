@@ -152,7 +152,7 @@ class Evictor:
             expired = self._clock.expiry_now(tree.root) - kept.used_s > ttl_s
             if expired and (freed := self._remove(tree, [kept], now)[0]):
                 count.remove(freed)
-        if holds():
+        if not count.ended_early and holds():
             self._correct(tree, count)
 
     def _free_timed(self, tree: Tree, lacking: Lacking, ttl_s: float, holds: Holds | None) -> Freed:
@@ -218,7 +218,7 @@ class Evictor:
         all_seen = len(sample) < wanted and not count.unread
         if holds is not None and (all_seen or _is_doubtful(count)):
             deque(files, maxlen=0)  # counts the rest of the store
-            if not holds():
+            if count.ended_early or not holds():
                 return Evicted(count.cleared_bytes, count.cleared > 0, False, count.unread)
             self._correct(tree, count)
         cleared = count.cleared_bytes
@@ -254,6 +254,7 @@ class Evictor:
             if holds is not None and time.monotonic() - renewed_s > RENEW_S:
                 renewed_s = time.monotonic()
                 if not holds():
+                    count.ended_early = True
                     return
             size = taken_bytes(found.size_bytes)
             if not found.staging:

@@ -78,6 +78,7 @@ class Count:
         unread: errors of files and folders that could not be counted.
         cleared_bytes, cleared: size and number of the leftovers of crashes that were removed during
             the count.
+        ended_early: whether the lock was lost, or could not be read, before all files were counted.
     """
 
     before: Usage
@@ -88,6 +89,7 @@ class Count:
     unread: list[OSError] = field(default_factory=list)
     cleared_bytes: int = 0
     cleared: int = 0
+    ended_early: bool = False
 
     def add(self, size_bytes: int) -> None:
         self.least_bytes += size_bytes

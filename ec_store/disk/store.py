@@ -11,7 +11,13 @@ from typing import Self, TypeVar
 
 from ec_store.base import Listed, Store, StoreStats
 from ec_store.counts import Counts
-from ec_store.disk.claims import add_leases, count_leased, give_back, take_claims
+from ec_store.disk.claims import (
+    add_leases,
+    count_leased,
+    give_back,
+    leased_digests,
+    take_claims,
+)
 from ec_store.disk.config import DiskConfig, GivenSettings, StoreSettings
 from ec_store.disk.entry_files import (
     EntryFiles,
@@ -290,27 +296,30 @@ class SharedDiskStore(Store):
         with suppress(OSError):
             tree = self._opening.tree()
             folder = tree.folder(digest)
-            if not self._is_ignored(tree, folder, digest):
+            if not self._is_ignored(tree, folder, digest, digest):
                 return
             aside = self._staging_name(tree, digest, folder.stat(digest).st_size)
             folder.rename(digest, aside)
             status = folder.stat(aside)
             ignored = False  # an entry that cannot be read gets its name back
             with suppress(OSError):
-                ignored = self._is_ignored(tree, folder, aside)
+                ignored = self._is_ignored(tree, folder, aside, digest)
             restored = not ignored and folder.publish(aside, digest)
             if folder.remove(aside) and not restored:
                 self._keeper.ledger.release(tree.usage, taken_bytes(status.st_size))
 
-    def _is_ignored(self, tree: Tree, folder: Folder, name: str) -> bool:
-        """Return whether an entry is expired, too large or of another format. Raises OSError."""
+    def _is_ignored(self, tree: Tree, folder: Folder, name: str, digest: str) -> bool:
+        """Return whether an entry is expired, too large or of another format. Raises OSError.
+
+        Readers of another release may have leased an entry of their format: it is not ignored.
+        """
         if not self._is_live(tree, folder.stat(name)):
             return True
         fd = folder.open(name, READ)
         try:
             load_header(None, fd, os.fstat(fd).st_size)
         except OtherFormat:
-            return True
+            return not leased_digests(tree.leases, [digest], self._now(tree))
         except CorruptEntry:  # quarantined by the next reader
             return False
         finally:

@@ -362,7 +362,7 @@ class EncodeTries:
             if len(items) == 1:  # a group may have failed by any of its items
                 context.doubts.add(failure, using, items[0])
             if not isinstance(failure, UpstreamDied):
-                raise
+                raise context.watched.final_error(failure, instance) from failure.__cause__
             blamed = (items[0].identity,) if len(items) == 1 else ()
             error = self._fatal.after(failure, instance, context.watched, blamed)
             raise error from failure.__cause__

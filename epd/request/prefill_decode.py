@@ -285,9 +285,9 @@ class PrefillDecodeStages:
         self, error: ProxyError, instance: Instance, prepared: PreparedRequest
     ) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
-        if not isinstance(error, UpstreamDied):
-            return error
         watched = prepared.stage_input.context.watched
+        if not isinstance(error, UpstreamDied):
+            return watched.final_error(error, instance)
         return self._fatal.after(error, instance, watched, prepared.encodings.local_identities)
 
     def _judging(

@@ -22,7 +22,14 @@ import structlog
 from xxhash import xxh3_128_hexdigest
 
 from ec_store.bounded import BoundedDict
-from epd.errors import NoInstance, Stage, SuspectedFatal, UpstreamDied
+from epd.errors import (
+    NoInstance,
+    ProxyError,
+    Stage,
+    SuspectedFatal,
+    UpstreamDied,
+    UpstreamUnreachable,
+)
 from epd.routing.instances import Instance
 
 MAX_DEATHS = 2
@@ -144,8 +151,19 @@ class Watched:
             return best(lambda instance: instance.url == url and (fits is None or fits(instance)))
         except NoInstance as error:
             failure = in_quarantine(stage)
-            failure.retryable = url not in self.fatal_to
+            # No other stage can do decode's work.
+            failure.retryable = stage != "decode" and url not in self.fatal_to
             raise failure from error
+
+    def final_error(self, error: ProxyError, instance: Instance) -> ProxyError:
+        """Return the error of a request to this instance, as if `choose_instance` had raised it.
+
+        The only instance of a stage is chosen although it is down.
+        """
+        down = isinstance(error, UpstreamUnreachable)
+        if self.pins is None or not down or instance.url not in self.fatal_to:
+            return error
+        return in_quarantine(error.stage)
 
 
 class _Subject(NamedTuple):

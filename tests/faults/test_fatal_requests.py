@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from epd.edge.drain import DRAIN
+from epd.routing import fatal
 from epd.routing.instances import Role
 from epd.server.operator_routes import TABLE
 from epd.ui.state import metric_totals
@@ -577,6 +578,52 @@ async def test_decode_encodes_for_a_request_in_quarantine_while_its_encode_insta
 
         assert sum(bool(instance.calls) for instance in fleet.encode) == 1
         assert len(serving(fleet, "apples")) == 1
+
+
+@pytest.mark.parametrize("role", ["encode", "prefill"])
+async def test_no_other_stage_serves_a_request_in_quarantine_whose_only_instance_died_of_such(
+    launch: Launch, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three deaths of one instance are counted here although they are not 10 s apart."""
+    monkeypatch.setattr(fatal, "SAME_DEATH_S", -1.0)
+    encode, prefill = (1, 0) if role == "encode" else (0, 1)
+    async with launch(encode, prefill, 2, on_prefill_failure="local", probe_interval_s=60) as fleet:
+        [only] = getattr(fleet, role)
+        only.chat = drops
+
+        def poison(number: int) -> dict[str, Any]:
+            return request(text(f"poison {number}"), *[image(b"%d" % number)] * encode)
+
+        for number in range(3):
+            await outcome(fleet, poison(number))
+        await only.stop_listening()
+        before = sent(fleet.decode)
+        for number in range(3, 6):
+            assert await outcome(fleet, poison(number)) == KILLED
+
+        assert sent(fleet.decode) == before
+
+
+async def test_a_request_in_quarantine_is_not_prefilled_again_while_its_decode_instance_is_down(
+    launch: Launch,
+) -> None:
+    async def chat(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        answer = await (drops if "poison" in str(body) else decodes)(http, body)
+        answer.force_close()
+        return answer
+
+    async with launch(0, 2, 4, decode_balance="round_robin", probe_interval_s=60) as fleet:
+        killed_by(chat, *fleet.decode)
+        for number in range(2):
+            await outcome(fleet, request(text(f"poison {number}")))
+        assert await outcome(fleet, request(text("apples" * 100))) == (200, None)
+        [pinned] = serving(fleet, "apples")
+        await pinned.stop_listening()
+        await outcome(fleet, request(text("apples" * 300)))
+        before = sent(fleet.prefill)
+        assert await outcome(fleet, request(text("apples" * 900))) == KILLED
+
+        assert sent(fleet.prefill) == before + 1
 
 
 async def test_other_tenants_are_not_affected_by_a_request_that_varies(

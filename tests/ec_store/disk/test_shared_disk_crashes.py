@@ -16,8 +16,10 @@ from ec_store import StoreUnavailable
 from ec_store.disk import evictor, ledger, mounts, tree
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder
+from ec_store.disk.housekeeping import Housekeeping
 from ec_store.disk.ledger import Ledger
-from ec_store.disk.tree import taken_bytes
+from ec_store.disk.lock import FileLock
+from ec_store.disk.tree import Tree, taken_bytes
 from tests.ec_store.contract import assert_same, key, sized
 from tests.ec_store.disk import on_disk
 from tests.ec_store.disk.on_disk import age, entries_bytes, files, path_of, take_lock
@@ -368,3 +370,26 @@ def test_eviction_that_loses_its_lock_during_a_count_removes_and_corrects_nothin
         assert len(read) == 3
         assert store.stats().evictions == 0
         assert store.stats().entries == 11
+
+
+@pytest.mark.fault(94)
+@pytest.mark.parametrize("clean", [Housekeeping.evict, partial(Housekeeping.sweep, every_s=0)])
+def test_count_that_ends_at_an_error_of_the_lock_corrects_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch, clean: Callable[[Housekeeping, Tree], int]
+) -> None:
+    """A file server may fail one read of the lock, and answer the next one."""
+    monkeypatch.setattr(evictor, "RENEW_S", -1)
+    still_held, asked = FileLock.still_held, list[object]()
+
+    def fails_once(*args: Any) -> bool:
+        asked.append(args)
+        return len(asked) != 3 and still_held(*args)
+
+    with opened(root) as store:
+        for n in range(6):
+            store.put(key(str(n)), sized(1000))
+        monkeypatch.setattr(FileLock, "still_held", fails_once)
+        clean(store._keeper, store._opening.tree())  # noqa: SLF001
+
+        assert len(asked) >= 3
+        assert store.stats().entries == 6

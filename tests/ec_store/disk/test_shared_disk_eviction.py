@@ -177,7 +177,7 @@ def test_entry_that_cannot_be_read_when_it_is_checked_again_gets_its_name_back(
 ) -> None:
     names: list[str] = []
 
-    def is_ignored(_: SharedDiskStore, tree: object, folder: object, name: str) -> bool:
+    def is_ignored(_: SharedDiskStore, tree: object, folder: object, name: str, __: str) -> bool:
         names.append(name)
         if name != key().digest:
             raise PermissionError(errno.EACCES, "another user's")

@@ -20,6 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+import ec_store.entry
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
 from ec_store.disk import evictor, opening
 from ec_store.disk import files as disk_files
@@ -600,6 +601,21 @@ def test_a_store_full_of_leased_entries_takes_no_more(root: Path) -> None:
         assert all(store.lookup(keys))
         assert store.stats().drops == 2
         assert store.stats().leased == 9
+
+
+@pytest.mark.fault(93)
+def test_a_put_replaces_no_entry_of_another_format_that_its_readers_lease(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(root) as store:
+        with monkeypatch.context() as later:
+            later.setattr(ec_store.entry, "FORMAT", "ec_store/2")
+            store.put(key(), sized(100))
+        add_leases(store._opening.tree().leases, [key().digest], 60, time.time())  # noqa: SLF001
+
+        assert store.put(key(), sized(100, 2)) is False
+        monkeypatch.setattr(ec_store.entry, "FORMAT", "ec_store/2")
+        assert_same(sized(100), store.get(key()))
 
 
 @pytest.mark.fault(95)
