@@ -16,8 +16,9 @@ from ec_store.disk.files import Folder, create_locked, is_unlocked
 IDLE_S = 3600.0
 """Seconds without a write after which a process counts as ended, and its line is merged."""
 
-KNOWN_LINES = 1024
-"""Parsed lines that are cached, some 0.5 MB: each put adds up all lines, and changes only one."""
+KNOWN_LINES = 4096
+"""Parsed lines that are cached, some 2 MB: each put adds up all lines, and changes only one. With
+more lines than this, each is parsed each time."""
 
 WRITER_DIGITS = 8
 """Digits of a writer's name in the names of its staging files, which other digits complete."""

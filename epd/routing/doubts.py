@@ -37,7 +37,7 @@ class Doubt(NamedTuple):
         State that is lost fails requests that are under way together. If the instance had failed
         its last request when this one began, it probably fails at all.
         """
-        return not (self.loads and self.using.began_proven)
+        return not self.loads or self.using.began_failing
 
 
 @dataclass(slots=True)

@@ -94,6 +94,7 @@ class Health:
         policy: the limits; may be replaced at any time.
         met: whether it has ever answered a probe or a request.
         proven: whether the last request that it answered or failed had succeeded.
+        failing: whether that request had failed; neither before the first one.
         cause: cause of the state `EJECTED` or `DOWN`, in words; empty in other states.
         progress_s: time of its last known progress.
         late_since_s: start of the first request since then that got no answer in time; infinite
@@ -113,7 +114,7 @@ class Health:
         to 1, for the jitter of probes.
         """
         self.policy = policy
-        self.met = self.proven = False
+        self.met = self.proven = self.failing = False
         self.cause = ""
         self.progress_s = -math.inf
         self.late_since_s = math.inf
@@ -168,6 +169,7 @@ class Health:
         the back-off starts from its minimum.
         """
         self.met = self.proven = True
+        self.failing = False
         state = self.state(now_s)
         if state is HealthState.TRIAL or state is HealthState.DOWN:
             self._failed_probes = 0
@@ -206,7 +208,7 @@ class Health:
             case Outcome.BAD | Outcome.UNREACHABLE:
                 self._failed(now_s, unreachable=outcome is Outcome.UNREACHABLE)
             case Outcome.DOUBTFUL:
-                self.proven = False
+                self.proven, self.failing = False, True
             case Outcome.LATE:
                 self._record_late(now_s, others_work=others_work)
             case Outcome.REFUSED:
@@ -272,7 +274,7 @@ class Health:
             self._eject(now_s, "timeouts without progress")
 
     def _failed(self, now_s: float, *, unreachable: bool) -> None:
-        self.proven = False
+        self.proven, self.failing = False, True
         self._failures += 1
         state = self.state(now_s)
         few = state is HealthState.HEALTHY and not self._fails_often()

@@ -70,7 +70,7 @@ class InFlight(Reservation):
             a prefix.
         was_proven: whether the last judged request at the instance, before this one ended, had
             succeeded.
-        began_proven: the same, before this one began.
+        began_failing: whether the one before this one began had failed.
     """
 
     _health: Health
@@ -85,13 +85,13 @@ class InFlight(Reservation):
     _sent_s: float | None = None
     matched: int | None = None
     was_proven: bool = False
-    began_proven: bool = False
+    began_failing: bool = False
 
     def begin_request(self) -> Self:
         self._load.begin_request(self.rank)
         self._begun = self._health.request_begun()
         self._begun_s = self._clock()
-        self.began_proven = self._health.proven
+        self.began_failing = self._health.failing
         if self._prefix.links:
             self._computed = self._load.cache_of(self.rank).begin_prompt(self._prefix)
             self.matched = self._prefix.tokens - self._computed
