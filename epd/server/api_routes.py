@@ -32,9 +32,11 @@ GUARDED = ("/v1/", "/v2/")
 """Prefixes of the paths at which an instance started with `--api-key` checks the client's key."""
 
 TAIL_BYTES = 16 * 1024
-"""Size of the end of a relayed answer in which its usage is: after it, vLLM sends small fields only,
-but for `prompt_logprobs`, `prompt_token_ids`, `prompt_text` and the block ids of
-`kv_transfer_params` of chat completions. If they are larger, decode's numbers are sent."""
+"""Size of the end of a relayed answer in which its usage is.
+
+After it vLLM sends small fields only, but for `prompt_logprobs`, `prompt_token_ids`, `prompt_text`
+and the block ids of `kv_transfer_params` of chat completions. If they are larger, decode's own
+numbers are sent."""
 
 
 class MediaDeleted(TypedDict):

@@ -90,6 +90,12 @@ class Platform:
         words = (BFLOAT16 if word == FLOAT32 else word for word in self.flags)
         return replace(self, flags=tuple(words))
 
+    def with_cores(self, cores: int) -> Self:
+        """Return the platform for instances that have this number of cores each."""
+        if THREADS not in self.environment:
+            return self
+        return replace(self, environment={**self.environment, THREADS: str(cores)})
+
     def visible_devices(
         self, environ: Mapping[str, str], dev: Path = Path("/dev")
     ) -> tuple[str, ...]:
@@ -105,6 +111,9 @@ FLOAT32, BFLOAT16 = "float32", "bfloat16"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 UCX = {"UCX_TLS": "all", "UCX_NET_DEVICES": "all"}
 
+THREADS = "OMP_NUM_THREADS"
+"""Variable with the number of threads that compute a model on a CPU."""
+
 BINDING, UNBOUND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 """vLLM's variable for the cores that a process with a model on a CPU is bound to, and the value
 for no cores."""
@@ -119,8 +128,8 @@ XPU = Platform(name="xpu", affinity="ZE_AFFINITY_MASK", files="dri/renderD*", uc
 CPU = Platform(
     name="cpu",
     environment={
-        # Instances share the cores of one machine: each has one thread, bound to no core.
-        "OMP_NUM_THREADS": "1",
+        # Instances share the cores of one machine, and are bound to none.
+        THREADS: "1",
         BINDING: UNBOUND,
         "VLLM_CPU_KVCACHE_SPACE": "1",
     },

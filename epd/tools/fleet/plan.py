@@ -245,9 +245,11 @@ def _engines(
     devices: tuple[tuple[str, ...], ...] = ((),) * len(roles)
     if platform.affinity is not None:
         devices = assign(roles, settings.named_devices(), platform.visible_devices(environ))
+    share = max(1, cores // len(roles))
+    platform = platform.with_cores(share)
     # An encode instance prepares media on its share of the cores. Instances that answer clients
     # keep one API server, which has the state of their stored responses and adapters.
-    api_servers = max(1, min(platform.api_servers, cores // len(roles)))
+    api_servers = min(platform.api_servers, share)
     by_role = settings.by_role()
     ports = {role: count(of_role.port) for role, of_role in by_role.items()}
     nixl_ports = count(settings.nixl_port, NIXL_STEP)

@@ -241,6 +241,21 @@ def test_each_stage_is_started_on_its_devices_with_its_flags() -> None:
 
 
 @pytest.mark.parametrize(
+    ("topology", "cores", "threads"), [("1e1pd", 16, 8), ("1e1p1d", 2, 1), ("1pd", 2, 2)]
+)
+def test_instances_on_a_cpu_compute_on_their_share_of_the_cores(
+    topology: str, cores: int, threads: int
+) -> None:
+    engines = plan(cores=cores, topology=topology, device="cpu").engines
+    callers = plan({"OMP_NUM_THREADS": "3"}, cores=cores, topology=topology, device="cpu").engines
+
+    assert {engine.environment()["OMP_NUM_THREADS"] for engine in engines} == {str(threads)}
+    assert {engine.environment()["OMP_NUM_THREADS"] for engine in callers} == {"3"}
+    for engine in plan(cores=cores, topology=topology, device="cuda").engines:
+        assert "OMP_NUM_THREADS" not in engine.environment()
+
+
+@pytest.mark.parametrize(
     ("topology", "device", "cores", "servers"),
     [
         ("1e1pd", "cuda", 16, 4),
