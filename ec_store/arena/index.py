@@ -5,6 +5,7 @@ The server calls it on its event loop, with the time. No method waits or copies 
 
 import enum
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -95,19 +96,25 @@ class ArenaIndex:
         evictions: number of evicted entries.
     """
 
-    def __init__(self, extents: ExtentAllocator, *, client_bytes: int, ttl_s: float | None) -> None:
+    def __init__(
+        self,
+        extents: ExtentAllocator,
+        *,
+        client_bytes: int | None = None,
+        ttl_s: float = math.inf,
+    ) -> None:
         """Create an empty index.
 
         Args:
             extents: allocator of the memory.
             client_bytes: upper bound of the bytes that one client has pinned, and of those that it
-                has begun to write.
-            ttl_s: time after its last use at which an entry expires; None: never.
+                has begun to write; None: all of the memory.
+            ttl_s: time after its last use at which an entry expires.
         """
         self.changed: set[bytes] = set()
         self.evictions = 0
         self._extents = extents
-        self._client_bytes = client_bytes
+        self._client_bytes = client_bytes or extents.size_bytes
         self._ttl_s = ttl_s
         self._entries: dict[bytes, Slot] = {}
         self._unused: OrderedDict[bytes, Slot] = OrderedDict()
@@ -200,7 +207,7 @@ class ArenaIndex:
                 return Refusal.THERE
             if slot.digest in self._writing:
                 return Refusal.BEGUN
-        if slot.size_bytes > min(self._extents.size_bytes, self._client_bytes):
+        if slot.size_bytes > self._client_bytes:
             return Refusal.TOO_LARGE
         if client.begun_bytes + slot.size_bytes > self._client_bytes:
             return Refusal.FULL
@@ -265,7 +272,7 @@ class ArenaIndex:
         return self.delete([slot.digest for slot in self.slots() if slot.namespace == namespace])
 
     def expire(self, now_s: float) -> int:
-        """Delete expired entries that nobody uses, and expired claims.
+        """Delete expired entries that are not in use, and expired claims.
 
         The cost grows with the number of claims. Return the number of deleted entries.
         """
@@ -343,7 +350,7 @@ class ArenaIndex:
         return self._entries.get(slot.digest) is slot
 
     def _is_expired(self, slot: Slot, now_s: float) -> bool:
-        if self._ttl_s is None or now_s < slot.used_s + self._ttl_s:
+        if now_s < slot.used_s + self._ttl_s:
             return False
         return not slot.pins and slot.leased_until_s <= now_s
 

@@ -40,7 +40,7 @@ Role = Literal["proxy", "reader", "writer"]
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Request or reply."""
+    """Request of a client, or reply of the server, as an array."""
 
 
 class Hello(Message, frozen=True):
@@ -327,22 +327,24 @@ class Frames:
         self._max_bytes = max_bytes
         self._data = bytearray()
 
-    def split(self, data: bytes) -> Iterator[bytes]:
-        """Yield the messages that are complete with these bytes. Raise BadMessage for a long one.
+    @property
+    def begun(self) -> bool:
+        """Return whether there are bytes after the last message."""
+        return bool(self._data)
 
-        The cost does not depend on how the bytes are divided.
+    def split(self, data: bytes) -> Iterator[bytes]:
+        """Yield the messages that are complete with these bytes.
+
+        Raises:
+            BadMessage: a message is too long.
         """
         self._data += data
-        begin = 0
-        try:
-            while len(self._data) - begin >= LENGTH_BYTES:
-                start = begin + LENGTH_BYTES
-                size = int.from_bytes(self._data[begin:start], "little")
-                if size > self._max_bytes:
-                    raise BadMessage(f"a message of {size} bytes, of at most {self._max_bytes}")
-                if len(self._data) < start + size:
-                    break
-                begin = start + size
-                yield bytes(self._data[start:begin])
-        finally:
-            del self._data[:begin]
+        while len(self._data) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + int.from_bytes(self._data[:LENGTH_BYTES], "little")
+            if end > self._max_bytes:
+                raise BadMessage(f"a message of {end} bytes, of at most {self._max_bytes}")
+            if len(self._data) < end:
+                break
+            message = bytes(self._data[LENGTH_BYTES:end])
+            del self._data[:end]  # constant time: bytearray moves its start
+            yield message

@@ -5,6 +5,7 @@ ends, what it had pinned or begun stays until the process is gone: a device may 
 """
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Self, cast
 
 from ec_store.arena.arena import Arena
-from ec_store.arena.index import Client
+from ec_store.arena.index import ArenaIndex, Client
 from ec_store.arena.memory import ArenaMemory
 from ec_store.arena.protocol import (
     MAX_REQUEST_BYTES,
@@ -51,6 +52,7 @@ GONE_S = 60.0
 kernel gives no descriptor of its process (`SO_PEERPIDFD`, Linux 6.5)."""
 
 ACCEPT_AGAIN_S = 0.1
+EXPIRE_EVERY_S = 10.0
 BACKLOG = 128
 MAX_CONNECTIONS = 1024
 MAX_HELLO_BYTES = 256
@@ -63,26 +65,23 @@ class ArenaServer:
 
     def __init__(
         self,
-        arena: Arena,
         memory: ArenaMemory,
+        index: ArenaIndex,
         *,
-        allows: Callable[[int, int], bool],
         gone_s: float = GONE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the server.
 
         Args:
-            arena: entries of the memory.
             memory: the memory, the descriptor of which the server closes.
-            allows: returns whether a process of this user and group may connect.
+            index: index of its entries.
             gone_s: as `GONE_S`.
             clock: monotonic clock in seconds.
         """
-        self.arena = arena
+        self.arena = Arena(index, memory.size_bytes)
         self.clock = clock
         self.waiting: defaultdict[bytes, set[Session]] = defaultdict(set)
-        self._allows = allows
         self._gone_s = gone_s
         self._memory = memory
         self._name = secrets.token_bytes(16)
@@ -90,24 +89,19 @@ class ArenaServer:
         self._numbers = count(1)
         self._sessions: dict[int, Session] = {}
         self._gone: dict[int, Peer] = {}
-        self._listener: asyncio.Task[None] | None = None
-        self._greetings: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, path: Path) -> None:
-        """Listen on a path; its folder decides who may connect.
-
-        Raises:
-            OSError: another server listens there, or the path cannot be used.
-        """
-        listener = _listen(path)
-        self._listener = asyncio.get_running_loop().create_task(self._accept(listener))
+    def start(self, listener: socket.socket) -> None:
+        """Accept connections of a socket from `listen`, which the server closes."""
+        loop = asyncio.get_running_loop()
+        self._tasks.add(loop.create_task(self._accept(listener)))
+        self._tasks.add(loop.create_task(self._expire()))
 
     async def close(self) -> None:
         """Stop listening and disconnect all clients. Their memory stays mapped in them."""
-        tasks = [*self._greetings, *([self._listener] if self._listener else [])]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for session in list(self._sessions.values()):
             session.transport.abort()
         await asyncio.sleep(0)
@@ -160,6 +154,12 @@ class ArenaServer:
         self.arena.index.forget(self.arena.gone.pop(number), self.clock())
         self.settle_waits()
 
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_EVERY_S)
+            self.arena.index.expire(self.clock())
+            self.settle_waits()
+
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         with listener:
@@ -171,8 +171,8 @@ class ArenaServer:
                     await asyncio.sleep(ACCEPT_AGAIN_S)
                     continue
                 greeting = loop.create_task(self._greet(connection))
-                self._greetings.add(greeting)
-                greeting.add_done_callback(self._greetings.discard)
+                self._tasks.add(greeting)
+                greeting.add_done_callback(self._tasks.discard)
 
     async def _greet(self, connection: socket.socket) -> None:
         """Answer the first request of a connection, which gets the memory's descriptor."""
@@ -188,7 +188,7 @@ class ArenaServer:
             peer.close()
             connection.close()
             return
-        if (problem := self._refusal(hello, peer)) is not None:
+        if (problem := self._refusal(hello)) is not None:
             with suppress(OSError):
                 connection.send(encode(Failed(problem)))
             peer.close()
@@ -209,14 +209,12 @@ class ArenaServer:
         self.arena.clients[number] = session.client
         await asyncio.get_running_loop().connect_accepted_socket(lambda: session, connection)
 
-    def _refusal(self, hello: Hello, peer: "Peer") -> str | None:
+    def _refusal(self, hello: Hello) -> str | None:
         if hello.version != VERSION:
             return (
                 f"the server of the arena speaks version {VERSION} of its protocol, this client "
                 f"version {hello.version}: run one release of ec_store in both"
             )
-        if not self._allows(peer.uid, peer.gid):
-            return f"user {peer.uid} may not use this arena"
         if len(self._sessions) >= MAX_CONNECTIONS:
             return f"the arena has {MAX_CONNECTIONS} connections, which is the maximum"
         return None
@@ -327,17 +325,29 @@ class Session(asyncio.Protocol):
             self._timer.cancel()
 
 
-def _listen(path: Path) -> socket.socket:
+def listen(path: Path, mode: int) -> socket.socket:
     """Return a socket that listens on a path, as the only server of it.
 
-    The lock is on a file beside the socket: a socket that a killed server has left is removed.
+    The kernel checks the permissions of the socket and of its folder when a client connects. A
+    socket that a killed server has left is replaced.
+
+    Args:
+        path: path of the socket; a file beside it is locked.
+        mode: permissions of the socket, such as 0600.
+
+    Raises:
+        OSError: another server listens there, or the path cannot be used.
     """
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(errno.EADDRINUSE, "another server listens there") from None
         path.unlink(missing_ok=True)
         listener.bind(str(path))
+        path.chmod(mode)  # before `listen`, no client can connect
         listener.listen(BACKLOG)
     except OSError:
         listener.close()
@@ -350,9 +360,8 @@ def _listen(path: Path) -> socket.socket:
 async def _read_hello(connection: socket.socket) -> Hello:
     loop, frames = asyncio.get_running_loop(), Frames(MAX_HELLO_BYTES)
     while data := await loop.sock_recv(connection, MAX_HELLO_BYTES):
-        for body in frames.split(data):
-            request = read_request(body)
-            if isinstance(request, Hello):
-                return request
-            raise BadMessage("the first request is no Hello")
+        for request in map(read_request, frames.split(data)):
+            if not isinstance(request, Hello) or frames.begun:
+                raise BadMessage("the first request is no Hello, or is not alone")
+            return request
     raise BadMessage("no request")

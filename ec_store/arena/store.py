@@ -61,11 +61,14 @@ class ArenaStore(Store):
 
     It connects at the first call. Payloads are copied here, between this process's memory and the
     host's; everything else is one round trip to the server.
+
+    Attributes:
+        options: options of its URL.
     """
 
     def __init__(self, options: ArenaOptions, role: Role = "writer") -> None:
         """Create a store; a `proxy` cannot read or write entries, only look them up."""
-        self._options = options
+        self.options = options
         self._role = role
         self._connection = ArenaConnection(options.path, role, options.timeout_s)
         self._waiting = ArenaConnection(options.path, "proxy", options.timeout_s)
@@ -78,7 +81,7 @@ class ArenaStore(Store):
         return cls(arena_options(url))
 
     def __repr__(self) -> str:
-        return f"ArenaStore({self._options.path})"
+        return f"ArenaStore({self.options.path})"
 
     @property
     def in_memory(self) -> bool:
@@ -256,7 +259,7 @@ class ArenaStore(Store):
             data = part.data.toreadonly()
         else:
             data = copy_out(parts, self._buffers.take_buffer(info.payload_bytes)).toreadonly()
-        if random.random() < self._options.verify and checksum(data) != info.checksum:  # noqa: S311
+        if random.random() < self.options.verify and checksum(data) != info.checksum:  # noqa: S311
             raise CorruptEntry("its checksum does not match its payload")
         if len(parts) == 1:
             weakref.finalize(part, arena.released.append, pin.number)

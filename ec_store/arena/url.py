@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ec_store.config import duration_s, parameters, size_bytes
+from ec_store.config import duration_s, octal, parameters, size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +15,9 @@ class ArenaOptions:
         path: path of the server's Unix socket.
         timeout_s: upper bound of a call's duration.
         verify: share of the reads that are compared with their checksum, from 0 to 1.
-        max_bytes: size of the memory, for its server.
-        ttl_s: seconds that an entry is kept after its last use, for the server.
+        max_bytes: size of the memory. This and the following are for the server.
+        ttl_s: seconds that an entry is kept after its last use.
+        mode: permissions of the socket: with 0660, the group of its folder may connect too.
     """
 
     path: str
@@ -24,6 +25,7 @@ class ArenaOptions:
     verify: float = 0.01
     max_bytes: int = 8 * 2**30
     ttl_s: float = 7 * 86400.0
+    mode: int = 0o600
 
 
 def arena_options(url: str) -> ArenaOptions:
@@ -43,6 +45,7 @@ def arena_options(url: str) -> ArenaOptions:
         "verify": _share,
         "max_bytes": size_bytes,
         "ttl": duration_s,
+        "mode": octal,
     }
     names = {"timeout": "timeout_s", "ttl": "ttl_s"}
     given = {names.get(name, name): value for name, value in parameters(url, known).items()}

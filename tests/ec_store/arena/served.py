@@ -1,18 +1,16 @@
 """Server of an arena on a thread of the test process."""
 
 import asyncio
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ec_store.arena.arena import Arena
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
-from ec_store.arena.server import ArenaServer
+from ec_store.arena.server import ArenaServer, listen
 
 MIB = 2**20
 
@@ -24,19 +22,17 @@ def serving(
     *,
     segment_bytes: int = 2**30,
     client_bytes: int | None = None,
-    ttl_s: float | None = None,
     **options: Any,
 ) -> Iterator[ArenaServer]:
     memory = create_memory(size_bytes, segment_bytes)
     extents = ExtentAllocator(size_bytes, segment_bytes)
-    index = ArenaIndex(extents, client_bytes=client_bytes or size_bytes, ttl_s=ttl_s)
-    arena = Arena(index, size_bytes)
+    index = ArenaIndex(extents, client_bytes=client_bytes)
     started: list[ArenaServer] = []
     ready, done = threading.Event(), threading.Event()
 
     async def serve() -> None:
-        server = ArenaServer(arena, memory, **{"allows": _own, **options})
-        server.start(path)
+        server = ArenaServer(memory, index, **options)
+        server.start(listen(path, 0o600))
         started.append(server)
         ready.set()
         await asyncio.to_thread(done.wait)
@@ -50,7 +46,3 @@ def serving(
     finally:
         done.set()
         thread.join()
-
-
-def _own(uid: int, _gid: int) -> bool:
-    return uid == os.getuid()

@@ -136,7 +136,8 @@ class Walk:
             assert used or slot.leased_until_s > self.now_s or self.now_s < slot.used_s + TTL_S
 
     def claim(self) -> None:
-        client, digest, owner = map(self.rng.choice, (self.clients, DIGESTS, OWNERS))
+        client, digest = self.rng.choice(self.clients), self.rng.choice(DIGESTS)
+        owner = self.rng.choice(OWNERS)
         seconds = self.rng.uniform(0, 30)
         _, holder, until_s = self.claims.get(digest, (client, owner, 0.0))
         free = until_s <= self.now_s or holder == owner
@@ -227,7 +228,7 @@ def test_the_index_does_what_a_model_of_it_does(seed: int) -> None:
 
 
 def test_the_least_recently_used_entry_is_evicted() -> None:
-    index = ArenaIndex(ExtentAllocator(3 * PAGE_BYTES, 2**20), client_bytes=2**20, ttl_s=None)
+    index = ArenaIndex(ExtentAllocator(3 * PAGE_BYTES, 2**20))
     client = Client()
 
     def put(digest: bytes, now_s: float) -> None:
