@@ -140,7 +140,7 @@ def test_a_killed_writer_leaves_nothing(path: Path, server: ArenaServer, store: 
     assert stats(path).taken_bytes == 0
 
 
-def test_what_a_killed_reader_had_pinned_can_be_evicted(
+def test_entries_of_a_killed_reader_can_be_evicted(
     path: Path, server: ArenaServer, store: ArenaStore
 ) -> None:
     store.put(key(), sized(MIB))
@@ -175,7 +175,7 @@ def test_bytes_that_a_living_process_may_copy_stay_after_its_connection(
     reader.close()
 
 
-def test_without_a_descriptor_of_the_process_its_bytes_stay_for_a_time(path: Path) -> None:
+def test_bytes_stay_for_a_time_without_a_descriptor_of_the_process(path: Path) -> None:
     with serving(path, 8 * MIB, gone_s=0.5) as server, opened(path) as store:
         store.put(key(), sized(MIB))
         reader = opened(path)
@@ -227,7 +227,7 @@ def test_a_connection_without_a_hello_is_closed(
     assert stats(path).clients == 1
 
 
-def test_another_version_is_refused_with_both_named(path: Path, server: ArenaServer) -> None:
+def test_a_client_of_another_version_is_told_both_versions(path: Path, server: ArenaServer) -> None:
     [reply] = raw(path, encode(Hello(2, "writer")))
 
     assert "version 1" in read_reply(reply).text  # type: ignore[union-attr]
