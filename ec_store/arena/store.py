@@ -46,7 +46,7 @@ from ec_store.arena.protocol import (
 from ec_store.arena.url import ArenaOptions, arena_options
 from ec_store.base import LONGEST_CLAIM_S, Listed, Store, StoreStats
 from ec_store.counts import Counts
-from ec_store.entry import Buffers, Entry, EntryInfo, checksum, encode_header, read_header
+from ec_store.entry import Buffers, Entry, EntryInfo, checksum, encode_header, parse_header
 from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
 from ec_store.keys import EntryKey, owner_bytes
 
@@ -250,7 +250,7 @@ class ArenaStore(Store):
         Raises:
             CorruptEntry: it is not the entry of this key. The pin stays.
         """
-        info = read_header(memoryview(pin.header))
+        info = parse_header(pin.header)
         if info.key != key:
             raise CorruptEntry("it is another key's entry")
         try:
@@ -277,7 +277,7 @@ class ArenaStore(Store):
         if not pin.number:
             return None
         try:
-            found = read_header(memoryview(pin.header))
+            found = parse_header(pin.header)
             digest = xxhash.xxh3_64()
             for part in arena.parts(pin.extents, found.payload_bytes):
                 digest.update(part.data)
@@ -358,7 +358,7 @@ def _info(key: EntryKey, header: bytes) -> EntryInfo | None:
     if not header:
         return None
     try:
-        info = read_header(memoryview(header))
+        info = parse_header(header)
     except CorruptEntry:
         return None
     return info if info.key == key else None
@@ -367,7 +367,7 @@ def _info(key: EntryKey, header: bytes) -> EntryInfo | None:
 def _listed(row: Row) -> Listed:
     info, problem, skipped = None, None, None
     try:
-        info = read_header(memoryview(row.header))
+        info = parse_header(row.header)
     except OtherFormat as error:
         skipped = str(error)
     except CorruptEntry as error:
