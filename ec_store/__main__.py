@@ -3,24 +3,32 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import orjson
+import uvloop
 from aiohttp import web
 from rich.console import Console
 from rich.progress import track
 
 from ec_store.aio import AsyncStore
+from ec_store.arena.extents import ExtentAllocator
+from ec_store.arena.index import ArenaIndex
+from ec_store.arena.memory import create_memory
+from ec_store.arena.server import ArenaServer, listen
+from ec_store.arena.store import ArenaStore
 from ec_store.base import Listed, Store
 from ec_store.config import duration_s, octal, size_bytes, size_text
 from ec_store.disk.config import DiskConfig, GivenSettings
 from ec_store.disk.store import SharedDiskStore
-from ec_store.errors import StoreError, StoreMissing
+from ec_store.errors import StoreError, StoreMissing, StoreUnavailable
 from ec_store.opening import open_store
 from ec_store.service import create_app
 
@@ -59,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
         name: str, run: Callable[..., int], text: str, *, create: bool = False
     ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        added.add_argument("url", metavar="URL", help="file:///path, redis://…, rediss://…")
+        added.add_argument("url", metavar="URL", help="file:///path, shm:///path, redis://…")
         added.add_argument("--json", action="store_true", help="print JSON, one object per line")
         added.set_defaults(run=run, create=create, lazy=False)
         return added
@@ -166,7 +174,10 @@ def _purge(store: Store, args: argparse.Namespace) -> int:
 
 def _configure(store: Store, args: argparse.Namespace) -> int:
     if not isinstance(store, SharedDiskStore):
-        text = "ec-store: error: Redis is configured with its own maxmemory and maxmemory-policy"
+        text = (
+            "ec-store: error: only a store in a directory has settings of its own: Redis is "
+            "configured with maxmemory and maxmemory-policy, a memory in the URL of its server"
+        )
         print(text, file=sys.stderr)
         return 2
     given = GivenSettings(**{each.name: getattr(args, each.name) for each in fields(GivenSettings)})
@@ -203,8 +214,33 @@ def _serve(store: Store, args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     app = create_app(AsyncStore(store), interval_s=args.interval_s, api_key=key)
-    web.run_app(app, host=args.host, port=args.port, access_log=None)
+    if isinstance(store, ArenaStore):
+        app.cleanup_ctx.append(partial(_serve_memory, store))
+    # uvloop halves the time of a round trip to the memory's server.
+    web.run_app(app, host=args.host, port=args.port, access_log=None, loop=uvloop.new_event_loop())
     return 0
+
+
+async def _serve_memory(store: ArenaStore, _: web.Application) -> AsyncIterator[None]:
+    """Allocate the memory of a store, and serve it while the application runs."""
+    options = store.options
+    path = Path(options.path)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        listener = listen(path, options.mode)
+    except OSError as error:
+        raise StoreUnavailable(f"cannot listen at {path}: {error}") from error
+    try:
+        memory = create_memory(options.max_bytes)
+    except OSError as error:
+        listener.close()
+        raise StoreUnavailable(f"no memory of {size_text(options.max_bytes)}: {error}") from error
+    extents = ExtentAllocator(memory.size_bytes, memory.segment_bytes)
+    server = ArenaServer(memory, ArenaIndex(extents, ttl_s=options.ttl_s))
+    server.start(listener)
+    print(f"ec-store: {size_text(memory.size_bytes)} in {memory.pages} at {path}", file=sys.stderr)
+    yield
+    await server.close()
 
 
 def _is_loopback(host: str) -> bool:

@@ -260,9 +260,12 @@ def read_header(head: memoryview) -> EntryInfo:
         CorruptEntry: the bytes differ from the output of `encode_header`.
         OtherFormat: the header is of another format.
     """
-    end = header_length(head)
-    raw = bytes(head[:end])
-    return _known(raw) if end <= SHORT_BYTES else _parsed(raw)
+    return parse_header(bytes(head[: header_length(head)]))
+
+
+def parse_header(raw: bytes) -> EntryInfo:
+    """Parse length field and header, with nothing after them; errors are those of `read_header`."""
+    return _known(raw) if len(raw) <= SHORT_BYTES else _parsed(raw)
 
 
 def _parsed(raw: bytes) -> EntryInfo:

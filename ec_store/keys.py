@@ -36,6 +36,12 @@ class EntryKey:
             if 4 * len(part) > MAX_PART_BYTES < len(part.encode("utf-8", "surrogatepass")):
                 raise ValueError(f"a part of a key is longer than {MAX_PART_BYTES} bytes")
 
+    def __eq__(self, other: object) -> bool:
+        """Compare the parts, without the tuples of a dataclass: lookups compare each key."""
+        if not isinstance(other, EntryKey):
+            return NotImplemented
+        return self.identifier == other.identifier and self.namespace == other.namespace
+
     def __hash__(self) -> int:
         """Return the hash of the identifier, which Python caches: claims look keys up often."""
         return hash(self.identifier)

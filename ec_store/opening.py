@@ -6,7 +6,7 @@ from ec_store.aio import THREADS, AsyncStore, on_thread
 from ec_store.base import Store
 from ec_store.concurrency import DaemonPool
 from ec_store.disk.config import DiskConfig
-from ec_store.urls import DISK, REDIS, unknown_scheme
+from ec_store.urls import ARENA, DISK, REDIS, unknown_scheme
 
 
 def open_store(
@@ -15,11 +15,12 @@ def open_store(
     """Open a store by its URL.
 
     Args:
-        url: `file:///path?max_bytes=64GiB&ttl=7d&durability=none`, `redis://…`, `rediss://…` or
-            `redis+cluster://…`; docs/configuration/store.md lists the parameters of each.
+        url: `file:///path?max_bytes=64GiB&ttl=7d&durability=none`, `shm:///path/of/socket`,
+            `redis://…`, `rediss://…` or `redis+cluster://…`; docs/configuration/store.md lists
+            the parameters of each.
         create: whether to create a store in a directory without one.
         lazy: whether the first use opens the directory, and the next use after each failure reopens
-            it. Redis is always opened lazily.
+            it. The other stores are always opened lazily.
         maintain: whether root may open a directory of another user. An engine or a proxy must not:
             the owner would decide what it reads.
 
@@ -36,6 +37,10 @@ def open_store(
         if lazy:
             return SharedDiskStore(DiskConfig.from_url(url), create=create, maintain=maintain)
         return SharedDiskStore.from_url(url, create=create, maintain=maintain)
+    if scheme in ARENA:
+        from ec_store.arena.store import ArenaStore  # noqa: PLC0415
+
+        return ArenaStore.from_url(url)
     if scheme in REDIS:
         from ec_store.redis.store import RedisStore  # noqa: PLC0415
 

@@ -2,11 +2,13 @@
 
 from urllib.parse import urlsplit
 
+from ec_store.arena.url import arena_options
 from ec_store.config import redacted
 from ec_store.disk.config import DiskConfig
 from ec_store.redis.url import TURNS, redis_options
 
 DISK = ("file",)
+ARENA = ("shm",)
 REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 
 
@@ -19,6 +21,8 @@ def check_url(url: str) -> str:
     scheme = urlsplit(url).scheme
     if scheme in DISK:
         DiskConfig.from_url(url)
+    elif scheme in ARENA:
+        arena_options(url)
     elif scheme in REDIS:
         redis_options(url)
     else:
@@ -32,15 +36,16 @@ def fetch_threads(url: str) -> int:
     Reading from memory keeps a core busy, and a second core for large entries. Waiting for a server
     keeps none busy; a node keeps as many idle connections (`ec_store.redis.link.MAX_IDLE`).
     """
-    return 4 if urlsplit(url).scheme in DISK else 16
+    return 4 if urlsplit(url).scheme in DISK + ARENA else 16
 
 
 def writing_bytes(url: str) -> int | None:
     """Return the memory that a server needs for the entries that are being written to it.
 
-    It comes on top of the entries. None if the store of this valid URL is a directory.
+    It comes on top of the entries. None if the store of this valid URL has no server
+    that copies them.
     """
-    if urlsplit(url).scheme in DISK:
+    if urlsplit(url).scheme not in REDIS:
         return None
     return 2 * TURNS * redis_options(url).max_entry_bytes
 
@@ -50,6 +55,6 @@ def unknown_scheme(url: str) -> ValueError:
     if url.startswith("/"):
         return ValueError(f"{url!r} is not the URL of a store: is file://{url} meant?")
     return ValueError(
-        f"{redacted(url)!r} is not the URL of a store: use file://, redis://, rediss://, "
+        f"{redacted(url)!r} is not the URL of a store: use file://, shm://, redis://, rediss://, "
         "redis+cluster:// or rediss+cluster://"
     )

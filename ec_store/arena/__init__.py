@@ -1,0 +1,1 @@
+"""Memory of a host that engines share: one server owns it, engines write and read it directly."""

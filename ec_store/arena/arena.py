@@ -1,0 +1,175 @@
+"""Arena: its memory, its index, and the reply to each request. It does no I/O and never waits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import nsmallest
+
+from ec_store.arena.index import ArenaIndex, Client, Refusal, Slot, pinned_bytes
+from ec_store.arena.protocol import (
+    BadMessage,
+    Begin,
+    Begun,
+    Claimed,
+    ClaimKeys,
+    Delete,
+    Discard,
+    Done,
+    End,
+    Find,
+    GetStats,
+    Headers,
+    List,
+    Namespaces,
+    Page,
+    Pin,
+    Pins,
+    Purge,
+    Read,
+    Register,
+    Release,
+    Reply,
+    Request,
+    Row,
+    Stats,
+    Unpin,
+)
+
+PAGE_ROWS = 256
+"""Rows in one page of a listing, each with a header of some hundred bytes."""
+
+MAX_MODELS = 1024
+"""Upper bound of the models with a registered namespace."""
+
+_MISS = Pin(0, b"", [])
+
+
+@dataclass(slots=True, eq=False)
+class Arena:
+    """Entries of a memory and their users.
+
+    Attributes:
+        size_bytes: size of the memory.
+        clients: clients that are connected, by session.
+        gone: clients that are gone, the bytes of which a device may still be copying, by session.
+        namespaces: registered namespace of each model.
+    """
+
+    index: ArenaIndex
+    size_bytes: int
+    clients: dict[int, Client] = field(default_factory=dict)
+    gone: dict[int, Client] = field(default_factory=dict)
+    namespaces: dict[bytes, bytes] = field(default_factory=dict)
+
+    def answer(  # noqa: C901, PLR0911, PLR0912 - one case for each request
+        self, client: Client, request: Request, now_s: float
+    ) -> Reply | None:
+        """Return the reply to a request of a client; None if it has none.
+
+        Raises:
+            BadMessage: no client of this protocol sends this request at this time.
+        """
+        index = self.index
+        match request:
+            case Find(digests, 0):
+                return Headers(_headers(index.find(digests, now_s)))
+            case Find(digests, seconds):
+                return Headers(_headers(index.lease(digests, seconds, now_s)))
+            case Unpin(numbers):
+                index.unpin(client, numbers, now_s)
+                return None
+            case Read(digests):
+                return Pins([_pin(pin) for pin in index.pin(client, digests, now_s)])
+            case Begin(digest, namespace, size_bytes, replace):
+                slot = Slot(digest, namespace, size_bytes, replace)
+                number = index.begin(client, slot, now_s)
+                if isinstance(number, Refusal):
+                    return Begun(0, [], number.value)
+                return Begun(number, list(slot.extents))
+            case End(number, header):
+                return self._end(client, number, header, now_s)
+            case Discard(number):
+                return Done(int(index.discard(client, number)))
+            case Delete(digests):
+                return Done(index.delete(digests))
+            case Purge(namespace):
+                return self._purge(namespace)
+            case ClaimKeys():
+                return self._claim(client, request, now_s)
+            case Release(digests, owner):
+                index.release(digests, owner)
+                return Done()
+            case List(after):
+                return self._page(after, now_s)
+            case Register(model, namespace):
+                return self._register(model, namespace)
+            case GetStats():
+                return self._stats(now_s)
+            case _:
+                raise BadMessage(f"an unexpected {type(request).__name__}")
+
+    def _end(self, client: Client, number: int, header: bytes, now_s: float) -> Done:
+        try:
+            if header:
+                return Done(int(self.index.commit(client, number, header, now_s)))
+            self.index.abort(client, number)
+        except KeyError:
+            raise BadMessage("it ends a write that it has not begun") from None
+        return Done()
+
+    def _claim(self, client: Client, request: ClaimKeys, now_s: float) -> Claimed:
+        digests, owner, seconds = request.digests, request.owner, request.seconds
+        if not request.find:
+            return Claimed(self.index.claim(client, digests, owner, seconds, now_s), [])
+        headers = _headers(self.index.find(digests, now_s))
+        missing = [digest for digest, header in zip(digests, headers, strict=True) if not header]
+        held = iter(self.index.claim(client, missing, owner, seconds, now_s))
+        return Claimed([not header and next(held) for header in headers], headers)
+
+    def _purge(self, namespace: bytes) -> Done:
+        for model in [model for model, name in self.namespaces.items() if name == namespace]:
+            del self.namespaces[model]
+        return Done(self.index.purge(namespace))
+
+    def _page(self, after: bytes, now_s: float) -> Page:
+        slots = (slot for slot in self.index.slots() if slot.digest > after)
+        return Page(
+            [
+                Row(slot.digest, slot.header, slot.taken_bytes, now_s - slot.used_s)
+                for slot in nsmallest(PAGE_ROWS, slots, key=lambda slot: slot.digest)
+            ]
+        )
+
+    def _register(self, model: bytes, namespace: bytes) -> Namespaces:
+        if model:
+            self.namespaces[model] = namespace
+            while len(self.namespaces) > MAX_MODELS:
+                del self.namespaces[next(iter(self.namespaces))]
+        return Namespaces(self.namespaces)
+
+    def _stats(self, now_s: float) -> Stats:
+        gone = self.gone.values()
+        clients = [*self.clients.values(), *gone]
+        pins = [pinned_s for client in clients for _, pinned_s in client.pins.values()]
+        return Stats(
+            entries=len(self.index),
+            taken_bytes=self.index.taken_bytes,
+            size_bytes=self.size_bytes,
+            evictions=self.index.evictions,
+            clients=len(self.clients),
+            pinned_bytes=pinned_bytes(clients),
+            leased_bytes=self.index.leased_bytes(now_s),
+            begun_bytes=sum(client.begun_bytes for client in clients),
+            gone_bytes=sum(client.pinned_bytes + client.begun_bytes for client in gone),
+            oldest_pin_s=now_s - min(pins, default=now_s),
+        )
+
+
+def _headers(slots: Sequence[Slot | None]) -> list[bytes]:
+    return [b"" if slot is None else slot.header for slot in slots]
+
+
+def _pin(pin: tuple[int, Slot] | None) -> Pin:
+    if pin is None:
+        return _MISS
+    number, slot = pin
+    return Pin(number, slot.header, list(slot.extents))

@@ -1,0 +1,243 @@
+"""Connection of a process to the server of an arena, for callers that wait for each reply."""
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ec_store.arena.extents import Extent
+from ec_store.arena.memory import map_memory
+from ec_store.arena.protocol import (
+    LENGTH_BYTES,
+    MAX_REPLY_BYTES,
+    VERSION,
+    BadMessage,
+    Begun,
+    Failed,
+    Forget,
+    Hello,
+    Pins,
+    Reply,
+    Request,
+    Role,
+    Unpin,
+    Welcome,
+    encode,
+    read_reply,
+)
+from ec_store.counts import ForkLock, after_fork
+from ec_store.errors import StoreUnavailable
+
+CHUNK_BYTES = 2**18
+MAX_HELLO_BYTES = 2**16
+
+R = TypeVar("R", bound=Reply)
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class MappedArena:
+    """Memory of one server, mapped in this process by one connection.
+
+    It stays mapped while a view of it exists, whatever happens to the server.
+
+    Attributes:
+        name, session: as in `Welcome`.
+        memory: its bytes; empty for a proxy.
+        released: pins of entries that are no longer read here. A finalizer may append to it within
+            any other call of its thread, so there is no lock.
+        pins: number of pins since the beginning that have not been sent as released.
+        writes: begun writes into which bytes may be copied now.
+    """
+
+    def __init__(self, welcome: Welcome, fds: Sequence[int], role: Role) -> None:
+        """Map the memory, and leave its descriptor open.
+
+        Raises:
+            BadMessage: the server has sent no memory.
+            OSError: the memory cannot be mapped.
+        """
+        self.name, self.session = welcome.arena, welcome.session
+        self.released: deque[int] = deque()
+        self.pins = 0
+        self.writes: set[int] = set()
+        self.memory: Bytes = np.empty(0, np.uint8)
+        if role != "proxy":
+            if len(fds) != 1:
+                raise BadMessage("the server has sent no memory")
+            self.memory = map_memory(fds[0], welcome.size_bytes, write=role == "writer")
+
+    @property
+    def unused(self) -> bool:
+        """Return whether nothing is read or written here any more."""
+        return not self.writes and self.pins == len(self.released)
+
+    def parts(self, extents: Sequence[Extent], size_bytes: int) -> list[Bytes]:
+        """Return the bytes of an entry of this size, in order.
+
+        Raises:
+            BadMessage: the extents are not in the memory, or too small.
+        """
+        parts = []
+        for offset, extent_bytes in extents:
+            end = offset + min(extent_bytes, size_bytes)
+            if not 0 <= offset <= end <= len(self.memory):
+                raise BadMessage(f"an extent at {offset} of a memory of {len(self.memory)} bytes")
+            parts.append(self.memory[offset:end])
+            size_bytes -= end - offset
+        if size_bytes:
+            raise BadMessage(f"the extents lack {size_bytes} bytes")
+        return parts
+
+
+class ArenaConnection:
+    """Connection that is made at the first call, and again after a failure. Thread-safe.
+
+    After a fork the child connects itself: what a client holds belongs to one process.
+    """
+
+    def __init__(self, path: str, role: Role, timeout_s: float) -> None:
+        """Create a connection to the server at a path. Each call may take `timeout_s`."""
+        self._path = path
+        self._role: Role = role
+        self._timeout_s = timeout_s
+        self._lock = ForkLock()
+        self._socket: socket.socket | None = None
+        self._arena: MappedArena | None = None
+        self._earlier: list[MappedArena] = []
+        after_fork(self._forget_parent)
+
+    def call(
+        self,
+        request: Request,
+        reply_type: type[R],
+        *,
+        within: MappedArena | None = None,
+        seconds: float = 0.0,
+    ) -> tuple[R, MappedArena]:
+        """Send a request; return its reply, and the memory that the reply refers to.
+
+        Args:
+            request: the request.
+            reply_type: type of its reply.
+            within: memory that the request refers to; None: it refers to none.
+            seconds: time that the server may wait, in addition to the timeout.
+
+        Raises:
+            StoreUnavailable: there is no server, it is too slow, its reply is unusable, or it is
+                another one than `within` belongs to. The next call connects again.
+        """
+        with self._lock.mutex:
+            if within not in {None, self._arena}:
+                raise StoreUnavailable(f"{self._path}: the connection to the arena was lost")
+            try:
+                arena = self._arena or self._connect()
+                reply = self._exchange(arena, request, self._timeout_s + seconds)
+                checked = _expect(reply, reply_type)
+            except (OSError, BadMessage) as error:
+                self._disconnect()
+                raise StoreUnavailable(f"the arena at {self._path}: {error}") from error
+            except BaseException:  # a signal: the reply would be taken for that of the next request
+                self._disconnect()
+                raise
+            if isinstance(reply, Pins):
+                arena.pins += sum(pin.number > 0 for pin in reply.pins)
+            elif isinstance(reply, Begun) and reply.number:
+                arena.writes.add(reply.number)
+            return checked, arena
+
+    def close(self) -> None:
+        """Close the connection; the server frees what it held.
+
+        Entries that are still read here stay until this process ends.
+        """
+        with self._lock.mutex:
+            if self._socket is not None and self._arena is not None and self._arena.released:
+                with suppress(OSError):
+                    self._socket.sendall(_unpin(self._arena))
+            self._disconnect()
+
+    def _connect(self) -> MappedArena:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = connection
+        connection.settimeout(self._timeout_s)
+        connection.connect(self._path)
+        connection.sendall(encode(Hello(VERSION, self._role)))
+        data, fds, _, _ = socket.recv_fds(connection, MAX_HELLO_BYTES, 1)
+        try:
+            deadline_s = time.monotonic() + self._timeout_s
+            reply = _receive(connection, bytearray(data), deadline_s)
+            if isinstance(reply, Failed):
+                raise BadMessage(reply.text)
+            self._arena = MappedArena(_expect(reply, Welcome), fds, self._role)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return self._arena
+
+    def _exchange(self, arena: MappedArena, request: Request, timeout_s: float) -> Reply:
+        connection = self._socket
+        if connection is None:
+            raise BadMessage("it is closed")
+        connection.settimeout(timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        unused = [earlier for earlier in self._earlier if earlier.unused]
+        for earlier in unused:
+            self._earlier.remove(earlier)
+            if earlier.name == arena.name:
+                connection.sendall(encode(Forget(earlier.session)))
+                _receive(connection, bytearray(), deadline_s)
+        connection.sendall((_unpin(arena) if arena.released else b"") + encode(request))
+        return _receive(connection, bytearray(), deadline_s)
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        if self._arena is not None and not self._arena.unused:
+            self._earlier.append(self._arena)
+        self._socket = self._arena = None
+
+    def _forget_parent(self) -> None:
+        """Drop what belongs to the parent process, in a child of `fork`."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = self._arena = None
+        self._earlier = []
+
+
+def _expect(reply: Reply, reply_type: type[R]) -> R:
+    if not isinstance(reply, reply_type):
+        raise BadMessage(f"an unexpected reply: {reply!r:.200}")
+    return reply
+
+
+def _unpin(arena: MappedArena) -> bytes:
+    numbers = []
+    while arena.released:
+        numbers.append(arena.released.popleft())
+    arena.pins -= len(numbers)
+    return encode(Unpin(numbers))
+
+
+def _receive(connection: socket.socket, data: bytearray, deadline_s: float) -> Reply:
+    """Return the next reply; `data` is its beginning.
+
+    At most one reply is on its way, so all bytes that arrive belong to it.
+    """
+    while True:
+        if len(data) >= LENGTH_BYTES:
+            needed = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+            if needed > MAX_REPLY_BYTES or len(data) > needed:
+                raise BadMessage(f"a reply of {max(needed, len(data))} bytes")
+            if len(data) == needed:
+                return read_reply(data[LENGTH_BYTES:])
+        connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+        received = connection.recv(CHUNK_BYTES)
+        if not received:
+            raise BadMessage("the server has closed the connection")
+        data += received

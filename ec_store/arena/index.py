@@ -1,0 +1,399 @@
+"""Entries of an arena and their users: what is kept, pinned, begun, leased and claimed. Pure.
+
+The server calls it on its event loop, with the time. No method waits or copies a byte.
+"""
+
+import enum
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ec_store.arena.extents import Extent, ExtentAllocator
+
+
+class Refusal(enum.Enum):
+    """Reason why a write was not begun."""
+
+    THERE = "there"
+    """The entry exists."""
+    BEGUN = "begun"
+    """Another write of the entry was begun and has not ended."""
+    FULL = "full"
+    """All entries are pinned, leased or being written."""
+    TOO_LARGE = "too large"
+    """The entry is larger than the memory, or than one client may write at once."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Place of one entry.
+
+    Attributes:
+        digest: digest of the entry's key.
+        namespace: namespace of the key.
+        size_bytes: bytes of its payload.
+        replaces: whether it takes the place of an entry of its key.
+        extents: bytes that it takes, in order.
+        header: description of the entry; empty while it is being written. The index never reads it.
+        pins: number of its readers.
+        leased_until_s: end of its longest lease.
+        used_s: time of its last use.
+    """
+
+    digest: bytes
+    namespace: bytes
+    size_bytes: int
+    replaces: bool = False
+    extents: tuple[Extent, ...] = ()
+    header: bytes = b""
+    pins: int = 0
+    leased_until_s: float = 0.0
+    used_s: float = 0.0
+
+    @property
+    def taken_bytes(self) -> int:
+        """Return the bytes that it takes, in whole pages."""
+        return sum(extent.size_bytes for extent in self.extents)
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """Connection of a process, and all that it holds.
+
+    Attributes:
+        pins: pinned entry and time of the pin, by number.
+        writes: begun write, by number.
+        claims: digests that it has claimed last.
+    """
+
+    pins: dict[int, tuple[Slot, float]] = field(default_factory=dict)
+    writes: dict[int, Slot] = field(default_factory=dict)
+    claims: set[bytes] = field(default_factory=set)
+    pinned_bytes: int = 0
+    begun_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Right of an owner to produce an entry; `client` has taken or renewed it last."""
+
+    client: Client
+    owner: bytes
+    until_s: float
+
+
+class ArenaIndex:
+    """Index of the entries of one memory. Not thread-safe; times are monotonic seconds.
+
+    Every operation on a key takes constant time, but for `begin`, which evicts as many entries as
+    it needs to, the least recently used first.
+
+    Attributes:
+        changed: digests of entries that were committed, aborted, deleted or released since the
+            caller last cleared it: those that others may wait for.
+        evictions: number of evicted entries.
+    """
+
+    def __init__(
+        self,
+        extents: ExtentAllocator,
+        *,
+        client_bytes: int | None = None,
+        ttl_s: float = math.inf,
+    ) -> None:
+        """Create an empty index.
+
+        Args:
+            extents: allocator of the memory.
+            client_bytes: upper bound of the bytes that one client has pinned, and of those that it
+                has begun to write; None: all of the memory.
+            ttl_s: time after its last use at which an entry expires.
+        """
+        self.changed: set[bytes] = set()
+        self.evictions = 0
+        self._extents = extents
+        self._client_bytes = client_bytes or extents.size_bytes
+        self._ttl_s = ttl_s
+        self._entries: dict[bytes, Slot] = {}
+        self._unused: OrderedDict[bytes, Slot] = OrderedDict()
+        """Entries that may be evicted, the least recently used first."""
+        self._leases: list[tuple[float, int, Slot]] = []
+        self._writing: dict[bytes, Slot] = {}
+        self._claims: dict[bytes, Claim] = {}
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Return the bytes that are not free, in whole pages."""
+        return self._extents.size_bytes - self._extents.free_bytes
+
+    def slots(self) -> Iterator[Slot]:
+        """Yield the entries, in the order of their writes."""
+        yield from self._entries.values()
+
+    def leased_bytes(self, now_s: float) -> int:
+        """Return the bytes of leased entries; the cost grows with their number."""
+        self._end_leases(now_s)
+        slots = {id(slot): slot for _, _, slot in self._leases if self._is_entry(slot)}
+        return sum(slot.taken_bytes for slot in slots.values())
+
+    def find(self, digests: Iterable[bytes], now_s: float) -> list[Slot | None]:
+        """Return the entries of these keys."""
+        return [self._find(digest, now_s) for digest in digests]
+
+    def lease(self, digests: Iterable[bytes], seconds: float, now_s: float) -> list[Slot | None]:
+        """Return the entries of these keys, which are not evicted for this time."""
+        found = self.find(digests, now_s)
+        for slot in found:
+            if slot is not None:
+                slot.used_s = now_s
+                if slot.leased_until_s < now_s + seconds:
+                    slot.leased_until_s = now_s + seconds
+                    self._numbers += 1
+                    heapq.heappush(self._leases, (slot.leased_until_s, self._numbers, slot))
+                self._unused.pop(slot.digest, None)
+        return found
+
+    def pin(
+        self, client: Client, digests: Iterable[bytes], now_s: float
+    ) -> list[tuple[int, Slot] | None]:
+        """Pin entries for a client, which may read them until it unpins them.
+
+        Returns:
+            For each key the number of the pin and the entry. None if there is no entry, or if the
+            client would have more bytes pinned than it may.
+        """
+        pins: list[tuple[int, Slot] | None] = []
+        for slot in self.find(digests, now_s):
+            if slot is None or client.pinned_bytes + slot.size_bytes > self._client_bytes:
+                pins.append(None)
+                continue
+            self._numbers += 1
+            client.pins[self._numbers] = (slot, now_s)
+            client.pinned_bytes += slot.size_bytes
+            slot.pins += 1
+            slot.used_s = now_s
+            self._unused.pop(slot.digest, None)
+            pins.append((self._numbers, slot))
+        return pins
+
+    def unpin(self, client: Client, numbers: Iterable[int], now_s: float) -> None:
+        """Release pins of a client; unknown numbers are ignored."""
+        for number in numbers:
+            if pinned := client.pins.pop(number, None):
+                slot, _ = pinned
+                client.pinned_bytes -= slot.size_bytes
+                slot.pins -= 1
+                if not self._is_entry(slot):
+                    self._free(slot)
+                elif not slot.pins and slot.leased_until_s <= now_s:
+                    self._unused[slot.digest] = slot
+
+    def begin(self, client: Client, slot: Slot, now_s: float) -> int | Refusal:
+        """Give a slot its extents for a client to write; evict entries until there is room.
+
+        Returns:
+            The number of the write, or the reason why it was not begun. An entry that exists
+            counts as used.
+        """
+        if not slot.replaces:
+            if (existing := self._find(slot.digest, now_s)) is not None:
+                self._use(existing, now_s)
+                return Refusal.THERE
+            if slot.digest in self._writing:
+                return Refusal.BEGUN
+        if slot.size_bytes > self._client_bytes:
+            return Refusal.TOO_LARGE
+        if client.begun_bytes + slot.size_bytes > self._client_bytes:
+            return Refusal.FULL
+        self._end_leases(now_s)
+        while (extents := self._extents.allocate(slot.size_bytes)) is None:
+            if not self._unused:
+                return Refusal.FULL
+            self._remove(next(iter(self._unused.values())))
+            self.evictions += 1
+        slot.extents = extents
+        if not slot.replaces:
+            self._writing[slot.digest] = slot
+        self._numbers += 1
+        client.writes[self._numbers] = slot
+        client.begun_bytes += slot.size_bytes
+        return self._numbers
+
+    def commit(self, client: Client, number: int, header: bytes, now_s: float) -> bool:
+        """End a write; return whether the entry is stored.
+
+        It is not if another write of the key was committed first, and does not replace it.
+
+        Raises:
+            KeyError: the client has begun no such write.
+        """
+        slot = self._end_write(client, number)
+        old = self._find(slot.digest, now_s)
+        if old is not None:
+            if not slot.replaces:
+                self._free(slot)
+                return False
+            self._remove(old)
+        slot.header, slot.used_s = header, now_s
+        self._entries[slot.digest] = self._unused[slot.digest] = slot
+        return True
+
+    def abort(self, client: Client, number: int) -> None:
+        """Give up a write. Raise KeyError if the client has begun no such write."""
+        self._free(self._end_write(client, number))
+
+    def discard(self, client: Client, number: int) -> bool:
+        """Delete the entry of a pin; return False if it was replaced or deleted meanwhile."""
+        slot, _ = client.pins.get(number, (None, 0.0))
+        if slot is None or not self._is_entry(slot):
+            return False
+        self._remove(slot)
+        return True
+
+    def delete(self, digests: Iterable[bytes]) -> int:
+        """Delete entries, leased or not, and return how many existed.
+
+        The bytes of a pinned entry are free after its last pin.
+        """
+        before = len(self._entries)
+        for digest in digests:
+            if slot := self._entries.get(digest):
+                self._remove(slot)
+        return before - len(self._entries)
+
+    def purge(self, namespace: bytes) -> int:
+        """Delete the entries of a namespace; the cost grows with the number of all entries."""
+        return self.delete([slot.digest for slot in self.slots() if slot.namespace == namespace])
+
+    def expire(self, now_s: float) -> int:
+        """Delete expired entries that are not in use, and expired claims.
+
+        The cost grows with the number of claims. Return the number of deleted entries.
+        """
+        self._end_leases(now_s)
+        for digest in [key for key, claim in self._claims.items() if claim.until_s <= now_s]:
+            self._end_claim(digest)
+        expired = 0
+        while self._unused:
+            slot = next(iter(self._unused.values()))
+            if not self._is_expired(slot, now_s):
+                break
+            self._remove(slot)
+            expired += 1
+        return expired
+
+    def claim(
+        self, client: Client, digests: Iterable[bytes], owner: bytes, seconds: float, now_s: float
+    ) -> list[bool]:
+        """Claim keys for an owner; return for each whether the owner holds its claim now.
+
+        A claim belongs to the client that took or renewed it last, and ends with its connection.
+        """
+        held = []
+        for digest in digests:
+            claim = self._claims.get(digest)
+            free = claim is None or claim.until_s <= now_s or claim.owner == owner
+            held.append(free)
+            if free:
+                if claim is not None:
+                    claim.client.claims.discard(digest)
+                self._claims[digest] = Claim(client, owner, now_s + seconds)
+                client.claims.add(digest)
+        return held
+
+    def release(self, digests: Iterable[bytes], owner: bytes) -> None:
+        """Release claims of an owner; those of others stay."""
+        for digest in digests:
+            claim = self._claims.get(digest)
+            if claim is not None and claim.owner == owner:
+                self._end_claim(digest)
+
+    def is_pending(self, digest: bytes, now_s: float) -> bool:
+        """Return whether an entry does not exist, and is being written or claimed."""
+        if self._find(digest, now_s) is not None:
+            return False
+        claim = self._claims.get(digest)
+        return digest in self._writing or (claim is not None and claim.until_s > now_s)
+
+    def disconnect(self, client: Client) -> None:
+        """End the claims of a client that is gone, and let others write what it had begun.
+
+        Its pins and the bytes that it had begun to write stay until `forget`: a device may still
+        be copying them.
+        """
+        for digest in list(client.claims):
+            self._end_claim(digest)
+        for slot in client.writes.values():
+            self._end_writing(slot)
+
+    def forget(self, client: Client, now_s: float) -> None:
+        """Free all that a client that is gone had pinned or begun, after `disconnect`."""
+        self.unpin(client, list(client.pins), now_s)
+        for number in list(client.writes):
+            self.abort(client, number)
+
+    def _find(self, digest: bytes, now_s: float) -> Slot | None:
+        slot = self._entries.get(digest)
+        if slot is None or not self._is_expired(slot, now_s):
+            return slot
+        self._remove(slot)
+        return None
+
+    def _is_entry(self, slot: Slot) -> bool:
+        """Return whether a slot is still the entry of its key."""
+        return self._entries.get(slot.digest) is slot
+
+    def _is_expired(self, slot: Slot, now_s: float) -> bool:
+        if now_s < slot.used_s + self._ttl_s:
+            return False
+        return not slot.pins and slot.leased_until_s <= now_s
+
+    def _use(self, slot: Slot, now_s: float) -> None:
+        slot.used_s = now_s
+        if slot.digest in self._unused:
+            self._unused.move_to_end(slot.digest)
+
+    def _remove(self, slot: Slot) -> None:
+        del self._entries[slot.digest]
+        self._unused.pop(slot.digest, None)
+        self.changed.add(slot.digest)
+        self._free(slot)
+
+    def _free(self, slot: Slot) -> None:
+        """Free the bytes of a slot that is no entry any more, unless they are being read."""
+        if not slot.pins:
+            self._extents.free(slot.extents)
+
+    def _end_write(self, client: Client, number: int) -> Slot:
+        slot = client.writes.pop(number)
+        client.begun_bytes -= slot.size_bytes
+        self._end_writing(slot)
+        return slot
+
+    def _end_writing(self, slot: Slot) -> None:
+        self.changed.add(slot.digest)
+        if self._writing.get(slot.digest) is slot:
+            del self._writing[slot.digest]
+
+    def _end_claim(self, digest: bytes) -> None:
+        self._claims.pop(digest).client.claims.discard(digest)
+        self.changed.add(digest)
+
+    def _end_leases(self, now_s: float) -> None:
+        """Let entries be evicted again after the end of their leases."""
+        while self._leases and self._leases[0][0] <= now_s:
+            *_, slot = heapq.heappop(self._leases)
+            if self._is_entry(slot) and not slot.pins and slot.leased_until_s <= now_s:
+                self._unused[slot.digest] = slot
+
+
+def pinned_bytes(clients: Sequence[Client]) -> int:
+    """Return the bytes that clients have pinned; an entry with several pins counts once."""
+    slots = {id(slot): slot for client in clients for slot, _ in client.pins.values()}
+    return sum(slot.taken_bytes for slot in slots.values())

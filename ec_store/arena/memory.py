@@ -1,0 +1,104 @@
+"""Memory of an arena: a memfd that its server creates, and clients map.
+
+Its size never changes: it is sealed, so that no client can take pages away from another, which
+would end that process at its next access (fcntl(2), `F_SEAL_SHRINK`). All of its pages are there
+before the first client maps it, so no later access can fail or end a process.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ec_store.device.memory import SPARE_BYTES, available_bytes
+
+SEGMENT_BYTES = 2**30
+"""Bytes that a client registers with CUDA at once."""
+
+STEP_BYTES = 256 * 2**20
+"""Bytes that are allocated at once. The memory that is left is checked before each step."""
+
+HUGE_PAGE_BYTES = 2 * 2**20
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MFD_HUGE_2MB = 21 << 26  # MFD_HUGE_2MB of memfd_create(2), which `os` has from Python 3.14 on
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaMemory:
+    """Memory in the server's process.
+
+    Attributes:
+        fd: its descriptor.
+        segment_bytes: no copy crosses a multiple of it.
+        pages: `reserved huge pages of 2 MiB` or `pages of 4 KiB`. The kernel may merge the latter
+            to huge ones (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`).
+    """
+
+    fd: int
+    size_bytes: int
+    segment_bytes: int
+    pages: str
+
+
+def create_memory(size_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> ArenaMemory:
+    """Create and seal a memory with all of its pages.
+
+    Raises:
+        OSError: the machine, or a control group of this process, has not that much memory left.
+    """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if size_bytes % HUGE_PAGE_BYTES == 0:
+        # Reserved pages are no part of the memory that the machine has left.
+        with suppress(OSError):  # none are reserved, or too few
+            fd = _allocate(size_bytes, flags | os.MFD_HUGETLB | _MFD_HUGE_2MB, reserved=True)
+            return ArenaMemory(fd, size_bytes, segment_bytes, "reserved huge pages of 2 MiB")
+    fd = _allocate(size_bytes, flags, reserved=False)
+    return ArenaMemory(fd, size_bytes, segment_bytes, "pages of 4 KiB")
+
+
+def _allocate(size_bytes: int, flags: int, *, reserved: bool) -> int:
+    if not reserved:
+        check_room(size_bytes)
+    fd = os.memfd_create("ec-store", flags)
+    try:
+        os.ftruncate(fd, size_bytes)
+        for offset in range(0, size_bytes, STEP_BYTES):
+            step = min(STEP_BYTES, size_bytes - offset)
+            if not reserved:
+                check_room(step)
+            os.posix_fallocate(fd, offset, step)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_room(size_bytes: int) -> None:
+    """Raise OSError if so much memory would end this process, or another one."""
+    left = available_bytes()
+    if left is not None and left < size_bytes + SPARE_BYTES:
+        text = (
+            f"it needs {size_bytes} bytes, and {left} are left on the machine or within the memory "
+            f"limit of the container, of which {SPARE_BYTES} must stay"
+        )
+        raise OSError(errno.ENOMEM, text)
+
+
+def map_memory(fd: int, size_bytes: int, *, write: bool) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """Map a memory, which stays mapped while the array or a view of it exists.
+
+    Raises:
+        OSError: the descriptor is not of a sealed memory of this size.
+    """
+    if os.fstat(fd).st_size != size_bytes:
+        raise OSError(errno.EINVAL, "the memory has another size than its server says")
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+        raise OSError(errno.EINVAL, "the memory is not sealed: its size could change")
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+    return np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, protection), np.uint8)

@@ -1,0 +1,350 @@
+"""Messages between the server of an arena and its clients, over a Unix socket.
+
+A message is its length, 4 bytes little-endian, and a MessagePack array: the name of its type and
+its fields (https://msgspec.dev). Every request but `Unpin` has one reply, in the order of the
+requests. `Wait` is answered later; no other request may follow it before that. A client that sends
+anything else is disconnected.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ec_store.arena.extents import Extent
+
+VERSION = 1
+"""Version of these messages. A server and a client of different versions refuse each other."""
+
+MAX_KEYS = 4096
+"""Upper bound of the keys in one request, and of the rows in one page of a listing."""
+
+MAX_REQUEST_BYTES = 2 * 2**20
+"""Upper bound of a request: the header of an entry may take 1 MiB."""
+
+MAX_REPLY_BYTES = 2**30
+"""Upper bound of a reply: the headers of `MAX_KEYS` entries."""
+
+LENGTH_BYTES = 4
+
+LONGEST_S = 3600.0
+"""Upper bound in seconds of leases, claims and waits."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Digests = Annotated[list[Digest], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+Role = Literal["proxy", "reader", "writer"]
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Request of a client, or reply of the server, as an array."""
+
+
+class Hello(Message, frozen=True):
+    """First request of a connection.
+
+    Attributes:
+        role: `reader` gets a read-only descriptor of the memory, `writer` one to write,
+            and `proxy` none.
+    """
+
+    version: int
+    role: Role
+
+
+class Welcome(Message, frozen=True):
+    """Reply to `Hello`, which carries the memory's descriptor unless the client is a proxy.
+
+    Attributes:
+        arena: random name of the memory.
+        session: number of this connection.
+        size_bytes: size of the memory.
+        segment_bytes: no extent crosses a multiple of it.
+    """
+
+    arena: bytes
+    session: int
+    size_bytes: int
+    segment_bytes: int
+
+
+class Forget(Message, frozen=True):
+    """End all that an earlier connection of this process held: its copies have ended.
+
+    The reply is `Done`.
+    """
+
+    session: int
+
+
+class Find(Message, frozen=True):
+    """Look entries up. With `seconds` above 0, lease them too. The reply is `Headers`."""
+
+    digests: Digests
+    seconds: Seconds = 0.0
+
+
+class Headers(Message, frozen=True):
+    """Header of each entry; empty for a miss."""
+
+    headers: list[bytes]
+
+
+class Read(Message, frozen=True):
+    """Pin entries. The reply is `Pins`."""
+
+    digests: Digests
+
+
+class Unpin(Message, frozen=True):
+    """Release pins. It has no reply, so that it can be sent with the next request."""
+
+    numbers: list[int]
+
+
+class Pin(msgspec.Struct, array_like=True, frozen=True):
+    """Pinned entry; number 0: a miss."""
+
+    number: int
+    header: bytes
+    extents: list[Extent]
+
+
+class Pins(Message, frozen=True):
+    """Pin of each entry."""
+
+    pins: list[Pin]
+
+
+class Begin(Message, frozen=True):
+    """Begin to write an entry. The reply is `Begun`."""
+
+    digest: Digest
+    namespace: bytes
+    size_bytes: Size
+    replace: bool
+
+
+class Begun(Message, frozen=True):
+    """Place of an entry to write, until `End`; or number 0, and the value of a `Refusal`."""
+
+    number: int
+    extents: list[Extent]
+    refusal: str = ""
+
+
+class End(Message, frozen=True):
+    """End a write; an empty header gives it up. The reply is `Done` with 1 if it is stored."""
+
+    number: int
+    header: bytes
+
+
+class Discard(Message, frozen=True):
+    """Delete the entry of a pin, which is corrupt, unless it was replaced. The reply is `Done`."""
+
+    number: int
+
+
+class Delete(Message, frozen=True):
+    """Delete entries. The reply is `Done` with their number."""
+
+    digests: Digests
+
+
+class Purge(Message, frozen=True):
+    """Delete a namespace with its entries. The reply is `Done` with their number."""
+
+    namespace: bytes
+
+
+class Done(Message, frozen=True):
+    """Result of a request that has no other one."""
+
+    number: int = 0
+
+
+class ClaimKeys(Message, frozen=True):
+    """Claim keys. With `find`, the keys of existing entries are not claimed.
+
+    The reply is `Claimed`.
+    """
+
+    digests: Digests
+    owner: bytes
+    seconds: Seconds
+    find: bool = False
+
+
+class Claimed(Message, frozen=True):
+    """For each key whether the owner holds its claim; with `find` also the headers."""
+
+    held: list[bool]
+    headers: list[bytes]
+
+
+class Release(Message, frozen=True):
+    """Release claims. The reply is `Done`."""
+
+    digests: Digests
+    owner: bytes
+
+
+class Wait(Message, frozen=True):
+    """Wait until no entry is being written or claimed without being there, or for `seconds`.
+
+    The reply is `Done`.
+    """
+
+    digests: Digests
+    seconds: Seconds
+
+
+class List(Message, frozen=True):
+    """List entries after this digest, by digest. The reply is `Page`."""
+
+    after: bytes
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True):
+    """Entry of a listing; `idle_s` is the time since its last use."""
+
+    digest: Digest
+    header: bytes
+    taken_bytes: int
+    idle_s: float
+
+
+class Page(Message, frozen=True):
+    """Rows of a listing; empty: it has ended."""
+
+    rows: list[Row]
+
+
+class Register(Message, frozen=True):
+    """Register the namespace of a model; an empty model only asks. The reply is `Namespaces`."""
+
+    model: bytes
+    namespace: bytes
+
+
+class Namespaces(Message, frozen=True):
+    """Registered namespace of each model."""
+
+    namespaces: dict[bytes, bytes]
+
+
+class GetStats(Message, frozen=True):
+    """Get the statistics. The reply is `Stats`. It is also the shortest round trip."""
+
+
+class Stats(Message, frozen=True):
+    """Numbers of a memory.
+
+    Attributes:
+        taken_bytes: bytes that are not free.
+        gone_bytes: bytes that clients had pinned or begun that are gone.
+        oldest_pin_s: age of the oldest pin in seconds.
+    """
+
+    entries: int
+    taken_bytes: int
+    size_bytes: int
+    evictions: int
+    clients: int
+    pinned_bytes: int
+    leased_bytes: int
+    begun_bytes: int
+    gone_bytes: int
+    oldest_pin_s: float
+
+
+class Failed(Message, frozen=True):
+    """The request cannot be served, and the server ends the connection."""
+
+    text: str
+
+
+Request = (
+    Hello
+    | Forget
+    | Find
+    | Read
+    | Unpin
+    | Begin
+    | End
+    | Discard
+    | Delete
+    | Purge
+    | ClaimKeys
+    | Release
+    | Wait
+    | List
+    | Register
+    | GetStats
+)
+Reply = Welcome | Headers | Pins | Begun | Done | Claimed | Page | Namespaces | Stats | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+class BadMessage(Exception):
+    """Raised for bytes that are no message, or a message that is too long."""
+
+
+def encode(message: Request | Reply) -> bytes:
+    """Return a message with its length."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def read_request(body: Any) -> Request:
+    """Parse a request without its length. Raise BadMessage if it is none."""
+    try:
+        return _requests.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadMessage(str(error)) from None
+
+
+def read_reply(body: Any) -> Reply:
+    """Parse a reply without its length. Raise BadMessage if it is none."""
+    try:
+        return _replies.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadMessage(str(error)) from None
+
+
+class Frames:
+    """Splitter of a stream of bytes into messages."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Create a splitter of messages of at most this many bytes."""
+        self._max_bytes = max_bytes
+        self._data = bytearray()
+
+    @property
+    def begun(self) -> bool:
+        """Return whether there are bytes after the last message."""
+        return bool(self._data)
+
+    def split(self, data: bytes) -> Iterator[bytes]:
+        """Yield the messages that are complete with these bytes.
+
+        Raises:
+            BadMessage: a message is too long.
+        """
+        self._data += data
+        while len(self._data) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + int.from_bytes(self._data[:LENGTH_BYTES], "little")
+            if end > self._max_bytes:
+                raise BadMessage(f"a message of {end} bytes, of at most {self._max_bytes}")
+            if len(self._data) < end:
+                break
+            message = bytes(self._data[LENGTH_BYTES:end])
+            del self._data[:end]  # constant time: bytearray moves its start
+            yield message

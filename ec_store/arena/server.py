@@ -1,0 +1,367 @@
+"""Server of an arena, on a Unix socket. No byte of an entry passes through it.
+
+What a client holds belongs to its connection. If a client closes it in the middle of copies, or
+ends, what it had pinned or begun stays until the process is gone: a device may still be copying.
+"""
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Self, cast
+
+from ec_store.arena.arena import Arena
+from ec_store.arena.index import ArenaIndex, Client
+from ec_store.arena.memory import ArenaMemory
+from ec_store.arena.protocol import (
+    MAX_REQUEST_BYTES,
+    VERSION,
+    BadMessage,
+    Done,
+    Failed,
+    Forget,
+    Frames,
+    Hello,
+    Reply,
+    Request,
+    Wait,
+    Welcome,
+    encode,
+    read_request,
+)
+
+logger = logging.getLogger("vllm.ec_store")
+
+HELLO_S = 5.0
+"""Time in seconds in which a new connection must send its first request."""
+
+GONE_S = 60.0
+"""Time in seconds after which the copies of a client that is gone are taken to have ended, if the
+kernel gives no descriptor of its process (`SO_PEERPIDFD`, Linux 6.5)."""
+
+ACCEPT_AGAIN_S = 0.1
+EXPIRE_EVERY_S = 10.0
+BACKLOG = 128
+MAX_CONNECTIONS = 1024
+MAX_HELLO_BYTES = 256
+_SO_PEERPIDFD = 77  # <asm-generic/socket.h>
+_CREDENTIALS = struct.Struct("=3i")
+
+
+class ArenaServer:
+    """Listener of an arena, on one event loop."""
+
+    def __init__(
+        self,
+        memory: ArenaMemory,
+        index: ArenaIndex,
+        *,
+        gone_s: float = GONE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create the server.
+
+        Args:
+            memory: the memory, the descriptor of which the server closes.
+            index: index of its entries.
+            gone_s: as `GONE_S`.
+            clock: monotonic clock in seconds.
+        """
+        self.arena = Arena(index, memory.size_bytes)
+        self.clock = clock
+        self.waiting: defaultdict[bytes, set[Session]] = defaultdict(set)
+        self._gone_s = gone_s
+        self._memory = memory
+        self._name = secrets.token_bytes(16)
+        self._read_only = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        self._numbers = count(1)
+        self._sessions: dict[int, Session] = {}
+        self._gone: dict[int, Peer] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, listener: socket.socket) -> None:
+        """Accept connections of a socket from `listen`, which the server closes."""
+        loop = asyncio.get_running_loop()
+        self._tasks.add(loop.create_task(self._accept(listener)))
+        self._tasks.add(loop.create_task(self._expire()))
+
+    async def close(self) -> None:
+        """Stop listening and disconnect all clients. Their memory stays mapped in them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for session in list(self._sessions.values()):
+            session.transport.abort()
+        await asyncio.sleep(0)
+        for number in list(self._gone):
+            self._forget(number)
+        os.close(self._read_only)
+        os.close(self._memory.fd)
+
+    def answer(self, session: "Session", request: Request) -> Reply | None:
+        """Return the reply to a request; answer the clients that waited for its effect."""
+        if isinstance(request, Forget):
+            earlier = self._gone.get(request.session)
+            if earlier is not None and earlier.pid == session.peer.pid:
+                self._forget(request.session)
+            return Done()
+        reply = self.arena.answer(session.client, request, self.clock())
+        self.settle_waits()
+        return reply
+
+    def settle_waits(self) -> None:
+        """Answer the clients that waited for entries that have changed."""
+        changed = self.arena.index.changed
+        while changed:
+            for session in list(self.waiting.get(changed.pop(), ())):
+                session.settle_wait()
+
+    def lose(self, session: "Session") -> None:
+        """Take back what a client held, now or when its process is gone."""
+        number, client = session.number, session.client
+        del self._sessions[number], self.arena.clients[number]
+        self.arena.index.disconnect(client)
+        peer = session.peer
+        if not client.pins and not client.writes:
+            peer.close()
+        else:
+            self.arena.gone[number] = client
+            self._gone[number] = peer
+            loop = asyncio.get_running_loop()
+            if peer.pidfd is None:
+                peer.timer = loop.call_later(self._gone_s, self._forget, number)
+            else:
+                loop.add_reader(peer.pidfd, self._forget, number)
+        self.settle_waits()
+
+    def _forget(self, number: int) -> None:
+        peer = self._gone.pop(number)
+        if peer.pidfd is not None:
+            asyncio.get_running_loop().remove_reader(peer.pidfd)
+        peer.close()
+        self.arena.index.forget(self.arena.gone.pop(number), self.clock())
+        self.settle_waits()
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_EVERY_S)
+            self.arena.index.expire(self.clock())
+            self.settle_waits()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listener:
+            while True:
+                try:
+                    connection, _ = await loop.sock_accept(listener)
+                except OSError as error:  # no descriptor is left
+                    logger.warning("the arena cannot accept a connection: %s", error)
+                    await asyncio.sleep(ACCEPT_AGAIN_S)
+                    continue
+                greeting = loop.create_task(self._greet(connection))
+                self._tasks.add(greeting)
+                greeting.add_done_callback(self._tasks.discard)
+
+    async def _greet(self, connection: socket.socket) -> None:
+        """Answer the first request of a connection, which gets the memory's descriptor."""
+        try:
+            peer = Peer.of(connection)
+        except OSError:
+            connection.close()
+            return
+        try:
+            async with asyncio.timeout(HELLO_S):
+                hello = await _read_hello(connection)
+        except (OSError, TimeoutError, BadMessage):
+            peer.close()
+            connection.close()
+            return
+        if (problem := self._refusal(hello)) is not None:
+            with suppress(OSError):
+                connection.send(encode(Failed(problem)))
+            peer.close()
+            connection.close()
+            return
+        number = next(self._numbers)
+        memory = self._memory
+        welcome = Welcome(self._name, number, memory.size_bytes, memory.segment_bytes)
+        memories = {"proxy": [], "reader": [self._read_only], "writer": [memory.fd]}
+        try:
+            socket.send_fds(connection, [encode(welcome)], memories[hello.role])
+        except OSError:
+            peer.close()
+            connection.close()
+            return
+        session = Session(self, number, peer)
+        self._sessions[number] = session
+        self.arena.clients[number] = session.client
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: session, connection)
+
+    def _refusal(self, hello: Hello) -> str | None:
+        if hello.version != VERSION:
+            return (
+                f"the server of the arena speaks version {VERSION} of its protocol, this client "
+                f"version {hello.version}: run one release of ec_store in both"
+            )
+        if len(self._sessions) >= MAX_CONNECTIONS:
+            return f"the arena has {MAX_CONNECTIONS} connections, which is the maximum"
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """Process at the other end of a connection.
+
+    Attributes:
+        pid: its number in this process's PID namespace; 0 if it is in another one.
+        pidfd: descriptor of it, which is readable once it has ended; None: an old kernel.
+    """
+
+    pid: int
+    uid: int
+    gid: int
+    pidfd: int | None
+    timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def of(cls, connection: socket.socket) -> Self:
+        """Return the peer of a connection. Raise OSError if it has gone."""
+        credentials = connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        pidfd: int | None = None
+        with suppress(OSError):
+            pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+            os.set_inheritable(pidfd, False)
+        pid, uid, gid = _CREDENTIALS.unpack(credentials)
+        return cls(pid, uid, gid, pidfd)
+
+    def close(self) -> None:
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+class Session(asyncio.Protocol):
+    """Connection of one client after its first request."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, server: ArenaServer, number: int, peer: Peer) -> None:
+        self.number = number
+        self.peer = peer
+        self.client = Client()
+        self._server = server
+        self._frames = Frames(MAX_REQUEST_BYTES)
+        self._wait: Wait | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._frames.split(data):
+                self._receive(read_request(body))
+        except BadMessage as error:
+            self.transport.write(encode(Failed(str(error))))
+            self.transport.close()
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        self._end_wait()
+        self._server.lose(self)
+
+    def pause_writing(self) -> None:
+        self.transport.pause_reading()  # it reads no replies: it gets no more of them
+
+    def resume_writing(self) -> None:
+        self.transport.resume_reading()
+
+    def settle_wait(self) -> None:
+        """Answer this client's wait if nothing that it waits for is pending."""
+        index, now_s = self._server.arena.index, self._server.clock()
+        if self._wait and not any(index.is_pending(key, now_s) for key in self._wait.digests):
+            self._finish_wait()
+
+    def _receive(self, request: Request) -> None:
+        if self._wait is not None:
+            raise BadMessage("a request while it waits")
+        if not isinstance(request, Wait):
+            if (reply := self._server.answer(self, request)) is not None:
+                self.transport.write(encode(reply))
+            return
+        self._wait = request
+        for digest in request.digests:
+            self._server.waiting[digest].add(self)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(request.seconds, self._finish_wait)
+        self.settle_wait()
+
+    def _finish_wait(self) -> None:
+        self._end_wait()
+        self.transport.write(encode(Done()))
+
+    def _end_wait(self) -> None:
+        if self._wait is not None:
+            for digest in self._wait.digests:
+                self._server.waiting[digest].discard(self)
+                if not self._server.waiting[digest]:
+                    del self._server.waiting[digest]
+            self._wait = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def listen(path: Path, mode: int) -> socket.socket:
+    """Return a socket that listens on a path, as the only server of it.
+
+    The kernel checks the permissions of the socket and of its folder when a client connects. A
+    socket that a killed server has left is replaced.
+
+    Args:
+        path: path of the socket; a file beside it is locked.
+        mode: permissions of the socket, such as 0600.
+
+    Raises:
+        OSError: another server listens there, or the path cannot be used.
+    """
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(errno.EADDRINUSE, "another server listens there") from None
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        path.chmod(mode)  # before `listen`, no client can connect
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        os.close(lock)
+        raise
+    weakref.finalize(listener, os.close, lock)
+    return listener
+
+
+async def _read_hello(connection: socket.socket) -> Hello:
+    loop, frames = asyncio.get_running_loop(), Frames(MAX_HELLO_BYTES)
+    while data := await loop.sock_recv(connection, MAX_HELLO_BYTES):
+        for request in map(read_request, frames.split(data)):
+            if not isinstance(request, Hello) or frames.begun:
+                raise BadMessage("the first request is no Hello, or is not alone")
+            return request
+    raise BadMessage("no request")

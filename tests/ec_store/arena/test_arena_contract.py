@@ -1,0 +1,44 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ec_store import EntryKey
+from ec_store.arena.connection import ArenaConnection
+from ec_store.arena.protocol import Pins, Read
+from ec_store.arena.store import ArenaStore
+from ec_store.arena.url import ArenaOptions
+from tests.ec_store.arena.served import serving
+from tests.ec_store.claims_contract import ClaimsContract
+from tests.ec_store.contract import Opened, StoreContract
+
+
+class TestArena(StoreContract, ClaimsContract):
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Iterator[Path]:
+        path = tmp_path / "arena.sock"
+        with serving(path):
+            yield path
+
+    @pytest.fixture
+    def opened(self, path: Path) -> Iterator[Opened]:
+        stores: list[ArenaStore] = []
+
+        def open_store() -> ArenaStore:
+            stores.append(ArenaStore(ArenaOptions(str(path), timeout_s=10, verify=1)))
+            return stores[-1]
+
+        yield open_store
+        for store in stores:
+            store.close()
+
+    @pytest.fixture
+    def spoil(self, path: Path) -> Callable[[EntryKey], None]:
+        def spoil(key: EntryKey) -> None:
+            writer = ArenaConnection(str(path), "writer", 10)
+            pins, arena = writer.call(Read([bytes.fromhex(key.digest)]), Pins)
+            [part] = arena.parts(pins.pins[0].extents, 1)
+            part[0] ^= 1
+            writer.close()
+
+        return spoil

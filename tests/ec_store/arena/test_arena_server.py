@@ -1,0 +1,506 @@
+"""What a client, or its server, may do to the others: end, hang, lie, come back."""
+
+import fcntl
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ec_store.arena.connection import ArenaConnection
+from ec_store.arena.protocol import (
+    MAX_REQUEST_BYTES,
+    VERSION,
+    Begin,
+    Begun,
+    Claimed,
+    ClaimKeys,
+    Done,
+    End,
+    Failed,
+    GetStats,
+    Hello,
+    Pins,
+    Read,
+    Stats,
+    Wait,
+    encode,
+    read_reply,
+)
+from ec_store.arena.server import ArenaServer
+from ec_store.arena.store import ArenaStore
+from ec_store.arena.url import ArenaOptions
+from ec_store.errors import EntryTooLarge, StoreUnavailable
+from tests.ec_store.arena.served import MIB, serving
+from tests.ec_store.contract import assert_same, key, sized
+
+KEY = bytes.fromhex(key().digest)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "arena.sock"
+
+
+@pytest.fixture
+def server(path: Path) -> Iterator[ArenaServer]:
+    with serving(path, 8 * MIB, segment_bytes=MIB) as server:
+        yield server
+
+
+@pytest.fixture
+def store(path: Path, server: ArenaServer) -> Iterator[ArenaStore]:
+    with opened(path) as store:
+        yield store
+
+
+def opened(path: Path, timeout_s: float = 10) -> ArenaStore:
+    return ArenaStore(ArenaOptions(str(path), timeout_s=timeout_s, verify=1))
+
+
+def stats(path: Path) -> Stats:
+    connection = ArenaConnection(str(path), "proxy", 10)
+    try:
+        return connection.call(GetStats(), Stats)[0]
+    finally:
+        connection.close()
+
+
+def until(path: Path, **expected: float) -> None:
+    """Wait until the server's statistics have these values."""
+    deadline_s = time.monotonic() + 10
+    while any(getattr(found := stats(path), name) != value for name, value in expected.items()):
+        assert time.monotonic() < deadline_s, f"{found}, expected {expected}"
+        time.sleep(0.01)
+
+
+def in_child(path: Path, code: str) -> subprocess.Popen[str]:
+    """Run code in a process with `store`; return when it has printed a line."""
+    start = f"""
+import os, sys, time
+from tests.ec_store.arena.test_arena_server import *
+store = opened(Path({str(path)!r}))
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", start + code], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    return child
+
+
+def lose_connection(store: ArenaStore) -> None:
+    """End the store's connection, as after a time-out; what it reads stays pinned."""
+    store._connection._disconnect()  # noqa: SLF001
+
+
+def end(child: subprocess.Popen[str]) -> None:
+    with child:
+        child.kill()
+
+
+def raw(path: Path, hello: bytes, message: bytes = b"") -> list[bytes]:
+    """Send bytes on a connection of its own; return the messages that the server has sent."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(10)
+        connection.connect(str(path))
+        connection.sendall(hello)
+        received = connection.recv(2**16)
+        if message:
+            connection.sendall(message)
+        while data := connection.recv(2**16):
+            received += data
+    replies = []
+    while received:
+        size = 4 + int.from_bytes(received[:4], "little")
+        replies.append(received[4:size])
+        received = received[size:]
+    return replies
+
+
+def test_a_killed_writer_leaves_nothing(path: Path, server: ArenaServer, store: ArenaStore) -> None:
+    child = in_child(
+        path,
+        f"store._connection.call(Begin({KEY!r}, b'', 2**20, False), Begun)\n"
+        "print('ready', flush=True); time.sleep(60)",
+    )
+    assert stats(path).begun_bytes == MIB
+    end(child)
+
+    assert store.put(key(), sized(100)) is True
+    until(path, begun_bytes=0, gone_bytes=0)
+    assert store.delete([key()]) == 1
+    assert stats(path).taken_bytes == 0
+
+
+def test_entries_of_a_killed_reader_can_be_evicted(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    store.put(key(), sized(MIB))
+    child = in_child(path, "found = store.get(key()); print('ready', flush=True); time.sleep(60)")
+    assert stats(path).pinned_bytes == MIB
+    end(child)
+    until(path, pinned_bytes=0, gone_bytes=0)
+
+    assert store.put(key("large"), sized(8 * MIB)) is True
+    assert store.lookup([key()]) == [None]
+
+
+def test_bytes_that_a_living_process_may_copy_stay_after_its_connection(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    store.put(key(), sized(MIB, 1))
+    reader = opened(path)
+    found = reader.get(key())
+    lose_connection(reader)
+    until(path, gone_bytes=MIB)
+    store.delete([key()])
+    for n in range(20):
+        store.put(key(str(n)), sized(MIB, 2))
+
+    assert_same(sized(MIB, 1), found)
+    assert stats(path).pinned_bytes == MIB
+    assert reader.lookup([key("19")]) != [None]
+    del found
+    reader.lookup([])
+    reader.lookup([key("19")])  # reports that nothing of the earlier connection is read any more
+    assert stats(path).gone_bytes == 0
+    reader.close()
+
+
+def test_bytes_stay_for_a_time_without_a_descriptor_of_the_process(path: Path) -> None:
+    with serving(path, 8 * MIB, gone_s=0.5) as server, opened(path) as store:
+        store.put(key(), sized(MIB))
+        reader = opened(path)
+        found = reader.get(key())
+        for session in server._sessions.values():  # noqa: SLF001
+            if session.peer.pidfd is not None:
+                os.close(session.peer.pidfd)
+                session.peer.pidfd = None
+        lose_connection(reader)
+        until(path, gone_bytes=MIB)
+        until(path, gone_bytes=0)
+        assert found is not None
+        reader.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\xff" * 100,
+        (MAX_REQUEST_BYTES + 1).to_bytes(4, "little"),
+        b"\x00\x00\x00\x00",
+        encode(End(7, b"header")),
+        encode(Hello(1, "proxy")),
+        encode(Read([b"short"])),
+        encode(ClaimKeys([KEY], b"owner", -1.0)),
+        encode(ClaimKeys([KEY], b"owner", float("nan"))),
+        encode(Wait([], 60)) + encode(GetStats()) + encode(GetStats()) + encode(End(7, b"")),
+        encode(Done(1)),
+    ],
+)
+def test_a_client_that_sends_what_none_sends_is_disconnected_alone(
+    path: Path, server: ArenaServer, store: ArenaStore, message: bytes
+) -> None:
+    store.put(key(), sized(100))
+    *_, last = raw(path, encode(Hello(VERSION, "writer")), message)
+
+    assert isinstance(read_reply(last), Failed)
+    assert_same(sized(100), store.get(key()))
+    until(path, clients=2)  # the store's, and the one that asks
+
+
+@pytest.mark.parametrize("hello", [b"\xff" * 100, encode(GetStats()), b"\x10\x00\x00\x00"])
+def test_a_connection_without_a_hello_is_closed(
+    path: Path, server: ArenaServer, hello: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ec_store.arena.server.HELLO_S", 0.2)
+
+    assert raw(path, hello) == []
+    assert stats(path).clients == 1
+
+
+def test_a_client_of_another_version_is_told_both_versions(path: Path, server: ArenaServer) -> None:
+    [reply] = raw(path, encode(Hello(2, "writer")))
+
+    assert "version 1" in read_reply(reply).text  # type: ignore[union-attr]
+    assert "version 2" in read_reply(reply).text  # type: ignore[union-attr]
+
+
+def test_a_proxy_gets_no_memory(path: Path, server: ArenaServer) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(encode(Hello(1, "proxy")))
+        _, fds, _, _ = socket.recv_fds(connection, 4096, 4)
+
+        assert fds == []
+
+
+def test_a_reader_cannot_write(path: Path, server: ArenaServer) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(encode(Hello(1, "reader")))
+        _, [fd], _, _ = socket.recv_fds(connection, 4096, 4)
+    try:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(fd, b"x")
+    finally:
+        os.close(fd)
+
+
+def test_no_client_can_resize_the_memory(path: Path, server: ArenaServer) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(encode(Hello(1, "writer")))
+        _, [fd], _, _ = socket.recv_fds(connection, 4096, 4)
+    try:
+        for size in (0, 16 * MIB):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    finally:
+        os.close(fd)
+
+
+def test_a_full_memory_evicts_and_refuses_only_when_all_is_in_use(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    for n in range(20):
+        assert store.put(key(str(n)), sized(MIB, n)) is True
+    held = [store.get(key(str(n))) for n in range(12, 20)]
+
+    with pytest.raises(StoreUnavailable, match="full"):
+        store.put(key("more"), sized(2))
+    with pytest.raises(EntryTooLarge):
+        store.put(key("more"), sized(8 * MIB + 2))
+    for n, each in enumerate(held):
+        assert_same(sized(MIB, 12 + n), each)
+    del held, each
+    assert store.put(key("more"), sized(2)) is True
+    assert store.stats().drops == 2
+
+
+def test_leased_entries_are_not_evicted(server: ArenaServer, store: ArenaStore) -> None:
+    for n in range(8):
+        store.put(key(str(n)), sized(MIB))
+    store.lease([key(str(n)) for n in range(7)], 60)
+    store.put(key("a"), sized(MIB))
+
+    assert store.lookup([key("7")]) == [None]
+    with pytest.raises(StoreUnavailable, match="full"):
+        store.put(key("b"), sized(2 * MIB))
+    assert None not in store.lookup([key(str(n)) for n in range(7)])
+
+
+def test_an_entry_in_several_extents_is_read_as_it_was_written(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    for n in range(8):
+        store.put(key(str(n)), sized(MIB))
+    store.delete([key("1"), key("4"), key("6")])
+    store.put(key("large"), sized(3 * MIB - 2, 9))
+
+    assert stats(path).entries == 6
+    assert_same(sized(3 * MIB - 2, 9), store.get(key("large")))
+
+
+def test_a_put_waits_for_another_writer_of_the_entry(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    other = ArenaConnection(str(path), "writer", 10)
+    begun, arena = other.call(Begin(KEY, b"", 100, False), Begun)
+    with ThreadPoolExecutor(1) as pool:
+        put = pool.submit(store.put, key(), sized(100))
+        until(path, clients=4)  # the waiting connection of the store is there
+        assert not put.done()
+        other.call(End(begun.number, b""), Done, within=arena)
+        assert put.result(10) is True
+    other.close()
+
+
+@pytest.mark.parametrize("how", ["release", "disconnect", "expire"])
+def test_a_wait_ends_with_the_claim(path: Path, server: ArenaServer, how: str) -> None:
+    claimer = ArenaConnection(str(path), "proxy", 10)
+    seconds = 0.2 if how == "expire" else 60
+    claimer.call(ClaimKeys([KEY], b"owner", seconds), Claimed)
+    waiter = ArenaConnection(str(path), "proxy", 10)
+    with ThreadPoolExecutor(1) as pool:
+        wait = pool.submit(
+            waiter.call, Wait([KEY], 0.5 if how == "expire" else 60), Done, seconds=60
+        )
+        until(path, clients=3)
+        if how == "release":
+            store = opened(path)
+            store.release([key()], "owner")
+            store.close()
+        elif how == "disconnect":
+            claimer.close()
+        wait.result(10)
+    claimer.close()
+    waiter.close()
+
+
+def test_a_forked_child_connects_itself(path: Path, server: ArenaServer, store: ArenaStore) -> None:
+    store.put(key(), sized(MIB, 1))
+    found = store.get(key())
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            assert_same(sized(MIB, 1), store.get(key()))
+            os.write(write, b"same")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+    assert os.read(read, 10) == b"same"
+    assert stats(path).pinned_bytes == MIB
+    assert_same(sized(MIB, 1), found)
+    os.close(read)
+    os.close(write)
+
+
+def test_a_client_that_reads_no_reply_gets_no_more_of_them(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(encode(Hello(1, "proxy")))
+        connection.recv(4096)
+        connection.setblocking(False)
+        request, sent = encode(ClaimKeys([], b"o", 1.0)) * 1000, 0
+        while select.select([], [connection], [], 0.5)[1]:
+            sent += connection.send(request)
+            assert sent < 64 * MIB, "the server goes on reading"
+        assert store.put(key(), sized(100)) is True
+
+
+class TestProcess:
+    """`ec-store serve` as a process."""
+
+    @pytest.fixture
+    def serve(self, path: Path) -> Iterator["Serve"]:
+        served = Serve(path)
+        served.start()
+        yield served
+        served.kill()
+
+    def test_a_restarted_server_is_found_and_old_entries_stay_readable(
+        self, path: Path, serve: "Serve"
+    ) -> None:
+        with opened(path) as store:
+            store.put(key(), sized(MIB, 1))
+            found = store.get(key())
+            serve.kill()
+            with pytest.raises(StoreUnavailable):
+                store.get(key())
+            serve.start()
+
+            assert store.get(key()) is None
+            assert store.put(key(), sized(MIB, 2)) is True
+            assert_same(sized(MIB, 2), store.get(key()))
+            assert_same(sized(MIB, 1), found)
+
+    def test_a_write_across_a_restart_fails_and_spoils_nothing(
+        self, path: Path, serve: "Serve"
+    ) -> None:
+        connection = ArenaConnection(str(path), "writer", 10)
+        begun, arena = connection.call(Begin(KEY, b"", 100, False), Begun)
+        serve.kill()
+        serve.start()
+        with pytest.raises(StoreUnavailable):
+            connection.call(End(begun.number, b"header"), Done, within=arena)
+        with pytest.raises(StoreUnavailable, match="was lost"):
+            connection.call(End(begun.number, b"header"), Done, within=arena)
+
+        assert connection.call(Read([KEY]), Pins)[0].pins[0].number == 0
+        connection.close()
+
+    def test_a_stopped_server_is_unavailable_and_comes_back(
+        self, path: Path, serve: "Serve"
+    ) -> None:
+        with opened(path, timeout_s=0.3) as store:
+            store.put(key(), sized(100))
+            serve.signal(signal.SIGSTOP)
+            with pytest.raises(StoreUnavailable):
+                store.get(key())
+            serve.signal(signal.SIGCONT)
+            deadline_s = time.monotonic() + 10
+            while True:
+                try:
+                    assert_same(sized(100), store.get(key()))
+                except StoreUnavailable:
+                    assert time.monotonic() < deadline_s
+                else:
+                    break
+
+    def test_two_servers_never_share_a_path(self, path: Path, serve: "Serve") -> None:
+        with opened(path) as store:
+            store.put(key(), sized(100))
+            ended = subprocess.run(
+                [sys.executable, "-m", "ec_store", "serve", f"shm://{path}", "--port", "0"],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=60,
+            )
+
+            assert ended.returncode == 1
+            assert "another server listens there" in ended.stderr
+            assert_same(sized(100), store.get(key()))
+
+    def test_too_little_memory_is_an_error_before_any_is_taken(self, path: Path) -> None:
+        url = f"shm://{path}?max_bytes=100000GiB"
+        ended = subprocess.run(
+            [sys.executable, "-m", "ec_store", "serve", url, "--port", "0"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+        assert ended.returncode == 1
+        assert "are left on the machine" in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+class Serve:
+    """Process of `ec-store serve`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        url = f"shm://{self._path}?max_bytes=16MiB"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ec_store", "serve", url, "--port", "0"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline_s = time.monotonic() + 30
+        while True:
+            try:
+                stats(self._path)
+            except StoreUnavailable:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.02)
+            else:
+                return
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()

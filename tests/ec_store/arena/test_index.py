@@ -1,0 +1,249 @@
+"""The index beside a model of it: what each client holds, and which entries there must be."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ec_store.arena.extents import PAGE_BYTES, Extent, ExtentAllocator
+from ec_store.arena.index import ArenaIndex, Client, Refusal, Slot
+from tests.examples import scaled
+
+PAGES = 12
+CLIENT_PAGES = 8
+TTL_S = 100.0
+STEPS = 300
+DIGESTS = [bytes([n]) * 32 for n in range(6)]
+OWNERS = [b"a", b"b"]
+
+
+@dataclass(eq=False)
+class Held:
+    """Pin or begun write of a client; its bytes must not be given to another write.
+
+    `gone` is whether the pinned entry was deleted or replaced.
+    """
+
+    client: Client
+    number: int
+    digest: bytes
+    extents: tuple[Extent, ...]
+    gone: bool = False
+
+
+class Walk:
+    """Random calls, each of which is checked against what the calls before it must have left."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.now_s = 0.0
+        self.extents = ExtentAllocator(PAGES * PAGE_BYTES, 5 * PAGE_BYTES)
+        self.index = ArenaIndex(self.extents, client_bytes=CLIENT_PAGES * PAGE_BYTES, ttl_s=TTL_S)
+        self.clients = [Client() for _ in range(3)]
+        self.pins: list[Held] = []
+        self.writes: list[Held] = []
+        self.leased: dict[bytes, float] = {}
+        self.claims: dict[bytes, tuple[Client, bytes, float]] = {}
+
+    def step(self) -> None:
+        """Make one call; the more usual ones more often."""
+        calls = [self.begin, self.end, self.pin, self.unpin, self.claim, self.pass_time]
+        rare = [self.lease, self.delete, self.expire, self.release, self.leave]
+        self.rng.choice(calls * 4 + rare)()
+        self.check()
+
+    def there(self, digest: bytes) -> Slot | None:
+        return self.index.find([digest], self.now_s)[0]
+
+    def begin(self) -> None:
+        client, digest = self.rng.choice(self.clients), self.rng.choice(DIGESTS)
+        pages, replaces = self.rng.randint(1, CLIENT_PAGES + 1), self.rng.random() < 0.3
+        existed = self.there(digest) is not None
+        begun = any(held.digest == digest for held in self.writes if not self.replaces(held))
+        slot = Slot(digest, b"namespace", pages * PAGE_BYTES, replaces)
+        protected = self.protected_pages()
+        number = self.index.begin(client, slot, self.now_s)
+        if not replaces and (existed or begun):
+            assert number is (Refusal.THERE if existed else Refusal.BEGUN)
+        elif pages > CLIENT_PAGES:
+            assert number is Refusal.TOO_LARGE
+        elif isinstance(number, Refusal):
+            own = sum(len(pages_of(held.extents)) for held in self.writes if held.client is client)
+            assert number is Refusal.FULL
+            assert PAGES - len(protected) < pages or own + pages > CLIENT_PAGES
+        else:
+            assert not pages_of(slot.extents) & protected
+            assert len(pages_of(slot.extents)) == pages
+            self.writes.append(Held(client, number, digest, slot.extents))
+
+    def end(self) -> None:
+        if not self.writes:
+            return
+        held = self.writes.pop(self.rng.randrange(len(self.writes)))
+        replaces, old = self.replaces(held), self.there(held.digest)
+        self.index.changed.clear()
+        if self.rng.random() < 0.2:
+            self.index.abort(held.client, held.number)
+            assert self.there(held.digest) is old
+        else:
+            stored = self.index.commit(held.client, held.number, b"header", self.now_s)
+            assert stored is (old is None or replaces)
+            if stored:
+                slot = self.there(held.digest)
+                assert slot is not None
+                assert (slot.extents, slot.header) == (held.extents, b"header")
+                self.forget_entry(held.digest)
+        assert held.digest in self.index.changed
+
+    def pin(self) -> None:
+        client, digest = self.rng.choice(self.clients), self.rng.choice(DIGESTS)
+        slot = self.there(digest)
+        [pin] = self.index.pin(client, [digest], self.now_s)
+        if slot is None:
+            assert pin is None
+        elif client.pinned_bytes + slot.size_bytes > CLIENT_PAGES * PAGE_BYTES:
+            assert pin is None or client.pinned_bytes <= CLIENT_PAGES * PAGE_BYTES
+        else:
+            assert pin is not None
+        if pin is not None:
+            self.pins.append(Held(client, pin[0], digest, pin[1].extents))
+
+    def unpin(self) -> None:
+        if self.pins:
+            held = self.pins.pop(self.rng.randrange(len(self.pins)))
+            self.index.unpin(held.client, [held.number, 10**9], self.now_s)
+
+    def lease(self) -> None:
+        digest, seconds = self.rng.choice(DIGESTS), self.rng.uniform(0, 1.5 * TTL_S)
+        slot = self.there(digest)
+        assert self.index.lease([digest], seconds, self.now_s) == [slot]
+        if slot is not None:
+            self.leased[digest] = max(self.leased.get(digest, 0.0), self.now_s + seconds)
+
+    def delete(self) -> None:
+        digest = self.rng.choice(DIGESTS)
+        existed = self.there(digest) is not None
+        assert self.index.delete([digest, digest]) == existed
+        assert self.there(digest) is None
+        self.forget_entry(digest)
+
+    def expire(self) -> None:
+        self.index.expire(self.now_s)
+        for slot in self.index.slots():
+            used = any(held.extents == slot.extents for held in self.pins)
+            assert used or slot.leased_until_s > self.now_s or self.now_s < slot.used_s + TTL_S
+
+    def claim(self) -> None:
+        client, digest = self.rng.choice(self.clients), self.rng.choice(DIGESTS)
+        owner = self.rng.choice(OWNERS)
+        seconds = self.rng.uniform(0, 30)
+        _, holder, until_s = self.claims.get(digest, (client, owner, 0.0))
+        free = until_s <= self.now_s or holder == owner
+        assert self.index.claim(client, [digest], owner, seconds, self.now_s) == [free]
+        if free:
+            self.claims[digest] = (client, owner, self.now_s + seconds)
+
+    def release(self) -> None:
+        digest, owner = self.rng.choice(DIGESTS), self.rng.choice(OWNERS)
+        self.index.release([digest], owner)
+        if self.claims.get(digest, (None, None))[1] == owner:
+            del self.claims[digest]
+
+    def pass_time(self) -> None:
+        self.now_s += self.rng.choice([0.0, 1.0, 1.0, 20.0])
+
+    def leave(self) -> None:
+        client = self.rng.choice(self.clients)
+        self.index.disconnect(client)
+        self.claims = {key: claim for key, claim in self.claims.items() if claim[0] is not client}
+        begun = {held.digest for held in self.writes if held.client is not client}
+        for held in self.writes:
+            if held.client is client and held.digest not in begun:
+                claimed = self.claims.get(held.digest, (None, None, 0.0))[2] > self.now_s
+                assert self.index.is_pending(held.digest, self.now_s) is (
+                    claimed and self.there(held.digest) is None
+                )
+        self.check()  # a device may still be copying what it held
+        self.index.forget(client, self.now_s)
+        self.pins = [held for held in self.pins if held.client is not client]
+        self.writes = [held for held in self.writes if held.client is not client]
+        assert not client.pins
+        assert not client.writes
+        self.clients[self.clients.index(client)] = Client()
+
+    def check(self) -> None:
+        """Check that what is in use is not free, and that no page is lost."""
+        free = pages_of(self.extents.holes())
+        entries = {page for slot in self.index.slots() for page in pages_of(slot.extents)}
+        in_use = {page for held in self.pins + self.writes for page in pages_of(held.extents)}
+        assert not free & (entries | in_use)
+        assert free | entries | in_use == set(range(PAGES))
+        for digest, until_s in self.leased.items():
+            assert until_s <= self.now_s or self.there(digest) is not None
+        for held in self.pins:
+            if not held.gone:
+                slot = self.there(held.digest)
+                assert slot is not None
+                assert slot.extents == held.extents
+        for client in self.clients:
+            pinned = [held for held in self.pins if held.client is client]
+            begun = [held for held in self.writes if held.client is client]
+            assert client.pinned_bytes == PAGE_BYTES * sum(len(pages_of(h.extents)) for h in pinned)
+            assert client.begun_bytes == PAGE_BYTES * sum(len(pages_of(h.extents)) for h in begun)
+            assert client.pinned_bytes <= CLIENT_PAGES * PAGE_BYTES
+
+    def forget_entry(self, digest: bytes) -> None:
+        self.leased.pop(digest, None)
+        for held in self.pins:
+            held.gone |= held.digest == digest
+
+    def replaces(self, held: Held) -> bool:
+        return held.client.writes[held.number].replaces
+
+    def protected_pages(self) -> set[int]:
+        """Return the pages that no write may get now."""
+        protected = {page for held in self.pins + self.writes for page in pages_of(held.extents)}
+        for digest, until_s in self.leased.items():
+            if until_s > self.now_s and (slot := self.there(digest)):
+                protected |= pages_of(slot.extents)
+        return protected
+
+
+def pages_of(extents: Iterable[Extent]) -> set[int]:
+    return {
+        page
+        for offset, size_bytes in extents
+        for page in range(offset // PAGE_BYTES, (offset + size_bytes) // PAGE_BYTES)
+    }
+
+
+@settings(max_examples=scaled(60))
+@given(seed=st.integers(0, 2**32))
+def test_the_index_does_what_a_model_of_it_does(seed: int) -> None:
+    walk = Walk(random.Random(seed))  # noqa: S311
+    for _ in range(STEPS):
+        walk.step()
+
+
+def test_the_least_recently_used_entry_is_evicted() -> None:
+    index = ArenaIndex(ExtentAllocator(3 * PAGE_BYTES, 2**20))
+    client = Client()
+
+    def put(digest: bytes, now_s: float) -> None:
+        number = index.begin(client, Slot(digest, b"", PAGE_BYTES), now_s)
+        assert isinstance(number, int)
+        assert index.commit(client, number, b"header", now_s)
+
+    for now_s, digest in enumerate(DIGESTS[:3]):
+        put(digest, now_s)
+    assert index.begin(client, Slot(DIGESTS[0], b"", 1), 3) is Refusal.THERE  # counts as a use
+    [pin] = index.pin(client, [DIGESTS[1]], 4)
+    assert pin is not None
+    put(DIGESTS[3], 5)
+    index.unpin(client, [pin[0]], 6)
+    put(DIGESTS[4], 7)
+
+    assert [slot.digest for slot in index.slots()] == [DIGESTS[1], DIGESTS[3], DIGESTS[4]]
+    assert index.evictions == 2
