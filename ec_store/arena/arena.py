@@ -149,6 +149,7 @@ class Arena:
     def _stats(self, now_s: float) -> Stats:
         gone = self.gone.values()
         clients = [*self.clients.values(), *gone]
+        leased = self.index.leased(now_s)
         pins = [pinned_s for client in clients for _, pinned_s in client.pins.values()]
         return Stats(
             entries=len(self.index),
@@ -157,7 +158,8 @@ class Arena:
             evictions=self.index.evictions,
             clients=len(self.clients),
             pinned_bytes=pinned_bytes(clients),
-            leased_bytes=self.index.leased_bytes(now_s),
+            leased=len(leased),
+            leased_bytes=sum(slot.taken_bytes for slot in leased),
             begun_bytes=sum(client.begun_bytes for client in clients),
             gone_bytes=sum(client.pinned_bytes + client.begun_bytes for client in gone),
             oldest_pin_s=now_s - min(pins, default=now_s),

@@ -7,7 +7,7 @@ import enum
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ec_store.arena.extents import Extent, ExtentAllocator
@@ -136,11 +136,10 @@ class ArenaIndex:
         """Yield the entries, in the order of their writes."""
         yield from self._entries.values()
 
-    def leased_bytes(self, now_s: float) -> int:
-        """Return the bytes of leased entries; the cost grows with their number."""
+    def leased(self, now_s: float) -> Collection[Slot]:
+        """Return the leased entries; the cost grows with their number."""
         self._end_leases(now_s)
-        slots = {id(slot): slot for _, _, slot in self._leases if self._is_entry(slot)}
-        return sum(slot.taken_bytes for slot in slots.values())
+        return {id(slot): slot for _, _, slot in self._leases if self._is_entry(slot)}.values()
 
     def find(self, digests: Iterable[bytes], now_s: float) -> list[Slot | None]:
         """Return the entries of these keys."""

@@ -246,6 +246,7 @@ class Stats(Message, frozen=True):
 
     Attributes:
         taken_bytes: bytes that are not free.
+        leased: number of leased entries.
         gone_bytes: bytes that clients had pinned or begun that are gone.
         oldest_pin_s: age of the oldest pin in seconds.
     """
@@ -256,6 +257,7 @@ class Stats(Message, frozen=True):
     evictions: int
     clients: int
     pinned_bytes: int
+    leased: int
     leased_bytes: int
     begun_bytes: int
     gone_bytes: int

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Self, TypeVar
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -195,6 +196,7 @@ class ArenaStore(Store):
             entries=stats.entries,
             bytes=stats.taken_bytes,
             max_bytes=stats.size_bytes,
+            leased=stats.leased,
             **self._process_counts(),
         )
 
@@ -216,7 +218,7 @@ class ArenaStore(Store):
         return self._connection.call(request, reply_type)[0]
 
     def _begin(self, request: Begin) -> tuple[Begun, MappedArena] | None:
-        """Begin a write; return None if the entry exists."""
+        """Begin a write; return None if an entry exists that this release can read."""
         deadline_s = time.monotonic() + OTHERS_WRITE_S
         while True:
             reply, arena = self._connection.call(request, Begun)
@@ -224,7 +226,10 @@ class ArenaStore(Store):
                 return reply, arena
             match Refusal(reply.refusal):
                 case Refusal.THERE:
-                    return None
+                    if self._is_readable(request.digest):
+                        return None
+                    request = msgspec.structs.replace(request, replace=True)
+                    continue
                 case Refusal.TOO_LARGE:
                     raise EntryTooLarge(f"it has {request.size_bytes} bytes")
                 case Refusal.FULL:
@@ -233,6 +238,15 @@ class ArenaStore(Store):
             if left_s <= 0:
                 raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
             self._waiting.call(Wait([request.digest], left_s), Done, seconds=left_s)
+
+    def _is_readable(self, digest: bytes) -> bool:
+        """Return whether an entry is still there, and of this format."""
+        [header] = self._ask(Find([digest]), Headers).headers
+        try:
+            parse_header(header)
+        except CorruptEntry:
+            return False
+        return True
 
     def _write(self, key: EntryKey, entry: Entry, begun: Begun, arena: MappedArena) -> bool:
         header = b""  # gives up the write
