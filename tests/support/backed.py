@@ -17,7 +17,15 @@ from epd.config.sections.transfers import TransferSettings
 from epd.encoder_cache.client import EncoderCache
 from tests.requests import Part
 from tests.support import fake_instance
-from tests.support.fake_instance import REPLY, FakeInstance, decodes, encodes, refuses
+from tests.support.fake_instance import (
+    REPLY,
+    FakeInstance,
+    Handler,
+    decodes,
+    encodes,
+    prefills,
+    refuses,
+)
 from tests.support.fleet import Fleet, Launch
 
 NAMESPACE = "m@main:0123"
@@ -66,7 +74,15 @@ class Backed:
         entry = Entry(memoryview(bytes(16)), "F32", (1, 4), modality, metadata)
         await asyncio.to_thread(self.store.put, EntryKey(self.namespace, identifier), entry)
 
+    async def prefills(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await self._consumes(prefills, request, body)
+
     async def decodes(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await self._consumes(decodes, request, body)
+
+    async def _consumes(
+        self, answers: Handler, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
         """Answer; fail as vLLM does if an item without media is not in the store."""
         promised = body.get("ec_transfer_params") or {}
         for part in parts_of(body):
@@ -74,7 +90,7 @@ class Backed:
                 uuid = part["uuid"]
                 if not await self._has(uuid, waits=100 if uuid in promised else 1):
                     return await refuses(500, "Internal server error")(request, body)
-        return await decodes(request, body)
+        return await answers(request, body)
 
     async def _has(self, identifier: str, waits: int) -> bool:
         for _ in range(waits):
@@ -111,9 +127,11 @@ async def caching(launch: Launch, backed: Backed, url: str, **config: Any) -> As
     async with launch(**defaults | config) as fleet:
         for instance in fleet.encode:
             instance.chat = backed.encodes
-        for instance in (*fleet.prefill, *fleet.decode):
-            if instance in fleet.decode:
-                instance.chat = backed.decodes
+        # A decode instance behind prefill has no connector.
+        for instance in fleet.prefill:
+            instance.chat = backed.prefills
+        for instance in fleet.decode if not fleet.prefill else ():
+            instance.chat = backed.decodes
         yield fleet
         await asyncio.gather(*backed.writes)
 
