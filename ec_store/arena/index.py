@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 from ec_store.arena.extents import Extent, ExtentAllocator
 
+MAX_CLAIMS = 65536
+"""Upper bound of the claims of one client: it gets no more."""
+
 
 class Refusal(enum.Enum):
     """Reason why a write was not begun."""
@@ -190,8 +193,8 @@ class ArenaIndex:
                 slot.pins -= 1
                 if not self._is_entry(slot):
                     self._free(slot)
-                elif not slot.pins and slot.leased_until_s <= now_s:
-                    self._unused[slot.digest] = slot
+                else:
+                    self._end_use(slot, now_s)
 
     def begin(self, client: Client, slot: Slot, now_s: float) -> int | Refusal:
         """Give a slot its extents for a client to write; evict entries until there is room.
@@ -298,6 +301,7 @@ class ArenaIndex:
         for digest in digests:
             claim = self._claims.get(digest)
             free = claim is None or claim.until_s <= now_s or claim.owner == owner
+            free &= digest in client.claims or len(client.claims) < MAX_CLAIMS
             held.append(free)
             if free:
                 if claim is not None:
@@ -353,6 +357,16 @@ class ArenaIndex:
             return False
         return not slot.pins and slot.leased_until_s <= now_s
 
+    def _end_use(self, slot: Slot, now_s: float) -> None:
+        """Let an entry be evicted again, unless it is still pinned or leased.
+
+        Its last use is now, so that `_unused` stays in the order of the last uses.
+        """
+        in_use = slot.pins or slot.leased_until_s > now_s
+        if not in_use and slot.digest not in self._unused:
+            slot.used_s = now_s
+            self._unused[slot.digest] = slot
+
     def _use(self, slot: Slot, now_s: float) -> None:
         slot.used_s = now_s
         if slot.digest in self._unused:
@@ -388,8 +402,8 @@ class ArenaIndex:
         """Let entries be evicted again after the end of their leases."""
         while self._leases and self._leases[0][0] <= now_s:
             *_, slot = heapq.heappop(self._leases)
-            if self._is_entry(slot) and not slot.pins and slot.leased_until_s <= now_s:
-                self._unused[slot.digest] = slot
+            if self._is_entry(slot):
+                self._end_use(slot, now_s)
 
 
 def pinned_bytes(clients: Sequence[Client]) -> int:

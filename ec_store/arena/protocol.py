@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ec_store.arena.extents import Extent
+from ec_store.keys import MAX_OWNER_BYTES, MAX_PART_BYTES
 
 VERSION = 1
 """Version of these messages. A server and a client of different versions refuse each other."""
@@ -33,6 +34,8 @@ LONGEST_S = 3600.0
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Name = Annotated[bytes, msgspec.Meta(max_length=MAX_PART_BYTES)]
+Owner = Annotated[bytes, msgspec.Meta(max_length=MAX_OWNER_BYTES)]
 Digests = Annotated[list[Digest], msgspec.Meta(max_length=MAX_KEYS)]
 
 
@@ -60,7 +63,7 @@ class Welcome(Message, frozen=True):
 
     Attributes:
         arena: random name of the memory.
-        session: number of this connection.
+        session: random number of this connection, which no other client knows.
         size_bytes: size of the memory.
         segment_bytes: no extent crosses a multiple of it.
     """
@@ -123,7 +126,7 @@ class Begin(Message, frozen=True):
     """Begin to write an entry. The reply is `Begun`."""
 
     digest: Digest
-    namespace: bytes
+    namespace: Name
     size_bytes: Size
     replace: bool
 
@@ -158,7 +161,7 @@ class Delete(Message, frozen=True):
 class Purge(Message, frozen=True):
     """Delete a namespace with its entries. The reply is `Done` with their number."""
 
-    namespace: bytes
+    namespace: Name
 
 
 class Done(Message, frozen=True):
@@ -174,7 +177,7 @@ class ClaimKeys(Message, frozen=True):
     """
 
     digests: Digests
-    owner: bytes
+    owner: Owner
     seconds: Seconds
     find: bool = False
 
@@ -190,7 +193,7 @@ class Release(Message, frozen=True):
     """Release claims. The reply is `Done`."""
 
     digests: Digests
-    owner: bytes
+    owner: Owner
 
 
 class Wait(Message, frozen=True):
@@ -227,8 +230,8 @@ class Page(Message, frozen=True):
 class Register(Message, frozen=True):
     """Register the namespace of a model; an empty model only asks. The reply is `Namespaces`."""
 
-    model: bytes
-    namespace: bytes
+    model: Name
+    namespace: Name
 
 
 class Namespaces(Message, frozen=True):

@@ -11,14 +11,12 @@ import logging
 import os
 import secrets
 import socket
-import struct
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Self, cast
 
@@ -57,7 +55,6 @@ BACKLOG = 128
 MAX_CONNECTIONS = 1024
 MAX_HELLO_BYTES = 256
 _SO_PEERPIDFD = 77  # <asm-generic/socket.h>
-_CREDENTIALS = struct.Struct("=3i")
 
 
 class ArenaServer:
@@ -86,7 +83,6 @@ class ArenaServer:
         self._memory = memory
         self._name = secrets.token_bytes(16)
         self._read_only = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        self._numbers = count(1)
         self._sessions: dict[int, Session] = {}
         self._gone: dict[int, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,8 +109,7 @@ class ArenaServer:
     def answer(self, session: "Session", request: Request) -> Reply | None:
         """Return the reply to a request; answer the clients that waited for its effect."""
         if isinstance(request, Forget):
-            earlier = self._gone.get(request.session)
-            if earlier is not None and earlier.pid == session.peer.pid:
+            if request.session in self._gone:  # only its own process knows the number
                 self._forget(request.session)
             return Done()
         reply = self.arena.answer(session.client, request, self.clock())
@@ -176,38 +171,38 @@ class ArenaServer:
 
     async def _greet(self, connection: socket.socket) -> None:
         """Answer the first request of a connection, which gets the memory's descriptor."""
+        peer: Peer | None = None
         try:
             peer = Peer.of(connection)
-        except OSError:
-            connection.close()
-            return
-        try:
             async with asyncio.timeout(HELLO_S):
                 hello = await _read_hello(connection)
-        except (OSError, TimeoutError, BadMessage):
-            peer.close()
+            session = Session(self, secrets.randbits(62), peer)
+            self._welcome(connection, hello, session.number)
+        except BaseException as error:
             connection.close()
+            if peer is not None:
+                peer.close()
+            if not isinstance(error, OSError | BadMessage):  # TimeoutError is an OSError
+                raise
             return
-        if (problem := self._refusal(hello)) is not None:
-            with suppress(OSError):
-                connection.send(encode(Failed(problem)))
-            peer.close()
-            connection.close()
-            return
-        number = next(self._numbers)
+        self._sessions[session.number] = session
+        self.arena.clients[session.number] = session.client
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: session, connection)
+
+    def _welcome(self, connection: socket.socket, hello: Hello, number: int) -> None:
+        """Answer a first request, with the memory's descriptor.
+
+        Raises:
+            OSError: the client is gone.
+            BadMessage: the client is refused, and has been told why.
+        """
         memory = self._memory
+        if (problem := self._refusal(hello)) is not None:
+            connection.send(encode(Failed(problem)))
+            raise BadMessage(problem)
         welcome = Welcome(self._name, number, memory.size_bytes, memory.segment_bytes)
         memories = {"proxy": [], "reader": [self._read_only], "writer": [memory.fd]}
-        try:
-            socket.send_fds(connection, [encode(welcome)], memories[hello.role])
-        except OSError:
-            peer.close()
-            connection.close()
-            return
-        session = Session(self, number, peer)
-        self._sessions[number] = session
-        self.arena.clients[number] = session.client
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: session, connection)
+        socket.send_fds(connection, [encode(welcome)], memories[hello.role])
 
     def _refusal(self, hello: Hello) -> str | None:
         if hello.version != VERSION:
@@ -225,28 +220,20 @@ class Peer:
     """Process at the other end of a connection.
 
     Attributes:
-        pid: its number in this process's PID namespace; 0 if it is in another one.
         pidfd: descriptor of it, which is readable once it has ended; None: an old kernel.
     """
 
-    pid: int
-    uid: int
-    gid: int
     pidfd: int | None
     timer: asyncio.TimerHandle | None = None
 
     @classmethod
     def of(cls, connection: socket.socket) -> Self:
-        """Return the peer of a connection. Raise OSError if it has gone."""
-        credentials = connection.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-        )
+        """Return the peer of a connection."""
         pidfd: int | None = None
         with suppress(OSError):
             pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
             os.set_inheritable(pidfd, False)
-        pid, uid, gid = _CREDENTIALS.unpack(credentials)
-        return cls(pid, uid, gid, pidfd)
+        return cls(pidfd)
 
     def close(self) -> None:
         if self.pidfd is not None:

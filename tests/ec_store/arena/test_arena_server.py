@@ -29,6 +29,7 @@ from ec_store.arena.protocol import (
     Hello,
     Pins,
     Read,
+    Register,
     Stats,
     Wait,
     encode,
@@ -204,6 +205,8 @@ def test_bytes_stay_for_a_time_without_a_descriptor_of_the_process(path: Path) -
         encode(ClaimKeys([KEY], b"owner", float("nan"))),
         encode(Wait([], 60)) + encode(GetStats()) + encode(GetStats()) + encode(End(7, b"")),
         encode(Done(1)),
+        encode(Register(b"x" * 65537, b"")),
+        encode(ClaimKeys([KEY], b"x" * 257, 1.0)),
     ],
 )
 def test_a_client_that_sends_what_none_sends_is_disconnected_alone(

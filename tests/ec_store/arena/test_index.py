@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ec_store.arena.extents import PAGE_BYTES, Extent, ExtentAllocator
-from ec_store.arena.index import ArenaIndex, Client, Refusal, Slot
+from ec_store.arena.index import MAX_CLAIMS, ArenaIndex, Client, Refusal, Slot
 from tests.examples import scaled
 
 PAGES = 12
@@ -247,3 +247,34 @@ def test_the_least_recently_used_entry_is_evicted() -> None:
 
     assert [slot.digest for slot in index.slots()] == [DIGESTS[1], DIGESTS[3], DIGESTS[4]]
     assert index.evictions == 2
+
+
+def test_the_claims_of_one_client_are_bounded() -> None:
+    index = ArenaIndex(ExtentAllocator(PAGE_BYTES, 2**20))
+    client, other = Client(), Client()
+    digests = [n.to_bytes(32) for n in range(MAX_CLAIMS + 1)]
+
+    assert index.claim(client, digests, b"a", 60, 0.0) == [True] * MAX_CLAIMS + [False]
+    assert index.claim(client, digests[:1], b"a", 60, 1.0) == [True]
+    assert index.claim(other, digests[-1:], b"b", 60, 1.0) == [True]
+    index.release(digests[:1], b"a")
+    assert index.claim(client, digests[-1:], b"a", 60, 1.0) == [False]
+    assert index.claim(client, digests[:1], b"a", 60, 1.0) == [True]
+
+
+def test_entries_expire_in_the_order_of_their_last_use() -> None:
+    index = ArenaIndex(ExtentAllocator(3 * PAGE_BYTES, 2**20), ttl_s=10)
+    client = Client()
+    for now_s, digest in enumerate(DIGESTS[:3]):
+        number = index.begin(client, Slot(digest, b"", PAGE_BYTES), now_s)
+        assert isinstance(number, int)
+        index.commit(client, number, b"header", now_s)
+    index.lease([DIGESTS[0]], 5, 3)
+    [pin] = index.pin(client, [DIGESTS[1]], 3)
+    assert pin is not None
+    index.unpin(client, [pin[0]], 20)
+
+    assert index.expire(21) == 1  # the third
+    assert [slot.digest for slot in index.slots()] == DIGESTS[:2]
+    assert index.expire(30) == 1
+    assert index.expire(31) == 1
