@@ -113,9 +113,7 @@ class ArenaServer:
     def answer(self, session: "Session", request: Request) -> Reply | None:
         """Return the reply to a request; answer the clients that waited for its effect."""
         if isinstance(request, Forget):
-            earlier = self._gone.get(request.session)
-            if earlier is not None and earlier.pid == session.peer.pid:
-                self._forget(request.session)
+            self._forget_earlier(session, request.session)
             return Done()
         reply = self.arena.answer(session.client, request, self.clock())
         self.settle_waits()
@@ -145,6 +143,16 @@ class ArenaServer:
             else:
                 loop.add_reader(peer.pidfd, self._forget, number)
         self.settle_waits()
+
+    def _forget_earlier(self, session: "Session", number: int) -> None:
+        peer, earlier = self._gone.get(number), self._sessions.get(number)
+        if peer is not None and peer.pid == session.peer.pid:
+            self._forget(number)
+        elif earlier is not None and earlier.peer.pid == session.peer.pid:
+            earlier.transport.abort()  # the end of its connection has not been read yet
+            self.arena.index.disconnect(earlier.client)
+            self.arena.index.forget(earlier.client, self.clock())
+            self.settle_waits()
 
     def _forget(self, number: int) -> None:
         peer = self._gone.pop(number)

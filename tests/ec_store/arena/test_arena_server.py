@@ -442,6 +442,27 @@ class TestProcess:
                 else:
                     break
 
+    def test_what_an_unanswered_request_pins_or_begins_is_freed(
+        self, path: Path, serve: "Serve"
+    ) -> None:
+        with opened(path, timeout_s=0.3) as store:
+            store.put(key(), sized(MIB))
+            serve.signal(signal.SIGSTOP)
+            with pytest.raises(StoreUnavailable):
+                store.get(key())
+            serve.signal(signal.SIGCONT)
+            until(path, clients=1, gone_bytes=MIB)  # the one that asks
+            assert store.lookup([key()]) != [None]
+            assert stats(path).gone_bytes == 0
+
+            serve.signal(signal.SIGSTOP)
+            with pytest.raises(StoreUnavailable):
+                store.put(key("other"), sized(MIB))
+            serve.signal(signal.SIGCONT)
+            until(path, clients=1, gone_bytes=MIB)
+            assert store.put(key("other"), sized(MIB)) is True
+            assert stats(path).gone_bytes == 0
+
     def test_two_servers_never_share_a_path(self, path: Path, serve: "Serve") -> None:
         with opened(path) as store:
             store.put(key(), sized(100))
