@@ -120,6 +120,7 @@ class ArenaIndex:
         self._unused: OrderedDict[bytes, Slot] = OrderedDict()
         """Entries that may be evicted, the least recently used first."""
         self._leases: list[tuple[float, int, Slot]] = []
+        """Each leased entry once, with the end of its lease, or of one that was renewed since."""
         self._writing: dict[bytes, Slot] = {}
         self._claims: dict[bytes, Claim] = {}
         self._numbers = 0
@@ -147,14 +148,15 @@ class ArenaIndex:
 
     def lease(self, digests: Iterable[bytes], seconds: float, now_s: float) -> list[Slot | None]:
         """Return the entries of these keys, which are not evicted for this time."""
+        self._end_leases(now_s)
         found = self.find(digests, now_s)
         for slot in found:
             if slot is not None:
                 slot.used_s = now_s
-                if slot.leased_until_s < now_s + seconds:
-                    slot.leased_until_s = now_s + seconds
-                    self._numbers += 1
-                    heapq.heappush(self._leases, (slot.leased_until_s, self._numbers, slot))
+                leased = slot.leased_until_s > now_s
+                slot.leased_until_s = max(slot.leased_until_s, now_s + seconds)
+                if not leased:
+                    self._push_lease(slot)
                 self._unused.pop(slot.digest, None)
         return found
 
@@ -273,19 +275,17 @@ class ArenaIndex:
     def expire(self, now_s: float) -> int:
         """Delete expired entries that are not in use, and expired claims.
 
-        The cost grows with the number of claims. Return the number of deleted entries.
+        The cost grows with the number of claims and of entries. Return the number of deleted
+        entries.
         """
         self._end_leases(now_s)
         for digest in [key for key, claim in self._claims.items() if claim.until_s <= now_s]:
             self._end_claim(digest)
-        expired = 0
-        while self._unused:
-            slot = next(iter(self._unused.values()))
-            if not self._is_expired(slot, now_s):
-                break
+        # The end of a pin or of a lease is no use, but puts an entry behind others in `_unused`.
+        expired = [slot for slot in self._unused.values() if self._is_expired(slot, now_s)]
+        for slot in expired:
             self._remove(slot)
-            expired += 1
-        return expired
+        return len(expired)
 
     def claim(
         self, client: Client, digests: Iterable[bytes], owner: bytes, seconds: float, now_s: float
@@ -388,8 +388,16 @@ class ArenaIndex:
         """Let entries be evicted again after the end of their leases."""
         while self._leases and self._leases[0][0] <= now_s:
             *_, slot = heapq.heappop(self._leases)
-            if self._is_entry(slot) and not slot.pins and slot.leased_until_s <= now_s:
+            if not self._is_entry(slot):
+                continue
+            if slot.leased_until_s > now_s:  # it was renewed
+                self._push_lease(slot)
+            elif not slot.pins:
                 self._unused[slot.digest] = slot
+
+    def _push_lease(self, slot: Slot) -> None:
+        self._numbers += 1
+        heapq.heappush(self._leases, (slot.leased_until_s, self._numbers, slot))
 
 
 def pinned_bytes(clients: Sequence[Client]) -> int:

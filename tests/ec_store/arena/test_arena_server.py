@@ -442,7 +442,7 @@ class TestProcess:
                 else:
                     break
 
-    def test_what_an_unanswered_request_pins_or_begins_is_freed(
+    def test_the_server_frees_what_an_unanswered_request_pinned_or_began(
         self, path: Path, serve: "Serve"
     ) -> None:
         with opened(path, timeout_s=0.3) as store:
@@ -451,7 +451,7 @@ class TestProcess:
             with pytest.raises(StoreUnavailable):
                 store.get(key())
             serve.signal(signal.SIGCONT)
-            until(path, clients=1, gone_bytes=MIB)  # the one that asks
+            until(path, clients=1, gone_bytes=MIB)  # one: that of `stats`
             assert store.lookup([key()]) != [None]
             assert stats(path).gone_bytes == 0
 
