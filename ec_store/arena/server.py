@@ -49,7 +49,8 @@ HELLO_S = 5.0
 
 GONE_S = 60.0
 """Time in seconds after which the copies of a client that is gone are taken to have ended, if the
-kernel gives no descriptor of its process (`SO_PEERPIDFD`, Linux 6.5)."""
+kernel gives no descriptor of its process: before Linux 6.5 (`SO_PEERPIDFD`), and in another PID
+namespace."""
 
 ACCEPT_AGAIN_S = 0.1
 EXPIRE_EVERY_S = 10.0
@@ -234,7 +235,7 @@ class Peer:
 
     Attributes:
         pid: its number in this process's PID namespace; 0 if it is in another one.
-        pidfd: descriptor of it, which is readable once it has ended; None: an old kernel.
+        pidfd: descriptor of it, which is readable once it has ended; None: the kernel gives none.
     """
 
     pid: int
@@ -249,11 +250,14 @@ class Peer:
         credentials = connection.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )
+        pid, uid, gid = _CREDENTIALS.unpack(credentials)
         pidfd: int | None = None
-        with suppress(OSError):
+        try:
             pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
             os.set_inheritable(pidfd, False)
-        pid, uid, gid = _CREDENTIALS.unpack(credentials)
+        except OSError:  # if its number belongs to another process by now, bytes stay longer
+            with suppress(OSError):
+                pidfd = os.pidfd_open(pid)
         return cls(pid, uid, gid, pidfd)
 
     def close(self) -> None:
@@ -344,7 +348,7 @@ def listen(path: Path, mode: int) -> socket.socket:
         mode: permissions of the socket, such as 0600.
 
     Raises:
-        OSError: another server listens there, or the path cannot be used.
+        OSError: another server listens there, or the path cannot be used: it is another file, say.
     """
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -353,7 +357,8 @@ def listen(path: Path, mode: int) -> socket.socket:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OSError(errno.EADDRINUSE, "another server listens there") from None
-        path.unlink(missing_ok=True)
+        if path.is_socket():
+            path.unlink()
         listener.bind(str(path))
         path.chmod(mode)  # before `listen`, no client can connect
         listener.listen(BACKLOG)

@@ -34,7 +34,7 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
-from ec_store.arena.server import ArenaServer
+from ec_store.arena.server import ArenaServer, listen
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import EntryTooLarge, StoreUnavailable
@@ -189,6 +189,47 @@ def test_bytes_stay_for_a_time_without_a_descriptor_of_the_process(path: Path) -
         until(path, gone_bytes=0)
         assert found is not None
         reader.close()
+
+
+def test_bytes_stay_on_a_kernel_without_descriptors_of_peers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ec_store.arena.server._SO_PEERPIDFD", 2**16 - 1)
+    with serving(path, 8 * MIB, gone_s=0.1), opened(path) as store:
+        store.put(key(), sized(MIB, 1))
+        child = in_child(
+            path,
+            "found = store.get(key()); lose_connection(store)\n"
+            "print('ready', flush=True); time.sleep(60)",
+        )
+        until(path, gone_bytes=MIB)
+        time.sleep(0.5)
+        assert stats(path).gone_bytes == MIB
+        end(child)
+        until(path, gone_bytes=0)
+
+
+def test_a_pin_ends_if_its_entry_cannot_be_copied(
+    path: Path, server: ArenaServer, store: ArenaStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(key(), sized(MIB + 2))  # in two segments
+
+    def refuse(_: int) -> memoryview:
+        raise MemoryError
+
+    monkeypatch.setattr(store._buffers, "take_buffer", refuse)  # noqa: SLF001
+    with pytest.raises(MemoryError):
+        store.get(key())
+    assert store.lookup([key()]) != [None]
+    assert stats(path).pinned_bytes == 0
+
+
+def test_a_server_replaces_no_file_but_a_socket(path: Path) -> None:
+    path.write_text("not a socket")
+    with pytest.raises(OSError, match="in use"):
+        listen(path, 0o600)
+
+    assert path.read_text() == "not a socket"
 
 
 @pytest.mark.parametrize(
