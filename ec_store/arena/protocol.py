@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ec_store.arena.extents import Extent
+from ec_store.entry import MAX_HEADER_BYTES
+from ec_store.keys import MAX_OWNER_BYTES, MAX_PART_BYTES
 
 VERSION = 1
 """Version of these messages. A server and a client of different versions refuse each other."""
@@ -34,7 +36,9 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Digests = Annotated[list[Digest], msgspec.Meta(max_length=MAX_KEYS)]
-
+Header = Annotated[bytes, msgspec.Meta(max_length=MAX_HEADER_BYTES + 8)]
+Name = Annotated[bytes, msgspec.Meta(max_length=MAX_PART_BYTES)]
+Owner = Annotated[bytes, msgspec.Meta(max_length=MAX_OWNER_BYTES)]
 
 Role = Literal["proxy", "reader", "writer"]
 
@@ -123,7 +127,7 @@ class Begin(Message, frozen=True):
     """Begin to write an entry. The reply is `Begun`."""
 
     digest: Digest
-    namespace: bytes
+    namespace: Name
     size_bytes: Size
     replace: bool
 
@@ -140,7 +144,7 @@ class End(Message, frozen=True):
     """End a write; an empty header gives it up. The reply is `Done` with 1 if it is stored."""
 
     number: int
-    header: bytes
+    header: Header
 
 
 class Discard(Message, frozen=True):
@@ -174,7 +178,7 @@ class ClaimKeys(Message, frozen=True):
     """
 
     digests: Digests
-    owner: bytes
+    owner: Owner
     seconds: Seconds
     find: bool = False
 
@@ -190,7 +194,7 @@ class Release(Message, frozen=True):
     """Release claims. The reply is `Done`."""
 
     digests: Digests
-    owner: bytes
+    owner: Owner
 
 
 class Wait(Message, frozen=True):
@@ -227,8 +231,8 @@ class Page(Message, frozen=True):
 class Register(Message, frozen=True):
     """Register the namespace of a model; an empty model only asks. The reply is `Namespaces`."""
 
-    model: bytes
-    namespace: bytes
+    model: Name
+    namespace: Name
 
 
 class Namespaces(Message, frozen=True):

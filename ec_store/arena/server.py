@@ -57,6 +57,10 @@ EXPIRE_EVERY_S = 10.0
 BACKLOG = 128
 MAX_CONNECTIONS = 1024
 MAX_HELLO_BYTES = 256
+MAX_UNREAD_BYTES = 2**20
+"""Upper bound of the replies that a client has not read when it sends a request. One read may
+deliver thousands of requests, so a pause of reading does not bound the replies."""
+
 _SO_PEERPIDFD = 77  # <asm-generic/socket.h>
 _CREDENTIALS = struct.Struct("=3i")
 
@@ -311,6 +315,8 @@ class Session(asyncio.Protocol):
     def _receive(self, request: Request) -> None:
         if self._wait is not None:
             raise BadMessage("a request while it waits")
+        if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            raise BadMessage("it reads no replies")
         if not isinstance(request, Wait):
             if (reply := self._server.answer(self, request)) is not None:
                 self.transport.write(encode(reply))

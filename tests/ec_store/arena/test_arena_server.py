@@ -25,10 +25,12 @@ from ec_store.arena.protocol import (
     Done,
     End,
     Failed,
+    Find,
     GetStats,
     Hello,
     Pins,
     Read,
+    Register,
     Stats,
     Wait,
     encode,
@@ -245,6 +247,8 @@ def test_a_server_replaces_no_file_but_a_socket(path: Path) -> None:
         encode(ClaimKeys([KEY], b"owner", float("nan"))),
         encode(Wait([], 60)) + encode(GetStats()) + encode(GetStats()) + encode(End(7, b"")),
         encode(Done(1)),
+        encode(ClaimKeys([KEY], bytes(257), 1.0)),
+        encode(Register(bytes(2**20), b"")),
     ],
 )
 def test_a_client_that_sends_what_none_sends_is_disconnected_alone(
@@ -422,6 +426,27 @@ def test_a_client_that_reads_no_reply_gets_no_more_of_them(
             sent += connection.send(request)
             assert sent < 64 * MIB, "the server goes on reading"
         assert store.put(key(), sized(100)) is True
+
+
+def test_a_client_that_reads_no_large_reply_is_disconnected(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(10)
+        connection.connect(str(path))
+        connection.sendall(encode(Hello(1, "writer")))
+        connection.recv(4096)
+        connection.sendall(encode(Begin(KEY, b"", 1, False)))
+        begun = read_reply(connection.recv(4096)[4:])
+        assert isinstance(begun, Begun)
+        connection.sendall(encode(End(begun.number, bytes(2**20))))
+        connection.recv(4096)
+        connection.sendall(encode(Find([KEY])) * 100)
+        received = 0
+        while data := connection.recv(2**20):
+            received += len(data)
+
+        assert received < 8 * MIB
 
 
 class TestProcess:
