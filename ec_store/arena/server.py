@@ -15,7 +15,7 @@ import struct
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -29,13 +29,16 @@ from ec_store.arena.protocol import (
     MAX_REQUEST_BYTES,
     VERSION,
     BadMessage,
+    Begin,
     Done,
     Failed,
     Forget,
     Frames,
     Hello,
+    Read,
     Reply,
     Request,
+    Role,
     Wait,
     Welcome,
     encode,
@@ -60,6 +63,9 @@ MAX_HELLO_BYTES = 256
 MAX_UNREAD_BYTES = 2**20
 """Upper bound of the replies that a client has not read when it sends a request. One read may
 deliver thousands of requests, so a pause of reading does not bound the replies."""
+
+NEEDS_MEMORY: Mapping[Role, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
+"""Requests for which the memory of a client is missing, by its role."""
 
 _SO_PEERPIDFD = 77  # <asm-generic/socket.h>
 _CREDENTIALS = struct.Struct("=3i")
@@ -120,6 +126,8 @@ class ArenaServer:
         if isinstance(request, Forget):
             self._forget_earlier(session, request.session)
             return Done()
+        if isinstance(request, NEEDS_MEMORY.get(session.role, ())):
+            raise BadMessage(f"a {session.role} sends no {type(request).__name__}")
         reply = self.arena.answer(session.client, request, self.clock())
         self.settle_waits()
         return reply
@@ -217,7 +225,7 @@ class ArenaServer:
             peer.close()
             connection.close()
             return
-        session = Session(self, number, peer)
+        session = Session(self, number, peer, hello.role)
         self._sessions[number] = session
         self.arena.clients[number] = session.client
         await asyncio.get_running_loop().connect_accepted_socket(lambda: session, connection)
@@ -276,9 +284,10 @@ class Session(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, server: ArenaServer, number: int, peer: Peer) -> None:
+    def __init__(self, server: ArenaServer, number: int, peer: Peer, role: Role) -> None:
         self.number = number
         self.peer = peer
+        self.role = role
         self.client = Client()
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)

@@ -40,6 +40,7 @@ from ec_store.arena.server import ArenaServer, listen
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import EntryTooLarge, StoreUnavailable
+from ec_store.opening import open_store
 from tests.ec_store.arena.served import MIB, serving
 from tests.ec_store.contract import assert_same, key, sized
 
@@ -290,6 +291,19 @@ def test_a_proxy_gets_no_memory(path: Path, server: ArenaServer) -> None:
         _, fds, _, _ = socket.recv_fds(connection, 4096, 4)
 
         assert fds == []
+
+
+def test_a_store_without_payloads_only_looks_up(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    store.put(key(), sized(100))
+    with open_store(f"shm://{path}", payloads=False) as proxy:
+        assert proxy.lookup([key()]) != [None]
+        for call in (lambda: proxy.get(key()), lambda: proxy.put(key("other"), sized(100))):
+            with pytest.raises(StoreUnavailable, match="a proxy sends no"):
+                call()
+
+    assert_same(sized(100), store.get(key()))
 
 
 def test_a_reader_cannot_write(path: Path, server: ArenaServer) -> None:
