@@ -103,7 +103,8 @@ class ArenaServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, listener: socket.socket) -> None:
-        """Accept connections of a socket from `listen`, which the server closes."""
+        """Accept connections of a socket from `bind`, which the server closes."""
+        listener.listen(BACKLOG)
         loop = asyncio.get_running_loop()
         self._tasks.add(loop.create_task(self._accept(listener)))
         self._tasks.add(loop.create_task(self._expire()))
@@ -352,8 +353,8 @@ class Session(asyncio.Protocol):
             self._timer.cancel()
 
 
-def listen(path: Path, mode: int) -> socket.socket:
-    """Return a socket that listens on a path, as the only server of it.
+def bind(path: Path, mode: int) -> socket.socket:
+    """Return the socket of a path, as the only server of it. It refuses connections until `start`.
 
     The kernel checks the permissions of the socket and of its folder when a client connects. A
     socket that a killed server has left is replaced.
@@ -375,8 +376,7 @@ def listen(path: Path, mode: int) -> socket.socket:
         if path.is_socket():
             path.unlink()
         listener.bind(str(path))
-        path.chmod(mode)  # before `listen`, no client can connect
-        listener.listen(BACKLOG)
+        path.chmod(mode)
     except OSError:
         listener.close()
         os.close(lock)

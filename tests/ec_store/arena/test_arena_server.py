@@ -36,7 +36,7 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
-from ec_store.arena.server import ArenaServer, listen
+from ec_store.arena.server import ArenaServer, bind
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import EntryTooLarge, StoreUnavailable
@@ -234,9 +234,14 @@ def test_lookups_wait_for_the_server_and_so_on_no_event_loop(store: ArenaStore) 
 def test_a_server_replaces_no_file_but_a_socket(path: Path) -> None:
     path.write_text("not a socket")
     with pytest.raises(OSError, match="in use"):
-        listen(path, 0o600)
+        bind(path, 0o600)
 
     assert path.read_text() == "not a socket"
+
+
+def test_a_server_that_allocates_its_memory_refuses_clients_at_once(path: Path) -> None:
+    with bind(path, 0o600), opened(path) as store, pytest.raises(StoreUnavailable, match="refused"):
+        store.get(key())
 
 
 @pytest.mark.parametrize(
