@@ -22,7 +22,7 @@ from ec_store.aio import AsyncStore
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
-from ec_store.arena.server import ArenaServer, listen
+from ec_store.arena.server import ArenaServer, bind
 from ec_store.arena.store import ArenaStore
 from ec_store.base import Listed, Store
 from ec_store.config import duration_s, octal, size_bytes, size_text
@@ -227,7 +227,7 @@ async def _serve_memory(store: ArenaStore, _: web.Application) -> AsyncIterator[
     path = Path(options.path)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        listener = listen(path, options.mode)
+        listener = bind(path, options.mode)
     except OSError as error:
         raise StoreUnavailable(f"cannot listen at {path}: {error}") from error
     try:

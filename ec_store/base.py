@@ -80,7 +80,10 @@ class Store(ABC):
 
     @property
     def in_memory(self) -> bool:
-        """Return whether the store is in this machine's memory: lookups are fast then."""
+        """Return whether lookups read this machine's memory, and wait for no other process.
+
+        A proxy makes them on its event loop then.
+        """
         return False
 
     @abstractmethod

@@ -10,7 +10,12 @@ from ec_store.urls import ARENA, DISK, REDIS, unknown_scheme
 
 
 def open_store(
-    url: str, *, create: bool = True, lazy: bool = False, maintain: bool = False
+    url: str,
+    *,
+    create: bool = True,
+    lazy: bool = False,
+    maintain: bool = False,
+    payloads: bool = True,
 ) -> Store:
     """Open a store by its URL.
 
@@ -23,6 +28,7 @@ def open_store(
             it. The other stores are always opened lazily.
         maintain: whether root may open a directory of another user. An engine or a proxy must not:
             the owner would decide what it reads.
+        payloads: whether entries are read or written. Without, a host's memory is not mapped.
 
     Raises:
         ValueError: the URL has another scheme, or an unknown or invalid parameter.
@@ -39,8 +45,9 @@ def open_store(
         return SharedDiskStore.from_url(url, create=create, maintain=maintain)
     if scheme in ARENA:
         from ec_store.arena.store import ArenaStore  # noqa: PLC0415
+        from ec_store.arena.url import arena_options  # noqa: PLC0415
 
-        return ArenaStore.from_url(url)
+        return ArenaStore(arena_options(url), "writer" if payloads else "proxy")
     if scheme in REDIS:
         from ec_store.redis.store import RedisStore  # noqa: PLC0415
 
@@ -48,14 +55,18 @@ def open_store(
     raise unknown_scheme(url)
 
 
-async def open_async_store(url: str, *, create: bool = True, lazy: bool = False) -> AsyncStore:
+async def open_async_store(
+    url: str, *, create: bool = True, lazy: bool = False, payloads: bool = True
+) -> AsyncStore:
     """Open a store by its URL on a thread.
 
     Args and errors are those of `open_store`.
     """
     pool = DaemonPool(THREADS, "ec-store")
     try:
-        store = await on_thread(pool, lambda: open_store(url, create=create, lazy=lazy))
+        store = await on_thread(
+            pool, lambda: open_store(url, create=create, lazy=lazy, payloads=payloads)
+        )
         return AsyncStore(store, pool)
     except BaseException:
         pool.close()

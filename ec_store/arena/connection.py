@@ -188,17 +188,17 @@ class ArenaConnection:
         deadline_s = time.monotonic() + timeout_s
         unused = [earlier for earlier in self._earlier if earlier.unused]
         for earlier in unused:
-            self._earlier.remove(earlier)
             if earlier.name == arena.name:
                 connection.sendall(encode(Forget(earlier.session)))
                 _receive(connection, bytearray(), deadline_s)
+            self._earlier.remove(earlier)
         connection.sendall((_unpin(arena) if arena.released else b"") + encode(request))
         return _receive(connection, bytearray(), deadline_s)
 
     def _disconnect(self) -> None:
         if self._socket is not None:
             self._socket.close()
-        if self._arena is not None and not self._arena.unused:
+        if self._arena is not None:  # its last reply, which is lost, may have pinned or begun
             self._earlier.append(self._arena)
         self._socket = self._arena = None
 

@@ -123,6 +123,7 @@ class ArenaIndex:
         self._unused: OrderedDict[bytes, Slot] = OrderedDict()
         """Entries that may be evicted, the least recently used first."""
         self._leases: list[tuple[float, int, Slot]] = []
+        """Each leased entry once, with the end of its lease, or of one that was renewed since."""
         self._writing: dict[bytes, Slot] = {}
         self._claims: dict[bytes, Claim] = {}
         self._numbers = 0
@@ -150,14 +151,15 @@ class ArenaIndex:
 
     def lease(self, digests: Iterable[bytes], seconds: float, now_s: float) -> list[Slot | None]:
         """Return the entries of these keys, which are not evicted for this time."""
+        self._end_leases(now_s)
         found = self.find(digests, now_s)
         for slot in found:
             if slot is not None:
                 slot.used_s = now_s
-                if slot.leased_until_s < now_s + seconds:
-                    slot.leased_until_s = now_s + seconds
-                    self._numbers += 1
-                    heapq.heappush(self._leases, (slot.leased_until_s, self._numbers, slot))
+                leased = slot.leased_until_s > now_s
+                slot.leased_until_s = max(slot.leased_until_s, now_s + seconds)
+                if not leased:
+                    self._push_lease(slot)
                 self._unused.pop(slot.digest, None)
         return found
 
@@ -402,8 +404,16 @@ class ArenaIndex:
         """Let entries be evicted again after the end of their leases."""
         while self._leases and self._leases[0][0] <= now_s:
             *_, slot = heapq.heappop(self._leases)
-            if self._is_entry(slot):
+            if not self._is_entry(slot):
+                continue
+            if slot.leased_until_s > now_s:  # it was renewed
+                self._push_lease(slot)
+            else:
                 self._end_use(slot, now_s)
+
+    def _push_lease(self, slot: Slot) -> None:
+        self._numbers += 1
+        heapq.heappush(self._leases, (slot.leased_until_s, self._numbers, slot))
 
 
 def pinned_bytes(clients: Sequence[Client]) -> int:

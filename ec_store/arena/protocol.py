@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ec_store.arena.extents import Extent
+from ec_store.entry import MAX_HEADER_BYTES
 from ec_store.keys import MAX_OWNER_BYTES, MAX_PART_BYTES
 
 VERSION = 1
@@ -34,10 +35,10 @@ LONGEST_S = 3600.0
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Digests = Annotated[list[Digest], msgspec.Meta(max_length=MAX_KEYS)]
+Header = Annotated[bytes, msgspec.Meta(max_length=MAX_HEADER_BYTES + 8)]
 Name = Annotated[bytes, msgspec.Meta(max_length=MAX_PART_BYTES)]
 Owner = Annotated[bytes, msgspec.Meta(max_length=MAX_OWNER_BYTES)]
-Digests = Annotated[list[Digest], msgspec.Meta(max_length=MAX_KEYS)]
-
 
 Role = Literal["proxy", "reader", "writer"]
 
@@ -143,7 +144,7 @@ class End(Message, frozen=True):
     """End a write; an empty header gives it up. The reply is `Done` with 1 if it is stored."""
 
     number: int
-    header: bytes
+    header: Header
 
 
 class Discard(Message, frozen=True):

@@ -11,10 +11,11 @@ import logging
 import os
 import secrets
 import socket
+import struct
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +28,16 @@ from ec_store.arena.protocol import (
     MAX_REQUEST_BYTES,
     VERSION,
     BadMessage,
+    Begin,
     Done,
     Failed,
     Forget,
     Frames,
     Hello,
+    Read,
     Reply,
     Request,
+    Role,
     Wait,
     Welcome,
     encode,
@@ -47,14 +51,23 @@ HELLO_S = 5.0
 
 GONE_S = 60.0
 """Time in seconds after which the copies of a client that is gone are taken to have ended, if the
-kernel gives no descriptor of its process (`SO_PEERPIDFD`, Linux 6.5)."""
+kernel gives no descriptor of its process: before Linux 6.5 (`SO_PEERPIDFD`), and in another PID
+namespace."""
 
 ACCEPT_AGAIN_S = 0.1
 EXPIRE_EVERY_S = 10.0
 BACKLOG = 128
 MAX_CONNECTIONS = 1024
 MAX_HELLO_BYTES = 256
+MAX_UNREAD_BYTES = 2**20
+"""Upper bound of the replies that a client has not read when it sends a request. One read may
+deliver thousands of requests, so a pause of reading does not bound the replies."""
+
+NEEDS_MEMORY: Mapping[Role, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
+"""Requests for which the memory of a client is missing, by its role."""
+
 _SO_PEERPIDFD = 77  # <asm-generic/socket.h>
+_CREDENTIALS = struct.Struct("=3i")
 
 
 class ArenaServer:
@@ -88,7 +101,8 @@ class ArenaServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, listener: socket.socket) -> None:
-        """Accept connections of a socket from `listen`, which the server closes."""
+        """Accept connections of a socket from `bind`, which the server closes."""
+        listener.listen(BACKLOG)
         loop = asyncio.get_running_loop()
         self._tasks.add(loop.create_task(self._accept(listener)))
         self._tasks.add(loop.create_task(self._expire()))
@@ -109,9 +123,10 @@ class ArenaServer:
     def answer(self, session: "Session", request: Request) -> Reply | None:
         """Return the reply to a request; answer the clients that waited for its effect."""
         if isinstance(request, Forget):
-            if request.session in self._gone:  # only its own process knows the number
-                self._forget(request.session)
+            self._forget_earlier(request.session)
             return Done()
+        if isinstance(request, NEEDS_MEMORY.get(session.role, ())):
+            raise BadMessage(f"a {session.role} sends no {type(request).__name__}")
         reply = self.arena.answer(session.client, request, self.clock())
         self.settle_waits()
         return reply
@@ -140,6 +155,16 @@ class ArenaServer:
             else:
                 loop.add_reader(peer.pidfd, self._forget, number)
         self.settle_waits()
+
+    def _forget_earlier(self, number: int) -> None:
+        """Forget a connection of a client that has lost it, and alone knows its number."""
+        if number in self._gone:
+            self._forget(number)
+        elif earlier := self._sessions.get(number):
+            earlier.transport.abort()  # the end of its connection has not been read yet
+            self.arena.index.disconnect(earlier.client)
+            self.arena.index.forget(earlier.client, self.clock())
+            self.settle_waits()
 
     def _forget(self, number: int) -> None:
         peer = self._gone.pop(number)
@@ -176,7 +201,7 @@ class ArenaServer:
             peer = Peer.of(connection)
             async with asyncio.timeout(HELLO_S):
                 hello = await _read_hello(connection)
-            session = Session(self, secrets.randbits(62), peer)
+            session = Session(self, secrets.randbits(62), peer, hello.role)
             self._welcome(connection, hello, session.number)
         except BaseException as error:
             connection.close()
@@ -220,7 +245,7 @@ class Peer:
     """Process at the other end of a connection.
 
     Attributes:
-        pidfd: descriptor of it, which is readable once it has ended; None: an old kernel.
+        pidfd: descriptor of it, which is readable once it has ended; None: the kernel gives none.
     """
 
     pidfd: int | None
@@ -230,9 +255,15 @@ class Peer:
     def of(cls, connection: socket.socket) -> Self:
         """Return the peer of a connection."""
         pidfd: int | None = None
-        with suppress(OSError):
+        try:
             pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
             os.set_inheritable(pidfd, False)
+        except OSError:  # if its number belongs to another process by now, bytes stay longer
+            credentials = connection.getsockopt(
+                socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+            )
+            with suppress(OSError):
+                pidfd = os.pidfd_open(_CREDENTIALS.unpack(credentials)[0])
         return cls(pidfd)
 
     def close(self) -> None:
@@ -247,9 +278,10 @@ class Session(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, server: ArenaServer, number: int, peer: Peer) -> None:
+    def __init__(self, server: ArenaServer, number: int, peer: Peer, role: Role) -> None:
         self.number = number
         self.peer = peer
+        self.role = role
         self.client = Client()
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)
@@ -286,6 +318,8 @@ class Session(asyncio.Protocol):
     def _receive(self, request: Request) -> None:
         if self._wait is not None:
             raise BadMessage("a request while it waits")
+        if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            raise BadMessage("it reads no replies")
         if not isinstance(request, Wait):
             if (reply := self._server.answer(self, request)) is not None:
                 self.transport.write(encode(reply))
@@ -312,8 +346,8 @@ class Session(asyncio.Protocol):
             self._timer.cancel()
 
 
-def listen(path: Path, mode: int) -> socket.socket:
-    """Return a socket that listens on a path, as the only server of it.
+def bind(path: Path, mode: int) -> socket.socket:
+    """Return the socket of a path, as the only server of it. It refuses connections until `start`.
 
     The kernel checks the permissions of the socket and of its folder when a client connects. A
     socket that a killed server has left is replaced.
@@ -323,7 +357,7 @@ def listen(path: Path, mode: int) -> socket.socket:
         mode: permissions of the socket, such as 0600.
 
     Raises:
-        OSError: another server listens there, or the path cannot be used.
+        OSError: another server listens there, or the path cannot be used: it is another file, say.
     """
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -332,10 +366,10 @@ def listen(path: Path, mode: int) -> socket.socket:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OSError(errno.EADDRINUSE, "another server listens there") from None
-        path.unlink(missing_ok=True)
+        if path.is_socket():
+            path.unlink()
         listener.bind(str(path))
-        path.chmod(mode)  # before `listen`, no client can connect
-        listener.listen(BACKLOG)
+        path.chmod(mode)
     except OSError:
         listener.close()
         os.close(lock)

@@ -87,10 +87,6 @@ class ArenaStore(Store):
     def __repr__(self) -> str:
         return f"ArenaStore({self.options.path})"
 
-    @property
-    def in_memory(self) -> bool:
-        return True
-
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry (see `Store.put`).
 
@@ -122,8 +118,13 @@ class ArenaStore(Store):
                 arena.released.append(pin.number)
             except CorruptEntry:
                 self.counts.add(corrupt=1)
-                self._connection.call(Discard(pin.number), Done, within=arena)
+                try:
+                    self._connection.call(Discard(pin.number), Done, within=arena)
+                finally:
+                    arena.released.append(pin.number)
+            except BaseException:  # no memory for a copy, or a signal
                 arena.released.append(pin.number)
+                raise
         self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
 

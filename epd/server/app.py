@@ -273,7 +273,7 @@ def _cache(
     url = live.current.ec_store
     if url is None:
         return nullcontext()
-    open_store = partial(open_async_store, url, create=False, lazy=True)
+    open_store = partial(open_async_store, url, create=False, lazy=True, payloads=False)
     return EncoderCache.connect(open_store, live, background)
 
 

@@ -23,6 +23,10 @@ ENCODE_SHARE = 0.1
 CONTEXT_BYTES = 2**30
 """Assumed memory of a process on a device beside its tensors: context, kernels, libraries."""
 
+CHANGING_WEIGHTS = ("--quantization", "-q", "--cpu-offload-gb")
+"""Flags of vLLM with which the weights on a device are smaller than in the checkpoint:
+their size is not known then."""
+
 WEIGHTS = "weights"
 STEPS = 1000
 """Shares are multiples of 1 / STEPS."""
@@ -124,7 +128,8 @@ class Memory:
         if engine.name in self.given:
             return Need(self.given[engine.name], given=True)
         tokens = _count(engine, "--max-num-batched-tokens")
-        if total is None or sizes is None or (encodes and not tokens * sizes.token):
+        changed = any(flag_value(engine.flags, flag) is not None for flag in CHANGING_WEIGHTS)
+        if total is None or sizes is None or (not tokens * sizes.token if encodes else changed):
             return Need(ENCODE_SHARE if encodes else 0.0)
         ranks = len(engine.devices)
         parts: dict[str, float] = {WEIGHTS: sizes.weights / ranks}

@@ -10,7 +10,7 @@ from typing import Any
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
-from ec_store.arena.server import ArenaServer, listen
+from ec_store.arena.server import ArenaServer, bind
 
 MIB = 2**20
 
@@ -32,7 +32,7 @@ def serving(
 
     async def serve() -> None:
         server = ArenaServer(memory, index, **options)
-        server.start(listen(path, 0o600))
+        server.start(bind(path, 0o600))
         started.append(server)
         ready.set()
         await asyncio.to_thread(done.wait)

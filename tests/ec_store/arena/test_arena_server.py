@@ -25,6 +25,7 @@ from ec_store.arena.protocol import (
     Done,
     End,
     Failed,
+    Find,
     GetStats,
     Hello,
     Pins,
@@ -35,10 +36,11 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
-from ec_store.arena.server import ArenaServer
+from ec_store.arena.server import ArenaServer, bind
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import EntryTooLarge, StoreUnavailable
+from ec_store.opening import open_store
 from tests.ec_store.arena.served import MIB, serving
 from tests.ec_store.contract import assert_same, key, sized
 
@@ -192,6 +194,56 @@ def test_bytes_stay_for_a_time_without_a_descriptor_of_the_process(path: Path) -
         reader.close()
 
 
+def test_bytes_stay_on_a_kernel_without_descriptors_of_peers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ec_store.arena.server._SO_PEERPIDFD", 2**16 - 1)
+    with serving(path, 8 * MIB, gone_s=0.1), opened(path) as store:
+        store.put(key(), sized(MIB, 1))
+        child = in_child(
+            path,
+            "found = store.get(key()); lose_connection(store)\n"
+            "print('ready', flush=True); time.sleep(60)",
+        )
+        until(path, gone_bytes=MIB)
+        time.sleep(0.5)
+        assert stats(path).gone_bytes == MIB
+        end(child)
+        until(path, gone_bytes=0)
+
+
+def test_a_pin_ends_if_its_entry_cannot_be_copied(
+    path: Path, server: ArenaServer, store: ArenaStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(key(), sized(MIB + 2))  # in two segments
+
+    def refuse(_: int) -> memoryview:
+        raise MemoryError
+
+    monkeypatch.setattr(store._buffers, "take_buffer", refuse)  # noqa: SLF001
+    with pytest.raises(MemoryError):
+        store.get(key())
+    assert store.lookup([key()]) != [None]
+    assert stats(path).pinned_bytes == 0
+
+
+def test_lookups_wait_for_the_server_and_so_on_no_event_loop(store: ArenaStore) -> None:
+    assert store.in_memory is False
+
+
+def test_a_server_replaces_no_file_but_a_socket(path: Path) -> None:
+    path.write_text("not a socket")
+    with pytest.raises(OSError, match="in use"):
+        bind(path, 0o600)
+
+    assert path.read_text() == "not a socket"
+
+
+def test_a_server_that_allocates_its_memory_refuses_clients_at_once(path: Path) -> None:
+    with bind(path, 0o600), opened(path) as store, pytest.raises(StoreUnavailable, match="refused"):
+        store.get(key())
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -244,6 +296,19 @@ def test_a_proxy_gets_no_memory(path: Path, server: ArenaServer) -> None:
         _, fds, _, _ = socket.recv_fds(connection, 4096, 4)
 
         assert fds == []
+
+
+def test_a_store_without_payloads_only_looks_up(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    store.put(key(), sized(100))
+    with open_store(f"shm://{path}", payloads=False) as proxy:
+        assert proxy.lookup([key()]) != [None]
+        for call in (lambda: proxy.get(key()), lambda: proxy.put(key("other"), sized(100))):
+            with pytest.raises(StoreUnavailable, match="a proxy sends no"):
+                call()
+
+    assert_same(sized(100), store.get(key()))
 
 
 def test_a_reader_cannot_write(path: Path, server: ArenaServer) -> None:
@@ -386,6 +451,27 @@ def test_a_client_that_reads_no_reply_gets_no_more_of_them(
         assert store.put(key(), sized(100)) is True
 
 
+def test_a_client_that_reads_no_large_reply_is_disconnected(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(10)
+        connection.connect(str(path))
+        connection.sendall(encode(Hello(1, "writer")))
+        connection.recv(4096)
+        connection.sendall(encode(Begin(KEY, b"", 1, False)))
+        begun = read_reply(connection.recv(4096)[4:])
+        assert isinstance(begun, Begun)
+        connection.sendall(encode(End(begun.number, bytes(2**20))))
+        connection.recv(4096)
+        connection.sendall(encode(Find([KEY])) * 100)
+        received = 0
+        while data := connection.recv(2**20):
+            received += len(data)
+
+        assert received < 8 * MIB
+
+
 class TestProcess:
     """`ec-store serve` as a process."""
 
@@ -444,6 +530,27 @@ class TestProcess:
                     assert time.monotonic() < deadline_s
                 else:
                     break
+
+    def test_the_server_frees_what_an_unanswered_request_pinned_or_began(
+        self, path: Path, serve: "Serve"
+    ) -> None:
+        with opened(path, timeout_s=0.3) as store:
+            store.put(key(), sized(MIB))
+            serve.signal(signal.SIGSTOP)
+            with pytest.raises(StoreUnavailable):
+                store.get(key())
+            serve.signal(signal.SIGCONT)
+            until(path, clients=1, gone_bytes=MIB)  # one: that of `stats`
+            assert store.lookup([key()]) != [None]
+            assert stats(path).gone_bytes == 0
+
+            serve.signal(signal.SIGSTOP)
+            with pytest.raises(StoreUnavailable):
+                store.put(key("other"), sized(MIB))
+            serve.signal(signal.SIGCONT)
+            until(path, clients=1, gone_bytes=MIB)
+            assert store.put(key("other"), sized(MIB)) is True
+            assert stats(path).gone_bytes == 0
 
     def test_two_servers_never_share_a_path(self, path: Path, serve: "Serve") -> None:
         with opened(path) as store:

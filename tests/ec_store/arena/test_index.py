@@ -227,23 +227,34 @@ def test_the_index_does_what_a_model_of_it_does(seed: int) -> None:
         walk.step()
 
 
+def put(index: ArenaIndex, client: Client, digest: bytes, now_s: float) -> None:
+    number = index.begin(client, Slot(digest, b"", PAGE_BYTES), now_s)
+    assert isinstance(number, int)
+    assert index.commit(client, number, b"header", now_s)
+
+
+def test_a_renewed_lease_takes_no_further_memory() -> None:
+    index, client = ArenaIndex(ExtentAllocator(3 * PAGE_BYTES, 2**20)), Client()
+    put(index, client, DIGESTS[0], 0)
+    for second in range(100):
+        index.lease([DIGESTS[0]], 60, second)
+
+    assert len(index._leases) == 1  # noqa: SLF001
+    assert len(index.leased(158)) == 1
+    assert len(index.leased(159)) == 0
+
+
 def test_the_least_recently_used_entry_is_evicted() -> None:
     index = ArenaIndex(ExtentAllocator(3 * PAGE_BYTES, 2**20))
     client = Client()
-
-    def put(digest: bytes, now_s: float) -> None:
-        number = index.begin(client, Slot(digest, b"", PAGE_BYTES), now_s)
-        assert isinstance(number, int)
-        assert index.commit(client, number, b"header", now_s)
-
     for now_s, digest in enumerate(DIGESTS[:3]):
-        put(digest, now_s)
+        put(index, client, digest, now_s)
     assert index.begin(client, Slot(DIGESTS[0], b"", 1), 3) is Refusal.THERE  # counts as a use
     [pin] = index.pin(client, [DIGESTS[1]], 4)
     assert pin is not None
-    put(DIGESTS[3], 5)
+    put(index, client, DIGESTS[3], 5)
     index.unpin(client, [pin[0]], 6)
-    put(DIGESTS[4], 7)
+    put(index, client, DIGESTS[4], 7)
 
     assert [slot.digest for slot in index.slots()] == [DIGESTS[1], DIGESTS[3], DIGESTS[4]]
     assert index.evictions == 2

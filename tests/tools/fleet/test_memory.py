@@ -193,6 +193,16 @@ def test_shares_need_neither_sizes_nor_memory() -> None:
     assert known.memory[-1] == "activations and CUDA are estimates"
 
 
+@pytest.mark.parametrize("flags", ["--quantization fp8", "-q fp8", "--cpu-offload-gb=12"])
+def test_a_model_that_vllm_makes_smaller_is_not_refused(flags: str) -> None:
+    few = "--max-num-batched-tokens 1024"
+    with pytest.raises(ValueError, match="instances need"):
+        plan("e=0,pd=0", "1e1pd", device_memory="16GiB", encode_flags=few)
+
+    fleet = plan("e=0,pd=0", "1e1pd", device_memory="16GiB", encode_flags=few, vllm_flags=flags)
+    assert "weights" not in fleet.memory[0]
+
+
 def test_the_operators_shares_come_first() -> None:
     given = plan("e=0,p=0,d=0", device_memory="100GiB", gpu_memory_utilization_p=0.3)
     encode = plan("e=0,pd=0", "1e1pd", gpu_memory_utilization_e=0.3)
