@@ -236,7 +236,9 @@ async def _serve_memory(store: ArenaStore, _: web.Application) -> AsyncIterator[
         listener.close()
         raise StoreUnavailable(f"no memory of {size_text(options.max_bytes)}: {error}") from error
     extents = ExtentAllocator(memory.size_bytes, memory.segment_bytes)
-    server = ArenaServer(memory, ArenaIndex(extents, ttl_s=options.ttl_s))
+    # No client can take all of the memory from the others.
+    index = ArenaIndex(extents, client_bytes=memory.size_bytes // 2, ttl_s=options.ttl_s)
+    server = ArenaServer(memory, index)
     server.start(listener)
     print(f"ec-store: {size_text(memory.size_bytes)} in {memory.pages} at {path}", file=sys.stderr)
     yield

@@ -122,6 +122,7 @@ class ArenaIndex:
         self._entries: dict[bytes, Slot] = {}
         self._unused: OrderedDict[bytes, Slot] = OrderedDict()
         """Entries that may be evicted, the least recently used first."""
+        self._unused_bytes = 0
         self._leases: list[tuple[float, int, Slot]] = []
         """Each leased entry once, with the end of its lease, or of one that was renewed since."""
         self._writing: dict[bytes, Slot] = {}
@@ -160,7 +161,7 @@ class ArenaIndex:
                 slot.leased_until_s = max(slot.leased_until_s, now_s + seconds)
                 if not leased:
                     self._push_lease(slot)
-                self._unused.pop(slot.digest, None)
+                self._begin_use(slot)
         return found
 
     def pin(
@@ -182,7 +183,7 @@ class ArenaIndex:
             client.pinned_bytes += slot.size_bytes
             slot.pins += 1
             slot.used_s = now_s
-            self._unused.pop(slot.digest, None)
+            self._begin_use(slot)
             pins.append((self._numbers, slot))
         return pins
 
@@ -213,9 +214,11 @@ class ArenaIndex:
                 return Refusal.BEGUN
         if slot.size_bytes > self._client_bytes:
             return Refusal.TOO_LARGE
-        if client.begun_bytes + slot.size_bytes > self._client_bytes:
-            return Refusal.FULL
         self._end_leases(now_s)
+        begun_bytes = client.begun_bytes + slot.size_bytes
+        left_bytes = self._extents.free_bytes + self._unused_bytes
+        if begun_bytes > self._client_bytes or slot.size_bytes > left_bytes:
+            return Refusal.FULL
         while (extents := self._extents.allocate(slot.size_bytes)) is None:
             if not self._unused:
                 return Refusal.FULL
@@ -232,7 +235,8 @@ class ArenaIndex:
     def commit(self, client: Client, number: int, header: bytes, now_s: float) -> bool:
         """End a write; return whether the entry is stored.
 
-        It is not if another write of the key was committed first, and does not replace it.
+        It is not if another write of the key was committed first, and does not replace it. A
+        replaced entry's lease protects the new one.
 
         Raises:
             KeyError: the client has begun no such write.
@@ -244,8 +248,12 @@ class ArenaIndex:
                 self._free(slot)
                 return False
             self._remove(old)
+            if old.leased_until_s > now_s:
+                slot.leased_until_s = old.leased_until_s
+                self._push_lease(slot)
         slot.header, slot.used_s = header, now_s
-        self._entries[slot.digest] = self._unused[slot.digest] = slot
+        self._entries[slot.digest] = slot
+        self._end_use(slot, now_s)
         return True
 
     def abort(self, client: Client, number: int) -> None:
@@ -368,6 +376,12 @@ class ArenaIndex:
         if not in_use and slot.digest not in self._unused:
             slot.used_s = now_s
             self._unused[slot.digest] = slot
+            self._unused_bytes += slot.taken_bytes
+
+    def _begin_use(self, slot: Slot) -> None:
+        """Keep an entry from being evicted."""
+        if self._unused.pop(slot.digest, None) is not None:
+            self._unused_bytes -= slot.taken_bytes
 
     def _use(self, slot: Slot, now_s: float) -> None:
         slot.used_s = now_s
@@ -376,7 +390,7 @@ class ArenaIndex:
 
     def _remove(self, slot: Slot) -> None:
         del self._entries[slot.digest]
-        self._unused.pop(slot.digest, None)
+        self._begin_use(slot)
         self.changed.add(slot.digest)
         self._free(slot)
 

@@ -63,7 +63,7 @@ class Walk:
         existed = self.there(digest) is not None
         begun = any(held.digest == digest for held in self.writes if not self.replaces(held))
         slot = Slot(digest, b"namespace", pages * PAGE_BYTES, replaces)
-        protected = self.protected_pages()
+        protected, evictions = self.protected_pages(), self.index.evictions
         number = self.index.begin(client, slot, self.now_s)
         if not replaces and (existed or begun):
             assert number is (Refusal.THERE if existed else Refusal.BEGUN)
@@ -72,6 +72,7 @@ class Walk:
         elif isinstance(number, Refusal):
             own = sum(len(pages_of(held.extents)) for held in self.writes if held.client is client)
             assert number is Refusal.FULL
+            assert self.index.evictions == evictions
             assert PAGES - len(protected) < pages or own + pages > CLIENT_PAGES
         else:
             assert not pages_of(slot.extents) & protected
@@ -94,7 +95,7 @@ class Walk:
                 slot = self.there(held.digest)
                 assert slot is not None
                 assert (slot.extents, slot.header) == (held.extents, b"header")
-                self.forget_entry(held.digest)
+                self.forget_pins(held.digest)
         assert held.digest in self.index.changed
 
     def pin(self) -> None:
@@ -127,7 +128,8 @@ class Walk:
         existed = self.there(digest) is not None
         assert self.index.delete([digest, digest]) == existed
         assert self.there(digest) is None
-        self.forget_entry(digest)
+        self.leased.pop(digest, None)
+        self.forget_pins(digest)
 
     def expire(self) -> None:
         self.index.expire(self.now_s)
@@ -194,8 +196,7 @@ class Walk:
             assert client.begun_bytes == PAGE_BYTES * sum(len(pages_of(h.extents)) for h in begun)
             assert client.pinned_bytes <= CLIENT_PAGES * PAGE_BYTES
 
-    def forget_entry(self, digest: bytes) -> None:
-        self.leased.pop(digest, None)
+    def forget_pins(self, digest: bytes) -> None:
         for held in self.pins:
             held.gone |= held.digest == digest
 
