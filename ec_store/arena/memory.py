@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ec_store.device.memory import SPARE_BYTES, available_bytes
+from ec_store.device.memory import check_room
 
 SEGMENT_BYTES = 2**30
 """Bytes that a client registers with CUDA at once."""
@@ -77,17 +77,6 @@ def _allocate(size_bytes: int, flags: int, *, reserved: bool) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def check_room(size_bytes: int) -> None:
-    """Raise OSError if so much memory would end this process, or another one."""
-    left = available_bytes()
-    if left is not None and left < size_bytes + SPARE_BYTES:
-        text = (
-            f"it needs {size_bytes} bytes, and {left} are left on the machine or within the memory "
-            f"limit of the container, of which {SPARE_BYTES} must stay"
-        )
-        raise OSError(errno.ENOMEM, text)
 
 
 def map_memory(fd: int, size_bytes: int, *, write: bool) -> "np.ndarray[Any, np.dtype[np.uint8]]":

@@ -1,5 +1,6 @@
 """Memory that this process can take before the kernel ends a process for it."""
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +34,17 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Return None if the kernel reports neither. `root` is the folder of `proc` and `sys`.
     """
     return min([*_of_machine(root), *_of_groups(root)], default=None)
+
+
+def check_room(size_bytes: int) -> None:
+    """Raise OSError if so much memory would end this process, or another one."""
+    left = available_bytes()
+    if left is not None and left < size_bytes + SPARE_BYTES:
+        text = (
+            f"it needs {size_bytes} bytes, and {left} are left on the machine or within the memory "
+            f"limit of the container, of which {SPARE_BYTES} must stay"
+        )
+        raise OSError(errno.ENOMEM, text)
 
 
 def _of_machine(root: Path) -> Iterator[int]:

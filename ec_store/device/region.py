@@ -19,7 +19,6 @@ stays until all workers have read it.
 """
 
 import bisect
-import errno
 import mmap
 import os
 import secrets
@@ -32,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ec_store.device.memory import SPARE_BYTES, available_bytes
+from ec_store.device.memory import check_room
 
 ALIGNMENT = 4096
 """Alignment in bytes: places begin on a page, so that no two copies share one."""
@@ -139,7 +138,7 @@ class Region:
             raise ValueError(f"{readers} readers: the number must be 1 to {MAX_READERS}")
         self._slots = Slots(size_bytes)
         total = HEADER_BYTES + self._slots.size_bytes
-        _check_memory(total)
+        check_room(total)
         self._fd = os.memfd_create("ec-store")
         try:
             os.posix_fallocate(self._fd, 0, total)
@@ -210,16 +209,6 @@ class Region:
         with self._lock:
             while self._sent and self._sent[0][0] <= read:
                 self._sent.popleft()
-
-
-def _check_memory(size_bytes: int) -> None:
-    left = available_bytes()
-    if left is not None and left < size_bytes + SPARE_BYTES:
-        text = (
-            f"it needs {size_bytes} bytes, and {left} are left on the machine or within the memory "
-            f"limit of the container, of which {SPARE_BYTES} must stay"
-        )
-        raise OSError(errno.ENOMEM, text)
 
 
 class RegionReader:

@@ -131,7 +131,7 @@ def test_region_larger_than_the_memory_left_raises_before_it_touches_memory(
     """The kernel ends a process that exceeds the limit of its container."""
     touched: list[Any] = []
     monkeypatch.setattr(os, "posix_fallocate", lambda *args: touched.append(args))
-    monkeypatch.setattr(region_module, "available_bytes", lambda: SPARE_BYTES + SIZE)
+    monkeypatch.setattr("ec_store.device.memory.available_bytes", lambda: SPARE_BYTES + SIZE)
 
     with pytest.raises(OSError, match="memory limit"):
         Region(2 * SIZE, 1)

@@ -336,7 +336,7 @@ def test_shared_memory_larger_than_the_memory_left_is_not_made(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The kernel would end the process, without a line in the log."""
-    monkeypatch.setattr("ec_store.device.region.available_bytes", lambda: 2**20)
+    monkeypatch.setattr("ec_store.device.memory.available_bytes", lambda: 2**20)
     with vllm.ranks(2):
         connector = connect()
 
