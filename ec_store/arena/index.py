@@ -327,12 +327,18 @@ class ArenaIndex:
             if claim is not None and claim.owner == owner:
                 self._end_claim(digest)
 
-    def is_pending(self, digest: bytes, now_s: float) -> bool:
-        """Return whether an entry does not exist, and is being written or claimed."""
+    def pending_until_s(self, digest: bytes, now_s: float) -> float:
+        """Return until when an entry that does not exist may be expected, at most.
+
+        It is infinite while the entry is being written, the end of its claim while it is claimed,
+        and now if it exists, or if nothing produces it.
+        """
         if self._find(digest, now_s) is not None:
-            return False
+            return now_s
+        if digest in self._writing:
+            return math.inf
         claim = self._claims.get(digest)
-        return digest in self._writing or (claim is not None and claim.until_s > now_s)
+        return now_s if claim is None else max(now_s, claim.until_s)
 
     def disconnect(self, client: Client) -> None:
         """End the claims of a client that is gone, and let others write what it had begun.

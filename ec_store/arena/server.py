@@ -286,6 +286,7 @@ class Session(asyncio.Protocol):
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)
         self._wait: Wait | None = None
+        self._until_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -310,10 +311,23 @@ class Session(asyncio.Protocol):
         self.transport.resume_reading()
 
     def settle_wait(self) -> None:
-        """Answer this client's wait if nothing that it waits for is pending."""
+        """Answer this client's wait if nothing that it waits for is pending, or after its time.
+
+        Otherwise look again when the first of its claims may have ended.
+        """
+        if self._wait is None:
+            return
         index, now_s = self._server.arena.index, self._server.clock()
-        if self._wait and not any(index.is_pending(key, now_s) for key in self._wait.digests):
-            self._finish_wait()
+        ends = [index.pending_until_s(digest, now_s) for digest in self._wait.digests]
+        pending = [end_s for end_s in ends if end_s > now_s]
+        if not pending or now_s >= self._until_s:
+            self._end_wait()
+            self.transport.write(encode(Done()))
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = min(self._until_s, *pending) - now_s
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self.settle_wait)
 
     def _receive(self, request: Request) -> None:
         if self._wait is not None:
@@ -327,13 +341,8 @@ class Session(asyncio.Protocol):
         self._wait = request
         for digest in request.digests:
             self._server.waiting[digest].add(self)
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(request.seconds, self._finish_wait)
+        self._until_s = self._server.clock() + request.seconds
         self.settle_wait()
-
-    def _finish_wait(self) -> None:
-        self._end_wait()
-        self.transport.write(encode(Done()))
 
     def _end_wait(self) -> None:
         if self._wait is not None:

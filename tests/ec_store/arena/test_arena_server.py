@@ -397,13 +397,11 @@ def test_a_put_waits_for_another_writer_of_the_entry(
 @pytest.mark.parametrize("how", ["release", "disconnect", "expire"])
 def test_a_wait_ends_with_the_claim(path: Path, server: ArenaServer, how: str) -> None:
     claimer = ArenaConnection(str(path), "proxy", 10)
-    seconds = 0.2 if how == "expire" else 60
+    seconds = 1 if how == "expire" else 60
     claimer.call(ClaimKeys([KEY], b"owner", seconds), Claimed)
     waiter = ArenaConnection(str(path), "proxy", 10)
     with ThreadPoolExecutor(1) as pool:
-        wait = pool.submit(
-            waiter.call, Wait([KEY], 0.5 if how == "expire" else 60), Done, seconds=60
-        )
+        wait = pool.submit(waiter.call, Wait([KEY], 60), Done, seconds=60)
         until(path, clients=3)
         if how == "release":
             store = opened(path)
@@ -413,6 +411,17 @@ def test_a_wait_ends_with_the_claim(path: Path, server: ArenaServer, how: str) -
             claimer.close()
         wait.result(10)
     claimer.close()
+    waiter.close()
+
+
+def test_a_wait_ends_with_its_time(path: Path, server: ArenaServer) -> None:
+    client = ArenaConnection(str(path), "proxy", 10)
+    client.call(ClaimKeys([KEY], b"owner", 60), Claimed)
+    waiter = ArenaConnection(str(path), "proxy", 10)
+    waiter.call(Wait([KEY], 0.1), Done)
+
+    assert client.call(ClaimKeys([KEY], b"other", 60), Claimed)[0].held == [False]
+    client.close()
     waiter.close()
 
 
@@ -555,13 +564,7 @@ class TestProcess:
     def test_two_servers_never_share_a_path(self, path: Path, serve: "Serve") -> None:
         with opened(path) as store:
             store.put(key(), sized(100))
-            ended = subprocess.run(
-                [sys.executable, "-m", "ec_store", "serve", f"shm://{path}", "--port", "0"],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=60,
-            )
+            ended = refused(f"shm://{path}")
 
             assert ended.returncode == 1
             assert "another server listens there" in ended.stderr
@@ -569,17 +572,17 @@ class TestProcess:
 
     def test_too_little_memory_is_an_error_before_any_is_taken(self, path: Path) -> None:
         url = f"shm://{path}?max_bytes=100000GiB"
-        ended = subprocess.run(
-            [sys.executable, "-m", "ec_store", "serve", url, "--port", "0"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
+        ended = refused(url)
 
         assert ended.returncode == 1
         assert "are left on the machine" in ended.stderr
         assert "Traceback" not in ended.stderr
+
+
+def refused(url: str) -> subprocess.CompletedProcess[str]:
+    """Run a server that does not start."""
+    command = [sys.executable, "-m", "ec_store", "serve", url, "--port", "0"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
 class Serve:

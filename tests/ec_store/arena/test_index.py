@@ -163,10 +163,10 @@ class Walk:
         begun = {held.digest for held in self.writes if held.client is not client}
         for held in self.writes:
             if held.client is client and held.digest not in begun:
-                claimed = self.claims.get(held.digest, (None, None, 0.0))[2] > self.now_s
-                assert self.index.is_pending(held.digest, self.now_s) is (
-                    claimed and self.there(held.digest) is None
-                )
+                claimed_s = self.claims.get(held.digest, (None, None, 0.0))[2]
+                expected_s = claimed_s if self.there(held.digest) is None else 0.0
+                until_s = self.index.pending_until_s(held.digest, self.now_s)
+                assert until_s == max(self.now_s, expected_s)
         self.check()  # a device may still be copying what it held
         self.index.forget(client, self.now_s)
         self.pins = [held for held in self.pins if held.client is not client]
