@@ -51,7 +51,7 @@ class WatchedLaunch(Launch):
         self._running -= 1
         if self._running == 0:  # other fleets are still running, with requests of their own
             await becomes(lambda: asyncio.all_tasks() - {*tasks, asyncio.current_task()}, set())
-            await becomes(lambda: max(0, len(open_files()) - len(files)), 0)
+            await becomes(lambda: _opened_since(files), [])
 
 
 async def becomes(found: Callable[[], object], expected: object) -> None:
@@ -83,12 +83,18 @@ def lost(fleet: Fleet) -> int:
 
 
 def open_files() -> list[Path]:
-    """Return the open descriptors without those that a disk store keeps open.
+    """Return what the open descriptors point to, without those that a disk store keeps open.
 
     It keeps its folders, and its line of the ledger from its first write on.
     """
-    others = (path for path in Path("/proc/self/fd").iterdir() if not path.is_dir())
-    return [path for path in others if _target(path).parent.name != "usage"]
+    others = [_target(path) for path in Path("/proc/self/fd").iterdir() if not path.is_dir()]
+    return [target for target in others if target.parent.name != "usage"]
+
+
+def _opened_since(before: list[Path]) -> list[Path]:
+    """Return the open descriptors if they are more than before."""
+    now = open_files()
+    return now if len(now) > len(before) else []
 
 
 def _target(path: Path) -> Path:
