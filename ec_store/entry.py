@@ -145,6 +145,19 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class EntryFields:
+    """Fields of an entry that is being written; attributes and errors are those of `Entry`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    modality: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
 class EntryInfo:
     """Fields of an entry's header.
 
@@ -181,7 +194,7 @@ class EntryInfo:
         return self.header_bytes + self.payload_bytes
 
 
-def _check_fields(entry: Entry | EntryInfo) -> None:
+def _check_fields(entry: Entry | EntryFields | EntryInfo) -> None:
     """Raise ValueError for a field of the wrong type.
 
     JSON has more values than the fields may have: `4.0 == 4` and `True == 1`, but a tensor of such
@@ -207,7 +220,9 @@ def checksum(payload: memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(payload)
 
 
-def encode_header(key: EntryKey, entry: Entry | EntryInfo, payload_checksum: str) -> bytes:
+def encode_header(
+    key: EntryKey, entry: Entry | EntryFields | EntryInfo, payload_checksum: str
+) -> bytes:
     """Return length field and header of an entry's blob; the payload follows it.
 
     The result is deterministic: a valid header equals the one of its own fields. Its length does

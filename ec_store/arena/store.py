@@ -4,14 +4,16 @@ import random
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Self, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
 import xxhash
 
 from ec_store.arena.connection import ArenaConnection, Bytes, MappedArena
+from ec_store.arena.extents import Extent
 from ec_store.arena.index import Refusal
 from ec_store.arena.protocol import (
     LONGEST_S,
@@ -47,7 +49,14 @@ from ec_store.arena.protocol import (
 from ec_store.arena.url import ArenaOptions, arena_options
 from ec_store.base import LONGEST_CLAIM_S, Listed, Store, StoreStats
 from ec_store.counts import Counts
-from ec_store.entry import Buffers, Entry, EntryInfo, checksum, encode_header, parse_header
+from ec_store.entry import (
+    Buffers,
+    Entry,
+    EntryFields,
+    EntryInfo,
+    encode_header,
+    parse_header,
+)
 from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
 from ec_store.keys import EntryKey, owner_bytes
 
@@ -93,14 +102,29 @@ class ArenaStore(Store):
         If another process is writing it, wait until it is there, for `OTHERS_WRITE_S` at most.
         """
         data = entry.data.cast("B")
+        write = self.begin(key, data.nbytes, replace=replace)
+        if write is None:
+            return False
         try:
-            begun = self._begin(Begin(_digest(key), _name(key.namespace), data.nbytes, replace))
-            written = begun is not None and self._write(key, entry, *begun)
+            found = copy_in(data, write.parts)
+        except BaseException:
+            write.abort()
+            raise
+        return write.commit(entry, found)
+
+    def begin(
+        self, key: EntryKey, size_bytes: int, *, replace: bool = False
+    ) -> "EntryWrite | None":
+        """Begin to write an entry of this size in place; return None if one exists.
+
+        Waits and errors are those of `put`.
+        """
+        try:
+            begun = self._begin(Begin(_digest(key), _name(key.namespace), size_bytes, replace))
+            return begun and EntryWrite(self, key, size_bytes, *begun)
         except (StoreUnavailable, EntryTooLarge):
             self.counts.add(drops=1)
             raise
-        self.counts.add(puts=written)
-        return written
 
     def get(self, key: EntryKey) -> Entry | None:
         """Return an entry (see `Store.get`).
@@ -108,12 +132,27 @@ class ArenaStore(Store):
         Its bytes are a view of the host's memory, pinned until the last view of them is deleted.
         An entry in several extents is copied.
         """
+        pinned = self.pin(key)
+        if pinned is None:
+            return None
+        info = pinned.info
+        if len(pinned.parts) == 1:
+            part = np.frombuffer(pinned.parts[0], np.uint8)
+            weakref.finalize(part, id, pinned)  # keeps the pin while views of this array exist
+            data = part.data
+        else:
+            buffer = self._buffers.take_buffer(info.payload_bytes)
+            data = copy_out(pinned.parts, buffer).toreadonly()
+        return Entry(data, info.dtype, info.shape, info.modality, info.metadata)
+
+    def pin(self, key: EntryKey) -> "PinnedEntry | None":
+        """Return an entry in place (see `Store.get`): nothing is copied."""
         reply, arena = self._connection.call(Read([_digest(key)]), Pins)
         entry = None
         [pin] = reply.pins
         if pin.number:
             try:
-                entry = self._entry(key, arena, pin)
+                entry = self._pinned(key, arena, pin)
             except OtherFormat:
                 arena.released.append(pin.number)
             except CorruptEntry:
@@ -122,7 +161,7 @@ class ArenaStore(Store):
                     self._connection.call(Discard(pin.number), Done, within=arena)
                 finally:
                     arena.released.append(pin.number)
-            except BaseException:  # no memory for a copy, or a signal
+            except BaseException:  # a signal
                 arena.released.append(pin.number)
                 raise
         self.counts.add(misses=entry is None, hits=entry is not None)
@@ -249,17 +288,13 @@ class ArenaStore(Store):
             return False
         return True
 
-    def _write(self, key: EntryKey, entry: Entry, begun: Begun, arena: MappedArena) -> bool:
-        header = b""  # gives up the write
-        try:
-            parts = arena.parts(begun.extents, entry.data.nbytes)
-            header = encode_header(key, entry, copy_in(entry.data, parts))
-        finally:
-            arena.writes.discard(begun.number)
-            done, _ = self._connection.call(End(begun.number, header), Done, within=arena)
+    def end(self, write: "EntryWrite", header: bytes) -> bool:
+        """End a write; an empty header gives it up. Return whether the entry is stored."""
+        write.arena.writes.discard(write.number)
+        done, _ = self._connection.call(End(write.number, header), Done, within=write.arena)
         return done.number == 1
 
-    def _entry(self, key: EntryKey, arena: MappedArena, pin: Pin) -> Entry:
+    def _pinned(self, key: EntryKey, arena: MappedArena, pin: Pin) -> "PinnedEntry":
         """Return a pinned entry.
 
         Raises:
@@ -269,21 +304,15 @@ class ArenaStore(Store):
         if info.key != key:
             raise CorruptEntry("it is another key's entry")
         try:
-            parts = arena.parts(pin.extents, info.payload_bytes)
+            found = arena.parts(pin.extents, info.payload_bytes)
         except BadMessage as error:
             raise CorruptEntry(str(error)) from None
-        if len(parts) == 1:
-            [part] = parts
-            data = part.data.toreadonly()
-        else:
-            data = copy_out(parts, self._buffers.take_buffer(info.payload_bytes)).toreadonly()
-        if random.random() < self.options.verify and checksum(data) != info.checksum:  # noqa: S311
+        if random.random() < self.options.verify and _checksum(found) != info.checksum:  # noqa: S311
             raise CorruptEntry("its checksum does not match its payload")
-        if len(parts) == 1:
-            weakref.finalize(part, arena.released.append, pin.number)
-        else:
-            arena.released.append(pin.number)
-        return Entry(data, info.dtype, info.shape, info.modality, info.metadata)
+        place = Place(arena.name, tuple(pin.extents), info.payload_bytes)
+        entry = PinnedEntry(info, place, [part.data.toreadonly() for part in found])
+        weakref.finalize(entry, arena.released.append, pin.number)
+        return entry
 
     def _problem(self, info: EntryInfo) -> str | None:
         """Return why an entry is corrupt; None if it is not, or is gone."""
@@ -293,13 +322,10 @@ class ArenaStore(Store):
             return None
         try:
             found = parse_header(pin.header)
-            digest = xxhash.xxh3_64()
-            for part in arena.parts(pin.extents, found.payload_bytes):
-                digest.update(part.data)
+            same = _checksum(arena.parts(pin.extents, found.payload_bytes)) == found.checksum
         except (CorruptEntry, BadMessage) as error:
             return str(error)
         else:
-            same = digest.hexdigest() == found.checksum
             return None if same else "its checksum does not match its payload"
         finally:
             arena.released.append(pin.number)
@@ -327,6 +353,77 @@ class ArenaStore(Store):
             after = rows[-1].digest
 
 
+class Place(NamedTuple):
+    """Place of an entry: extents, in order, of the arena of a name."""
+
+    arena: bytes
+    extents: tuple[Extent, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class PinnedEntry:
+    """Entry in the memory of a host, pinned until this object is deleted.
+
+    Attributes:
+        info: fields of its header.
+        place: where other processes find it in their mapping of the memory.
+        parts: its bytes, read-only, in order. They may change after the end of the pin.
+    """
+
+    info: EntryInfo
+    place: Place
+    parts: Sequence[memoryview]
+
+
+class EntryWrite:
+    """Write of an entry that was begun. Its bytes belong to it until `commit` or `abort`.
+
+    A device that may still be copying must have ended before: the bytes are another entry's then.
+
+    Attributes:
+        parts: its bytes, in order, to be written.
+        arena, number: the memory and the number of the write, for `ArenaStore.end`.
+    """
+
+    def __init__(
+        self,
+        store: ArenaStore,
+        key: EntryKey,
+        size_bytes: int,
+        begun: Begun,
+        arena: MappedArena,
+    ) -> None:
+        self._store = store
+        self._key = key
+        self.number, self.arena = begun.number, arena
+        try:
+            self.parts = arena.parts(begun.extents, size_bytes)
+        except BadMessage as error:
+            self.abort()
+            raise StoreUnavailable(f"the place of a write is unusable: {error}") from None
+
+    def commit(self, fields: Entry | EntryFields, payload_checksum: str | None = None) -> bool:
+        """Store the entry; return False if another one of its key was stored first.
+
+        Raises:
+            StoreUnavailable: the server is gone, or the connection was lost since `begin`.
+        """
+        found = payload_checksum or _checksum(self.parts)
+        try:
+            stored = self._store.end(self, encode_header(self._key, fields, found))
+        except StoreUnavailable:
+            self._store.counts.add(drops=1)
+            raise
+        self._store.counts.add(puts=stored)
+        return stored
+
+    def abort(self) -> None:
+        """Give the write up. If the server is gone, it has ended already."""
+        with suppress(StoreUnavailable):
+            self._store.end(self, b"")
+
+
 def copy_in(data: memoryview, parts: Sequence[Bytes]) -> str:
     """Copy bytes into parts of the memory, and return their checksum, as `checksum` does.
 
@@ -343,13 +440,20 @@ def copy_in(data: memoryview, parts: Sequence[Bytes]) -> str:
     return digest.hexdigest()
 
 
-def copy_out(parts: Sequence[Bytes], buffer: memoryview) -> memoryview:
+def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
     """Copy parts of the memory into a buffer, and return it."""
     target, begin = np.frombuffer(buffer, np.uint8), 0
     for part in parts:
-        np.copyto(target[begin : begin + len(part)], part)
+        np.copyto(target[begin : begin + len(part)], np.frombuffer(part, np.uint8))
         begin += len(part)
     return buffer
+
+
+def _checksum(parts: Sequence[Bytes]) -> str:
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part.data)
+    return digest.hexdigest()
 
 
 def _digest(key: EntryKey) -> bytes:
