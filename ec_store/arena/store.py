@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -52,8 +52,8 @@ from ec_store.counts import Counts
 from ec_store.entry import (
     Buffers,
     Entry,
-    EntryFields,
     EntryInfo,
+    HeldEntry,
     encode_header,
     parse_header,
 )
@@ -96,6 +96,11 @@ class ArenaStore(Store):
     def __repr__(self) -> str:
         return f"ArenaStore({self.options.path})"
 
+    @property
+    def connection(self) -> ArenaConnection:
+        """Return its connection, with the memory that is mapped."""
+        return self._connection
+
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry (see `Store.put`).
 
@@ -135,18 +140,18 @@ class ArenaStore(Store):
         pinned = self.pin(key)
         if pinned is None:
             return None
-        info = pinned.info
         if len(pinned.parts) == 1:
-            part = np.frombuffer(pinned.parts[0], np.uint8)
-            weakref.finalize(part, id, pinned)  # keeps the pin while views of this array exist
-            data = part.data
+            [data] = pinned.parts
         else:
-            buffer = self._buffers.take_buffer(info.payload_bytes)
+            buffer = self._buffers.take_buffer(pinned.place.size_bytes)
             data = copy_out(pinned.parts, buffer).toreadonly()
-        return Entry(data, info.dtype, info.shape, info.modality, info.metadata)
+        return Entry(data, pinned.dtype, pinned.shape, pinned.modality, pinned.metadata)
 
-    def pin(self, key: EntryKey) -> "PinnedEntry | None":
-        """Return an entry in place (see `Store.get`): nothing is copied."""
+    def pin(self, key: EntryKey) -> "PlacedEntry | None":
+        """Return an entry in place (see `Store.get`): nothing is copied.
+
+        It is pinned until the last view of its bytes is deleted.
+        """
         reply, arena = self._connection.call(Read([_digest(key)]), Pins)
         entry = None
         [pin] = reply.pins
@@ -294,7 +299,7 @@ class ArenaStore(Store):
         done, _ = self._connection.call(End(write.number, header), Done, within=write.arena)
         return done.number == 1
 
-    def _pinned(self, key: EntryKey, arena: MappedArena, pin: Pin) -> "PinnedEntry":
+    def _pinned(self, key: EntryKey, arena: MappedArena, pin: Pin) -> "PlacedEntry":
         """Return a pinned entry.
 
         Raises:
@@ -309,10 +314,13 @@ class ArenaStore(Store):
             raise CorruptEntry(str(error)) from None
         if random.random() < self.options.verify and _checksum(found) != info.checksum:  # noqa: S311
             raise CorruptEntry("its checksum does not match its payload")
+        kept = _Kept()
+        weakref.finalize(kept, arena.released.append, pin.number)
+        for part in found:
+            weakref.finalize(part, id, kept)  # `kept` exists while views of any part do
         place = Place(arena.name, tuple(pin.extents), info.payload_bytes)
-        entry = PinnedEntry(info, place, [part.data.toreadonly() for part in found])
-        weakref.finalize(entry, arena.released.append, pin.number)
-        return entry
+        parts = [part.data.toreadonly() for part in found]
+        return PlacedEntry(info.dtype, info.shape, info.modality, info.metadata, place, parts)
 
     def _problem(self, info: EntryInfo) -> str | None:
         """Return why an entry is corrupt; None if it is not, or is gone."""
@@ -361,19 +369,26 @@ class Place(NamedTuple):
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class PinnedEntry:
-    """Entry in the memory of a host, pinned until this object is deleted.
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedEntry:
+    """Entry in the memory of a host.
 
     Attributes:
-        info: fields of its header.
+        dtype, shape, modality, metadata: as in `Entry`.
         place: where other processes find it in their mapping of the memory.
-        parts: its bytes, read-only, in order. They may change after the end of the pin.
+        parts: its bytes, read-only, in order.
     """
 
-    info: EntryInfo
+    dtype: str
+    shape: tuple[int, ...]
+    modality: str
+    metadata: Mapping[str, Any]
     place: Place
     parts: Sequence[memoryview]
+
+
+class _Kept:
+    """Object that exists as long as a pin is needed."""
 
 
 class EntryWrite:
@@ -382,6 +397,7 @@ class EntryWrite:
     A device that may still be copying must have ended before: the bytes are another entry's then.
 
     Attributes:
+        place: where other processes find it.
         parts: its bytes, in order, to be written.
         arena, number: the memory and the number of the write, for `ArenaStore.end`.
     """
@@ -397,13 +413,21 @@ class EntryWrite:
         self._store = store
         self._key = key
         self.number, self.arena = begun.number, arena
+        self.place = Place(arena.name, tuple(begun.extents), size_bytes)
         try:
             self.parts = arena.parts(begun.extents, size_bytes)
         except BadMessage as error:
             self.abort()
             raise StoreUnavailable(f"the place of a write is unusable: {error}") from None
 
-    def commit(self, fields: Entry | EntryFields, payload_checksum: str | None = None) -> bool:
+    def entry(
+        self, dtype: str, shape: tuple[int, ...], modality: str, metadata: Mapping[str, Any]
+    ) -> PlacedEntry:
+        """Return the entry that was written, for `commit`."""
+        parts = [part.data.toreadonly() for part in self.parts]
+        return PlacedEntry(dtype, shape, modality, metadata, self.place, parts)
+
+    def commit(self, entry: HeldEntry, payload_checksum: str | None = None) -> bool:
         """Store the entry; return False if another one of its key was stored first.
 
         Raises:
@@ -411,7 +435,7 @@ class EntryWrite:
         """
         found = payload_checksum or _checksum(self.parts)
         try:
-            stored = self._store.end(self, encode_header(self._key, fields, found))
+            stored = self._store.end(self, encode_header(self._key, entry, found))
         except StoreUnavailable:
             self._store.counts.add(drops=1)
             raise
