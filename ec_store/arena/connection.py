@@ -8,12 +8,12 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from ec_store.arena.extents import Extent
-from ec_store.arena.memory import map_memory
+from ec_store.arena.memory import Bytes, map_memory, parts_of
 from ec_store.arena.protocol import (
     LENGTH_BYTES,
     MAX_REPLY_BYTES,
@@ -39,8 +39,6 @@ CHUNK_BYTES = 2**18
 MAX_HELLO_BYTES = 2**16
 
 R = TypeVar("R", bound=Reply)
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class MappedArena:
@@ -96,7 +94,10 @@ class MappedArena:
         """
         if self.lost:
             raise StoreUnavailable("the connection to the arena was lost")
-        return parts_of(self.memory, extents, size_bytes)
+        try:
+            return parts_of(self.memory, extents, size_bytes)
+        except ValueError as error:
+            raise BadMessage(str(error)) from None
 
     def unmap(self) -> None:
         """Unmap the memory after the last view of it is deleted: the connection was lost."""
@@ -107,24 +108,6 @@ class MappedArena:
 MappedMemories = weakref.WeakValueDictionary[bytes, Bytes]
 """Memories that are mapped, by name: one whose connection was lost, and made again, is not mapped
 twice."""
-
-
-def parts_of(memory: Bytes, extents: Sequence[Extent], size_bytes: int) -> list[Bytes]:
-    """Return the bytes of an entry of this size, in order.
-
-    Raises:
-        BadMessage: the extents are not in the memory, or too small.
-    """
-    parts = []
-    for offset, extent_bytes in extents:
-        end = offset + min(extent_bytes, size_bytes)
-        if not 0 <= offset <= end <= len(memory):
-            raise BadMessage(f"an extent at {offset} of a memory of {len(memory)} bytes")
-        parts.append(memory[offset:end])
-        size_bytes -= end - offset
-    if size_bytes:
-        raise BadMessage(f"the extents lack {size_bytes} bytes")
-    return parts
 
 
 class ArenaConnection:

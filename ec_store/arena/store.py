@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
-import xxhash
 
-from ec_store.arena.connection import ArenaConnection, Bytes, MappedArena
+from ec_store.arena.checksums import checksum_of
+from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.extents import Extent
 from ec_store.arena.index import Refusal
+from ec_store.arena.memory import Bytes
 from ec_store.arena.protocol import (
     LONGEST_S,
     MAX_KEYS,
@@ -62,9 +63,6 @@ from ec_store.keys import EntryKey, owner_bytes
 
 R = TypeVar("R", bound=Reply)
 
-CHUNK_BYTES = 256 * 2**10
-"""Bytes that are copied and then hashed: less than the cache of a core."""
-
 OTHERS_WRITE_S = 10.0
 """Time in seconds that `put` waits for another process that writes the same entry."""
 
@@ -111,11 +109,11 @@ class ArenaStore(Store):
         if write is None:
             return False
         try:
-            found = copy_in(data, write.parts)
+            copy_in(data, write.parts)
         except BaseException:
             write.abort()
             raise
-        return write.commit(entry, found)
+        return write.commit(entry)
 
     def begin(
         self, key: EntryKey, size_bytes: int, *, replace: bool = False
@@ -225,10 +223,8 @@ class ArenaStore(Store):
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
         for row in self._rows():
             listed = _listed(row)
-            if listed.info is not None:
-                listed = replace(listed, problem=self._problem(listed.info))
-            if fix and listed.problem:
-                self._ask(Delete([row.digest]), Done)
+            if listed.skipped is None:
+                listed = replace(listed, problem=self._problem(row.digest, fix=fix))
             yield listed
 
     def evict(self) -> int:
@@ -312,8 +308,8 @@ class ArenaStore(Store):
             found = arena.parts(pin.extents, info.payload_bytes)
         except BadMessage as error:
             raise CorruptEntry(str(error)) from None
-        if random.random() < self.options.verify and _checksum(found) != info.checksum:  # noqa: S311
-            raise CorruptEntry("its checksum does not match its payload")
+        if random.random() < self.options.verify:  # noqa: S311
+            _verify(found, pin.checksum)
         kept = _Kept()
         weakref.finalize(kept, arena.released.append, pin.number)
         for part in found:
@@ -322,19 +318,23 @@ class ArenaStore(Store):
         parts = [part.data.toreadonly() for part in found]
         return PlacedEntry(info.dtype, info.shape, info.modality, info.metadata, place, parts)
 
-    def _problem(self, info: EntryInfo) -> str | None:
-        """Return why an entry is corrupt; None if it is not, or is gone."""
-        reply, arena = self._connection.call(Read([_digest(info.key)]), Pins)
+    def _problem(self, digest: bytes, *, fix: bool) -> str | None:
+        """Return why an entry is corrupt, and delete it with `fix`; None if it is not, or gone."""
+        reply, arena = self._connection.call(Read([digest]), Pins)
         [pin] = reply.pins
         if not pin.number:
             return None
         try:
-            found = parse_header(pin.header)
-            same = _checksum(arena.parts(pin.extents, found.payload_bytes)) == found.checksum
-        except (CorruptEntry, BadMessage) as error:
-            return str(error)
-        else:
-            return None if same else "its checksum does not match its payload"
+            try:
+                info = parse_header(pin.header)
+                _verify(arena.parts(pin.extents, info.payload_bytes), pin.checksum)
+            except OtherFormat:
+                return None
+            except (CorruptEntry, BadMessage) as error:
+                if fix:  # this entry, and none that has replaced it
+                    self._connection.call(Discard(pin.number), Done, within=arena)
+                return str(error)
+            return None
         finally:
             arena.released.append(pin.number)
 
@@ -416,7 +416,7 @@ class EntryWrite:
         self.place = Place(arena.name, tuple(begun.extents), size_bytes)
         try:
             self.parts = arena.parts(begun.extents, size_bytes)
-        except BadMessage as error:
+        except (BadMessage, StoreUnavailable) as error:
             self.abort()
             raise StoreUnavailable(f"the place of a write is unusable: {error}") from None
 
@@ -427,15 +427,14 @@ class EntryWrite:
         parts = [part.data.toreadonly() for part in self.parts]
         return PlacedEntry(dtype, shape, modality, metadata, self.place, parts)
 
-    def commit(self, entry: HeldEntry, payload_checksum: str | None = None) -> bool:
+    def commit(self, entry: HeldEntry) -> bool:
         """Store the entry; return False if another one of its key was stored first.
 
         Raises:
             StoreUnavailable: the server is gone, or the connection was lost since `begin`.
         """
-        found = payload_checksum or _checksum(self.parts)
         try:
-            stored = self._store.end(self, encode_header(self._key, entry, found))
+            stored = self._store.end(self, encode_header(self._key, entry, ""))
         except StoreUnavailable:
             self._store.counts.add(drops=1)
             raise
@@ -448,20 +447,12 @@ class EntryWrite:
             self._store.end(self, b"")
 
 
-def copy_in(data: memoryview, parts: Sequence[Bytes]) -> str:
-    """Copy bytes into parts of the memory, and return their checksum, as `checksum` does.
-
-    Each chunk is hashed while it is in the core's cache. numpy and xxhash work without the
-    interpreter's lock.
-    """
-    source, digest, begin = np.frombuffer(data, np.uint8), xxhash.xxh3_64(), 0
+def copy_in(data: memoryview, parts: Sequence[Bytes]) -> None:
+    """Copy bytes into parts of the memory."""
+    source, begin = np.frombuffer(data, np.uint8), 0
     for part in parts:
-        for start in range(0, len(part), CHUNK_BYTES):
-            chunk = part[start : start + CHUNK_BYTES]
-            np.copyto(chunk, source[begin : begin + len(chunk)])
-            digest.update(chunk.data)
-            begin += len(chunk)
-    return digest.hexdigest()
+        np.copyto(part, source[begin : begin + len(part)])
+        begin += len(part)
 
 
 def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
@@ -473,11 +464,10 @@ def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
     return buffer
 
 
-def _checksum(parts: Sequence[Bytes]) -> str:
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part.data)
-    return digest.hexdigest()
+def _verify(parts: Sequence[Bytes], checksum: str) -> None:
+    """Raise CorruptEntry if parts of the memory have another checksum; empty: none is known."""
+    if checksum and checksum_of(parts) != checksum:
+        raise CorruptEntry("its checksum does not match its payload")
 
 
 def _digest(key: EntryKey) -> bytes:
