@@ -1,7 +1,7 @@
 """Measure the memory of a host beside plain copies of memory and empty round trips.
 
-    PYTHONPATH=. .venv/bin/python scripts/bench_arena.py
-    PYTHONPATH=. .venv/bin/python scripts/bench_arena.py full --scale 0.01
+PYTHONPATH=. .venv/bin/python scripts/bench_arena.py
+PYTHONPATH=. .venv/bin/python scripts/bench_arena.py full --scale 0.01
 """
 
 import argparse

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ec_store.arena.checksums import checksum_of
-from ec_store.arena.connection import ArenaConnection, MappedArena
+from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
 from ec_store.arena.extents import Extent
 from ec_store.arena.index import Refusal
 from ec_store.arena.memory import Bytes
@@ -82,7 +82,7 @@ class ArenaStore(Store):
         self.options = options
         self._role = role
         self._connection = ArenaConnection(options.path, role, options.timeout_s)
-        self._waiting = ArenaConnection(options.path, "proxy", options.timeout_s)
+        self._waiting = WaitingConnections(options.path, options.timeout_s)
         self._buffers = Buffers()
         self.counts = Counts()
 
@@ -278,7 +278,7 @@ class ArenaStore(Store):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
-            self._waiting.call(Wait([request.digest], left_s), Done, seconds=left_s)
+            self._waiting.wait(Wait([request.digest], left_s))
 
     def _is_readable(self, digest: bytes) -> bool:
         """Return whether an entry is still there, and of this format."""
