@@ -62,6 +62,19 @@ def is_up(store: Store) -> bool:
     return True
 
 
+def populated(store: ArenaStore, size_bytes: int) -> None:
+    """Wait until this process has mapped the pages of the memory."""
+    store.check()
+    while time.sleep(0.05) or mapped_bytes() < size_bytes:
+        pass
+
+
+def mapped_bytes() -> int:
+    """Return the bytes of shared memory that this process has mapped and populated."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssShmem:")[2].split()[0])
+
+
 def key(name: object) -> EntryKey:
     return EntryKey(NAMESPACE, f"{name}".rjust(64, "0"))
 
@@ -79,7 +92,9 @@ def timed(call: Callable[[], object]) -> float:
 
 def copies(rounds: int) -> None:
     """Copy entries from a tensor of one process to a tensor of another."""
+    size_bytes = 2 * 2**30
     with serving("2GiB") as path, opened(path) as store:
+        populated(store, size_bytes)
         pipe, other = FORK.Pipe()
         consumer = FORK.Process(target=consume, args=(path, other), daemon=True)
         consumer.start()
@@ -109,6 +124,7 @@ def copies(rounds: int) -> None:
 
 def consume(path: Path, pipe: Connection) -> None:
     with opened(path) as store:
+        populated(store, 2 * 2**30)
         while size := pipe.recv():
             target = np.zeros(size, np.uint8)
             pipe.send("ready")

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from ec_store.arena.index import ArenaIndex, Slot
-from ec_store.arena.memory import Bytes, parts_of
+from ec_store.arena.memory import Bytes, parts_of, populate
 
 BATCH_BYTES = 16 * 2**20
 """Bytes of entries that are handed to the thread at once, or one larger entry."""
@@ -32,6 +32,7 @@ class Checksums:
 
     def start(self) -> None:
         """Start on the running event loop."""
+        populate(self._memory, write=False)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:

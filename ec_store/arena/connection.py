@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from ec_store.arena.extents import Extent
-from ec_store.arena.memory import Bytes, map_memory, parts_of
+from ec_store.arena.memory import Bytes, map_memory, parts_of, populate
 from ec_store.arena.protocol import (
     LENGTH_BYTES,
     MAX_REPLY_BYTES,
@@ -88,6 +88,7 @@ class MappedArena:
             if memory is None or len(memory) != welcome.size_bytes:
                 memory = map_memory(fds[0], welcome.size_bytes, write=role == "writer")
                 mapped[self.name] = memory
+                populate(memory, write=role == "writer")
             self.memory = memory
 
     @property
