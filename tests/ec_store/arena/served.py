@@ -90,11 +90,27 @@ from tests.ec_store.contract import *
 store = opened(Path({str(path)!r}))
 """
     child = subprocess.Popen(
-        [sys.executable, "-c", start + code], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+        [sys.executable, "-c", start + code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path.cwd(),
     )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
+    assert said(child) == "ready"
     return child
+
+
+def said(child: subprocess.Popen[str]) -> str:
+    """Return the next line that a child prints; empty if it has ended."""
+    assert child.stdout is not None
+    return child.stdout.readline().rstrip()
+
+
+def tell(child: subprocess.Popen[str]) -> None:
+    """Let a child go on that reads a line."""
+    assert child.stdin is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
 
 
 def lose_connection(store: ArenaStore) -> None:
