@@ -154,14 +154,17 @@ def refused(url: str) -> subprocess.CompletedProcess[str]:
 class Serve:
     """Process of `ec-store serve`."""
 
-    def __init__(self, path: Path, open_files: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, path: Path, max_bytes: int = 16 * MIB, open_files: tuple[int, int] | None = None
+    ) -> None:
         """Describe a process; `open_files` are its soft and its hard limit."""
         self._path = path
+        self._max_bytes = max_bytes
         self._open_files = open_files
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        url = f"shm://{self._path}?max_bytes=16MiB"
+        url = f"shm://{self._path}?max_bytes={self._max_bytes}"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ec_store", "serve", url, "--port", "0"],
             stdout=subprocess.DEVNULL,

@@ -477,6 +477,15 @@ class TestProcess:
             assert_same(sized(MIB, 1), found)
 
     @pytest.mark.fault(120)
+    def test_the_first_call_after_a_restart_is_answered(self, path: Path, serve: Serve) -> None:
+        with opened(path) as store:
+            store.put(key(), sized(100))
+            serve.kill()
+            serve.start()
+
+            assert store.lookup([key()]) == [None]
+
+    @pytest.mark.fault(120)
     def test_a_write_across_a_restart_fails_and_spoils_nothing(
         self, path: Path, serve: Serve
     ) -> None:
