@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -145,28 +145,40 @@ def raw(path: Path, hello: bytes, message: bytes = b"") -> list[bytes]:
     return replies
 
 
-def refused(url: str) -> subprocess.CompletedProcess[str]:
-    """Run a server that does not start."""
+def refused(
+    url: str, before: Callable[[], object] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a server that does not start; `before` is called in its process."""
     command = [sys.executable, "-m", "ec_store", "serve", url, "--port", "0"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        preexec_fn=before,
+    )
 
 
 class Serve:
     """Process of `ec-store serve`."""
 
     def __init__(
-        self, path: Path, max_bytes: int = 16 * MIB, open_files: tuple[int, int] | None = None
+        self,
+        path: Path,
+        max_bytes: int = 16 * MIB,
+        mode: str = "0600",
+        open_files: tuple[int, int] | None = None,
     ) -> None:
         """Describe a process; `open_files` are its soft and its hard limit."""
         self._path = path
-        self._max_bytes = max_bytes
+        self._url = f"shm://{path}?max_bytes={max_bytes}&mode={mode}"
         self._open_files = open_files
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        url = f"shm://{self._path}?max_bytes={self._max_bytes}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ec_store", "serve", url, "--port", "0"],
+            [sys.executable, "-m", "ec_store", "serve", self._url, "--port", "0"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             preexec_fn=self._limit,  # noqa: PLW1509 - it makes one system call
