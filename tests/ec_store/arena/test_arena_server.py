@@ -7,9 +7,12 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -53,6 +56,7 @@ from tests.ec_store.arena.served import (
 )
 from tests.ec_store.contract import assert_same, key, sized
 
+R = TypeVar("R")
 KEY = bytes.fromhex(key().digest)
 
 
@@ -449,6 +453,16 @@ def test_a_client_that_reads_no_large_reply_is_disconnected(
         assert received < 8 * MIB
 
 
+def once_answered(call: Callable[[], R]) -> R:
+    """Return the result of a call that the server answers again after a while."""
+    deadline_s = time.monotonic() + 10
+    while True:
+        try:
+            return call()
+        except StoreUnavailable:
+            assert time.monotonic() < deadline_s
+
+
 class TestProcess:
     """`ec-store serve` as a process."""
 
@@ -509,14 +523,44 @@ class TestProcess:
             with pytest.raises(StoreUnavailable):
                 store.get(key())
             serve.signal(signal.SIGCONT)
-            deadline_s = time.monotonic() + 10
-            while True:
-                try:
-                    assert_same(sized(100), store.get(key()))
-                except StoreUnavailable:
-                    assert time.monotonic() < deadline_s
-                else:
-                    break
+            assert_same(sized(100), once_answered(partial(store.get, key())))
+
+    @pytest.mark.fault(121)
+    def test_every_call_at_a_stopped_server_fails(self, path: Path, serve: Serve) -> None:
+        with opened(path) as store:
+            store.put(key(), sized(100))
+        calls: list[Callable[[ArenaStore], object]] = [
+            lambda store: store.put(key(), sized(100)),
+            lambda store: store.get(key()),
+            lambda store: store.lookup([key()]),
+            lambda store: store.lease([key()], 1),
+            lambda store: store.claim([key()], "owner", 1),
+            lambda store: store.claim_or_find([key()], "owner", 1),
+            lambda store: store.release([key()], "owner"),
+            lambda store: store.delete([key()]),
+            lambda store: store.purge("model"),
+            lambda store: list(store.ls()),
+            lambda store: list(store.verify()),
+            lambda store: store.stats(),
+            lambda store: store.namespaces(),
+            lambda store: store.register_namespace("model", "namespace"),
+            lambda store: store._waiting.wait(Wait([KEY], 0.1)),  # noqa: SLF001
+        ]
+        for connected in (False, True):
+            with ExitStack() as stack:
+                stores = [stack.enter_context(opened(path, timeout_s=0.1)) for _ in calls]
+                if connected:
+                    for store in stores:
+                        once_answered(store.check)
+                serve.signal(signal.SIGSTOP)
+                for call, store in zip(calls, stores, strict=True):
+                    with pytest.raises(StoreUnavailable):
+                        call(store)
+                serve.signal(signal.SIGCONT)
+                for store in stores:
+                    once_answered(store.check)  # reports that its earlier copies have ended
+                until(path, begun_bytes=0, pinned_bytes=0, gone_bytes=0)
+        until(path, clients=1, begun_bytes=0, pinned_bytes=0, gone_bytes=0)
 
     def test_the_server_frees_what_an_unanswered_request_pinned_or_began(
         self, path: Path, serve: Serve
