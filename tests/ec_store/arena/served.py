@@ -1,6 +1,9 @@
-"""Server of an arena on a thread of the test process."""
+"""Server of an arena, on a thread of the test process or in a process of its own."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,3 +49,15 @@ def serving(
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def in_process(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `ec-store serve` as a process of its own, and kill it at the end."""
+    words = [sys.executable, "-m", "ec_store", "serve", f"shm://{path}?max_bytes=16MiB"]
+    with subprocess.Popen([*words, "--port", "0"], stdout=subprocess.DEVNULL) as child:
+        try:
+            yield child
+        finally:
+            child.send_signal(signal.SIGCONT)
+            child.kill()

@@ -6,11 +6,9 @@ import multiprocessing
 import re
 import signal
 import socket
-import subprocess
-import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,7 @@ from ec_store.arena.server import ArenaServer
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import StoreUnavailable
-from tests.ec_store.arena.served import serving
+from tests.ec_store.arena.served import in_process, serving
 from tests.ec_store.contract import entry, key, sized
 
 WELCOME = encode(Welcome(b"", 1, 0, 0))
@@ -115,18 +113,6 @@ async def scripted(path: Path, *answers: bytes) -> AsyncIterator[list[int]]:
 
 def length(size: int) -> bytes:
     return size.to_bytes(LENGTH_BYTES, "little")
-
-
-@contextmanager
-def in_process(path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `ec-store serve` as a process of its own, and kill it at the end."""
-    words = [sys.executable, "-m", "ec_store", "serve", f"shm://{path}?max_bytes=16MiB"]
-    with subprocess.Popen([*words, "--port", "0"], stdout=subprocess.DEVNULL) as child:
-        try:
-            yield child
-        finally:
-            child.send_signal(signal.SIGCONT)
-            child.kill()
 
 
 async def answers(store: AsyncArenaStore) -> None:
