@@ -95,7 +95,9 @@ class AsyncArenaStore:
         """
         if entry.data.nbytes:
             raise ValueError("only a store with the memory writes payloads")
-        return await asyncio.shield(asyncio.ensure_future(self._put(key, entry, replace=replace)))
+        writing = asyncio.ensure_future(self._put(key, entry, replace=replace))
+        writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved
+        return await asyncio.shield(writing)
 
     async def namespaces(self) -> Mapping[str, str]:
         reply = await self._connection.call(Register(b"", b""), Namespaces)
