@@ -10,7 +10,7 @@ from functools import partial
 
 from aiohttp import web
 
-from ec_store.opening import open_async_store
+from ec_store.opening import open_proxy_store
 from epd.aio import Background
 from epd.api.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
@@ -273,8 +273,7 @@ def _cache(
     url = live.current.ec_store
     if url is None:
         return nullcontext()
-    open_store = partial(open_async_store, url, create=False, lazy=True, payloads=False)
-    return EncoderCache.connect(open_store, live, background)
+    return EncoderCache.connect(partial(open_proxy_store, url), live, background)
 
 
 def _kv_events(
