@@ -42,7 +42,7 @@ from ec_store.arena.protocol import (
 from ec_store.counts import ForkLock, after_fork
 from ec_store.errors import StoreUnavailable
 
-CHUNK_BYTES = 2**18
+CHUNK_BYTES = 2**16  # larger ones are mapped and unmapped for each call
 MAX_WELCOME_BYTES = 2**16
 
 MAX_WAITS = 16
@@ -88,7 +88,8 @@ class MappedArena:
             if memory is None or len(memory) != welcome.size_bytes:
                 memory = map_memory(fds[0], welcome.size_bytes, write=role == "writer")
                 mapped[self.name] = memory
-                populate(memory, write=role == "writer")
+                with suppress(RuntimeError):  # no thread can be started
+                    populate(memory, write=role == "writer")
             self.memory = memory
 
     @property

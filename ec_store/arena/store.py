@@ -18,7 +18,7 @@ from ec_store.arena.fields import (
     decode_name,
     digest_chunks,
     encode_name,
-    entry_info,
+    entry_infos,
     key_digest,
 )
 from ec_store.arena.index import Refusal
@@ -208,7 +208,7 @@ class ArenaStore(Store):
             reply = self._ask(request, Claimed)
             headers += reply.headers
             claims += reply.held
-        infos = map(entry_info, keys, headers)
+        infos = entry_infos(keys, headers)
         return [info or held for info, held in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
@@ -256,7 +256,7 @@ class ArenaStore(Store):
         return {decode_name(model): decode_name(namespace) for model, namespace in named.items()}
 
     def check(self) -> None:
-        self._ask(GetStats(), Stats)
+        self._ask(Find([]), Headers)
 
     def close(self) -> None:
         self._connection.close()
@@ -352,7 +352,7 @@ class ArenaStore(Store):
             for digests in digest_chunks(keys)
             for header in self._ask(Find(digests, seconds), Headers).headers
         ]
-        return list(map(entry_info, keys, headers))
+        return entry_infos(keys, headers)
 
     def _claims(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, *, find: bool
