@@ -164,15 +164,15 @@ class ArenaStore(Store):
             try:
                 entry = self._pinned(key, arena, pin)
             except OtherFormat:
-                arena.released.append(pin.number)
+                self._connection.release(arena, pin.number)
             except CorruptEntry:
                 self.counts.add(corrupt=1)
                 try:
                     self._connection.call(Discard(pin.number), Done, within=arena)
                 finally:
-                    arena.released.append(pin.number)
+                    self._connection.release(arena, pin.number)
             except BaseException:  # a signal
-                arena.released.append(pin.number)
+                self._connection.release(arena, pin.number)
                 raise
         self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
@@ -318,7 +318,7 @@ class ArenaStore(Store):
         if random.random() < self.options.verify:  # noqa: S311
             _verify(found, pin.checksum)
         kept = _Kept()
-        weakref.finalize(kept, arena.released.append, pin.number)
+        weakref.finalize(kept, self._connection.release, arena, pin.number)
         for part in found:
             weakref.finalize(part, id, kept)  # `kept` exists while views of any part do
         place = Place(arena.name, tuple(pin.extents), info.payload_bytes)
@@ -343,7 +343,7 @@ class ArenaStore(Store):
                 return str(error)
             return None
         finally:
-            arena.released.append(pin.number)
+            self._connection.release(arena, pin.number)
 
     def _find(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         seconds = min(seconds, LONGEST_S)
