@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote, unquote
 
 import orjson
@@ -108,7 +108,7 @@ MB: each turn of a chat looks up the same images, and their headers are not pars
 
 _PLAIN = re.compile(r"[\w.~ /:;,=@+()\[\]-]*", re.ASCII)
 _ANY_FORMAT = re.compile(r"ec_store/\d{1,9}", re.ASCII)
-_CHECKSUM = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_CHECKSUM = re.compile(r"([0-9a-f]{16})?", re.ASCII)
 ITEM_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4}
 """Bytes of one value of each supported dtype, by its safetensors name."""
 
@@ -136,6 +136,11 @@ class Entry:
     modality: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def parts(self) -> Sequence[memoryview]:
+        """Return its bytes, in order; those of an entry in a host's memory may be in several."""
+        return (self.data,)
+
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.data.nbytes != payload_bytes(self.dtype, self.shape):
@@ -144,17 +149,22 @@ class Entry:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class EntryFields:
-    """Fields of an entry that is being written; attributes and errors are those of `Entry`."""
+class HeldEntry(Protocol):
+    """Entry whose bytes are in memory: an `Entry`, or a part of a host's memory.
 
-    dtype: str
-    shape: tuple[int, ...]
-    modality: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    The attributes are those of `Entry`.
+    """
 
-    def __post_init__(self) -> None:
-        _check_fields(self)
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def modality(self) -> str: ...
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+    @property
+    def parts(self) -> Sequence[memoryview]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +174,8 @@ class EntryInfo:
     Attributes:
         dtype, shape, modality: as in `Entry`.
         metadata: as in `Entry`; read-only, since callers share it.
-        checksum: xxh3-64 of the payload, 16 hexadecimal digits.
+        checksum: xxh3-64 of the payload, 16 hexadecimal digits. A host's memory keeps it beside the
+            header, where it is empty. In every other store an empty one is corrupt.
         header_bytes: size of length field and header, the offset of the payload.
 
     Raises:
@@ -194,7 +205,7 @@ class EntryInfo:
         return self.header_bytes + self.payload_bytes
 
 
-def _check_fields(entry: Entry | EntryFields | EntryInfo) -> None:
+def _check_fields(entry: Entry | EntryInfo) -> None:
     """Raise ValueError for a field of the wrong type.
 
     JSON has more values than the fields may have: `4.0 == 4` and `True == 1`, but a tensor of such
@@ -220,9 +231,7 @@ def checksum(payload: memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(payload)
 
 
-def encode_header(
-    key: EntryKey, entry: Entry | EntryFields | EntryInfo, payload_checksum: str
-) -> bytes:
+def encode_header(key: EntryKey, entry: HeldEntry | EntryInfo, payload_checksum: str) -> bytes:
     """Return length field and header of an entry's blob; the payload follows it.
 
     The result is deterministic: a valid header equals the one of its own fields. Its length does

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Self, cast
 
 from ec_store.arena.arena import Arena
+from ec_store.arena.checksums import Checksums
 from ec_store.arena.index import ArenaIndex, Client
-from ec_store.arena.memory import ArenaMemory
+from ec_store.arena.memory import ArenaMemory, map_memory
 from ec_store.arena.protocol import (
     MAX_REQUEST_BYTES,
     VERSION,
@@ -98,6 +99,7 @@ class ArenaServer:
         self._read_only = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._sessions: dict[int, Session] = {}
         self._gone: dict[int, Peer] = {}
+        self._checksums = Checksums(index, map_memory(memory.fd, memory.size_bytes, write=False))
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, listener: socket.socket) -> None:
@@ -106,6 +108,7 @@ class ArenaServer:
         loop = asyncio.get_running_loop()
         self._tasks.add(loop.create_task(self._accept(listener)))
         self._tasks.add(loop.create_task(self._expire()))
+        self._tasks.add(loop.create_task(self._checksums.run()))
 
     async def close(self) -> None:
         """Stop listening and disconnect all clients. Their memory stays mapped in them."""
@@ -129,6 +132,7 @@ class ArenaServer:
             raise BadMessage(f"a {session.role} sends no {type(request).__name__}")
         reply = self.arena.answer(session.client, request, self.clock())
         self.settle_waits()
+        self._checksums.wake()
         return reply
 
     def settle_waits(self) -> None:

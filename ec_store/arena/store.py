@@ -6,15 +6,16 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
-import xxhash
 
-from ec_store.arena.connection import ArenaConnection, Bytes, MappedArena
+from ec_store.arena.checksums import checksum_of
+from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.extents import Extent
 from ec_store.arena.index import Refusal
+from ec_store.arena.memory import Bytes
 from ec_store.arena.protocol import (
     LONGEST_S,
     MAX_KEYS,
@@ -52,8 +53,8 @@ from ec_store.counts import Counts
 from ec_store.entry import (
     Buffers,
     Entry,
-    EntryFields,
     EntryInfo,
+    HeldEntry,
     encode_header,
     parse_header,
 )
@@ -61,9 +62,6 @@ from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnava
 from ec_store.keys import EntryKey, owner_bytes
 
 R = TypeVar("R", bound=Reply)
-
-CHUNK_BYTES = 256 * 2**10
-"""Bytes that are copied and then hashed: less than the cache of a core."""
 
 OTHERS_WRITE_S = 10.0
 """Time in seconds that `put` waits for another process that writes the same entry."""
@@ -96,6 +94,11 @@ class ArenaStore(Store):
     def __repr__(self) -> str:
         return f"ArenaStore({self.options.path})"
 
+    @property
+    def connection(self) -> ArenaConnection:
+        """Return its connection, with the memory that is mapped."""
+        return self._connection
+
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry (see `Store.put`).
 
@@ -106,11 +109,11 @@ class ArenaStore(Store):
         if write is None:
             return False
         try:
-            found = copy_in(data, write.parts)
+            copy_in(data, write.parts)
         except BaseException:
             write.abort()
             raise
-        return write.commit(entry, found)
+        return write.commit(entry)
 
     def begin(
         self, key: EntryKey, size_bytes: int, *, replace: bool = False
@@ -135,18 +138,18 @@ class ArenaStore(Store):
         pinned = self.pin(key)
         if pinned is None:
             return None
-        info = pinned.info
         if len(pinned.parts) == 1:
-            part = np.frombuffer(pinned.parts[0], np.uint8)
-            weakref.finalize(part, id, pinned)  # keeps the pin while views of this array exist
-            data = part.data
+            [data] = pinned.parts
         else:
-            buffer = self._buffers.take_buffer(info.payload_bytes)
+            buffer = self._buffers.take_buffer(pinned.place.size_bytes)
             data = copy_out(pinned.parts, buffer).toreadonly()
-        return Entry(data, info.dtype, info.shape, info.modality, info.metadata)
+        return Entry(data, pinned.dtype, pinned.shape, pinned.modality, pinned.metadata)
 
-    def pin(self, key: EntryKey) -> "PinnedEntry | None":
-        """Return an entry in place (see `Store.get`): nothing is copied."""
+    def pin(self, key: EntryKey) -> "PlacedEntry | None":
+        """Return an entry in place (see `Store.get`): nothing is copied.
+
+        It is pinned until the last view of its bytes is deleted.
+        """
         reply, arena = self._connection.call(Read([_digest(key)]), Pins)
         entry = None
         [pin] = reply.pins
@@ -220,10 +223,8 @@ class ArenaStore(Store):
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
         for row in self._rows():
             listed = _listed(row)
-            if listed.info is not None:
-                listed = replace(listed, problem=self._problem(listed.info))
-            if fix and listed.problem:
-                self._ask(Delete([row.digest]), Done)
+            if listed.skipped is None:
+                listed = replace(listed, problem=self._problem(row.digest, fix=fix))
             yield listed
 
     def evict(self) -> int:
@@ -294,7 +295,7 @@ class ArenaStore(Store):
         done, _ = self._connection.call(End(write.number, header), Done, within=write.arena)
         return done.number == 1
 
-    def _pinned(self, key: EntryKey, arena: MappedArena, pin: Pin) -> "PinnedEntry":
+    def _pinned(self, key: EntryKey, arena: MappedArena, pin: Pin) -> "PlacedEntry":
         """Return a pinned entry.
 
         Raises:
@@ -307,26 +308,33 @@ class ArenaStore(Store):
             found = arena.parts(pin.extents, info.payload_bytes)
         except BadMessage as error:
             raise CorruptEntry(str(error)) from None
-        if random.random() < self.options.verify and _checksum(found) != info.checksum:  # noqa: S311
-            raise CorruptEntry("its checksum does not match its payload")
+        if random.random() < self.options.verify:  # noqa: S311
+            _verify(found, pin.checksum)
+        kept = _Kept()
+        weakref.finalize(kept, arena.released.append, pin.number)
+        for part in found:
+            weakref.finalize(part, id, kept)  # `kept` exists while views of any part do
         place = Place(arena.name, tuple(pin.extents), info.payload_bytes)
-        entry = PinnedEntry(info, place, [part.data.toreadonly() for part in found])
-        weakref.finalize(entry, arena.released.append, pin.number)
-        return entry
+        parts = [part.data.toreadonly() for part in found]
+        return PlacedEntry(info.dtype, info.shape, info.modality, info.metadata, place, parts)
 
-    def _problem(self, info: EntryInfo) -> str | None:
-        """Return why an entry is corrupt; None if it is not, or is gone."""
-        reply, arena = self._connection.call(Read([_digest(info.key)]), Pins)
+    def _problem(self, digest: bytes, *, fix: bool) -> str | None:
+        """Return why an entry is corrupt, and delete it with `fix`; None if it is not, or gone."""
+        reply, arena = self._connection.call(Read([digest]), Pins)
         [pin] = reply.pins
         if not pin.number:
             return None
         try:
-            found = parse_header(pin.header)
-            same = _checksum(arena.parts(pin.extents, found.payload_bytes)) == found.checksum
-        except (CorruptEntry, BadMessage) as error:
-            return str(error)
-        else:
-            return None if same else "its checksum does not match its payload"
+            try:
+                info = parse_header(pin.header)
+                _verify(arena.parts(pin.extents, info.payload_bytes), pin.checksum)
+            except OtherFormat:
+                return None
+            except (CorruptEntry, BadMessage) as error:
+                if fix:  # this entry, and none that has replaced it
+                    self._connection.call(Discard(pin.number), Done, within=arena)
+                return str(error)
+            return None
         finally:
             arena.released.append(pin.number)
 
@@ -361,19 +369,26 @@ class Place(NamedTuple):
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class PinnedEntry:
-    """Entry in the memory of a host, pinned until this object is deleted.
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedEntry:
+    """Entry in the memory of a host.
 
     Attributes:
-        info: fields of its header.
+        dtype, shape, modality, metadata: as in `Entry`.
         place: where other processes find it in their mapping of the memory.
-        parts: its bytes, read-only, in order. They may change after the end of the pin.
+        parts: its bytes, read-only, in order.
     """
 
-    info: EntryInfo
+    dtype: str
+    shape: tuple[int, ...]
+    modality: str
+    metadata: Mapping[str, Any]
     place: Place
     parts: Sequence[memoryview]
+
+
+class _Kept:
+    """Object that exists as long as a pin is needed."""
 
 
 class EntryWrite:
@@ -382,6 +397,7 @@ class EntryWrite:
     A device that may still be copying must have ended before: the bytes are another entry's then.
 
     Attributes:
+        place: where other processes find it.
         parts: its bytes, in order, to be written.
         arena, number: the memory and the number of the write, for `ArenaStore.end`.
     """
@@ -397,21 +413,28 @@ class EntryWrite:
         self._store = store
         self._key = key
         self.number, self.arena = begun.number, arena
+        self.place = Place(arena.name, tuple(begun.extents), size_bytes)
         try:
             self.parts = arena.parts(begun.extents, size_bytes)
-        except BadMessage as error:
+        except (BadMessage, StoreUnavailable) as error:
             self.abort()
             raise StoreUnavailable(f"the place of a write is unusable: {error}") from None
 
-    def commit(self, fields: Entry | EntryFields, payload_checksum: str | None = None) -> bool:
+    def entry(
+        self, dtype: str, shape: tuple[int, ...], modality: str, metadata: Mapping[str, Any]
+    ) -> PlacedEntry:
+        """Return the entry that was written, for `commit`."""
+        parts = [part.data.toreadonly() for part in self.parts]
+        return PlacedEntry(dtype, shape, modality, metadata, self.place, parts)
+
+    def commit(self, entry: HeldEntry) -> bool:
         """Store the entry; return False if another one of its key was stored first.
 
         Raises:
             StoreUnavailable: the server is gone, or the connection was lost since `begin`.
         """
-        found = payload_checksum or _checksum(self.parts)
         try:
-            stored = self._store.end(self, encode_header(self._key, fields, found))
+            stored = self._store.end(self, encode_header(self._key, entry, ""))
         except StoreUnavailable:
             self._store.counts.add(drops=1)
             raise
@@ -424,20 +447,12 @@ class EntryWrite:
             self._store.end(self, b"")
 
 
-def copy_in(data: memoryview, parts: Sequence[Bytes]) -> str:
-    """Copy bytes into parts of the memory, and return their checksum, as `checksum` does.
-
-    Each chunk is hashed while it is in the core's cache. numpy and xxhash work without the
-    interpreter's lock.
-    """
-    source, digest, begin = np.frombuffer(data, np.uint8), xxhash.xxh3_64(), 0
+def copy_in(data: memoryview, parts: Sequence[Bytes]) -> None:
+    """Copy bytes into parts of the memory."""
+    source, begin = np.frombuffer(data, np.uint8), 0
     for part in parts:
-        for start in range(0, len(part), CHUNK_BYTES):
-            chunk = part[start : start + CHUNK_BYTES]
-            np.copyto(chunk, source[begin : begin + len(chunk)])
-            digest.update(chunk.data)
-            begin += len(chunk)
-    return digest.hexdigest()
+        np.copyto(part, source[begin : begin + len(part)])
+        begin += len(part)
 
 
 def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
@@ -449,11 +464,10 @@ def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
     return buffer
 
 
-def _checksum(parts: Sequence[Bytes]) -> str:
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part.data)
-    return digest.hexdigest()
+def _verify(parts: Sequence[Bytes], checksum: str) -> None:
+    """Raise CorruptEntry if parts of the memory have another checksum; empty: none is known."""
+    if checksum and checksum_of(parts) != checksum:
+        raise CorruptEntry("its checksum does not match its payload")
 
 
 def _digest(key: EntryKey) -> bytes:

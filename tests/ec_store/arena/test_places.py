@@ -14,7 +14,6 @@ from ec_store.arena.protocol import GetStats, Stats
 from ec_store.arena.server import ArenaServer
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
-from ec_store.entry import EntryFields
 from ec_store.errors import StoreUnavailable
 from tests.ec_store.arena.served import MIB, serving
 from tests.ec_store.contract import assert_same, key, sized
@@ -37,10 +36,6 @@ def server(path: Path) -> Iterator[ArenaServer]:
 def store(path: Path, server: ArenaServer) -> Iterator[ArenaStore]:
     with ArenaStore(ArenaOptions(str(path), timeout_s=10, verify=1)) as store:
         yield store
-
-
-def fields(entry: Entry) -> EntryFields:
-    return EntryFields(entry.dtype, entry.shape, entry.modality, entry.metadata)
 
 
 def stats(store: ArenaStore) -> Stats:
@@ -92,7 +87,7 @@ def test_an_entry_is_written_in_place_and_appears_at_its_commit(store: ArenaStor
     [part] = write.parts
     np.copyto(part, np.frombuffer(entry.data, np.uint8))
     assert store.get(key()) is None
-    assert write.commit(fields(entry))
+    assert write.commit(entry)
 
     found = store.get(key())
     assert found is not None
@@ -123,7 +118,7 @@ def test_a_write_ends_with_the_server_it_was_begun_in(path: Path) -> None:
         gc.collect()  # the lock of the path is closed with the socket's object
         servers.enter_context(serving(path, 8 * MIB))
         with pytest.raises(StoreUnavailable):
-            kept.commit(fields(sized(MIB)))
+            kept.commit(sized(MIB))
         given_up.abort()
 
         assert store.lookup([key("a"), key("b")]) == [None, None]
