@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ec_store.device.region import Region
-from ec_store.device.tensors import HostCopies, Loader, pinned_memory
+from ec_store.device.tensors import HostCopies, Loader, pinned_memory, to_device
 
 SIZES_MB = (1, 8, 64)
 ROOM_BYTES = 256 * 2**20
@@ -151,7 +151,7 @@ def _measure(size: int, kept: Kept, rounds: int) -> dict[str, list[float]]:
         if view is None or place is None:
             raise RuntimeError("the region is full")
         region.send([view])
-        loader.load(place, "BF16", (size // 2,))
+        to_device([loader.view(place)], "BF16", (size // 2,))
         loader.finish(region.shared_region().number)
         torch.cuda.synchronize()
         loader.report_copies()

@@ -106,8 +106,7 @@ class MappedArena:
 
 
 MappedMemories = weakref.WeakValueDictionary[bytes, Bytes]
-"""Memories that are mapped, by name: one whose connection was lost, and made again, is not mapped
-twice."""
+"""Memories that are mapped, by name: a new connection to the same server maps none again."""
 
 
 class ArenaConnection:

@@ -314,7 +314,7 @@ class ArenaStore(Store):
         weakref.finalize(kept, arena.released.append, pin.number)
         for part in found:
             weakref.finalize(part, id, kept)  # `kept` exists while views of any part do
-        place = Place(arena.name, tuple(pin.extents), info.payload_bytes)
+        place = HostPlace(arena.name, tuple(pin.extents), info.payload_bytes)
         parts = [part.data.toreadonly() for part in found]
         return PlacedEntry(info.dtype, info.shape, info.modality, info.metadata, place, parts)
 
@@ -361,7 +361,7 @@ class ArenaStore(Store):
             after = rows[-1].digest
 
 
-class Place(NamedTuple):
+class HostPlace(NamedTuple):
     """Place of an entry: extents, in order, of the arena of a name."""
 
     arena: bytes
@@ -383,7 +383,7 @@ class PlacedEntry:
     shape: tuple[int, ...]
     modality: str
     metadata: Mapping[str, Any]
-    place: Place
+    place: HostPlace
     parts: Sequence[memoryview]
 
 
@@ -413,7 +413,7 @@ class EntryWrite:
         self._store = store
         self._key = key
         self.number, self.arena = begun.number, arena
-        self.place = Place(arena.name, tuple(begun.extents), size_bytes)
+        self.place = HostPlace(arena.name, tuple(begun.extents), size_bytes)
         try:
             self.parts = arena.parts(begun.extents, size_bytes)
         except (BadMessage, StoreUnavailable) as error:

@@ -3,6 +3,8 @@
 `tests/e2e/stacks.py` has the table of which tests run on which stack.
 """
 
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ from scripts.forked import ForkedStack
 from tests.collector import over_http
 from tests.e2e.adapters import ADAPTER, write_adapter, write_template
 from tests.e2e.served import Served
-from tests.e2e.stacks import CLUSTER, MODELS, REDIS, STACKS, Spec, stacks_of
+from tests.e2e.stacks import CLUSTER, MEMORY, MODELS, REDIS, STACKS, Spec, stacks_of
 from tests.models import written
 from tests.paths import MEDIA
 from tests.support.redis_server import RedisServer, cluster
@@ -55,7 +57,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeStacks:
 @contextmanager
 def redis_servers(store: str, folder: Path) -> Iterator[tuple[Sequence[RedisServer], str | None]]:
     """Start the servers of a kind of store; yield them and the store's URL, if it has any."""
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     with ExitStack() as stack:
         if store == REDIS:
             server = stack.enter_context(RedisServer(folder))
@@ -63,6 +65,12 @@ def redis_servers(store: str, folder: Path) -> Iterator[tuple[Sequence[RedisServ
         elif store == CLUSTER:
             servers = stack.enter_context(cluster(folder))
             yield servers, f"redis+cluster://127.0.0.1:{servers[0].port}"
+        elif store == MEMORY:
+            url = f"shm://{folder}/arena.sock?max_bytes=64MiB"
+            process = subprocess.Popen([sys.executable, "-m", "ec_store", "serve", url])
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            yield [], url
         else:
             yield [], None
 

@@ -119,7 +119,7 @@ def test_copies_are_in_pinned_memory() -> None:
 def test_entries_are_put_on_the_device(ready_made: bool) -> None:
     values = torch.randn(256, 1024)
     raw = values.reshape(-1).view(torch.uint8)
-    placed = to_device(raw.pin_memory() if ready_made else raw, "F32", (256, 1024))
+    placed = to_device([raw.pin_memory() if ready_made else raw], "F32", (256, 1024))
 
     assert placed.is_cuda
     assert placed.cpu().equal(values)
@@ -141,7 +141,7 @@ def test_the_region_is_registered_once_and_copied_from_directly(
     for _ in range(3):
         loader.map_shared(region.shared_region())
     until(region.is_mapped)
-    reader = loader._reader  # noqa: SLF001
+    reader = loader.reader
     assert reader is not None
     assert reader.registered
     values = torch.randn(1024, 1024)
@@ -153,7 +153,7 @@ def test_the_region_is_registered_once_and_copied_from_directly(
         assert reader.view(place).is_pinned()
         region.send([view])
         del view
-        placed = loader.load(place, "F32", (1024, 1024))
+        placed = to_device([loader.view(place)], "F32", (1024, 1024))
         loader.finish(region.shared_region().number)
         assert placed.cpu().equal(values)
         loader.report_copies()
@@ -168,14 +168,14 @@ def test_memory_at_an_address_that_was_registered_before_is_read_itself() -> Non
         region, loader = Region(64 * MIB, 1), Loader(0)
         loader.map_shared(region.shared_region())
         until(region.is_mapped)
-        reader = loader._reader  # noqa: SLF001
+        reader = loader.reader
         assert reader is not None
         assert reader.registered
         view = region.copy_in(bytes_of(torch.full((MIB,), float(number))))
         assert view is not None
         place = region.find_place(view)
         assert place is not None
-        assert loader.load(place, "F32", (MIB,)).eq(number).all()
+        assert to_device([loader.view(place)], "F32", (MIB,)).eq(number).all()
         region.close()
         del region, loader, reader, view
 
@@ -191,7 +191,7 @@ def test_a_slot_is_held_until_the_device_has_copied_it() -> None:
     region.send([view])
     del view
     torch.cuda._sleep(LONG)  # noqa: SLF001
-    placed = loader.load(place, "F32", (MIB,))
+    placed = to_device([loader.view(place)], "F32", (MIB,))
     loader.finish(region.shared_region().number)
     loader.report_copies()
     taken = region.taken_bytes()
@@ -220,5 +220,5 @@ def test_a_rejected_registration_does_not_fail_later_calls(
     place = region.find_place(view)
     assert place is not None
 
-    assert loader.load(place, "F32", (1024,)).eq(1).all()
+    assert to_device([loader.view(place)], "F32", (1024,)).eq(1).all()
     region.close()
