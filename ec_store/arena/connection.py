@@ -37,6 +37,7 @@ from ec_store.errors import StoreUnavailable
 
 CHUNK_BYTES = 2**18
 MAX_HELLO_BYTES = 2**16
+NAME_BYTES = 16
 
 R = TypeVar("R", bound=Reply)
 
@@ -64,6 +65,8 @@ class MappedArena:
             BadMessage: the server has sent no memory.
             OSError: the memory cannot be mapped.
         """
+        if len(welcome.arena) != NAME_BYTES or welcome.segment_bytes <= 0:
+            raise BadMessage("the server describes no memory")
         self.name, self.session = welcome.arena, welcome.session
         self.segment_bytes = welcome.segment_bytes
         self.released: deque[int] = deque()

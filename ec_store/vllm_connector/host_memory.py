@@ -30,6 +30,9 @@ TURN_S = 0.5
 """Seconds between two looks at the connection."""
 
 
+CLOSE_S = 2.0
+
+
 class Turns:
     """Thread that repeats a call every `TURN_S` seconds, and at once while it returns True."""
 
@@ -58,8 +61,10 @@ class Turns:
             self._thread = thread
 
     def close(self) -> None:
-        """End the thread after its present call."""
+        """End the thread after its present call, for which this waits `CLOSE_S` seconds at most."""
         self._closed.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
 
     def _run(self, device_index: int | None) -> None:
         if device_index is not None:
@@ -157,18 +162,19 @@ class HostMemory:
         if self._loader is not None:
             self._loader.report_copies()
         gone = self._connection.arena is None and not self._connect()
-        arena = self._connection.arena
+        arena, again = self._connection.arena, False
         if self._memory is None:
             if arena is not None and len(arena.memory):
                 self._name, self._memory = arena.name, arena.memory
                 self._segment_bytes, self._end = arena.segment_bytes, len(arena.memory)
-        elif gone or (arena is not None and arena.name != self._name):
-            self._unmap()
-        else:
+                again = True
+        elif arena is not None and arena.name == self._name:
             self._tell()
-            self._register_next(self._memory)
+            again = self._register_next(self._memory)
+        elif gone or arena is not None:
+            self._unmap()
         self._report()
-        return self._memory is not None and self._registered_bytes < self._end
+        return again
 
     def _connect(self) -> bool:
         """Connect to the server; return False if there is none. One that hangs is not gone."""
@@ -204,10 +210,11 @@ class HostMemory:
         self._memory, self._registered_bytes, self._end = None, 0, 0
         logger.info("unmapped the memory of the host %s", self._name.hex())
 
-    def _register_next(self, memory: Bytes) -> None:
+    def _register_next(self, memory: Bytes) -> bool:
+        """Register the next segment; return whether there are more."""
         begin = self._registered_bytes
         if begin == self._end:
-            return
+            return False
         end = min(begin + self._segment_bytes, self._end)
         if register(memory, begin, end):
             self._registered_bytes = end
@@ -221,6 +228,7 @@ class HostMemory:
                 "to write" if memory.flags.writeable else "to read",
                 self._registered_bytes,
             )
+        return self._registered_bytes < self._end
 
     def _report(self) -> None:
         usage = usage_of(self._connection, self._registered_bytes)

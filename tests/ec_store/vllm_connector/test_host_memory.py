@@ -2,10 +2,12 @@
 
 import gc
 import importlib
+import os
 import pickle
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,8 @@ import pytest
 
 from ec_store import EntryKey
 from ec_store.arena.connection import ArenaConnection
-from ec_store.arena.protocol import GetStats, Stats
+from ec_store.arena.memory import create_memory
+from ec_store.arena.protocol import GetStats, Stats, Welcome, encode
 from ec_store.arena.store import ArenaStore, HostPlace
 from ec_store.arena.url import ArenaOptions
 from tests.ec_store.arena.served import MIB, serving
@@ -249,6 +252,62 @@ def test_a_restarted_server_is_used_again_and_the_old_memory_unmapped(
     step = step_that_loads(connector, vllm, "new")
     assert ranks.load(vllm, step, 0)["new"].equal(vllm.tensor(4.0, ROWS))
     wait_for_places(connector, vllm, server)
+
+
+@contextmanager
+def pretending(path: Path, *, replies: bool) -> Iterator[None]:
+    """Run a server that describes a memory wrongly, or never replies."""
+    memory = create_memory(MIB)
+    ended = threading.Event()
+
+    def serve() -> None:
+        connections = []
+        while not ended.is_set():
+            with suppress(TimeoutError):
+                connections.append(listener.accept()[0])
+                if replies:
+                    welcome = encode(Welcome(b"memory", 1, MIB, 0))
+                    socket.send_fds(connections[-1], [welcome], [memory.fd])
+        for connection in connections:
+            connection.close()
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        listener.settimeout(0.01)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        ended.set()
+        thread.join()
+    path.unlink()
+    os.close(memory.fd)
+
+
+@pytest.mark.fault(96)
+@pytest.mark.parametrize("replies", [False, True], ids=["hangs", "lies"])
+def test_a_server_that_hangs_or_lies_costs_a_miss_and_the_next_one_is_used(
+    vllm: Any, server: Server, start: Start, replies: bool
+) -> None:
+    server.stop()
+    path = Path(server.url.removeprefix("shm://").partition("?")[0])
+    path.unlink(missing_ok=True)
+    url, server.url = server.url, f"{server.url}&timeout=50ms"
+    with pretending(path, replies=replies):
+        connector, ranks = start(1)
+        request = vllm.request(vllm.feature("a"))
+        until(lambda: connector.ensure_cache_available(request, 0))
+        connector.request_finished(request)
+        figures = connector.get_ec_connector_stats().data
+        assert (figures.get("hits", 0), figures["errors"]) == (0, 1)
+        assert figures["host_mapped_bytes"] == 0
+    server.url = url
+    server.start()
+    wait_for_places(connector, vllm, server)
+
+    server.put(connector, "b", vllm.entry(3.0, ROWS))
+    step = step_that_loads(connector, vllm, "b")
+    assert ranks.load(vllm, step, 0)["b"].equal(vllm.tensor(3.0, ROWS))
 
 
 class Device:
