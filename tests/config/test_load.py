@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from epd.config import ConfigInvalid, ProxyConfig
@@ -504,3 +505,12 @@ def test_instances_need_not_be_asked_at_all() -> None:
 
 def test_each_setting_has_a_description_for_its_flag() -> None:
     assert [name for name, field in Settings.model_fields.items() if not field.description] == []
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    frozen = load(INSTANCES).config
+
+    for name in ProxyConfig.model_fields:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(frozen, name, 1)
+        hash(getattr(frozen, name))  # nor a value of it

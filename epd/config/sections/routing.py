@@ -7,7 +7,6 @@ from pydantic import BaseModel, Field, model_validator
 from epd.config.fields import (
     EndpointUrl,
     EventAddresses,
-    Fixed,
     HeaderName,
     HostPatterns,
     PolicyNames,
@@ -66,7 +65,7 @@ class RouteSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     with the lowest cost by its prefix cache and its queue"""
     decode_balance: BalanceName = "least_load"
     """choice of the decode instance of a request, as for --prefill-balance"""
-    kv_events: Fixed[bool] = False
+    kv_events: bool = False
     """read the KV events of the instances (vLLM's --kv-events-config) for the balance content: what
     their prefix caches hold is then known, and not estimated; needs the extra kv-events"""
     kv_events_addrs: EventAddresses = ()
