@@ -20,7 +20,7 @@ from tests.support.backed import Backed, caching
 from tests.support.fleet import Fleet, Launch
 
 OURS = tuple(str(Path(package.__file__ or "").parent) for package in (epd, ec_store))
-MEASURED = 3
+MEASURED = 10
 """Number of measured requests. What not all of them visit belongs to the background."""
 
 
