@@ -38,7 +38,7 @@ import psutil
 from PIL import Image
 
 from epd.routing.instances import Role
-from epd.tools.bench.overhead import machine
+from epd.tools.bench.runs import machine
 from epd.tools.fleet.engine import Engine
 from epd.tools.fleet.settings import Topology
 from epd.tools.fleet.stack import Stack

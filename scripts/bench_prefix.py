@@ -33,7 +33,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd.routing.instances import Role
-from epd.tools.bench.overhead import machine
+from epd.tools.bench.runs import machine
 from epd.tools.fleet.process import free_ports
 from epd.tools.fleet.settings import Topology
 from epd.tools.fleet.stack import Stack

@@ -1,6 +1,7 @@
 """Runs of `vllm bench serve`: execution, measurements, and results as JSON and as tables."""
 
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -16,10 +17,10 @@ from typing import Any
 import orjson
 
 from epd.tools.bench.dataset import HUB_NAME, Dataset, ideal_hit_rate, seen_before
-from epd.tools.bench.overhead import machine
 from epd.tools.bench.targets import BenchModel, BenchTarget, Items
 from epd.version import __version__
 
+CPUINFO = Path("/proc/cpuinfo")
 TAIL_LINES = 25
 NEEDED = ("vllm", "datasets", "pandas")
 
@@ -263,6 +264,18 @@ def _counted(
     if items.hits / items.total > ideal_hit_rate(dataset.trace):
         return items, "pictures were in the cache before: use another --seed for new ones"
     return items, None
+
+
+def machine() -> dict[str, str | int]:
+    """Return the processor, the cores of this process, the kernel and the Python version."""
+    lines = CPUINFO.read_text(errors="replace").splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return {
+        "cpu": next(models, platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
 
 
 def result_document(runs: Sequence[Run], started_at: datetime, arguments: Sequence[str]) -> bytes:
