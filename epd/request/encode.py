@@ -142,7 +142,6 @@ class Encoder:
             )
 
     def _plan_items(self, job: EncodeJob, lookup: StoreLookup) -> Mapping[MMItem, ItemPlan]:
-        """Return plans for the items that are not stored."""
         under_way = partial(self._is_under_way, job, lookup)
         plans = self._placement.plan_items(job, lookup, under_way)
         if places := [plan.place.labels for plan in plans.values() if plan.place]:

@@ -261,7 +261,6 @@ class EncodeTries:
         return nothing
 
     def _next_instance(self, task: EncodeTask, tried: Sequence[Instance]) -> Instance:
-        """Return the next encode instance of an item that is sent by itself."""
         context = task.job.context
         return context.watched.choose_instance(
             "encode",

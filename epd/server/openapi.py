@@ -332,7 +332,6 @@ class Operation:
         return stated
 
     def _relayed(self, endpoint: Endpoint) -> Json:
-        """Return the response of an endpoint, which is that of a decode instance."""
         names = ["X-Request-Id", "X-Trace-Id"][: 1 + is_api(endpoint.path)]
         names += ["Server-Timing", engine_headers.LOAD, engine_headers.METADATA]
         if type(endpoint).items is not Endpoint.items:
@@ -592,7 +591,6 @@ def _whole(documentation: Documented) -> str:
 
 
 def _listed(texts: list[str]) -> str:
-    """Return a text, or the Markdown list of several."""
     return texts[0] if len(texts) == 1 else "\n".join(f"- {text}" for text in texts)
 
 

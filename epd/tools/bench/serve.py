@@ -224,7 +224,6 @@ def _items(target: BenchTarget) -> Items | str:
 
 
 def _datasets(plan: BenchPlan) -> Iterator[Dataset]:
-    """Yield the data sets of the plan; generate missing ones."""
     names = [AUTO, *(data_set for data_set in REPLAYS if data_set != LOCAL)]
     for name in names if plan.dataset == ALL else [plan.dataset]:
         if name in {AUTO, VISION_ARENA}:
