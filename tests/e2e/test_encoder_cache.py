@@ -124,21 +124,6 @@ def test_items_in_one_encode_request_give_the_answer_of_single_ones(stack: Serve
     assert ask(stack.client, stack.model, *other) != grouped
 
 
-def test_a_conversation_of_ten_turns_encodes_each_picture_once(stack: Served) -> None:
-    pictures = [unseen(stack) for _ in range(3)]
-    messages: list[Any] = []
-    before = metric(stack.encode, ENCODED)
-    for turn in range(10):
-        new = [pictures[turn // 4]] if turn % 4 == 0 else []
-        messages.append({"role": "user", "content": [text(f"turn {turn}"), *new]})
-        reply = stack.client.chat.completions.create(
-            model=stack.model, messages=messages, max_tokens=4
-        )
-        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
-
-    assert metric(stack.encode, ENCODED) - before == 3
-
-
 @pytest.mark.fault(21)
 def test_entries_deleted_between_lookup_and_load_fail_no_request(stack: Served) -> None:
     """Row 21 with deletions all the time, instead of at a moment that the test chooses."""

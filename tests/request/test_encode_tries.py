@@ -9,7 +9,7 @@ import pytest
 
 import epd
 from epd.api.chat import CHAT
-from epd.errors import EncodeMismatch, NoInstance, ProxyError, SuspectedFatal, UpstreamFailed
+from epd.errors import NoInstance
 from epd.request.context import RequestContext
 from epd.request.encode_tries import EncodeGroup, EncodeLimits, EncodeTask, FirstTries
 from epd.request.stage_inputs import EncodeJob, ItemPlan, KeyedRequest
@@ -33,16 +33,10 @@ def tasks(count: int) -> list[EncodeTask]:
 
 
 class Sent:
-    """Assignment of one group for all items, and the groups that were sent.
+    """Assignment of one group for all items, and the items of each group that was sent."""
 
-    Attributes:
-        groups: the items of each group.
-        error: error of each request with several items; None for success.
-    """
-
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self) -> None:
         self.groups: list[tuple[EncodeTask, ...]] = []
-        self.error = error
         self.tries = FirstTries(self.assign_all, self.send_group)
 
     def assign_all(self, some: Sequence[EncodeTask]) -> list[EncodeGroup]:
@@ -54,17 +48,7 @@ class Sent:
     async def send_group(self, group: EncodeGroup) -> list[OutputFacts]:
         self.groups.append(group.tasks)
         await asyncio.sleep(0)
-        if self.error is not None and len(group.tasks) > 1:
-            raise self.error
         return [OutputFacts(identifier=task.item.param_path) for task in group.tasks]
-
-
-async def test_items_that_arrive_in_one_turn_of_the_loop_share_a_request() -> None:
-    some, sent = tasks(3), Sent()
-    encoded = await asyncio.gather(*map(sent.output_of, some))
-
-    assert sent.groups == [tuple(some)]
-    assert [one.identifier for one in encoded] == [task.item.param_path for task in some]
 
 
 async def test_an_item_that_arrives_later_is_not_grouped() -> None:
@@ -77,26 +61,6 @@ async def test_an_item_that_arrives_later_is_not_grouped() -> None:
     await asyncio.gather(sent.output_of(first), sent.output_of(second), waits(late))
 
     assert sent.groups == [(first, second), (late,)]
-
-
-@pytest.mark.parametrize(
-    "error", [UpstreamFailed("it broke", stage="encode"), SuspectedFatal("it is fatal")]
-)
-async def test_a_failure_of_the_instance_fails_all_items(error: ProxyError) -> None:
-    sent = Sent(error)
-
-    found = await asyncio.gather(*map(sent.output_of, tasks(2)), return_exceptions=True)
-
-    assert found == [error] * 2
-    assert len(sent.groups) == 1
-
-
-async def test_the_items_of_a_rejected_group_are_sent_alone() -> None:
-    some, sent = tasks(2), Sent(EncodeMismatch("no"))
-    encoded = await asyncio.gather(*map(sent.output_of, some))
-
-    assert [one.identifier for one in encoded] == [task.item.param_path for task in some]
-    assert sent.groups == [tuple(some), (some[0],), (some[1],)]
 
 
 async def test_an_item_without_an_instance_is_not_sent_with_a_later_one(
@@ -120,10 +84,6 @@ def spread(table: InstanceTable, *costs: float) -> list[Instance]:
     keys = [str(number) for number in range(len(costs))]
     prefer = [None] * len(costs)
     return Choice(table, Role.ENCODE).spread_items(keys, costs, prefer, balance="least_load")
-
-
-def test_least_load_assigns_the_items_of_a_request_together() -> None:
-    assert spread(InstanceTable([E1, E2]), 1, 9, 1, 1) == [E2, E1, E2, E2]
 
 
 def test_least_load_counts_the_work_of_this_process_by_its_cost() -> None:
