@@ -1,6 +1,7 @@
 """Command-line interface `ec-store`, also `python -m ec_store`: lists, checks and serves stores."""
 
 import argparse
+import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -10,6 +11,7 @@ from functools import partial
 from importlib.metadata import version
 from ipaddress import ip_address
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import orjson
@@ -22,7 +24,7 @@ from ec_store.aio import AsyncStore
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
-from ec_store.arena.server import ArenaServer, bind
+from ec_store.arena.server import ArenaServer, bind, raise_open_files
 from ec_store.arena.store import ArenaStore
 from ec_store.base import Listed, Store
 from ec_store.config import duration_s, octal, size_bytes, size_text
@@ -230,15 +232,18 @@ async def _serve_memory(store: ArenaStore, _: web.Application) -> AsyncIterator[
         listener = bind(path, options.mode)
     except OSError as error:
         raise StoreUnavailable(f"cannot listen at {path}: {error}") from error
-    try:
-        memory = create_memory(options.max_bytes)
+    stopped = Event()
+    try:  # on a thread, so that a signal can stop it
+        memory = await asyncio.to_thread(create_memory, options.max_bytes, stopped=stopped.is_set)
     except OSError as error:
         listener.close()
         raise StoreUnavailable(f"no memory of {size_text(options.max_bytes)}: {error}") from error
+    finally:
+        stopped.set()
     extents = ExtentAllocator(memory.size_bytes, memory.segment_bytes)
     # No client can take all of the memory from the others.
     index = ArenaIndex(extents, client_bytes=memory.size_bytes // 2, ttl_s=options.ttl_s)
-    server = ArenaServer(memory, index)
+    server = ArenaServer(memory, index, max_connections=raise_open_files())
     server.start(listener)
     print(f"ec-store: {size_text(memory.size_bytes)} in {memory.pages} at {path}", file=sys.stderr)
     yield

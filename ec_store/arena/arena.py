@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
 
 from ec_store.arena.index import ArenaIndex, Client, Refusal, Slot, pinned_bytes
 from ec_store.arena.protocol import (
+    MAX_REPLY_BYTES,
     BadMessage,
     Begin,
     Begun,
@@ -35,7 +35,13 @@ from ec_store.arena.protocol import (
 )
 
 PAGE_ROWS = 256
-"""Rows in one page of a listing, each with a header of some hundred bytes."""
+"""Upper bound of the rows in one page of a listing, each with a header of some hundred bytes."""
+
+PAGE_BYTES = 2**20
+"""Bytes of headers after which a page of a listing ends."""
+
+MAX_HEADERS_BYTES = MAX_REPLY_BYTES // 2
+"""Upper bound of the headers in one reply."""
 
 MAX_MODELS = 1024
 """Upper bound of the models with a registered namespace."""
@@ -78,7 +84,9 @@ class Arena:
                 index.unpin(client, numbers, now_s)
                 return None
             case Read(digests):
-                return Pins([_pin(pin) for pin in index.pin(client, digests, now_s)])
+                pins = index.pin(client, digests, now_s)
+                _headers([None if pin is None else pin[1] for pin in pins])
+                return Pins([_pin(pin) for pin in pins])
             case Begin(digest, namespace, size_bytes, replace):
                 slot = Slot(digest, namespace, size_bytes, replace)
                 number = index.begin(client, slot, now_s)
@@ -131,16 +139,22 @@ class Arena:
         return Done(self.index.purge(namespace))
 
     def _page(self, after: bytes, now_s: float) -> Page:
-        slots = (slot for slot in self.index.slots() if slot.digest > after)
-        return Page(
-            [
-                Row(slot.digest, slot.header, slot.taken_bytes, now_s - slot.used_s)
-                for slot in nsmallest(PAGE_ROWS, slots, key=lambda slot: slot.digest)
-            ]
-        )
+        rows: list[Row] = []
+        left_bytes = PAGE_BYTES
+        for slot in self.index.slots_after(after, PAGE_ROWS):
+            if left_bytes <= 0:
+                break
+            left_bytes -= len(slot.header)
+            rows.append(Row(slot.digest, slot.header, slot.taken_bytes, now_s - slot.used_s))
+        return Page(rows)
 
     def _register(self, model: bytes, namespace: bytes) -> Namespaces:
         if model:
+            for name in (model, namespace):  # clients decode them, each those of all others
+                try:
+                    name.decode("utf-8", "surrogatepass")
+                except UnicodeDecodeError as error:
+                    raise BadMessage(f"it registers a name that is not UTF-8: {error}") from None
             self.namespaces[model] = namespace
             while len(self.namespaces) > MAX_MODELS:
                 del self.namespaces[next(iter(self.namespaces))]
@@ -167,11 +181,19 @@ class Arena:
 
 
 def _headers(slots: Sequence[Slot | None]) -> list[bytes]:
-    return [b"" if slot is None else slot.header for slot in slots]
+    """Return the header of each entry.
+
+    Raises:
+        BadMessage: they are too large for a reply.
+    """
+    headers = [b"" if slot is None else slot.header for slot in slots]
+    if sum(map(len, headers)) > MAX_HEADERS_BYTES:
+        raise BadMessage(f"the headers of these {len(headers)} entries do not fit into a reply")
+    return headers
 
 
 def _pin(pin: tuple[int, Slot] | None) -> Pin:
     if pin is None:
         return _MISS
     number, slot = pin
-    return Pin(number, slot.header, list(slot.extents))
+    return Pin(number, slot.header, list(slot.extents), slot.checksum)

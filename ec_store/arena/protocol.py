@@ -24,8 +24,8 @@ MAX_KEYS = 4096
 MAX_REQUEST_BYTES = 2 * 2**20
 """Upper bound of a request: the header of an entry may take 1 MiB."""
 
-MAX_REPLY_BYTES = 2**30
-"""Upper bound of a reply: the headers of `MAX_KEYS` entries."""
+MAX_REPLY_BYTES = 64 * 2**20
+"""Upper bound of a reply, which is 16 KiB for each of `MAX_KEYS` entries."""
 
 LENGTH_BYTES = 4
 
@@ -110,11 +110,16 @@ class Unpin(Message, frozen=True):
 
 
 class Pin(msgspec.Struct, array_like=True, frozen=True):
-    """Pinned entry; number 0: a miss."""
+    """Pinned entry; number 0: a miss.
+
+    Attributes:
+        checksum: xxh3-64 of its payload; empty: none yet (`ec_store/arena/checksums.py`).
+    """
 
     number: int
     header: bytes
     extents: list[Extent]
+    checksum: str = ""
 
 
 class Pins(Message, frozen=True):
