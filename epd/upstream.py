@@ -276,10 +276,6 @@ class Upstream:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def connect_within(self, timeout_s: float) -> None:
-        """Change the timeout of a connect from now on."""
-        self._pool.connect_timeout_s = timeout_s
-
     @classmethod
     @asynccontextmanager
     async def connect(

@@ -181,10 +181,6 @@ HeaderName = Annotated[str, AfterValidator(_check_header_name)]
 
 T = TypeVar("T")
 
-RESTART = "restart"
-Fixed = Annotated[T, RESTART]
-"""Type of a setting that is read only at the start: a change needs a restart."""
-
 _UrlList = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_split_urls)]
 _AddressList = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_split_addresses)]
 _DomainList = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_split_domains)]

@@ -245,12 +245,12 @@ class RequestContext:
             self.record.first_token_s = time.monotonic() - self.record.started_s
         self.learn_model(answer)
 
-    def time_stage(self, stage: Stage, where: str, items: Sequence[MMItem] = ()) -> "Timed":
+    def time_stage(self, stage: Stage, where: str, item: MMItem | None = None) -> "Timed":
         """Return a context that emits a `StageDone` at its exit, with or without an error.
 
-        Its span starts here if the request is traced. With items, each has its own event and span.
+        Its span starts here if the request is traced.
         """
-        return Timed(self, stage, where, items)
+        return Timed(self, stage, where, item)
 
     def wait_span(self, item: MMItem) -> AbstractContextManager[Span | None]:
         """Return the span of a wait for an item's encode; None as its value without tracing."""
@@ -265,32 +265,31 @@ class RequestContext:
 
 
 class Timed:
-    """Stage of a request in progress."""
+    """Stage of a request in progress.
 
-    __slots__ = ("_context", "_items", "_spans", "_stage", "_started_s", "_where")
+    Attributes:
+        span: span of the stage; None without tracing.
+    """
+
+    __slots__ = ("_context", "_item", "_stage", "_started_s", "_where", "span")
 
     def __init__(
-        self, context: RequestContext, stage: Stage, where: str, items: Sequence[MMItem]
+        self, context: RequestContext, stage: Stage, where: str, item: MMItem | None
     ) -> None:
         self._context = context
         self._stage: Stage = stage
         self._where = where
-        self._items: Sequence[MMItem | None] = items or (None,)
-        self._spans: Sequence[Span] = ()
+        self._item = item
+        self.span: Span | None = None
         if context.span is not None:
             endpoint = CHAT if stage == "encode" else context.endpoint
             url = None if stage in WITHIN else where + endpoint.path
-            self._spans = [context.span.child(stage, url=url, item=item) for item in self._items]
-
-    @property
-    def span(self) -> Span | None:
-        """Span of the stage, the first one with several items; None without tracing."""
-        return self._spans[0] if self._spans else None
+            self.span = context.span.child(stage, url=url, item=item)
 
     def record_status(self, status: int) -> None:
-        """Record the HTTP status of the instance's answer in the spans."""
-        for span in self._spans:
-            span.record_status(status)
+        """Record the HTTP status of the instance's answer in the span."""
+        if self.span is not None:
+            self.span.record_status(status)
 
     def __enter__(self) -> Self:
         self._context.record.at = self._stage
@@ -299,19 +298,17 @@ class Timed:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         slug, ended_s, context = slug_of(error), time.monotonic(), self._context
-        if error is not None or self._stage != "decode":
-            for span in self._spans:
-                span.end_span(slug)  # decode's span continues until its answer has been relayed
-        for item in self._items:
-            context.record_stage(
-                StageDone(
-                    self._stage,
-                    self._where,
-                    self._started_s,
-                    ended_s - self._started_s,
-                    slug,
-                    context.model_name,
-                    None if item is None else item.modality,
-                    rejected=isinstance(error, ProxyError) and error.rejects_request,
-                )
+        if self.span is not None and (error is not None or self._stage != "decode"):
+            self.span.end_span(slug)  # decode's span continues until its answer has been relayed
+        context.record_stage(
+            StageDone(
+                self._stage,
+                self._where,
+                self._started_s,
+                ended_s - self._started_s,
+                slug,
+                context.model_name,
+                None if self._item is None else self._item.modality,
+                rejected=isinstance(error, ProxyError) and error.rejects_request,
             )
+        )

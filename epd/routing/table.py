@@ -257,11 +257,6 @@ class InstanceTable:
         seats = self._by_role[new.role]
         seats[seats.index(before)] = candidate
 
-    def judge_by(self, policy: HealthPolicy) -> None:
-        self._policy = policy
-        for member in self._members.values():
-            member.health.policy = policy
-
     def of_roles(self, *roles: Role) -> tuple[Instance, ...]:
         return tuple(candidate.instance for candidate in self.all(*roles))
 

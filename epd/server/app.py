@@ -14,8 +14,6 @@ from ec_store.opening import open_proxy_store
 from epd.aio import Background
 from epd.api.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
-from epd.conversations import conversations
 from epd.conversations.conversations import Conversations
 from epd.discovery.membership import membership
 from epd.edge.access import Access
@@ -34,7 +32,7 @@ from epd.observe.collectors import (
     quarantine_metrics,
     store_metrics,
 )
-from epd.observe.logs import LogObserver, hide_locals, set_level
+from epd.observe.logs import LogObserver, hide_locals
 from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
 from epd.request.context import ModelNames
@@ -108,18 +106,9 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     Raises:
         KeysInvalid: the keys file cannot be used.
     """
-    return application(LiveConfig(config), observers)
-
-
-def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -> web.Application:
-    """Return the application as `create_app` does, with a configuration that may be reloaded.
-
-    Raises:
-        KeysInvalid: the keys file cannot be used.
-    """
     hide_locals()
-    app, config = web.Application(middlewares=(observe,)), live.current
-    app[CONFIG] = live
+    app = web.Application(middlewares=(observe,))
+    app[CONFIG] = config
     app[ADMISSION] = Admission(config, time.monotonic)
     if (keys := read_keys(config)) is not None:
         app[KEYS] = keys
@@ -131,11 +120,11 @@ def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -
     app[METRICS] = MetricsObserver(app[ADMISSION])
     app[BACKGROUND] = Background(app[METRICS].background_failed)
     app[RECENT] = Recent()
-    app[POLICIES] = Policies(live)
+    app[POLICIES] = Policies(config)
     app[RELOAD] = Reload(app[METRICS].reloaded)
     app[DRAIN] = Drain()
     app[DIRECT] = direct(app, api_routes.answer_request)
-    app[LOG] = LogObserver(live)
+    app[LOG] = LogObserver(config)
     own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
     app[OBSERVERS] = (*own, *((app[LOG],) if observers is None else observers))
     app.cleanup_ctx.append(build_components)
@@ -144,9 +133,8 @@ def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -
 
 async def build_components(app: web.Application) -> AsyncIterator[None]:
     """Fill the application's slots with all that outlives a request (`cleanup_ctx`)."""
-    live, background = app[CONFIG], app[BACKGROUND]
-    config = live.current
-    conversations = Conversations.from_config(live)
+    config, background = app[CONFIG], app[BACKGROUND]
+    conversations = Conversations.from_config(config)
     changed = partial(_changed, app[OBSERVERS], conversations)
     table = InstanceTable(
         policy=config.health,
@@ -160,18 +148,18 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
         tracing(config) as tracer,  # closed last: it exports the spans of the other closes
         watched(app[METRICS].loop_lag, background),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
-        MediaFetcher.open(live) as media,
-        _cache(live, background) as cache,
+        MediaFetcher.open(config) as media,
+        _cache(config, background) as cache,
         conversations,
         membership(config, registry, upstream, background) as registrations,
-        probe_periodically(table, upstream, live, background),
-        poll_load(table, upstream, live, background, lambda: app[POLICIES].compares_costs),
-        asking_namespaces(namespaces, upstream, live, background),
-        _kv_events(table, live, background) as event_counts,
+        probe_periodically(table, upstream, config, background),
+        poll_load(table, upstream, config, background, lambda: app[POLICIES].compares_costs),
+        asking_namespaces(namespaces, upstream, config, background),
+        _kv_events(table, config, background) as event_counts,
         Releases.run_releases(stages := Stages(upstream), transfer, fatal) as releases,
     ):
         decoders = Decoders(table, Picker(upstream))
-        peers = PeerRegistry(table, transfer, upstream, live)
+        peers = PeerRegistry(table, transfer, upstream, config)
         readbacks = Readbacks(table, stages, transfer, conversations)
         prefill_decode = PrefillDecodeStages(
             table, Choice(table, Role.PREFILL), stages, transfer, peers, decoders, readbacks, fatal
@@ -192,7 +180,7 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
             Quarantine(fatal),
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
-        app[ADMIN] = Admin(table, upstream, live, app[METRICS])
+        app[ADMIN] = Admin(table, upstream, config, app[METRICS])
         app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
         app[CONVERSATIONS] = conversations
         app[TABLE] = table
@@ -205,7 +193,6 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
         app[METRICS].add_source(partial(store_metrics, cache))
         app[METRICS].add_source(partial(conversation_metrics, conversations))
         app[METRICS].add_source(partial(quarantine_metrics, fatal))
-        live.add_follower(partial(_apply_config, app, registry, table, upstream))
         yield
 
 
@@ -228,28 +215,10 @@ def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
 
 def _fatal_requests(app: web.Application, table: InstanceTable) -> FatalRequests:
     return FatalRequests(
-        lambda: app[CONFIG].current.suspect_s,
+        lambda: app[CONFIG].suspect_s,
         lambda instance: app[DRAIN].began or table.is_draining(instance),
         time.monotonic,
     )
-
-
-def _apply_config(  # noqa: PLR0913, PLR0917 - every component with derived state
-    app: web.Application,
-    registry: Registry,
-    table: InstanceTable,
-    upstream: Upstream,
-    config: ProxyConfig,
-    before: ProxyConfig,
-) -> None:
-    set_level(config.log_level)
-    app[LOG].renew_logger()
-    app[ADMISSION].apply_config(config)
-    app[POLICIES].apply_reload(config, before)
-    conversations.warn_of(config, before)
-    registry.replace(InstanceSource.CONFIG, config.instances)
-    table.judge_by(config.health)
-    upstream.connect_within(config.connect_timeout_s)
 
 
 def _changed(  # noqa: PLR0913, PLR0917 - the parts of an event, and its receivers
@@ -268,23 +237,23 @@ def _changed(  # noqa: PLR0913, PLR0917 - the parts of an event, and its receive
 
 
 def _cache(
-    live: LiveConfig, background: Background
+    config: ProxyConfig, background: Background
 ) -> AbstractAsyncContextManager[EncoderCache | None]:
-    url = live.current.ec_store
+    url = config.ec_store
     if url is None:
         return nullcontext()
-    return EncoderCache.connect(partial(open_proxy_store, url), live, background)
+    return EncoderCache.connect(partial(open_proxy_store, url), config, background)
 
 
 def _kv_events(
-    table: InstanceTable, live: LiveConfig, background: Background
+    table: InstanceTable, config: ProxyConfig, background: Background
 ) -> AbstractAsyncContextManager[EventCounts]:
     """Follow the KV events of the instances, if configured. Return a function for their counts."""
-    if not live.current.kv_events:
+    if not config.kv_events:
         return nullcontext(dict)
     from epd.request.kv_events import KVEvents  # noqa: PLC0415 - its libraries are optional
 
-    return KVEvents(table, live).run_events(background)
+    return KVEvents(table, config).run_events(background)
 
 
 async def _no_continue(_: web.Request) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from epd.aio import Background
-from epd.config.proxy_config import LiveConfig
+from epd.config import ProxyConfig
 from epd.edge.access import Access
 from epd.edge.admission import Admission, AdmittedRequest
 from epd.events import Observer
@@ -41,7 +41,7 @@ class Visit:
 
 VISIT = web.RequestKey("visit", Visit)
 
-CONFIG = web.AppKey("config", LiveConfig)
+CONFIG = web.AppKey("config", ProxyConfig)
 KEYS = web.AppKey("keys", ApiKeys)
 """Set only if API keys are configured."""
 ACCESS = web.AppKey("access", Mapping[object, Access])

@@ -148,7 +148,7 @@ async def _error_of(failure: Exception, request: web.Request) -> ProxyError:
 
 def _new_visit(request: web.Request, app: web.Application, access: Access, route: str) -> Visit:
     started_s = time.monotonic()
-    config, headers, keyed = app[CONFIG].current, request.headers, app.get(KEYS) is not None
+    config, headers, keyed = app[CONFIG], request.headers, app.get(KEYS) is not None
     endpoint = ENDPOINTS.get(route) or _endpoint_above(request.path)
     tracer = app.get(TRACER)
     span = None

@@ -291,7 +291,7 @@ async def list_policies(request: web.Request) -> JsonResponse[PoliciesPage]:
 async def set_policies(request: web.Request) -> JsonResponse[PoliciesPage]:
     """Replace all policies in force.
 
-    They apply to all workers, until a reload changes a setting about policies or the proxy ends.
+    They apply to all workers, until the proxy ends.
 
     Returns:
         200: policies in force.

@@ -49,7 +49,7 @@ from tests.proxy.test_media import (  # noqa: F401
     test_raw_and_named_items_of_a_request,
 )
 from tests.requests import image, request
-from tests.support.backed import NAMESPACE, Backed, CacheSettings, caching, items_of, opened_cache
+from tests.support.backed import NAMESPACE, Backed, cache_settings, caching, items_of, opened_cache
 from tests.support.fake_instance import decodes, encodes
 from tests.support.fleet import Fleet, Launch, until
 
@@ -128,13 +128,13 @@ async def test_all_items_of_a_request_are_one_message_for_each_step(
 
 async def test_found_entries_are_leased(backed: Backed, url: str) -> None:
     put(backed.store, KEYS[0])
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         assert set(await cache.find_entries(KEYS) or ()) == {KEYS[0]}
         await until(lambda: backed.store.stats().leased == 1)
 
 
 async def test_a_lookup_needs_no_thread(backed: Backed, url: str) -> None:
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         before = set(threading.enumerate())
         look = Lookup(KEYS, "owner", 10.0)
         assert await cache.run_lookup(look)
@@ -148,7 +148,7 @@ async def test_a_lookup_needs_no_thread(backed: Backed, url: str) -> None:
 async def test_a_claim_of_another_proxy_is_not_taken(backed: Backed, url: str) -> None:
     put(backed.store, KEYS[0])
     backed.store.claim(KEYS[1:2], "another", 60)
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         look = Lookup(KEYS, "owner", 10.0)
         assert await cache.run_lookup(look)
 
@@ -163,12 +163,11 @@ async def test_a_lookup_without_a_waiter_leaves_no_claim(path: Path, how: str) -
     """Its message may have claimed. The proxy keeps its connection, with all other claims."""
     with in_process(path) as child, open_store(f"shm://{path}?timeout=20s") as store:
         await until(lambda: registered(store))
-        settings = CacheSettings(lease_s=60)
+        settings = cache_settings(60, budget_s=0.05 if how == "late" else 60)
         async with opened_cache(f"shm://{path}?timeout=20s", settings) as cache:
             other = Lookup([EntryKey(NAMESPACE, "held")], "owner", 3600)
-            assert await cache.run_lookup(other)
+            assert await cache.run_lookup(other, patient=True)
             child.send_signal(signal.SIGSTOP)
-            settings.current = CacheSettings(60, 0.02 if how == "late" else 60).current
             look = Lookup(KEYS, "owner", 3600)
             looking = asyncio.create_task(cache.run_lookup(look))
             if how == "late":
@@ -251,7 +250,7 @@ async def test_a_store_without_a_server_is_logged_and_then_used(
 ) -> None:
     monkeypatch.setattr("epd.encoder_cache.client.REFRESH_S", 0.05)
     with capture_logs() as lines, ExitStack() as stack:
-        async with opened_cache(f"shm://{path}", CacheSettings(lease_s=60)) as cache:
+        async with opened_cache(f"shm://{path}", cache_settings(lease_s=60)) as cache:
             await until(lambda: cache.operations["open", "error"] > 2)
             assert await cache.find_entries(KEYS) is None
             stack.enter_context(serving(path))

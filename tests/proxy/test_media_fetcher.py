@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
 from epd.errors import ProxyError
 from epd.media.fetch import MediaFetcher
 from epd.media.policy import UncountedBytes
@@ -43,7 +42,7 @@ class Fetching:
 @asynccontextmanager
 async def fetching(names: FakeNames | None = None, **more: object) -> AsyncIterator[Fetching]:
     config = {"encode_servers_urls": "http://e", "decode_servers_urls": "http://d"}
-    live = LiveConfig(ProxyConfig.model_validate(config | ALLOWED | more))
+    live = ProxyConfig.model_validate(config | ALLOWED | more)
     async with MediaFetcher.open(live, names) as fetcher:
         yield Fetching(fetcher)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
 from epd.errors import ProxyError
 from epd.http.pool import Pool
 from epd.http.tls import upstream_context
@@ -139,7 +138,7 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
         if requests and fleet.model is not None:
             encoded = EC_TRANSFERS[config.ec_transfer]()
             transfer = KV_TRANSFERS[config.kv_transfer]()
-            peers = PeerRegistry(InstanceTable(), transfer, upstream, LiveConfig(config))
+            peers = PeerRegistry(InstanceTable(), transfer, upstream, config)
             trials = Trials(Stages(upstream), encoded, transfer, peers, headers, config)
             encode = _try_pushes if encoded.pushed else _try_encode
             await encode(fleet, trials, fleet.model)
