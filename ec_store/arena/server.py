@@ -79,7 +79,8 @@ MAX_UNREAD_BYTES = 2**20
 deliver thousands of requests, so a pause of reading does not bound the replies."""
 
 NEEDS_MEMORY: Mapping[Role | None, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
-"""Requests for which the memory of a client is missing, by its role."""
+"""Requests for which the memory of a client is missing, by its role: but for an entry without
+payload, as the proxies write for clients' names of media."""
 
 _SO_PEERPIDFD = 77  # <asm-generic/socket.h>
 _CREDENTIALS = struct.Struct("=iII")  # pid, uid and gid of unix(7)
@@ -155,7 +156,8 @@ class ArenaServer:
         if isinstance(request, Forget):
             self._forget_earlier(request.session)
             return Done()
-        if isinstance(request, NEEDS_MEMORY.get(session.role, ())):
+        needless = isinstance(request, Begin) and not request.size_bytes
+        if isinstance(request, NEEDS_MEMORY.get(session.role, ())) and not needless:
             raise BadMessage(f"a {session.role} sends no {type(request).__name__}")
         reply = self.arena.answer(session.client, request, self.clock())
         self.settle_waits()
