@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,14 +23,18 @@ from typing import Self, cast
 
 from ec_store.arena.arena import Arena
 from ec_store.arena.index import ArenaIndex, Client
-from ec_store.arena.memory import ArenaMemory
+from ec_store.arena.memory import ArenaMemory, map_memory
 from ec_store.arena.protocol import (
     MAX_REQUEST_BYTES,
     VERSION,
     BadMessage,
     Begin,
+    ClaimKeys,
+    Delete,
     Done,
+    End,
     Failed,
+    Find,
     Forget,
     Frames,
     Hello,
@@ -43,6 +47,7 @@ from ec_store.arena.protocol import (
     encode,
     read_request,
 )
+from ec_store.arena.tier import Tier, TierTransfers
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -63,6 +68,9 @@ MAX_UNREAD_BYTES = 2**20
 """Upper bound of the replies that a client has not read when it sends a request. One read may
 deliver thousands of requests, so a pause of reading does not bound the replies."""
 
+MAX_PENDING = 64
+"""Requests of a client above which no more are read, while one of them waits for the tier."""
+
 NEEDS_MEMORY: Mapping[Role, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
 """Requests for which the memory of a client is missing, by its role."""
 
@@ -78,6 +86,7 @@ class ArenaServer:
         memory: ArenaMemory,
         index: ArenaIndex,
         *,
+        tier: Tier | None = None,
         gone_s: float = GONE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -86,6 +95,7 @@ class ArenaServer:
         Args:
             memory: the memory, the descriptor of which the server closes.
             index: index of its entries.
+            tier: store behind the memory, which the server closes.
             gone_s: as `GONE_S`.
             clock: monotonic clock in seconds.
         """
@@ -99,6 +109,10 @@ class ArenaServer:
         self._sessions: dict[int, Session] = {}
         self._gone: dict[int, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tier: TierTransfers | None = None
+        if tier is not None:
+            mapped = map_memory(memory.fd, memory.size_bytes, write=True)
+            self._tier = TierTransfers(tier, self.arena, mapped, self.settle_waits, clock)
 
     def start(self, listener: socket.socket) -> None:
         """Accept connections of a socket from `bind`, which the server closes."""
@@ -106,12 +120,16 @@ class ArenaServer:
         loop = asyncio.get_running_loop()
         self._tasks.add(loop.create_task(self._accept(listener)))
         self._tasks.add(loop.create_task(self._expire()))
+        if self._tier is not None:
+            self._tier.start()
 
     async def close(self) -> None:
         """Stop listening and disconnect all clients. Their memory stays mapped in them."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tier is not None:
+            await self._tier.close()
         for session in list(self._sessions.values()):
             session.transport.abort()
         await asyncio.sleep(0)
@@ -127,9 +145,26 @@ class ArenaServer:
             return Done()
         if isinstance(request, NEEDS_MEMORY.get(session.role, ())):
             raise BadMessage(f"a {session.role} sends no {type(request).__name__}")
+        written = session.client.writes.get(request.number) if isinstance(request, End) else None
         reply = self.arena.answer(session.client, request, self.clock())
+        if self._tier is not None:
+            if written is not None and reply == Done(1):
+                self._tier.offer(written)
+            elif isinstance(request, Delete):
+                self._tier.remove(request.digests)
         self.settle_waits()
         return reply
+
+    def look_up(self, request: Request) -> "asyncio.Task[None] | None":
+        """Look up in the tier what a request asks for and the memory lacks.
+
+        Return a task that ends soon, after which the request is answered; None: at once.
+        """
+        if self._tier is not None:
+            match request:
+                case Find(digests) | Read(digests) | ClaimKeys(digests, find=True):
+                    return self._tier.look_up(digests)
+        return None
 
     def settle_waits(self) -> None:
         """Answer the clients that waited for entries that have changed."""
@@ -285,6 +320,9 @@ class Session(asyncio.Protocol):
         self.client = Client()
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)
+        self._pending: deque[tuple[Request, asyncio.Task[None] | None]] = deque()
+        """Requests that wait for the tier, each with its look-up, and those behind them."""
+        self._reads_replies = True
         self._wait: Wait | None = None
         self._until_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -294,21 +332,51 @@ class Session(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for body in self._frames.split(data):
-                self._receive(read_request(body))
+            for request in map(read_request, self._frames.split(data)):
+                looking = self._server.look_up(request)
+                if looking is not None:
+                    looking.add_done_callback(self._serve_pending)
+                if looking is not None or self._pending:
+                    self._pending.append((request, looking))
+                else:
+                    self._receive(request)
         except BadMessage as error:
-            self.transport.write(encode(Failed(str(error))))
-            self.transport.close()
+            self._fail(error)
+        if len(self._pending) > MAX_PENDING:
+            self.transport.pause_reading()
+
+    def _serve_pending(self, _: "asyncio.Task[None]") -> None:
+        """Answer requests in their order, up to the next that waits for the tier."""
+        try:
+            while self._pending:
+                request, looking = self._pending[0]
+                if looking is not None and not looking.done():
+                    break
+                self._pending.popleft()
+                self._receive(request)
+        except BadMessage as error:
+            self._fail(error)
+        if len(self._pending) <= MAX_PENDING and self._reads_replies:
+            self.transport.resume_reading()
+
+    def _fail(self, error: BadMessage) -> None:
+        self._pending.clear()
+        self.transport.write(encode(Failed(str(error))))
+        self.transport.close()
 
     def connection_lost(self, _exc: Exception | None) -> None:
+        self._pending.clear()
         self._end_wait()
         self._server.lose(self)
 
     def pause_writing(self) -> None:
+        self._reads_replies = False
         self.transport.pause_reading()  # it reads no replies: it gets no more of them
 
     def resume_writing(self) -> None:
-        self.transport.resume_reading()
+        self._reads_replies = True
+        if len(self._pending) <= MAX_PENDING:
+            self.transport.resume_reading()
 
     def settle_wait(self) -> None:
         """Answer this client's wait if nothing that it waits for is pending, or after its time.

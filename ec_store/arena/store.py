@@ -59,6 +59,10 @@ CHUNK_BYTES = 256 * 2**10
 OTHERS_WRITE_S = 10.0
 """Time in seconds that `put` waits for another process that writes the same entry."""
 
+COMING_S = 0.05
+"""Longest time in seconds of one wait for an entry from the tier: threads share the connection that
+waits, so a slow entry must not delay the others."""
+
 
 class ArenaStore(Store):
     """Store of entries in a host's memory. Thread-safe, also after forks.
@@ -106,11 +110,11 @@ class ArenaStore(Store):
         """Return an entry (see `Store.get`).
 
         Its bytes are a view of the host's memory, pinned until the last view of them is deleted.
-        An entry in several extents is copied.
+        An entry in several extents is copied. For one that comes from the tier, it waits within
+        `timeout_s`.
         """
-        reply, arena = self._connection.call(Read([_digest(key)]), Pins)
+        pin, arena = self._pin(_digest(key))
         entry = None
-        [pin] = reply.pins
         if pin.number:
             try:
                 entry = self._entry(key, arena, pin)
@@ -198,6 +202,7 @@ class ArenaStore(Store):
             bytes=stats.taken_bytes,
             max_bytes=stats.size_bytes,
             leased=stats.leased,
+            tier=None if stats.tier is None else msgspec.structs.asdict(stats.tier),
             **self._process_counts(),
         )
 
@@ -239,6 +244,17 @@ class ArenaStore(Store):
             if left_s <= 0:
                 raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
             self._waiting.call(Wait([request.digest], left_s), Done, seconds=left_s)
+
+    def _pin(self, digest: bytes) -> tuple[Pin, MappedArena]:
+        """Pin an entry, if it comes from the tier after that, and return the pin."""
+        deadline_s = time.monotonic() + self.options.timeout_s
+        while True:
+            reply, arena = self._connection.call(Read([digest]), Pins)
+            [pin] = reply.pins
+            left_s = min(COMING_S, deadline_s - time.monotonic())
+            if pin.number or not pin.header or left_s <= 0:
+                return pin, arena
+            self._waiting.call(Wait([digest], left_s), Done, seconds=left_s)
 
     def _is_readable(self, digest: bytes) -> bool:
         """Return whether an entry is still there, and of this format."""
