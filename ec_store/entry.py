@@ -108,7 +108,7 @@ MB: each turn of a chat looks up the same images, and their headers are not pars
 
 _PLAIN = re.compile(r"[\w.~ /:;,=@+()\[\]-]*", re.ASCII)
 _ANY_FORMAT = re.compile(r"ec_store/\d{1,9}", re.ASCII)
-_CHECKSUM = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_CHECKSUM = re.compile(r"([0-9a-f]{16})?", re.ASCII)
 ITEM_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4}
 """Bytes of one value of each supported dtype, by its safetensors name."""
 
@@ -151,7 +151,8 @@ class EntryInfo:
     Attributes:
         dtype, shape, modality: as in `Entry`.
         metadata: as in `Entry`; read-only, since callers share it.
-        checksum: xxh3-64 of the payload, 16 hexadecimal digits.
+        checksum: xxh3-64 of the payload, 16 hexadecimal digits. A host's memory keeps it beside the
+            header, where it is empty. In every other store an empty one is corrupt.
         header_bytes: size of length field and header, the offset of the payload.
 
     Raises:

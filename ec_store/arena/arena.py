@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
 
 from ec_store.arena.index import ArenaIndex, Client, Refusal, Slot, pinned_bytes
 from ec_store.arena.protocol import (
@@ -155,7 +154,7 @@ class Arena:
         if pin is None:
             return Pin(0, self._coming(digest), [])
         number, slot = pin
-        return Pin(number, slot.header, list(slot.extents))
+        return Pin(number, slot.header, list(slot.extents), slot.checksum)
 
     def _coming(self, digest: bytes) -> bytes:
         """Return the header of an entry that comes from the tier; empty if it does not."""
@@ -168,16 +167,20 @@ class Arena:
         return Done(self.index.purge(namespace))
 
     def _page(self, after: bytes, now_s: float) -> Page:
-        slots = (slot for slot in self.index.slots() if slot.digest > after)
         return Page(
             [
                 Row(slot.digest, slot.header, slot.taken_bytes, now_s - slot.used_s)
-                for slot in nsmallest(PAGE_ROWS, slots, key=lambda slot: slot.digest)
+                for slot in self.index.slots_after(after, PAGE_ROWS)
             ]
         )
 
     def _register(self, model: bytes, namespace: bytes) -> Namespaces:
         if model:
+            for name in (model, namespace):  # clients decode them, each those of all others
+                try:
+                    name.decode("utf-8", "surrogatepass")
+                except UnicodeDecodeError as error:
+                    raise BadMessage(f"it registers a name that is not UTF-8: {error}") from None
             self.namespaces[model] = namespace
             while len(self.namespaces) > MAX_MODELS:
                 del self.namespaces[next(iter(self.namespaces))]

@@ -6,12 +6,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from ec_store.arena.extents import Extent
-from ec_store.arena.memory import map_memory
+from ec_store.arena.memory import Bytes, map_memory, parts_of
 from ec_store.arena.protocol import (
     LENGTH_BYTES,
     MAX_REPLY_BYTES,
@@ -37,8 +37,6 @@ CHUNK_BYTES = 2**18
 MAX_HELLO_BYTES = 2**16
 
 R = TypeVar("R", bound=Reply)
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class MappedArena:
@@ -83,16 +81,10 @@ class MappedArena:
         Raises:
             BadMessage: the extents are not in the memory, or too small.
         """
-        parts = []
-        for offset, extent_bytes in extents:
-            end = offset + min(extent_bytes, size_bytes)
-            if not 0 <= offset <= end <= len(self.memory):
-                raise BadMessage(f"an extent at {offset} of a memory of {len(self.memory)} bytes")
-            parts.append(self.memory[offset:end])
-            size_bytes -= end - offset
-        if size_bytes:
-            raise BadMessage(f"the extents lack {size_bytes} bytes")
-        return parts
+        try:
+            return parts_of(self.memory, extents, size_bytes)
+        except ValueError as error:
+            raise BadMessage(str(error)) from None
 
 
 class ArenaConnection:

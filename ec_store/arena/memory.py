@@ -9,13 +9,17 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ec_store.arena.extents import Extent
 from ec_store.device.memory import check_room
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 SEGMENT_BYTES = 2**30
 """Bytes that a client registers with CUDA at once."""
@@ -79,7 +83,7 @@ def _allocate(size_bytes: int, flags: int, *, reserved: bool) -> int:
     return fd
 
 
-def map_memory(fd: int, size_bytes: int, *, write: bool) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+def map_memory(fd: int, size_bytes: int, *, write: bool) -> Bytes:
     """Map a memory, which stays mapped while the array or a view of it exists.
 
     Raises:
@@ -91,3 +95,21 @@ def map_memory(fd: int, size_bytes: int, *, write: bool) -> "np.ndarray[Any, np.
         raise OSError(errno.EINVAL, "the memory is not sealed: its size could change")
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     return np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, protection), np.uint8)
+
+
+def parts_of(memory: Bytes, extents: Iterable[Extent], size_bytes: int) -> list[Bytes]:
+    """Return the bytes of an entry of this size, in order.
+
+    Raises:
+        ValueError: the extents are not in the memory, or too small.
+    """
+    parts = []
+    for offset, extent_bytes in extents:
+        end = offset + min(extent_bytes, size_bytes)
+        if not 0 <= offset <= end <= len(memory):
+            raise ValueError(f"an extent at {offset} of a memory of {len(memory)} bytes")
+        parts.append(memory[offset:end])
+        size_bytes -= end - offset
+    if size_bytes:
+        raise ValueError(f"the extents lack {size_bytes} bytes")
+    return parts

@@ -117,11 +117,15 @@ class Pin(msgspec.Struct, array_like=True, frozen=True):
 
     With number 0 and a header, it is coming from the tier: a `Wait` ends when it is there, or when
     it does not come.
+
+    Attributes:
+        checksum: xxh3-64 of its payload; empty: none yet (`ec_store/arena/checksums.py`).
     """
 
     number: int
     header: bytes
     extents: list[Extent]
+    checksum: str = ""
 
 
 class Pins(Message, frozen=True):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Self, cast
 
 from ec_store.arena.arena import Arena
+from ec_store.arena.checksums import Checksums
 from ec_store.arena.index import ArenaIndex, Client
 from ec_store.arena.memory import ArenaMemory, map_memory
 from ec_store.arena.protocol import (
@@ -108,6 +109,7 @@ class ArenaServer:
         self._read_only = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._sessions: dict[int, Session] = {}
         self._gone: dict[int, Peer] = {}
+        self._checksums = Checksums(index, map_memory(memory.fd, memory.size_bytes, write=False))
         self._tasks: set[asyncio.Task[None]] = set()
         self._tier: TierTransfers | None = None
         if tier is not None:
@@ -120,6 +122,7 @@ class ArenaServer:
         loop = asyncio.get_running_loop()
         self._tasks.add(loop.create_task(self._accept(listener)))
         self._tasks.add(loop.create_task(self._expire()))
+        self._tasks.add(loop.create_task(self._checksums.run()))
         if self._tier is not None:
             self._tier.start()
 
@@ -153,6 +156,7 @@ class ArenaServer:
             elif isinstance(request, Delete):
                 self._tier.remove(request.digests)
         self.settle_waits()
+        self._checksums.wake()
         return reply
 
     def look_up(self, request: Request) -> "asyncio.Task[None] | None":

@@ -9,10 +9,11 @@ from typing import Self, TypeVar
 
 import msgspec
 import numpy as np
-import xxhash
 
-from ec_store.arena.connection import ArenaConnection, Bytes, MappedArena
+from ec_store.arena.checksums import checksum_of
+from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.index import Refusal
+from ec_store.arena.memory import Bytes
 from ec_store.arena.protocol import (
     LONGEST_S,
     MAX_KEYS,
@@ -47,14 +48,11 @@ from ec_store.arena.protocol import (
 from ec_store.arena.url import ArenaOptions, arena_options
 from ec_store.base import LONGEST_CLAIM_S, Listed, Store, StoreStats
 from ec_store.counts import Counts
-from ec_store.entry import Buffers, Entry, EntryInfo, checksum, encode_header, parse_header
+from ec_store.entry import Buffers, Entry, EntryInfo, encode_header, parse_header
 from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
 from ec_store.keys import EntryKey, owner_bytes
 
 R = TypeVar("R", bound=Reply)
-
-CHUNK_BYTES = 256 * 2**10
-"""Bytes that are copied and then hashed: less than the cache of a core."""
 
 OTHERS_WRITE_S = 10.0
 """Time in seconds that `put` waits for another process that writes the same entry."""
@@ -185,10 +183,8 @@ class ArenaStore(Store):
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
         for row in self._rows():
             listed = _listed(row)
-            if listed.info is not None:
-                listed = replace(listed, problem=self._problem(listed.info))
-            if fix and listed.problem:
-                self._ask(Delete([row.digest]), Done)
+            if listed.skipped is None:
+                listed = replace(listed, problem=self._problem(row.digest, fix=fix))
             yield listed
 
     def evict(self) -> int:
@@ -269,7 +265,8 @@ class ArenaStore(Store):
         header = b""  # gives up the write
         try:
             parts = arena.parts(begun.extents, entry.data.nbytes)
-            header = encode_header(key, entry, copy_in(entry.data, parts))
+            copy_in(entry.data, parts)
+            header = encode_header(key, entry, "")
         finally:
             arena.writes.discard(begun.number)
             done, _ = self._connection.call(End(begun.number, header), Done, within=arena)
@@ -288,35 +285,36 @@ class ArenaStore(Store):
             parts = arena.parts(pin.extents, info.payload_bytes)
         except BadMessage as error:
             raise CorruptEntry(str(error)) from None
+        if random.random() < self.options.verify:  # noqa: S311
+            _verify(parts, pin.checksum)
         if len(parts) == 1:
             [part] = parts
             data = part.data.toreadonly()
         else:
             data = copy_out(parts, self._buffers.take_buffer(info.payload_bytes)).toreadonly()
-        if random.random() < self.options.verify and checksum(data) != info.checksum:  # noqa: S311
-            raise CorruptEntry("its checksum does not match its payload")
         if len(parts) == 1:
             weakref.finalize(part, arena.released.append, pin.number)
         else:
             arena.released.append(pin.number)
         return Entry(data, info.dtype, info.shape, info.modality, info.metadata)
 
-    def _problem(self, info: EntryInfo) -> str | None:
-        """Return why an entry is corrupt; None if it is not, or is gone."""
-        reply, arena = self._connection.call(Read([_digest(info.key)]), Pins)
+    def _problem(self, digest: bytes, *, fix: bool) -> str | None:
+        """Return why an entry is corrupt, and delete it with `fix`; None if it is not, or gone."""
+        reply, arena = self._connection.call(Read([digest]), Pins)
         [pin] = reply.pins
         if not pin.number:
             return None
         try:
-            found = parse_header(pin.header)
-            digest = xxhash.xxh3_64()
-            for part in arena.parts(pin.extents, found.payload_bytes):
-                digest.update(part.data)
-        except (CorruptEntry, BadMessage) as error:
-            return str(error)
-        else:
-            same = digest.hexdigest() == found.checksum
-            return None if same else "its checksum does not match its payload"
+            try:
+                info = parse_header(pin.header)
+                _verify(arena.parts(pin.extents, info.payload_bytes), pin.checksum)
+            except OtherFormat:
+                return None
+            except (CorruptEntry, BadMessage) as error:
+                if fix:  # this entry, and none that has replaced it
+                    self._connection.call(Discard(pin.number), Done, within=arena)
+                return str(error)
+            return None
         finally:
             arena.released.append(pin.number)
 
@@ -343,20 +341,12 @@ class ArenaStore(Store):
             after = rows[-1].digest
 
 
-def copy_in(data: memoryview, parts: Sequence[Bytes]) -> str:
-    """Copy bytes into parts of the memory, and return their checksum, as `checksum` does.
-
-    Each chunk is hashed while it is in the core's cache. numpy and xxhash work without the
-    interpreter's lock.
-    """
-    source, digest, begin = np.frombuffer(data, np.uint8), xxhash.xxh3_64(), 0
+def copy_in(data: memoryview, parts: Sequence[Bytes]) -> None:
+    """Copy bytes into parts of the memory."""
+    source, begin = np.frombuffer(data, np.uint8), 0
     for part in parts:
-        for start in range(0, len(part), CHUNK_BYTES):
-            chunk = part[start : start + CHUNK_BYTES]
-            np.copyto(chunk, source[begin : begin + len(chunk)])
-            digest.update(chunk.data)
-            begin += len(chunk)
-    return digest.hexdigest()
+        np.copyto(part, source[begin : begin + len(part)])
+        begin += len(part)
 
 
 def copy_out(parts: Sequence[Bytes], buffer: memoryview) -> memoryview:
@@ -366,6 +356,12 @@ def copy_out(parts: Sequence[Bytes], buffer: memoryview) -> memoryview:
         np.copyto(target[begin : begin + len(part)], part)
         begin += len(part)
     return buffer
+
+
+def _verify(parts: Sequence[Bytes], checksum: str) -> None:
+    """Raise CorruptEntry if parts of the memory have another checksum; empty: none is known."""
+    if checksum and checksum_of(parts) != checksum:
+        raise CorruptEntry("its checksum does not match its payload")
 
 
 def _digest(key: EntryKey) -> bytes:

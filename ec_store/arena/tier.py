@@ -20,6 +20,7 @@ import numpy as np
 
 from ec_store.arena.arena import Arena, Coming
 from ec_store.arena.index import Refusal, Slot
+from ec_store.arena.memory import Bytes, parts_of
 from ec_store.arena.protocol import TierStats
 from ec_store.bounded import BoundedDict
 from ec_store.concurrency import Breaker, DaemonPool
@@ -54,8 +55,9 @@ FAILED_S = 5.0
 
 MAX_FAILED = 4096
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 T = TypeVar("T")
+
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Tier(Protocol):
@@ -219,61 +221,57 @@ class TierTransfers:
             self.stats.drops += number in {Refusal.FULL, Refusal.TOO_LARGE}
             return
         self._fetch_bytes += size_bytes
-        coming = Coming(encode_header(info.key, info, info.checksum))
+        coming = Coming(encode_header(info.key, info, ""))
         self._arena.coming[digest] = coming
         self._run(self._fetch(number, slot, info, coming))
 
     async def _fetch(self, number: int, slot: Slot, info: EntryInfo, coming: Coming) -> None:
-        header = b""
+        copied = False
         try:
-            header = await _on(self._fetches, partial(self._copy_in, info, slot))
+            copied = await _on(self._fetches, partial(self._copy_in, info.key, slot, coming))
             self._reading.succeeded()
         except StoreError as error:
             self._fail(self._reading, error)
         finally:
-            self._end_fetch(number, slot, coming, header)
+            self._end_fetch(number, slot, coming, copied=copied)
 
-    def _end_fetch(self, number: int, slot: Slot, coming: Coming, header: bytes) -> None:
-        """End the write of a fetched entry; without a header it is given up."""
+    def _end_fetch(self, number: int, slot: Slot, coming: Coming, *, copied: bool) -> None:
+        """End the write of an entry, or give it up if it was not copied."""
         index, own, now_s = self._arena.index, self._arena.own, self._clock()
         self._fetch_bytes -= slot.size_bytes
         if self._arena.coming.get(slot.digest) is not coming:  # it was deleted meanwhile
             index.abort(own, number)
         else:
             del self._arena.coming[slot.digest]
-            if header and index.commit(own, number, header, now_s):
+            if copied and index.commit(own, number, coming.header, now_s):
                 if coming.leased_until_s > now_s:
                     index.lease([slot.digest], coming.leased_until_s - now_s, now_s)
                 self.stats.fetched += 1
                 self.stats.fetched_bytes += slot.size_bytes
-            elif not header:
+            elif not copied:
                 index.abort(own, number)
                 self.stats.drops += 1
                 self._failed[slot.digest] = now_s + FAILED_S
         self._settle()
 
-    def _copy_in(self, info: EntryInfo, slot: Slot) -> bytes:
-        """Copy an entry into the memory, and return its header; empty if it is not there any more.
+    def _copy_in(self, key: EntryKey, slot: Slot, coming: Coming) -> bool:
+        """Copy an entry into the memory; return False if it is not there any more.
 
         Runs on a thread. The tier has verified the bytes. A fetch that has waited for its thread
         while the tier kept failing is not begun.
         """
         if self._reading.open:
             raise StoreUnavailable("the tier keeps failing")
-        entry = self._tier.get(info.key)
-        if entry is None:
-            return b""
-        header = encode_header(info.key, entry, checksum(entry.data))
+        entry = self._tier.get(key)
         # Clients were told of the entry that was looked up: another one must not take its place.
-        if encode_header(info.key, entry, info.checksum) != encode_header(
-            info.key, info, info.checksum
-        ):
-            return b""
+        if entry is None or encode_header(key, entry, "") != coming.header:
+            return False
         source, begin = np.frombuffer(entry.data, np.uint8), 0
-        for part in _parts(self._memory, slot):
+        for part in parts_of(self._memory, slot.extents, slot.size_bytes):
             np.copyto(part, source[begin : begin + len(part)])
             begin += len(part)
-        return header
+        slot.checksum = checksum(entry.data)
+        return True
 
     async def _send_all(self) -> None:
         """Send and delete what waits, in order, until this task is cancelled."""
@@ -333,16 +331,14 @@ class TierTransfers:
             raise CorruptEntry(f"the header of {slot.digest.hex()} is that of another entry")
         if self._tier.find([info.key.digest])[0] is not None:
             return False
-        parts = _parts(self._memory, slot)
+        parts = parts_of(self._memory, slot.extents, slot.size_bytes)
         if len(parts) == 1:
             data = parts[0].data
         else:
             data = self._buffers.take_buffer(slot.size_bytes)
-            target, begin = np.frombuffer(data, np.uint8), 0
-            for part in parts:
-                np.copyto(target[begin : begin + len(part)], part)
-                begin += len(part)
-        if checksum(data) != info.checksum:
+            np.concatenate([*parts, _NOTHING], out=np.frombuffer(data, np.uint8))
+        # Without a checksum yet, the one that the tier computes is the first.
+        if slot.checksum and checksum(data) != slot.checksum:
             raise CorruptEntry(f"the bytes of {slot.digest.hex()} do not match their checksum")
         entry = Entry(data.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
         return self._tier.put(info.key, entry)
@@ -382,16 +378,6 @@ class _Removal:
     """Entries that wait to be deleted."""
 
     digests: Sequence[bytes]
-
-
-def _parts(memory: Bytes, slot: Slot) -> list[Bytes]:
-    """Return the bytes of an entry in the memory, in order."""
-    parts, left_bytes = [], slot.size_bytes
-    for extent in slot.extents:
-        part = memory[extent.offset : extent.offset + min(extent.size_bytes, left_bytes)]
-        left_bytes -= len(part)
-        parts.append(part)
-    return parts
 
 
 async def _on(pool: DaemonPool, call: Callable[[], T]) -> T:

@@ -2,14 +2,18 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ec_store import EntryKey
+from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
+from ec_store.arena.protocol import Pin, Pins, Read
 from ec_store.arena.server import ArenaServer, bind
 
 MIB = 2**20
@@ -46,3 +50,16 @@ def serving(
     finally:
         done.set()
         thread.join()
+
+
+def hashed_pin(connection: ArenaConnection, key: EntryKey) -> tuple[Pin, MappedArena]:
+    """Pin an entry when it has a checksum."""
+    deadline_s = time.monotonic() + 10
+    while True:
+        reply, arena = connection.call(Read([bytes.fromhex(key.digest)]), Pins)
+        [pin] = reply.pins
+        if pin.checksum:
+            return pin, arena
+        arena.released.append(pin.number)
+        assert time.monotonic() < deadline_s, f"no checksum of {pin}"
+        time.sleep(0.002)

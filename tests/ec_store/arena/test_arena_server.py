@@ -258,6 +258,8 @@ def test_a_server_that_allocates_its_memory_refuses_clients_at_once(path: Path) 
         encode(Wait([], 60)) + encode(GetStats()) + encode(GetStats()) + encode(End(7, b"")),
         encode(Done(1)),
         encode(Register(b"x" * 65537, b"")),
+        encode(Register(b"model", b"\xff")),
+        encode(Register(b"\xff", b"namespace")),
         encode(ClaimKeys([KEY], b"x" * 257, 1.0)),
     ],
 )

@@ -312,8 +312,12 @@ def test_bytes_that_are_corrupt_in_the_memory_are_not_sent(redis: RedisServer, a
     a.tier.lookups.clear()
     a.store.put(key(), entry())
     writer = ArenaConnection(str(a.path), "writer", 10)
-    pins, arena = writer.call(Read([bytes.fromhex(key().digest)]), Pins)
-    [part] = arena.parts(pins.pins[0].extents, 1)
+    checksum = ""
+    while not checksum:  # the server computes it soon
+        reply, arena = writer.call(Read([bytes.fromhex(key().digest)]), Pins)
+        [pin] = reply.pins
+        checksum = pin.checksum
+    [part] = arena.parts(pin.extents, 1)
     part[0] ^= 1
     writer.close()
     a.tier.lookups.set()
