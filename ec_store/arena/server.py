@@ -351,6 +351,8 @@ class Session(asyncio.Protocol):
 
     def _serve_pending(self, _: "asyncio.Task[None]") -> None:
         """Answer requests in their order, up to the next that waits for the tier."""
+        if self.transport.is_closing():
+            return  # nothing may be pinned or begun for it any more
         try:
             while self._pending:
                 request, looking = self._pending[0]
@@ -360,6 +362,7 @@ class Session(asyncio.Protocol):
                 self._receive(request)
         except BadMessage as error:
             self._fail(error)
+            return
         if len(self._pending) <= MAX_PENDING and self._reads_replies:
             self.transport.resume_reading()
 

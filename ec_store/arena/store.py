@@ -108,10 +108,10 @@ class ArenaStore(Store):
         """Return an entry (see `Store.get`).
 
         Its bytes are a view of the host's memory, pinned until the last view of them is deleted.
-        An entry in several extents is copied. For one that comes from the tier, it waits within
-        `timeout_s`.
+        An entry in several extents is copied. For one that comes from the tier, it waits for half
+        of `timeout_s`: then it is a miss, and not yet late for a caller with that timeout.
         """
-        pin, arena = self._pin(_digest(key))
+        pin, arena = self._read(_digest(key))
         entry = None
         if pin.number:
             try:
@@ -241,9 +241,9 @@ class ArenaStore(Store):
                 raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
             self._waiting.call(Wait([request.digest], left_s), Done, seconds=left_s)
 
-    def _pin(self, digest: bytes) -> tuple[Pin, MappedArena]:
+    def _read(self, digest: bytes) -> tuple[Pin, MappedArena]:
         """Pin an entry, if it comes from the tier after that, and return the pin."""
-        deadline_s = time.monotonic() + self.options.timeout_s
+        deadline_s = time.monotonic() + self.options.timeout_s / 2
         while True:
             reply, arena = self._connection.call(Read([digest]), Pins)
             [pin] = reply.pins

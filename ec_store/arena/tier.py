@@ -25,7 +25,13 @@ from ec_store.arena.protocol import TierStats
 from ec_store.bounded import BoundedDict
 from ec_store.concurrency import Breaker, DaemonPool
 from ec_store.entry import Buffers, Entry, EntryInfo, checksum, encode_header, parse_header
-from ec_store.errors import CorruptEntry, EntryTooLarge, StoreError, StoreUnavailable
+from ec_store.errors import (
+    CorruptEntry,
+    EntryTooLarge,
+    OtherFormat,
+    StoreError,
+    StoreUnavailable,
+)
 from ec_store.keys import EntryKey
 
 logger = logging.getLogger("vllm.ec_store")
@@ -36,6 +42,9 @@ time that a proxy gives a look-up (`ec_store_budget_s`)."""
 
 MAX_LOOKUPS = 64
 """Upper bound of the look-ups in the tier at once; further ones are misses."""
+
+MAX_KEYS = 256
+"""Upper bound of the entries in one look-up; further ones are misses. More take too long."""
 
 LOOKUP_THREADS = 4
 FETCH_THREADS = 4
@@ -158,7 +167,9 @@ class TierTransfers:
         if self._reading.open or self._running_lookups >= MAX_LOOKUPS:
             self.stats.skipped += len(missing)
             return None
-        return self._run(self._look_up(missing))
+        self.stats.skipped += len(missing[MAX_KEYS:])
+        self._running_lookups += 1
+        return self._run(self._look_up(missing[:MAX_KEYS]))
 
     def offer(self, slot: Slot) -> None:
         """Queue a committed entry to be sent, unless it replaces another one."""
@@ -187,7 +198,6 @@ class TierTransfers:
         self._woken.set()
 
     async def _look_up(self, digests: Sequence[bytes]) -> None:
-        self._running_lookups += 1
         names = [digest.hex() for digest in digests]
         try:
             async with asyncio.timeout(LOOKUP_S):
@@ -302,6 +312,8 @@ class TierTransfers:
         number, slot = pin
         try:
             sent = await _on(self._changes, partial(self._copy_out, slot))
+        except OtherFormat:
+            self.stats.drops += 1
         except CorruptEntry as error:
             self.stats.corrupt += 1
             index.discard(own, number)
@@ -324,6 +336,7 @@ class TierTransfers:
         """Send a pinned entry; return False if the tier has it. Runs on a thread.
 
         Raises:
+            OtherFormat: another release has written it.
             CorruptEntry: its header or its bytes are not those that were written.
         """
         info = parse_header(slot.header)

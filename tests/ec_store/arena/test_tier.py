@@ -16,13 +16,19 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+import ec_store.entry
 from ec_store import Entry, EntryKey, concurrency
+from ec_store.__main__ import main
 from ec_store.aio import AsyncStore
 from ec_store.arena import tier
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
     VERSION,
+    Begin,
+    Begun,
+    Done,
+    End,
     Find,
     Frames,
     GetStats,
@@ -40,7 +46,7 @@ from ec_store.arena.protocol import (
 )
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
-from ec_store.entry import EntryInfo
+from ec_store.entry import EntryInfo, encode_header
 from ec_store.errors import StoreUnavailable
 from ec_store.redis.store import RedisStore
 from ec_store.service import create_app
@@ -535,6 +541,83 @@ def test_a_deleted_entry_does_not_come_any_more(a: Host, b: Host) -> None:
 
     wait_for(lambda: b.stats.begun_bytes == 0)
     assert b.stats.entries == 0
+
+
+def test_a_reader_that_looks_again_finds_an_entry_that_is_sent_later(a: Host, b: Host) -> None:
+    a.tier.writes.clear()
+    a.store.put(key(), entry())
+    assert b.store.get(key()) is None
+    assert b.store.claim_or_find([key()], "me", 60) == [True]
+    a.tier.writes.set()
+    a.until(sent=1)
+
+    assert_same(entry(), b.store.get(key()))
+
+
+def test_an_entry_of_another_release_stays_and_is_not_sent(
+    redis: RedisServer, a: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = ArenaConnection(str(a.path), "writer", 10)
+    digest = bytes.fromhex(key().digest)
+    begun, _ = writer.call(Begin(digest, b"", 4, False), Begun)
+    with monkeypatch.context() as patch:
+        patch.setattr(ec_store.entry, "FORMAT", "ec_store/2")
+        header = encode_header(key(), entry(b"0123"), "")
+    writer.call(End(begun.number, header), Done)
+    writer.close()
+
+    a.until(drops=1, corrupt=0)
+    assert a.stats.entries == 1
+    assert not in_redis(redis, key())
+
+
+def test_a_look_up_asks_the_tier_for_a_bounded_number_of_entries(
+    a: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "MAX_KEYS", 2)
+
+    assert a.store.lookup([key(str(number)) for number in range(5)]) == [None] * 5
+    assert (a.counts.misses, a.counts.skipped) == (2, 3)
+
+
+def test_a_client_that_is_gone_gets_no_pin_after_its_look_up(a: Host, b: Host) -> None:
+    a.store.put(key(), entry())
+    b.store.put(key("here"), entry())
+    a.until(sent=1)
+    b.tier.lookups.clear()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(b.path))
+        connection.sendall(encode(Hello(VERSION, "reader")))
+        connection.recv(2**16)
+        digests = [bytes.fromhex(each.digest) for each in (key(), key("here"))]
+        connection.sendall(encode(Read(digests)))
+        wait_for(lambda: b.stats.clients == 2)
+    wait_for(lambda: b.stats.clients == 1)
+    b.tier.lookups.set()
+
+    b.until(fetched=1)
+    assert b.stats.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("url", ["file://STORE", "redis://localhost:1"])
+def test_a_tier_is_only_for_the_memory_of_a_host(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", url.replace("STORE", str(tmp_path / "store")), "--tier", "redis://h"])
+
+    assert ended.value.code == 2
+    assert "--tier is for the memory of a host" in capsys.readouterr().err
+
+
+def test_a_tier_that_is_not_redis_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", f"shm://{tmp_path}/arena.sock", "--tier", f"file://{tmp_path}"])
+
+    assert ended.value.code == 2
+    assert "cannot be a tier: use redis:// or rediss://" in capsys.readouterr().err
 
 
 def test_an_entry_that_replaces_another_stays_on_its_host(redis: RedisServer, a: Host) -> None:
