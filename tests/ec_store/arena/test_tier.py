@@ -1,5 +1,6 @@
 """Two hosts, each with a memory, and a tier behind both: a real Redis."""
 
+import asyncio
 import random
 import re
 import socket
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -22,6 +24,9 @@ from ec_store.__main__ import main
 from ec_store.aio import AsyncStore
 from ec_store.arena import tier
 from ec_store.arena.connection import ArenaConnection
+from ec_store.arena.extents import ExtentAllocator
+from ec_store.arena.index import ArenaIndex
+from ec_store.arena.memory import create_memory
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
     VERSION,
@@ -44,6 +49,7 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
+from ec_store.arena.server import ArenaServer, Peer, Session
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.entry import EntryInfo, encode_header
@@ -63,17 +69,18 @@ class Gated(RedisStore):
     """Tier, each call of which waits while its gate is closed; it counts its reads.
 
     Attributes:
-        lookups, reads, writes: gates of `find`, `get` and `put`, open at first.
+        lookups, reads, writes, removals: gates of `find`, `get`, `put` and `remove`, open at first.
     """
 
     def __init__(self, url: str) -> None:
         super().__init__(RedisStore.from_url(url)._options)  # noqa: SLF001
-        self.lookups, self.reads, self.writes = (threading.Event() for _ in range(3))
+        self.lookups, self.reads = threading.Event(), threading.Event()
+        self.writes, self.removals = threading.Event(), threading.Event()
         self.open_gates()
         self.read: list[EntryKey] = []
 
     def open_gates(self) -> None:
-        for gate in (self.lookups, self.reads, self.writes):
+        for gate in (self.lookups, self.reads, self.writes, self.removals):
             gate.set()
 
     def find(self, digests: Sequence[str]) -> list[EntryInfo | None]:
@@ -88,6 +95,10 @@ class Gated(RedisStore):
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         self.writes.wait(WAIT_S)
         return super().put(key, entry, replace=replace)
+
+    def remove(self, digests: Sequence[str]) -> int:
+        self.removals.wait(WAIT_S)
+        return super().remove(digests)
 
 
 @dataclass
@@ -336,12 +347,12 @@ def test_bytes_that_are_corrupt_in_the_memory_are_not_sent(redis: RedisServer, a
 def test_an_entry_that_was_replaced_after_its_look_up_does_not_come(
     redis: RedisServer, a: Host, b: Host
 ) -> None:
-    a.store.put(key(), sized(100))
+    a.store.put(key(), entry())
     a.until(sent=1)
     b.tier.reads.clear()
     assert b.store.lookup([key()])[0] is not None
     with RedisStore.from_url(redis.url()) as other:
-        other.put(key(), sized(50), replace=True)
+        other.put(key(), entry(metadata={"image_grid_thw": [1, 2, 2]}), replace=True)
     b.tier.reads.set()
 
     assert b.store.get(key()) is None
@@ -508,8 +519,10 @@ def test_a_deleted_entry_is_deleted_in_the_tier(redis: RedisServer, a: Host, b: 
     a.store.put(key(), entry())
     a.until(sent=1)
 
+    a.tier.removals.clear()
     assert a.store.delete([key()]) == 1
     assert a.store.lookup([key()]) == [None]
+    a.tier.removals.set()
     wait_for(lambda: not in_redis(redis, key()))
     assert b.store.lookup([key()]) == [None]
 
@@ -578,6 +591,26 @@ def test_a_look_up_asks_the_tier_for_a_bounded_number_of_entries(
 
     assert a.store.lookup([key(str(number)) for number in range(5)]) == [None] * 5
     assert (a.counts.misses, a.counts.skipped) == (2, 3)
+
+
+async def test_a_request_that_waited_for_the_tier_is_dropped_while_its_connection_closes(
+    redis: RedisServer,
+) -> None:
+    memory = create_memory(MIB)
+    index = ArenaIndex(ExtentAllocator(MIB, MIB))
+    server = ArenaServer(memory, index, tier=RedisStore.from_url(redis.url()))
+    session = Session(server, 1, Peer(None), "reader")
+    transport = Mock(spec=asyncio.Transport, get_write_buffer_size=lambda: 0)
+    session.connection_made(transport)
+
+    session.data_received(encode(Read([bytes(32)])))
+    transport.is_closing.return_value = True
+    [task] = asyncio.all_tasks() - {asyncio.current_task()}
+    await task
+    await asyncio.sleep(0)
+
+    transport.write.assert_not_called()
+    await server.close()
 
 
 def test_a_client_that_is_gone_gets_no_pin_after_its_look_up(a: Host, b: Host) -> None:
