@@ -66,8 +66,6 @@ MAX_FAILED = 4096
 
 T = TypeVar("T")
 
-_NOTHING = np.empty(0, np.uint8)
-
 
 class Tier(Protocol):
     """Store behind an arena. Each method is called on threads, and has a deadline of its own.
@@ -349,7 +347,7 @@ class TierTransfers:
             data = parts[0].data
         else:
             data = self._buffers.take_buffer(slot.size_bytes)
-            np.concatenate([*parts, _NOTHING], out=np.frombuffer(data, np.uint8))
+            np.concatenate(parts, out=np.frombuffer(data, np.uint8))
         # Without a checksum yet, the one that the tier computes is the first.
         if slot.checksum and checksum(data) != slot.checksum:
             raise CorruptEntry(f"the bytes of {slot.digest.hex()} do not match their checksum")

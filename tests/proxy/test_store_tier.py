@@ -25,10 +25,10 @@ SERVE = """
 import sys
 from ec_store.arena import tier
 from ec_store.__main__ import main
-tier.LOOKUP_S = 20
-main(["serve", *sys.argv[1:], "--port", "0"])
+tier.LOOKUP_S = float(sys.argv[1])
+main(["serve", *sys.argv[2:], "--port", "0"])
 """
-"""`ec-store serve`, where a look-up in the tier has the time that a busy machine needs."""
+"""`ec-store serve` with another time limit of look-ups in the tier."""
 
 BODY = request(image(b"x" * 100_000))
 
@@ -53,18 +53,19 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 def start_hosts(tmp_path: Path) -> Iterator[StartHosts]:
     with ExitStack() as stack:
 
-        def start_host(name: str, options: Sequence[str]) -> Host:
+        def start_host(name: str, lookup_s: float, options: Sequence[str]) -> Host:
             path = tmp_path / f"{name}.sock"
             url = f"shm://{path}?max_bytes=16MiB&timeout=20s"
             process = stack.enter_context(
-                subprocess.Popen([sys.executable, "-c", SERVE, url, *options])
+                subprocess.Popen([sys.executable, "-c", SERVE, str(lookup_s), url, *options])
             )
             stack.callback(process.terminate)
             store = stack.enter_context(ArenaStore(ArenaOptions(str(path), timeout_s=20)))
             return Host(url, Backed(store, tmp_path))
 
-        def start_hosts(*options: str) -> list[Host]:
-            hosts = [start_host(name, options) for name in "ab"]
+        def start_hosts(*options: str, lookup_s: float = 20) -> list[Host]:
+            """Start two; a look-up has the time that a busy machine needs."""
+            hosts = [start_host(name, lookup_s, options) for name in "ab"]
             deadline_s = time.monotonic() + 60
             for host in hosts:
                 while not is_registered(host.backed.store):
@@ -108,6 +109,33 @@ async def test_an_entry_of_another_host_costs_no_encode_and_no_upload(
         assert await items_of(other, BODY) == {"hit": 1}
         assert encoded(other) == 0
         assert media_types(other.d) == [["image_embeds"]]
+
+
+async def test_an_encode_instance_and_its_consumer_may_be_on_two_hosts(
+    launch: Launch, start_hosts: StartHosts, redis: RedisServer
+) -> None:
+    a, b = start_hosts("--tier", redis.url())
+    async with proxies(launch, b) as [fleet]:
+        fleet.e.chat = a.backed.encodes
+
+        assert await items_of(fleet, BODY) == {"encoded": 1}
+        assert media_types(fleet.d) == [["image_embeds"]]
+        await asyncio.gather(*a.backed.writes)
+        a.backed.store.close()
+
+
+@pytest.mark.fault(110)
+async def test_requests_are_served_while_the_tier_hangs(
+    launch: Launch, start_hosts: StartHosts, redis: RedisServer
+) -> None:
+    _, host = start_hosts("--tier", redis.url("timeout=200ms"), lookup_s=0.01)
+    async with proxies(launch, host) as [fleet]:
+        with redis.paused():
+            for number in range(4):
+                body = request(image(str(number).encode()))
+                assert await items_of(fleet, body) == {"encoded": 1}
+                await asyncio.gather(*host.backed.writes)
+                assert await items_of(fleet, body) == {"hit": 1}
 
 
 async def test_the_proxy_of_another_host_sends_the_media_without_a_tier(
