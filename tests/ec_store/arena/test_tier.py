@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -678,6 +678,42 @@ async def test_the_service_has_a_metric_for_each_number_of_the_tier(
         f"ec_store_tier_{field}" for field in TierStats.__struct_fields__
     }
     assert [name for name in names if f"`{name}" not in document] == []
+
+
+def test_hosts_that_write_read_and_delete_at_once_get_no_wrong_byte(start: Start) -> None:
+    hosts = [start(size_bytes=2 * MIB, segment_bytes=MIB) for _ in range(2)]
+    sizes = {key(str(number)): 2 * number * 4001 for number in range(40)}  # 6 MB in all
+
+    def work(seed: int) -> int:
+        chosen, found = random.Random(seed), 0  # noqa: S311
+        store = hosts[seed % 2].client(timeout_s=5)
+        for _ in range(200):
+            one = chosen.choice(list(sizes))
+            match chosen.randrange(10):
+                case 0:
+                    store.delete([one])
+                case 1 | 2 | 3:
+                    with suppress(StoreUnavailable):  # it is full
+                        store.put(one, varied(sizes[one]))
+                case 4 | 5:
+                    store.lease([one], 0.01)
+                case _:
+                    read = store.get(one)
+                    found += read is not None
+                    if read is not None:
+                        assert_same(varied(sizes[one]), read)
+        return found
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sum(pool.map(work, range(6)))
+    for host in hosts:
+        assert host.counts.fetched
+        assert host.counts.corrupt == host.tier.counts["corrupt"] == 0
+        for client in host.clients:
+            client.close()  # a client sends its released pins with its next request
+        while host.stats.begun_bytes or host.stats.pinned_bytes or host.counts.queued:
+            time.sleep(0.005)
+        assert [row.problem for row in host.store.verify() if row.problem] == []
 
 
 def test_a_host_without_a_tier_has_no_numbers_of_one(tmp_path: Path) -> None:
