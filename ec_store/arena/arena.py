@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from ec_store.arena.index import ArenaIndex, Client, Refusal, Slot, pinned_bytes
 from ec_store.arena.protocol import (
+    MAX_REPLY_BYTES,
     BadMessage,
     Begin,
     Begun,
@@ -35,7 +36,13 @@ from ec_store.arena.protocol import (
 )
 
 PAGE_ROWS = 256
-"""Rows in one page of a listing, each with a header of some hundred bytes."""
+"""Upper bound of the rows in one page of a listing, each with a header of some hundred bytes."""
+
+PAGE_BYTES = 2**20
+"""Bytes of headers after which a page of a listing ends."""
+
+MAX_HEADERS_BYTES = MAX_REPLY_BYTES // 2
+"""Upper bound of the headers in one reply."""
 
 MAX_MODELS = 1024
 """Upper bound of the models with a registered namespace."""
@@ -97,7 +104,9 @@ class Arena:
                 index.unpin(client, numbers, now_s)
                 return None
             case Read(digests):
-                return Pins(list(map(self._pin, digests, index.pin(client, digests, now_s))))
+                pins = index.pin(client, digests, now_s)
+                headers = self._headers(digests, [None if pin is None else pin[1] for pin in pins])
+                return Pins(list(map(_pin, pins, headers)))
             case Begin(digest, namespace, size_bytes, replace):
                 slot = Slot(digest, namespace, size_bytes, replace)
                 number = index.begin(client, slot, now_s)
@@ -145,16 +154,18 @@ class Arena:
         return Claimed([not header and next(held) for header in headers], headers)
 
     def _headers(self, digests: Sequence[bytes], slots: Sequence[Slot | None]) -> list[bytes]:
-        return [
+        """Return the header of each entry, also of those that come from the tier.
+
+        Raises:
+            BadMessage: they are too large for a reply.
+        """
+        headers = [
             self._coming(digest) if slot is None else slot.header
             for digest, slot in zip(digests, slots, strict=True)
         ]
-
-    def _pin(self, digest: bytes, pin: tuple[int, Slot] | None) -> Pin:
-        if pin is None:
-            return Pin(0, self._coming(digest), [])
-        number, slot = pin
-        return Pin(number, slot.header, list(slot.extents), slot.checksum)
+        if sum(map(len, headers)) > MAX_HEADERS_BYTES:
+            raise BadMessage(f"the headers of these {len(headers)} entries do not fit into a reply")
+        return headers
 
     def _coming(self, digest: bytes) -> bytes:
         """Return the header of an entry that comes from the tier; empty if it does not."""
@@ -167,12 +178,14 @@ class Arena:
         return Done(self.index.purge(namespace))
 
     def _page(self, after: bytes, now_s: float) -> Page:
-        return Page(
-            [
-                Row(slot.digest, slot.header, slot.taken_bytes, now_s - slot.used_s)
-                for slot in self.index.slots_after(after, PAGE_ROWS)
-            ]
-        )
+        rows: list[Row] = []
+        left_bytes = PAGE_BYTES
+        for slot in self.index.slots_after(after, PAGE_ROWS):
+            if left_bytes <= 0:
+                break
+            left_bytes -= len(slot.header)
+            rows.append(Row(slot.digest, slot.header, slot.taken_bytes, now_s - slot.used_s))
+        return Page(rows)
 
     def _register(self, model: bytes, namespace: bytes) -> Namespaces:
         if model:
@@ -205,3 +218,10 @@ class Arena:
             oldest_pin_s=now_s - min(pins, default=now_s),
             tier=self.tier,
         )
+
+
+def _pin(pin: tuple[int, Slot] | None, header: bytes) -> Pin:
+    if pin is None:
+        return Pin(0, header, [])
+    number, slot = pin
+    return Pin(number, header, list(slot.extents), slot.checksum)

@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import xxhash
 
 from ec_store.arena.index import ArenaIndex, Slot
-from ec_store.arena.memory import Bytes, parts_of
+from ec_store.arena.memory import Bytes, parts_of, populate
 
 BATCH_BYTES = 16 * 2**20
 """Bytes of entries that are handed to the thread at once, or one larger entry."""
@@ -23,22 +24,32 @@ class Checksums:
     """Computation of the checksums of an index, in the order of the writes."""
 
     def __init__(self, index: ArenaIndex, memory: Bytes) -> None:
-        """Create the computation over a mapped memory; `run` starts it."""
+        """Create the computation over a mapped memory, which `close` unmaps."""
         self._index = index
         self._memory = memory
         self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start on the running event loop."""
+        populate(self._memory, write=False)
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """End after the entries that are being hashed."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._memory = np.empty(0, np.uint8)
 
     def wake(self) -> None:
         """Compute the checksums of `unhashed` soon."""
         if self._index.unhashed:
             self._woken.set()
 
-    async def run(self) -> None:
-        """Compute until this task is cancelled.
-
-        The entries need no pin: the bytes of a slot are reused only after it was removed, and the
-        checksum of a removed slot is never read. So no write waits for the thread.
-        """
+    async def _run(self) -> None:
+        # The entries need no pin: the bytes of a slot are reused only after it was removed, and the
+        # checksum of a removed slot is never read. So no write waits for the thread.
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, "ec-store-checksum") as thread:
             while True:

@@ -1,23 +1,31 @@
 """Connection of a process to the server of an arena, for callers that wait for each reply."""
 
+import array
+import errno
 import os
+import select
 import socket
+import stat
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+from queue import Empty, LifoQueue
 from typing import TypeVar
 
 import numpy as np
 
 from ec_store.arena.extents import Extent
-from ec_store.arena.memory import Bytes, map_memory, parts_of
+from ec_store.arena.memory import Bytes, map_memory, parts_of, populate
 from ec_store.arena.protocol import (
     LENGTH_BYTES,
     MAX_REPLY_BYTES,
     VERSION,
     BadMessage,
     Begun,
+    Done,
     Failed,
     Forget,
     Hello,
@@ -26,6 +34,7 @@ from ec_store.arena.protocol import (
     Request,
     Role,
     Unpin,
+    Wait,
     Welcome,
     encode,
     read_reply,
@@ -34,7 +43,10 @@ from ec_store.counts import ForkLock, after_fork
 from ec_store.errors import StoreUnavailable
 
 CHUNK_BYTES = 2**18
-MAX_HELLO_BYTES = 2**16
+MAX_WELCOME_BYTES = 2**16
+
+MAX_WAITS = 16
+"""Upper bound of the threads of a process that wait at a server at once."""
 
 R = TypeVar("R", bound=Reply)
 
@@ -42,33 +54,42 @@ R = TypeVar("R", bound=Reply)
 class MappedArena:
     """Memory of one server, mapped in this process by one connection.
 
-    It stays mapped while a view of it exists, whatever happens to the server.
+    It stays mapped while the connection lasts or a view of it exists.
 
     Attributes:
-        name, session: as in `Welcome`.
-        memory: its bytes; empty for a proxy.
+        name, session, segment_bytes: as in `Welcome`.
+        memory: its bytes; empty for a proxy, and after the connection was lost.
         released: pins of entries that are no longer read here. A finalizer may append to it within
             any other call of its thread, so there is no lock.
         pins: number of pins since the beginning that have not been sent as released.
         writes: begun writes into which bytes may be copied now.
     """
 
-    def __init__(self, welcome: Welcome, fds: Sequence[int], role: Role) -> None:
-        """Map the memory, and leave its descriptor open.
+    def __init__(
+        self, welcome: Welcome, fds: Sequence[int], role: Role, mapped: "MappedMemories"
+    ) -> None:
+        """Map the memory unless it is among the mapped ones, and leave its descriptor open.
 
         Raises:
             BadMessage: the server has sent no memory.
             OSError: the memory cannot be mapped.
         """
         self.name, self.session = welcome.arena, welcome.session
+        self.segment_bytes = welcome.segment_bytes
         self.released: deque[int] = deque()
         self.pins = 0
         self.writes: set[int] = set()
+        self.lost = False
         self.memory: Bytes = np.empty(0, np.uint8)
         if role != "proxy":
             if len(fds) != 1:
                 raise BadMessage("the server has sent no memory")
-            self.memory = map_memory(fds[0], welcome.size_bytes, write=role == "writer")
+            memory = mapped.get(self.name)
+            if memory is None or len(memory) != welcome.size_bytes:
+                memory = map_memory(fds[0], welcome.size_bytes, write=role == "writer")
+                mapped[self.name] = memory
+                populate(memory, write=role == "writer")
+            self.memory = memory
 
     @property
     def unused(self) -> bool:
@@ -80,11 +101,24 @@ class MappedArena:
 
         Raises:
             BadMessage: the extents are not in the memory, or too small.
+            StoreUnavailable: the connection was lost.
         """
+        if self.lost:
+            raise StoreUnavailable("the connection to the arena was lost")
         try:
             return parts_of(self.memory, extents, size_bytes)
         except ValueError as error:
             raise BadMessage(str(error)) from None
+
+    def unmap(self) -> None:
+        """Unmap the memory after the last view of it is deleted: the connection was lost."""
+        self.lost = True
+        self.memory = np.empty(0, np.uint8)
+
+
+MappedMemories = weakref.WeakValueDictionary[bytes, Bytes]
+"""Memories that are mapped, by name: one whose connection was lost, and made again, is not mapped
+twice."""
 
 
 class ArenaConnection:
@@ -102,6 +136,7 @@ class ArenaConnection:
         self._socket: socket.socket | None = None
         self._arena: MappedArena | None = None
         self._earlier: list[MappedArena] = []
+        self._mapped: MappedMemories = MappedMemories()
         after_fork(self._forget_parent)
 
     def call(
@@ -124,12 +159,15 @@ class ArenaConnection:
             StoreUnavailable: there is no server, it is too slow, its reply is unusable, or it is
                 another one than `within` belongs to. The next call connects again.
         """
+        deadline_s = time.monotonic() + self._timeout_s + seconds
         with self._lock.mutex:
+            if time.monotonic() >= deadline_s:
+                raise StoreUnavailable(f"the arena at {self._path}: other calls took all the time")
             if within not in {None, self._arena}:
                 raise StoreUnavailable(f"{self._path}: the connection to the arena was lost")
             try:
-                arena = self._arena or self._connect()
-                reply = self._exchange(arena, request, self._timeout_s + seconds)
+                arena = self._arena or self._connect(deadline_s)
+                reply = self._exchange(arena, request, deadline_s)
                 checked = _expect(reply, reply_type)
             except (OSError, BadMessage) as error:
                 self._disconnect()
@@ -143,6 +181,36 @@ class ArenaConnection:
                 arena.writes.add(reply.number)
             return checked, arena
 
+    def settle(self) -> None:
+        """Send the releases of pins, which otherwise wait for the next call.
+
+        Disconnect if the server has closed the connection: its memory is unmapped.
+        """
+        with self._lock.mutex:
+            connection, arena = self._socket, self._arena
+            if connection is None or arena is None:
+                return
+            ended = select.poll()
+            ended.register(connection, select.POLLRDHUP)
+            try:
+                if ended.poll(0):
+                    self._disconnect()
+                elif arena.released:
+                    connection.settimeout(self._timeout_s)
+                    connection.sendall(_unpin(arena))
+            except OSError:
+                self._disconnect()
+
+    @property
+    def arena(self) -> MappedArena | None:
+        """Return the memory of the connection; None while it is lost."""
+        return self._arena
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Return the bytes that are mapped, earlier memories that are still read included."""
+        return sum(len(memory) for memory in self._mapped.values())
+
     def close(self) -> None:
         """Close the connection; the server frees what it held.
 
@@ -154,30 +222,30 @@ class ArenaConnection:
                     self._socket.sendall(_unpin(self._arena))
             self._disconnect()
 
-    def _connect(self) -> MappedArena:
+    def _connect(self, deadline_s: float) -> MappedArena:
+        check_folder(Path(self._path).parent)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = connection
-        connection.settimeout(self._timeout_s)
+        _set_deadline(connection, deadline_s)
         connection.connect(self._path)
-        connection.sendall(encode(Hello(VERSION, self._role)))
-        data, fds, _, _ = socket.recv_fds(connection, MAX_HELLO_BYTES, 1)
+        with suppress(ConnectionError):  # refused, and the reason is in its reply
+            connection.sendall(encode(Hello(VERSION, self._role)))
+        data, fds = _receive_fds(connection)
         try:
-            deadline_s = time.monotonic() + self._timeout_s
-            reply = _receive(connection, bytearray(data), deadline_s)
+            reply = _receive(connection, data, deadline_s)
             if isinstance(reply, Failed):
                 raise BadMessage(reply.text)
-            self._arena = MappedArena(_expect(reply, Welcome), fds, self._role)
+            self._arena = MappedArena(_expect(reply, Welcome), fds, self._role, self._mapped)
         finally:
             for fd in fds:
                 os.close(fd)
         return self._arena
 
-    def _exchange(self, arena: MappedArena, request: Request, timeout_s: float) -> Reply:
+    def _exchange(self, arena: MappedArena, request: Request, deadline_s: float) -> Reply:
         connection = self._socket
         if connection is None:
             raise BadMessage("it is closed")
-        connection.settimeout(timeout_s)
-        deadline_s = time.monotonic() + timeout_s
+        _set_deadline(connection, deadline_s)
         unused = [earlier for earlier in self._earlier if earlier.unused]
         for earlier in unused:
             if earlier.name == arena.name:
@@ -191,6 +259,7 @@ class ArenaConnection:
         if self._socket is not None:
             self._socket.close()
         if self._arena is not None:  # its last reply, which is lost, may have pinned or begun
+            self._arena.unmap()
             self._earlier.append(self._arena)
         self._socket = self._arena = None
 
@@ -200,6 +269,68 @@ class ArenaConnection:
             self._socket.close()
         self._socket = self._arena = None
         self._earlier = []
+        self._mapped = MappedMemories()
+
+
+class WaitingConnections:
+    """Connections of a process on which its threads wait, one for each thread. Thread-safe."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        """Create connections to the server at a path; `timeout_s` is that of `ArenaConnection`."""
+        self._path = path
+        self._all = [ArenaConnection(path, "proxy", timeout_s) for _ in range(MAX_WAITS)]
+        self._renew()
+        after_fork(self._renew)
+
+    def wait(self, request: Wait) -> None:
+        """Wait until nothing that the request names is expected, or for its time.
+
+        Raises:
+            StoreUnavailable: as `ArenaConnection.call`, or `MAX_WAITS` threads wait already.
+        """
+        try:
+            connection = self._idle.get(timeout=request.seconds)
+        except Empty:
+            raise StoreUnavailable(f"{MAX_WAITS} threads wait at {self._path}") from None
+        try:
+            connection.call(request, Done, seconds=request.seconds)
+        finally:
+            self._idle.put(connection)
+
+    def close(self) -> None:
+        for connection in self._all:
+            connection.close()
+
+    def _renew(self) -> None:
+        """Take all connections as idle: in a child of `fork` no other thread has one."""
+        self._idle: LifoQueue[ArenaConnection] = LifoQueue()  # the last used one is connected
+        for connection in self._all:
+            self._idle.put(connection)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise OSError if every user may write to a folder, and so replace the socket in it."""
+    if folder.stat().st_mode & stat.S_IWOTH:
+        raise PermissionError(errno.EACCES, f"every user may write to {folder}: chmod o-w")
+
+
+def _set_deadline(connection: socket.socket, deadline_s: float) -> None:
+    connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+
+
+def _receive_fds(connection: socket.socket) -> tuple[bytearray, list[int]]:
+    """Return received bytes, and the descriptors that came with them, which no child inherits.
+
+    Python's `recv_fds` ignores its flags: a program that another thread starts at this moment would
+    inherit the memory.
+    """
+    fds = array.array("i")
+    room = socket.CMSG_SPACE(fds.itemsize)
+    data, controls, _, _ = connection.recvmsg(MAX_WELCOME_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, control in controls:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(control[: len(control) - len(control) % fds.itemsize])
+    return bytearray(data), list(fds)
 
 
 def _expect(reply: Reply, reply_type: type[R]) -> R:
@@ -228,7 +359,7 @@ def _receive(connection: socket.socket, data: bytearray, deadline_s: float) -> R
                 raise BadMessage(f"a reply of {max(needed, len(data))} bytes")
             if len(data) == needed:
                 return read_reply(data[LENGTH_BYTES:])
-        connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+        _set_deadline(connection, deadline_s)
         received = connection.recv(CHUNK_BYTES)
         if not received:
             raise BadMessage("the server has closed the connection")

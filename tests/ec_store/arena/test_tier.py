@@ -49,7 +49,7 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
-from ec_store.arena.server import ArenaServer, Peer, Session
+from ec_store.arena.server import ArenaServer, Peer, Session, bind
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.entry import EntryInfo, encode_header
@@ -594,22 +594,24 @@ def test_a_look_up_asks_the_tier_for_a_bounded_number_of_entries(
 
 
 async def test_a_request_that_waited_for_the_tier_is_dropped_while_its_connection_closes(
-    redis: RedisServer,
+    redis: RedisServer, tmp_path: Path
 ) -> None:
-    memory = create_memory(MIB)
-    index = ArenaIndex(ExtentAllocator(MIB, MIB))
-    server = ArenaServer(memory, index, tier=RedisStore.from_url(redis.url()))
-    session = Session(server, 1, Peer(None), "reader")
+    server = ArenaServer(create_memory(MIB), ArenaIndex(ExtentAllocator(MIB, MIB)))
+    server.start(bind(tmp_path / "arena.sock", 0o600), RedisStore.from_url(redis.url()))
+    before = asyncio.all_tasks()
+    session = Session(server, Peer(0, None), Mock())
+    session.role = "reader"
     transport = Mock(spec=asyncio.Transport, get_write_buffer_size=lambda: 0)
     session.connection_made(transport)
 
     session.data_received(encode(Read([bytes(32)])))
     transport.is_closing.return_value = True
-    [task] = asyncio.all_tasks() - {asyncio.current_task()}
+    [task] = asyncio.all_tasks() - before
     await task
     await asyncio.sleep(0)
 
     transport.write.assert_not_called()
+    session.connection_lost(None)
     await server.close()
 
 
