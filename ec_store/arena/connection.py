@@ -167,7 +167,14 @@ class ArenaConnection:
                 raise StoreUnavailable(f"{self._path}: the connection to the arena was lost")
             try:
                 arena = self._arena or self._connect(deadline_s)
-                reply = self._exchange(arena, request, deadline_s)
+                try:
+                    reply = self._exchange(arena, request, deadline_s)
+                except BrokenPipeError:  # the server has ended since the last call
+                    if within is not None:
+                        raise
+                    self._disconnect()
+                    arena = self._connect(deadline_s)
+                    reply = self._exchange(arena, request, deadline_s)
                 checked = _expect(reply, reply_type)
             except (OSError, BadMessage) as error:
                 self._disconnect()

@@ -70,8 +70,8 @@ EXPIRE_EVERY_S = 10.0
 BACKLOG = 128
 
 MAX_CONNECTIONS = 2048
-"""Upper bound of the connections, with those that have ended and still keep bytes. One user may have
-half of them."""
+"""Upper bound of the connections, with those that have ended and still keep bytes. One user may
+have half of them."""
 
 DESCRIPTORS_EACH = 2
 """Descriptors of a connection: its socket, and its process."""

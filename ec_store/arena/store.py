@@ -133,7 +133,8 @@ class ArenaStore(Store):
         """Return an entry (see `Store.get`).
 
         Its bytes are a view of the host's memory, pinned until the last view of them is deleted.
-        An entry in several extents is copied.
+        An entry in several extents is copied. The pin is this process's: a child of `fork` must
+        get the entry again, because inherited bytes may change once the parent has ended.
         """
         pinned = self.pin(key)
         if pinned is None:
