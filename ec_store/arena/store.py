@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
-import numpy as np
 
 from ec_store.arena.checksums import checksum_of
 from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
 from ec_store.arena.extents import Extent
 from ec_store.arena.index import Refusal
-from ec_store.arena.memory import Bytes
+from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
     LONGEST_S,
     MAX_KEYS,
@@ -459,23 +458,6 @@ class EntryWrite:
         """Give the write up. If the server is gone, it has ended already."""
         with suppress(StoreUnavailable):
             self._store.end(self, b"")
-
-
-def copy_in(data: memoryview, parts: Sequence[Bytes]) -> None:
-    """Copy bytes into parts of the memory."""
-    source, begin = np.frombuffer(data, np.uint8), 0
-    for part in parts:
-        np.copyto(part, source[begin : begin + len(part)])
-        begin += len(part)
-
-
-def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
-    """Copy parts of the memory into a buffer, and return it."""
-    target, begin = np.frombuffer(buffer, np.uint8), 0
-    for part in parts:
-        np.copyto(target[begin : begin + len(part)], np.frombuffer(part, np.uint8))
-        begin += len(part)
-    return buffer
 
 
 def _verify(parts: Sequence[Bytes], checksum: str) -> None:

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from ec_store.arena.arena import Arena, Coming
 from ec_store.arena.index import Refusal, Slot
-from ec_store.arena.memory import Bytes, parts_of
+from ec_store.arena.memory import Bytes, copy_in, copy_out, parts_of
 from ec_store.arena.protocol import TierStats
 from ec_store.bounded import BoundedDict
 from ec_store.concurrency import Breaker, DaemonPool
@@ -274,10 +272,7 @@ class TierTransfers:
         # Clients were told of the entry that was looked up: another one must not take its place.
         if entry is None or encode_header(key, entry, "") != coming.header:
             return False
-        source, begin = np.frombuffer(entry.data, np.uint8), 0
-        for part in parts_of(self._memory, slot.extents, slot.size_bytes):
-            np.copyto(part, source[begin : begin + len(part)])
-            begin += len(part)
+        copy_in(entry.data, parts_of(self._memory, slot.extents, slot.size_bytes))
         slot.checksum = checksum(entry.data)
         return True
 
@@ -342,12 +337,11 @@ class TierTransfers:
             raise CorruptEntry(f"the header of {slot.digest.hex()} is that of another entry")
         if self._tier.find([info.key.digest])[0] is not None:
             return False
-        parts = parts_of(self._memory, slot.extents, slot.size_bytes)
+        parts = [part.data for part in parts_of(self._memory, slot.extents, slot.size_bytes)]
         if len(parts) == 1:
-            data = parts[0].data
+            [data] = parts
         else:
-            data = self._buffers.take_buffer(slot.size_bytes)
-            np.concatenate(parts, out=np.frombuffer(data, np.uint8))
+            data = copy_out(parts, self._buffers.take_buffer(slot.size_bytes))
         # Without a checksum yet, the one that the tier computes is the first.
         if slot.checksum and checksum(data) != slot.checksum:
             raise CorruptEntry(f"the bytes of {slot.digest.hex()} do not match their checksum")
