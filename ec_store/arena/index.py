@@ -365,6 +365,14 @@ class ArenaIndex:
         claim = self._claims.get(digest)
         return now_s if claim is None else max(now_s, claim.until_s)
 
+    def lacking(self, digests: Iterable[bytes], now_s: float) -> list[bytes]:
+        """Return the keys of entries that neither exist nor are being written."""
+        return [
+            digest
+            for digest in digests
+            if digest not in self._writing and self._find(digest, now_s) is None
+        ]
+
     def disconnect(self, client: Client) -> None:
         """End the claims of a client that is gone, and let others write what it had begun.
 

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -168,3 +168,20 @@ def parts_of(memory: Bytes, extents: Iterable[Extent], size_bytes: int) -> list[
     if size_bytes:
         raise ValueError(f"the extents lack {size_bytes} bytes")
     return parts
+
+
+def copy_in(data: memoryview, parts: Sequence[Bytes]) -> None:
+    """Copy bytes into parts of the memory."""
+    source, begin = np.frombuffer(data, np.uint8), 0
+    for part in parts:
+        np.copyto(part, source[begin : begin + len(part)])
+        begin += len(part)
+
+
+def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
+    """Copy parts of the memory into a buffer, and return it."""
+    target, begin = np.frombuffer(buffer, np.uint8), 0
+    for part in parts:
+        np.copyto(target[begin : begin + len(part)], np.frombuffer(part, np.uint8))
+        begin += len(part)
+    return buffer

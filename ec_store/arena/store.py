@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
-import numpy as np
 
 from ec_store.arena.checksums import checksum_of
 from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
@@ -22,7 +21,7 @@ from ec_store.arena.fields import (
     key_digest,
 )
 from ec_store.arena.index import Refusal
-from ec_store.arena.memory import Bytes
+from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
     LONGEST_S,
     BadMessage,
@@ -155,11 +154,12 @@ class ArenaStore(Store):
     def pin(self, key: EntryKey) -> "PlacedEntry | None":
         """Return an entry in place (see `Store.get`): nothing is copied.
 
-        It is pinned until the last view of its bytes is deleted.
+        It is pinned until the last view of its bytes is deleted. For an entry that comes from the
+        tier, it waits for half of `timeout_s`: then it is a miss, and not yet late for a caller
+        with that timeout.
         """
-        reply, arena = self._connection.call(Read([key_digest(key)]), Pins)
+        pin, arena = self._read(key_digest(key))
         entry = None
-        [pin] = reply.pins
         if pin.number:
             try:
                 entry = self._pinned(key, arena, pin)
@@ -245,6 +245,7 @@ class ArenaStore(Store):
             bytes=stats.taken_bytes,
             max_bytes=stats.size_bytes,
             leased=stats.leased,
+            tier=None if stats.tier is None else msgspec.structs.asdict(stats.tier),
             **self._process_counts(),
         )
 
@@ -286,6 +287,17 @@ class ArenaStore(Store):
             if left_s <= 0:
                 raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
             self._waiting.wait(Wait([request.digest], left_s))
+
+    def _read(self, digest: bytes) -> tuple[Pin, MappedArena]:
+        """Pin an entry, if it comes from the tier after that, and return the pin."""
+        deadline_s = time.monotonic() + self.options.timeout_s / 2
+        while True:
+            reply, arena = self._connection.call(Read([digest]), Pins)
+            [pin] = reply.pins
+            left_s = deadline_s - time.monotonic()
+            if pin.number or not pin.header or left_s <= 0:
+                return pin, arena
+            self._waiting.wait(Wait([digest], left_s))
 
     def _is_readable(self, digest: bytes) -> bool:
         """Return whether an entry is still there, and of this format."""
@@ -452,23 +464,6 @@ class EntryWrite:
         """Give the write up. If the server is gone, it has ended already."""
         with suppress(StoreUnavailable):
             self._store.end(self, b"")
-
-
-def copy_in(data: memoryview, parts: Sequence[Bytes]) -> None:
-    """Copy bytes into parts of the memory."""
-    source, begin = np.frombuffer(data, np.uint8), 0
-    for part in parts:
-        np.copyto(part, source[begin : begin + len(part)])
-        begin += len(part)
-
-
-def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
-    """Copy parts of the memory into a buffer, and return it."""
-    target, begin = np.frombuffer(buffer, np.uint8), 0
-    for part in parts:
-        np.copyto(target[begin : begin + len(part)], np.frombuffer(part, np.uint8))
-        begin += len(part)
-    return buffer
 
 
 def _verify(parts: Sequence[Bytes], checksum: str) -> None:
