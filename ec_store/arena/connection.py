@@ -1,5 +1,6 @@
 """Connection of a process to the server of an arena, for callers that wait for each reply."""
 
+import errno
 import os
 import socket
 import time
@@ -166,7 +167,11 @@ class ArenaConnection:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = connection
         connection.settimeout(self._timeout_s)
-        connection.connect(self._path)
+        try:
+            connection.connect(self._path)
+        except FileNotFoundError:
+            text = "no such socket; of another container, its folder must be mounted into this one"
+            raise FileNotFoundError(errno.ENOENT, text) from None
         connection.sendall(encode(Hello(VERSION, self._role)))
         data, fds, _, _ = socket.recv_fds(connection, MAX_HELLO_BYTES, 1)
         try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ec_store.device.memory import check_room
+from ec_store.device.memory import available_bytes, check_room
 
 SEGMENT_BYTES = 2**30
 """Bytes that a client registers with CUDA at once."""
@@ -24,6 +24,14 @@ STEP_BYTES = 256 * 2**20
 """Bytes that are allocated at once. The memory that is left is checked before each step."""
 
 HUGE_PAGE_BYTES = 2 * 2**20
+
+SHARE = 8
+"""A memory without a given size takes one part in `SHARE` of what is left."""
+
+LEAST_BYTES = 256 * 2**20
+MOST_BYTES = 64 * 2**30
+"""Bounds of a memory without a given size."""
+
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MFD_HUGE_2MB = 21 << 26  # MFD_HUGE_2MB of memfd_create(2), which `os` has from Python 3.14 on
 
@@ -43,6 +51,15 @@ class ArenaMemory:
     size_bytes: int
     segment_bytes: int
     pages: str
+
+
+def default_bytes() -> int:
+    """Return the size of a memory for which none is given, in whole huge pages.
+
+    It is an eighth of what the machine, and the control groups of this process, have left.
+    """
+    left_bytes = (available_bytes() or 0) // SHARE
+    return min(MOST_BYTES, max(LEAST_BYTES, left_bytes - left_bytes % HUGE_PAGE_BYTES))
 
 
 def create_memory(size_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> ArenaMemory:
