@@ -1,6 +1,7 @@
 """Command-line interface `ec-store`, also `python -m ec_store`: lists, checks and serves stores."""
 
 import argparse
+import asyncio
 import errno
 import os
 import sys
@@ -11,6 +12,7 @@ from functools import partial
 from importlib.metadata import version
 from ipaddress import ip_address
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import quote
 
@@ -24,8 +26,8 @@ from ec_store.aio import AsyncStore
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
-from ec_store.arena.server import ArenaServer, bind
-from ec_store.arena.sockets import SYSTEM, find_sockets, make_folder, runtime_folder
+from ec_store.arena.server import ArenaServer, bind, raise_open_files
+from ec_store.arena.sockets import SYSTEM, find_sockets, runtime_folder
 from ec_store.arena.store import ArenaStore
 from ec_store.base import Listed, Store
 from ec_store.config import duration_s, octal, redacted, size_bytes, size_text
@@ -259,12 +261,13 @@ async def _serve_memory(store: ArenaStore, _: web.Application) -> AsyncIterator[
     options = store.options
     path = Path(options.path)
     try:
-        make_folder(path.parent)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         listener = bind(path, options.mode)
     except OSError as error:
         raise StoreUnavailable(f"cannot listen at {path}: {error}") from error
-    try:
-        memory = create_memory(options.max_bytes)
+    stopped = Event()
+    try:  # on a thread, so that a signal can stop it
+        memory = await asyncio.to_thread(create_memory, options.max_bytes, stopped=stopped.is_set)
     except OSError as error:
         listener.close()
         advice = ""
@@ -272,10 +275,12 @@ async def _serve_memory(store: ArenaStore, _: web.Application) -> AsyncIterator[
             advice = ": this kernel or container allows no memfd, use a store in a directory"
         text = f"no memory of {size_text(options.max_bytes)}: {error}{advice}"
         raise StoreUnavailable(text) from error
+    finally:
+        stopped.set()
     extents = ExtentAllocator(memory.size_bytes, memory.segment_bytes)
     # No client can take all of the memory from the others.
     index = ArenaIndex(extents, client_bytes=memory.size_bytes // 2, ttl_s=options.ttl_s)
-    server = ArenaServer(memory, index)
+    server = ArenaServer(memory, index, max_connections=raise_open_files())
     server.start(listener)
     print(f"ec-store: {size_text(memory.size_bytes)} in {memory.pages} at {path}", file=sys.stderr)
     yield

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -62,29 +63,43 @@ def default_bytes() -> int:
     return min(MOST_BYTES, max(LEAST_BYTES, left_bytes - left_bytes % HUGE_PAGE_BYTES))
 
 
-def create_memory(size_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> ArenaMemory:
+def create_memory(
+    size_bytes: int,
+    segment_bytes: int = SEGMENT_BYTES,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+) -> ArenaMemory:
     """Create and seal a memory with all of its pages.
+
+    Args:
+        size_bytes: its size.
+        segment_bytes: as in `ArenaMemory`.
+        stopped: whether to give up; it is called before each step.
 
     Raises:
         OSError: the machine, or a control group of this process, has not that much memory left.
+        InterruptedError: it was stopped.
     """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     if size_bytes % HUGE_PAGE_BYTES == 0:
         # Reserved pages are no part of the memory that the machine has left.
         with suppress(OSError):  # none are reserved, or too few
-            fd = _allocate(size_bytes, flags | os.MFD_HUGETLB | _MFD_HUGE_2MB, reserved=True)
+            huge = flags | os.MFD_HUGETLB | _MFD_HUGE_2MB
+            fd = _allocate(size_bytes, huge, stopped, reserved=True)
             return ArenaMemory(fd, size_bytes, segment_bytes, "reserved huge pages of 2 MiB")
-    fd = _allocate(size_bytes, flags, reserved=False)
+    fd = _allocate(size_bytes, flags, stopped, reserved=False)
     return ArenaMemory(fd, size_bytes, segment_bytes, "pages of 4 KiB")
 
 
-def _allocate(size_bytes: int, flags: int, *, reserved: bool) -> int:
+def _allocate(size_bytes: int, flags: int, stopped: Callable[[], bool], *, reserved: bool) -> int:
     if not reserved:
         check_room(size_bytes)
     fd = os.memfd_create("ec-store", flags)
     try:
         os.ftruncate(fd, size_bytes)
         for offset in range(0, size_bytes, STEP_BYTES):
+            if stopped():
+                raise InterruptedError(errno.EINTR, "it was stopped")
             step = min(STEP_BYTES, size_bytes - offset)
             if not reserved:
                 check_room(step)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ec_store.arena.connection import ArenaConnection, Bytes, MappedArena
+from ec_store.arena.connection import ArenaConnection, Bytes, MappedArena, WaitingConnections
 from ec_store.arena.index import Refusal
 from ec_store.arena.protocol import (
     LONGEST_S,
@@ -75,7 +75,7 @@ class ArenaStore(Store):
         self.options = options
         self._role = role
         self._connection = ArenaConnection(options.path, role, options.timeout_s)
-        self._waiting = ArenaConnection(options.path, "proxy", options.timeout_s)
+        self._waiting = WaitingConnections(options.path, options.timeout_s)
         self._buffers = Buffers()
         self.counts = Counts()
 
@@ -106,7 +106,8 @@ class ArenaStore(Store):
         """Return an entry (see `Store.get`).
 
         Its bytes are a view of the host's memory, pinned until the last view of them is deleted.
-        An entry in several extents is copied.
+        An entry in several extents is copied. The pin is this process's: a child of `fork` must
+        get the entry again, because inherited bytes may change once the parent has ended.
         """
         reply, arena = self._connection.call(Read([_digest(key)]), Pins)
         entry = None
@@ -238,7 +239,7 @@ class ArenaStore(Store):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
-            self._waiting.call(Wait([request.digest], left_s), Done, seconds=left_s)
+            self._waiting.wait(Wait([request.digest], left_s))
 
     def _is_readable(self, digest: bytes) -> bool:
         """Return whether an entry is still there, and of this format."""
