@@ -29,7 +29,7 @@ from ec_store.arena.memory import create_memory
 from ec_store.arena.server import ArenaServer, bind, raise_open_files
 from ec_store.arena.sockets import SYSTEM, find_sockets, runtime_folder
 from ec_store.arena.store import ArenaStore
-from ec_store.base import Listed, Store
+from ec_store.base import Listed, MemoryStats, Store
 from ec_store.config import duration_s, octal, redacted, size_bytes, size_text
 from ec_store.disk.config import DiskConfig, GivenSettings
 from ec_store.disk.store import SharedDiskStore
@@ -154,10 +154,31 @@ def _stat(store: Store, args: argparse.Namespace) -> int:
         f"max_bytes  {_shown(stats.max_bytes, size_text)}",
         f"leased     {_shown(stats.leased, '{:,}'.format)}",
     ]
+    if stats.memory is not None:
+        lines += _memory_lines(stats.memory)
     lines += [f"model      {model}: {namespace}" for model, namespace in namespaces.items()]
     shown = {"url": redacted(args.url), **asdict(stats), "namespaces": namespaces}
     _print_result(args, shown, "\n".join(lines))
     return 0
+
+
+def _memory_lines(memory: MemoryStats) -> list[str]:
+    pinned = size_text(memory.pinned_bytes)
+    if memory.pinned_bytes:
+        pinned += f", the oldest pin for {memory.oldest_pin_s:.0f} s"
+    return [
+        f"pages      {memory.pages}",
+        f"clients    {memory.clients:,}",
+        f"pinned     {pinned}",
+        f"begun      {size_text(memory.begun_bytes)}",
+        f"gone       {size_text(memory.gone_bytes)}",
+        f"refused    {memory.refused:,}",
+        *(
+            f"process    {use.role} {use.pid}: {size_text(use.pinned_bytes)} pinned, "
+            f"{size_text(use.begun_bytes)} begun"
+            for use in memory.uses
+        ),
+    ]
 
 
 def _ls(store: Store, args: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ import random
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Self, TypeVar
 
 import msgspec
@@ -45,7 +45,7 @@ from ec_store.arena.protocol import (
     Wait,
 )
 from ec_store.arena.url import ArenaOptions, arena_options
-from ec_store.base import LONGEST_CLAIM_S, Listed, Store, StoreStats
+from ec_store.base import LONGEST_CLAIM_S, Listed, MemoryStats, Store, StoreStats
 from ec_store.counts import Counts
 from ec_store.entry import Buffers, Entry, EntryInfo, checksum, encode_header, parse_header
 from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
@@ -55,6 +55,8 @@ R = TypeVar("R", bound=Reply)
 
 CHUNK_BYTES = 256 * 2**10
 """Bytes that are copied and then hashed: less than the cache of a core."""
+
+MEMORY_STATS = [each.name for each in fields(MemoryStats)]
 
 OTHERS_WRITE_S = 10.0
 """Time in seconds that `put` waits for another process that writes the same entry."""
@@ -199,7 +201,8 @@ class ArenaStore(Store):
             bytes=stats.taken_bytes,
             max_bytes=stats.size_bytes,
             leased=stats.leased,
-            **self._process_counts(),
+            **(self._process_counts() | {"evictions": stats.evictions}),
+            memory=MemoryStats(**{name: getattr(stats, name) for name in MEMORY_STATS}),
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:

@@ -1,6 +1,7 @@
 """Commands of `ec-store` on the memory of a host, and where they find its server."""
 
 import json
+import os
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -52,10 +53,15 @@ def test_stat_finds_the_memory_of_this_host(path: Path, capsys: pytest.CaptureFi
     with serving(path), open_store(f"shm://{path}") as store:
         store.put(KEY, entry())
         store.register_namespace("m", "ns")
+        held = store.get(KEY)
         code, out, _ = run(capsys, "stat")
         found = json.loads(run(capsys, "stat", "--json")[1])
+        del held
 
     assert code == 0
+    assert "pinned     4.0 KiB, the oldest pin for 0 s\n" in out
+    assert f"process    writer {os.getpid()}: 4.0 KiB pinned, 0 B begun\n" in out
+    assert found["memory"]["pinned_bytes"] == 4096
     assert f"store      shm://{path}\nentries    1\n" in out
     assert "max_bytes  64.0 MiB" in out
     assert "model      m: ns" in out
