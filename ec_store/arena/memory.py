@@ -55,12 +55,13 @@ class ArenaMemory:
 
 
 def default_bytes() -> int:
-    """Return the size of a memory for which none is given, in whole huge pages.
+    """Return the size of a memory for which none is given, a multiple of `LEAST_BYTES`.
 
-    It is an eighth of what the machine, and the control groups of this process, have left.
+    It is an eighth of what the machine, and the control groups of this process, have left. So a
+    second one fits beside it, while clients still map the memory of a killed server.
     """
-    left_bytes = (available_bytes() or 0) // SHARE
-    return min(MOST_BYTES, max(LEAST_BYTES, left_bytes - left_bytes % HUGE_PAGE_BYTES))
+    multiples = (available_bytes() or 0) // SHARE // LEAST_BYTES
+    return min(MOST_BYTES, max(1, multiples) * LEAST_BYTES)
 
 
 def create_memory(

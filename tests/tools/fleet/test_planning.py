@@ -516,7 +516,14 @@ def test_fleets_of_one_user_have_sockets_of_their_own(runtime: Path) -> None:
 
 @pytest.mark.parametrize(
     ("left", "size_mib"),
-    [(None, 256), (0, 256), (24 * 2**30 + 1, 3072), (3 * 2**30, 384), (2 * 2**40, 65536)],
+    [
+        (None, 256),
+        (0, 256),
+        (24 * 2**30 + 1, 3072),
+        (3 * 2**30, 256),
+        (4 * 2**30, 512),
+        (2 * 2**40, 65536),
+    ],
 )
 def test_the_default_memory_is_an_eighth_of_what_is_left(
     monkeypatch: pytest.MonkeyPatch, left: int | None, size_mib: int
