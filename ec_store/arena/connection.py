@@ -230,11 +230,15 @@ class ArenaConnection:
             self._disconnect()
 
     def _connect(self, deadline_s: float) -> MappedArena:
-        check_folder(Path(self._path).parent)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = connection
         _set_deadline(connection, deadline_s)
-        connection.connect(self._path)
+        try:
+            check_folder(Path(self._path).parent)
+            connection.connect(self._path)
+        except FileNotFoundError:
+            text = "no such socket; of another container, its folder must be mounted into this one"
+            raise FileNotFoundError(errno.ENOENT, text) from None
         with suppress(ConnectionError):  # refused, and the reason is in its reply
             connection.sendall(encode(Hello(VERSION, self._role)))
         data, fds = _receive_fds(connection)

@@ -71,11 +71,14 @@ class Client:
     """Connection of a process, and all that it holds.
 
     Attributes:
+        pid, role: as in `ClientUse`.
         pins: pinned entry and time of the pin, by number.
         writes: begun write, by number.
         claims: digests that it has claimed last.
     """
 
+    pid: int = 0
+    role: str = ""
     pins: dict[int, tuple[Slot, float]] = field(default_factory=dict)
     writes: dict[int, Slot] = field(default_factory=dict)
     claims: set[bytes] = field(default_factory=set)

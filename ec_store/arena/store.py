@@ -5,7 +5,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -52,7 +52,7 @@ from ec_store.arena.protocol import (
     Wait,
 )
 from ec_store.arena.url import ArenaOptions, arena_options
-from ec_store.base import LONGEST_CLAIM_S, Listed, Store, StoreStats
+from ec_store.base import LONGEST_CLAIM_S, Listed, MemoryStats, Store, StoreStats
 from ec_store.counts import Counts
 from ec_store.entry import (
     Buffers,
@@ -66,6 +66,8 @@ from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnava
 from ec_store.keys import EntryKey, owner_bytes
 
 R = TypeVar("R", bound=Reply)
+
+MEMORY_STATS = [each.name for each in fields(MemoryStats)]
 
 OTHERS_WRITE_S = 10.0
 """Time in seconds that `put` waits for another process that writes the same entry."""
@@ -246,7 +248,8 @@ class ArenaStore(Store):
             max_bytes=stats.size_bytes,
             leased=stats.leased,
             tier=None if stats.tier is None else msgspec.structs.asdict(stats.tier),
-            **self._process_counts(),
+            **(self._process_counts() | {"evictions": stats.evictions}),
+            memory=MemoryStats(**{name: getattr(stats, name) for name in MEMORY_STATS}),
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from ec_store.arena.sockets import default_socket
 from ec_store.config import duration_s, octal, parameters, size_bytes
 
 
@@ -31,11 +32,13 @@ class ArenaOptions:
 def arena_options(url: str) -> ArenaOptions:
     """Parse a URL such as `shm:///run/ec-store/arena.sock?max_bytes=64GiB`.
 
+    Without a path, as in `shm://?max_bytes=64GiB`, it is that of `default_socket`.
+
     Raises:
-        ValueError: it names no path, or has an unknown or invalid parameter.
+        ValueError: the path is relative or too long, or a parameter is unknown or invalid.
     """
     parts = urlsplit(url)
-    path = unquote(parts.path)
+    path = unquote(parts.path) or str(default_socket())
     if parts.netloc or not path.startswith("/") or parts.fragment:
         raise ValueError(f"{url!r} is not of the form shm:///path/of/the/socket")
     if len(path.encode()) > MAX_PATH_BYTES:

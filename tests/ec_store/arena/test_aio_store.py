@@ -43,7 +43,7 @@ from tests.ec_store.arena.served import in_process, serving
 from tests.ec_store.contract import entry, key, sized
 
 WELCOME = encode(Welcome(b"", 1, 0, 0))
-STATS = encode(Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0))
+STATS = encode(Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, "", 0, []))
 KEYS = [key(str(n)) for n in range(8)]
 
 Scenario = Callable[..., Coroutine[Any, Any, None]]
