@@ -173,7 +173,13 @@ class ArenaIndex:
 
     def find(self, digests: Iterable[bytes], now_s: float) -> list[Slot | None]:
         """Return the entries of these keys."""
-        return [self._find(digest, now_s) for digest in digests]
+        get, expired_s = self._entries.get, now_s - self._ttl_s
+        return [
+            slot
+            if (slot := get(digest)) is None or slot.used_s > expired_s
+            else self._find(digest, now_s)
+            for digest in digests
+        ]
 
     def lease(self, digests: Iterable[bytes], seconds: float, now_s: float) -> list[Slot | None]:
         """Return the entries of these keys, which are not evicted for this time."""

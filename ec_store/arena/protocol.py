@@ -254,7 +254,7 @@ class Namespaces(Message, frozen=True):
 
 
 class GetStats(Message, frozen=True):
-    """Get the statistics. The reply is `Stats`. It is also the shortest round trip."""
+    """Get the statistics. The reply is `Stats`. The cost grows with the pins."""
 
 
 class TierStats(msgspec.Struct, array_like=True):
