@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from ec_store.counts import Counts
 from ec_store.entry import Entry, EntryInfo
@@ -27,6 +27,8 @@ class StoreStats:
         drops: entries this process could not write, because the store was full or unreachable.
         corrupt: corrupt entries that this process found and moved aside.
         evictions: entries evicted by this process.
+        tier: numbers of the tier behind a host's memory, by name
+            (`ec_store.arena.protocol.TierStats`); None without one.
     """
 
     entries: int | None
@@ -39,6 +41,7 @@ class StoreStats:
     drops: int
     corrupt: int
     evictions: int
+    tier: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +225,7 @@ class Store(ABC):
     @abstractmethod
     def stats(self) -> StoreStats: ...
 
-    def _process_counts(self) -> dict[str, int]:
+    def _process_counts(self) -> dict[str, Any]:
         """Return the counts that `StoreStats` has."""
         names = ("hits", "misses", "puts", "drops", "corrupt", "evictions")
         return {name: self.counts[name] for name in names}

@@ -4,18 +4,26 @@ import random
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Self, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
-import numpy as np
-import xxhash
 
-from ec_store.arena.connection import ArenaConnection, Bytes, MappedArena, WaitingConnections
+from ec_store.arena.checksums import checksum_of
+from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
+from ec_store.arena.extents import Extent
+from ec_store.arena.fields import (
+    decode_name,
+    digest_chunks,
+    encode_name,
+    entry_info,
+    key_digest,
+)
 from ec_store.arena.index import Refusal
+from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
     LONGEST_S,
-    MAX_KEYS,
     BadMessage,
     Begin,
     Begun,
@@ -39,7 +47,6 @@ from ec_store.arena.protocol import (
     Release,
     Reply,
     Request,
-    Role,
     Row,
     Stats,
     Wait,
@@ -47,14 +54,18 @@ from ec_store.arena.protocol import (
 from ec_store.arena.url import ArenaOptions, arena_options
 from ec_store.base import LONGEST_CLAIM_S, Listed, Store, StoreStats
 from ec_store.counts import Counts
-from ec_store.entry import Buffers, Entry, EntryInfo, checksum, encode_header, parse_header
+from ec_store.entry import (
+    Buffers,
+    Entry,
+    EntryInfo,
+    HeldEntry,
+    encode_header,
+    parse_header,
+)
 from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
 from ec_store.keys import EntryKey, owner_bytes
 
 R = TypeVar("R", bound=Reply)
-
-CHUNK_BYTES = 256 * 2**10
-"""Bytes that are copied and then hashed: less than the cache of a core."""
 
 OTHERS_WRITE_S = 10.0
 """Time in seconds that `put` waits for another process that writes the same entry."""
@@ -70,11 +81,10 @@ class ArenaStore(Store):
         options: options of its URL.
     """
 
-    def __init__(self, options: ArenaOptions, role: Role = "writer") -> None:
-        """Create a store; a `proxy` cannot read or write entries, only look them up."""
+    def __init__(self, options: ArenaOptions) -> None:
+        """Create a store; the first call connects it."""
         self.options = options
-        self._role = role
-        self._connection = ArenaConnection(options.path, role, options.timeout_s)
+        self._connection = ArenaConnection(options.path, "writer", options.timeout_s)
         self._waiting = WaitingConnections(options.path, options.timeout_s)
         self._buffers = Buffers()
         self.counts = Counts()
@@ -87,20 +97,42 @@ class ArenaStore(Store):
     def __repr__(self) -> str:
         return f"ArenaStore({self.options.path})"
 
+    @property
+    def connection(self) -> ArenaConnection:
+        """Return its connection, with the memory that is mapped."""
+        return self._connection
+
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry (see `Store.put`).
 
         If another process is writing it, wait until it is there, for `OTHERS_WRITE_S` at most.
         """
         data = entry.data.cast("B")
+        write = self.begin(key, data.nbytes, replace=replace)
+        if write is None:
+            return False
         try:
-            begun = self._begin(Begin(_digest(key), _name(key.namespace), data.nbytes, replace))
-            written = begun is not None and self._write(key, entry, *begun)
+            copy_in(data, write.parts)
+        except BaseException:
+            write.abort()
+            raise
+        return write.commit(entry)
+
+    def begin(
+        self, key: EntryKey, size_bytes: int, *, replace: bool = False
+    ) -> "EntryWrite | None":
+        """Begin to write an entry of this size in place; return None if one exists.
+
+        Waits and errors are those of `put`.
+        """
+        try:
+            begun = self._begin(
+                Begin(key_digest(key), encode_name(key.namespace), size_bytes, replace)
+            )
+            return begun and EntryWrite(self, key, size_bytes, *begun)
         except (StoreUnavailable, EntryTooLarge):
             self.counts.add(drops=1)
             raise
-        self.counts.add(puts=written)
-        return written
 
     def get(self, key: EntryKey) -> Entry | None:
         """Return an entry (see `Store.get`).
@@ -109,12 +141,28 @@ class ArenaStore(Store):
         An entry in several extents is copied. The pin is this process's: a child of `fork` must
         get the entry again, because inherited bytes may change once the parent has ended.
         """
-        reply, arena = self._connection.call(Read([_digest(key)]), Pins)
+        pinned = self.pin(key)
+        if pinned is None:
+            return None
+        if len(pinned.parts) == 1:
+            [data] = pinned.parts
+        else:
+            buffer = self._buffers.take_buffer(pinned.place.size_bytes)
+            data = copy_out(pinned.parts, buffer).toreadonly()
+        return Entry(data, pinned.dtype, pinned.shape, pinned.modality, pinned.metadata)
+
+    def pin(self, key: EntryKey) -> "PlacedEntry | None":
+        """Return an entry in place (see `Store.get`): nothing is copied.
+
+        It is pinned until the last view of its bytes is deleted. For an entry that comes from the
+        tier, it waits for half of `timeout_s`: then it is a miss, and not yet late for a caller
+        with that timeout.
+        """
+        pin, arena = self._read(key_digest(key))
         entry = None
-        [pin] = reply.pins
         if pin.number:
             try:
-                entry = self._entry(key, arena, pin)
+                entry = self._pinned(key, arena, pin)
             except OtherFormat:
                 arena.released.append(pin.number)
             except CorruptEntry:
@@ -123,7 +171,7 @@ class ArenaStore(Store):
                     self._connection.call(Discard(pin.number), Done, within=arena)
                 finally:
                     arena.released.append(pin.number)
-            except BaseException:  # no memory for a copy, or a signal
+            except BaseException:  # a signal
                 arena.released.append(pin.number)
                 raise
         self.counts.add(misses=entry is None, hits=entry is not None)
@@ -160,19 +208,19 @@ class ArenaStore(Store):
             reply = self._ask(request, Claimed)
             headers += reply.headers
             claims += reply.held
-        infos = map(_info, keys, headers)
+        infos = map(entry_info, keys, headers)
         return [info or held for info, held in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         named = owner_bytes(owner)
-        for digests in _chunks(keys):
+        for digests in digest_chunks(keys):
             self._ask(Release(digests, named), Done)
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        return sum(self._ask(Delete(digests), Done).number for digests in _chunks(keys))
+        return sum(self._ask(Delete(digests), Done).number for digests in digest_chunks(keys))
 
     def purge(self, namespace: str) -> int:
-        return self._ask(Purge(_name(namespace)), Done).number
+        return self._ask(Purge(encode_name(namespace)), Done).number
 
     def ls(self) -> Iterator[Listed]:
         """Yield every entry, in the order of their digests."""
@@ -182,10 +230,8 @@ class ArenaStore(Store):
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
         for row in self._rows():
             listed = _listed(row)
-            if listed.info is not None:
-                listed = replace(listed, problem=self._problem(listed.info))
-            if fix and listed.problem:
-                self._ask(Delete([row.digest]), Done)
+            if listed.skipped is None:
+                listed = replace(listed, problem=self._problem(row.digest, fix=fix))
             yield listed
 
     def evict(self) -> int:
@@ -199,15 +245,16 @@ class ArenaStore(Store):
             bytes=stats.taken_bytes,
             max_bytes=stats.size_bytes,
             leased=stats.leased,
+            tier=None if stats.tier is None else msgspec.structs.asdict(stats.tier),
             **self._process_counts(),
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
-        self._ask(Register(_name(model), _name(namespace)), Namespaces)
+        self._ask(Register(encode_name(model), encode_name(namespace)), Namespaces)
 
     def namespaces(self) -> Mapping[str, str]:
         named = self._ask(Register(b"", b""), Namespaces).namespaces
-        return {_text(model): _text(namespace) for model, namespace in named.items()}
+        return {decode_name(model): decode_name(namespace) for model, namespace in named.items()}
 
     def check(self) -> None:
         self._ask(GetStats(), Stats)
@@ -241,6 +288,17 @@ class ArenaStore(Store):
                 raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
             self._waiting.wait(Wait([request.digest], left_s))
 
+    def _read(self, digest: bytes) -> tuple[Pin, MappedArena]:
+        """Pin an entry, if it comes from the tier after that, and return the pin."""
+        deadline_s = time.monotonic() + self.options.timeout_s / 2
+        while True:
+            reply, arena = self._connection.call(Read([digest]), Pins)
+            [pin] = reply.pins
+            left_s = deadline_s - time.monotonic()
+            if pin.number or not pin.header or left_s <= 0:
+                return pin, arena
+            self._waiting.wait(Wait([digest], left_s))
+
     def _is_readable(self, digest: bytes) -> bool:
         """Return whether an entry is still there, and of this format."""
         [header] = self._ask(Find([digest]), Headers).headers
@@ -250,17 +308,13 @@ class ArenaStore(Store):
             return False
         return True
 
-    def _write(self, key: EntryKey, entry: Entry, begun: Begun, arena: MappedArena) -> bool:
-        header = b""  # gives up the write
-        try:
-            parts = arena.parts(begun.extents, entry.data.nbytes)
-            header = encode_header(key, entry, copy_in(entry.data, parts))
-        finally:
-            arena.writes.discard(begun.number)
-            done, _ = self._connection.call(End(begun.number, header), Done, within=arena)
+    def end(self, write: "EntryWrite", header: bytes) -> bool:
+        """End a write; an empty header gives it up. Return whether the entry is stored."""
+        write.arena.writes.discard(write.number)
+        done, _ = self._connection.call(End(write.number, header), Done, within=write.arena)
         return done.number == 1
 
-    def _entry(self, key: EntryKey, arena: MappedArena, pin: Pin) -> Entry:
+    def _pinned(self, key: EntryKey, arena: MappedArena, pin: Pin) -> "PlacedEntry":
         """Return a pinned entry.
 
         Raises:
@@ -270,38 +324,36 @@ class ArenaStore(Store):
         if info.key != key:
             raise CorruptEntry("it is another key's entry")
         try:
-            parts = arena.parts(pin.extents, info.payload_bytes)
+            found = arena.parts(pin.extents, info.payload_bytes)
         except BadMessage as error:
             raise CorruptEntry(str(error)) from None
-        if len(parts) == 1:
-            [part] = parts
-            data = part.data.toreadonly()
-        else:
-            data = copy_out(parts, self._buffers.take_buffer(info.payload_bytes)).toreadonly()
-        if random.random() < self.options.verify and checksum(data) != info.checksum:  # noqa: S311
-            raise CorruptEntry("its checksum does not match its payload")
-        if len(parts) == 1:
-            weakref.finalize(part, arena.released.append, pin.number)
-        else:
-            arena.released.append(pin.number)
-        return Entry(data, info.dtype, info.shape, info.modality, info.metadata)
+        if random.random() < self.options.verify:  # noqa: S311
+            _verify(found, pin.checksum)
+        kept = _Kept()
+        weakref.finalize(kept, arena.released.append, pin.number)
+        for part in found:
+            weakref.finalize(part, id, kept)  # `kept` exists while views of any part do
+        place = Place(arena.name, tuple(pin.extents), info.payload_bytes)
+        parts = [part.data.toreadonly() for part in found]
+        return PlacedEntry(info.dtype, info.shape, info.modality, info.metadata, place, parts)
 
-    def _problem(self, info: EntryInfo) -> str | None:
-        """Return why an entry is corrupt; None if it is not, or is gone."""
-        reply, arena = self._connection.call(Read([_digest(info.key)]), Pins)
+    def _problem(self, digest: bytes, *, fix: bool) -> str | None:
+        """Return why an entry is corrupt, and delete it with `fix`; None if it is not, or gone."""
+        reply, arena = self._connection.call(Read([digest]), Pins)
         [pin] = reply.pins
         if not pin.number:
             return None
         try:
-            found = parse_header(pin.header)
-            digest = xxhash.xxh3_64()
-            for part in arena.parts(pin.extents, found.payload_bytes):
-                digest.update(part.data)
-        except (CorruptEntry, BadMessage) as error:
-            return str(error)
-        else:
-            same = digest.hexdigest() == found.checksum
-            return None if same else "its checksum does not match its payload"
+            try:
+                info = parse_header(pin.header)
+                _verify(arena.parts(pin.extents, info.payload_bytes), pin.checksum)
+            except OtherFormat:
+                return None
+            except (CorruptEntry, BadMessage) as error:
+                if fix:  # this entry, and none that has replaced it
+                    self._connection.call(Discard(pin.number), Done, within=arena)
+                return str(error)
+            return None
         finally:
             arena.released.append(pin.number)
 
@@ -309,16 +361,16 @@ class ArenaStore(Store):
         seconds = min(seconds, LONGEST_S)
         headers = [
             header
-            for digests in _chunks(keys)
+            for digests in digest_chunks(keys)
             for header in self._ask(Find(digests, seconds), Headers).headers
         ]
-        return list(map(_info, keys, headers))
+        return list(map(entry_info, keys, headers))
 
     def _claims(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, *, find: bool
     ) -> Iterator[ClaimKeys]:
         named, seconds = owner_bytes(owner), min(seconds, LONGEST_CLAIM_S)
-        for digests in _chunks(keys):
+        for digests in digest_chunks(keys):
             yield ClaimKeys(digests, named, seconds, find)
 
     def _rows(self) -> Iterator[Row]:
@@ -328,56 +380,96 @@ class ArenaStore(Store):
             after = rows[-1].digest
 
 
-def copy_in(data: memoryview, parts: Sequence[Bytes]) -> str:
-    """Copy bytes into parts of the memory, and return their checksum, as `checksum` does.
+class Place(NamedTuple):
+    """Place of an entry: extents, in order, of the arena of a name."""
 
-    Each chunk is hashed while it is in the core's cache. numpy and xxhash work without the
-    interpreter's lock.
+    arena: bytes
+    extents: tuple[Extent, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedEntry:
+    """Entry in the memory of a host.
+
+    Attributes:
+        dtype, shape, modality, metadata: as in `Entry`.
+        place: where other processes find it in their mapping of the memory.
+        parts: its bytes, read-only, in order.
     """
-    source, digest, begin = np.frombuffer(data, np.uint8), xxhash.xxh3_64(), 0
-    for part in parts:
-        for start in range(0, len(part), CHUNK_BYTES):
-            chunk = part[start : start + CHUNK_BYTES]
-            np.copyto(chunk, source[begin : begin + len(chunk)])
-            digest.update(chunk.data)
-            begin += len(chunk)
-    return digest.hexdigest()
+
+    dtype: str
+    shape: tuple[int, ...]
+    modality: str
+    metadata: Mapping[str, Any]
+    place: Place
+    parts: Sequence[memoryview]
 
 
-def copy_out(parts: Sequence[Bytes], buffer: memoryview) -> memoryview:
-    """Copy parts of the memory into a buffer, and return it."""
-    target, begin = np.frombuffer(buffer, np.uint8), 0
-    for part in parts:
-        np.copyto(target[begin : begin + len(part)], part)
-        begin += len(part)
-    return buffer
+class _Kept:
+    """Object that exists as long as a pin is needed."""
 
 
-def _digest(key: EntryKey) -> bytes:
-    return bytes.fromhex(key.digest)
+class EntryWrite:
+    """Write of an entry that was begun. Its bytes belong to it until `commit` or `abort`.
+
+    A device that may still be copying must have ended before: the bytes are another entry's then.
+
+    Attributes:
+        place: where other processes find it.
+        parts: its bytes, in order, to be written.
+        arena, number: the memory and the number of the write, for `ArenaStore.end`.
+    """
+
+    def __init__(
+        self,
+        store: ArenaStore,
+        key: EntryKey,
+        size_bytes: int,
+        begun: Begun,
+        arena: MappedArena,
+    ) -> None:
+        self._store = store
+        self._key = key
+        self.number, self.arena = begun.number, arena
+        self.place = Place(arena.name, tuple(begun.extents), size_bytes)
+        try:
+            self.parts = arena.parts(begun.extents, size_bytes)
+        except (BadMessage, StoreUnavailable) as error:
+            self.abort()
+            raise StoreUnavailable(f"the place of a write is unusable: {error}") from None
+
+    def entry(
+        self, dtype: str, shape: tuple[int, ...], modality: str, metadata: Mapping[str, Any]
+    ) -> PlacedEntry:
+        """Return the entry that was written, for `commit`."""
+        parts = [part.data.toreadonly() for part in self.parts]
+        return PlacedEntry(dtype, shape, modality, metadata, self.place, parts)
+
+    def commit(self, entry: HeldEntry) -> bool:
+        """Store the entry; return False if another one of its key was stored first.
+
+        Raises:
+            StoreUnavailable: the server is gone, or the connection was lost since `begin`.
+        """
+        try:
+            stored = self._store.end(self, encode_header(self._key, entry, ""))
+        except StoreUnavailable:
+            self._store.counts.add(drops=1)
+            raise
+        self._store.counts.add(puts=stored)
+        return stored
+
+    def abort(self) -> None:
+        """Give the write up. If the server is gone, it has ended already."""
+        with suppress(StoreUnavailable):
+            self._store.end(self, b"")
 
 
-def _chunks(keys: Sequence[EntryKey]) -> Iterator[list[bytes]]:
-    for begin in range(0, len(keys), MAX_KEYS):
-        yield [_digest(key) for key in keys[begin : begin + MAX_KEYS]]
-
-
-def _name(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _text(name: bytes) -> str:
-    return name.decode("utf-8", "surrogatepass")
-
-
-def _info(key: EntryKey, header: bytes) -> EntryInfo | None:
-    if not header:
-        return None
-    try:
-        info = parse_header(header)
-    except CorruptEntry:
-        return None
-    return info if info.key == key else None
+def _verify(parts: Sequence[Bytes], checksum: str) -> None:
+    """Raise CorruptEntry if parts of the memory have another checksum; empty: none is known."""
+    if checksum and checksum_of(parts) != checksum:
+        raise CorruptEntry("its checksum does not match its payload")
 
 
 def _listed(row: Row) -> Listed:

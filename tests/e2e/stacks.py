@@ -18,7 +18,7 @@ DISK, REDIS, CLUSTER, MEMORY = "file", "redis", "cluster", "shm"
 AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
 """Whether the CPU has AMX: an engine in bfloat16 then crashes on a short first prompt.
 
-See docs/decisions/003-cpu-stack.md.
+See docs/decisions/index.md.
 """
 
 

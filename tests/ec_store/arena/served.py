@@ -13,13 +13,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ec_store.arena.connection import ArenaConnection
+from ec_store import EntryKey
+from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
-from ec_store.arena.protocol import GetStats, Stats
+from ec_store.arena.protocol import GetStats, Pin, Pins, Read, Stats
 from ec_store.arena.server import ArenaServer, bind
 from ec_store.arena.store import ArenaStore
+from ec_store.arena.tier import Tier
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import StoreUnavailable
 
@@ -33,6 +35,7 @@ def serving(
     *,
     segment_bytes: int = 2**30,
     client_bytes: int | None = None,
+    tier: Tier | None = None,
     **options: Any,
 ) -> Iterator[ArenaServer]:
     memory = create_memory(size_bytes, segment_bytes)
@@ -43,7 +46,7 @@ def serving(
 
     async def serve() -> None:
         server = ArenaServer(memory, index, **options)
-        server.start(bind(path, 0o600))
+        server.start(bind(path, 0o600), tier)
         started.append(server)
         ready.set()
         await asyncio.to_thread(done.wait)
@@ -57,6 +60,19 @@ def serving(
     finally:
         done.set()
         thread.join()
+
+
+def hashed_pin(connection: ArenaConnection, key: EntryKey) -> tuple[Pin, MappedArena]:
+    """Pin an entry when it has a checksum."""
+    deadline_s = time.monotonic() + 10
+    while True:
+        reply, arena = connection.call(Read([bytes.fromhex(key.digest)]), Pins)
+        [pin] = reply.pins
+        if pin.checksum:
+            return pin, arena
+        arena.released.append(pin.number)
+        assert time.monotonic() < deadline_s, f"no checksum of {pin}"
+        time.sleep(0.002)
 
 
 def opened(path: Path, timeout_s: float = 10) -> ArenaStore:
@@ -205,3 +221,15 @@ class Serve:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+
+@contextmanager
+def in_process(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `ec-store serve` as a process of its own, and kill it at the end."""
+    words = [sys.executable, "-m", "ec_store", "serve", f"shm://{path}?max_bytes=16MiB"]
+    with subprocess.Popen([*words, "--port", "0"], stdout=subprocess.DEVNULL) as child:
+        try:
+            yield child
+        finally:
+            child.send_signal(signal.SIGCONT)
+            child.kill()
