@@ -22,7 +22,7 @@ from ec_store.aio import AsyncStore
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
-from ec_store.arena.server import ArenaServer, bind
+from ec_store.arena.server import ArenaServer, bind, raise_open_files
 from ec_store.arena.store import ArenaStore
 from ec_store.base import Listed, Store
 from ec_store.config import duration_s, octal, size_bytes, size_text
@@ -238,7 +238,7 @@ async def _serve_memory(store: ArenaStore, _: web.Application) -> AsyncIterator[
     extents = ExtentAllocator(memory.size_bytes, memory.segment_bytes)
     # No client can take all of the memory from the others.
     index = ArenaIndex(extents, client_bytes=memory.size_bytes // 2, ttl_s=options.ttl_s)
-    server = ArenaServer(memory, index)
+    server = ArenaServer(memory, index, max_connections=raise_open_files())
     server.start(listener)
     print(f"ec-store: {size_text(memory.size_bytes)} in {memory.pages} at {path}", file=sys.stderr)
     yield

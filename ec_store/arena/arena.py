@@ -6,6 +6,7 @@ from heapq import nsmallest
 
 from ec_store.arena.index import ArenaIndex, Client, Refusal, Slot, pinned_bytes
 from ec_store.arena.protocol import (
+    MAX_REPLY_BYTES,
     BadMessage,
     Begin,
     Begun,
@@ -35,7 +36,13 @@ from ec_store.arena.protocol import (
 )
 
 PAGE_ROWS = 256
-"""Rows in one page of a listing, each with a header of some hundred bytes."""
+"""Upper bound of the rows in one page of a listing, each with a header of some hundred bytes."""
+
+PAGE_BYTES = 2**20
+"""Bytes of headers after which a page of a listing ends."""
+
+MAX_HEADERS_BYTES = MAX_REPLY_BYTES // 2
+"""Upper bound of the headers in one reply."""
 
 MAX_MODELS = 1024
 """Upper bound of the models with a registered namespace."""
@@ -78,7 +85,9 @@ class Arena:
                 index.unpin(client, numbers, now_s)
                 return None
             case Read(digests):
-                return Pins([_pin(pin) for pin in index.pin(client, digests, now_s)])
+                pins = index.pin(client, digests, now_s)
+                _headers([None if pin is None else pin[1] for pin in pins])
+                return Pins([_pin(pin) for pin in pins])
             case Begin(digest, namespace, size_bytes, replace):
                 slot = Slot(digest, namespace, size_bytes, replace)
                 number = index.begin(client, slot, now_s)
@@ -132,12 +141,14 @@ class Arena:
 
     def _page(self, after: bytes, now_s: float) -> Page:
         slots = (slot for slot in self.index.slots() if slot.digest > after)
-        return Page(
-            [
-                Row(slot.digest, slot.header, slot.taken_bytes, now_s - slot.used_s)
-                for slot in nsmallest(PAGE_ROWS, slots, key=lambda slot: slot.digest)
-            ]
-        )
+        rows: list[Row] = []
+        left_bytes = PAGE_BYTES
+        for slot in nsmallest(PAGE_ROWS, slots, key=lambda slot: slot.digest):
+            if left_bytes <= 0:
+                break
+            left_bytes -= len(slot.header)
+            rows.append(Row(slot.digest, slot.header, slot.taken_bytes, now_s - slot.used_s))
+        return Page(rows)
 
     def _register(self, model: bytes, namespace: bytes) -> Namespaces:
         if model:
@@ -167,7 +178,15 @@ class Arena:
 
 
 def _headers(slots: Sequence[Slot | None]) -> list[bytes]:
-    return [b"" if slot is None else slot.header for slot in slots]
+    """Return the header of each entry.
+
+    Raises:
+        BadMessage: they are too large for a reply.
+    """
+    headers = [b"" if slot is None else slot.header for slot in slots]
+    if sum(map(len, headers)) > MAX_HEADERS_BYTES:
+        raise BadMessage(f"the headers of these {len(headers)} entries do not fit into a reply")
+    return headers
 
 
 def _pin(pin: tuple[int, Slot] | None) -> Pin:

@@ -1,11 +1,14 @@
 """Connection of a process to the server of an arena, for callers that wait for each reply."""
 
+import array
 import os
 import socket
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+from queue import Empty, LifoQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +21,7 @@ from ec_store.arena.protocol import (
     VERSION,
     BadMessage,
     Begun,
+    Done,
     Failed,
     Forget,
     Hello,
@@ -26,15 +30,20 @@ from ec_store.arena.protocol import (
     Request,
     Role,
     Unpin,
+    Wait,
     Welcome,
     encode,
     read_reply,
 )
+from ec_store.arena.url import check_folder
 from ec_store.counts import ForkLock, after_fork
 from ec_store.errors import StoreUnavailable
 
 CHUNK_BYTES = 2**18
-MAX_HELLO_BYTES = 2**16
+MAX_WELCOME_BYTES = 2**16
+
+MAX_WAITS = 16
+"""Upper bound of the threads of a process that wait at a server at once."""
 
 R = TypeVar("R", bound=Reply)
 
@@ -132,12 +141,15 @@ class ArenaConnection:
             StoreUnavailable: there is no server, it is too slow, its reply is unusable, or it is
                 another one than `within` belongs to. The next call connects again.
         """
+        deadline_s = time.monotonic() + self._timeout_s + seconds
         with self._lock.mutex:
+            if time.monotonic() >= deadline_s:
+                raise StoreUnavailable(f"the arena at {self._path}: other calls took all the time")
             if within not in {None, self._arena}:
                 raise StoreUnavailable(f"{self._path}: the connection to the arena was lost")
             try:
-                arena = self._arena or self._connect()
-                reply = self._exchange(arena, request, self._timeout_s + seconds)
+                arena = self._arena or self._connect(deadline_s)
+                reply = self._exchange(arena, request, deadline_s)
                 checked = _expect(reply, reply_type)
             except (OSError, BadMessage) as error:
                 self._disconnect()
@@ -162,16 +174,17 @@ class ArenaConnection:
                     self._socket.sendall(_unpin(self._arena))
             self._disconnect()
 
-    def _connect(self) -> MappedArena:
+    def _connect(self, deadline_s: float) -> MappedArena:
+        check_folder(Path(self._path).parent)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = connection
-        connection.settimeout(self._timeout_s)
+        _set_deadline(connection, deadline_s)
         connection.connect(self._path)
-        connection.sendall(encode(Hello(VERSION, self._role)))
-        data, fds, _, _ = socket.recv_fds(connection, MAX_HELLO_BYTES, 1)
+        with suppress(ConnectionError):  # refused, and the reason is in its reply
+            connection.sendall(encode(Hello(VERSION, self._role)))
+        data, fds = _receive_fds(connection)
         try:
-            deadline_s = time.monotonic() + self._timeout_s
-            reply = _receive(connection, bytearray(data), deadline_s)
+            reply = _receive(connection, data, deadline_s)
             if isinstance(reply, Failed):
                 raise BadMessage(reply.text)
             self._arena = MappedArena(_expect(reply, Welcome), fds, self._role)
@@ -180,12 +193,11 @@ class ArenaConnection:
                 os.close(fd)
         return self._arena
 
-    def _exchange(self, arena: MappedArena, request: Request, timeout_s: float) -> Reply:
+    def _exchange(self, arena: MappedArena, request: Request, deadline_s: float) -> Reply:
         connection = self._socket
         if connection is None:
             raise BadMessage("it is closed")
-        connection.settimeout(timeout_s)
-        deadline_s = time.monotonic() + timeout_s
+        _set_deadline(connection, deadline_s)
         unused = [earlier for earlier in self._earlier if earlier.unused]
         for earlier in unused:
             if earlier.name == arena.name:
@@ -208,6 +220,61 @@ class ArenaConnection:
             self._socket.close()
         self._socket = self._arena = None
         self._earlier = []
+
+
+class WaitingConnections:
+    """Connections of a process on which its threads wait, one for each thread. Thread-safe."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        """Create connections to the server at a path; `timeout_s` is that of `ArenaConnection`."""
+        self._path = path
+        self._all = [ArenaConnection(path, "proxy", timeout_s) for _ in range(MAX_WAITS)]
+        self._renew()
+        after_fork(self._renew)
+
+    def wait(self, request: Wait) -> None:
+        """Wait until nothing that the request names is expected, or for its time.
+
+        Raises:
+            StoreUnavailable: as `ArenaConnection.call`, or `MAX_WAITS` threads wait already.
+        """
+        try:
+            connection = self._idle.get(timeout=request.seconds)
+        except Empty:
+            raise StoreUnavailable(f"{MAX_WAITS} threads wait at {self._path}") from None
+        try:
+            connection.call(request, Done, seconds=request.seconds)
+        finally:
+            self._idle.put(connection)
+
+    def close(self) -> None:
+        for connection in self._all:
+            connection.close()
+
+    def _renew(self) -> None:
+        """Take all connections as idle: in a child of `fork` no other thread has one."""
+        self._idle: LifoQueue[ArenaConnection] = LifoQueue()  # the last used one is connected
+        for connection in self._all:
+            self._idle.put(connection)
+
+
+def _set_deadline(connection: socket.socket, deadline_s: float) -> None:
+    connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+
+
+def _receive_fds(connection: socket.socket) -> tuple[bytearray, list[int]]:
+    """Return received bytes, and the descriptors that came with them, which no child inherits.
+
+    Python's `recv_fds` ignores its flags: a program that another thread starts at this moment would
+    inherit the memory.
+    """
+    fds = array.array("i")
+    room = socket.CMSG_SPACE(fds.itemsize)
+    data, controls, _, _ = connection.recvmsg(MAX_WELCOME_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, control in controls:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(control[: len(control) - len(control) % fds.itemsize])
+    return bytearray(data), list(fds)
 
 
 def _expect(reply: Reply, reply_type: type[R]) -> R:
@@ -236,7 +303,7 @@ def _receive(connection: socket.socket, data: bytearray, deadline_s: float) -> R
                 raise BadMessage(f"a reply of {max(needed, len(data))} bytes")
             if len(data) == needed:
                 return read_reply(data[LENGTH_BYTES:])
-        connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+        _set_deadline(connection, deadline_s)
         received = connection.recv(CHUNK_BYTES)
         if not received:
             raise BadMessage("the server has closed the connection")

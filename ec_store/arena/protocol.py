@@ -24,8 +24,8 @@ MAX_KEYS = 4096
 MAX_REQUEST_BYTES = 2 * 2**20
 """Upper bound of a request: the header of an entry may take 1 MiB."""
 
-MAX_REPLY_BYTES = 2**30
-"""Upper bound of a reply: the headers of `MAX_KEYS` entries."""
+MAX_REPLY_BYTES = 64 * 2**20
+"""Upper bound of a reply, which is 16 KiB for each of `MAX_KEYS` entries."""
 
 LENGTH_BYTES = 4
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ec_store.arena.connection import ArenaConnection, Bytes, MappedArena
+from ec_store.arena.connection import ArenaConnection, Bytes, MappedArena, WaitingConnections
 from ec_store.arena.fields import (
     decode_name,
     digest_chunks,
@@ -79,7 +79,7 @@ class ArenaStore(Store):
         """Create a store; the first call connects it."""
         self.options = options
         self._connection = ArenaConnection(options.path, "writer", options.timeout_s)
-        self._waiting = ArenaConnection(options.path, "proxy", options.timeout_s)
+        self._waiting = WaitingConnections(options.path, options.timeout_s)
         self._buffers = Buffers()
         self.counts = Counts()
 
@@ -244,7 +244,7 @@ class ArenaStore(Store):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
-            self._waiting.call(Wait([request.digest], left_s), Done, seconds=left_s)
+            self._waiting.wait(Wait([request.digest], left_s))
 
     def _is_readable(self, digest: bytes) -> bool:
         """Return whether an entry is still there, and of this format."""

@@ -5,8 +5,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,16 +29,26 @@ from ec_store.arena.protocol import (
     Pins,
     Read,
     Register,
-    Stats,
     Wait,
     encode,
     read_reply,
 )
 from ec_store.arena.server import ArenaServer, bind
 from ec_store.arena.store import ArenaStore
-from ec_store.arena.url import ArenaOptions
 from ec_store.errors import EntryTooLarge, StoreUnavailable
-from tests.ec_store.arena.served import MIB, serving
+from tests.ec_store.arena.served import (
+    MIB,
+    Serve,
+    end,
+    in_child,
+    lose_connection,
+    opened,
+    raw,
+    refused,
+    serving,
+    stats,
+    until,
+)
 from tests.ec_store.contract import assert_same, key, sized
 
 KEY = bytes.fromhex(key().digest)
@@ -61,70 +69,6 @@ def server(path: Path) -> Iterator[ArenaServer]:
 def store(path: Path, server: ArenaServer) -> Iterator[ArenaStore]:
     with opened(path) as store:
         yield store
-
-
-def opened(path: Path, timeout_s: float = 10) -> ArenaStore:
-    return ArenaStore(ArenaOptions(str(path), timeout_s=timeout_s, verify=1))
-
-
-def stats(path: Path) -> Stats:
-    connection = ArenaConnection(str(path), "proxy", 10)
-    try:
-        return connection.call(GetStats(), Stats)[0]
-    finally:
-        connection.close()
-
-
-def until(path: Path, **expected: float) -> None:
-    """Wait until the server's statistics have these values."""
-    deadline_s = time.monotonic() + 10
-    while any(getattr(found := stats(path), name) != value for name, value in expected.items()):
-        assert time.monotonic() < deadline_s, f"{found}, expected {expected}"
-        time.sleep(0.01)
-
-
-def in_child(path: Path, code: str) -> subprocess.Popen[str]:
-    """Run code in a process with `store`; return when it has printed a line."""
-    start = f"""
-import os, sys, time
-from tests.ec_store.arena.test_arena_server import *
-store = opened(Path({str(path)!r}))
-"""
-    child = subprocess.Popen(
-        [sys.executable, "-c", start + code], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
-    return child
-
-
-def lose_connection(store: ArenaStore) -> None:
-    """End the store's connection, as after a time-out; what it reads stays pinned."""
-    store._connection._disconnect()  # noqa: SLF001
-
-
-def end(child: subprocess.Popen[str]) -> None:
-    with child:
-        child.kill()
-
-
-def raw(path: Path, hello: bytes, message: bytes = b"") -> list[bytes]:
-    """Send bytes on a connection of its own; return the messages that the server has sent."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(10)
-        connection.connect(str(path))
-        connection.sendall(hello)
-        received = connection.recv(2**16)
-        if message:
-            connection.sendall(message)
-        while data := connection.recv(2**16):
-            received += data
-    replies = []
-    while received:
-        size = 4 + int.from_bytes(received[:4], "little")
-        replies.append(received[4:size])
-        received = received[size:]
-    return replies
 
 
 def test_a_killed_writer_leaves_nothing(path: Path, server: ArenaServer, store: ArenaStore) -> None:
@@ -271,8 +215,18 @@ def test_a_client_that_sends_what_none_sends_is_disconnected_alone(
     until(path, clients=2)  # the store's, and the one that asks
 
 
-@pytest.mark.parametrize("hello", [b"\xff" * 100, encode(GetStats()), b"\x10\x00\x00\x00"])
-def test_a_connection_without_a_hello_is_closed(
+@pytest.mark.parametrize("hello", [b"\xff" * 100, encode(GetStats())])
+def test_a_connection_with_another_first_request_is_closed(
+    path: Path, server: ArenaServer, hello: bytes
+) -> None:
+    [reply] = raw(path, hello)
+
+    assert isinstance(read_reply(reply), Failed)
+    assert stats(path).clients == 1
+
+
+@pytest.mark.parametrize("hello", [b"", b"\x10\x00\x00\x00"])
+def test_a_connection_without_a_first_request_is_closed(
     path: Path, server: ArenaServer, hello: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ec_store.arena.server.HELLO_S", 0.2)
@@ -480,14 +434,14 @@ class TestProcess:
     """`ec-store serve` as a process."""
 
     @pytest.fixture
-    def serve(self, path: Path) -> Iterator["Serve"]:
+    def serve(self, path: Path) -> Iterator[Serve]:
         served = Serve(path)
         served.start()
         yield served
         served.kill()
 
     def test_a_restarted_server_is_found_and_old_entries_stay_readable(
-        self, path: Path, serve: "Serve"
+        self, path: Path, serve: Serve
     ) -> None:
         with opened(path) as store:
             store.put(key(), sized(MIB, 1))
@@ -503,7 +457,7 @@ class TestProcess:
             assert_same(sized(MIB, 1), found)
 
     def test_a_write_across_a_restart_fails_and_spoils_nothing(
-        self, path: Path, serve: "Serve"
+        self, path: Path, serve: Serve
     ) -> None:
         connection = ArenaConnection(str(path), "writer", 10)
         begun, arena = connection.call(Begin(KEY, b"", 100, False), Begun)
@@ -517,9 +471,7 @@ class TestProcess:
         assert connection.call(Read([KEY]), Pins)[0].pins[0].number == 0
         connection.close()
 
-    def test_a_stopped_server_is_unavailable_and_comes_back(
-        self, path: Path, serve: "Serve"
-    ) -> None:
+    def test_a_stopped_server_is_unavailable_and_comes_back(self, path: Path, serve: Serve) -> None:
         with opened(path, timeout_s=0.3) as store:
             store.put(key(), sized(100))
             serve.signal(signal.SIGSTOP)
@@ -536,7 +488,7 @@ class TestProcess:
                     break
 
     def test_the_server_frees_what_an_unanswered_request_pinned_or_began(
-        self, path: Path, serve: "Serve"
+        self, path: Path, serve: Serve
     ) -> None:
         with opened(path, timeout_s=0.3) as store:
             store.put(key(), sized(MIB))
@@ -556,7 +508,7 @@ class TestProcess:
             assert store.put(key("other"), sized(MIB)) is True
             assert stats(path).gone_bytes == 0
 
-    def test_two_servers_never_share_a_path(self, path: Path, serve: "Serve") -> None:
+    def test_two_servers_never_share_a_path(self, path: Path, serve: Serve) -> None:
         with opened(path) as store:
             store.put(key(), sized(100))
             ended = refused(f"shm://{path}")
@@ -572,43 +524,3 @@ class TestProcess:
         assert ended.returncode == 1
         assert "are left on the machine" in ended.stderr
         assert "Traceback" not in ended.stderr
-
-
-def refused(url: str) -> subprocess.CompletedProcess[str]:
-    """Run a server that does not start."""
-    command = [sys.executable, "-m", "ec_store", "serve", url, "--port", "0"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-
-
-class Serve:
-    """Process of `ec-store serve`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        url = f"shm://{self._path}?max_bytes=16MiB"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ec_store", "serve", url, "--port", "0"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        deadline_s = time.monotonic() + 30
-        while True:
-            try:
-                stats(self._path)
-            except StoreUnavailable:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.02)
-            else:
-                return
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
