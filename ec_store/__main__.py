@@ -1,6 +1,7 @@
 """Command-line interface `ec-store`, also `python -m ec_store`: lists, checks and serves stores."""
 
 import argparse
+import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -10,6 +11,7 @@ from functools import partial
 from importlib.metadata import version
 from ipaddress import ip_address
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import orjson
@@ -230,11 +232,14 @@ async def _serve_memory(store: ArenaStore, _: web.Application) -> AsyncIterator[
         listener = bind(path, options.mode)
     except OSError as error:
         raise StoreUnavailable(f"cannot listen at {path}: {error}") from error
-    try:
-        memory = create_memory(options.max_bytes)
+    stopped = Event()
+    try:  # on a thread, so that a signal can stop it
+        memory = await asyncio.to_thread(create_memory, options.max_bytes, stopped=stopped.is_set)
     except OSError as error:
         listener.close()
         raise StoreUnavailable(f"no memory of {size_text(options.max_bytes)}: {error}") from error
+    finally:
+        stopped.set()
     extents = ExtentAllocator(memory.size_bytes, memory.segment_bytes)
     # No client can take all of the memory from the others.
     index = ArenaIndex(extents, client_bytes=memory.size_bytes // 2, ttl_s=options.ttl_s)

@@ -160,7 +160,6 @@ def _check_name_server(server: str) -> str:
 
 
 def _if_set(check: Callable[[Any], object]) -> AfterValidator:
-    """Return the validator that checks a value unless it is None."""
     return AfterValidator(lambda value: None if value is None else check(value))
 
 

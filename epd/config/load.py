@@ -141,7 +141,6 @@ def _parsed(path: Path) -> yaml.Node | None:
 def _entries(
     root: yaml.MappingNode, names: Collection[str], say: Say
 ) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-    """Yield each valid key once, with its value."""
     lines: dict[str, int] = {}
     for key, node in root.value:
         if not isinstance(key, yaml.ScalarNode):

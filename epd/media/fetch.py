@@ -205,7 +205,6 @@ class MediaFetcher:
     async def _answer(
         self, url: URL, headers: dict[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request, directly or through the forward proxy for its URL."""
         config = self._config
         proxy = None
         if config.media_fetch_trust_env:

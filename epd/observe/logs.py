@@ -163,7 +163,6 @@ def _at(level: str) -> type[structlog.typing.FilteringBoundLogger]:
 
 
 def _of_request(_: Any, __: str, event: EventDict) -> EventDict:
-    """Add the ID of the request that is being served."""
     if (request_id := REQUEST_ID.get()) is not None:
         event.setdefault("request_id", request_id)
     return event
@@ -342,7 +341,6 @@ class LogObserver:
             fields["kv_wait_s"] = round(event.kv_wait_s, 4)
 
     def _add_names(self, fields: Fields, event: RequestRecord) -> None:
-        """Add the fields that operators search requests by."""
         if self._config.log_tenants and event.tenant:
             fields["tenant"] = event.tenant
         fields["request_id"] = event.request_id

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from ec_store.bounded import BoundedDict
 from epd.api.body import JSON, NO_CUTS, Cuts, Pieces
@@ -33,8 +33,10 @@ from epd.json_or_none import json_or_none
 from epd.media.policy import HeldBytes, UncountedBytes
 from epd.routing.doubts import Doubts
 from epd.routing.fatal import Watched
-from epd.spans import RequestSpan, Span
 from epd.tenants import ANONYMOUS, Tenant
+
+if TYPE_CHECKING:
+    from epd.spans import RequestSpan, Span
 
 # A generator of its own: other code in the process may seed the module's one, and then two proxies
 # would generate equal ids.
@@ -167,8 +169,8 @@ class RequestContext:
     models: ModelNames = field(default_factory=ModelNames)
     model: str | None = None
     session: str = ""
-    span: RequestSpan | None = None
-    answering: Span | None = None
+    span: "RequestSpan | None" = None
+    answering: "Span | None" = None
     turn: Turn | None = None
     watched: Watched = field(default_factory=Watched)
     doubts: Doubts = field(default_factory=Doubts)
@@ -179,7 +181,7 @@ class RequestContext:
     def headers_for(
         self,
         request_id: str | None,
-        span: Span | None = None,
+        span: "Span | None" = None,
         rank: int | None = None,
         content_type: str = JSON,
         *,
@@ -252,7 +254,7 @@ class RequestContext:
         """
         return Timed(self, stage, where, item)
 
-    def wait_span(self, item: MMItem) -> AbstractContextManager[Span | None]:
+    def wait_span(self, item: MMItem) -> "AbstractContextManager[Span | None]":
         """Return the span of a wait for an item's encode; None as its value without tracing."""
         return nullcontext() if self.span is None else self.span.child(WAIT, item=item)
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from epd.aio import Flights, gather_first
 from epd.api.items import MMItem
@@ -32,9 +32,11 @@ from epd.request.encode_tries import (
 )
 from epd.request.placement import OVERLOADED, Placement
 from epd.request.stage_inputs import EncodeJob, ItemPlan, StoreLookup
-from epd.spans import Span
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, OutputFacts, from_entry
+
+if TYPE_CHECKING:
+    from epd.spans import Span
 
 AT_ONCE = 16
 """Maximum number of concurrent encodes of one request. Connections are shared with all other
@@ -52,7 +54,7 @@ class SharedOutput(NamedTuple):
 
     encoded: OutputFacts
     item: MMItem | None = None
-    span: Span | None = None
+    span: "Span | None" = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +140,6 @@ class Encoder:
             )
 
     def _plan_items(self, job: EncodeJob, lookup: StoreLookup) -> Mapping[MMItem, ItemPlan]:
-        """Return plans for the items that are not stored."""
         under_way = partial(self._is_under_way, job, lookup)
         plans = self._placement.plan_items(job, lookup, under_way)
         if places := [plan.place.labels for plan in plans.values() if plan.place]:
@@ -227,7 +228,7 @@ class Encoder:
         self,
         task: EncodeTask,
         output_key: OutputKey,
-        earlier_wait: Span | None,
+        earlier_wait: "Span | None",
     ) -> SharedOutput:
         """Return the output of an item: encode it, unless another proxy already does.
 

@@ -159,7 +159,6 @@ class EncodeTries:
         return nothing
 
     def _next_instance(self, task: EncodeTask, tried: Sequence[Instance]) -> Instance:
-        """Return the next encode instance of an item."""
         context = task.job.context
         return context.watched.choose_instance(
             "encode",

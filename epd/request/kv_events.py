@@ -435,7 +435,6 @@ class KVEvents:
             await asyncio.to_thread(reader.join, STOP_S)
 
     def _wanted(self) -> dict[FeedKey, EventSource]:
-        """Return the engines that are chosen by content, with their addresses."""
         config = self._config
         instances = {
             instance.key: instance for instance in self._table.of_roles(*config.content_roles)

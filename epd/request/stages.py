@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from epd.api.body import reply_field
 from epd.api.chat import CHAT, encode_body, has_system_message
@@ -32,11 +32,13 @@ from epd.json_or_none import json_or_none
 from epd.request.context import RequestContext
 from epd.request.encode_form import EncodeForm, Refusals
 from epd.routing.instances import CONSUMERS, Instance
-from epd.spans import Span
 from epd.transfer import Params
 from epd.transfer.encoded import Consumed, OutputFacts, read_encoded
 from epd.transfer.kv import KVTransfer, Pair
 from epd.upstream import Answer, Reply, Upstream, too_large
+
+if TYPE_CHECKING:
+    from epd.spans import Span
 
 MAX_STATUS = 599
 
@@ -85,7 +87,7 @@ class Opened(NamedTuple):
     """
 
     reply: Reply
-    span: Span | None
+    span: "Span | None"
 
 
 class Stages:

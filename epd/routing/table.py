@@ -354,7 +354,6 @@ class InstanceTable:
         return InFlight(instance, rank, load, health, self._clock, self._others_work, prefix, work)
 
     def _others_work(self, instance: Instance, since_s: float) -> bool:
-        """Return whether another instance of the same role made progress since a time."""
         return any(
             other.health.progress_s > since_s
             for other in self._by_role[instance.role]

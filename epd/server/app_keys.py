@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -11,8 +12,10 @@ from epd.edge.access import Access
 from epd.edge.admission import Admission, AdmittedRequest
 from epd.events import Observer
 from epd.request.context import ModelNames, RequestContext
-from epd.spans import Tracer
 from epd.tenants import ApiKeys
+
+if TYPE_CHECKING:
+    from epd.spans import Tracer
 
 
 @dataclass(slots=True)
@@ -50,7 +53,7 @@ ADMISSION = web.AppKey("admission", Admission)
 BACKGROUND = web.AppKey("background", Background)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 MODELS = web.AppKey("models", ModelNames)
-TRACER = web.AppKey("tracer", Tracer)
+TRACER: "web.AppKey[Tracer]" = web.AppKey("tracer")
 """Set only if requests are traced."""
 UNKNOWN = "unknown"
 """Name of the route for all unknown paths."""

@@ -1,25 +1,22 @@
 """Items seen before are neither encoded nor uploaded again, and answers stay the same."""
 
 import hashlib
-import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from PIL import Image
 
 from ec_store import open_store
 from epd.tenants import key_line
 from tests.e2e.asking import PREPROCESSED, ask, check_equal, picture, unseen
 from tests.e2e.proxies import another_proxy
-from tests.e2e.served import ENCODED, Served, metric, stored
+from tests.e2e.served import Served, metric, stored
 from tests.paths import MEDIA
 from tests.requests import Part, image, text
 
@@ -84,29 +81,6 @@ def test_processor_kwargs_are_other_entries_and_are_found_again(stack: Served) -
     assert check_equal(stack, item, words, stream=False, **kwargs) == small
     assert items_of(stack, item, words, **kwargs) == {"hit": 1}
     assert check_equal(stack, item, words, stream=False) == plain
-
-
-def noise(width: int, height: int) -> Part:
-    """Return a new picture of this size."""
-    file = BytesIO()
-    pixels = secrets.token_bytes(3 * width * height)
-    Image.frombytes("RGB", (width, height), pixels).save(file, "PNG")
-    return image(file.getvalue())
-
-
-def test_a_conversation_of_ten_turns_encodes_each_picture_once(stack: Served) -> None:
-    pictures = [unseen(stack) for _ in range(3)]
-    messages: list[Any] = []
-    before = metric(stack.encode, ENCODED)
-    for turn in range(10):
-        new = [pictures[turn // 4]] if turn % 4 == 0 else []
-        messages.append({"role": "user", "content": [text(f"turn {turn}"), *new]})
-        reply = stack.client.chat.completions.create(
-            model=stack.model, messages=messages, max_tokens=4
-        )
-        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
-
-    assert metric(stack.encode, ENCODED) - before == 3
 
 
 @pytest.mark.fault(21)

@@ -163,7 +163,6 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
 
 
 async def _try_events(fleet: Examined, config: ProxyConfig) -> None:
-    """Subscribe to the instances that are chosen by content."""
     for instance in fleet.answering_instances(*config.content_roles):
         addresses = config.kv_events_addrs
         trial = await try_subscription(instance, addresses, config.health_timeout_s)
@@ -229,7 +228,6 @@ async def _try_handovers(fleet: Examined, trials: Trials, model: str) -> None:
 async def _try_bandwidth(
     fleet: Examined, trials: Trials, prefill: Instance, decode: Instance
 ) -> None:
-    """Measure the KV transfers of a pair that works."""
     model = fleet.model or ""
     try:
         found = await trials.kv_bandwidth(
