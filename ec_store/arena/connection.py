@@ -1,11 +1,9 @@
 """Connection of a process to the server of an arena, for callers that wait for each reply."""
 
 import array
-import errno
 import os
 import select
 import socket
-import stat
 import time
 import weakref
 from collections import deque
@@ -39,6 +37,7 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
+from ec_store.arena.url import check_folder
 from ec_store.counts import ForkLock, after_fork
 from ec_store.errors import StoreUnavailable
 
@@ -343,12 +342,6 @@ class WaitingConnections:
         self._idle: LifoQueue[ArenaConnection] = LifoQueue()  # the last used one is connected
         for connection in self._all:
             self._idle.put(connection)
-
-
-def check_folder(folder: Path) -> None:
-    """Raise OSError if every user may write to a folder, and so replace the socket in it."""
-    if folder.stat().st_mode & stat.S_IWOTH:
-        raise PermissionError(errno.EACCES, f"every user may write to {folder}: chmod o-w")
 
 
 def _has_event(connection: socket.socket, event: int) -> bool:

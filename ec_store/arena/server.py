@@ -24,7 +24,6 @@ from typing import Self, cast
 
 from ec_store.arena.arena import Arena
 from ec_store.arena.checksums import Checksums
-from ec_store.arena.connection import check_folder
 from ec_store.arena.index import ArenaIndex, Client
 from ec_store.arena.memory import ArenaMemory, map_memory
 from ec_store.arena.protocol import (
@@ -51,6 +50,7 @@ from ec_store.arena.protocol import (
     read_request,
 )
 from ec_store.arena.tier import Tier, TierTransfers
+from ec_store.arena.url import check_folder
 
 logger = logging.getLogger("vllm.ec_store")
 
