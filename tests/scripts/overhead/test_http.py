@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.tools.bench import load
+from scripts.overhead import load
 
 CUTS = st.lists(st.integers(0, 4000), max_size=8)
 

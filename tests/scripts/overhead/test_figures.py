@@ -1,8 +1,8 @@
 import orjson
 import pytest
 
-from epd.tools.bench.load import BenchLoad, Done
-from epd.tools.bench.scenarios import DIRECT, SCENARIOS, Result, Sample, details, sample, table
+from scripts.overhead.load import BenchLoad, Done
+from scripts.overhead.scenarios import DIRECT, SCENARIOS, Result, Sample, details, sample, table
 
 
 def turn(cpu_ms: float, first_ms: float = 1.0, failed: int = 0) -> Sample:

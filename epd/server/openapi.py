@@ -1,20 +1,15 @@
-"""Write epd/server/openapi.json from the routes, their handlers, the endpoints and the errors.
-
-    python scripts/openapi.py          writes the document
-    python scripts/openapi.py --check  fails if the document is out of date
+"""OpenAPI document of the proxy, from its routes, their handlers, the endpoints and the errors.
 
 A handler's docstring, or that of an endpoint's class, has the summary and the description of an
 operation. Its `Returns` and `Raises` have the statuses: `200: the policies in force`,
 `RequestRefused: 404, the policy is not in force`. The class of access has those of a rejected key.
-The type of a `JsonResponse` is the schema of the body. scripts/openapi.yaml has what the code does
-not state.
+The type of a `JsonResponse` is the schema of the body. openapi.yaml has what the code does not
+state.
 """
 
-import argparse
 import ast
 import builtins
 import inspect
-import json
 import re
 import sys
 import textwrap
@@ -36,6 +31,7 @@ from typing import (
     is_typeddict,
 )
 
+import orjson
 import yaml
 from aiohttp import web
 
@@ -50,16 +46,14 @@ from epd.edge import engine_headers
 from epd.edge.access import Access
 from epd.errors import ProxyError, RequestRefused, Stage, Unauthorized
 from epd.routing.instances import Role
-from epd.server.app import ROUTES
 from epd.server.responses import JsonResponse
 from epd.ui.state import UiState
 from epd.version import __version__
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "epd" / "server" / "openapi.json"
-PARTS = ROOT / "scripts" / "openapi.yaml"
+PARTS = Path(__file__).with_name("openapi.yaml")
 
 Json = dict[str, Any]
+Routes = tuple[tuple[Access, web.RouteDef], ...]
 
 SECTION = re.compile(r"^(Args|Attributes|Raises|Returns):$", re.MULTILINE)
 ENTRY = re.compile(r"^    (\S+): (.*(?:\n     .*)*)", re.MULTILINE)
@@ -114,7 +108,7 @@ PLAIN: Mapping[object, Json] = {
 
 
 class Undescribed(ValueError):
-    """The code or scripts/openapi.yaml lacks a description, or describes something unknown."""
+    """The code or openapi.yaml lacks a description, or describes something unknown."""
 
 
 class Documented(NamedTuple):
@@ -131,34 +125,26 @@ class Documented(NamedTuple):
     sections: Mapping[str, list[tuple[str, str]]]
 
 
-def main() -> None:
-    """Write the document, or check it with `--check`."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="fail if the document is out of date; write nothing"
-    )
-    check = parser.parse_args().check
-    try:
-        new = as_text(document(ROUTES, yaml.safe_load(PARTS.read_text())))
-    except Undescribed as problem:
-        sys.exit(f"{DOCUMENT.name}: {problem}")
-    if not check:
-        DOCUMENT.write_text(new)
-    elif new != DOCUMENT.read_text():
-        sys.exit(f"{DOCUMENT.name}: out of date; run scripts/openapi.py")
+def openapi_json(routes: Routes, prefix: str | None) -> bytes:
+    """Return the document of these routes as JSON.
+
+    Args:
+        routes: routes with their classes of access.
+        prefix: path prefix of all routes.
+
+    Raises:
+        Undescribed: as `document`.
+    """
+    made = document(routes, yaml.safe_load(PARTS.read_bytes()))
+    return orjson.dumps(made if prefix is None else {**made, "servers": [{"url": prefix}]})
 
 
-def as_text(made: Json) -> str:
-    """Return a document as the file has it."""
-    return json.dumps(made, indent=2, ensure_ascii=False) + "\n"
-
-
-def document(routes: tuple[tuple[Access, web.RouteDef], ...], parts: Json) -> Json:
+def document(routes: Routes, parts: Json) -> Json:
     """Return the document of these routes.
 
     Args:
         routes: routes with their classes of access.
-        parts: content of scripts/openapi.yaml.
+        parts: content of openapi.yaml.
 
     Raises:
         Undescribed: a route has no description, or a part describes no route.
@@ -176,7 +162,7 @@ def document(routes: tuple[tuple[Access, web.RouteDef], ...], parts: Json) -> Js
             made = {"operationId": f"{name}_{route.method.lower()}" if several else name, **made}
         found = [*dict.fromkeys(PARAMETER.findall(route.path))]
         if unknown := [name for name in found if name not in parts["path_parameters"]]:
-            raise Undescribed(f"{route.path}: scripts/openapi.yaml has no {unknown[0]}")
+            raise Undescribed(f"{route.path}: openapi.yaml has no {unknown[0]}")
         own = [
             {
                 "name": parameter,
@@ -190,7 +176,7 @@ def document(routes: tuple[tuple[Access, web.RouteDef], ...], parts: Json) -> Js
             made["parameters"] = parameters
         paths.setdefault(route.path, {})[route.method.lower()] = made
     if left:
-        raise Undescribed(f"scripts/openapi.yaml describes no route: {', '.join(left)}")
+        raise Undescribed(f"openapi.yaml describes no route: {', '.join(left)}")
     schemas.add(UiState)
     schemas.add_registration()
     made = {
@@ -219,7 +205,7 @@ def check_references(made: Json) -> None:
     Raises:
         Undescribed: one does not.
     """
-    used = set(REFERENCE.findall(json.dumps(made)))
+    used = set(REFERENCE.findall(orjson.dumps(made).decode()))
     defined = {
         (kind, name)
         for kind, named in made["components"].items()
@@ -269,7 +255,7 @@ class Operation:
         Args:
             access: class of access.
             route: route.
-            extra: part of scripts/openapi.yaml about it.
+            extra: part of openapi.yaml about it.
             schemas: schemas of the document, to which those of the route are added.
         """
         self._access = access
@@ -346,7 +332,6 @@ class Operation:
         return stated
 
     def _relayed(self, endpoint: Endpoint) -> Json:
-        """Return the response of an endpoint, which is that of a decode instance."""
         names = ["X-Request-Id", "X-Trace-Id"][: 1 + is_api(endpoint.path)]
         names += ["Server-Timing", engine_headers.LOAD, engine_headers.METADATA]
         if type(endpoint).items is not Endpoint.items:
@@ -512,7 +497,7 @@ class Schemas:
         names = [f"{cls.__name__}Request" for cls in type(endpoint).__mro__]
         name = next((candidate for candidate in names if candidate in self.made), None)
         if name is None:
-            raise Undescribed(f"scripts/openapi.yaml has no schema {names[0]}")
+            raise Undescribed(f"openapi.yaml has no schema {names[0]}")
         fields: Json = {"model": MODEL}
         if endpoint.generates:
             fields["stream"] = {"type": ["boolean", "null"]}
@@ -606,13 +591,8 @@ def _whole(documentation: Documented) -> str:
 
 
 def _listed(texts: list[str]) -> str:
-    """Return a text, or the Markdown list of several."""
     return texts[0] if len(texts) == 1 else "\n".join(f"- {text}" for text in texts)
 
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:].removesuffix(".")
-
-
-if __name__ == "__main__":
-    main()

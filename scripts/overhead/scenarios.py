@@ -1,4 +1,4 @@
-"""Scenarios of `epd bench overhead`: request bodies, measurements, and tables of results. Pure."""
+"""Scenarios of the benchmark: request bodies, measurements, and tables of results. Pure."""
 
 import statistics
 import struct
@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from epd.tools.bench.load import BenchLoad
+from scripts.overhead.load import BenchLoad
 
 KB = 1000
 MB = 1000 * KB

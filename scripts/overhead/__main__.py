@@ -1,7 +1,8 @@
-"""Command `epd bench overhead`: the cost of the proxy itself, compared with others in one run."""
+"""Benchmark of the cost of the proxy itself, compared with other proxies in one run.
 
-import os
-import platform
+.venv/bin/python -m scripts.overhead --scenario text-json --rounds 3
+"""
+
 import shlex
 import sys
 import tempfile
@@ -12,27 +13,14 @@ from typing import Any
 
 import orjson
 
-from epd.parser import Commands, Parser
-from epd.tools.bench.rig import EPD, Contender, Rig, Running
-from epd.tools.bench.scenarios import DIRECT, SCENARIOS, Result, Sample, Scenario, details, table
+from epd.parser import Parser
+from epd.tools.bench.runs import machine
 from epd.tools.fleet.process import ProcessDied, hold_signals, leave_contexts_on_signals
 from epd.version import __version__
+from scripts.overhead.rig import EPD, Contender, Rig, Running
+from scripts.overhead.scenarios import DIRECT, SCENARIOS, Result, Sample, Scenario, details, table
 
-CPUINFO = Path("/proc/cpuinfo")
-
-
-def machine() -> dict[str, str | int]:
-    """Return the processor, the cores of this process, the kernel and the Python version."""
-    lines = CPUINFO.read_text(errors="replace").splitlines()
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return {
-        "cpu": next(models, platform.machine()),
-        "cores": len(os.sched_getaffinity(0)),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-    }
-
-
+PROGRAM = "python -m scripts.overhead"
 REFERENCE = "epd"
 BASELINE = "relay"
 TOLERANCE = 1.5
@@ -41,20 +29,15 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder in it has a unique n
 DESCRIPTION = """Start fake engines that answer at once, this proxy and any other proxies, and put
 the same load on one after the other. Each proxy runs on its own core. CPU time is that of its
 processes, as the kernel counts it."""
-EXAMPLE = """example: epd bench overhead --against 'example=python disagg_epd_proxy.py --port {port}
---encode-servers-urls {encode_urls} --prefill-servers-urls {prefill_urls} --decode-servers-urls
-{decode_urls}'"""
+EXAMPLE = """example: python -m scripts.overhead --against 'example=python disagg_epd_proxy.py
+--port {port} --encode-servers-urls {encode_urls} --prefill-servers-urls {prefill_urls}
+--decode-servers-urls {decode_urls}'"""
 
 
-def add_parser(benchmarks: Commands) -> None:
-    """Add `overhead` to the benchmarks."""
+def main() -> None:
+    """Run the benchmark. The exit code is 2 for invalid flags and 1 for a failure."""
     names = [scenario.name for scenario in SCENARIOS]
-    parser = benchmarks.add_parser(
-        "overhead",
-        help="measure the cost of the proxy itself",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-    )
+    parser = Parser(prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLE)
     parser.add_argument(
         "--scenario",
         dest="scenarios",
@@ -99,7 +82,7 @@ def add_parser(benchmarks: Commands) -> None:
         f"than {TOLERANCE} times the recorded one; of several files, those of this machine's "
         "processor are used, or all if there are none",
     )
-    parser.set_defaults(run=lambda **flags: _run(parser, **flags))
+    _run(parser, **vars(parser.parse_args()))
 
 
 def _run(  # noqa: PLR0913 - one parameter per flag
@@ -136,7 +119,7 @@ def _run(  # noqa: PLR0913 - one parameter per flag
             rig = Rig(contenders, folder, store, proxy_cores=proxy_cores)
             results = list(_results(rig, chosen, rounds, seconds))
     except (ProcessDied, OSError) as error:
-        sys.exit(f"epd bench overhead: {error}")
+        sys.exit(f"overhead: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped")
     print("\n".join(["", *table(results, REFERENCE), "", *details(results)]))
@@ -145,7 +128,7 @@ def _run(  # noqa: PLR0913 - one parameter per flag
     if recorded is not None:
         _compare(results, recorded)
     if any(result.median(name).failed for result in results for name in result.turns):
-        sys.exit("epd bench overhead: requests failed, see the last column")
+        sys.exit("overhead: requests failed, see the last column")
 
 
 @contextmanager
@@ -206,7 +189,7 @@ def _document(results: Sequence[Result]) -> bytes:
         "kind": "overhead",
         "epd_version": __version__,
         "machine": machine(),
-        "command": shlex.join(["epd", *sys.argv[1:]]),
+        "command": shlex.join([*PROGRAM.split(), *sys.argv[1:]]),
         "results": [result.json(REFERENCE) for result in results],
     }
     return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
@@ -250,4 +233,8 @@ def _compare(results: Sequence[Result], recorded: Mapping[str, float]) -> None:
         if not now <= before * TOLERANCE:  # true if `now` is NaN, too
             slower.append(name)
     if slower:
-        sys.exit(f"epd bench overhead: slower than recorded: {', '.join(slower)}")
+        sys.exit(f"overhead: slower than recorded: {', '.join(slower)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -19,10 +19,10 @@ from typing import Self
 import psutil
 import uvloop
 
-from epd.tools.bench import load
-from epd.tools.bench.load import BenchLoad
-from epd.tools.bench.scenarios import Bodies, Sample, Scenario, sample
 from epd.tools.fleet.process import Guard, Process, free_ports, hold_signals, stop, wait_until_ready
+from scripts.overhead import load
+from scripts.overhead.load import BenchLoad
+from scripts.overhead.scenarios import Bodies, Sample, Scenario, sample
 
 PYTHON = shlex.quote(sys.executable)
 EPD = (
@@ -181,7 +181,7 @@ class Rig:
             yield Running(urls["decode"], measured)
 
     def _engines(self, ports: dict[str, int]) -> Process:
-        program = (sys.executable, "-m", "epd.tools.bench.engines", "--ec-store", self._store)
+        program = (sys.executable, "-m", "scripts.overhead.engines", "--ec-store", self._store)
         instances = (f"{role}:{port}" for role, port in ports.items())
         url = f"http://127.0.0.1:{ports['decode']}"
         return Process("engines", url, [*program, *instances], {}, self._folder / "engines.log")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.tools.bench.rig import EPD, PLACES, Contender, Measured
 from epd.tools.fleet.process import stop
+from scripts.overhead.rig import EPD, PLACES, Contender, Measured
 
 FORKS = """
 import subprocess, sys, time

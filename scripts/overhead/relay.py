@@ -1,6 +1,6 @@
 """Bare aiohttp relay: the cost of its server and its client without EPD.
 
-It runs as a separate process: `python scripts/contenders/relay.py PORT URL`.
+It runs as a separate process: `python scripts/overhead/relay.py PORT URL`.
 """
 
 import argparse

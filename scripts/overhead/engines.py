@@ -1,6 +1,6 @@
 """Fake engines, which answer any request at once in vLLM's format.
 
-They run as a separate process: `python -m epd.tools.bench.engines encode:8001 decode:8002`.
+They run as a separate process: `python -m scripts.overhead.engines encode:8001 decode:8002`.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from ec_store.base import Store
 from ec_store.entry import Entry
 from ec_store.keys import EntryKey
 from ec_store.opening import open_store
-from epd.tools.bench import load
-from epd.tools.bench.scenarios import GAP, MODEL
+from scripts.overhead import load
+from scripts.overhead.scenarios import GAP, MODEL
 
 NAMESPACE = f"{MODEL}@main:0"
 GRID = {"image_grid_thw": [1, 72, 72]}

@@ -6,21 +6,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import orjson
 import pytest
 
-from epd.__main__ import main
-from epd.tools.bench.overhead import machine
+from epd.tools.bench.runs import machine
+from scripts.overhead.__main__ import main
 from tests.paths import ROOT
 from tests.tools.fleet.processes import left, marked, new_mark, processes_of
 
 pytestmark = pytest.mark.full
 
-RELAY = f"{sys.executable} {ROOT}/scripts/contenders/relay.py {{port}} {{decode_urls}}"
+RELAY = f"{sys.executable} {ROOT}/scripts/overhead/relay.py {{port}} {{decode_urls}}"
 BASELINE = ("--against", f"relay={RELAY}")
-URLS = "{encode_urls} {prefill_urls} {decode_urls}"
-LEAST = f"{sys.executable} {ROOT}/scripts/contenders/least.py {{port}} {URLS}"
 
 HEALTHY = """
 import sys
@@ -42,14 +41,14 @@ DIES = """
 """.strip()
 
 
-EPD_BENCH = (sys.executable, "-m", "epd", "bench", "overhead", "--rounds", "1")
+OVERHEAD = (sys.executable, "-m", "scripts.overhead", "--rounds", "1")
 
 
 def bench(
     *flags: str, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*EPD_BENCH, "--seconds", "0.2", *flags],
+        [*OVERHEAD, "--seconds", "0.2", *flags],
         env=environ,
         capture_output=True,
         text=True,
@@ -59,8 +58,8 @@ def bench(
 
 def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     """Return the error for invalid flags; the command must exit before it starts anything."""
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "overhead", *flags])
+    with pytest.raises(SystemExit) as ended, patch("sys.argv", ["overhead", *flags]):
+        main()
     assert ended.value.code == 2
     return capsys.readouterr().err
 
@@ -108,14 +107,13 @@ def test_every_scenario_is_answered_and_checked_against_the_records_of_this_proc
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "results.json"
-    least = ("--against", f"least={LEAST}")
-    done, slower = bench_with_check(tmp_path, OF_THIS_PROCESSOR, *least, "--out", str(out))
+    done, slower = bench_with_check(tmp_path, OF_THIS_PROCESSOR, "--out", str(out))
 
     document = orjson.loads(out.read_bytes())
     assert document["kind"] == "overhead"
     assert [it["scenario"]["name"] for it in document["results"]] == list(OF_THIS_PROCESSOR)
     for result in document["results"]:
-        assert set(result["contenders"]) == {"direct", "epd", "relay", "least"}
+        assert set(result["contenders"]) == {"direct", "epd", "relay"}
         assert all(it["done"] > 0 and it["failed"] == 0 for it in result["contenders"].values())
     assert "| text, JSON, 32 at once |" in done.stdout
     compared = [scenario for scenario in OF_THIS_PROCESSOR if f"{scenario}: " in done.stdout]
@@ -222,7 +220,7 @@ def test_a_contender_that_cannot_be_started_leaves_no_other() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_no_process_is_left_however_the_benchmark_ends(number: signal.Signals) -> None:
     mark = new_mark()
-    command = [*EPD_BENCH, "--seconds", "60", "--scenario", "text-json"]
+    command = [*OVERHEAD, "--seconds", "60", "--scenario", "text-json"]
     with subprocess.Popen(command, env=marked(mark), stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert "text, JSON" in process.stderr.readline()
@@ -238,7 +236,7 @@ def test_no_process_is_left_however_the_benchmark_ends(number: signal.Signals) -
 
 def test_a_second_interrupt_leaves_no_process() -> None:
     mark = new_mark()
-    command = [*EPD_BENCH, "--seconds", "60", "--scenario", "text-json"]
+    command = [*OVERHEAD, "--seconds", "60", "--scenario", "text-json"]
     with subprocess.Popen(command, env=marked(mark), stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert "text, JSON" in process.stderr.readline()

@@ -6,7 +6,7 @@ import orjson
 import pytest
 from PIL import Image
 
-from epd.tools.bench.scenarios import SCENARIOS, Bodies, Scenario, png
+from scripts.overhead.scenarios import SCENARIOS, Bodies, Scenario, png
 
 SMALL = [one for one in SCENARIOS if one.picture_bytes < 5_000_000]
 
