@@ -6,8 +6,6 @@ PYTHONPATH=. .venv/bin/python scripts/bench_arena.py full --scale 0.01
 
 import argparse
 import multiprocessing
-import os
-import signal
 import statistics
 import subprocess
 import sys

@@ -87,7 +87,8 @@ MAX_PENDING = 64
 """Requests of a client above which no more are read, while one of them waits for the tier."""
 
 NEEDS_MEMORY: Mapping[Role | None, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
-"""Requests for which the memory of a client is missing, by its role."""
+"""Requests for which the memory of a client is missing, by its role: but for an entry without
+payload, as the proxies write for clients' names of media."""
 
 _SO_PEERPIDFD = 77  # <asm-generic/socket.h>
 _CREDENTIALS = struct.Struct("=iII")  # pid, uid and gid of unix(7)
@@ -170,7 +171,8 @@ class ArenaServer:
         if isinstance(request, Forget):
             self._forget_earlier(request.session)
             return Done()
-        if isinstance(request, NEEDS_MEMORY.get(session.role, ())):
+        needless = isinstance(request, Begin) and not request.size_bytes
+        if isinstance(request, NEEDS_MEMORY.get(session.role, ())) and not needless:
             raise BadMessage(f"a {session.role} sends no {type(request).__name__}")
         written = session.client.writes.get(request.number) if isinstance(request, End) else None
         reply = self.arena.answer(session.client, request, self.clock())

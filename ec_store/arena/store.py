@@ -13,11 +13,17 @@ import msgspec
 from ec_store.arena.checksums import checksum_of
 from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
 from ec_store.arena.extents import Extent
+from ec_store.arena.fields import (
+    decode_name,
+    digest_chunks,
+    encode_name,
+    entry_info,
+    key_digest,
+)
 from ec_store.arena.index import Refusal
 from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
     LONGEST_S,
-    MAX_KEYS,
     BadMessage,
     Begin,
     Begun,
@@ -41,7 +47,6 @@ from ec_store.arena.protocol import (
     Release,
     Reply,
     Request,
-    Role,
     Row,
     Stats,
     Wait,
@@ -76,11 +81,10 @@ class ArenaStore(Store):
         options: options of its URL.
     """
 
-    def __init__(self, options: ArenaOptions, role: Role = "writer") -> None:
-        """Create a store; a `proxy` cannot read or write entries, only look them up."""
+    def __init__(self, options: ArenaOptions) -> None:
+        """Create a store; the first call connects it."""
         self.options = options
-        self._role = role
-        self._connection = ArenaConnection(options.path, role, options.timeout_s)
+        self._connection = ArenaConnection(options.path, "writer", options.timeout_s)
         self._waiting = WaitingConnections(options.path, options.timeout_s)
         self._buffers = Buffers()
         self.counts = Counts()
@@ -122,7 +126,9 @@ class ArenaStore(Store):
         Waits and errors are those of `put`.
         """
         try:
-            begun = self._begin(Begin(_digest(key), _name(key.namespace), size_bytes, replace))
+            begun = self._begin(
+                Begin(key_digest(key), encode_name(key.namespace), size_bytes, replace)
+            )
             return begun and EntryWrite(self, key, size_bytes, *begun)
         except (StoreUnavailable, EntryTooLarge):
             self.counts.add(drops=1)
@@ -152,7 +158,7 @@ class ArenaStore(Store):
         tier, it waits for half of `timeout_s`: then it is a miss, and not yet late for a caller
         with that timeout.
         """
-        pin, arena = self._read(_digest(key))
+        pin, arena = self._read(key_digest(key))
         entry = None
         if pin.number:
             try:
@@ -202,19 +208,19 @@ class ArenaStore(Store):
             reply = self._ask(request, Claimed)
             headers += reply.headers
             claims += reply.held
-        infos = map(_info, keys, headers)
+        infos = map(entry_info, keys, headers)
         return [info or held for info, held in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         named = owner_bytes(owner)
-        for digests in _chunks(keys):
+        for digests in digest_chunks(keys):
             self._ask(Release(digests, named), Done)
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        return sum(self._ask(Delete(digests), Done).number for digests in _chunks(keys))
+        return sum(self._ask(Delete(digests), Done).number for digests in digest_chunks(keys))
 
     def purge(self, namespace: str) -> int:
-        return self._ask(Purge(_name(namespace)), Done).number
+        return self._ask(Purge(encode_name(namespace)), Done).number
 
     def ls(self) -> Iterator[Listed]:
         """Yield every entry, in the order of their digests."""
@@ -244,11 +250,11 @@ class ArenaStore(Store):
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
-        self._ask(Register(_name(model), _name(namespace)), Namespaces)
+        self._ask(Register(encode_name(model), encode_name(namespace)), Namespaces)
 
     def namespaces(self) -> Mapping[str, str]:
         named = self._ask(Register(b"", b""), Namespaces).namespaces
-        return {_text(model): _text(namespace) for model, namespace in named.items()}
+        return {decode_name(model): decode_name(namespace) for model, namespace in named.items()}
 
     def check(self) -> None:
         self._ask(GetStats(), Stats)
@@ -355,16 +361,16 @@ class ArenaStore(Store):
         seconds = min(seconds, LONGEST_S)
         headers = [
             header
-            for digests in _chunks(keys)
+            for digests in digest_chunks(keys)
             for header in self._ask(Find(digests, seconds), Headers).headers
         ]
-        return list(map(_info, keys, headers))
+        return list(map(entry_info, keys, headers))
 
     def _claims(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, *, find: bool
     ) -> Iterator[ClaimKeys]:
         named, seconds = owner_bytes(owner), min(seconds, LONGEST_CLAIM_S)
-        for digests in _chunks(keys):
+        for digests in digest_chunks(keys):
             yield ClaimKeys(digests, named, seconds, find)
 
     def _rows(self) -> Iterator[Row]:
@@ -464,33 +470,6 @@ def _verify(parts: Sequence[Bytes], checksum: str) -> None:
     """Raise CorruptEntry if parts of the memory have another checksum; empty: none is known."""
     if checksum and checksum_of(parts) != checksum:
         raise CorruptEntry("its checksum does not match its payload")
-
-
-def _digest(key: EntryKey) -> bytes:
-    return bytes.fromhex(key.digest)
-
-
-def _chunks(keys: Sequence[EntryKey]) -> Iterator[list[bytes]]:
-    for begin in range(0, len(keys), MAX_KEYS):
-        yield [_digest(key) for key in keys[begin : begin + MAX_KEYS]]
-
-
-def _name(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _text(name: bytes) -> str:
-    return name.decode("utf-8", "surrogatepass")
-
-
-def _info(key: EntryKey, header: bytes) -> EntryInfo | None:
-    if not header:
-        return None
-    try:
-        info = parse_header(header)
-    except CorruptEntry:
-        return None
-    return info if info.key == key else None
 
 
 def _listed(row: Row) -> Listed:
