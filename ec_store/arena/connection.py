@@ -1,6 +1,7 @@
 """Connection of a process to the server of an arena, for callers that wait for each reply."""
 
 import array
+import errno
 import os
 import select
 import socket
