@@ -1,5 +1,7 @@
 """Connection of a process to the server of an arena, for callers that wait for each reply."""
 
+import array
+import errno
 import os
 import select
 import socket
@@ -8,18 +10,21 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+from queue import Empty, LifoQueue
 from typing import TypeVar
 
 import numpy as np
 
 from ec_store.arena.extents import Extent
-from ec_store.arena.memory import Bytes, map_memory, parts_of
+from ec_store.arena.memory import Bytes, map_memory, parts_of, populate
 from ec_store.arena.protocol import (
     LENGTH_BYTES,
     MAX_REPLY_BYTES,
     VERSION,
     BadMessage,
     Begun,
+    Done,
     Failed,
     Forget,
     Hello,
@@ -28,16 +33,24 @@ from ec_store.arena.protocol import (
     Request,
     Role,
     Unpin,
+    Wait,
     Welcome,
     encode,
     read_reply,
 )
+from ec_store.arena.url import check_folder
 from ec_store.counts import ForkLock, after_fork
 from ec_store.errors import StoreUnavailable
 
-CHUNK_BYTES = 2**18
-MAX_HELLO_BYTES = 2**16
+CHUNK_BYTES = 2**16  # larger ones are mapped and unmapped for each call
+MAX_WELCOME_BYTES = 2**16
 NAME_BYTES = 16
+
+MAX_WAITS = 16
+"""Upper bound of the threads of a process that wait at a server at once."""
+
+MAX_RELEASES = 1024
+"""Upper bound of the pins that are released at once, so that a socket has room for the message."""
 
 R = TypeVar("R", bound=Reply)
 
@@ -81,6 +94,8 @@ class MappedArena:
             if memory is None or len(memory) != welcome.size_bytes:
                 memory = map_memory(fds[0], welcome.size_bytes, write=role == "writer")
                 mapped[self.name] = memory
+                with suppress(RuntimeError):  # no thread can be started
+                    populate(memory, write=role == "writer")
             self.memory = memory
 
     @property
@@ -150,12 +165,22 @@ class ArenaConnection:
             StoreUnavailable: there is no server, it is too slow, its reply is unusable, or it is
                 another one than `within` belongs to. The next call connects again.
         """
+        deadline_s = time.monotonic() + self._timeout_s + seconds
         with self._lock.mutex:
+            if time.monotonic() >= deadline_s:
+                raise StoreUnavailable(f"the arena at {self._path}: other calls took all the time")
             if within not in {None, self._arena}:
                 raise StoreUnavailable(f"{self._path}: the connection to the arena was lost")
             try:
-                arena = self._arena or self._connect()
-                reply = self._exchange(arena, request, self._timeout_s + seconds)
+                arena = self._arena or self._connect(deadline_s)
+                try:
+                    reply = self._exchange(arena, request, deadline_s)
+                except BrokenPipeError:  # the server has ended since the last call
+                    if within is not None:
+                        raise
+                    self._disconnect()
+                    arena = self._connect(deadline_s)
+                    reply = self._exchange(arena, request, deadline_s)
                 checked = _expect(reply, reply_type)
             except (OSError, BadMessage) as error:
                 self._disconnect()
@@ -167,7 +192,30 @@ class ArenaConnection:
                 arena.pins += sum(pin.number > 0 for pin in reply.pins)
             elif isinstance(reply, Begun) and reply.number:
                 arena.writes.add(reply.number)
-            return checked, arena
+        self._send_releases(arena)
+        return checked, arena
+
+    def release(self, arena: MappedArena, number: int) -> None:
+        """Release a pin; a finalizer may call it, within any other call of its thread.
+
+        So it waits neither for a lock nor for the server. If a call is under way, the release is
+        sent at its end.
+        """
+        arena.released.append(number)
+        self._send_releases(arena)
+
+    def _send_releases(self, arena: MappedArena) -> None:
+        while arena.released and self._lock.mutex.acquire(blocking=False):
+            try:
+                if arena is not self._arena or self._socket is None:
+                    return  # it was lost, and the next connection reports the end of its copies
+                if not _has_event(self._socket, select.POLLOUT):
+                    return  # the server does not read: the next call sends them, or fails
+                self._socket.sendall(_unpin(arena))
+            except OSError:
+                self._disconnect()
+            finally:
+                self._lock.mutex.release()
 
     def settle(self) -> None:
         """Send the releases of pins, which otherwise wait for the next call.
@@ -178,10 +226,8 @@ class ArenaConnection:
             connection, arena = self._socket, self._arena
             if connection is None or arena is None:
                 return
-            ended = select.poll()
-            ended.register(connection, select.POLLRDHUP)
             try:
-                if ended.poll(0):
+                if _has_event(connection, select.POLLRDHUP):
                     self._disconnect()
                 elif arena.released:
                     connection.settimeout(self._timeout_s)
@@ -205,21 +251,27 @@ class ArenaConnection:
         Entries that are still read here stay until this process ends.
         """
         with self._lock.mutex:
-            if self._socket is not None and self._arena is not None and self._arena.released:
+            if self._socket is not None and self._arena is not None:
                 with suppress(OSError):
-                    self._socket.sendall(_unpin(self._arena))
+                    while self._arena.released:
+                        self._socket.sendall(_unpin(self._arena))
             self._disconnect()
 
-    def _connect(self) -> MappedArena:
+    def _connect(self, deadline_s: float) -> MappedArena:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = connection
-        connection.settimeout(self._timeout_s)
-        connection.connect(self._path)
-        connection.sendall(encode(Hello(VERSION, self._role)))
-        data, fds, _, _ = socket.recv_fds(connection, MAX_HELLO_BYTES, 1)
+        _set_deadline(connection, deadline_s)
         try:
-            deadline_s = time.monotonic() + self._timeout_s
-            reply = _receive(connection, bytearray(data), deadline_s)
+            check_folder(Path(self._path).parent)
+            connection.connect(self._path)
+        except FileNotFoundError:
+            text = "no such socket; of another container, its folder must be mounted into this one"
+            raise FileNotFoundError(errno.ENOENT, text) from None
+        with suppress(ConnectionError):  # refused, and the reason is in its reply
+            connection.sendall(encode(Hello(VERSION, self._role)))
+        data, fds = _receive_fds(connection)
+        try:
+            reply = _receive(connection, data, deadline_s)
             if isinstance(reply, Failed):
                 raise BadMessage(reply.text)
             self._arena = MappedArena(_expect(reply, Welcome), fds, self._role, self._mapped)
@@ -228,12 +280,11 @@ class ArenaConnection:
                 os.close(fd)
         return self._arena
 
-    def _exchange(self, arena: MappedArena, request: Request, timeout_s: float) -> Reply:
+    def _exchange(self, arena: MappedArena, request: Request, deadline_s: float) -> Reply:
         connection = self._socket
         if connection is None:
             raise BadMessage("it is closed")
-        connection.settimeout(timeout_s)
-        deadline_s = time.monotonic() + timeout_s
+        _set_deadline(connection, deadline_s)
         unused = [earlier for earlier in self._earlier if earlier.unused]
         for earlier in unused:
             if earlier.name == arena.name:
@@ -260,6 +311,67 @@ class ArenaConnection:
         self._mapped = MappedMemories()
 
 
+class WaitingConnections:
+    """Connections of a process on which its threads wait, one for each thread. Thread-safe."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        """Create connections to the server at a path; `timeout_s` is that of `ArenaConnection`."""
+        self._path = path
+        self._all = [ArenaConnection(path, "proxy", timeout_s) for _ in range(MAX_WAITS)]
+        self._renew()
+        after_fork(self._renew)
+
+    def wait(self, request: Wait) -> None:
+        """Wait until nothing that the request names is expected, or for its time.
+
+        Raises:
+            StoreUnavailable: as `ArenaConnection.call`, or `MAX_WAITS` threads wait already.
+        """
+        try:
+            connection = self._idle.get(timeout=request.seconds)
+        except Empty:
+            raise StoreUnavailable(f"{MAX_WAITS} threads wait at {self._path}") from None
+        try:
+            connection.call(request, Done, seconds=request.seconds)
+        finally:
+            self._idle.put(connection)
+
+    def close(self) -> None:
+        for connection in self._all:
+            connection.close()
+
+    def _renew(self) -> None:
+        """Take all connections as idle: in a child of `fork` no other thread has one."""
+        self._idle: LifoQueue[ArenaConnection] = LifoQueue()  # the last used one is connected
+        for connection in self._all:
+            self._idle.put(connection)
+
+
+def _has_event(connection: socket.socket, event: int) -> bool:
+    poll = select.poll()
+    poll.register(connection, event)
+    return bool(poll.poll(0))
+
+
+def _set_deadline(connection: socket.socket, deadline_s: float) -> None:
+    connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+
+
+def _receive_fds(connection: socket.socket) -> tuple[bytearray, list[int]]:
+    """Return received bytes, and the descriptors that came with them, which no child inherits.
+
+    Python's `recv_fds` ignores its flags: a program that another thread starts at this moment would
+    inherit the memory.
+    """
+    fds = array.array("i")
+    room = socket.CMSG_SPACE(fds.itemsize)
+    data, controls, _, _ = connection.recvmsg(MAX_WELCOME_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, control in controls:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(control[: len(control) - len(control) % fds.itemsize])
+    return bytearray(data), list(fds)
+
+
 def _expect(reply: Reply, reply_type: type[R]) -> R:
     if not isinstance(reply, reply_type):
         raise BadMessage(f"an unexpected reply: {reply!r:.200}")
@@ -267,8 +379,8 @@ def _expect(reply: Reply, reply_type: type[R]) -> R:
 
 
 def _unpin(arena: MappedArena) -> bytes:
-    numbers = []
-    while arena.released:
+    numbers: list[int] = []
+    while arena.released and len(numbers) < MAX_RELEASES:
         numbers.append(arena.released.popleft())
     arena.pins -= len(numbers)
     return encode(Unpin(numbers))
@@ -286,7 +398,7 @@ def _receive(connection: socket.socket, data: bytearray, deadline_s: float) -> R
                 raise BadMessage(f"a reply of {max(needed, len(data))} bytes")
             if len(data) == needed:
                 return read_reply(data[LENGTH_BYTES:])
-        connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+        _set_deadline(connection, deadline_s)
         received = connection.recv(CHUNK_BYTES)
         if not received:
             raise BadMessage("the server has closed the connection")

@@ -9,12 +9,13 @@ import errno
 import fcntl
 import logging
 import os
+import resource
 import secrets
 import socket
 import struct
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,8 +31,12 @@ from ec_store.arena.protocol import (
     VERSION,
     BadMessage,
     Begin,
+    ClaimKeys,
+    Delete,
     Done,
+    End,
     Failed,
+    Find,
     Forget,
     Frames,
     Hello,
@@ -44,11 +49,16 @@ from ec_store.arena.protocol import (
     encode,
     read_request,
 )
+from ec_store.arena.tier import Tier, TierTransfers
+from ec_store.arena.url import check_folder
 
 logger = logging.getLogger("vllm.ec_store")
 
 HELLO_S = 5.0
 """Time in seconds in which a new connection must send its first request."""
+
+LAST_REPLY_S = 5.0
+"""Time in seconds that a client has to read why it is disconnected."""
 
 GONE_S = 60.0
 """Time in seconds after which the copies of a client that is gone are taken to have ended, if the
@@ -58,17 +68,30 @@ namespace."""
 ACCEPT_AGAIN_S = 0.1
 EXPIRE_EVERY_S = 10.0
 BACKLOG = 128
-MAX_CONNECTIONS = 1024
-MAX_HELLO_BYTES = 256
+
+MAX_CONNECTIONS = 2048
+"""Upper bound of the connections, with those that have ended and still keep bytes. One user may
+have half of them."""
+
+DESCRIPTORS_EACH = 2
+"""Descriptors of a connection: its socket, and its process."""
+
+OTHER_DESCRIPTORS = 256
+"""Descriptors that are left to the process for everything else, such as its HTTP connections."""
+
 MAX_UNREAD_BYTES = 2**20
 """Upper bound of the replies that a client has not read when it sends a request. One read may
 deliver thousands of requests, so a pause of reading does not bound the replies."""
 
-NEEDS_MEMORY: Mapping[Role, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
-"""Requests for which the memory of a client is missing, by its role."""
+MAX_PENDING = 64
+"""Requests of a client above which no more are read, while one of them waits for the tier."""
+
+NEEDS_MEMORY: Mapping[Role | None, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
+"""Requests for which the memory of a client is missing, by its role: but for an entry without
+payload, as the proxies write for clients' names of media."""
 
 _SO_PEERPIDFD = 77  # <asm-generic/socket.h>
-_CREDENTIALS = struct.Struct("=3i")
+_CREDENTIALS = struct.Struct("=iII")  # pid, uid and gid of unix(7)
 
 
 class ArenaServer:
@@ -79,6 +102,7 @@ class ArenaServer:
         memory: ArenaMemory,
         index: ArenaIndex,
         *,
+        max_connections: int = MAX_CONNECTIONS,
         gone_s: float = GONE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,37 +111,56 @@ class ArenaServer:
         Args:
             memory: the memory, the descriptor of which the server closes.
             index: index of its entries.
+            max_connections: as `MAX_CONNECTIONS`.
             gone_s: as `GONE_S`.
             clock: monotonic clock in seconds.
         """
-        self.arena = Arena(index, memory.size_bytes)
+        self.arena = Arena(index, memory.size_bytes, memory.pages)
         self.clock = clock
         self.waiting: defaultdict[bytes, set[Session]] = defaultdict(set)
+        self._max_connections = max_connections
         self._gone_s = gone_s
         self._memory = memory
         self._name = secrets.token_bytes(16)
         self._read_only = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._sessions: dict[int, Session] = {}
+        self._connections: Counter[int] = Counter()
+        """Number of connections of each user, with those that have ended and still keep bytes."""
         self._gone: dict[int, Peer] = {}
         self._checksums = Checksums(index, map_memory(memory.fd, memory.size_bytes, write=False))
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tier: TierTransfers | None = None
+        self._listener: socket.socket | None = None
+        self._connecting: set[asyncio.Task[object]] = set()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
 
-    def start(self, listener: socket.socket) -> None:
-        """Accept connections of a socket from `bind`, which the server closes."""
+    def start(self, listener: socket.socket, tier: Tier | None = None) -> None:
+        """Accept connections of a socket from `bind`. The server closes it, and the tier."""
         listener.listen(BACKLOG)
-        loop = asyncio.get_running_loop()
-        self._tasks.add(loop.create_task(self._accept(listener)))
-        self._tasks.add(loop.create_task(self._expire()))
-        self._tasks.add(loop.create_task(self._checksums.run()))
+        self._listener = listener
+        self._listen(listener)
+        self._expire()
+        self._checksums.start()
+        if tier is not None:
+            memory = map_memory(self._memory.fd, self._memory.size_bytes, write=True)
+            self._tier = TierTransfers(tier, self.arena, memory, self.settle_waits, self.clock)
+            self._tier.start()
 
     async def close(self) -> None:
         """Stop listening and disconnect all clients. Their memory stays mapped in them."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for timer in self._timers.values():
+            timer.cancel()
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        await asyncio.gather(*self._connecting)
         for session in list(self._sessions.values()):
             session.transport.abort()
-        await asyncio.sleep(0)
+        while self._sessions:  # noqa: ASYNC110 - one or two turns of the loop
+            await asyncio.sleep(0)
+        await self._checksums.close()
+        if self._tier is not None:
+            await self._tier.close()
         for number in list(self._gone):
             self._forget(number)
         os.close(self._read_only)
@@ -128,12 +171,30 @@ class ArenaServer:
         if isinstance(request, Forget):
             self._forget_earlier(request.session)
             return Done()
-        if isinstance(request, NEEDS_MEMORY.get(session.role, ())):
+        needless = isinstance(request, Begin) and not request.size_bytes
+        if isinstance(request, NEEDS_MEMORY.get(session.role, ())) and not needless:
             raise BadMessage(f"a {session.role} sends no {type(request).__name__}")
+        written = session.client.writes.get(request.number) if isinstance(request, End) else None
         reply = self.arena.answer(session.client, request, self.clock())
+        if self._tier is not None:
+            if written is not None and reply == Done(1):
+                self._tier.offer(written)
+            elif isinstance(request, Delete):
+                self._tier.remove(request.digests)
         self.settle_waits()
         self._checksums.wake()
         return reply
+
+    def look_up(self, request: Request) -> "asyncio.Task[None] | None":
+        """Look up in the tier what a request asks for and the memory lacks.
+
+        Return a task that ends soon, after which the request is answered; None: at once.
+        """
+        if self._tier is not None:
+            match request:
+                case Find(digests) | Read(digests) | ClaimKeys(digests, find=True):
+                    return self._tier.look_up(digests)
+        return None
 
     def settle_waits(self) -> None:
         """Answer the clients that waited for entries that have changed."""
@@ -142,14 +203,38 @@ class ArenaServer:
             for session in list(self.waiting.get(changed.pop(), ())):
                 session.settle_wait()
 
+    def add(self, session: "Session") -> None:
+        """Add a connection, which must send a `Hello` first."""
+        self._sessions[session.number] = session
+
+    def welcome(self, session: "Session", hello: Hello) -> None:
+        """Answer the first request of a connection, with the memory's descriptor.
+
+        Raises:
+            OSError: the client is gone.
+            BadMessage: it speaks another version.
+        """
+        memory = self._memory
+        if hello.version != VERSION:
+            raise BadMessage(
+                f"the server of the arena speaks version {VERSION} of its protocol, this client "
+                f"version {hello.version}: run one release of ec_store in both"
+            )
+        welcome = Welcome(self._name, session.number, memory.size_bytes, memory.segment_bytes)
+        memories = {"proxy": [], "reader": [self._read_only], "writer": [memory.fd]}
+        socket.send_fds(session.connection, [encode(welcome)], memories[hello.role])
+        session.client.role = hello.role
+        self.arena.clients[session.number] = session.client
+
     def lose(self, session: "Session") -> None:
         """Take back what a client held, now or when its process is gone."""
         number, client = session.number, session.client
-        del self._sessions[number], self.arena.clients[number]
+        del self._sessions[number]
+        self.arena.clients.pop(number, None)
         self.arena.index.disconnect(client)
         peer = session.peer
         if not client.pins and not client.writes:
-            peer.close()
+            self._drop(peer)
         else:
             self.arena.gone[number] = client
             self._gone[number] = peer
@@ -174,73 +259,61 @@ class ArenaServer:
         peer = self._gone.pop(number)
         if peer.pidfd is not None:
             asyncio.get_running_loop().remove_reader(peer.pidfd)
-        peer.close()
+        self._drop(peer)
         self.arena.index.forget(self.arena.gone.pop(number), self.clock())
         self.settle_waits()
 
-    async def _expire(self) -> None:
-        while True:
-            await asyncio.sleep(EXPIRE_EVERY_S)
-            self.arena.index.expire(self.clock())
-            self.settle_waits()
-
-    async def _accept(self, listener: socket.socket) -> None:
+    def _expire(self) -> None:
+        self.arena.index.expire(self.clock())
+        self.settle_waits()
         loop = asyncio.get_running_loop()
-        with listener:
-            while True:
-                try:
-                    connection, _ = await loop.sock_accept(listener)
-                except OSError as error:  # no descriptor is left
-                    logger.warning("the arena cannot accept a connection: %s", error)
-                    await asyncio.sleep(ACCEPT_AGAIN_S)
-                    continue
-                greeting = loop.create_task(self._greet(connection))
-                self._tasks.add(greeting)
-                greeting.add_done_callback(self._tasks.discard)
+        self._timers["expire"] = loop.call_later(EXPIRE_EVERY_S, self._expire)
 
-    async def _greet(self, connection: socket.socket) -> None:
-        """Answer the first request of a connection, which gets the memory's descriptor."""
-        peer: Peer | None = None
+    def _drop(self, peer: "Peer") -> None:
+        peer.close()
+        self._connections[peer.uid] -= 1
+        if not self._connections[peer.uid]:
+            del self._connections[peer.uid]
+
+    def _listen(self, listener: socket.socket) -> None:
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Make a session of a new connection, or refuse it."""
+        # Not `loop.sock_accept`: in Python 3.11 its cancellation may lose a connection.
+        loop = asyncio.get_running_loop()
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:  # the client is gone
+            return
+        except OSError as error:  # no descriptor is left
+            logger.warning("the arena cannot accept a connection: %s", error)
+            loop.remove_reader(listener)
+            self._timers["listen"] = loop.call_later(ACCEPT_AGAIN_S, self._listen, listener)
+            return
+        connection.setblocking(False)
         try:
             peer = Peer.of(connection)
-            async with asyncio.timeout(HELLO_S):
-                hello = await _read_hello(connection)
-            session = Session(self, secrets.randbits(62), peer, hello.role)
-            self._welcome(connection, hello, session.number)
-        except BaseException as error:
+        except OSError as error:
+            logger.warning("the arena closes a new connection: %s", error)
             connection.close()
-            if peer is not None:
-                peer.close()
-            if not isinstance(error, OSError | BadMessage):  # TimeoutError is an OSError
-                raise
             return
-        self._sessions[session.number] = session
-        self.arena.clients[session.number] = session.client
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: session, connection)
+        if (problem := self._refusal(peer.uid)) is not None:
+            with connection, suppress(OSError):
+                connection.send(encode(Failed(problem)))
+            peer.close()
+            return
+        self._connections[peer.uid] += 1
+        session = Session(self, peer, connection)
+        connecting = loop.create_task(loop.connect_accepted_socket(lambda: session, connection))
+        self._connecting.add(connecting)
+        connecting.add_done_callback(self._connecting.discard)
 
-    def _welcome(self, connection: socket.socket, hello: Hello, number: int) -> None:
-        """Answer a first request, with the memory's descriptor.
-
-        Raises:
-            OSError: the client is gone.
-            BadMessage: the client is refused, and has been told why.
-        """
-        memory = self._memory
-        if (problem := self._refusal(hello)) is not None:
-            connection.send(encode(Failed(problem)))
-            raise BadMessage(problem)
-        welcome = Welcome(self._name, number, memory.size_bytes, memory.segment_bytes)
-        memories = {"proxy": [], "reader": [self._read_only], "writer": [memory.fd]}
-        socket.send_fds(connection, [encode(welcome)], memories[hello.role])
-
-    def _refusal(self, hello: Hello) -> str | None:
-        if hello.version != VERSION:
-            return (
-                f"the server of the arena speaks version {VERSION} of its protocol, this client "
-                f"version {hello.version}: run one release of ec_store in both"
-            )
-        if len(self._sessions) >= MAX_CONNECTIONS:
-            return f"the arena has {MAX_CONNECTIONS} connections, which is the maximum"
+    def _refusal(self, uid: int) -> str | None:
+        if (most := self._max_connections) <= self._connections.total():
+            return f"the arena has {most} connections, which is the maximum"
+        if (most := self._max_connections // 2) <= self._connections[uid]:
+            return f"user {uid} has {most} connections to the arena, which is the maximum of a user"
         return None
 
 
@@ -249,26 +322,38 @@ class Peer:
     """Process at the other end of a connection.
 
     Attributes:
+        pid: its PID when it connected; 0: it is in a PID namespace that this process does not see.
+        uid: user that it was started by.
         pidfd: descriptor of it, which is readable once it has ended; None: the kernel gives none.
     """
 
+    pid: int
+    uid: int
     pidfd: int | None
     timer: asyncio.TimerHandle | None = None
 
     @classmethod
     def of(cls, connection: socket.socket) -> Self:
-        """Return the peer of a connection."""
-        pidfd: int | None = None
+        """Return the peer of a connection.
+
+        Raises:
+            OSError: the process is gone, or this one has no descriptor left.
+        """
+        credentials = connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
         try:
-            pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-            os.set_inheritable(pidfd, False)
-        except OSError:  # if its number belongs to another process by now, bytes stay longer
-            credentials = connection.getsockopt(
-                socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-            )
-            with suppress(OSError):
-                pidfd = os.pidfd_open(_CREDENTIALS.unpack(credentials)[0])
-        return cls(pidfd)
+            return cls(pid, uid, connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+        except OSError as error:
+            if error.errno != errno.ENOPROTOOPT:
+                raise
+        pidfd: int | None = None
+        with suppress(
+            OSError
+        ):  # if its number belongs to another process by now, bytes stay longer
+            pidfd = os.pidfd_open(pid)
+        return cls(pid, uid, pidfd)
 
     def close(self) -> None:
         if self.pidfd is not None:
@@ -278,41 +363,88 @@ class Peer:
 
 
 class Session(asyncio.Protocol):
-    """Connection of one client after its first request."""
+    """Connection of one client.
+
+    Attributes:
+        role: its role; None before its first request.
+    """
 
     transport: asyncio.Transport
 
-    def __init__(self, server: ArenaServer, number: int, peer: Peer, role: Role) -> None:
-        self.number = number
+    def __init__(self, server: ArenaServer, peer: Peer, connection: socket.socket) -> None:
+        self.number = secrets.randbits(62)
         self.peer = peer
-        self.role = role
-        self.client = Client()
+        self.connection = connection
+        self.role: Role | None = None
+        self.client = Client(peer.pid)
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)
+        self._pending: deque[tuple[Request, asyncio.Task[None] | None]] = deque()
+        """Requests that wait for the tier, each with its look-up, and those behind them."""
+        self._reads_replies = True
         self._wait: Wait | None = None
         self._until_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
+        self._server.add(self)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(HELLO_S, self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
         try:
-            for body in self._frames.split(data):
-                self._receive(read_request(body))
+            for request in map(read_request, self._frames.split(data)):
+                looking = None if self.role is None else self._server.look_up(request)
+                if looking is not None:
+                    looking.add_done_callback(self._serve_pending)
+                if looking is not None or self._pending:
+                    self._pending.append((request, looking))
+                else:
+                    self._receive(request)
+        except (BadMessage, OSError) as error:
+            self._fail(error)
+        if len(self._pending) > MAX_PENDING:
+            self.transport.pause_reading()
+
+    def _serve_pending(self, _: "asyncio.Task[None]") -> None:
+        """Answer requests in their order, up to the next that waits for the tier."""
+        if self.transport.is_closing():
+            return  # nothing may be pinned or begun for it any more
+        try:
+            while self._pending:
+                request, looking = self._pending[0]
+                if looking is not None and not looking.done():
+                    break
+                self._pending.popleft()
+                self._receive(request)
         except BadMessage as error:
-            self.transport.write(encode(Failed(str(error))))
-            self.transport.close()
+            self._fail(error)
+            return
+        if len(self._pending) <= MAX_PENDING and self._reads_replies:
+            self.transport.resume_reading()
+
+    def _fail(self, error: Exception) -> None:
+        """Tell the client why its connection ends."""
+        self._pending.clear()
+        self.transport.write(encode(Failed(str(error))))
+        self.transport.close()
+        self._end_wait()
+        self._timer = asyncio.get_running_loop().call_later(LAST_REPLY_S, self.transport.abort)
 
     def connection_lost(self, _exc: Exception | None) -> None:
+        self._pending.clear()
         self._end_wait()
         self._server.lose(self)
 
     def pause_writing(self) -> None:
+        self._reads_replies = False
         self.transport.pause_reading()  # it reads no replies: it gets no more of them
 
     def resume_writing(self) -> None:
-        self.transport.resume_reading()
+        self._reads_replies = True
+        if len(self._pending) <= MAX_PENDING:
+            self.transport.resume_reading()
 
     def settle_wait(self) -> None:
         """Answer this client's wait if nothing that it waits for is pending, or after its time.
@@ -334,6 +466,13 @@ class Session(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(delay_s, self.settle_wait)
 
     def _receive(self, request: Request) -> None:
+        if self.role is None:
+            if not isinstance(request, Hello):
+                raise BadMessage("the first request is no Hello")
+            self._server.welcome(self, request)
+            self.role = request.role
+            self._end_wait()
+            return
         if self._wait is not None:
             raise BadMessage("a request while it waits")
         if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
@@ -349,6 +488,7 @@ class Session(asyncio.Protocol):
         self.settle_wait()
 
     def _end_wait(self) -> None:
+        """End the wait of this client, or that for its first request."""
         if self._wait is not None:
             for digest in self._wait.digests:
                 self._server.waiting[digest].discard(self)
@@ -370,9 +510,12 @@ def bind(path: Path, mode: int) -> socket.socket:
         mode: permissions of the socket, such as 0600.
 
     Raises:
-        OSError: another server listens there, or the path cannot be used: it is another file, say.
+        OSError: another server listens there, or the path cannot be used: it is another file, say,
+            or every user may write to its folder.
     """
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    check_folder(path.parent)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    lock = os.open(f"{path}.lock", flags, 0o600)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         try:
@@ -391,11 +534,11 @@ def bind(path: Path, mode: int) -> socket.socket:
     return listener
 
 
-async def _read_hello(connection: socket.socket) -> Hello:
-    loop, frames = asyncio.get_running_loop(), Frames(MAX_HELLO_BYTES)
-    while data := await loop.sock_recv(connection, MAX_HELLO_BYTES):
-        for request in map(read_request, frames.split(data)):
-            if not isinstance(request, Hello) or frames.begun:
-                raise BadMessage("the first request is no Hello, or is not alone")
-            return request
-    raise BadMessage("no request")
+def raise_open_files() -> int:
+    """Raise this process's limit of open files; return how many connections it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OTHER_DESCRIPTORS + DESCRIPTORS_EACH * MAX_CONNECTIONS
+    most = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(0, most - OTHER_DESCRIPTORS) // DESCRIPTORS_EACH

@@ -1,0 +1,399 @@
+"""Upper bounds of what a client, or a user, may take from the others, each at the bound."""
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ec_store.arena import connection as connections
+from ec_store.arena.connection import MAX_WAITS, ArenaConnection, WaitingConnections
+from ec_store.arena.extents import ExtentAllocator
+from ec_store.arena.index import ArenaIndex
+from ec_store.arena.memory import create_memory, map_memory
+from ec_store.arena.protocol import (
+    MAX_KEYS,
+    MAX_REQUEST_BYTES,
+    VERSION,
+    Begin,
+    Begun,
+    Claimed,
+    ClaimKeys,
+    Done,
+    End,
+    Failed,
+    Find,
+    GetStats,
+    Headers,
+    Hello,
+    List,
+    Page,
+    Pins,
+    Read,
+    Release,
+    Stats,
+    Unpin,
+    Wait,
+    Welcome,
+    encode,
+    read_reply,
+)
+from ec_store.arena.server import (
+    DESCRIPTORS_EACH,
+    OTHER_DESCRIPTORS,
+    ArenaServer,
+    Peer,
+    bind,
+)
+from ec_store.arena.store import ArenaStore
+from ec_store.errors import StoreUnavailable
+from tests.ec_store.arena.served import MIB, Serve, opened, raw, serving, stats, until
+from tests.ec_store.contract import key, sized
+
+HELLO = encode(Hello(VERSION, "writer"))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "arena.sock"
+
+
+@pytest.fixture
+def server(path: Path) -> Iterator[ArenaServer]:
+    with serving(path, 8 * MIB, client_bytes=2 * MIB) as server:
+        yield server
+
+
+@pytest.fixture
+def client(path: Path, server: ArenaServer) -> Iterator[ArenaConnection]:
+    with closing(ArenaConnection(str(path), "writer", 10)) as client:
+        yield client
+
+
+def silent(path: Path) -> socket.socket:
+    """Return a connection that sends nothing."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(10)
+    connection.connect(str(path))
+    return connection
+
+
+def text_of(replies: list[bytes]) -> str:
+    reply = read_reply(replies[-1])
+    assert isinstance(reply, Failed), reply
+    return reply.text
+
+
+def stats_of(store: ArenaStore) -> Stats:
+    return store._ask(GetStats(), Stats)  # noqa: SLF001
+
+
+def committed(client: ArenaConnection, name: str, header: bytes = b"x", size: int = MIB) -> bytes:
+    """Commit an entry of this header; return its digest."""
+    digest = bytes.fromhex(key(name).digest)
+    begun, arena = client.call(Begin(digest, b"", size, False), Begun)
+    assert begun.number, begun
+    assert client.call(End(begun.number, header), Done, within=arena)[0].number == 1
+    return digest
+
+
+@pytest.mark.fault(123)
+def test_silent_connections_count_and_a_full_table_refuses_with_a_reason(path: Path) -> None:
+    with serving(path, max_connections=8), ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(silent(path))
+        client = stack.enter_context(opened(path))
+        assert client.lookup([key()]) == [None]
+        for call in (lambda: stats(path), lambda: raw(path, HELLO)):
+            try:
+                text = text_of(call())  # type: ignore[arg-type]
+            except StoreUnavailable as error:
+                text = str(error)
+            assert f"user {os.geteuid()} has 4 connections" in text
+
+        assert client.lookup([key()]) == [None]
+
+
+@pytest.mark.fault(123)
+def test_silent_connections_end_and_make_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ec_store.arena.server.HELLO_S", 0.2)
+    with serving(path, max_connections=4), silent(path) as first, silent(path) as second:
+        assert first.recv(1) == second.recv(1) == b""
+        assert stats(path).clients == 1
+
+
+@pytest.mark.fault(123)
+def test_all_users_together_have_a_maximum(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    users, of = count(1000), Peer.of
+
+    def other_user(connection: socket.socket) -> Peer:
+        peer = of(connection)
+        peer.uid = next(users)
+        return peer
+
+    monkeypatch.setattr(Peer, "of", other_user)
+    with serving(path, max_connections=2), silent(path), silent(path):
+        assert text_of(raw(path, HELLO)) == "the arena has 2 connections, which is the maximum"
+
+
+@pytest.mark.fault(123)
+def test_clients_that_are_gone_count_while_their_bytes_stay(path: Path) -> None:
+    with serving(path, 8 * MIB, max_connections=8), opened(path) as store:
+        store.put(key(), sized(100))
+        digest = bytes.fromhex(key().digest)
+        for n in range(3):
+            client = ArenaConnection(str(path), "reader", 10)
+            client.call(Read([digest]), Pins)
+            client.close()
+            while stats_of(store).gone_bytes != 100 * (n + 1):
+                time.sleep(0.01)
+        assert "has 4 connections" in text_of(raw(path, HELLO))
+
+
+@pytest.mark.fault(128)
+def test_a_server_raises_its_limit_of_open_files_and_refuses_connections_above_it(
+    path: Path,
+) -> None:
+    hard = OTHER_DESCRIPTORS + DESCRIPTORS_EACH * 80
+    served = Serve(path, open_files=(64, hard))
+    served.start()
+    try:
+        with ExitStack() as stack:
+            for _ in range(40):
+                stack.enter_context(silent(path))
+            assert "has 40 connections to the arena" in text_of(raw(path, HELLO))
+    finally:
+        served.kill()
+
+
+async def close_after(path: Path, turns: int) -> None:
+    """Start a server, and close it some turns of the loop after a client has connected."""
+    server = ArenaServer(create_memory(MIB), ArenaIndex(ExtentAllocator(MIB, MIB)))
+    server.start(bind(path, 0o600))
+    await asyncio.sleep(0)
+    with silent(path) as connection:
+        connection.sendall(HELLO)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.close()
+        with suppress(ConnectionError):
+            while connection.recv(2**16):
+                pass
+
+
+async def test_a_server_closes_with_a_connection_in_every_state(path: Path) -> None:
+    for turns in range(8):
+        before = os.listdir("/proc/self/fd")  # noqa: PTH208
+        await close_after(path, turns)
+        deadline_s = time.monotonic() + 10
+        while os.listdir("/proc/self/fd") != before:  # noqa: PTH208
+            assert time.monotonic() < deadline_s, "a file stays open"
+            gc.collect()
+            await asyncio.sleep(0.01)
+
+
+def test_waits_of_several_threads_do_not_wait_for_each_other(
+    path: Path, client: ArenaConnection
+) -> None:
+    waiting = WaitingConnections(str(path), 10)
+    digests = [bytes.fromhex(key(str(n)).digest) for n in range(2)]
+    client.call(ClaimKeys(digests, b"owner", 60), Claimed)
+    with closing(waiting), ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(waiting.wait, Wait([each], 60)) for each in digests)
+        until(path, clients=4)
+        client.call(Release([digests[1]], b"owner"), Done)
+        second.result(10)
+        assert not first.done()
+        client.call(Release([digests[0]], b"owner"), Done)
+        first.result(10)
+
+
+def test_threads_that_wait_have_a_maximum(path: Path, client: ArenaConnection) -> None:
+    waiting = WaitingConnections(str(path), 10)
+    digest = bytes.fromhex(key().digest)
+    client.call(ClaimKeys([digest], b"owner", 60), Claimed)
+    with closing(waiting), ThreadPoolExecutor(MAX_WAITS) as pool:
+        waits = [pool.submit(waiting.wait, Wait([digest], 60)) for _ in range(MAX_WAITS)]
+        until(path, clients=2 + MAX_WAITS)
+        with pytest.raises(StoreUnavailable, match="threads wait"):
+            waiting.wait(Wait([digest], 0.1))
+        client.call(Release([digest], b"owner"), Done)
+        for wait in waits:
+            wait.result(10)
+        waiting.wait(Wait([digest], 10))
+
+
+def test_a_forked_child_waits_on_connections_of_its_own(
+    path: Path, client: ArenaConnection
+) -> None:
+    waiting = WaitingConnections(str(path), 10)
+    digest = bytes.fromhex(key().digest)
+    client.call(ClaimKeys([digest], b"owner", 60), Claimed)
+    with closing(waiting), ThreadPoolExecutor(MAX_WAITS) as pool:
+        waits = [pool.submit(waiting.wait, Wait([digest], 60)) for _ in range(MAX_WAITS)]
+        until(path, clients=2 + MAX_WAITS)
+        child = os.fork()
+        if child == 0:
+            try:
+                waiting.wait(Wait([digest], 0.1))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not any(wait.done() for wait in waits)
+        client.call(Release([digest], b"owner"), Done)
+        for wait in waits:
+            wait.result(10)
+
+
+@pytest.mark.fault(121)
+def test_calls_of_many_threads_at_a_server_that_hangs_end_with_the_deadline_of_each(
+    path: Path,
+) -> None:
+    """One after the other they would take 30 s."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(64)
+        began_s = time.monotonic()
+        with opened(path, timeout_s=1) as store, ThreadPoolExecutor(30) as pool:
+            calls = [pool.submit(store.get, key()) for _ in range(30)]
+            for call in calls:
+                with pytest.raises(StoreUnavailable):
+                    call.result()
+
+    assert time.monotonic() - began_s < 15
+
+
+@pytest.mark.fault(121)
+def test_a_server_that_answers_a_byte_at_a_time_takes_no_more_than_the_deadline(
+    path: Path,
+) -> None:
+    """Each byte is within the time-out; all of them would take an hour."""
+    over = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while not over.wait(0.2):
+                try:
+                    connection.send(b"\x7f")
+                except OSError:
+                    return
+
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(str(path))
+        listener.listen()
+        dripping = pool.submit(drip, listener)
+        with opened(path, timeout_s=1) as store, pytest.raises(StoreUnavailable):
+            store.get(key())
+        over.set()
+        dripping.result()
+
+
+def test_a_message_and_its_keys_have_a_maximum(path: Path, client: ArenaConnection) -> None:
+    digest = committed(client, "a", b"header")
+    assert client.call(Find([digest] * MAX_KEYS), Headers)[0].headers == [b"header"] * MAX_KEYS
+    longest = Unpin([0] * (MAX_REQUEST_BYTES - len(encode(Unpin([0] * 2**16))) + 2**16))
+    assert len(encode(longest)) == MAX_REQUEST_BYTES
+    stats_bytes = encode(GetStats())
+    welcome, found, failed = raw(path, HELLO, encode(longest) + stats_bytes + b"\xff" * 4)
+    assert isinstance(read_reply(welcome), Welcome)
+    assert isinstance(read_reply(found), Stats)
+    assert isinstance(read_reply(failed), Failed)
+    assert "4096" in text_of(raw(path, HELLO, encode(Find([digest] * (MAX_KEYS + 1)))))
+    above = encode(Unpin([*longest.numbers, 0]))
+    assert f"of at most {MAX_REQUEST_BYTES}" in text_of(raw(path, HELLO, above))
+
+
+def test_headers_that_fit_into_no_reply_end_the_connection_alone(
+    path: Path, client: ArenaConnection
+) -> None:
+    digest = committed(client, "a", bytes(MIB), 1)
+    assert len(client.call(Find([digest] * 32), Headers)[0].headers) == 32
+    for request in (
+        Find([digest] * 33),
+        Read([digest] * 33),
+        ClaimKeys([digest] * 33, b"", 1, True),
+    ):
+        assert "do not fit" in text_of(raw(path, HELLO, encode(request)))
+    assert len(client.call(Find([digest]), Headers)[0].headers) == 1
+
+
+def test_a_listing_of_large_headers_has_small_pages(client: ArenaConnection) -> None:
+    digests = {committed(client, str(n), bytes(MIB // 2), 1) for n in range(5)}
+    seen, after, pages = set(), b"", 0
+    while rows := client.call(List(after), Page)[0].rows:
+        assert len(rows) <= 2
+        seen |= {row.digest for row in rows}
+        after, pages = rows[-1].digest, pages + 1
+
+    assert seen == digests
+    assert pages == 3
+
+
+def test_bytes_that_a_client_has_pinned_or_begun_have_a_maximum(
+    path: Path, client: ArenaConnection
+) -> None:
+    digests = [committed(client, str(n)) for n in range(3)]
+    pins, arena = client.call(Read(digests), Pins)
+    assert [pin.number > 0 for pin in pins.pins] == [True, True, False]
+    with closing(ArenaConnection(str(path), "reader", 10)) as other:
+        assert other.call(Read(digests[2:]), Pins)[0].pins[0].number
+    arena.released.append(pins.pins[0].number)
+    assert client.call(Read(digests[2:]), Pins)[0].pins[0].number
+
+    begun = [
+        client.call(Begin(bytes.fromhex(key(f"b{n}").digest), b"", MIB, False), Begun)[0]
+        for n in range(3)
+    ]
+    assert [each.refusal for each in begun] == ["", "", "full"]
+    client.call(End(begun[0].number, b""), Done)
+    again = Begin(bytes.fromhex(key("c").digest), b"", MIB, False)
+    assert client.call(again, Begun)[0].number
+    above = Begin(bytes.fromhex(key("d").digest), b"", 2 * MIB + 1, False)
+    assert client.call(above, Begun)[0].refusal == "too large"
+
+
+def test_no_program_that_a_client_starts_inherits_the_memory(
+    client: ArenaConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inheritable: list[bool] = []
+
+    def mapped(fd: int, *args: Any, **options: Any) -> Any:
+        inheritable.append(os.get_inheritable(fd))
+        return map_memory(fd, *args, **options)
+
+    monkeypatch.setattr(connections, "map_memory", mapped)
+    client.call(GetStats(), Stats)
+
+    assert inheritable == [False]
+
+
+def test_a_server_follows_no_link_to_its_lock(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    Path(f"{path}.lock").symlink_to(other)
+    with pytest.raises(OSError, match="symbolic link"):
+        bind(path, 0o600)
+
+    assert not other.exists()
+
+
+@pytest.mark.fault(127)
+def test_a_folder_that_every_user_may_write_to_has_no_server_and_no_clients(path: Path) -> None:
+    with serving(path), opened(path) as store:
+        path.parent.chmod(0o1777)
+        with pytest.raises(StoreUnavailable, match="every user may write"):
+            store.lookup([key()])
+        with pytest.raises(PermissionError, match="every user may write"):
+            bind(path, 0o600)
+        path.parent.chmod(0o700)
+        assert store.lookup([key()]) == [None]
