@@ -6,11 +6,13 @@ from urllib.parse import urlsplit
 from ec_store.aio import THREADS, AsyncStore, on_thread
 from ec_store.base import Store
 from ec_store.concurrency import DaemonPool
+from ec_store.config import redacted
 from ec_store.disk.config import DiskConfig
 from ec_store.urls import ARENA, DISK, REDIS, unknown_scheme
 
 if TYPE_CHECKING:
     from ec_store.arena.aio_store import AsyncArenaStore
+    from ec_store.arena.tier import Tier
 
 ProxyStore: TypeAlias = "AsyncStore | AsyncArenaStore"
 """Store of a proxy: its calls run on threads, or on the event loop without a wait."""
@@ -57,6 +59,19 @@ def open_store(
 
         return RedisStore.from_url(url)
     raise unknown_scheme(url)
+
+
+def open_tier(url: str) -> "Tier":
+    """Open the store behind a host's memory by its URL; it connects at its first use.
+
+    Raises:
+        ValueError: it is no URL of Redis, or has an unknown or invalid parameter.
+    """
+    if urlsplit(url).scheme not in REDIS:
+        raise ValueError(f"{redacted(url)!r} cannot be a tier: use redis:// or rediss://")
+    from ec_store.redis.store import RedisStore  # noqa: PLC0415
+
+    return RedisStore.from_url(url)
 
 
 async def open_async_store(url: str, *, create: bool = True, lazy: bool = False) -> AsyncStore:

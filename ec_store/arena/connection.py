@@ -5,7 +5,6 @@ import errno
 import os
 import select
 import socket
-import stat
 import time
 import weakref
 from collections import deque
@@ -39,11 +38,13 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
+from ec_store.arena.url import check_folder
 from ec_store.counts import ForkLock, after_fork
 from ec_store.errors import StoreUnavailable
 
 CHUNK_BYTES = 2**16  # larger ones are mapped and unmapped for each call
 MAX_WELCOME_BYTES = 2**16
+NAME_BYTES = 16
 
 MAX_WAITS = 16
 """Upper bound of the threads of a process that wait at a server at once."""
@@ -77,6 +78,8 @@ class MappedArena:
             BadMessage: the server has sent no memory.
             OSError: the memory cannot be mapped.
         """
+        if len(welcome.arena) != NAME_BYTES or welcome.segment_bytes <= 0:
+            raise BadMessage("the server describes no memory")
         self.name, self.session = welcome.arena, welcome.session
         self.segment_bytes = welcome.segment_bytes
         self.released: deque[int] = deque()
@@ -121,8 +124,7 @@ class MappedArena:
 
 
 MappedMemories = weakref.WeakValueDictionary[bytes, Bytes]
-"""Memories that are mapped, by name: one whose connection was lost, and made again, is not mapped
-twice."""
+"""Memories that are mapped, by name: a new connection to the same server maps none again."""
 
 
 class ArenaConnection:
@@ -256,11 +258,15 @@ class ArenaConnection:
             self._disconnect()
 
     def _connect(self, deadline_s: float) -> MappedArena:
-        check_folder(Path(self._path).parent)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = connection
         _set_deadline(connection, deadline_s)
-        connection.connect(self._path)
+        try:
+            check_folder(Path(self._path).parent)
+            connection.connect(self._path)
+        except FileNotFoundError:
+            text = "no such socket; of another container, its folder must be mounted into this one"
+            raise FileNotFoundError(errno.ENOENT, text) from None
         with suppress(ConnectionError):  # refused, and the reason is in its reply
             connection.sendall(encode(Hello(VERSION, self._role)))
         data, fds = _receive_fds(connection)
@@ -339,12 +345,6 @@ class WaitingConnections:
         self._idle: LifoQueue[ArenaConnection] = LifoQueue()  # the last used one is connected
         for connection in self._all:
             self._idle.put(connection)
-
-
-def check_folder(folder: Path) -> None:
-    """Raise OSError if every user may write to a folder, and so replace the socket in it."""
-    if folder.stat().st_mode & stat.S_IWOTH:
-        raise PermissionError(errno.EACCES, f"every user may write to {folder}: chmod o-w")
 
 
 def _has_event(connection: socket.socket, event: int) -> bool:

@@ -79,11 +79,14 @@ class Client:
     """Connection of a process, and all that it holds.
 
     Attributes:
+        pid, role: as in `ClientUse`.
         pins: pinned entry and time of the pin, by number.
         writes: begun write, by number.
         claims: digests that it has claimed last.
     """
 
+    pid: int = 0
+    role: str = ""
     pins: dict[int, tuple[Slot, float]] = field(default_factory=dict)
     writes: dict[int, Slot] = field(default_factory=dict)
     claims: set[bytes] = field(default_factory=set)
@@ -384,6 +387,14 @@ class ArenaIndex:
             return math.inf
         claim = self._claims.get(digest)
         return now_s if claim is None else max(now_s, claim.until_s)
+
+    def lacking(self, digests: Iterable[bytes], now_s: float) -> list[bytes]:
+        """Return the keys of entries that neither exist nor are being written."""
+        return [
+            digest
+            for digest in digests
+            if digest not in self._writing and self._find(digest, now_s) is None
+        ]
 
     def disconnect(self, client: Client) -> None:
         """End the claims of a client that is gone, and let others write what it had begun.

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ec_store.arena.extents import Extent
-from ec_store.device.memory import check_room
+from ec_store.device.memory import available_bytes, check_room
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -37,6 +37,14 @@ POPULATE_BYTES = 16 * 2**20
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # <asm-generic/mman-common.h>, since Linux 5.14
 
 HUGE_PAGE_BYTES = 2 * 2**20
+
+SHARE = 8
+"""A memory without a given size takes one part in `SHARE` of what is left."""
+
+LEAST_BYTES = 256 * 2**20
+MOST_BYTES = 64 * 2**30
+"""Bounds of a memory without a given size."""
+
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MFD_HUGE_2MB = 21 << 26  # MFD_HUGE_2MB of memfd_create(2), which `os` has from Python 3.14 on
 
@@ -61,6 +69,16 @@ class ArenaMemory:
     size_bytes: int
     segment_bytes: int
     pages: str
+
+
+def default_bytes() -> int:
+    """Return the size of a memory for which none is given, a multiple of `LEAST_BYTES`.
+
+    It is an eighth of what the machine, and the control groups of this process, have left. So a
+    second one fits beside it, while clients still map the memory of a killed server.
+    """
+    multiples = (available_bytes() or 0) // SHARE // LEAST_BYTES
+    return min(MOST_BYTES, max(1, multiples) * LEAST_BYTES)
 
 
 def create_memory(
@@ -168,3 +186,20 @@ def parts_of(memory: Bytes, extents: Iterable[Extent], size_bytes: int) -> list[
     if size_bytes:
         raise ValueError(f"the extents lack {size_bytes} bytes")
     return parts
+
+
+def copy_in(data: memoryview, parts: Sequence[Bytes]) -> None:
+    """Copy bytes into parts of the memory."""
+    source, begin = np.frombuffer(data, np.uint8), 0
+    for part in parts:
+        np.copyto(part, source[begin : begin + len(part)])
+        begin += len(part)
+
+
+def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
+    """Copy parts of the memory into a buffer, and return it."""
+    target, begin = np.frombuffer(buffer, np.uint8), 0
+    for part in parts:
+        np.copyto(target[begin : begin + len(part)], np.frombuffer(part, np.uint8))
+        begin += len(part)
+    return buffer

@@ -5,11 +5,10 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
-import numpy as np
 
 from ec_store.arena.checksums import checksum_of
 from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
@@ -22,7 +21,7 @@ from ec_store.arena.fields import (
     key_digest,
 )
 from ec_store.arena.index import Refusal
-from ec_store.arena.memory import Bytes
+from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
     LONGEST_S,
     BadMessage,
@@ -48,12 +47,13 @@ from ec_store.arena.protocol import (
     Release,
     Reply,
     Request,
+    Role,
     Row,
     Stats,
     Wait,
 )
 from ec_store.arena.url import ArenaOptions, arena_options
-from ec_store.base import LONGEST_CLAIM_S, Listed, Store, StoreStats
+from ec_store.base import LONGEST_CLAIM_S, Listed, MemoryStats, Store, StoreStats
 from ec_store.counts import Counts
 from ec_store.entry import (
     Buffers,
@@ -67,6 +67,8 @@ from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnava
 from ec_store.keys import EntryKey, owner_bytes
 
 R = TypeVar("R", bound=Reply)
+
+MEMORY_STATS = [each.name for each in fields(MemoryStats)]
 
 OTHERS_WRITE_S = 10.0
 """Time in seconds that `put` waits for another process that writes the same entry."""
@@ -82,10 +84,10 @@ class ArenaStore(Store):
         options: options of its URL.
     """
 
-    def __init__(self, options: ArenaOptions) -> None:
-        """Create a store; the first call connects it."""
+    def __init__(self, options: ArenaOptions, role: Role = "writer") -> None:
+        """Create a store; the first call connects it. A `reader` writes no entries."""
         self.options = options
-        self._connection = ArenaConnection(options.path, "writer", options.timeout_s)
+        self._connection = ArenaConnection(options.path, role, options.timeout_s)
         self._waiting = WaitingConnections(options.path, options.timeout_s)
         self._buffers = Buffers()
         self.counts = Counts()
@@ -155,11 +157,12 @@ class ArenaStore(Store):
     def pin(self, key: EntryKey) -> "PlacedEntry | None":
         """Return an entry in place (see `Store.get`): nothing is copied.
 
-        It is pinned until the last view of its bytes is deleted.
+        It is pinned until the last view of its bytes is deleted. For an entry that comes from the
+        tier, it waits for half of `timeout_s`: then it is a miss, and not yet late for a caller
+        with that timeout.
         """
-        reply, arena = self._connection.call(Read([key_digest(key)]), Pins)
+        pin, arena = self._read(key_digest(key))
         entry = None
-        [pin] = reply.pins
         if pin.number:
             try:
                 entry = self._pinned(key, arena, pin)
@@ -245,7 +248,9 @@ class ArenaStore(Store):
             bytes=stats.taken_bytes,
             max_bytes=stats.size_bytes,
             leased=stats.leased,
-            **self._process_counts(),
+            tier=None if stats.tier is None else msgspec.structs.asdict(stats.tier),
+            **(self._process_counts() | {"evictions": stats.evictions}),
+            memory=MemoryStats(**{name: getattr(stats, name) for name in MEMORY_STATS}),
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
@@ -287,6 +292,17 @@ class ArenaStore(Store):
                 raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
             self._waiting.wait(Wait([request.digest], left_s))
 
+    def _read(self, digest: bytes) -> tuple[Pin, MappedArena]:
+        """Pin an entry, if it comes from the tier after that, and return the pin."""
+        deadline_s = time.monotonic() + self.options.timeout_s / 2
+        while True:
+            reply, arena = self._connection.call(Read([digest]), Pins)
+            [pin] = reply.pins
+            left_s = deadline_s - time.monotonic()
+            if pin.number or not pin.header or left_s <= 0:
+                return pin, arena
+            self._waiting.wait(Wait([digest], left_s))
+
     def _is_readable(self, digest: bytes) -> bool:
         """Return whether an entry is still there, and of this format."""
         [header] = self._ask(Find([digest]), Headers).headers
@@ -321,7 +337,7 @@ class ArenaStore(Store):
         weakref.finalize(kept, self._connection.release, arena, pin.number)
         for part in found:
             weakref.finalize(part, id, kept)  # `kept` exists while views of any part do
-        place = Place(arena.name, tuple(pin.extents), info.payload_bytes)
+        place = HostPlace(arena.name, tuple(pin.extents), info.payload_bytes)
         parts = [part.data.toreadonly() for part in found]
         return PlacedEntry(info.dtype, info.shape, info.modality, info.metadata, place, parts)
 
@@ -368,7 +384,7 @@ class ArenaStore(Store):
             after = rows[-1].digest
 
 
-class Place(NamedTuple):
+class HostPlace(NamedTuple):
     """Place of an entry: extents, in order, of the arena of a name."""
 
     arena: bytes
@@ -390,7 +406,7 @@ class PlacedEntry:
     shape: tuple[int, ...]
     modality: str
     metadata: Mapping[str, Any]
-    place: Place
+    place: HostPlace
     parts: Sequence[memoryview]
 
 
@@ -420,7 +436,7 @@ class EntryWrite:
         self._store = store
         self._key = key
         self.number, self.arena = begun.number, arena
-        self.place = Place(arena.name, tuple(begun.extents), size_bytes)
+        self.place = HostPlace(arena.name, tuple(begun.extents), size_bytes)
         try:
             self.parts = arena.parts(begun.extents, size_bytes)
         except (BadMessage, StoreUnavailable) as error:
@@ -452,23 +468,6 @@ class EntryWrite:
         """Give the write up. If the server is gone, it has ended already."""
         with suppress(StoreUnavailable):
             self._store.end(self, b"")
-
-
-def copy_in(data: memoryview, parts: Sequence[Bytes]) -> None:
-    """Copy bytes into parts of the memory."""
-    source, begin = np.frombuffer(data, np.uint8), 0
-    for part in parts:
-        np.copyto(part, source[begin : begin + len(part)])
-        begin += len(part)
-
-
-def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
-    """Copy parts of the memory into a buffer, and return it."""
-    target, begin = np.frombuffer(buffer, np.uint8), 0
-    for part in parts:
-        np.copyto(target[begin : begin + len(part)], np.frombuffer(part, np.uint8))
-        begin += len(part)
-    return buffer
 
 
 def _verify(parts: Sequence[Bytes], checksum: str) -> None:

@@ -15,7 +15,8 @@ from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.arena.protocol import ClaimKeys, Find, Release, Reply, Request
 from ec_store.arena.server import ArenaServer, Session
 from epd.encoder_cache.lookup import Lookup
-from tests.ec_store.arena.served import in_process, serving
+from tests.ec_store.arena.served import serving
+from tests.ec_store.arena.test_aio_store import in_process
 from tests.proxy.test_claims import (  # noqa: F401
     lasting_claims,
     test_a_cache_can_close_while_it_learns_a_namespace,
@@ -49,7 +50,7 @@ from tests.proxy.test_media import (  # noqa: F401
     test_raw_and_named_items_of_a_request,
 )
 from tests.requests import image, request
-from tests.support.backed import NAMESPACE, Backed, CacheSettings, caching, items_of, opened_cache
+from tests.support.backed import NAMESPACE, Backed, cache_settings, caching, items_of, opened_cache
 from tests.support.fake_instance import decodes, encodes
 from tests.support.fleet import Fleet, Launch, until
 
@@ -128,13 +129,13 @@ async def test_all_items_of_a_request_are_one_message_for_each_step(
 
 async def test_found_entries_are_leased(backed: Backed, url: str) -> None:
     put(backed.store, KEYS[0])
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         assert set(await cache.find_entries(KEYS) or ()) == {KEYS[0]}
         await until(lambda: backed.store.stats().leased == 1)
 
 
 async def test_a_lookup_needs_no_thread(backed: Backed, url: str) -> None:
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         before = set(threading.enumerate())
         look = Lookup(KEYS, "owner", 10.0)
         assert await cache.run_lookup(look)
@@ -148,7 +149,7 @@ async def test_a_lookup_needs_no_thread(backed: Backed, url: str) -> None:
 async def test_a_claim_of_another_proxy_is_not_taken(backed: Backed, url: str) -> None:
     put(backed.store, KEYS[0])
     backed.store.claim(KEYS[1:2], "another", 60)
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         look = Lookup(KEYS, "owner", 10.0)
         assert await cache.run_lookup(look)
 
@@ -163,12 +164,11 @@ async def test_a_lookup_without_a_waiter_leaves_no_claim(path: Path, how: str) -
     """Its message may have claimed. The proxy keeps its connection, with all other claims."""
     with in_process(path) as child, open_store(f"shm://{path}?timeout=20s") as store:
         await until(lambda: registered(store))
-        settings = CacheSettings(lease_s=60)
+        settings = cache_settings(60, budget_s=0.05 if how == "late" else 60)
         async with opened_cache(f"shm://{path}?timeout=20s", settings) as cache:
             other = Lookup([EntryKey(NAMESPACE, "held")], "owner", 3600)
-            assert await cache.run_lookup(other)
-            child.send_signal(signal.SIGSTOP)
-            settings.current = CacheSettings(60, 0.02 if how == "late" else 60).current
+            assert await cache.run_lookup(other, patient=True)
+            child.signal(signal.SIGSTOP)
             look = Lookup(KEYS, "owner", 3600)
             looking = asyncio.create_task(cache.run_lookup(look))
             if how == "late":
@@ -177,7 +177,7 @@ async def test_a_lookup_without_a_waiter_leaves_no_claim(path: Path, how: str) -
                 await asyncio.sleep(0.05)
                 looking.cancel()
                 await asyncio.wait([looking])
-            child.send_signal(signal.SIGCONT)
+            child.signal(signal.SIGCONT)
             await until(lambda: look.claimed)
 
             await until(lambda: all(store.claim(KEYS, "another", 60)))
@@ -220,9 +220,9 @@ async def test_a_server_that_hangs_costs_the_budget_and_is_used_again(
         url = f"shm://{path}?timeout={timeout_s}s"
         async with caching(launch, backed, url, ec_store_budget_s=0.05) as fleet:
             await is_hit(fleet, backed)
-            child.send_signal(signal.SIGSTOP)
+            child.signal(signal.SIGSTOP)
             await is_served_without_store(fleet)
-            child.send_signal(signal.SIGCONT)
+            child.signal(signal.SIGCONT)
             await is_hit(fleet, backed)
 
 
@@ -251,7 +251,7 @@ async def test_a_store_without_a_server_is_logged_and_then_used(
 ) -> None:
     monkeypatch.setattr("epd.encoder_cache.client.REFRESH_S", 0.05)
     with capture_logs() as lines, ExitStack() as stack:
-        async with opened_cache(f"shm://{path}", CacheSettings(lease_s=60)) as cache:
+        async with opened_cache(f"shm://{path}", cache_settings(lease_s=60)) as cache:
             await until(lambda: cache.operations["open", "error"] > 2)
             assert await cache.find_entries(KEYS) is None
             stack.enter_context(serving(path))

@@ -155,6 +155,8 @@ def test_a_client_that_is_killed_at_any_step_spoils_and_holds_nothing(
             if not killed:
                 break
         assert step > 10
+        store.delete(KEPT)
+        assert stats(path).taken_bytes == 0
 
 
 def serve(path: Path, step: int, pipe: Connection) -> None:

@@ -403,12 +403,14 @@ def test_a_forked_child_connects_itself(path: Path, server: ArenaServer, store: 
         try:
             assert_same(sized(MIB, 1), store.get(key()))
             os.write(write, b"same")
+            time.sleep(60)
         finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-
+            os._exit(1)
     assert os.read(read, 10) == b"same"
-    assert stats(path).pinned_bytes == MIB
+    assert stats(path).clients == 3  # the parent's, the child's, and the one that asks
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    until(path, clients=2, gone_bytes=0, pinned_bytes=MIB)
     assert_same(sized(MIB, 1), found)
     os.close(read)
     os.close(write)

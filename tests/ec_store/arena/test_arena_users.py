@@ -51,7 +51,7 @@ def by_user(call: Callable[[], object], *groups: int) -> None:
 
 
 @pytest.mark.parametrize(("mode", "groups"), [("0600", [GROUP]), ("0660", []), ("0660", [7])])
-def test_another_user_is_refused_by_the_modes(path: Path, mode: str, groups: list[int]) -> None:
+def test_modes_of_the_socket_refuse_another_user(path: Path, mode: str, groups: list[int]) -> None:
     served = Serve(path, mode=mode)
     served.start()
 
