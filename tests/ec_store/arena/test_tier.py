@@ -423,6 +423,26 @@ def test_a_slow_lookup_delays_its_connection_alone_and_only_until_its_deadline(
     assert host.counts.errors == 1
 
 
+def test_late_look_ups_abandon_no_entry_that_was_found(
+    a: Host, b: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [key(f"found {number}") for number in range(tier.FETCH_THREADS + 1)]
+    for each in found:
+        a.store.put(each, entry())
+    a.until(sent=len(found))
+    b.tier.reads.clear()
+    assert None not in b.store.lookup(found)
+
+    monkeypatch.setattr(tier, "LOOKUP_S", 0.02)
+    b.tier.lookups.clear()
+    for number in range(concurrency.FAILURES + 1):
+        assert b.store.lookup([key(f"missing {number}")]) == [None]
+    assert b.counts.skipped == 1
+    b.tier.reads.set()
+
+    b.until(fetched=len(found), drops=0)
+
+
 def test_replies_keep_the_order_of_their_requests_while_one_waits_for_the_tier(
     start: Start, a: Host
 ) -> None:
