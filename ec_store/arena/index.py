@@ -71,11 +71,14 @@ class Client:
     """Connection of a process, and all that it holds.
 
     Attributes:
+        pid, role: as in `ClientUse`.
         pins: pinned entry and time of the pin, by number.
         writes: begun write, by number.
         claims: digests that it has claimed last.
     """
 
+    pid: int = 0
+    role: str = ""
     pins: dict[int, tuple[Slot, float]] = field(default_factory=dict)
     writes: dict[int, Slot] = field(default_factory=dict)
     claims: set[bytes] = field(default_factory=set)
@@ -170,7 +173,13 @@ class ArenaIndex:
 
     def find(self, digests: Iterable[bytes], now_s: float) -> list[Slot | None]:
         """Return the entries of these keys."""
-        return [self._find(digest, now_s) for digest in digests]
+        get, expired_s = self._entries.get, now_s - self._ttl_s
+        return [
+            slot
+            if (slot := get(digest)) is None or slot.used_s > expired_s
+            else self._find(digest, now_s)
+            for digest in digests
+        ]
 
     def lease(self, digests: Iterable[bytes], seconds: float, now_s: float) -> list[Slot | None]:
         """Return the entries of these keys, which are not evicted for this time."""

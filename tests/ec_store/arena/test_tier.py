@@ -619,7 +619,7 @@ async def test_a_request_that_waited_for_the_tier_is_dropped_while_its_connectio
     server = ArenaServer(create_memory(MIB), ArenaIndex(ExtentAllocator(MIB, MIB)))
     server.start(bind(tmp_path / "arena.sock", 0o600), RedisStore.from_url(redis.url()))
     before = asyncio.all_tasks()
-    session = Session(server, Peer(0, None), Mock())
+    session = Session(server, Peer(0, 0, None), Mock())
     session.role = "reader"
     transport = Mock(spec=asyncio.Transport, get_write_buffer_size=lambda: 0)
     session.connection_made(transport)
