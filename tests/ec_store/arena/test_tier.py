@@ -654,6 +654,16 @@ def test_a_client_that_is_gone_gets_no_pin_after_its_look_up(a: Host, b: Host) -
     assert b.stats.pinned_bytes == 0
 
 
+def test_stat_shows_the_numbers_of_the_tier(a: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    a.store.put(key(), entry())
+    a.until(sent=1)
+    with pytest.raises(SystemExit) as ended:
+        main(["stat", f"shm://{a.path}"])
+
+    assert ended.value.code == 0
+    assert "tier       1 sent, 0 fetched, 0 queued, 0 drops, 0 errors" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("url", ["file://STORE", "redis://localhost:1"])
 def test_a_tier_is_only_for_the_memory_of_a_host(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
