@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote, unquote
 
 import orjson
@@ -108,7 +108,7 @@ MB: each turn of a chat looks up the same images, and their headers are not pars
 
 _PLAIN = re.compile(r"[\w.~ /:;,=@+()\[\]-]*", re.ASCII)
 _ANY_FORMAT = re.compile(r"ec_store/\d{1,9}", re.ASCII)
-_CHECKSUM = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_CHECKSUM = re.compile(r"([0-9a-f]{16})?", re.ASCII)
 ITEM_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4}
 """Bytes of one value of each supported dtype, by its safetensors name."""
 
@@ -136,12 +136,35 @@ class Entry:
     modality: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def parts(self) -> Sequence[memoryview]:
+        """Return its bytes, in order; those of an entry in a host's memory may be in several."""
+        return (self.data,)
+
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.data.nbytes != payload_bytes(self.dtype, self.shape):
             raise ValueError(
                 f"{self.data.nbytes} bytes do not make a {self.dtype} tensor of shape {self.shape}"
             )
+
+
+class HeldEntry(Protocol):
+    """Entry whose bytes are in memory: an `Entry`, or a part of a host's memory.
+
+    The attributes are those of `Entry`.
+    """
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def modality(self) -> str: ...
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+    @property
+    def parts(self) -> Sequence[memoryview]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +174,8 @@ class EntryInfo:
     Attributes:
         dtype, shape, modality: as in `Entry`.
         metadata: as in `Entry`; read-only, since callers share it.
-        checksum: xxh3-64 of the payload, 16 hexadecimal digits.
+        checksum: xxh3-64 of the payload, 16 hexadecimal digits. A host's memory keeps it beside the
+            header, where it is empty. In every other store an empty one is corrupt.
         header_bytes: size of length field and header, the offset of the payload.
 
     Raises:
@@ -207,7 +231,7 @@ def checksum(payload: memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(payload)
 
 
-def encode_header(key: EntryKey, entry: Entry | EntryInfo, payload_checksum: str) -> bytes:
+def encode_header(key: EntryKey, entry: HeldEntry | EntryInfo, payload_checksum: str) -> bytes:
     """Return length field and header of an entry's blob; the payload follows it.
 
     The result is deterministic: a valid header equals the one of its own fields. Its length does

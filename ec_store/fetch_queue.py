@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-from ec_store.entry import Entry
+from ec_store.entry import HeldEntry
 from ec_store.keys import EntryKey
 
 LARGE_BYTES = 2**20
@@ -31,9 +31,9 @@ def buffer_bytes(size_bytes: int) -> int:
     return OVERHEAD_BYTES + (size_bytes if is_small else pages * PAGE_BYTES)
 
 
-def entry_bytes(entry: Entry) -> int:
-    """Return the memory that an entry takes: the whole buffer that its tensor is in."""
-    return OVERHEAD_BYTES + memoryview(entry.data.obj).nbytes
+def entry_bytes(entry: HeldEntry) -> int:
+    """Return the memory that an entry takes: the whole buffers that its tensor is in."""
+    return OVERHEAD_BYTES + sum(memoryview(part.obj).nbytes for part in entry.parts)
 
 
 class EntryMemory:
@@ -49,17 +49,19 @@ class EntryMemory:
         reserved_bytes: bytes of reservations.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, keeps: bool = True) -> None:
+        """Create the memory; without `keeps` only claimed entries stay."""
+        self._keeps = keeps
         self.held_bytes = 0
         self.pinned_bytes = 0
         self.reserved_bytes = 0
         self._limit_bytes = limit_bytes
-        self._pinned: dict[str, Entry] = {}
-        self._kept: OrderedDict[str, Entry] = OrderedDict()
+        self._pinned: dict[str, HeldEntry] = {}
+        self._kept: OrderedDict[str, HeldEntry] = OrderedDict()
         self._reserved: dict[str, int] = {}
         self._claims: Counter[str] = Counter()
 
-    def entry(self, identifier: str) -> Entry | None:
+    def entry(self, identifier: str) -> HeldEntry | None:
         return self._pinned.get(identifier) or self._kept.get(identifier)
 
     def is_claimed(self, identifier: str) -> bool:
@@ -88,7 +90,7 @@ class EntryMemory:
         self.reserved_bytes += size_bytes
         self._trim()
 
-    def hold_entry(self, identifier: str, entry: Entry | None) -> None:
+    def hold_entry(self, identifier: str, entry: HeldEntry | None) -> None:
         """End a reservation, and hold its entry unless it is None."""
         self.reserved_bytes -= self._reserved.pop(identifier)
         if entry is not None:
@@ -123,12 +125,13 @@ class EntryMemory:
         if entry is not None:
             self.held_bytes -= entry_bytes(entry)
 
-    def _pin(self, identifier: str, entry: Entry) -> None:
+    def _pin(self, identifier: str, entry: HeldEntry) -> None:
         self._pinned[identifier] = entry
         self.pinned_bytes += entry_bytes(entry)
 
     def _trim(self) -> None:
-        while self._kept and self.held_bytes + self.reserved_bytes > self._limit_bytes:
+        limit_bytes = self._limit_bytes if self._keeps else 0
+        while self._kept and self.held_bytes + self.reserved_bytes > limit_bytes:
             self.discard(next(iter(self._kept)))
 
 
@@ -149,7 +152,7 @@ class Want(NamedTuple):
     """
 
     size_bytes: int
-    accept: Callable[[Entry], bool] = lambda _: True
+    accept: Callable[[HeldEntry], bool] = lambda _: True
     asked_s: float | None = None
     rank: int = 0
     promised: bool = False
@@ -191,7 +194,7 @@ class Fetch:
     looks: int = 0
     overdue: bool = False
     dropped: bool = False
-    entry: Entry | None = None
+    entry: HeldEntry | None = None
     refused: bool = False
     error: Exception | None = None
 

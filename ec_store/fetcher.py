@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ec_store.concurrency import Breaker, DaemonPool
 from ec_store.counts import Counts
-from ec_store.entry import Entry
+from ec_store.entry import HeldEntry
 from ec_store.fetch_queue import EntryMemory, Fetch, FetchQueue, Phase, Want, buffer_bytes
 from ec_store.keys import EntryKey, key_or_none
 
@@ -27,7 +27,7 @@ CHECK_EVERY_S = 0.005
 class EntrySource(Protocol):
     """Source of entries: a store, or a layer that places a store's entries in other memory."""
 
-    def get(self, key: EntryKey) -> Entry | None:
+    def get(self, key: EntryKey) -> HeldEntry | None:
         """Read an entry, as `Store.get` does."""
 
 
@@ -61,6 +61,7 @@ class Fetcher:
             last lookup starts then, or when a thread is free, and may take `timeout_s` more.
         memory_bytes: memory budget for claimed entries, kept entries, and reservations.
         threads: number of entries fetched at once.
+        keeps: whether entries stay in memory after their last claim, while there is room.
         clock: monotonic clock in seconds.
     """
 
@@ -72,11 +73,12 @@ class Fetcher:
     promise_timeout_s: float = 5.0
     memory_bytes: int = MEMORY_BYTES
     threads: int = THREADS
+    keeps: bool = True
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._pool = DaemonPool(self.threads, "ec-fetch")
-        self._memory = EntryMemory(self.memory_bytes)
+        self._memory = EntryMemory(self.memory_bytes, keeps=self.keeps)
         self._queue = FetchQueue()
         self._fetches: dict[str, Fetch] = {}
         self._answers: deque[Fetch] = deque()
@@ -154,7 +156,7 @@ class Fetcher:
         self._check_s = min(first, now + CHECK_EVERY_S)
         return settled
 
-    def entry(self, identifier: str) -> Entry | None:
+    def entry(self, identifier: str) -> HeldEntry | None:
         return self._memory.entry(identifier)
 
     def discard(self, identifier: str) -> None:
@@ -247,7 +249,7 @@ class Fetcher:
                 return
             self.counts.add(**{"misses" if fetch.entry is None else "hits": 1})
         if fetch.entry is not None:
-            self.counts.add(bytes=fetch.entry.data.nbytes)
+            self.counts.add(bytes=sum(part.nbytes for part in fetch.entry.parts))
         yield from self._finish_fetch(fetch, fetch.entry)
 
     def _schedule_lookup(self, fetch: Fetch, now: float) -> bool:
@@ -287,7 +289,9 @@ class Fetcher:
                 self.counts.add(bypassed=1)
                 yield from self._finish_fetch(fetch, None)
 
-    def _finish_fetch(self, fetch: Fetch, entry: Entry | None) -> Iterator[tuple[str, FetchState]]:
+    def _finish_fetch(
+        self, fetch: Fetch, entry: HeldEntry | None
+    ) -> Iterator[tuple[str, FetchState]]:
         claimed = self._memory.is_claimed(fetch.identifier)
         if entry is None:
             self._memory.release_all(fetch.identifier)
@@ -295,7 +299,7 @@ class Fetcher:
         if claimed:
             yield fetch.identifier, FetchState.MISSING if entry is None else FetchState.READY
 
-    def _forget(self, fetch: Fetch, entry: Entry | None = None) -> None:
+    def _forget(self, fetch: Fetch, entry: HeldEntry | None = None) -> None:
         del self._fetches[fetch.identifier]
         self._memory.hold_entry(fetch.identifier, entry)
 

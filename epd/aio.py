@@ -266,7 +266,6 @@ class Flights(Generic[K, V]):
                 flight.task.cancel()
 
     def _close_flight(self, key: K, flight: _Flight[V]) -> None:
-        """Close a run to further waiters."""
         if self._flights.get(key) is flight:
             del self._flights[key]
         if flight.task.done():

@@ -276,10 +276,6 @@ class Upstream:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def connect_within(self, timeout_s: float) -> None:
-        """Change the timeout of a connect from now on."""
-        self._pool.connect_timeout_s = timeout_s
-
     @classmethod
     @asynccontextmanager
     async def connect(
@@ -432,7 +428,6 @@ def _request(url: str, headers: Mapping[str, str], body: Pieces | None, stage: S
 
 
 async def _send_again(pool: Pool, request: _Request, until_s: float, broken: Broken) -> Connection:
-    """Send a request again after its idle connection was closed."""
     try:
         return await _send_on_new(pool, request, until_s)
     except Unreachable as error:

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./scripts/setup.sh
-exec .venv/bin/epd bench overhead --scenario text-json text-sse picture-100kb epd-sse \
+exec .venv/bin/python -m scripts.overhead --scenario text-json text-sse picture-100kb epd-sse \
     --rounds 3 --seconds 1 \
-    --against "relay=.venv/bin/python scripts/contenders/relay.py {port} {decode_urls}" \
+    --against "relay=.venv/bin/python scripts/overhead/relay.py {port} {decode_urls}" \
     --check docs/benchmarks/overhead*.json "$@"

@@ -27,7 +27,6 @@ from epd.config.flags import (
     shown_default,
     variables_of,
 )
-from epd.config.proxy_config import FIXED
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OVERVIEW, REFERENCE = DOCS / "configuration.md", DOCS / "configuration" / "settings.md"
@@ -50,7 +49,7 @@ BETWEEN_FIRST = re.compile(
     r"(<!-- first settings -->\n).*(<!-- end of first settings -->)", re.DOTALL
 )
 FIRST_HEADER = "| setting | default | |\n| --- | --- | --- |\n"
-HEADER = "| flag | environment | YAML | value | default | changes at | |\n|" + " --- |" * 7 + "\n"
+HEADER = "| flag | environment | YAML | value | default | |\n|" + " --- |" * 6 + "\n"
 TYPES = {"N": "number", "BYTES": "bytes", "SECONDS": "seconds", "URLS": "URLs", "URL": "URL"}
 BINARY = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 NONE = "-"
@@ -108,7 +107,6 @@ def row(name: str, field: FieldInfo) -> str:
         NONE if name in (*SECRETS, "config") else code(name),
         value(name, field),
         default(name, field),
-        "restart" if name in FIXED or name in {"config", "key_secret_file"} else "reload",
         description(field),
     )
     return f"| {' | '.join(cells)} |\n"

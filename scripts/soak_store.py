@@ -3,8 +3,10 @@
     .venv/bin/python scripts/soak_store.py 'file:///dev/shm/soak?max_bytes=256MiB' --seconds 600
 
 The entries come from a pool of ten times the store's size (`--pool-bytes`), so that most writes
-must evict. The content of an entry is derived from its key, so that a reader can check it. For
-Redis, set `maxmemory` and `maxmemory-policy allkeys-lru` on the server first.
+must evict. The content of an entry is derived from its key, so that a reader can check it: when it
+gets the entry, and again when it drops it, some reads later. For Redis, set `maxmemory` and
+`maxmemory-policy allkeys-lru` on the server first. For a memory (`shm://`), start its server first;
+in the end nothing may be held in it, and its entries must take all bytes that are not free.
 """
 
 import argparse
@@ -14,14 +16,18 @@ import random
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from ec_store import Entry, EntryKey, EntryTooLarge, Store, StoreUnavailable, open_store
+from ec_store.arena.connection import ArenaConnection
+from ec_store.arena.protocol import GetStats, Stats
 from ec_store.config import size_bytes, size_text
 
 FORK = multiprocessing.get_context("fork")
@@ -30,6 +36,12 @@ WIDTH = 2048
 ITEM_BYTES = 2
 ROWS = (64, 1024)
 """Minimum and maximum rows of an entry: 0.25 to 4 MiB."""
+
+HELD = 4
+"""Entries that a reader holds."""
+
+END_S = 30.0
+"""Seconds in which a memory must be free of what ended processes held."""
 
 
 @dataclass(slots=True)
@@ -74,8 +86,12 @@ def main() -> None:
     print(f"most bytes seen: {size_text(most)} of {size_text(stats.max_bytes or 0)}")
     print(f"entries found corrupt in the end: {len(problems)}")
     # Redis counts the buffers of its clients as well.
-    over = args.url.startswith("file:") and most > (stats.max_bytes or 0)
-    sys.exit(1 if problems or over or read.counts["wrong"] or written.counts["error"] else 0)
+    over = not args.url.startswith("redis") and most > (stats.max_bytes or 0)
+    left = _left_in_memory(args.url) if args.url.startswith("shm:") else ""
+    if left:
+        print(left)
+    wrong = read.counts["wrong"] + read.counts["changed"] + read.counts["error"]
+    sys.exit(1 if problems or over or left or wrong or written.counts["error"] else 0)
 
 
 def _arguments() -> argparse.Namespace:
@@ -94,6 +110,7 @@ def _work(write: bool, url: str, seed: int, pool: int, seconds: float, pipe: Con
     """Write or read random entries of the pool, in a separate process."""
     draw, done = random.Random(seed), Done()  # noqa: S311 - no secret
     until_s = time.monotonic() + seconds
+    held: deque[tuple[Entry, Entry]] = deque()
     with open_store(url) as store:
         while time.monotonic() < until_s:
             name = draw.randrange(pool)
@@ -101,7 +118,7 @@ def _work(write: bool, url: str, seed: int, pool: int, seconds: float, pipe: Con
             key = EntryKey(NAMESPACE, str(name))
             began_s = time.perf_counter()
             try:
-                came = _put(store, key, entry) if write else _get(store, key, entry)
+                came = _put(store, key, entry) if write else _get(store, key, entry, held)
             except StoreUnavailable:
                 came = "dropped"
             except (EntryTooLarge, OSError, ValueError) as error:
@@ -118,11 +135,20 @@ def _put(store: Store, key: EntryKey, entry: Entry) -> str:
     return "written" if store.put(key, entry) else "there already"
 
 
-def _get(store: Store, key: EntryKey, right: Entry) -> str:
+def _get(store: Store, key: EntryKey, right: Entry, held: deque[tuple[Entry, Entry]]) -> str:
+    """Read an entry and hold it; return whether it is right, and the one that is dropped still."""
     found = store.get(key)
     if found is None:
         return "missing"
-    return "found" if found.data == right.data and found.shape == right.shape else "wrong"
+    held.append((found, right))
+    if not _same(found, right):
+        return "wrong"
+    return "found" if len(held) <= HELD or _same(*held.popleft()) else "changed"
+
+
+def _same(found: Entry, right: Entry) -> bool:
+    data, expected = (np.frombuffer(each.data, np.uint8) for each in (found, right))
+    return found.shape == right.shape and np.array_equal(data, expected)
 
 
 def _entry(name: int) -> Entry:
@@ -146,6 +172,22 @@ def _watch(url: str, seconds: float) -> int:
             taken = _taken(parts.path) if parts.scheme == "file" else store.stats().bytes
             most = max(most, taken or 0)
     return most
+
+
+def _left_in_memory(url: str) -> str:
+    """Return what is wrong in a memory without clients; empty if nothing is."""
+    with open_store(url) as store:
+        kept = sum(-(-row.info.payload_bytes // 4096) * 4096 for row in store.ls() if row.info)
+    connection = ArenaConnection(urlsplit(url).path, "proxy", 10.0)
+    until_s = time.monotonic() + END_S
+    while True:
+        stats, _ = connection.call(GetStats(), Stats)
+        held = stats.pinned_bytes + stats.begun_bytes + stats.gone_bytes
+        if not held or time.monotonic() > until_s:
+            connection.close()
+            right = not held and stats.taken_bytes == kept
+            return "" if right else f"entries take {kept} bytes: {stats}"
+        time.sleep(0.1)
 
 
 def _taken(folder: str) -> int:

@@ -35,6 +35,7 @@ LONGEST = (
     "tests/faults/test_chaos.py",
     "tests/security/test_openapi.py",
     "tests/tools/bench/",
+    "tests/scripts/overhead/",
     "tests/tools/fleet/",
     "tests/proxy/test_workers.py",
     "tests/ui/test_page.py",

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
 
 from ec_store.arena.index import ArenaIndex, Client, Refusal, Slot, pinned_bytes
 from ec_store.arena.protocol import (
@@ -147,10 +146,9 @@ class Arena:
         return Done(self.index.purge(namespace))
 
     def _page(self, after: bytes, now_s: float) -> Page:
-        slots = (slot for slot in self.index.slots() if slot.digest > after)
         rows: list[Row] = []
         left_bytes = PAGE_BYTES
-        for slot in nsmallest(PAGE_ROWS, slots, key=lambda slot: slot.digest):
+        for slot in self.index.slots_after(after, PAGE_ROWS):
             if left_bytes <= 0:
                 break
             left_bytes -= len(slot.header)
@@ -159,6 +157,11 @@ class Arena:
 
     def _register(self, model: bytes, namespace: bytes) -> Namespaces:
         if model:
+            for name in (model, namespace):  # clients decode them, each those of all others
+                try:
+                    name.decode("utf-8", "surrogatepass")
+                except UnicodeDecodeError as error:
+                    raise BadMessage(f"it registers a name that is not UTF-8: {error}") from None
             self.namespaces[model] = namespace
             while len(self.namespaces) > MAX_MODELS:
                 del self.namespaces[next(iter(self.namespaces))]
@@ -215,4 +218,4 @@ def _pin(pin: tuple[int, Slot] | None) -> Pin:
     if pin is None:
         return _MISS
     number, slot = pin
-    return Pin(number, slot.header, list(slot.extents))
+    return Pin(number, slot.header, list(slot.extents), slot.checksum)

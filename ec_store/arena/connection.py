@@ -3,20 +3,22 @@
 import array
 import errno
 import os
+import select
 import socket
 import stat
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, LifoQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from ec_store.arena.extents import Extent
-from ec_store.arena.memory import map_memory
+from ec_store.arena.memory import Bytes, map_memory, parts_of, populate
 from ec_store.arena.protocol import (
     LENGTH_BYTES,
     MAX_REPLY_BYTES,
@@ -48,39 +50,46 @@ MAX_WAITS = 16
 
 R = TypeVar("R", bound=Reply)
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
 
 class MappedArena:
     """Memory of one server, mapped in this process by one connection.
 
-    It stays mapped while a view of it exists, whatever happens to the server.
+    It stays mapped while the connection lasts or a view of it exists.
 
     Attributes:
-        name, session: as in `Welcome`.
-        memory: its bytes; empty for a proxy.
+        name, session, segment_bytes: as in `Welcome`.
+        memory: its bytes; empty for a proxy, and after the connection was lost.
         released: pins of entries that are no longer read here. A finalizer may append to it within
             any other call of its thread, so there is no lock.
         pins: number of pins since the beginning that have not been sent as released.
         writes: begun writes into which bytes may be copied now.
     """
 
-    def __init__(self, welcome: Welcome, fds: Sequence[int], role: Role) -> None:
-        """Map the memory, and leave its descriptor open.
+    def __init__(
+        self, welcome: Welcome, fds: Sequence[int], role: Role, mapped: "MappedMemories"
+    ) -> None:
+        """Map the memory unless it is among the mapped ones, and leave its descriptor open.
 
         Raises:
             BadMessage: the server has sent no memory.
             OSError: the memory cannot be mapped.
         """
         self.name, self.session = welcome.arena, welcome.session
+        self.segment_bytes = welcome.segment_bytes
         self.released: deque[int] = deque()
         self.pins = 0
         self.writes: set[int] = set()
+        self.lost = False
         self.memory: Bytes = np.empty(0, np.uint8)
         if role != "proxy":
             if len(fds) != 1:
                 raise BadMessage("the server has sent no memory")
-            self.memory = map_memory(fds[0], welcome.size_bytes, write=role == "writer")
+            memory = mapped.get(self.name)
+            if memory is None or len(memory) != welcome.size_bytes:
+                memory = map_memory(fds[0], welcome.size_bytes, write=role == "writer")
+                mapped[self.name] = memory
+                populate(memory, write=role == "writer")
+            self.memory = memory
 
     @property
     def unused(self) -> bool:
@@ -92,17 +101,24 @@ class MappedArena:
 
         Raises:
             BadMessage: the extents are not in the memory, or too small.
+            StoreUnavailable: the connection was lost.
         """
-        parts = []
-        for offset, extent_bytes in extents:
-            end = offset + min(extent_bytes, size_bytes)
-            if not 0 <= offset <= end <= len(self.memory):
-                raise BadMessage(f"an extent at {offset} of a memory of {len(self.memory)} bytes")
-            parts.append(self.memory[offset:end])
-            size_bytes -= end - offset
-        if size_bytes:
-            raise BadMessage(f"the extents lack {size_bytes} bytes")
-        return parts
+        if self.lost:
+            raise StoreUnavailable("the connection to the arena was lost")
+        try:
+            return parts_of(self.memory, extents, size_bytes)
+        except ValueError as error:
+            raise BadMessage(str(error)) from None
+
+    def unmap(self) -> None:
+        """Unmap the memory after the last view of it is deleted: the connection was lost."""
+        self.lost = True
+        self.memory = np.empty(0, np.uint8)
+
+
+MappedMemories = weakref.WeakValueDictionary[bytes, Bytes]
+"""Memories that are mapped, by name: one whose connection was lost, and made again, is not mapped
+twice."""
 
 
 class ArenaConnection:
@@ -120,6 +136,7 @@ class ArenaConnection:
         self._socket: socket.socket | None = None
         self._arena: MappedArena | None = None
         self._earlier: list[MappedArena] = []
+        self._mapped: MappedMemories = MappedMemories()
         after_fork(self._forget_parent)
 
     def call(
@@ -150,7 +167,14 @@ class ArenaConnection:
                 raise StoreUnavailable(f"{self._path}: the connection to the arena was lost")
             try:
                 arena = self._arena or self._connect(deadline_s)
-                reply = self._exchange(arena, request, deadline_s)
+                try:
+                    reply = self._exchange(arena, request, deadline_s)
+                except BrokenPipeError:  # the server has ended since the last call
+                    if within is not None:
+                        raise
+                    self._disconnect()
+                    arena = self._connect(deadline_s)
+                    reply = self._exchange(arena, request, deadline_s)
                 checked = _expect(reply, reply_type)
             except (OSError, BadMessage) as error:
                 self._disconnect()
@@ -163,6 +187,36 @@ class ArenaConnection:
             elif isinstance(reply, Begun) and reply.number:
                 arena.writes.add(reply.number)
             return checked, arena
+
+    def settle(self) -> None:
+        """Send the releases of pins, which otherwise wait for the next call.
+
+        Disconnect if the server has closed the connection: its memory is unmapped.
+        """
+        with self._lock.mutex:
+            connection, arena = self._socket, self._arena
+            if connection is None or arena is None:
+                return
+            ended = select.poll()
+            ended.register(connection, select.POLLRDHUP)
+            try:
+                if ended.poll(0):
+                    self._disconnect()
+                elif arena.released:
+                    connection.settimeout(self._timeout_s)
+                    connection.sendall(_unpin(arena))
+            except OSError:
+                self._disconnect()
+
+    @property
+    def arena(self) -> MappedArena | None:
+        """Return the memory of the connection; None while it is lost."""
+        return self._arena
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Return the bytes that are mapped, earlier memories that are still read included."""
+        return sum(len(memory) for memory in self._mapped.values())
 
     def close(self) -> None:
         """Close the connection; the server frees what it held.
@@ -192,7 +246,7 @@ class ArenaConnection:
             reply = _receive(connection, data, deadline_s)
             if isinstance(reply, Failed):
                 raise BadMessage(reply.text)
-            self._arena = MappedArena(_expect(reply, Welcome), fds, self._role)
+            self._arena = MappedArena(_expect(reply, Welcome), fds, self._role, self._mapped)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -216,6 +270,7 @@ class ArenaConnection:
         if self._socket is not None:
             self._socket.close()
         if self._arena is not None:  # its last reply, which is lost, may have pinned or begun
+            self._arena.unmap()
             self._earlier.append(self._arena)
         self._socket = self._arena = None
 
@@ -225,6 +280,7 @@ class ArenaConnection:
             self._socket.close()
         self._socket = self._arena = None
         self._earlier = []
+        self._mapped = MappedMemories()
 
 
 class WaitingConnections:

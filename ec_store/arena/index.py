@@ -15,6 +15,9 @@ from ec_store.arena.extents import Extent, ExtentAllocator
 MAX_CLAIMS = 65536
 """Upper bound of the claims of one client: it gets no more."""
 
+MAX_UNHASHED = 4096
+"""Upper bound of the entries that wait for their checksum."""
+
 
 class Refusal(enum.Enum):
     """Reason why a write was not begun."""
@@ -40,6 +43,7 @@ class Slot:
         replaces: whether it takes the place of an entry of its key.
         extents: bytes that it takes, in order.
         header: description of the entry; empty while it is being written. The index never reads it.
+        checksum: checksum of the payload; empty until it was computed.
         pins: number of its readers.
         leased_until_s: end of its longest lease.
         used_s: time of its last use.
@@ -51,6 +55,7 @@ class Slot:
     replaces: bool = False
     extents: tuple[Extent, ...] = ()
     header: bytes = b""
+    checksum: str = ""
     pins: int = 0
     leased_until_s: float = 0.0
     used_s: float = 0.0
@@ -99,6 +104,8 @@ class ArenaIndex:
     Attributes:
         changed: digests of entries that were committed, aborted, deleted or released since the
             caller last cleared it: those that others may wait for.
+        unhashed: entries that wait for their checksum, at most `MAX_UNHASHED`. An entry that finds
+            no room waits from its next pin on.
         evictions: number of evicted entries.
     """
 
@@ -118,11 +125,14 @@ class ArenaIndex:
             ttl_s: time after its last use at which an entry expires.
         """
         self.changed: set[bytes] = set()
+        self.unhashed: OrderedDict[Slot, None] = OrderedDict()
         self.evictions = 0
         self._extents = extents
         self._client_bytes = client_bytes or extents.size_bytes
         self._ttl_s = ttl_s
         self._entries: dict[bytes, Slot] = {}
+        self._digests: list[set[bytes]] = [set() for _ in range(256)]
+        """Digests of the entries, by their first byte."""
         self._unused: OrderedDict[bytes, Slot] = OrderedDict()
         """Entries that may be evicted, the least recently used first."""
         self._unused_bytes = 0
@@ -143,6 +153,18 @@ class ArenaIndex:
     def slots(self) -> Iterator[Slot]:
         """Yield the entries, in the order of their writes."""
         yield from self._entries.values()
+
+    def slots_after(self, after: bytes, count: int) -> list[Slot]:
+        """Return the next entries by digest, at most `count`; empty at the end.
+
+        Of `n` entries it sorts `n / 256`, or as many such parts as it needs.
+        """
+        digests: list[bytes] = []
+        for part in self._digests[after[0] if after else 0 :]:
+            digests += sorted(digest for digest in part if digest > after)
+            if len(digests) >= count:
+                break
+        return [self._entries[digest] for digest in digests[:count]]
 
     def leased(self, now_s: float) -> Collection[Slot]:
         """Return the leased entries; the cost grows with their number."""
@@ -187,6 +209,7 @@ class ArenaIndex:
             slot.pins += 1
             slot.used_s = now_s
             self._begin_use(slot)
+            self._hash_later(slot)
             pins.append((self._numbers, slot))
         return pins
 
@@ -256,6 +279,8 @@ class ArenaIndex:
                 self._push_lease(slot)
         slot.header, slot.used_s = header, now_s
         self._entries[slot.digest] = slot
+        self._digests[slot.digest[0]].add(slot.digest)
+        self._hash_later(slot)
         self._end_use(slot, now_s)
         return True
 
@@ -392,6 +417,10 @@ class ArenaIndex:
         if self._unused.pop(slot.digest, None) is not None:
             self._unused_bytes -= slot.taken_bytes
 
+    def _hash_later(self, slot: Slot) -> None:
+        if not slot.checksum and len(self.unhashed) < MAX_UNHASHED:
+            self.unhashed[slot] = None
+
     def _use(self, slot: Slot, now_s: float) -> None:
         slot.used_s = now_s
         if slot.digest in self._unused:
@@ -399,6 +428,8 @@ class ArenaIndex:
 
     def _remove(self, slot: Slot) -> None:
         del self._entries[slot.digest]
+        self._digests[slot.digest[0]].discard(slot.digest)
+        self.unhashed.pop(slot, None)
         self._begin_use(slot)
         self.changed.add(slot.digest)
         self._free(slot)

@@ -5,24 +5,36 @@ would end that process at its next access (fcntl(2), `F_SEAL_SHRINK`). All of it
 before the first client maps it, so no later access can fail or end a process.
 """
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ec_store.arena.extents import Extent
 from ec_store.device.memory import available_bytes, check_room
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 SEGMENT_BYTES = 2**30
 """Bytes that a client registers with CUDA at once."""
 
 STEP_BYTES = 256 * 2**20
 """Bytes that are allocated at once. The memory that is left is checked before each step."""
+
+POPULATE_BYTES = 16 * 2**20
+"""Bytes that are mapped at once, during which no other thread can change this process's mappings."""
+
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # <asm-generic/mman-common.h>, since Linux 5.14
 
 HUGE_PAGE_BYTES = 2 * 2**20
 
@@ -35,6 +47,11 @@ MOST_BYTES = 64 * 2**30
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MFD_HUGE_2MB = 21 << 26  # MFD_HUGE_2MB of memfd_create(2), which `os` has from Python 3.14 on
+
+
+# The method of `mmap` keeps the interpreter's lock.
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +129,7 @@ def _allocate(size_bytes: int, flags: int, stopped: Callable[[], bool], *, reser
     return fd
 
 
-def map_memory(fd: int, size_bytes: int, *, write: bool) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+def map_memory(fd: int, size_bytes: int, *, write: bool) -> Bytes:
     """Map a memory, which stays mapped while the array or a view of it exists.
 
     Raises:
@@ -124,3 +141,48 @@ def map_memory(fd: int, size_bytes: int, *, write: bool) -> "np.ndarray[Any, np.
         raise OSError(errno.EINVAL, "the memory is not sealed: its size could change")
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     return np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, protection), np.uint8)
+
+
+def populate(memory: Bytes, *, write: bool) -> None:
+    """Map the pages of a memory on a thread, ahead of their first use in this process.
+
+    Otherwise each page of 4 KiB costs a page fault when it is first read or written. The thread
+    writes nothing, and takes about 0.2 s per GiB for half of a core. It ends with the memory, and
+    in a child of `fork`. Before Linux 5.14 it does nothing.
+    """
+    advice = MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
+    thread = threading.Thread(
+        target=_populate, args=(weakref.ref(memory), advice), name="ec-store-pages", daemon=True
+    )
+    with suppress(RuntimeError):  # no thread can be started
+        thread.start()
+
+
+def _populate(mapped: "weakref.ref[Bytes]", advice: int) -> None:
+    offset = 0
+    while (memory := mapped()) is not None and offset < len(memory):
+        began_s = time.monotonic()
+        step_bytes = min(POPULATE_BYTES, len(memory) - offset)
+        if _madvise(memory.ctypes.data + offset, step_bytes, advice):
+            return
+        offset += step_bytes
+        del memory
+        time.sleep(time.monotonic() - began_s)
+
+
+def parts_of(memory: Bytes, extents: Iterable[Extent], size_bytes: int) -> list[Bytes]:
+    """Return the bytes of an entry of this size, in order.
+
+    Raises:
+        ValueError: the extents are not in the memory, or too small.
+    """
+    parts = []
+    for offset, extent_bytes in extents:
+        end = offset + min(extent_bytes, size_bytes)
+        if not 0 <= offset <= end <= len(memory):
+            raise ValueError(f"an extent at {offset} of a memory of {len(memory)} bytes")
+        parts.append(memory[offset:end])
+        size_bytes -= end - offset
+    if size_bytes:
+        raise ValueError(f"the extents lack {size_bytes} bytes")
+    return parts

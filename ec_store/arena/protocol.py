@@ -111,11 +111,16 @@ class Unpin(Message, frozen=True):
 
 
 class Pin(msgspec.Struct, array_like=True, frozen=True):
-    """Pinned entry; number 0: a miss."""
+    """Pinned entry; number 0: a miss.
+
+    Attributes:
+        checksum: xxh3-64 of its payload; empty: none yet (`ec_store/arena/checksums.py`).
+    """
 
     number: int
     header: bytes
     extents: list[Extent]
+    checksum: str = ""
 
 
 class Pins(Message, frozen=True):

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Self, cast
 
 from ec_store.arena.arena import Arena
+from ec_store.arena.checksums import Checksums
 from ec_store.arena.connection import check_folder
 from ec_store.arena.index import ArenaIndex, Client
-from ec_store.arena.memory import ArenaMemory
+from ec_store.arena.memory import ArenaMemory, map_memory
 from ec_store.arena.protocol import (
     MAX_REQUEST_BYTES,
     VERSION,
@@ -117,6 +118,7 @@ class ArenaServer:
         self._connections: Counter[int] = Counter()
         """Number of connections of each user, with those that have ended and still keep bytes."""
         self._gone: dict[int, Peer] = {}
+        self._checksums = Checksums(index, map_memory(memory.fd, memory.size_bytes, write=False))
         self._listener: socket.socket | None = None
         self._connecting: set[asyncio.Task[object]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -127,6 +129,7 @@ class ArenaServer:
         self._listener = listener
         self._listen(listener)
         self._expire()
+        self._checksums.start()
 
     async def close(self) -> None:
         """Stop listening and disconnect all clients. Their memory stays mapped in them."""
@@ -141,6 +144,7 @@ class ArenaServer:
             session.transport.abort()
         while self._sessions:  # noqa: ASYNC110 - one or two turns of the loop
             await asyncio.sleep(0)
+        await self._checksums.close()
         for number in list(self._gone):
             self._forget(number)
         os.close(self._read_only)
@@ -155,6 +159,7 @@ class ArenaServer:
             raise BadMessage(f"a {session.role} sends no {type(request).__name__}")
         reply = self.arena.answer(session.client, request, self.clock())
         self.settle_waits()
+        self._checksums.wake()
         return reply
 
     def settle_waits(self) -> None:

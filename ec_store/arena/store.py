@@ -4,15 +4,18 @@ import random
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Self, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
-import xxhash
 
-from ec_store.arena.connection import ArenaConnection, Bytes, MappedArena, WaitingConnections
+from ec_store.arena.checksums import checksum_of
+from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
+from ec_store.arena.extents import Extent
 from ec_store.arena.index import Refusal
+from ec_store.arena.memory import Bytes
 from ec_store.arena.protocol import (
     LONGEST_S,
     MAX_KEYS,
@@ -47,14 +50,18 @@ from ec_store.arena.protocol import (
 from ec_store.arena.url import ArenaOptions, arena_options
 from ec_store.base import LONGEST_CLAIM_S, Listed, MemoryStats, Store, StoreStats
 from ec_store.counts import Counts
-from ec_store.entry import Buffers, Entry, EntryInfo, checksum, encode_header, parse_header
+from ec_store.entry import (
+    Buffers,
+    Entry,
+    EntryInfo,
+    HeldEntry,
+    encode_header,
+    parse_header,
+)
 from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
 from ec_store.keys import EntryKey, owner_bytes
 
 R = TypeVar("R", bound=Reply)
-
-CHUNK_BYTES = 256 * 2**10
-"""Bytes that are copied and then hashed: less than the cache of a core."""
 
 MEMORY_STATS = [each.name for each in fields(MemoryStats)]
 
@@ -89,20 +96,40 @@ class ArenaStore(Store):
     def __repr__(self) -> str:
         return f"ArenaStore({self.options.path})"
 
+    @property
+    def connection(self) -> ArenaConnection:
+        """Return its connection, with the memory that is mapped."""
+        return self._connection
+
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry (see `Store.put`).
 
         If another process is writing it, wait until it is there, for `OTHERS_WRITE_S` at most.
         """
         data = entry.data.cast("B")
+        write = self.begin(key, data.nbytes, replace=replace)
+        if write is None:
+            return False
         try:
-            begun = self._begin(Begin(_digest(key), _name(key.namespace), data.nbytes, replace))
-            written = begun is not None and self._write(key, entry, *begun)
+            copy_in(data, write.parts)
+        except BaseException:
+            write.abort()
+            raise
+        return write.commit(entry)
+
+    def begin(
+        self, key: EntryKey, size_bytes: int, *, replace: bool = False
+    ) -> "EntryWrite | None":
+        """Begin to write an entry of this size in place; return None if one exists.
+
+        Waits and errors are those of `put`.
+        """
+        try:
+            begun = self._begin(Begin(_digest(key), _name(key.namespace), size_bytes, replace))
+            return begun and EntryWrite(self, key, size_bytes, *begun)
         except (StoreUnavailable, EntryTooLarge):
             self.counts.add(drops=1)
             raise
-        self.counts.add(puts=written)
-        return written
 
     def get(self, key: EntryKey) -> Entry | None:
         """Return an entry (see `Store.get`).
@@ -111,12 +138,27 @@ class ArenaStore(Store):
         An entry in several extents is copied. The pin is this process's: a child of `fork` must
         get the entry again, because inherited bytes may change once the parent has ended.
         """
+        pinned = self.pin(key)
+        if pinned is None:
+            return None
+        if len(pinned.parts) == 1:
+            [data] = pinned.parts
+        else:
+            buffer = self._buffers.take_buffer(pinned.place.size_bytes)
+            data = copy_out(pinned.parts, buffer).toreadonly()
+        return Entry(data, pinned.dtype, pinned.shape, pinned.modality, pinned.metadata)
+
+    def pin(self, key: EntryKey) -> "PlacedEntry | None":
+        """Return an entry in place (see `Store.get`): nothing is copied.
+
+        It is pinned until the last view of its bytes is deleted.
+        """
         reply, arena = self._connection.call(Read([_digest(key)]), Pins)
         entry = None
         [pin] = reply.pins
         if pin.number:
             try:
-                entry = self._entry(key, arena, pin)
+                entry = self._pinned(key, arena, pin)
             except OtherFormat:
                 arena.released.append(pin.number)
             except CorruptEntry:
@@ -125,7 +167,7 @@ class ArenaStore(Store):
                     self._connection.call(Discard(pin.number), Done, within=arena)
                 finally:
                     arena.released.append(pin.number)
-            except BaseException:  # no memory for a copy, or a signal
+            except BaseException:  # a signal
                 arena.released.append(pin.number)
                 raise
         self.counts.add(misses=entry is None, hits=entry is not None)
@@ -184,10 +226,8 @@ class ArenaStore(Store):
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
         for row in self._rows():
             listed = _listed(row)
-            if listed.info is not None:
-                listed = replace(listed, problem=self._problem(listed.info))
-            if fix and listed.problem:
-                self._ask(Delete([row.digest]), Done)
+            if listed.skipped is None:
+                listed = replace(listed, problem=self._problem(row.digest, fix=fix))
             yield listed
 
     def evict(self) -> int:
@@ -253,17 +293,13 @@ class ArenaStore(Store):
             return False
         return True
 
-    def _write(self, key: EntryKey, entry: Entry, begun: Begun, arena: MappedArena) -> bool:
-        header = b""  # gives up the write
-        try:
-            parts = arena.parts(begun.extents, entry.data.nbytes)
-            header = encode_header(key, entry, copy_in(entry.data, parts))
-        finally:
-            arena.writes.discard(begun.number)
-            done, _ = self._connection.call(End(begun.number, header), Done, within=arena)
+    def end(self, write: "EntryWrite", header: bytes) -> bool:
+        """End a write; an empty header gives it up. Return whether the entry is stored."""
+        write.arena.writes.discard(write.number)
+        done, _ = self._connection.call(End(write.number, header), Done, within=write.arena)
         return done.number == 1
 
-    def _entry(self, key: EntryKey, arena: MappedArena, pin: Pin) -> Entry:
+    def _pinned(self, key: EntryKey, arena: MappedArena, pin: Pin) -> "PlacedEntry":
         """Return a pinned entry.
 
         Raises:
@@ -273,38 +309,36 @@ class ArenaStore(Store):
         if info.key != key:
             raise CorruptEntry("it is another key's entry")
         try:
-            parts = arena.parts(pin.extents, info.payload_bytes)
+            found = arena.parts(pin.extents, info.payload_bytes)
         except BadMessage as error:
             raise CorruptEntry(str(error)) from None
-        if len(parts) == 1:
-            [part] = parts
-            data = part.data.toreadonly()
-        else:
-            data = copy_out(parts, self._buffers.take_buffer(info.payload_bytes)).toreadonly()
-        if random.random() < self.options.verify and checksum(data) != info.checksum:  # noqa: S311
-            raise CorruptEntry("its checksum does not match its payload")
-        if len(parts) == 1:
-            weakref.finalize(part, arena.released.append, pin.number)
-        else:
-            arena.released.append(pin.number)
-        return Entry(data, info.dtype, info.shape, info.modality, info.metadata)
+        if random.random() < self.options.verify:  # noqa: S311
+            _verify(found, pin.checksum)
+        kept = _Kept()
+        weakref.finalize(kept, arena.released.append, pin.number)
+        for part in found:
+            weakref.finalize(part, id, kept)  # `kept` exists while views of any part do
+        place = Place(arena.name, tuple(pin.extents), info.payload_bytes)
+        parts = [part.data.toreadonly() for part in found]
+        return PlacedEntry(info.dtype, info.shape, info.modality, info.metadata, place, parts)
 
-    def _problem(self, info: EntryInfo) -> str | None:
-        """Return why an entry is corrupt; None if it is not, or is gone."""
-        reply, arena = self._connection.call(Read([_digest(info.key)]), Pins)
+    def _problem(self, digest: bytes, *, fix: bool) -> str | None:
+        """Return why an entry is corrupt, and delete it with `fix`; None if it is not, or gone."""
+        reply, arena = self._connection.call(Read([digest]), Pins)
         [pin] = reply.pins
         if not pin.number:
             return None
         try:
-            found = parse_header(pin.header)
-            digest = xxhash.xxh3_64()
-            for part in arena.parts(pin.extents, found.payload_bytes):
-                digest.update(part.data)
-        except (CorruptEntry, BadMessage) as error:
-            return str(error)
-        else:
-            same = digest.hexdigest() == found.checksum
-            return None if same else "its checksum does not match its payload"
+            try:
+                info = parse_header(pin.header)
+                _verify(arena.parts(pin.extents, info.payload_bytes), pin.checksum)
+            except OtherFormat:
+                return None
+            except (CorruptEntry, BadMessage) as error:
+                if fix:  # this entry, and none that has replaced it
+                    self._connection.call(Discard(pin.number), Done, within=arena)
+                return str(error)
+            return None
         finally:
             arena.released.append(pin.number)
 
@@ -331,29 +365,113 @@ class ArenaStore(Store):
             after = rows[-1].digest
 
 
-def copy_in(data: memoryview, parts: Sequence[Bytes]) -> str:
-    """Copy bytes into parts of the memory, and return their checksum, as `checksum` does.
+class Place(NamedTuple):
+    """Place of an entry: extents, in order, of the arena of a name."""
 
-    Each chunk is hashed while it is in the core's cache. numpy and xxhash work without the
-    interpreter's lock.
+    arena: bytes
+    extents: tuple[Extent, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedEntry:
+    """Entry in the memory of a host.
+
+    Attributes:
+        dtype, shape, modality, metadata: as in `Entry`.
+        place: where other processes find it in their mapping of the memory.
+        parts: its bytes, read-only, in order.
     """
-    source, digest, begin = np.frombuffer(data, np.uint8), xxhash.xxh3_64(), 0
+
+    dtype: str
+    shape: tuple[int, ...]
+    modality: str
+    metadata: Mapping[str, Any]
+    place: Place
+    parts: Sequence[memoryview]
+
+
+class _Kept:
+    """Object that exists as long as a pin is needed."""
+
+
+class EntryWrite:
+    """Write of an entry that was begun. Its bytes belong to it until `commit` or `abort`.
+
+    A device that may still be copying must have ended before: the bytes are another entry's then.
+
+    Attributes:
+        place: where other processes find it.
+        parts: its bytes, in order, to be written.
+        arena, number: the memory and the number of the write, for `ArenaStore.end`.
+    """
+
+    def __init__(
+        self,
+        store: ArenaStore,
+        key: EntryKey,
+        size_bytes: int,
+        begun: Begun,
+        arena: MappedArena,
+    ) -> None:
+        self._store = store
+        self._key = key
+        self.number, self.arena = begun.number, arena
+        self.place = Place(arena.name, tuple(begun.extents), size_bytes)
+        try:
+            self.parts = arena.parts(begun.extents, size_bytes)
+        except (BadMessage, StoreUnavailable) as error:
+            self.abort()
+            raise StoreUnavailable(f"the place of a write is unusable: {error}") from None
+
+    def entry(
+        self, dtype: str, shape: tuple[int, ...], modality: str, metadata: Mapping[str, Any]
+    ) -> PlacedEntry:
+        """Return the entry that was written, for `commit`."""
+        parts = [part.data.toreadonly() for part in self.parts]
+        return PlacedEntry(dtype, shape, modality, metadata, self.place, parts)
+
+    def commit(self, entry: HeldEntry) -> bool:
+        """Store the entry; return False if another one of its key was stored first.
+
+        Raises:
+            StoreUnavailable: the server is gone, or the connection was lost since `begin`.
+        """
+        try:
+            stored = self._store.end(self, encode_header(self._key, entry, ""))
+        except StoreUnavailable:
+            self._store.counts.add(drops=1)
+            raise
+        self._store.counts.add(puts=stored)
+        return stored
+
+    def abort(self) -> None:
+        """Give the write up. If the server is gone, it has ended already."""
+        with suppress(StoreUnavailable):
+            self._store.end(self, b"")
+
+
+def copy_in(data: memoryview, parts: Sequence[Bytes]) -> None:
+    """Copy bytes into parts of the memory."""
+    source, begin = np.frombuffer(data, np.uint8), 0
     for part in parts:
-        for start in range(0, len(part), CHUNK_BYTES):
-            chunk = part[start : start + CHUNK_BYTES]
-            np.copyto(chunk, source[begin : begin + len(chunk)])
-            digest.update(chunk.data)
-            begin += len(chunk)
-    return digest.hexdigest()
+        np.copyto(part, source[begin : begin + len(part)])
+        begin += len(part)
 
 
-def copy_out(parts: Sequence[Bytes], buffer: memoryview) -> memoryview:
+def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
     """Copy parts of the memory into a buffer, and return it."""
     target, begin = np.frombuffer(buffer, np.uint8), 0
     for part in parts:
-        np.copyto(target[begin : begin + len(part)], part)
+        np.copyto(target[begin : begin + len(part)], np.frombuffer(part, np.uint8))
         begin += len(part)
     return buffer
+
+
+def _verify(parts: Sequence[Bytes], checksum: str) -> None:
+    """Raise CorruptEntry if parts of the memory have another checksum; empty: none is known."""
+    if checksum and checksum_of(parts) != checksum:
+        raise CorruptEntry("its checksum does not match its payload")
 
 
 def _digest(key: EntryKey) -> bytes:

@@ -12,10 +12,15 @@ The memory is a memfd (memfd_create(2)), which workers open through the schedule
 - Its pages are allocated at its creation, and no access raises SIGBUS later. If the machine or a
   control group has less memory left, the creation fails before: the kernel would end the process.
 
-The first page contains a token, by which workers identify the memory, and one 64-bit number for
-each worker, which only that worker writes. The number is 0 until the worker has mapped the memory.
-Then it is one more than the number of the last step that the worker has read. An entry of a step
-stays until all workers have read it.
+The first page contains a token, by which workers identify the memory, the number of the last step
+that may have places, and a row of 64-bit words for each worker, which only that worker writes:
+
+- A number, 0 until the worker has mapped the memory. Then it is one more than the number of the
+  last step that the worker has read. An entry of a step stays until all workers have read it.
+- The name of the host's memory (`ec_store.arena`) that the worker has mapped, 0 without one. Beside
+  such a memory the region is this page alone. The scheduler's process writes the number of a step
+  before it reads the names, and a worker removes its name before it reads that number. So a worker
+  that has read the step of that number can unmap its memory: no step on its way has places there.
 """
 
 import bisect
@@ -32,6 +37,10 @@ import numpy as np
 import torch
 
 from ec_store.device.memory import check_room
+
+READ_ONLY = 8
+"""`cudaHostRegisterReadOnly` of cudaHostRegister, which a device supports if its attribute
+`hostRegisterReadOnlySupported` says so."""
 
 ALIGNMENT = 4096
 """Alignment in bytes: places begin on a page, so that no two copies share one."""
@@ -89,7 +98,10 @@ class Slots:
 
 HEADER_BYTES = 4096
 TOKEN_BYTES = 16
-MAX_READERS = (HEADER_BYTES - TOKEN_BYTES) // 8
+NAME_WORDS = 2
+"""Words of a memory's name, which has 16 bytes."""
+
+MAX_READERS = (HEADER_BYTES - TOKEN_BYTES - 8) // (8 * (1 + NAME_WORDS))
 
 
 class Handle(NamedTuple):
@@ -151,12 +163,13 @@ class Region:
         token = secrets.token_bytes(TOKEN_BYTES)
         memory[:TOKEN_BYTES] = token
         self._handle = Handle(f"/proc/{os.getpid()}/fd/{self._fd}", total, token)
-        self._words = _words(memory)[:readers]
+        self._last, rows = _words(memory)
+        self._read, self._names = rows[:readers, 0], rows[:readers, 1:]
         self._entries = np.frombuffer(memory, np.uint8, offset=HEADER_BYTES)
         self._address = self._entries.ctypes.data
         self._number = 0
         self._lock = threading.Lock()
-        self._sent: deque[tuple[int, Sequence[memoryview]]] = deque()
+        self._sent: deque[tuple[int, Sequence[object]]] = deque()
 
     def copy_in(self, data: memoryview) -> memoryview | None:
         """Copy bytes into the memory, and return a read-only view; None if there is no room.
@@ -164,7 +177,7 @@ class Region:
         Their place is free again after the last view of it is deleted, and all workers have read
         it.
         """
-        self._release()
+        self.release()
         offset = self._slots.take_slot(data.nbytes) if data.nbytes else None
         if offset is None:
             return None
@@ -182,15 +195,24 @@ class Region:
 
     def is_mapped(self) -> bool:
         """Return whether all workers have mapped the memory, so that steps may refer to it."""
-        return bool(self._words.all())
+        return bool(self._read.all())
 
-    def send(self, views: Sequence[memoryview]) -> None:
-        """Keep views until all workers have read them, in the step that is sent next."""
-        if views:
-            with self._lock:
+    def have_mapped(self, name: bytes) -> bool:
+        """Return whether all workers have mapped the host's memory of this name.
+
+        They keep it mapped until they have read the step that is sent next.
+        """
+        self._last[0] = self._number + 1
+        return bool((self._names == np.frombuffer(name, np.uint64)).all())
+
+    def send(self, sent: Sequence[object]) -> None:
+        """Keep objects until all workers have read the step that is sent next."""
+        with self._lock:
+            if sent:
                 self._number += 1
-                self._sent.append((self._number, tuple(views)))
-        self._release()
+                self._sent.append((self._number, tuple(sent)))
+            self._last[0] = self._number
+        self.release()
 
     def shared_region(self) -> SharedRegion:
         return SharedRegion(self._handle, self._number)
@@ -201,11 +223,12 @@ class Region:
 
     def taken_bytes(self) -> int:
         """Return the bytes in use, in whole pages."""
-        self._release()
+        self.release()
         return self._slots.taken_bytes()
 
-    def _release(self) -> None:
-        read = int(self._words.min()) - 1
+    def release(self) -> None:
+        """Drop the objects of steps that all workers have read."""
+        read = int(self._read.min()) - 1
         with self._lock:
             while self._sent and self._sent[0][0] <= read:
                 self._sent.popleft()
@@ -232,8 +255,8 @@ class RegionReader:
             os.close(fd)
         if memory[:TOKEN_BYTES] != handle.token:
             raise OSError(f"{handle.path} is another file")
-        self._words = _words(memory)
-        self._reader = reader
+        self._last, rows = _words(memory)
+        self._row = rows[reader]
         mapped = np.frombuffer(memory, np.uint8)
         self.registered = register(mapped)
         self._memory = torch.from_numpy(mapped)
@@ -248,26 +271,51 @@ class RegionReader:
 
         Number 0 reports that it has mapped the memory.
         """
-        self._words[self._reader] = number + 1
+        self._row[0] = number + 1
+
+    def has_mapped(self, name: bytes | None) -> None:
+        """Report that this worker has mapped the host's memory of this name; None: no memory."""
+        self._row[1:] = 0
+        if name is not None:
+            self._row[1:] = np.frombuffer(name, np.uint64)
+
+    def has_read_all(self) -> bool:
+        """Return whether no step is on its way, or being copied, that may have places."""
+        return bool(self._last[0] < self._row[0])
 
 
-def _words(memory: mmap.mmap) -> "np.ndarray[Any, np.dtype[np.uint64]]":
-    return np.frombuffer(memory, np.uint64, count=MAX_READERS, offset=TOKEN_BYTES)
+Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
-def register(memory: "np.ndarray[Any, np.dtype[np.uint8]]") -> bool:
+def _words(memory: mmap.mmap) -> tuple[Words, Words]:
+    """Return the number of the last step that may have places, and a row for each worker."""
+    words = np.frombuffer(memory, np.uint64, (HEADER_BYTES - TOKEN_BYTES) // 8, TOKEN_BYTES)
+    rows = words[1 : 1 + MAX_READERS * (1 + NAME_WORDS)]
+    return words[:1], rows.reshape(MAX_READERS, 1 + NAME_WORDS)
+
+
+def register(
+    memory: "np.ndarray[Any, np.dtype[np.uint8]]", begin: int = 0, end: int | None = None
+) -> bool:
     """Register memory with CUDA or ROCm until it is freed, so that devices copy from it directly.
 
-    Call it on a thread that ends. An error stays the last one of its thread, and PyTorch could
-    attribute it to another call there.
+    Call it on a thread that launches no kernels. An error stays the last one of its thread, and
+    PyTorch could attribute it to a kernel there.
+
+    Args:
+        memory: the memory. If it cannot be written, it is registered for reading alone.
+        begin: offset of the first byte to register.
+        end: offset after the last one; None: the end of the memory.
 
     Returns:
         False if there is no such device or the driver refuses: copies are slower then.
     """
     if not torch.cuda.is_available():
         return False
-    cudart, address = torch.cuda.cudart(), memory.ctypes.data
-    if int(cudart.cudaHostRegister(address, memory.nbytes, 0)) != 0:
+    part = memory[begin:end]
+    cudart, address = torch.cuda.cudart(), part.ctypes.data
+    flags = 0 if memory.flags.writeable else READ_ONLY
+    if int(cudart.cudaHostRegister(address, part.nbytes, flags)) != 0:
         return False
     # Otherwise devices would copy from these pages after other memory is mapped at this address.
     weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False

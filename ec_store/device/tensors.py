@@ -5,8 +5,9 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,35 +170,84 @@ def as_tensor(data: memoryview) -> torch.Tensor:
     return torch.from_numpy(np.asarray(_Writable(data)))
 
 
-def to_device(raw: torch.Tensor, dtype: str, shape: Iterable[int]) -> torch.Tensor:
+def to_device(parts: Sequence[torch.Tensor], dtype: str, shape: Iterable[int]) -> torch.Tensor:
     """Return a tensor of these bytes on the device of the model.
 
-    The copy is asynchronous, on the stream of the step that uses it.
+    The copies are asynchronous, on the stream of the step that uses it.
 
     Args:
-        raw: bytes, uint8. Pinned memory is copied directly, and must not change until the copy is
-            done; other memory is copied to pinned memory first.
+        parts: bytes, uint8, in order. Pinned memory is copied directly, and must not change until
+            the copy is done; other memory is copied to pinned memory first.
         dtype: dtype of the tensor, as `Entry.dtype`.
         shape: shape of the tensor.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or not raw.is_pinned():
-        host = pinned_memory(raw.nbytes) if device else torch.empty(raw.nbytes, dtype=torch.uint8)
-        raw = host.copy_(raw)
-    tensor = raw.view(TORCH_DTYPES[dtype]).reshape(*shape)
-    return tensor if device is None else tensor.to(device, non_blocking=True)
+    size_bytes = sum(part.nbytes for part in parts)
+    raw = torch.empty(size_bytes, dtype=torch.uint8, device=device or "cpu")
+    begin = 0
+    for part in parts:
+        source = part
+        if device is not None and not part.is_pinned():
+            source = pinned_memory(part.nbytes).copy_(part)
+        raw[begin : begin + part.nbytes].copy_(source, non_blocking=True)
+        begin += part.nbytes
+    return raw.view(TORCH_DTYPES[dtype]).reshape(*shape)
+
+
+class Output:
+    """Encoder output, as it is after the work queued on its device so far."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Keep the tensor until it is copied.
+
+        Raises:
+            RuntimeError: the device failed.
+        """
+        self.tensor = tensor.detach().contiguous()
+        self._ready: torch.Event | None = None
+        device = self.tensor.device
+        if device.type != "cpu":
+            self._ready = torch.Event(device)
+            self._ready.record(torch.accelerator.current_stream(device))
+
+    def copy_to(self, parts: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:
+        """Copy the tensor's bytes to parts of host memory, in order, and wait for the copies.
+
+        Devices write registered memory directly, and other memory through memory of the driver.
+
+        Args:
+            parts: host memory, uint8, of the tensor's size.
+            stream: stream of the tensor's device; None on a CPU.
+
+        Raises:
+            RuntimeError: the device failed. It may still be writing.
+        """
+        raw, begin = self.tensor.reshape(-1).view(torch.uint8), 0
+        with stream or nullcontext():
+            if stream is not None and self._ready is not None:
+                stream.wait_event(self._ready)
+            for part in parts:
+                part.copy_(raw[begin : begin + part.nbytes], non_blocking=True)
+                begin += part.nbytes
+        if stream is not None:
+            stream.synchronize()
 
 
 logger = logging.getLogger("vllm.ec_store")
 
 
 class Loader:
-    """Loader of a step's entries, for the thread that runs the model."""
+    """Loader of a step's entries, for the thread that runs the model.
+
+    Attributes:
+        reader: the shared memory, once this worker has mapped it.
+    """
 
     def __init__(self, reader: int) -> None:
         """Create the loader of the worker of this index, from 0, among those that load entries."""
         self._number = reader
-        self._reader: RegionReader | None = None
+        self._lock = threading.Lock()
+        self.reader: RegionReader | None = None
         self._mapping: threading.Thread | None = None
         self._copying: deque[tuple[torch.Event, int]] = deque()
 
@@ -218,36 +268,35 @@ class Loader:
             mapping.start()
             self._mapping = mapping
 
-    def load(self, raw: torch.Tensor | Place, dtype: str, shape: Iterable[int]) -> torch.Tensor:
-        """Return an entry on the device, as `to_device`; `raw` may be a place in the shared memory.
+    def view(self, place: Place) -> torch.Tensor:
+        """Return bytes in the shared memory.
 
         Raises:
-            RuntimeError: the device failed, or this worker has not mapped the shared memory.
+            RuntimeError: this worker has not mapped it.
         """
-        if isinstance(raw, Place):
-            if self._reader is None:
-                raise RuntimeError("an entry is in shared memory that this worker has not mapped")
-            raw = self._reader.view(raw)
-        return to_device(raw, dtype, shape)
+        if self.reader is None:
+            raise RuntimeError("an entry is in shared memory that this worker has not mapped")
+        return self.reader.view(place)
 
     def finish(self, number: int) -> None:
         """Report steps up to this one as loaded, once their copies have been made."""
-        if self._reader is None:
+        if self.reader is None:
             return
         device = torch.accelerator.current_accelerator(check_available=True)
         if device is None:
-            self._reader.has_read(number)
+            self.reader.has_read(number)
         elif not self._copying or self._copying[-1][1] < number:
             event = torch.Event(device)
             event.record(torch.accelerator.current_stream(device))
             self._copying.append((event, number))
 
     def report_copies(self) -> None:
-        """Report the copies that have been made since the last call."""
-        while self._copying and self._copying[0][0].query():
-            _, number = self._copying.popleft()
-            if self._reader is not None:
-                self._reader.has_read(number)
+        """Report the copies that have been made since the last call. Thread-safe."""
+        with self._lock:
+            while self._copying and self._copying[0][0].query():
+                _, number = self._copying.popleft()
+                if self.reader is not None:
+                    self.reader.has_read(number)
 
     def _map(self, shared: SharedRegion, device_index: int | None) -> None:
         if device_index is not None:
@@ -269,5 +318,5 @@ class Loader:
             reader.registered,
         )
         # Set before the report: after all workers have reported, steps refer to it.
-        self._reader = reader
+        self.reader = reader
         reader.has_read(0)

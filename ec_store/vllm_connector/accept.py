@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ec_store.arena.store import PlacedEntry
 from ec_store.counts import Counts
-from ec_store.entry import Entry
+from ec_store.entry import HeldEntry
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -36,7 +37,7 @@ class FiniteOnly:
         self._consequence = consequence
         self._logged = False
 
-    def __call__(self, entry: Entry) -> bool:
+    def __call__(self, entry: HeldEntry) -> bool:
         if is_finite(entry):
             return True
         self._counts.add(nonfinite=1)
@@ -54,7 +55,7 @@ class FiniteOnly:
         return False
 
 
-def is_finite(entry: Entry) -> bool:
+def is_finite(entry: HeldEntry) -> bool:
     """Return whether an entry has neither NaN nor infinity.
 
     The check takes up to twice the time of the checksum. It compares bits, because numpy has no
@@ -63,14 +64,16 @@ def is_finite(entry: Entry) -> bool:
     """
     size, infinity = INFINITY[entry.dtype]
     sign = 1 << (8 * size - 1)
-    signed = np.frombuffer(entry.data, f"<i{size}")
-    unsigned = signed.view(f"<u{size}")
     step = PIECE_BYTES // size
-    return all(
-        signed[start : start + step].max() < infinity
-        and unsigned[start : start + step].max() < sign | infinity
-        for start in range(0, len(signed), step)
-    )
+    for part in entry.parts:
+        signed = np.frombuffer(part, f"<i{size}")
+        unsigned = signed.view(f"<u{size}")
+        for start in range(0, len(signed), step):
+            if signed[start : start + step].max() >= infinity:
+                return False
+            if unsigned[start : start + step].max() >= sign | infinity:
+                return False
+    return True
 
 
 LEVELS = "deepstack_visual_indexes"
@@ -107,7 +110,7 @@ class Misfit(NamedTuple):
     expected: object
 
 
-def find_misfit(entry: Entry, target: ItemTarget) -> Misfit | None:
+def find_misfit(entry: HeldEntry, target: ItemTarget) -> Misfit | None:
     """Return why an entry cannot be loaded; None if it fits."""
     if entry.dtype != target.dtype:
         return Misfit("dtype", entry.dtype, target.dtype)
@@ -198,11 +201,17 @@ class Acceptance:
         self._finite = FiniteOnly(counts, "it was fetched and counts as a miss")
         self._logged: set[str] = set()
 
-    def __call__(self, target: ItemTarget, entry: Entry) -> bool:
-        """Return whether the entry is accepted. Called on the thread that fetched it."""
-        return self.accepts_entry(target, entry) and self._finite(entry)
+    def __call__(self, target: ItemTarget, entry: HeldEntry) -> bool:
+        """Return whether the entry is accepted. Called on the thread that fetched it.
 
-    def accepts_entry(self, target: ItemTarget, entry: Entry) -> bool:
+        The values of an entry in the host's memory are not read here: its producer has read them
+        there before it stored the entry.
+        """
+        return self.accepts_entry(target, entry) and (
+            isinstance(entry, PlacedEntry) or self._finite(entry)
+        )
+
+    def accepts_entry(self, target: ItemTarget, entry: HeldEntry) -> bool:
         """Return whether dtype and shape fit the item. Cheap: the values are not read."""
         found = find_misfit(entry, target)
         if found is None:

@@ -12,7 +12,7 @@ from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataR
 
 from ec_store.counts import Counts
 from ec_store.device.tensors import DTYPES
-from ec_store.entry import ITEM_BYTES, Entry
+from ec_store.entry import ITEM_BYTES, HeldEntry
 from ec_store.fetch_queue import Want
 from ec_store.fetcher import Fetcher, FetchState
 from ec_store.vllm_connector.accept import MODALITIES, Acceptance, ItemTarget, Widths
@@ -131,7 +131,7 @@ class Consumer:
         self._pinned: Counter[str] = Counter()
         self._local: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._unavailable: set[str] = set()
-        self._loads: dict[str, Entry] = {}
+        self._loads: dict[str, HeldEntry] = {}
 
     def ensure_items(self, request: Any, computed: int) -> bool:
         """Return whether each item that a request needs is here or will be encoded here."""
@@ -197,7 +197,7 @@ class Consumer:
         for modality, columns in message.get("widths", {}).items():
             self._widths.learn_columns(modality, columns)
 
-    def end_step(self) -> dict[str, Entry]:
+    def end_step(self) -> dict[str, HeldEntry]:
         """Return the step's loads. The scheduler starts with its first request again after it."""
         self._blocking = None
         taken, self._loads = self._loads, {}

@@ -11,7 +11,7 @@ The wire is vLLM's, in `vllm/entrypoints/openai`: `chat_completion/protocol.py`,
   without its picture.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -97,15 +97,15 @@ CHAT = ChatCompletions()
 
 
 def encode_body(
-    body: Body, items: Sequence[MMItem], ec_transfer_params: Mapping[str, Any] | None = None
+    body: Body, item: MMItem, ec_transfer_params: Mapping[str, Any] | None = None
 ) -> Body:
-    """Return the encode request of some items, without the text of their request."""
+    """Return the encode request of an item, without the text of its request."""
     own = {} if ec_transfer_params is None else {"ec_transfer_params": ec_transfer_params}
-    ignored = "" if items[0].form is None else "chat_template"
+    ignored = "" if item.form is None else "chat_template"
     return {
         **own,
         **{field: body[field] for field in FOR_ENCODE if field in body and field != ignored},
-        "messages": [{"role": "user", "content": [*map(raw_part, items), TEXT]}],
+        "messages": [{"role": "user", "content": [raw_part(item), TEXT]}],
         "stream": False,
         "max_tokens": 1,
     }

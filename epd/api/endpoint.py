@@ -1,7 +1,7 @@
 """Interface of an endpoint: the format of its requests, streams and errors. Pure.
 
 The stages are the same for all endpoints, and call the endpoint for the differences. The base class
-has the behaviour of most endpoints. The docstrings of the classes are published in `openapi.json`.
+has the behaviour of most endpoints. The docstrings of the classes are published in `/openapi.json`.
 """
 
 from collections.abc import Iterator, Mapping

@@ -258,7 +258,6 @@ class CohereEmbed(PassedOn):
 
 
 def _scored(value: Any, path: Path) -> Iterator[MMItem]:
-    """Yield the media parts of one side of a pair."""
     if isinstance(value, str):
         return
     content = value.get("content") if isinstance(value, dict) else None

@@ -160,7 +160,6 @@ def _check_name_server(server: str) -> str:
 
 
 def _if_set(check: Callable[[Any], object]) -> AfterValidator:
-    """Return the validator that checks a value unless it is None."""
     return AfterValidator(lambda value: None if value is None else check(value))
 
 
@@ -180,10 +179,6 @@ RootPath = Annotated[str | None, AfterValidator(_check_root_path)]
 HeaderName = Annotated[str, AfterValidator(_check_header_name)]
 
 T = TypeVar("T")
-
-RESTART = "restart"
-Fixed = Annotated[T, RESTART]
-"""Type of a setting that is read only at the start: a change needs a restart."""
 
 _UrlList = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_split_urls)]
 _AddressList = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_split_addresses)]

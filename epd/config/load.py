@@ -20,7 +20,7 @@ from pydantic_settings import EnvSettingsSource
 
 from ec_store.config import redacted
 from epd.config.fields import flag_of
-from epd.config.flags import PREFIX, SECRETS, Settings, group_of, name_of, variables_of, with_urls
+from epd.config.flags import PREFIX, SECRETS, Settings, group_of, name_of, variables_of
 from epd.config.proxy_config import ConfigInvalid, ProxyConfig
 from epd.parser import unknown_message
 
@@ -141,7 +141,6 @@ def _parsed(path: Path) -> yaml.Node | None:
 def _entries(
     root: yaml.MappingNode, names: Collection[str], say: Say
 ) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-    """Yield each valid key once, with its value."""
     lines: dict[str, int] = {}
     for key, node in root.value:
         if not isinstance(key, yaml.ScalarNode):
@@ -211,13 +210,12 @@ def load(flags: Mapping[str, Any]) -> Loaded:
     """Return the configuration from these flags, the current environment and the current file.
 
     Args:
-        flags: given flags, by the names of `Settings` or of vLLM's example proxies.
+        flags: given flags, by the names of `Settings`.
 
     Raises:
         ConfigInvalid: settings are invalid; the error lists all of them.
     """
     reasons: list[str] = []
-    flags = with_urls(flags, reasons)
     layers: list[Layer] = [
         {name: Given(value, "flag", flag_of(name), flag_of(name)) for name, value in flags.items()},
         from_environment(),

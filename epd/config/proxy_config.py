@@ -1,26 +1,17 @@
-"""Configuration of the proxy: all settings, checked against each other, and the one in force.
+"""Configuration of the proxy: all settings, checked against each other. An immutable value."""
 
-A configuration is an immutable value, which a reload replaces as a whole.
-"""
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
-from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from ec_store.urls import check_url
-from epd.config.fields import RESTART, flag_of
+from epd.config.fields import flag_of
 from epd.config.sections import ConfigFields
 from epd.config.sections.instances import ENCODE_SOURCES
 from epd.policies.registry import Active, activate, check_suited
 from epd.routing.instances import Role
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
-
-FIXED = frozenset(
-    name for name, field in ConfigFields.model_fields.items() if RESTART in field.metadata
-)
-"""Fields that are read only at the start: a change needs a restart."""
 
 
 class ProxyConfig(ConfigFields):
@@ -210,68 +201,3 @@ class ConfigInvalid(ValueError):
     def __init__(self, reasons: Iterable[str]) -> None:
         self.reasons = tuple(reasons)
         super().__init__("; ".join(self.reasons))
-
-
-Follower = Callable[[ProxyConfig, ProxyConfig], None]
-"""Function called with the new configuration and the previous one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Result of a reload.
-
-    Attributes:
-        before: previous configuration.
-        changed: fields with a new value.
-        kept: fields that need a restart for their new value; the old value stays in force.
-    """
-
-    before: ProxyConfig
-    changed: frozenset[str]
-    kept: frozenset[str]
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class LiveConfig:
-    """Holder of the configuration in force.
-
-    A request reads `current` once, at its start, and uses that value to its end
-    (`RequestContext.config`). Objects that requests share read it whenever they need a value.
-    Objects with state derived from it are followers.
-
-    Attributes:
-        current: configuration in force.
-    """
-
-    current: ProxyConfig
-    _followers: list[Follower] = field(default_factory=list)
-
-    def add_follower(self, follower: Follower) -> None:
-        """Call a follower at each change, once the new configuration is in force."""
-        self._followers.append(follower)
-
-    def apply_config(self, wanted: ProxyConfig) -> Change:
-        """Put the reloadable fields of a configuration in force.
-
-        Raises:
-            ConfigInvalid: the new values conflict with old values that need a restart. Nothing
-                was changed.
-        """
-        before = self.current
-        differing = {name for name, value in wanted if value != getattr(before, name)}
-        kept = {name: getattr(before, name) for name in differing & FIXED}
-        try:
-            ProxyConfig.model_validate(dict(wanted) | kept)
-        except ValidationError as invalid:
-            needed = ", ".join(sorted(kept))
-            raise ConfigInvalid(
-                f"{needed} cannot change without a restart, and with the old value "
-                f"{error['msg'].removeprefix('Value error, ')}"
-                for error in invalid.errors(include_input=False)
-            ) from None
-        changed = frozenset(differing.difference(kept))
-        if changed:
-            self.current = wanted.model_copy(update=kept)
-            for follower in self._followers:
-                follower(self.current, before)
-        return Change(before, changed, frozenset(kept))

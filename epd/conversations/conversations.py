@@ -12,7 +12,7 @@ import structlog
 from ec_store.concurrency import Breaker
 from ec_store.config import redacted
 from epd.aio import cancel_after
-from epd.config.sections import ConfigFields, Live
+from epd.config.sections import ConfigFields
 from epd.config.sections.transfers import TransferSettings
 from epd.conversations.stores import (
     ConversationsInMemory,
@@ -27,13 +27,10 @@ from epd.transfer.nixl import BLOCKS_TTL_S, engine_of, kept_params
 logger = structlog.get_logger("epd")
 
 
-def warn_of(config: TransferSettings, before: TransferSettings | None = None) -> None:
-    """Warn if conversations live longer than decode's blocks by default, unless they did before.
-
-    `before` is the previous configuration, and None at the start.
-    """
+def warn_of(config: TransferSettings) -> None:
+    """Warn if conversations live longer than decode's blocks by default."""
     ttl_s = config.conversation_ttl
-    if ttl_s < BLOCKS_TTL_S or (before is not None and before.conversation_ttl == ttl_s):
+    if ttl_s < BLOCKS_TTL_S:
         return
     logger.warning(
         "conversations are kept for longer than decode instances keep their blocks by default",
@@ -67,13 +64,12 @@ class Conversations:
     def __init__(
         self,
         store: ConversationStore,
-        live: Live[ConfigFields],
+        config: ConfigFields,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        config = live.current
         self.results: Counter[Result] = Counter()
         self._store = store
-        self._live = live
+        self._config = config
         self._clock = clock
         self._key = hashlib.blake2b(config.name_scope_of(ANONYMOUS).secret).digest()
         name = f"the conversation store {redacted(config.conversation_store or 'memory')}"
@@ -83,11 +79,11 @@ class Conversations:
         self._warned = config.workers == 1 or config.conversation_store is not None
 
     @classmethod
-    def from_config(cls, live: Live[ConfigFields]) -> Self:
+    def from_config(cls, config: ConfigFields) -> Self:
         """Return the conversations of the configured store: a context manager that closes it."""
-        if (url := live.current.conversation_store) is None:
-            return cls(ConversationsInMemory(lambda: live.current.max_conversations), live)
-        return cls(ConversationsInRedis(url), live)
+        if (url := config.conversation_store) is None:
+            return cls(ConversationsInMemory(config.max_conversations), config)
+        return cls(ConversationsInRedis(url), config)
 
     async def __aenter__(self) -> Self:
         return self
@@ -139,9 +135,7 @@ class Conversations:
         entry = ConversationEntry(self._clock(), turn.decode, turn.prefill, held)
         if held is not None and len(entry.to_json()) > MAX_ENTRY_BYTES:
             entry = replace(entry, held=None)
-        await self._ask(
-            lambda: self._store.put(turn.key, entry, self._live.current.conversation_ttl)
-        )
+        await self._ask(lambda: self._store.put(turn.key, entry, self._config.conversation_ttl))
 
     def shared_prefix_len(self, held: HeldBlocks, prompt: Sequence[int]) -> int:
         """Return how many tokens at the start of a prompt are those of decode's blocks.
@@ -154,7 +148,7 @@ class Conversations:
     def drop_instance(self, decode: str) -> None:
         """Drop the entries of a removed or restarted decode instance: its blocks are lost."""
         now_s = self._clock()
-        oldest_s = now_s - self._live.current.conversation_ttl
+        oldest_s = now_s - self._config.conversation_ttl
         self._lost_s = {url: at for url, at in self._lost_s.items() if at >= oldest_s}
         self._lost_s[decode] = now_s
         self._engines.pop(decode, None)
@@ -187,7 +181,7 @@ class Conversations:
         The store's own expiry is not enough: it uses the time to live at the time of writing, and
         Redis counts from the arrival of the write.
         """
-        if entry.kept_s < self._clock() - self._live.current.conversation_ttl:
+        if entry.kept_s < self._clock() - self._config.conversation_ttl:
             return True
         if entry.kept_s < self._lost_s.get(entry.decode, 0.0):
             return True
@@ -199,7 +193,7 @@ class Conversations:
         if self._breaker.open:
             return False, None
         try:
-            with cancel_after(self._live.current.conversation_budget_s):
+            with cancel_after(self._config.conversation_budget_s):
                 answer = await call()
         except (StoreAway, TimeoutError) as error:
             self._breaker.record_failure(str(error) or "no answer in time")

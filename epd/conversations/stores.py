@@ -69,11 +69,11 @@ class ConversationsInMemory:
 
     def __init__(
         self,
-        most: Callable[[], int],
+        most: int,
         clock: Callable[[], float] = time.monotonic,
         max_bytes: int = MAX_TOTAL_BYTES,
     ) -> None:
-        """Create an empty store. `most` returns the maximum number of entries."""
+        """Create an empty store of at most this many entries."""
         self._most = most
         self._clock = clock
         self._max_bytes = max_bytes
@@ -101,7 +101,7 @@ class ConversationsInMemory:
         self._drop(key)
         self._held[key] = kept = KeptEntry(self._clock() + ttl_s, entry, len(entry.to_json()))
         self._bytes += kept.size
-        while len(self._held) > self._most() or self._bytes > self._max_bytes:
+        while len(self._held) > self._most or self._bytes > self._max_bytes:
             self._evict(next(iter(self._held)))
 
     def forget_decode(self, decode: str) -> None:

@@ -200,7 +200,6 @@ class WatchedNames:
 
 
 def _addresses(remembered: bytes | None) -> Mapping[str, Collection[str]]:
-    """Return the stored addresses by name; empty for invalid content."""
     held = json_or_none(remembered or b"")
     if not isinstance(held, dict):
         return {}

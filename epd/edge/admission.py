@@ -82,12 +82,6 @@ class FairQueue:
             if self._lines:
                 self._fill()
 
-    def resize(self, places: int, queue: int) -> None:
-        """Set the numbers of places and of queued requests. Present requests stay."""
-        self._places = places
-        self._queue = queue
-        self._fill()
-
     def _fill(self) -> None:
         while self._lines and self.inside < self._places:
             tenant, line = next(iter(self._lines.items()))
@@ -254,22 +248,15 @@ class Admission:
         self._clock = clock
         self._uses: dict[str, TenantUse] = {}
         self._new_use: Callable[[str], TenantUse] = lambda _: TenantUse()
-        self.door = FairQueue(0, 0)
         self.body_bytes = 0
         self.offers: dict[AdmittedRequest, Offer] = {}
         self.refused: Counter[Reason] = Counter()
-        self.apply_config(config)
-
-    def apply_config(self, config: ConfigFields) -> None:
-        """Replace the limits; admitted and queued requests stay.
-
-        The process gets its share of places and bytes, and the limits of tenants. The workers
-        together keep the configured limits, for any distribution of the requests: they share the
-        requests and the rates of tenants (`TenantLedger`).
-        """
+        # The process gets its share of places and bytes, and the limits of tenants. The workers
+        # together keep the configured limits, for any distribution of the requests: they share the
+        # requests and the rates of tenants (`TenantLedger`).
         self._config = config
         share = config.workers
-        self.door.resize(max(1, config.max_requests // share), config.max_queue // share)
+        self.door = FairQueue(max(1, config.max_requests // share), config.max_queue // share)
         self._max_bytes = max(1, config.max_inflight_bytes // share)
         # A tenant gets half: its bodies alone cannot lock out the other tenants. One body of the
         # largest size always fits.

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from epd.aio import Background
-from epd.config.sections import Live
 from epd.config.sections.limits import LimitSettings
 from epd.config.sections.serving import ServingSettings
 from epd.edge import aiohttp_private
@@ -151,14 +150,14 @@ class Handshakes:
         server: EdgeServer,
         sockets: Sequence[socket.socket],
         tls: ssl.SSLContext,
-        live: Live[LimitSettings],
+        config: LimitSettings,
         background: Background,
     ) -> None:
         """Begin to accept. A handshake may take `header_timeout_s`, as a request's head may."""
         self.sockets = sockets  # aiohttp reads their addresses
         self._server = server
         self._tls = tls
-        self._live = live
+        self._config = config
         self._background = background
         self._loop = asyncio.get_running_loop()
         self._begun = set[asyncio.Task[None]]()
@@ -203,7 +202,7 @@ class Handshakes:
                 self._server,
                 client,
                 ssl=self._tls,
-                ssl_handshake_timeout=self._live.current.header_timeout_s,
+                ssl_handshake_timeout=self._config.header_timeout_s,
             )
 
 
@@ -219,7 +218,7 @@ class Site(aiohttp_private.BaseSite):
         self._tls = tls
         self._background = background
         self._where = where
-        self._live = runner.live
+        self._config = runner.config
 
     @property
     def name(self) -> str:
@@ -236,6 +235,6 @@ class Site(aiohttp_private.BaseSite):
         if self._tls is None:
             return bound
         listeners = [listener.dup() for listener in bound.sockets]
-        accepting = Handshakes(self._factory, listeners, self._tls, self._live, self._background)
+        accepting = Handshakes(self._factory, listeners, self._tls, self._config, self._background)
         bound.close()
         return cast("asyncio.AbstractServer", accepting)

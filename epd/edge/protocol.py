@@ -19,7 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.typedefs import Handler
 
-from epd.config.sections import ConfigFields, Live
+from epd.config.sections import ConfigFields
 from epd.edge import aiohttp_private, request_head
 from epd.edge.request_head import MAX_HEADERS, find_refusal, invalid, without_prefix
 from epd.errors import Overloaded, ProxyError, RequestRefused
@@ -50,10 +50,10 @@ class ServerConnection(aiohttp_private.RequestHandler):
 
     __slots__ = (
         "_begun",
+        "_config",
         "_head",
         "_head_timer",
         "_last_payload",
-        "_live",
         "_max_head_bytes",
         "_refused",
         "_server",
@@ -61,9 +61,9 @@ class ServerConnection(aiohttp_private.RequestHandler):
         "stalled",
     )
 
-    def __init__(self, server: "EdgeServer", live: Live[ConfigFields], **kwargs: Any) -> None:
+    def __init__(self, server: "EdgeServer", config: ConfigFields, **kwargs: Any) -> None:
         # This class limits the whole head. aiohttp limits each line, which may be all of it.
-        self._max_head_bytes = most = live.current.max_head_bytes
+        self._max_head_bytes = most = config.max_head_bytes
         sizes: dict[str, Any] = {
             "max_line_size": most,
             "max_field_size": most,
@@ -71,7 +71,7 @@ class ServerConnection(aiohttp_private.RequestHandler):
         }
         super().__init__(server, **sizes, **kwargs)
         self._server = server
-        self._live = live
+        self._config = config
         self._begun = False  # has a byte of the next head arrived?
         self._head = bytearray()  # the bytes of an incomplete head
         self._head_timer: asyncio.TimerHandle | None = None
@@ -132,7 +132,7 @@ class ServerConnection(aiohttp_private.RequestHandler):
 
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._head_timer = _later(self._live.current.header_timeout_s, self._time_out_head)
+            self._head_timer = _later(self._config.header_timeout_s, self._time_out_head)
 
     def _time_out_head(self) -> None:
         self._head_timer = None
@@ -147,7 +147,7 @@ class ServerConnection(aiohttp_private.RequestHandler):
     def pause_writing(self) -> None:
         """Start the timer of a client that does not read."""
         super().pause_writing()
-        self._write_timer = _later(self._live.current.write_timeout_s, self._stall)
+        self._write_timer = _later(self._config.write_timeout_s, self._stall)
 
     def resume_writing(self) -> None:
         if self._write_timer is not None:
@@ -167,7 +167,7 @@ class ServerConnection(aiohttp_private.RequestHandler):
         finally:
             # Closing waits until the client has read all bytes: this bounds the wait.
             if transport is not None and transport.get_write_buffer_size():
-                _later(self._live.current.write_timeout_s, transport.abort)
+                _later(self._config.write_timeout_s, transport.abort)
 
     def handle_error(
         self,
@@ -228,7 +228,7 @@ class EdgeServer(web.Server):
     def __init__(
         self,
         made: web.Server,
-        live: Live[ConfigFields],
+        config: ConfigFields,
         observers: Sequence[Observer],
         direct: Mapping[str, Handler],
     ) -> None:
@@ -242,25 +242,25 @@ class EdgeServer(web.Server):
         }
         super().__init__(
             self._checked,
-            request_factory=_factory(made.request_factory, live.current.root_path),
+            request_factory=_factory(made.request_factory, config.root_path),
             handler_cancellation=made.handler_cancellation,
             **self._options,
         )
         self._handler = made.request_handler
         self._direct = direct
-        self._live = live
+        self._config = config
         self._observers = observers
         self._descriptors = request_head.client_connections()
         self._open = set[ServerConnection]()
         self._turned_away = set[ServerConnection]()
 
     def __call__(self) -> ServerConnection:
-        options = self._options | {"keepalive_timeout": self._live.current.keep_alive_s}
-        return ServerConnection(self, self._live, loop=asyncio.get_running_loop(), **options)
+        options = self._options | {"keepalive_timeout": self._config.keep_alive_s}
+        return ServerConnection(self, self._config, loop=asyncio.get_running_loop(), **options)
 
     @property
     def _limit(self) -> int:
-        return self._live.current.max_connections or self._descriptors
+        return self._config.max_connections or self._descriptors
 
     def admit_connection(self, connection: ServerConnection) -> bool:
         """Return whether the connection gets a place; if so, count it as open."""
@@ -327,11 +327,11 @@ class Runner(aiohttp_private.AppRunner):
     """Runner on `ServerConnection`s. A client's disconnect cancels its request."""
 
     def __init__(
-        self, app: web.Application, live: Live[ConfigFields], observers: Sequence[Observer]
+        self, app: web.Application, config: ConfigFields, observers: Sequence[Observer]
     ) -> None:
         """Set the application. The observers receive the errors that reach no handler."""
         super().__init__(app, handler_cancellation=True)
-        self.live = live
+        self.config = config
         self._observers = observers
 
     def replaced(self, made: web.Server) -> EdgeServer:
@@ -339,7 +339,7 @@ class Runner(aiohttp_private.AppRunner):
         # Added middlewares and signal handlers must see every request: no direct handlers then.
         changed = len(app.middlewares) > 1 or len(app.on_response_prepare) > 0
         handlers = {} if changed else app.get(DIRECT, {})
-        return EdgeServer(made, self.live, self._observers, handlers)
+        return EdgeServer(made, self.config, self._observers, handlers)
 
 
 def _client_error(failure: BaseException | None) -> ProxyError:

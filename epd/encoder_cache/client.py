@@ -22,7 +22,6 @@ from ec_store.entry import EntryInfo
 from ec_store.errors import StoreError, StoreMissing
 from ec_store.keys import EntryKey
 from epd.aio import Background, Work
-from epd.config.sections import Live
 from epd.config.sections.transfers import TransferSettings
 from epd.encoder_cache.lookup import MOST_KEYS, AtOnce, Lookup
 
@@ -83,14 +82,14 @@ class EncoderCache:
     """
 
     def __init__(
-        self, open_store: OpenStore, live: Live[TransferSettings], background: Background
+        self, open_store: OpenStore, config: TransferSettings, background: Background
     ) -> None:
         """Create the client without opening the store. `open_store` opens an existing one."""
         self._background = background
         self.operations: Counter[tuple[Operation, Result]] = Counter()
         self.found_bytes = 0
         self._open_store = open_store
-        self._live = live
+        self._config = config
         self._opened: AsyncStore | None = None
         self._store: AsyncStore | None = None
         self._problem: str | None = None
@@ -106,10 +105,10 @@ class EncoderCache:
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, open_store: OpenStore, live: Live[TransferSettings], background: Background
+        cls, open_store: OpenStore, config: TransferSettings, background: Background
     ) -> AsyncIterator[Self]:
         """Return a cache that opens its store in the background, until the context exits."""
-        cache = cls(open_store, live, background)
+        cache = cls(open_store, config, background)
         ready = asyncio.Event()
         cache.keep_running("encoder_cache", partial(cache._refresh, ready))
         with suppress(TimeoutError):
@@ -156,7 +155,7 @@ class EncoderCache:
             return self._look_up_on_loop(look, self._store)
         visiting = self._store.begin_visit(look.run)
         try:
-            await _ended(visiting, PATIENT_S if patient else self._live.current.ec_store_budget_s)
+            await _ended(visiting, PATIENT_S if patient else self._config.ec_store_budget_s)
             if look.found is not None and not visiting.done():
                 await _ended(visiting, PATIENT_S)
         finally:
@@ -207,7 +206,7 @@ class EncoderCache:
 
     def _keep(self, keys: Sequence[EntryKey]) -> None:
         """Lease entries with less than `ec_store_lease_s` left of their lease."""
-        until_s = asyncio.get_running_loop().time() + self._live.current.ec_store_lease_s
+        until_s = asyncio.get_running_loop().time() + self._config.ec_store_lease_s
         short = [key for key in keys if self._leased.get(key, 0.0) < until_s]
         if short:
             self.run_later(self.lease(short))
@@ -217,7 +216,7 @@ class EncoderCache:
 
         The lease is half as long again as `ec_store_lease_s`, so that not every hit renews it.
         """
-        lease_s = 1.5 * self._live.current.ec_store_lease_s
+        lease_s = 1.5 * self._config.ec_store_lease_s
         until_s = asyncio.get_running_loop().time() + lease_s
         infos = await self.write("lease", lambda store: store.lease(keys, lease_s))
         for info in infos or ():

@@ -18,7 +18,7 @@ from yarl import URL
 from epd.aio import Flights, gather_first
 from epd.api.body import Cuts, join_cuts
 from epd.api.items import Body, MMItem, with_parts
-from epd.config.sections import ConfigFields, Live
+from epd.config.sections import ConfigFields
 from epd.errors import BadRequest, MediaFetchFailed, ProxyError
 from epd.media.cache import (
     HEADERS,
@@ -65,28 +65,28 @@ class MediaFetcher:
         self,
         direct: aiohttp.ClientSession,
         proxied: aiohttp.ClientSession,
-        live: Live[ConfigFields],
+        config: ConfigFields,
     ) -> None:
         """Create a fetcher. Only `proxied` may connect to any address: those of forward proxies."""
         self._direct = direct
         self._proxied = proxied
-        self._live = live
-        self._cache = MediaCache(live.current.media_cache_bytes)
+        self._config = config
+        self._cache = MediaCache(config.media_cache_bytes)
         self._flights: Flights[CacheKey, Media] = Flights()
         self._slots = DownloadSlots()
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, live: Live[ConfigFields], resolver: AbstractResolver | None = None
+        cls, config: ConfigFields, resolver: AbstractResolver | None = None
     ) -> AsyncIterator[Self]:
         """Return a fetcher with connection pools of its own, which are closed at the exit."""
         names = resolver or HostNames()
         async with (
-            _session(CheckedResolver(live, names)) as direct,
+            _session(CheckedResolver(config, names)) as direct,
             _session(names) as proxied,
         ):
-            fetcher = cls(direct, proxied, live)
+            fetcher = cls(direct, proxied, config)
             try:
                 yield fetcher
             finally:
@@ -143,7 +143,7 @@ class MediaFetcher:
             MediaFetchFailed: the origin does not have the media, failed, or timed out.
             TryLater: the memory limit is reached, or other downloads have all slots for too long.
         """
-        target = check_url(self._live.current, url)
+        target = check_url(self._config, url)
         key = CacheKey(held.scope, modality, str(target))
         known = self._cache.get(key)
         if known is not None and _now() < known.fresh_until:
@@ -153,7 +153,7 @@ class MediaFetcher:
     async def _load(
         self, key: CacheKey, target: URL, known: CachedMedia | None, held: HeldBytes
     ) -> Media:
-        limit_s = self._live.current.media_timeout_s
+        limit_s = self._config.media_timeout_s
         try:
             # The download outlives its first request if other requests wait for it.
             # The wait for a slot does not count as time of the origin.
@@ -167,7 +167,7 @@ class MediaFetcher:
             self._cache.drop(key)
             raise
         if may_keep(entry.headers, key.scope):
-            self._cache.max_bytes = self._live.current.media_cache_bytes
+            self._cache.max_bytes = self._config.media_cache_bytes
             self._cache.put(key, entry)
         else:
             self._cache.drop(key)
@@ -190,7 +190,7 @@ class MediaFetcher:
                     # The result is at most as fresh as the redirects to it.
                     kept = may_keep(cache_headers, key.scope)
                     fresh = min(fresh, fresh_s(cache_headers) if kept else 0)
-                    url = check_url(self._live.current, location, base=url)
+                    url = check_url(self._config, location, base=url)
                     continue
                 if response.status == HTTPStatus.NOT_MODIFIED and ours is not None:
                     media = ours.media
@@ -205,8 +205,7 @@ class MediaFetcher:
     async def _answer(
         self, url: URL, headers: dict[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request, directly or through the forward proxy for its URL."""
-        config = self._live.current
+        config = self._config
         proxy = None
         if config.media_fetch_trust_env:
             try:
@@ -232,7 +231,7 @@ class MediaFetcher:
         a body and does not send it reserves nothing.
         """
         _check_head(response)
-        config = self._live.current
+        config = self._config
         limit = min(config.max_media_bytes, config.worker_max_body_bytes // GROUP * GROUP_BYTES)
         length = response.content_length or 0
         if length > limit:

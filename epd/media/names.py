@@ -16,7 +16,7 @@ import dns.exception
 import dns.resolver
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from epd.config.sections import ConfigFields, Live
+from epd.config.sections import ConfigFields
 from epd.media.policy import allows_address
 
 LOOKUP_S = 2.0
@@ -124,8 +124,8 @@ class CheckedResolver(AbstractResolver):
     server cannot bypass the check.
     """
 
-    def __init__(self, live: Live[ConfigFields], resolver: AbstractResolver) -> None:
-        self._live = live
+    def __init__(self, config: ConfigFields, resolver: AbstractResolver) -> None:
+        self._config = config
         self._resolver = resolver
 
     async def resolve(
@@ -138,7 +138,7 @@ class CheckedResolver(AbstractResolver):
             socket.gaierror: the lookup failed.
         """
         found = await self._resolver.resolve(host, port, family)
-        config = self._live.current
+        config = self._config
         allowed = [address for address in found if allows_address(config, address["host"])]
         if not allowed:
             raise NoAllowedAddress("no allowed address")

@@ -20,7 +20,7 @@ import structlog
 from structlog.typing import EventDict
 
 from epd.api.endpoints import is_api
-from epd.config.sections import ConfigFields, Live
+from epd.config.sections import ConfigFields
 from epd.errors import Stage
 from epd.events import InstanceChanged, RequestRecord, StageDone, stage_seconds
 from epd.observe.log_lines import LineLogger, LineWriter
@@ -163,7 +163,6 @@ def _at(level: str) -> type[structlog.typing.FilteringBoundLogger]:
 
 
 def _of_request(_: Any, __: str, event: EventDict) -> EventDict:
-    """Add the ID of the request that is being served."""
     if (request_id := REQUEST_ID.get()) is not None:
         event.setdefault("request_id", request_id)
     return event
@@ -234,14 +233,9 @@ PROBES = ("/ready", "/ping")
 class LogObserver:
     """Observer that logs each client request, and at level debug each upstream request."""
 
-    def __init__(self, live: Live[ConfigFields]) -> None:
-        self._live = live
+    def __init__(self, config: ConfigFields) -> None:
+        self._config = config
         self._probe_errors: dict[str, str | None] = {}
-
-    def renew_logger(self) -> None:
-        """Use the current log level from the next line on."""
-        for name in ("_log", "_debugs", "_lines"):
-            self.__dict__.pop(name, None)
 
     @cached_property
     def _log(self) -> structlog.typing.FilteringBoundLogger:
@@ -323,7 +317,7 @@ class LogObserver:
         return logging.INFO if is_api(event.path) else logging.DEBUG
 
     def _is_long_wait(self, event: RequestRecord) -> bool:
-        return event.kv_wait_s is not None and event.kv_wait_s > self._live.current.kv_lease_s / 2
+        return event.kv_wait_s is not None and event.kv_wait_s > self._config.kv_lease_s / 2
 
     def _add_course(self, fields: Fields, event: RequestRecord) -> None:
         """Add the time of each stage, and what differed from the usual course."""
@@ -347,8 +341,7 @@ class LogObserver:
             fields["kv_wait_s"] = round(event.kv_wait_s, 4)
 
     def _add_names(self, fields: Fields, event: RequestRecord) -> None:
-        """Add the fields that operators search requests by."""
-        if self._live.current.log_tenants and event.tenant:
+        if self._config.log_tenants and event.tenant:
             fields["tenant"] = event.tenant
         fields["request_id"] = event.request_id
         if event.engine_id != event.request_id:

@@ -1,9 +1,4 @@
-"""Traces with OpenTelemetry: spans of requests, and their export.
-
-OpenTelemetry is an optional dependency; this module is imported only if traces are configured.
-
-Attributes follow the semantic conventions for HTTP and generative AI; the proxy's own begin with
-`epd.`. They contain no prompts, media, keys or tenants. URLs are those of instances and of routes.
+"""Export of traces with OpenTelemetry's SDK, an optional dependency.
 
 A thread of OpenTelemetry's SDK exports spans in batches. The SDK's environment variables (`OTEL_…`:
 service name, sampler, headers, batches) apply.
@@ -12,15 +7,11 @@ service name, sampler, headers, batches) apply.
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import lru_cache
-from typing import Self
-from urllib.parse import urlsplit
 
 import structlog
 from opentelemetry import trace
-from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 from opentelemetry.sdk.environment_variables import (
@@ -30,148 +21,10 @@ from opentelemetry.sdk.environment_variables import (
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.trace import SpanKind, Status, StatusCode
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ec_store.concurrency import DaemonPool
-from epd.errors import slug_of
-from epd.events import RequestRecord
-from epd.spans import Span, SpanItem, Tracer
+from epd.spans import Tracer
 from epd.version import __version__
-
-MAX_MODEL = 128
-"""Upper bound of a model's name in an attribute, in characters."""
-
-W3C = TraceContextTextMapPropagator()
-
-
-class OtelTracer:
-    """Tracer that starts a span for each request. Child spans share its trace."""
-
-    def __init__(self, tracer: trace.Tracer) -> None:
-        self._tracer = tracer
-
-    def request(self, method: str, route: str, headers: Mapping[str, str]) -> "OtelRequest":
-        """See `Tracer.request`. An invalid `traceparent` starts a new trace."""
-        span = self._tracer.start_span(
-            f"{method} {route}",
-            W3C.extract(headers, Context()) if headers else Context(),
-            SpanKind.SERVER,
-            {"http.request.method": method, "http.route": route},
-        )
-        return OtelRequest(self._tracer, span)
-
-
-class OtelSpan:
-    """Span of the SDK, as `Span`."""
-
-    __slots__ = ("_ended", "_span", "headers")
-
-    def __init__(self, span: trace.Span) -> None:
-        self._span = span
-        self._ended = False
-        self.headers: dict[str, str] = {}
-        W3C.inject(self.headers, trace.set_span_in_context(span, Context()))
-
-    def record_status(self, status: int) -> None:
-        self._span.set_attribute("http.response.status_code", status)
-
-    def event(self, name: str) -> None:
-        self._span.add_event(name)
-
-    def link(self, other: Span) -> None:
-        if isinstance(other, OtelSpan):
-            self._span.add_link(other._span.get_span_context())  # noqa: SLF001 - an object of this class
-
-    def end_span(self, error: str | None = None) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        if error is not None:
-            self._span.set_attribute("error.type", error)
-            self._span.set_status(Status(StatusCode.ERROR))
-        self._span.end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.end_span(slug_of(error))
-
-
-class OtelRequest:
-    """Span of a request, with its children."""
-
-    __slots__ = ("_children", "_context", "_span", "_tracer", "headers", "trace_id")
-
-    def __init__(self, tracer: trace.Tracer, span: trace.Span) -> None:
-        self._tracer = tracer
-        self._span = span
-        self._context = trace.set_span_in_context(span, Context())
-        self._children: dict[tuple[str, str | None], tuple[int, OtelSpan]] = {}
-        self.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
-        self.headers: dict[str, str] = {}
-        W3C.inject(self.headers, self._context)
-
-    def record_request(self, operation: str | None, model: str | None) -> None:
-        if operation is not None:
-            self._span.set_attribute("gen_ai.operation.name", operation)
-        if model:
-            self._span.set_attribute("gen_ai.request.model", model[:MAX_MODEL])
-
-    def child(self, name: str, *, url: str | None = None, item: SpanItem | None = None) -> OtelSpan:
-        kind, attributes = SpanKind.INTERNAL, dict[str, str | int]()
-        if item is not None:
-            attributes |= {"epd.item": item.param_path, "epd.item.modality": item.modality}
-        key = name, None if item is None else item.param_path
-        again = self._children[key][0] + 1 if key in self._children else 0
-        if url is not None:
-            kind = SpanKind.CLIENT
-            attributes |= _peer(url)
-            if again:
-                attributes["http.request.resend_count"] = again
-        child = OtelSpan(self._tracer.start_span(name, self._context, kind, attributes))
-        self._children[key] = again, child
-        return child
-
-    def latest_child(self, name: str, item: SpanItem) -> Span | None:
-        found = self._children.get((name, item.param_path))
-        return None if found is None else found[1]
-
-    def end_request(self, event: RequestRecord) -> None:
-        """See `RequestSpan.end_request`.
-
-        The span's status is an error unless the response is a 4xx.
-        """
-        attributes: dict[str, int | str | list[str]] = {
-            "http.response.status_code": event.status,
-            "epd.request.id": event.engine_id,
-            "epd.retries": event.retries,
-            **{f"epd.items.{result}": count for result, count in event.items.items()},
-        }
-        if event.policy is not None:
-            attributes["epd.policy"] = event.policy
-        if event.degraded:
-            attributes["epd.degraded"] = sorted(event.degraded)
-        if event.error is not None:
-            attributes["error.type"] = event.error
-            if not 400 <= event.status < 500:  # noqa: PLR2004
-                self._span.set_status(Status(StatusCode.ERROR))
-        self._span.set_attributes(attributes)
-        self._span.end()
-
-
-@lru_cache(maxsize=1024)
-def _peer(url: str) -> Mapping[str, str | int]:
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return {
-        "http.request.method": "POST",
-        "url.full": url,
-        "server.address": parts.hostname or "",
-        "server.port": port,
-    }
-
 
 SERVICE = "epd-proxy"
 """Default of `service.name`: used without `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES`."""
@@ -216,7 +69,7 @@ async def exporting(endpoint: str) -> AsyncIterator[Tracer | None]:
     exporter = Reporting(PROTOCOLS[protocol()](endpoint=endpoint), endpoint)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     try:
-        yield OtelTracer(tracer)
+        yield Tracer(tracer)
     finally:
         await _flush(provider, exporter)
 

@@ -1,9 +1,12 @@
 """Tracing as configured. OpenTelemetry, an optional dependency, is imported with an endpoint."""
 
 from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 from epd.config.sections.serving import ServingSettings
-from epd.spans import Tracer
+
+if TYPE_CHECKING:
+    from epd.spans import Tracer
 
 
 class TracesUnavailable(Exception):
@@ -30,7 +33,7 @@ def check_tracing(config: ServingSettings) -> None:
         raise TracesUnavailable(str(error)) from error
 
 
-def tracing(config: ServingSettings) -> AbstractAsyncContextManager[Tracer | None]:
+def tracing(config: ServingSettings) -> "AbstractAsyncContextManager[Tracer | None]":
     """Return a context that exports spans until it is left; its value is None without an endpoint.
 
     Raises:

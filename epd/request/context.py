@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from ec_store.bounded import BoundedDict
 from epd.api.body import JSON, NO_CUTS, Cuts, Pieces
@@ -33,8 +33,10 @@ from epd.json_or_none import json_or_none
 from epd.media.policy import HeldBytes, UncountedBytes
 from epd.routing.doubts import Doubts
 from epd.routing.fatal import Watched
-from epd.spans import RequestSpan, Span
 from epd.tenants import ANONYMOUS, Tenant
+
+if TYPE_CHECKING:
+    from epd.spans import RequestSpan, Span
 
 # A generator of its own: other code in the process may seed the module's one, and then two proxies
 # would generate equal ids.
@@ -167,8 +169,8 @@ class RequestContext:
     models: ModelNames = field(default_factory=ModelNames)
     model: str | None = None
     session: str = ""
-    span: RequestSpan | None = None
-    answering: Span | None = None
+    span: "RequestSpan | None" = None
+    answering: "Span | None" = None
     turn: Turn | None = None
     watched: Watched = field(default_factory=Watched)
     doubts: Doubts = field(default_factory=Doubts)
@@ -179,7 +181,7 @@ class RequestContext:
     def headers_for(
         self,
         request_id: str | None,
-        span: Span | None = None,
+        span: "Span | None" = None,
         rank: int | None = None,
         content_type: str = JSON,
         *,
@@ -245,14 +247,14 @@ class RequestContext:
             self.record.first_token_s = time.monotonic() - self.record.started_s
         self.learn_model(answer)
 
-    def time_stage(self, stage: Stage, where: str, items: Sequence[MMItem] = ()) -> "Timed":
+    def time_stage(self, stage: Stage, where: str, item: MMItem | None = None) -> "Timed":
         """Return a context that emits a `StageDone` at its exit, with or without an error.
 
-        Its span starts here if the request is traced. With items, each has its own event and span.
+        Its span starts here if the request is traced.
         """
-        return Timed(self, stage, where, items)
+        return Timed(self, stage, where, item)
 
-    def wait_span(self, item: MMItem) -> AbstractContextManager[Span | None]:
+    def wait_span(self, item: MMItem) -> "AbstractContextManager[Span | None]":
         """Return the span of a wait for an item's encode; None as its value without tracing."""
         return nullcontext() if self.span is None else self.span.child(WAIT, item=item)
 
@@ -265,32 +267,31 @@ class RequestContext:
 
 
 class Timed:
-    """Stage of a request in progress."""
+    """Stage of a request in progress.
 
-    __slots__ = ("_context", "_items", "_spans", "_stage", "_started_s", "_where")
+    Attributes:
+        span: span of the stage; None without tracing.
+    """
+
+    __slots__ = ("_context", "_item", "_stage", "_started_s", "_where", "span")
 
     def __init__(
-        self, context: RequestContext, stage: Stage, where: str, items: Sequence[MMItem]
+        self, context: RequestContext, stage: Stage, where: str, item: MMItem | None
     ) -> None:
         self._context = context
         self._stage: Stage = stage
         self._where = where
-        self._items: Sequence[MMItem | None] = items or (None,)
-        self._spans: Sequence[Span] = ()
+        self._item = item
+        self.span: Span | None = None
         if context.span is not None:
             endpoint = CHAT if stage == "encode" else context.endpoint
             url = None if stage in WITHIN else where + endpoint.path
-            self._spans = [context.span.child(stage, url=url, item=item) for item in self._items]
-
-    @property
-    def span(self) -> Span | None:
-        """Span of the stage, the first one with several items; None without tracing."""
-        return self._spans[0] if self._spans else None
+            self.span = context.span.child(stage, url=url, item=item)
 
     def record_status(self, status: int) -> None:
-        """Record the HTTP status of the instance's answer in the spans."""
-        for span in self._spans:
-            span.record_status(status)
+        """Record the HTTP status of the instance's answer in the span."""
+        if self.span is not None:
+            self.span.record_status(status)
 
     def __enter__(self) -> Self:
         self._context.record.at = self._stage
@@ -299,19 +300,17 @@ class Timed:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         slug, ended_s, context = slug_of(error), time.monotonic(), self._context
-        if error is not None or self._stage != "decode":
-            for span in self._spans:
-                span.end_span(slug)  # decode's span continues until its answer has been relayed
-        for item in self._items:
-            context.record_stage(
-                StageDone(
-                    self._stage,
-                    self._where,
-                    self._started_s,
-                    ended_s - self._started_s,
-                    slug,
-                    context.model_name,
-                    None if item is None else item.modality,
-                    rejected=isinstance(error, ProxyError) and error.rejects_request,
-                )
+        if self.span is not None and (error is not None or self._stage != "decode"):
+            self.span.end_span(slug)  # decode's span continues until its answer has been relayed
+        context.record_stage(
+            StageDone(
+                self._stage,
+                self._where,
+                self._started_s,
+                ended_s - self._started_s,
+                slug,
+                context.model_name,
+                None if self._item is None else self._item.modality,
+                rejected=isinstance(error, ProxyError) and error.rejects_request,
             )
+        )

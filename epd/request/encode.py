@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from epd.aio import Flights, gather_first
 from epd.api.items import MMItem
@@ -28,14 +28,15 @@ from epd.request.encode_tries import (
     EncodeLimits,
     EncodeTask,
     EncodeTries,
-    FirstTries,
     flight_key,
 )
 from epd.request.placement import OVERLOADED, Placement
 from epd.request.stage_inputs import EncodeJob, ItemPlan, StoreLookup
-from epd.spans import Span
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, OutputFacts, from_entry
+
+if TYPE_CHECKING:
+    from epd.spans import Span
 
 AT_ONCE = 16
 """Maximum number of concurrent encodes of one request. Connections are shared with all other
@@ -53,7 +54,7 @@ class SharedOutput(NamedTuple):
 
     encoded: OutputFacts
     item: MMItem | None = None
-    span: Span | None = None
+    span: "Span | None" = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,10 +86,9 @@ class Encoder:
             plans = self._plan_items(job, lookup)
             tasks = self._encode_tasks(job, lookup, plans)
             if len(tasks) == 1:
-                encoded_now = [await self._encode_item(None, tasks[0])]
+                encoded_now = [await self._encode_item(tasks[0])]
             else:
-                encode_item = partial(self._encode_item, self._tries.first_tries(job))
-                encoded_now = await gather_first(encode_item, tasks, AT_ONCE)
+                encoded_now = await gather_first(self._encode_item, tasks, AT_ONCE)
         encoded_items = _in_order(items, encoded_now, lookup, plans)
         results = [encoded_item.result for encoded_item in encoded_items]
         record.items = {result: results.count(result) for result in results}
@@ -140,7 +140,6 @@ class Encoder:
             )
 
     def _plan_items(self, job: EncodeJob, lookup: StoreLookup) -> Mapping[MMItem, ItemPlan]:
-        """Return plans for the items that are not stored."""
         under_way = partial(self._is_under_way, job, lookup)
         plans = self._placement.plan_items(job, lookup, under_way)
         if places := [plan.place.labels for plan in plans.values() if plan.place]:
@@ -183,7 +182,7 @@ class Encoder:
             for item in missing
         ]
 
-    async def _encode_item(self, first_tries: FirstTries | None, task: EncodeTask) -> EncodedItem:
+    async def _encode_item(self, task: EncodeTask) -> EncodedItem:
         """Return the output of an item that is not stored.
 
         Requests that need an output at the same time share its encode. Two kinds of output are not
@@ -195,13 +194,13 @@ class Encoder:
         item, output_key, context = task.item, task.output_key, task.job.context
         try:
             if output_key is None or self._transfer.pushed:
-                encoded = await self._tries.encode_item(task, first_tries)
+                encoded = await self._tries.encode_item(task)
                 shared = SharedOutput(encoded, item)
             else:
                 flight = flight_key(task.job, output_key, skips_claims=task.skips_claims)
                 under_way = flight in self._flights
                 with context.wait_span(item) if under_way else nullcontext() as waiting:
-                    work = partial(self._encode_once, first_tries, task, output_key, waiting)
+                    work = partial(self._encode_once, task, output_key, waiting)
                     shared = await self._flights.try_join(flight, work)
                     if waiting is not None and shared.span is not None:
                         waiting.link(shared.span)
@@ -227,10 +226,9 @@ class Encoder:
 
     async def _encode_once(
         self,
-        first_tries: FirstTries | None,
         task: EncodeTask,
         output_key: OutputKey,
-        earlier_wait: Span | None,
+        earlier_wait: "Span | None",
     ) -> SharedOutput:
         """Return the output of an item: encode it, unless another proxy already does.
 
@@ -241,7 +239,7 @@ class Encoder:
         item, context = task.item, task.job.context
         identifier = self._identifiers.identifier_of(output_key)
         if self._claims is None or identifier is None or task.skips_claims:
-            encoded = await self._tries.encode_item(task, first_tries)
+            encoded = await self._tries.encode_item(task)
             return self._learn_output(task, output_key, encoded)
         # Half of the time is left for an encode of this proxy.
         wait_s, namespace = task.limits.left_s / 2, task.job.namespace
@@ -250,7 +248,7 @@ class Encoder:
                 found = await claim.wait_turn()
             if found is not None and found.modality == item.modality:
                 return SharedOutput(from_entry(found))
-            encoded = await self._tries.encode_item(task, first_tries)
+            encoded = await self._tries.encode_item(task)
             claim.entry_coming = encoded.identifier is not None
             return self._learn_output(task, output_key, encoded)
 

@@ -1,18 +1,10 @@
-"""Tries of items at encode instances: their instances, groups of items, and further tries.
-
-The items of a request that need an encode instance at the same moment are assigned to instances
-together. Those with the same instance may share one request (`FirstTries`). If that is rejected,
-each of its items is sent alone to the same instance. If it fails, each goes on alone, by the rules
-for a failed try of its own.
-"""
+"""Tries of items at encode instances, each by itself: the first instance, and the next ones."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-from epd.aio import Flights
 from epd.api.body import dump_json
 from epd.api.chat import TEMPLATE, has_system_message
 from epd.api.items import MMItem, feature_count
@@ -23,7 +15,6 @@ from epd.errors import (
     UpstreamDied,
     UpstreamFailed,
     UpstreamTimeout,
-    drop_tracebacks,
 )
 from epd.request.item_tokens import TokenCounts, media_tokens
 from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
@@ -37,10 +28,6 @@ from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable, Work
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import OutputFacts
-
-GROUPED = frozenset({"image", "audio"})
-"""Modalities of the items that may share a request. A video may have a second output, its sound."""
-
 
 MAX_RETRIES = 32
 """Maximum number of further tries of one request's items together. The death of an instance fails
@@ -101,74 +88,6 @@ def flight_key(job: EncodeJob, output_key: OutputKey, *, skips_claims: bool) -> 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EncodeGroup:
-    """Items of one encode request. Equal only to itself.
-
-    Attributes:
-        instance: the encode instance.
-        tasks: its items, in order; of one modality if there are several.
-    """
-
-    instance: Instance
-    tasks: tuple[EncodeTask, ...]
-
-
-@dataclass(slots=True, eq=False)
-class FirstTries:
-    """First tries of one request's items, which arrive one by one.
-
-    Args:
-        assign: assigns items to instances. Each item is in one group.
-        send: sends the request of a group, and returns the output of each item.
-    """
-
-    _assign: Callable[[Sequence[EncodeTask]], Sequence[EncodeGroup]]
-    _send: Callable[[EncodeGroup], Coroutine[Any, Any, Sequence[OutputFacts]]]
-    _arrived: list[EncodeTask] = field(default_factory=list)
-    _groups: dict[EncodeTask, EncodeGroup] = field(default_factory=dict)
-    _flights: Flights[EncodeGroup, Sequence[OutputFacts]] = field(default_factory=Flights)
-
-    async def group_of(self, task: EncodeTask) -> EncodeGroup:
-        """Return the group of an item.
-
-        The items of a request that do not wait for anything else arrive in the same turn of the
-        event loop. One turn later they are assigned together.
-
-        Raises:
-            NoInstance: there is no instance.
-        """
-        self._arrived.append(task)
-        try:
-            await asyncio.sleep(0)
-            if task not in self._groups:
-                new = [arrived for arrived in self._arrived if arrived not in self._groups]
-                for group in self._assign(new):
-                    self._groups.update(dict.fromkeys(group.tasks, group))
-        finally:
-            self._arrived.remove(task)
-        return self._groups[task]
-
-    async def output_of(self, task: EncodeTask, group: EncodeGroup) -> OutputFacts:
-        """Return the output of an item. If its group is rejected, it is sent again alone.
-
-        The first item of a group sends the request, which is cancelled when no item needs it.
-
-        Raises:
-            ProxyError: the instance failed, or rejected the item alone.
-        """
-        if len(group.tasks) > 1:
-            try:
-                outputs = await self._flights.join(group, partial(self._send, group))
-                return outputs[group.tasks.index(task)]
-            except ProxyError as failure:
-                if failure.retryable or failure.died:
-                    raise
-                drop_tracebacks(failure)
-        [encoded] = await self._send(EncodeGroup(group.instance, (task,)))
-        return encoded
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class EncodeTries:
     """Requests to encode instances for the items of requests. Belongs to one event loop."""
 
@@ -181,22 +100,8 @@ class EncodeTries:
     _token_counts: TokenCounts
     _retries: Retries = field(default_factory=Retries)
 
-    def first_tries(self, job: EncodeJob) -> FirstTries | None:
-        """Return the common first tries of a job's items; None if each is sent by itself.
-
-        The balance `least_load` assigns the items of a request together, in groups or not. A
-        request in quarantine has one instance for all of them.
-        """
-        config, quarantined = job.context.config, job.context.watched.pins is not None
-        together = config.encode_group_items > 1 or config.encode_balance == "least_load"
-        if quarantined or not together:
-            return None
-        return FirstTries(partial(self._assign_groups, job), partial(self._send, job))
-
-    async def encode_item(self, task: EncodeTask, first_tries: FirstTries | None) -> OutputFacts:
+    async def encode_item(self, task: EncodeTask) -> OutputFacts:
         """Return the output of an item from an encode instance, or from the next after a failure.
-
-        Only its first try may be common with other items of the request.
 
         Raises:
             UpstreamTimeout: the deadline of the request's encode stage has passed.
@@ -220,19 +125,12 @@ class EncodeTries:
                         slug="encode_timeout",
                         stage="encode",
                     )
-                alone = True
                 try:
-                    if tried or first_tries is None:
-                        group = EncodeGroup(self._next_instance(task, tried), (task,))
-                        tried.append(group.instance)
-                        [encoded] = await self._send(job, group, tried)
-                        return encoded
-                    group = await first_tries.group_of(task)
-                    tried.append(group.instance)
-                    alone = len(group.tasks) == 1
-                    return await first_tries.output_of(task, group)
+                    instance = self._next_instance(task, tried)
+                    tried.append(instance)
+                    return await self._send(task, instance, tried)
                 except ProxyError as error:
-                    server_errors += error.engine_failed and alone
+                    server_errors += error.engine_failed
                     if error.retryable:  # nor may prefill or decode encode such an item
                         self._fatal.check(context.watched, [task.item.identity])
                     failure = EncodeFailure(
@@ -248,7 +146,7 @@ class EncodeTries:
                     delay_s = None if context.is_spent else encode_delay_s(failure)
                     if delay_s is None or not limits.retries:
                         raise
-                    limits.retries -= alone
+                    limits.retries -= 1
                     await tries.next_try(error, delay_s, 0.0 if falls_back else limits.left_s)
 
     def error_after_last_try(self, error: ProxyError) -> ProxyError:
@@ -261,7 +159,6 @@ class EncodeTries:
         return nothing
 
     def _next_instance(self, task: EncodeTask, tried: Sequence[Instance]) -> Instance:
-        """Return the next encode instance of an item that is sent by itself."""
         context = task.job.context
         return context.watched.choose_instance(
             "encode",
@@ -276,54 +173,15 @@ class EncodeTries:
             self._fits(task.job),
         )
 
-    def _assign_groups(self, job: EncodeJob, tasks: Sequence[EncodeTask]) -> Sequence[EncodeGroup]:
-        """Assign items to instances, and group those with the same instance and modality.
-
-        Raises:
-            NoInstance: there is no instance.
-        """
-        context = job.context
-        instances = self._choice.spread_items(
-            [task.item.identity for task in tasks],
-            [task.plan.tokens for task in tasks],
-            [task.plan.instance for task in tasks],
-            balance=context.config.encode_balance,
-            session=context.session,
-            fits=self._fits(job),
-        )
-        together: dict[object, list[EncodeTask]] = {}
-        for task, instance in zip(tasks, instances, strict=True):
-            may_share = self._may_share(job, task.item)
-            key = (instance, task.item.modality) if may_share else task
-            together.setdefault(key, []).append(task)
-        instance_of = dict(zip(tasks, instances, strict=True))
-        group_size = context.config.encode_group_items
-        return [
-            EncodeGroup(instance_of[members[0]], tuple(members[start : start + group_size]))
-            for members in together.values()
-            for start in range(0, len(members), group_size)
-        ]
-
-    def _may_share(self, job: EncodeJob, item: MMItem) -> bool:
-        """Return whether an item may share its request.
-
-        Media that an instance has to fetch would delay the others, or fail them. An item that may
-        have killed an instance must be blamed alone.
-        """
-        watched = job.context.watched
-        suspect = watched.deaths is not None or self._fatal.is_suspect(watched, item.identity)
-        return item.modality in GROUPED and not item.is_remote and not suspect
-
-    def _timeout_s(self, group: EncodeGroup, tried: Sequence[Instance]) -> float:
+    def _timeout_s(self, task: EncodeTask, instance: Instance, tried: Sequence[Instance]) -> float:
         """Return the time limit of a request: half of what is left while another one may follow.
 
         An instance that has to fetch media may need all of it.
         """
-        task = group.tasks[0]
         left_s, fits = task.limits.left_s, self._fits(task.job)
         others = task.job.context.watched.pins is None and any(
             candidate.instance not in tried
-            and candidate.instance != group.instance
+            and candidate.instance != instance
             and (fits is None or fits(candidate.instance))
             for candidate in self._table.usable_candidates(Role.ENCODE)
         )
@@ -331,55 +189,43 @@ class EncodeTries:
         return left_s / 2 if may_follow and not task.item.is_remote else left_s
 
     async def _send(
-        self, job: EncodeJob, group: EncodeGroup, tried: Sequence[Instance] = ()
-    ) -> Sequence[OutputFacts]:
-        """Return the outputs of the items of one request to an encode instance.
+        self, task: EncodeTask, instance: Instance, tried: Sequence[Instance]
+    ) -> OutputFacts:
+        """Return the output of an item from one request to an encode instance.
 
         `tried` are the instances that have had the item, this one included.
 
         Raises:
-            ProxyError: the instance failed, or rejected an item; or instances have died of an item.
+            ProxyError: the instance failed, or rejected the item; or instances have died of it.
         """
-        instance, context, body = group.instance, job.context, job.request.body
-        items = [task.item for task in group.tasks]
-        self._fatal.check(context.watched, [item.identity for item in items])
-        tokens = sum([task.plan.tokens for task in group.tasks])
+        job, item = task.job, task.item
+        context, body = job.context, job.request.body
+        self._fatal.check(context.watched, [item.identity])
         # New for each request: an instance that failed may still push its output later.
-        item_params = [
-            self._transfer.encode_params(job.consumer_reservation, feature_count(body, item))
-            for item in items
-        ]
-        params = item_params[0] if len(items) == 1 else self._transfer.group_params(item_params)
-        using = self._table.track_request(instance, work=Work(0, tokens))
+        params = self._transfer.encode_params(job.consumer_reservation, feature_count(body, item))
+        using = self._table.track_request(instance, work=Work(0, task.plan.tokens))
         try:
             with using:
-                timeout_s = self._timeout_s(group, tried)
+                timeout_s = self._timeout_s(task, instance, tried)
                 replied = await self._stages.encode(
-                    instance, body, items, params, context, timeout_s
+                    instance, body, item, params, context, timeout_s
                 )
-                encoded = list(map(self._transfer.encoded, replied, item_params))
+                output = self._transfer.encoded(replied, params)
         except UpstreamFailed as failure:
-            if len(items) == 1:  # a group may have failed by any of its items
-                context.doubts.add(failure, using, items[0])
+            context.doubts.add(failure, using, item)
             if not isinstance(failure, UpstreamDied):
                 raise context.watched.final_error(failure, instance) from failure.__cause__
-            blamed = (items[0].identity,) if len(items) == 1 else ()
-            error = self._fatal.after(failure, instance, context.watched, blamed)
+            error = self._fatal.after(failure, instance, context.watched, (item.identity,))
             raise error from failure.__cause__
-        for item in items:
-            context.doubts.settle(instance, item)
-        processed = (item.identity for item in items)
-        self._fatal.record_survival(context.watched, processed, body=False)
-        for item, output in zip(items, encoded, strict=True):
-            reported = media_tokens(output.metadata)
-            self._token_counts.learn_tokens(body.get("model"), item.modality, item.pixels, reported)
-            if output.namespace is not None:
-                self._namespaces.record_namespace(instance, output.namespace)
-        if job.namespace is None:
-            return encoded
+        context.doubts.settle(instance, item)
+        self._fatal.record_survival(context.watched, (item.identity,), body=False)
+        reported = media_tokens(output.metadata)
+        self._token_counts.learn_tokens(body.get("model"), item.modality, item.pixels, reported)
+        if output.namespace is not None:
+            self._namespaces.record_namespace(instance, output.namespace)
         # The consumer cannot find an output that is written to another namespace.
-        findable = {None, job.namespace}
-        return [output if output.namespace in findable else OutputFacts() for output in encoded]
+        findable = job.namespace is None or output.namespace in {None, job.namespace}
+        return output if findable else OutputFacts()
 
     def _fits(self, job: EncodeJob) -> Callable[[Instance], bool] | None:
         """Return the predicate of the instances with the consumer's namespace; None for all."""

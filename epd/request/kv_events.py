@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from epd.aio import Background
-from epd.config.sections import ConfigFields, Live
+from epd.config.sections import ConfigFields
 from epd.routing.instances import Instance, Role
 from epd.routing.kv_blocks import BlockMap, EventCounts, EventSource, event_sources
 from epd.routing.prefix import MAX_LINKS, PrefixCache
@@ -404,9 +404,9 @@ class EventReader(threading.Thread):
 class KVEvents:
     """The known content of prefix caches, kept up to date by the events of their engines."""
 
-    def __init__(self, table: InstanceTable, live: Live[ConfigFields]) -> None:
+    def __init__(self, table: InstanceTable, config: ConfigFields) -> None:
         self._table = table
-        self._live = live
+        self._config = config
         self._logs: dict[FeedKey, StateLog] = {}
         self._instances: dict[tuple[Role, str], Instance] = {}
         self._counts: dict[tuple[Role, str], Counter[str]] = {}
@@ -435,8 +435,7 @@ class KVEvents:
             await asyncio.to_thread(reader.join, STOP_S)
 
     def _wanted(self) -> dict[FeedKey, EventSource]:
-        """Return the engines that are chosen by content, with their addresses."""
-        config = self._live.current
+        config = self._config
         instances = {
             instance.key: instance for instance in self._table.of_roles(*config.content_roles)
         }

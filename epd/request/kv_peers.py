@@ -13,7 +13,6 @@ from typing import NamedTuple, Self
 
 from epd.aio import Flights
 from epd.api.items import Body
-from epd.config.sections import Live
 from epd.config.sections.limits import LimitSettings
 from epd.errors import Outcome, ProxyError, UpstreamDied
 from epd.json_or_none import json_or_none
@@ -50,7 +49,7 @@ class PeerRegistry:
     _table: InstanceTable
     _transfer: KVTransfer
     _upstream: Upstream
-    _live: Live[LimitSettings]
+    _config: LimitSettings
     _known: dict[Member, _Known] = field(default_factory=dict)
     _flights: Flights[Member, Params] = field(default_factory=Flights)
 
@@ -83,7 +82,7 @@ class PeerRegistry:
     async def _ask(self, member: Member, url: str) -> Params:
         try:
             answer = await self._upstream.fetch(
-                url, stage="prefill", headers={}, timeout_s=self._live.current.health_timeout_s
+                url, stage="prefill", headers={}, timeout_s=self._config.health_timeout_s
             )
             peer = self._transfer.parse_peer(json_or_none(answer.body) if answer.ok else None)
         except ProxyError as error:

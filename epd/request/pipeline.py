@@ -196,7 +196,6 @@ class Pipeline:
     async def _remember_names(
         self, stage_input: StageInput, encoded_items: Sequence[EncodedItem]
     ) -> None:
-        """Remember the client's names of the items, which its next request may use."""
         if stage_input.attempt.encodings is None:
             body, context = stage_input.request.body, stage_input.context
             named = [encoded for encoded in encoded_items if encoded.item.uuid is not None]
@@ -210,7 +209,6 @@ class Pipeline:
         return next(iter(known)) if len(known) == 1 else None
 
     def _prepared(self, stage_input: StageInput, encodings: Encodings) -> PreparedRequest:
-        """Return the request as prefill and decode get it."""
         consumed = self._media.consumed(stage_input, encodings)
         prefix = request_prefix(stage_input, encodings.encoded_items)
         if prefix.links and stage_input.context.config.kv_events:

@@ -11,7 +11,7 @@ import structlog
 
 from ec_store.bounded import BoundedDict
 from epd.aio import Background
-from epd.config.sections import ConfigFields, Live
+from epd.config.sections import ConfigFields
 from epd.config.sections.routing import RouteSettings
 from epd.errors import Overloaded, ProxyError
 from epd.routing import BalanceName, ItemBalanceName
@@ -103,7 +103,7 @@ TICK_S = 0.25
 
 
 def probe_periodically(
-    table: InstanceTable, upstream: Upstream, live: Live[ConfigFields], background: Background
+    table: InstanceTable, upstream: Upstream, config: ConfigFields, background: Background
 ) -> AbstractAsyncContextManager[None]:
     """Probe instances in the background when they are due, until the context exits.
 
@@ -112,7 +112,7 @@ def probe_periodically(
 
     async def probe(instance: Instance) -> bool | None:
         try:
-            timeout_s = live.current.health_timeout_s
+            timeout_s = config.health_timeout_s
             return await upstream.probe(instance.url + "/health", timeout_s=timeout_s)
         except Overloaded:  # the proxy's own limit, not the instance's health
             return None
@@ -131,7 +131,7 @@ MAX_PAGE_BYTES = 4 * 1024**2
 def poll_load(
     table: InstanceTable,
     upstream: Upstream,
-    live: Live[ConfigFields],
+    config: ConfigFields,
     background: Background,
     compared: Callable[[], bool] = lambda: False,
 ) -> AbstractAsyncContextManager[None]:
@@ -141,27 +141,26 @@ def poll_load(
     """
 
     def due_instances() -> list[Instance]:
-        config, every = live.current, compared()
-        interval_s = config.load_interval_s
+        every, interval_s = compared(), config.load_interval_s
         roles = _roles(config, every=every) if interval_s else ()
         return table.reports_due(roles, interval_s, single=every)
 
     async def ask_load(instance: Instance) -> Report | None:
-        page = await _page(instance, upstream, live.current.health_timeout_s)
+        page = await _page(instance, upstream, config.health_timeout_s)
         return None if page is None else read_report(page)
 
     def record_report(instance: Instance, report: Report | None) -> None:
-        table.record_report(instance, report, live.current.load_interval_s or TICK_S)
+        table.record_report(instance, report, config.load_interval_s or TICK_S)
 
     def tick_s() -> float:
-        return min(live.current.load_interval_s / 8 or TICK_S, TICK_S)
+        return min(config.load_interval_s / 8 or TICK_S, TICK_S)
 
     question = Question("reports", due_instances, ask_load, None, record_report, tick_s)
     return Polling(question, background).run_polling()
 
 
 def asking_namespaces(
-    namespaces: Namespaces, upstream: Upstream, live: Live[ConfigFields], background: Background
+    namespaces: Namespaces, upstream: Upstream, config: ConfigFields, background: Background
 ) -> AbstractAsyncContextManager[None]:
     """Ask instances for their namespaces in the background, until the context exits.
 
@@ -169,11 +168,10 @@ def asking_namespaces(
     """
 
     def due_instances() -> list[Instance]:
-        config = live.current
         return namespaces.due_instances() if config.load_interval_s and config.ec_store else []
 
     async def ask_page(instance: Instance) -> tuple[str, bool] | None:
-        page = await _page(instance, upstream, live.current.health_timeout_s)
+        page = await _page(instance, upstream, config.health_timeout_s)
         return None if page is None else (read_namespace(page), writes_outputs(page))
 
     def record_page(instance: Instance, answer: tuple[str, bool] | None) -> None:

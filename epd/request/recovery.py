@@ -382,7 +382,7 @@ class EncodeFailure(NamedTuple):
 
     Attributes:
         tries: number of instances that received the item.
-        server_errors: number of its tries alone that were answered 500.
+        server_errors: number of its tries that were answered 500.
         elapsed_s: seconds since the first try.
         others: whether there is an instance that has not had the item.
         falls_back: whether prefill or decode may encode it (`--on-encode-failure local`).
@@ -408,13 +408,9 @@ class EncodeRule(NamedTuple):
 
 
 def _may_answer(failure: EncodeFailure) -> bool:
-    """Return whether an item may be sent to an instance after a 500.
-
-    A group that failed may have failed by another item: its items are then sent alone.
-    """
-    of_group = failure.server_errors == 0
+    """Return whether an item may be sent to an instance after a 500."""
     elsewhere = failure.others or not failure.falls_back
-    return of_group or (elsewhere and failure.server_errors < MAX_500S)
+    return elsewhere and failure.server_errors < MAX_500S
 
 
 ENCODE_RULES = (

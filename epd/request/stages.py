@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from epd.api.body import reply_field
 from epd.api.chat import CHAT, encode_body, has_system_message
@@ -32,11 +32,13 @@ from epd.json_or_none import json_or_none
 from epd.request.context import RequestContext
 from epd.request.encode_form import EncodeForm, Refusals
 from epd.routing.instances import CONSUMERS, Instance
-from epd.spans import Span
 from epd.transfer import Params
-from epd.transfer.encoded import Consumed, OutputFacts, read_encoded, read_group
+from epd.transfer.encoded import Consumed, OutputFacts, read_encoded
 from epd.transfer.kv import KVTransfer, Pair
 from epd.upstream import Answer, Reply, Upstream, too_large
+
+if TYPE_CHECKING:
+    from epd.spans import Span
 
 MAX_STATUS = 599
 
@@ -85,7 +87,7 @@ class Opened(NamedTuple):
     """
 
     reply: Reply
-    span: Span | None
+    span: "Span | None"
 
 
 class Stages:
@@ -99,28 +101,27 @@ class Stages:
         self,
         instance: Instance,
         body: Body,
-        items: Sequence[MMItem],
+        item: MMItem,
         params: Params | None,
         context: RequestContext,
         timeout_s: float,
-    ) -> list[OutputFacts]:
-        """Encode one item, or several of one modality, by one request.
+    ) -> OutputFacts:
+        """Encode one item.
 
-        Each item has an event and a span of its own, with the time of the whole request. `params`
-        are the `ec_transfer_params` of the request. If the instance refuses an optional field, the
-        request is sent again without it, in what is left of `timeout_s`. A timeout is a failure of
-        the instance if it had nearly all of `--encode-timeout-s`. It counts as late if it had
-        nearly half of it.
+        `params` are the `ec_transfer_params` of the request. If the instance refuses an optional
+        field, the request is sent again without it, in what is left of `timeout_s`. A timeout is a
+        failure of the instance if it had nearly all of `--encode-timeout-s`. It counts as late if
+        it had nearly half of it.
 
         Raises:
-            ProxyError: the instance failed, or rejected an item.
+            ProxyError: the instance failed, or rejected the item.
         """
-        modality, remote = items[0].modality, any(item.is_remote for item in items)
-        with context.time_stage("encode", instance.url, items) as timed:
+        remote = item.is_remote
+        with context.time_stage("encode", instance.url, item) as timed:
             headers = context.headers_for(context.child_id(), timed.span)
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
             form = EncodeForm(self._refusals, instance, has_system_message(body))
-            request = form.first(encode_body(body, items, params))
+            request = form.first(encode_body(body, item, params))
             clock = asyncio.get_running_loop().time
             until_s = clock() + timeout_s
             try:
@@ -148,9 +149,7 @@ class Stages:
             form.record_success(request)
             if "model" in request:
                 context.learn_model(accepted)
-            if len(items) > 1:
-                return read_group(accepted, modality, [item.engine_name for item in items])
-            return [read_encoded(accepted, modality)]
+            return read_encoded(accepted, item.modality)
 
     async def prefill(
         self, transfer: KVTransfer, pair: Pair, sent: Consumed, context: RequestContext

@@ -15,7 +15,6 @@ import orjson
 
 from epd.api.items import Body
 from epd.api.prompts import prompt_tokens
-from epd.config.sections import ConfigFields
 from epd.errors import (
     BadRequest,
     NoInstance,
@@ -36,7 +35,7 @@ from epd.routing.urls import is_allowed, service_url
 from epd.state_log import StateLog
 from epd.upstream import Upstream
 
-Coordinate = Callable[[ConfigFields, Facts], tuple[str, Course] | None]
+Coordinate = Callable[[Facts], tuple[str, Course] | None]
 """Returns the deciding policy and the course of a request; None if no policy decides."""
 
 
@@ -65,7 +64,7 @@ class Courses:
             partial(prompt_tokens, body),
             context.client_headers,
         )
-        if (decided := self._coordinate(context.config, facts)) is not None:
+        if (decided := self._coordinate(facts)) is not None:
             context.record.policy, course = decided
             return facts, course
         if facts.roles.isdisjoint(ANSWERING):

@@ -81,7 +81,6 @@ class Warmup:
     async def _stored(
         self, cache: EncoderCache, model: str | None, encoded: Sequence[EncodedItem]
     ) -> Mapping[str, EntryInfo]:
-        """Return the entries of all items by identifier, once they are written."""
         wanted = {encoded_item.encoded.identifier for encoded_item in encoded}
         clock = asyncio.get_running_loop().time
         deadline_s = clock() + STORED_WITHIN_S

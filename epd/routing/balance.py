@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from operator import attrgetter
 from typing import Protocol
 
@@ -126,7 +125,6 @@ class Choice:
         self._table = table
         self._roles = roles
         self._balances: dict[BalanceName | ItemBalanceName, Balance] = {}
-        self._turn = -1
 
     def best_instance(  # noqa: PLR0913 - the inputs of a choice
         self,
@@ -175,48 +173,6 @@ class Choice:
         picked = self._balances[balance].pick_load(loads, session if balance == "session" else item)
         return candidates[loads.index(picked)].instance
 
-    def spread_items(  # noqa: PLR0913 - the inputs of a choice
-        self,
-        keys: Sequence[str],
-        costs: Sequence[float],
-        prefer: Sequence[str | None],
-        *,
-        balance: ItemBalanceName,
-        session: str = "",
-        fits: Callable[[Instance], bool] | None = None,
-    ) -> list[Instance]:
-        """Return an instance for each item of a request.
-
-        With `least_load` they are chosen together, so that all instances finish at the same time.
-        Otherwise, and with any preferred URL, each item gets the instance that it would get alone,
-        while the items before it are under way. The costs are the predicted tokens of each item.
-        The other arguments are those of `best_instance`.
-
-        Raises:
-            NoInstance: there is no such instance.
-        """
-        if balance == "least_load" and not any(prefer):
-            return self._spread(costs, self._usable(fits))
-        chosen: list[Instance] = []
-        with ExitStack() as places:
-            for key, url in zip(keys, prefer, strict=True):
-                best = self.best_instance(
-                    balance=balance, item=key, session=session, prefer=url, fits=fits
-                )
-                chosen.append(best)
-                places.enter_context(self._table.reserve_place(best))
-        return chosen
-
-    def _spread(self, costs: Sequence[float], usable: Sequence[Candidate]) -> list[Instance]:
-        """Return an instance for each cost; other clients' requests count as items of mean cost."""
-        self._turn += 1  # equal instances take turns with the costliest item
-        first = self._turn % len(usable)
-        turns = [*usable[first:], *usable[:first]]
-        mean = sum(costs) / len(costs)
-        works = [load.encode.tokens + mean * (load.value - load.under_way) for _, _, load in turns]
-        places = spread_costs(costs, works, [request.load.share for request in turns])
-        return [turns[place].instance for place in places]
-
     def has_untried(
         self, tried: Collection[Instance], fits: Callable[[Instance], bool] | None = None
     ) -> bool:
@@ -250,26 +206,3 @@ class Choice:
             if fresh:
                 return fresh
         return ()
-
-
-def spread_costs(
-    costs: Sequence[float], busy: Sequence[float], shares: Sequence[float]
-) -> list[int]:
-    """Return the index of an instance for each item: the costliest first, each where it ends first.
-
-    A request waits for the last of its items, so its instances should finish together. The rule is
-    "longest processing time first" (R. L. Graham, Bounds on Multiprocessing Timing Anomalies,
-    1969): on idle equal instances the last one finishes at most 1/3 later than in the best
-    assignment.
-
-    Of equal instances the first one is taken, and of equal items the first one is assigned first.
-    `busy` is the work that each instance has already, in the unit of `costs`; `shares` are relative
-    speeds.
-    """
-    ends = [work / share for work, share in zip(busy, shares, strict=True)]
-    assigned = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
-        after = [end + costs[index] / share for end, share in zip(ends, shares, strict=True)]
-        assigned[index] = earliest = after.index(min(after))
-        ends[earliest] = after[earliest]
-    return assigned

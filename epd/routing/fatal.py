@@ -275,12 +275,6 @@ class FatalRequests:
             return None
         return None if tenant.is_proven(watched.kind) else tenant
 
-    def is_suspect(self, watched: Watched, item: str) -> bool:
-        """Return whether an instance has died while it served an item, or the request's body."""
-        return bool(self._suspects) and any(
-            subject in self._suspects for subject in _subjects(watched, [item])
-        )
-
     def after(
         self, error: UpstreamDied, instance: Instance, watched: Watched, items: Sequence[str] = ()
     ) -> UpstreamDied | SuspectedFatal:

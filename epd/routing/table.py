@@ -257,11 +257,6 @@ class InstanceTable:
         seats = self._by_role[new.role]
         seats[seats.index(before)] = candidate
 
-    def judge_by(self, policy: HealthPolicy) -> None:
-        self._policy = policy
-        for member in self._members.values():
-            member.health.policy = policy
-
     def of_roles(self, *roles: Role) -> tuple[Instance, ...]:
         return tuple(candidate.instance for candidate in self.all(*roles))
 
@@ -359,7 +354,6 @@ class InstanceTable:
         return InFlight(instance, rank, load, health, self._clock, self._others_work, prefix, work)
 
     def _others_work(self, instance: Instance, since_s: float) -> bool:
-        """Return whether another instance of the same role made progress since a time."""
         return any(
             other.health.progress_s > since_s
             for other in self._by_role[instance.role]

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from epd.aio import Flights
 from epd.api.body import Pieces
-from epd.config.proxy_config import LiveConfig
+from epd.config import ProxyConfig
 from epd.errors import Outcome, ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.json_or_none import json_or_none
 from epd.observe.metric_defs import CONVERSATIONS, CONVERSATIONS_EVICTED, Figure
@@ -135,12 +135,16 @@ class Admin:
     """
 
     def __init__(
-        self, table: InstanceTable, upstream: Upstream, live: LiveConfig, metrics: MetricsObserver
+        self,
+        table: InstanceTable,
+        upstream: Upstream,
+        config: ProxyConfig,
+        metrics: MetricsObserver,
     ) -> None:
         self._table = table
         self._metrics = metrics
         self._upstream = upstream
-        self._live = live
+        self._config = config
         # A separate choice: these requests must not advance the round robin of the decode stage.
         self._models = Choice(table, *ANSWERING)
         self._retries = Retries()
@@ -148,7 +152,7 @@ class Admin:
         self.versions = CachedResult(self._ask_versions).get
 
     async def _ask_versions(self) -> dict[str, str | None]:
-        timeout_s = self._live.current.health_timeout_s
+        timeout_s = self._config.health_timeout_s
         results = await self._ask_all("/version", timeout_s)
         return {instance.url: _version(result) for instance, result in results.items()}
 
@@ -164,7 +168,7 @@ class Admin:
             for _, roles in CLUSTERS.values()
             for candidate in self._table.usable_candidates(*roles)
         }
-        results = await self._ask_all("/health", self._live.current.health_timeout_s)
+        results = await self._ask_all("/health", self._config.health_timeout_s)
         for instance, result in results.items():
             if isinstance(result, ProxyError) and result.outcome is Outcome.REFUSED:
                 self._table.record_refusal(instance)
@@ -203,7 +207,7 @@ class Admin:
 
     def _replaceable(self) -> set[str]:
         """Return the stages for which others may do the work."""
-        config, found = self._live.current, set[str]()
+        config, found = self._config, set[str]()
         if config.on_encode_failure == "local" and not EC_TRANSFERS[config.ec_transfer].pushed:
             found.add("encode_cluster")
         if config.on_prefill_failure == "local":
@@ -228,7 +232,7 @@ class Admin:
         Raises:
             RequestRefused: no instance has a profiler (503).
         """
-        timeout_s = self._live.current.profile_timeout_s
+        timeout_s = self._config.profile_timeout_s
         results = await self._ask_all(f"/{command}_profile", timeout_s, headers, (body,))
         missing = HTTPStatus.NOT_FOUND
         if all(
@@ -262,7 +266,7 @@ class Admin:
                         tried[-1].url + path,
                         stage="decode",
                         headers=headers,
-                        timeout_s=self._live.current.health_timeout_s,
+                        timeout_s=self._config.health_timeout_s,
                     )
                     break
                 except ProxyError as error:

@@ -1,6 +1,6 @@
 """Client routes: the generation endpoints, media and models. Decode's responses are relayed.
 
-The docstrings of the handlers are published: `scripts/openapi.py` writes them to `openapi.json`.
+The docstrings of the handlers are published in `/openapi.json` (see `openapi.py`).
 """
 
 from http import HTTPStatus

@@ -3,10 +3,11 @@
 This module is the composition root of the proxy: it is the only one that knows every component.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 
 from aiohttp import web
 
@@ -14,8 +15,6 @@ from ec_store.opening import open_async_store
 from epd.aio import Background
 from epd.api.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
-from epd.conversations import conversations
 from epd.conversations.conversations import Conversations
 from epd.discovery.membership import membership
 from epd.edge.access import Access
@@ -34,7 +33,7 @@ from epd.observe.collectors import (
     quarantine_metrics,
     store_metrics,
 )
-from epd.observe.logs import LogObserver, hide_locals, set_level
+from epd.observe.logs import LogObserver, hide_locals
 from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
 from epd.request.context import ModelNames
@@ -76,10 +75,11 @@ from epd.server.app_keys import (
 )
 from epd.server.instances_api import Roster
 from epd.server.middlewares import allow_origins, direct, observe
+from epd.server.openapi import openapi_json
 from epd.server.operator_routes import BOARD, METRICS, POLICIES, ROSTER, TABLE, store_kind
 from epd.server.policies_api import Policies
 from epd.server.reload import RELOAD, Reload, read_keys
-from epd.server.responses import JUDGE, KeyJudge, UnknownRoute
+from epd.server.responses import JUDGE, KeyJudge, UnknownRoute, own_headers
 from epd.transfer.ec import ECTransfer
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.ui.dashboard import Board
@@ -108,18 +108,9 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
     Raises:
         KeysInvalid: the keys file cannot be used.
     """
-    return application(LiveConfig(config), observers)
-
-
-def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -> web.Application:
-    """Return the application as `create_app` does, with a configuration that may be reloaded.
-
-    Raises:
-        KeysInvalid: the keys file cannot be used.
-    """
     hide_locals()
-    app, config = web.Application(middlewares=(observe,)), live.current
-    app[CONFIG] = live
+    app = web.Application(middlewares=(observe,))
+    app[CONFIG] = config
     app[ADMISSION] = Admission(config, time.monotonic)
     if (keys := read_keys(config)) is not None:
         app[KEYS] = keys
@@ -131,11 +122,11 @@ def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -
     app[METRICS] = MetricsObserver(app[ADMISSION])
     app[BACKGROUND] = Background(app[METRICS].background_failed)
     app[RECENT] = Recent()
-    app[POLICIES] = Policies(live)
+    app[POLICIES] = Policies(config)
     app[RELOAD] = Reload(app[METRICS].reloaded)
     app[DRAIN] = Drain()
     app[DIRECT] = direct(app, api_routes.answer_request)
-    app[LOG] = LogObserver(live)
+    app[LOG] = LogObserver(config)
     own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
     app[OBSERVERS] = (*own, *((app[LOG],) if observers is None else observers))
     app.cleanup_ctx.append(build_components)
@@ -144,9 +135,8 @@ def application(live: LiveConfig, observers: Sequence[Observer] | None = None) -
 
 async def build_components(app: web.Application) -> AsyncIterator[None]:
     """Fill the application's slots with all that outlives a request (`cleanup_ctx`)."""
-    live, background = app[CONFIG], app[BACKGROUND]
-    config = live.current
-    conversations = Conversations.from_config(live)
+    config, background = app[CONFIG], app[BACKGROUND]
+    conversations = Conversations.from_config(config)
     changed = partial(_changed, app[OBSERVERS], conversations)
     table = InstanceTable(
         policy=config.health,
@@ -160,18 +150,18 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
         tracing(config) as tracer,  # closed last: it exports the spans of the other closes
         watched(app[METRICS].loop_lag, background),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
-        MediaFetcher.open(live) as media,
-        _cache(live, background) as cache,
+        MediaFetcher.open(config) as media,
+        _cache(config, background) as cache,
         conversations,
         membership(config, registry, upstream, background) as registrations,
-        probe_periodically(table, upstream, live, background),
-        poll_load(table, upstream, live, background, lambda: app[POLICIES].compares_costs),
-        asking_namespaces(namespaces, upstream, live, background),
-        _kv_events(table, live, background) as event_counts,
+        probe_periodically(table, upstream, config, background),
+        poll_load(table, upstream, config, background, lambda: app[POLICIES].compares_costs),
+        asking_namespaces(namespaces, upstream, config, background),
+        _kv_events(table, config, background) as event_counts,
         Releases.run_releases(stages := Stages(upstream), transfer, fatal) as releases,
     ):
         decoders = Decoders(table, Picker(upstream))
-        peers = PeerRegistry(table, transfer, upstream, live)
+        peers = PeerRegistry(table, transfer, upstream, config)
         readbacks = Readbacks(table, stages, transfer, conversations)
         prefill_decode = PrefillDecodeStages(
             table, Choice(table, Role.PREFILL), stages, transfer, peers, decoders, readbacks, fatal
@@ -192,7 +182,7 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
             Quarantine(fatal),
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
-        app[ADMIN] = Admin(table, upstream, live, app[METRICS])
+        app[ADMIN] = Admin(table, upstream, config, app[METRICS])
         app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
         app[CONVERSATIONS] = conversations
         app[TABLE] = table
@@ -205,7 +195,6 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
         app[METRICS].add_source(partial(store_metrics, cache))
         app[METRICS].add_source(partial(conversation_metrics, conversations))
         app[METRICS].add_source(partial(quarantine_metrics, fatal))
-        live.add_follower(partial(_apply_config, app, registry, table, upstream))
         yield
 
 
@@ -228,28 +217,10 @@ def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
 
 def _fatal_requests(app: web.Application, table: InstanceTable) -> FatalRequests:
     return FatalRequests(
-        lambda: app[CONFIG].current.suspect_s,
+        lambda: app[CONFIG].suspect_s,
         lambda instance: app[DRAIN].began or table.is_draining(instance),
         time.monotonic,
     )
-
-
-def _apply_config(  # noqa: PLR0913, PLR0917 - every component with derived state
-    app: web.Application,
-    registry: Registry,
-    table: InstanceTable,
-    upstream: Upstream,
-    config: ProxyConfig,
-    before: ProxyConfig,
-) -> None:
-    set_level(config.log_level)
-    app[LOG].renew_logger()
-    app[ADMISSION].apply_config(config)
-    app[POLICIES].apply_reload(config, before)
-    conversations.warn_of(config, before)
-    registry.replace(InstanceSource.CONFIG, config.instances)
-    table.judge_by(config.health)
-    upstream.connect_within(config.connect_timeout_s)
 
 
 def _changed(  # noqa: PLR0913, PLR0917 - the parts of an event, and its receivers
@@ -268,24 +239,24 @@ def _changed(  # noqa: PLR0913, PLR0917 - the parts of an event, and its receive
 
 
 def _cache(
-    live: LiveConfig, background: Background
+    config: ProxyConfig, background: Background
 ) -> AbstractAsyncContextManager[EncoderCache | None]:
-    url = live.current.ec_store
+    url = config.ec_store
     if url is None:
         return nullcontext()
     open_store = partial(open_async_store, url, create=False, lazy=True, payloads=False)
-    return EncoderCache.connect(open_store, live, background)
+    return EncoderCache.connect(open_store, config, background)
 
 
 def _kv_events(
-    table: InstanceTable, live: LiveConfig, background: Background
+    table: InstanceTable, config: ProxyConfig, background: Background
 ) -> AbstractAsyncContextManager[EventCounts]:
     """Follow the KV events of the instances, if configured. Return a function for their counts."""
-    if not live.current.kv_events:
+    if not config.kv_events:
         return nullcontext(dict)
     from epd.request.kv_events import KVEvents  # noqa: PLC0415 - its libraries are optional
 
-    return KVEvents(table, live).run_events(background)
+    return KVEvents(table, config).run_events(background)
 
 
 async def _no_continue(_: web.Request) -> None:
@@ -311,6 +282,18 @@ async def answer_unknown(request: web.Request) -> web.StreamResponse:
     raise web.HTTPMethodNotAllowed(request.method, methods)
 
 
+async def openapi(request: web.Request) -> web.Response:
+    """Return this document.
+
+    Returns:
+        200: this document.
+    """
+    context = request[VISIT].context
+    # The first one takes 0.1 s to make.
+    body = await asyncio.to_thread(openapi_document, context.config.root_path)
+    return web.Response(body=body, content_type="application/json", headers=own_headers(context))
+
+
 _get, _put, _post, _delete, _options, _any = (
     partial(declare, expect_handler=_no_continue)
     for declare in (web.get, web.put, web.post, web.delete, web.options, partial(web.route, "*"))
@@ -320,7 +303,7 @@ ROUTES = (
     (Access.OPEN, _get("/ready", operator_routes.ready)),
     (Access.OPEN, _get("/ping", operator_routes.ping)),  # SageMaker's name for it
     (Access.OPEN, _post("/ping", operator_routes.ping)),
-    (Access.OPEN, _get("/openapi.json", operator_routes.openapi)),  # it holds no data of this fleet
+    (Access.OPEN, _get("/openapi.json", openapi)),  # it holds no data of this fleet
     (Access.OPEN, _get("/", operator_routes.root)),
     (Access.OPEN, _get("/ui", operator_routes.page)),  # nor do these
     (Access.OPEN, _get("/ui/{file}", operator_routes.page_file)),
@@ -344,8 +327,18 @@ ROUTES = (
     (Access.ADMIN, _post("/start_profile", operator_routes.start_profile)),
     (Access.ADMIN, _post("/stop_profile", operator_routes.stop_profile)),
 )
-"""Routes of the proxy, with their classes of access. `scripts/openapi.py` describes them.
+"""Routes of the proxy, with their classes of access. `openapi.py` describes them.
 
 No other path is forwarded to an instance: many of vLLM's routes need no key, such as those that
 change its weights or put it to sleep.
 """
+
+
+@cache
+def openapi_document(prefix: str | None = None) -> bytes:
+    """Return the OpenAPI document of the routes.
+
+    Args:
+        prefix: path prefix of all routes, which a reverse proxy removes or keeps.
+    """
+    return openapi_json(ROUTES, prefix)

@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from epd.aio import Background
-from epd.config.proxy_config import LiveConfig
+from epd.config import ProxyConfig
 from epd.edge.access import Access
 from epd.edge.admission import Admission, AdmittedRequest
 from epd.events import Observer
 from epd.request.context import ModelNames, RequestContext
-from epd.spans import Tracer
 from epd.tenants import ApiKeys
+
+if TYPE_CHECKING:
+    from epd.spans import Tracer
 
 
 @dataclass(slots=True)
@@ -41,7 +44,7 @@ class Visit:
 
 VISIT = web.RequestKey("visit", Visit)
 
-CONFIG = web.AppKey("config", LiveConfig)
+CONFIG = web.AppKey("config", ProxyConfig)
 KEYS = web.AppKey("keys", ApiKeys)
 """Set only if API keys are configured."""
 ACCESS = web.AppKey("access", Mapping[object, Access])
@@ -50,7 +53,7 @@ ADMISSION = web.AppKey("admission", Admission)
 BACKGROUND = web.AppKey("background", Background)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 MODELS = web.AppKey("models", ModelNames)
-TRACER = web.AppKey("tracer", Tracer)
+TRACER: "web.AppKey[Tracer]" = web.AppKey("tracer")
 """Set only if requests are traced."""
 UNKNOWN = "unknown"
 """Name of the route for all unknown paths."""

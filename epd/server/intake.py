@@ -94,7 +94,6 @@ def _limit_s(request: web.Request, config: ConfigFields) -> float:
 
 
 def _authenticate(request: web.Request, visit: Visit) -> None:
-    """Raise an error if the request's key does not open a route of this class of access."""
     keys = visit.app.get(KEYS)
     if visit.access is Access.ADMIN:
         _check_admin(request)

@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 from aiohttp import web
@@ -46,7 +47,9 @@ from epd.server.responses import (
     own_headers,
     reason_of,
 )
-from epd.spans import RequestSpan
+
+if TYPE_CHECKING:
+    from epd.spans import RequestSpan
 
 ADMINISTRATIVE = frozenset({Access.ADMIN, Access.REGISTRAR})
 """Classes of access of the routes that the admin key opens."""
@@ -148,7 +151,7 @@ async def _error_of(failure: Exception, request: web.Request) -> ProxyError:
 
 def _new_visit(request: web.Request, app: web.Application, access: Access, route: str) -> Visit:
     started_s = time.monotonic()
-    config, headers, keyed = app[CONFIG].current, request.headers, app.get(KEYS) is not None
+    config, headers, keyed = app[CONFIG], request.headers, app.get(KEYS) is not None
     endpoint = ENDPOINTS.get(route) or _endpoint_above(request.path)
     tracer = app.get(TRACER)
     span = None
@@ -192,7 +195,7 @@ def _endpoint_above(path: str) -> Endpoint:
 def _forwarded(
     headers: Headers,
     config: ProxyConfig,
-    span: RequestSpan | None,
+    span: "RequestSpan | None",
     key_header: str,
     *,
     own_keys: bool,

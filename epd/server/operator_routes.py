@@ -1,16 +1,13 @@
 """Operator routes: health, readiness, metrics, `/instances`, `/policies`, profiling and `/ui`.
 
-The docstrings of the handlers are published: `scripts/openapi.py` writes them to `openapi.json`.
+The docstrings of the handlers are published in `/openapi.json` (see `openapi.py`).
 """
 
-from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypedDict
 from urllib.parse import urlsplit
 
-import orjson
 from aiohttp import web
 
 from epd.api.body import check_json_type, parse_json
@@ -123,8 +120,6 @@ TABLE = web.AppKey("table", InstanceTable)
 ROSTER = web.AppKey("roster", Roster)
 POLICIES = web.AppKey("policies", Policies)
 
-OPENAPI = Path(__file__).with_name("openapi.json").read_bytes()
-
 
 async def health(request: web.Request) -> JsonResponse[HealthPage]:
     """Check the health of every instance.
@@ -155,23 +150,6 @@ async def version(request: web.Request) -> JsonResponse[Versions]:
     await check_key(request)
     instances = await request.app[ADMIN].versions()
     return as_json(Versions(version=__version__, instances=instances), request[VISIT].context)
-
-
-async def openapi(request: web.Request) -> web.Response:
-    """Return this document.
-
-    Returns:
-        200: this document.
-    """
-    context = request[VISIT].context
-    headers, prefix = own_headers(context), context.config.root_path
-    body = OPENAPI if prefix is None else _document_below(prefix)
-    return web.Response(body=body, content_type="application/json", headers=headers)
-
-
-@cache
-def _document_below(prefix: str) -> bytes:
-    return orjson.dumps({**orjson.loads(OPENAPI), "servers": [{"url": prefix}]})
 
 
 class Readiness(TypedDict):
@@ -291,7 +269,7 @@ async def list_policies(request: web.Request) -> JsonResponse[PoliciesPage]:
 async def set_policies(request: web.Request) -> JsonResponse[PoliciesPage]:
     """Replace all policies in force.
 
-    They apply to all workers, until a reload changes a setting about policies or the proxy ends.
+    They apply to all workers, until the proxy ends.
 
     Returns:
         200: policies in force.

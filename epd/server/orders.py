@@ -9,10 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import orjson
-
-from epd.config import ConfigInvalid, ProxyConfig
-from epd.config.proxy_config import LiveConfig
+from epd.config import ProxyConfig
 
 CUT_S = 5.0
 """Time for cancelled requests to send the end of their responses, in seconds."""
@@ -20,8 +17,8 @@ CLEANUP_S = 10.0
 """Time for the application's upstream work after the last request, in seconds."""
 GRACE_S = 2.0
 """Time for a process to exit after all that, in seconds."""
-DRAIN, RELOAD = b"drain", b"reload "
-"""Prefixes of the orders that a worker reads from its pipe, one per line."""
+DRAIN, RELOAD = b"drain", b"reload"
+"""Orders that a worker reads from its pipe, one per line."""
 READ_BYTES = 64 * 1024
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -35,7 +32,7 @@ class Orders:
         drain: report in `/ready` that the process is about to stop, and serve as before.
         close: close the listening sockets, wait for the running requests, and stop.
         now: stop without waiting for the running requests.
-        reload: reload the configuration and files; the code that reloads clears the event.
+        reload: read the files again; the code that reloads clears the event.
         cause: signal that ordered the drain, and its sender.
     """
 
@@ -69,7 +66,7 @@ def block_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def orders_by_signal(live: LiveConfig) -> Orders:
+def orders_by_signal(config: ProxyConfig) -> Orders:
     """Return orders that SIGTERM, SIGINT and SIGHUP to this process set.
 
     A thread waits for the signals: it learns their sender, and it ends the process in time even if
@@ -77,20 +74,19 @@ def orders_by_signal(live: LiveConfig) -> Orders:
     """
     orders, loop = Orders(), asyncio.get_running_loop()
     obeying = threading.Thread(
-        target=_obey_signals, args=(orders, live, loop), name="signals", daemon=True
+        target=_obey_signals, args=(orders, config, loop), name="signals", daemon=True
     )
     obeying.start()
     return orders
 
 
-def _obey_signals(orders: Orders, live: LiveConfig, loop: asyncio.AbstractEventLoop) -> NoReturn:
+def _obey_signals(orders: Orders, config: ProxyConfig, loop: asyncio.AbstractEventLoop) -> NoReturn:
     while True:
         received = signal.sigwaitinfo(SIGNALS)
         with suppress(RuntimeError):  # the loop has ended, and the process is about to
             if received.si_signo == signal.SIGHUP:
                 loop.call_soon_threadsafe(orders.reload.set)
                 continue
-            config = live.current
             # Ctrl-C: there is no load balancer to notify, and the operator waits at the terminal.
             delay_s = config.drain_delay_s if received.si_signo == signal.SIGTERM else 0
             # The first process of several kills its workers before that.
@@ -129,20 +125,9 @@ class Pipe:
         self.orders = Orders()
         self._descriptor = descriptor
         self._rest = b""
-        self._reloaded: dict[str, Any] = {}
         self._loop = asyncio.get_running_loop()
         self._loop.add_signal_handler(signal.SIGUSR1, self.orders.stop_now)
         self._loop.add_reader(descriptor, self._read)
-
-    def configured(self) -> ProxyConfig:
-        """Return the configuration of the latest order to reload.
-
-        Raises:
-            ConfigInvalid: the first process found it invalid.
-        """
-        if "refused" in self._reloaded:
-            raise ConfigInvalid(self._reloaded["refused"])
-        return ProxyConfig.model_validate(self._reloaded["config"])
 
     def _read(self) -> None:
         data = os.read(self._descriptor, READ_BYTES)
@@ -153,8 +138,7 @@ class Pipe:
         for line in lines:
             if line == DRAIN:
                 self.orders.drain.set()
-            elif line.startswith(RELOAD):
-                self._reloaded = orjson.loads(line.removeprefix(RELOAD))
+            elif line == RELOAD:
                 self.orders.reload.set()
 
 

@@ -9,24 +9,12 @@ import structlog
 
 from epd.api.body import parse_object
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig, active_policies
+from epd.config.proxy_config import active_policies
 from epd.config.sections import ConfigFields
 from epd.errors import Overloaded, RequestRefused
 from epd.observe.worker_metrics import SharedPage
 from epd.policies.plan import Course, Facts
 from epd.policies.registry import Active, choose_policy, known_names
-
-SETTINGS = (
-    "policies",
-    "skip_prefill_below_tokens",
-    "skip_prefill_for_text",
-    "local_prefill_url",
-    "encode_below_pixels",
-    "decode_choice",
-    "decode_from",
-)
-"""Settings about policies. If a reload changes one of them, the policies that were set through the
-API are discarded."""
 
 UNREAD = -1
 """Number that no page has."""
@@ -82,11 +70,10 @@ class OwnPage:
 class Policies:
     """Policies in force: the configured ones, until others are set through the API."""
 
-    def __init__(self, live: LiveConfig) -> None:
-        self._live = live
+    def __init__(self, config: ProxyConfig) -> None:
+        self._config = config
         self._page: OwnPage | SharedPage = OwnPage()
         self._number = UNREAD
-        self._config: ConfigFields = live.current
         self._set: Written | None = None
         self._active: Sequence[Active] = ()
         # Courses by kind of request, which cannot differ until the policies change.
@@ -96,21 +83,12 @@ class Policies:
         """Use the policies of this page from now on, which any process may write."""
         self._page, self._number = page, UNREAD
 
-    def apply_reload(self, config: ConfigFields, before: ProxyConfig) -> None:
-        """Discard the policies that were set if a reload changed settings about policies.
-
-        A shared page is discarded by the first process (`epd.server.workers`), not here.
-        """
-        if isinstance(self._page, OwnPage) and policies_changed(before, config):
-            self._page.write(b"")
-
-    def choose_policy(self, config: ConfigFields, facts: Facts) -> tuple[str, Course] | None:
+    def choose_policy(self, facts: Facts) -> tuple[str, Course] | None:
         """Return the deciding policy and the course of a request; None if no policy decides.
 
-        A request is decided once: policies that are set later do not change its course. Policies
-        set through the API replace those of the request's configuration.
+        A request is decided once: policies that are set later do not change its course.
         """
-        active, courses = self._current(config), self._courses
+        active, courses = self._current(), self._courses
         if courses is None:
             return choose_policy(active, facts)
         if (kind := facts.kind) not in courses:
@@ -120,19 +98,19 @@ class Policies:
     @property
     def decodes_elsewhere(self) -> bool:
         """Return whether a policy in force may name decode instances outside the table."""
-        policies = self._current(self._live.current)
+        policies = self._current()
         return any(policy.common.decode_from != "table" for policy in policies)
 
     @property
     def compares_costs(self) -> bool:
         """Return whether a policy in force compares the load of instances of different roles."""
-        policies = self._current(self._live.current)
+        policies = self._current()
         return any(hasattr(policy.policy, "place_item") for policy in policies)
 
     def policies_page(self) -> PoliciesPage:
         rows = [
             PolicyRow(policy=policy.written, name=policy.name, options=policy.options)
-            for policy in self._current(self._live.current)
+            for policy in self._current()
         ]
         return {
             "policies": rows,
@@ -179,10 +157,9 @@ class Policies:
     def _write(self, change: _Change) -> PoliciesPage:
         try:
             with self._page.hold_lock():
-                config = self._live.current
-                written = change([policy.written for policy in self._current(config)])
+                written = change([policy.written for policy in self._current()])
                 if written is not None:
-                    _check(config, written)
+                    _check(self._config, written)
                 self._page.write(b"" if written is None else orjson.dumps(written))
         except OSError as error:
             raise Overloaded(
@@ -195,33 +172,16 @@ class Policies:
         )
         return page
 
-    def _current(self, config: ConfigFields) -> Sequence[Active]:
+    def _current(self) -> Sequence[Active]:
         number = self._page.write_count()
-        if number != self._number or config is not self._config:
-            self._activate(config)
-            self._number, self._config = number, config
+        if number != self._number:
+            content = self._page.read()
+            self._set = orjson.loads(content) if content else None
+            written = self._config.policies if self._set is None else self._set
+            self._active = active_policies(self._config, written)
+            self._courses = {} if all(policy.decides_by_kind for policy in self._active) else None
+            self._number = number
         return self._active
-
-    def _activate(self, config: ConfigFields) -> None:
-        content = self._page.read()
-        self._set = orjson.loads(content) if content else None
-        if self._set is not None:
-            try:
-                self._active = active_policies(config, self._set)
-            except ValueError as invalid:  # a setting that they need was removed
-                self._set = None
-                structlog.get_logger("epd").warning(
-                    "the policies that were set cannot be used: the configured ones apply",
-                    reason=str(invalid),
-                )
-        if self._set is None:
-            self._active = active_policies(config, config.policies)
-        self._courses = {} if all(policy.decides_by_kind for policy in self._active) else None
-
-
-def policies_changed(before: ConfigFields, after: ConfigFields) -> bool:
-    """Return whether a reload has changed a setting about policies."""
-    return any(getattr(before, name) != getattr(after, name) for name in SETTINGS)
 
 
 def _with(current: Written, written: str, priority: int | None) -> Written:

@@ -1,10 +1,11 @@
-"""Checks of the configuration and its files, by `epd check` too, and their reload at SIGHUP.
+"""Checks of the configuration and its files, by `epd check` too, and reloads of files at SIGHUP.
 
-If one is invalid, the error is logged and the previous content stays in force.
+The API keys and the certificate are read again. If a file is invalid, the error is logged and the
+previous content stays in force.
 
-The first of several processes keeps copies of the last valid configuration and files for the
-workers that it starts. A worker that replaces another gets the same configuration as the other
-workers, even if the files have changed since.
+The first of several processes keeps copies of the last valid files for the workers that it starts.
+A worker that replaces another gets the same files as the other workers, even if they have changed
+since.
 """
 
 import asyncio
@@ -18,20 +19,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import orjson
 import structlog
 from aiohttp import web
 
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.flags import add_flags
 from epd.config.load import Loaded, as_json, as_yaml, load
-from epd.config.proxy_config import LiveConfig
 from epd.discovery.entries import EntriesInvalid
 from epd.discovery.watching import check_file
 from epd.edge.listening import server_context
 from epd.http.tls import TlsInvalid, upstream_context
 from epd.media.forward_proxy import ProxyInvalid, check_proxies
-from epd.observe.logs import set_level
 from epd.observe.tracing import TracesUnavailable, check_tracing
 from epd.parser import Commands, Parser
 from epd.tenants import ApiKeys, KeysInvalid, parse_keys
@@ -156,22 +154,15 @@ class LastGood:
 
     Attributes:
         reloaded: event that the next `reload_files` sets and replaces by a new event.
-        message: message to the workers about the reloaded configuration; empty before a reload.
 
     Raises:
         OSError: a file cannot be read.
     """
 
-    def __init__(self, live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
-        self._live = live
-        self._read = read
-        self.message = b""
-        self._copies = _copies(live.current, FILES)
+    def __init__(self, config: ProxyConfig) -> None:
+        self.config = config
+        self._copies = _copies(config, FILES)
         self.reloaded = asyncio.Event()
-
-    @property
-    def config(self) -> ProxyConfig:
-        return self._live.current
 
     @property
     def descriptors(self) -> Mapping[str, int]:
@@ -179,25 +170,15 @@ class LastGood:
         return dict(self._copies)
 
     def reload_files(self) -> None:
-        """Reload the configuration and the files; keep the old version of each that is invalid.
+        """Read the files again; keep the old version of each that is invalid.
 
         Nothing is logged here: the running workers reload the same files and log it.
         """
-        self.message = self._reconfigured()
         for fields, check in CHECKS.items():
             with suppress(KeysInvalid, TlsInvalid, OSError):
                 self._replace(fields, check)
         self.reloaded.set()
         self.reloaded = asyncio.Event()
-
-    def _reconfigured(self) -> bytes:
-        try:
-            wanted = self._read()
-            self._live.apply_config(wanted)
-        except ConfigInvalid as invalid:
-            return orjson.dumps({"refused": invalid.reasons})
-        set_level(self.config.log_level)
-        return orjson.dumps({"config": orjson.Fragment(wanted.to_json())})
 
     def _replace(self, fields: Iterable[str], check: Callable[[ProxyConfig], object]) -> None:
         copies = _copies(self.config, fields)
@@ -240,7 +221,7 @@ def _close(copies: Mapping[str, int]) -> None:
 
 
 class Reload:
-    """Steps of a reload: one for the configuration, and one per file."""
+    """Steps of a reload, one per file."""
 
     def __init__(self, succeeded: Callable[[bool], None]) -> None:
         """Call `succeeded` after each reload with whether all steps succeeded."""
@@ -248,32 +229,20 @@ class Reload:
         self._steps: dict[str, Callable[[], object]] = {}
 
     def add(self, what: str, step: Callable[[], object]) -> None:
-        """Add a step that reloads a file. If it raises, it has changed nothing. It returns None."""
+        """Add a step that reloads a file. If it raises, it has changed nothing."""
         self._steps[what] = step
-
-    def add_config(self, live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
-        def step() -> list[str]:
-            change = live.apply_config(read())
-            if change.kept:
-                structlog.get_logger("epd").warning("needs a restart", settings=sorted(change.kept))
-            return sorted(change.changed)
-
-        self._steps["configuration"] = step
 
     def __call__(self) -> None:
         log = structlog.get_logger("epd")
         failed = False
         for what, step in self._steps.items():
             try:
-                changed = step()
-            except (ConfigInvalid, KeysInvalid, TlsInvalid) as error:
+                step()
+            except (KeysInvalid, TlsInvalid) as error:
                 failed = True
                 log.error("not reloaded", what=what, reason=str(error))  # noqa: TRY400 - no bug
                 continue
-            if changed is None:
-                log.info("reloaded", what=what)
-            elif changed:
-                log.info("reloaded", what=what, changed=changed)
+            log.info("reloaded", what=what)
         self._succeeded(not failed)
 
 

@@ -142,7 +142,7 @@ Body = TypeVar("Body")
 
 
 class JsonResponse(web.Response, Generic[Body]):
-    """Response with a JSON body of this type, from which `scripts/openapi.py` makes its schema."""
+    """Response with a JSON body of this type, from which `openapi.py` makes its schema."""
 
 
 def as_json(body: Body, context: RequestContext, status: int = 200) -> JsonResponse[Body]:

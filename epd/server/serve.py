@@ -7,7 +7,7 @@ import os
 import resource
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -16,8 +16,7 @@ import structlog
 import uvloop
 from aiohttp import web
 
-from epd.config.load import load
-from epd.config.proxy_config import LiveConfig, ProxyConfig
+from epd.config import ProxyConfig
 from epd.conversations import conversations
 from epd.edge.drain import DRAIN
 from epd.edge.listening import (
@@ -33,7 +32,7 @@ from epd.http.tls import TlsInvalid
 from epd.observe import logs
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.parser import Commands, Parser
-from epd.server.app import application
+from epd.server.app import create_app
 from epd.server.app_keys import ADMISSION, BACKGROUND, KEYS, OBSERVERS
 from epd.server.operator_routes import BOARD, METRICS, POLICIES
 from epd.server.orders import (
@@ -85,16 +84,12 @@ def _serve(parser: Parser, **flags: Any) -> None:
     raise_descriptor_limit()
     conversations.warn_of(config)
 
-    def read() -> ProxyConfig:
-        return load(flags).config
-
-    live = LiveConfig(config)
     try:
         if config.workers == 1:
-            uvloop.run(serve(live, read))
+            uvloop.run(serve(config))
         else:
             # Not uvloop: a fork cannot leave its loop, and starts another one.
-            asyncio.run(supervise(live, read, serve_as_worker))
+            asyncio.run(supervise(config, serve_as_worker))
     except (KeysInvalid, TlsInvalid) as error:  # a file changed after its check
         parser.errors([str(error)])
     except (CannotListen, WorkersFailed, OSError) as failure:
@@ -128,12 +123,11 @@ NOW_S = 1.0
 """Upper bound of the clean-up after a second signal, in seconds."""
 
 
-async def serve(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
+async def serve(config: ProxyConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain. At the second signal, stop at once.
 
     Args:
-        live: configuration in force; SIGHUP reloads its reloadable settings.
-        read: function that reads the configuration for a reload.
+        config: configuration; SIGHUP reloads the files of keys and certificates.
 
     Raises:
         CannotListen: the address cannot be bound.
@@ -141,12 +135,12 @@ async def serve(live: LiveConfig, read: Callable[[], ProxyConfig]) -> None:
         KeysInvalid: the keys file cannot be used.
         TlsInvalid: a certificate or a key cannot be used.
     """
-    log, config = structlog.get_logger("epd"), live.current
-    orders, tls = orders_by_signal(live), server_context(config)
+    log = structlog.get_logger("epd")
+    orders, tls = orders_by_signal(config), server_context(config)
     with ExitStack() as stack:
         with binding_errors(config):
             where = _where(config, stack)
-        async with run_server(live, orders, tls, read) as runner:
+        async with run_server(config, orders, tls, config) as runner:
             with binding_errors(config):
                 await Site(runner, tls, runner.app[BACKGROUND], **where).start()
             for address in runner.addresses:
@@ -170,7 +164,7 @@ async def serve_as_worker(
     store = {"registration_store": seat.shared.registrations}
     first = read_from(config, copies).model_copy(update=store)
     pipe, tls = Pipe(orders), server_context(first)
-    async with run_server(LiveConfig(first), pipe.orders, tls, pipe.configured, config) as runner:
+    async with run_server(first, pipe.orders, tls, config) as runner:
         app, index = runner.app, seat.number - 1
         metrics = app[METRICS]
         metrics.shown = shared = WorkerMetrics(metrics.shown, seat.shared.pages, index)
@@ -199,29 +193,21 @@ def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:
 
 @asynccontextmanager
 async def run_server(
-    live: LiveConfig,
-    orders: Orders,
-    tls: ssl.SSLContext | None,
-    read: Callable[[], ProxyConfig],
-    named: ProxyConfig | None = None,
+    config: ProxyConfig, orders: Orders, tls: ssl.SSLContext | None, files: ProxyConfig
 ) -> AsyncIterator[Runner]:
     """Run the application without a listening address, and obey orders to drain and to reload.
 
     The end of the context waits for the running requests, up to `drain_timeout_s`. A reload reads
-    the configuration by `read`, and files from the paths in `named`, if they differ from those of
-    the start.
+    the files at the paths in `files`.
     """
     keep_freed_memory()
-    app = application(live)
-    runner = Runner(app, live, app[OBSERVERS])
-    app[RELOAD].add_config(live, read)
+    app = create_app(config)
+    runner = Runner(app, config, app[OBSERVERS])
     if KEYS in app:
-        app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], live))
+        app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], files))
     if tls is not None:
-        app[RELOAD].add("certificate", lambda: reload_certificate(tls, live.current))
+        app[RELOAD].add("certificate", partial(reload_certificate, tls, files))
     await runner.setup()
-    if named is not None:
-        live.current = named
     gc.freeze()  # these objects live on: each full collection would spend 50 ms on them
     gc.set_threshold(YOUNG_OBJECTS)
     obeying = [
@@ -231,13 +217,13 @@ async def run_server(
     try:
         yield runner
     finally:
-        await _end(runner, live.current.drain_timeout_s, orders.now)
+        await _end(runner, config.drain_timeout_s, orders.now)
         for task in obeying:
             task.cancel()
 
 
-def _renew_keys(keys: ApiKeys, live: LiveConfig) -> None:
-    if (others := read_keys(live.current)) is not None:
+def _renew_keys(keys: ApiKeys, files: ProxyConfig) -> None:
+    if (others := read_keys(files)) is not None:
         keys.replace(others)
 
 

@@ -197,7 +197,6 @@ async def _beating(seat: Seat, main: Callable[[], Coroutine[Any, Any, None]]) ->
 
 
 def _run_and_exit(run: Callable[[], None]) -> NoReturn:
-    """Run this in a fork, and exit; log an exception."""
     status = 1
     try:
         run()

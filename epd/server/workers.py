@@ -9,7 +9,7 @@ connections that wait at a worker that dies are served by its replacement.
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import chain
@@ -19,9 +19,7 @@ import structlog
 
 from epd.aio import Background
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
 from epd.edge.listening import BACKLOG, binding_errors, listening_at
-from epd.observe.worker_metrics import SharedPage
 from epd.server.orders import (
     CLEANUP_S,
     CUT_S,
@@ -34,7 +32,6 @@ from epd.server.orders import (
     orders_by_signal,
     topology_name,
 )
-from epd.server.policies_api import policies_changed
 from epd.server.reload import LastGood
 from epd.server.worker import (
     BEAT_S,
@@ -56,9 +53,6 @@ HUNG_BEATS = 30
 """Number of missing heartbeats in a row after which a worker is killed: 30 s. The first process
 counts at its own pace, so that a pause of the whole machine kills no worker."""
 
-LOCKED_S = 0.01
-"""Delay before a locked page is tried again, in seconds. A write takes microseconds."""
-
 Address = tuple[Any, ...]
 """Address for the socket functions: host, port, and for IPv6 flow and scope."""
 
@@ -67,14 +61,11 @@ class WorkersFailed(Exception):
     """Error: a worker died `MAX_DEATHS` times in a row soon after its start."""
 
 
-async def supervise(
-    live: LiveConfig, read: Callable[[], ProxyConfig], worker_main: WorkerMain
-) -> None:
+async def supervise(config: ProxyConfig, worker_main: WorkerMain) -> None:
     """Keep the workers running until SIGTERM or SIGINT, as `server.serve` does for one process.
 
     Args:
-        live: configuration in force; SIGHUP reloads its reloadable settings, in the workers too.
-        read: function that reads the configuration for a reload.
+        config: configuration; SIGHUP reloads its files, in the workers too.
         worker_main: coroutine that each worker runs.
 
     Raises:
@@ -83,13 +74,12 @@ async def supervise(
         WorkersFailed: a worker keeps dying soon after its start.
     """
     log = structlog.get_logger("epd")
-    orders, config = orders_by_signal(live), live.current
-    workers = WorkerProcesses(worker_main)
+    orders, workers = orders_by_signal(config), WorkerProcesses(worker_main)
     with shared_state(config) as shared:
-        with _listening(config) as groups, closing(LastGood(live, read)) as good:
+        with _listening(config) as groups, closing(LastGood(config)) as good:
             # This process has no metrics: its failures appear only in its log.
             background = Background(lambda *_: None)
-            reload = partial(_reload, orders, good, shared.policies)
+            reload = partial(_reload, orders, good)
             reloading = asyncio.create_task(background.keep_running("reload", reload))
             for listener in groups[0]:
                 log.info(
@@ -113,24 +103,11 @@ async def supervise(
         raise failure
 
 
-async def _reload(orders: Orders, good: LastGood, policies: SharedPage) -> None:
+async def _reload(orders: Orders, good: LastGood) -> None:
     while True:
         await orders.reload.wait()
         orders.reload.clear()
-        before = good.config
         good.reload_files()
-        if policies_changed(before, good.config):
-            await _forget(policies)
-
-
-async def _forget(policies: SharedPage) -> None:
-    """Clear the policies that were set; wait for a worker that is writing the page."""
-    while True:
-        try:
-            with policies.hold_lock():
-                return policies.write(b"")
-        except BlockingIOError:
-            await asyncio.sleep(LOCKED_S)
 
 
 async def _keep(seat: Seat, good: LastGood, orders: Orders, workers: WorkerProcesses) -> None:
@@ -198,7 +175,7 @@ async def _forward(
         while True:
             await turn.wait()
             turn = good.reloaded
-            pipe.write(RELOAD + good.message + b"\n")
+            pipe.write(RELOAD + b"\n")
 
     await asyncio.gather(drain(), reload())
 

@@ -16,7 +16,7 @@ There is one class for this project's ECStoreConnector, and one for each of vLLM
 """
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from epd.errors import EncodeMismatch, NoInstance
@@ -51,13 +51,6 @@ class ECTransfer:
 
         Raises:
             NoInstance: the address at which the consumer receives outputs is unknown.
-        """
-        return None
-
-    def group_params(self, asked: Sequence[Params | None]) -> Params | None:  # noqa: ARG002
-        """Return the `ec_transfer_params` of one encode request for several items; None for none.
-
-        `asked` has those of each item's own encode request, in order.
         """
         return None
 
@@ -125,11 +118,6 @@ class ECMooncake(ECTransfer):
             )
         ids = [{"transfer_id": uuid.uuid4().hex} for _ in range(features)]
         return {"consumer_zmq": addresses[consumer.rank or 0], "ec_items": ids}
-
-    def group_params(self, asked: Sequence[Params | None]) -> Params:
-        given = [params for params in asked if params is not None]
-        ids = [item for params in given for item in params["ec_items"]]
-        return {"consumer_zmq": given[0]["consumer_zmq"], "ec_items": ids}  # all have one consumer
 
     def encoded(self, replied: OutputFacts, asked: Params | None) -> OutputFacts:
         """Return the encode instance's reply, with the id of each output's push.

@@ -76,40 +76,6 @@ def read_encoded(reply: bytes, modality: str) -> OutputFacts:
             raise EncodeMismatch("an item index is out of range")
 
 
-def read_group(reply: bytes, modality: str, names: Sequence[str | None]) -> list[OutputFacts]:
-    """Return the facts about each item of a group, in order, from one encode reply.
-
-    `item_indices` of an entry are the places in the request of the items with this output. An item
-    without an entry has no known output. All items have one modality: the places of a mixture would
-    depend on the chat template. The names are those of the items in the request; None for no name.
-
-    Raises:
-        UpstreamFailed: the reply is not JSON.
-        EncodeMismatch: the reply does not fit the items.
-    """
-    params = reply_field(reply, "ec_transfer_params", stage="encode")
-    found: dict[int, OutputFacts] = {}
-    for identifier, entry in params.items():
-        if not isinstance(entry, dict):
-            raise EncodeMismatch("an entry is not an object")
-        for index in _indices(entry, len(names)):
-            if index in found:
-                raise EncodeMismatch("two entries have the same item index")
-            # The name of an output is verbatim, unless processor arguments are part of it.
-            if identifier in names and identifier != names[index]:
-                raise EncodeMismatch("an entry has the name of another item")
-            found[index] = _read_entry(identifier, {**entry, "item_indices": [0]}, modality)
-    return [found.get(index) or OutputFacts() for index in range(len(names))]
-
-
-def _indices(entry: Params, count: int) -> list[int]:
-    match entry.get("item_indices"):
-        case [*indices] if all(type(index) is int and 0 <= index < count for index in indices):
-            return indices
-        case _:
-            raise EncodeMismatch("an item index is out of range")
-
-
 def _read_entry(identifier: str, entry: Params, modality: str) -> OutputFacts:
     if entry.get("modality", modality) != modality:
         raise EncodeMismatch("their modality differs from the item's")

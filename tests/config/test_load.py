@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from epd.config import ConfigInvalid, ProxyConfig
@@ -362,12 +363,6 @@ def test_flags_of_vllms_example_proxy_are_taken(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
 
 
-def test_the_balance_of_encode_instances_may_be_called_a_policy() -> None:
-    config = load({**INSTANCES, **parsed("--encode-policy", "least_load")}).config
-
-    assert config.encode_balance == "least_load"
-
-
 def test_weights_are_of_instances_that_are_named() -> None:
     urls = {"encode_servers_urls": "http://e:1,http://f:1", "discover_prefill_decode": "d:2"}
     config = load({**urls, "instance_weights": "http://E:1/=2, d:2=0"}).config
@@ -464,79 +459,6 @@ def test_transfers_of_encoder_outputs_that_cannot_work_are_refused(
         load({**URLS, **flags})
 
 
-HOSTS_AND_PORTS = {
-    "--prefiller-hosts p1 p2 --prefiller-ports 1 2 --decoder-hosts d --decoder-ports 3": (
-        ("http://p1:1", "http://p2:2"),
-        ("http://d:3",),
-    ),
-    "--prefiller-host p --prefiller-port 1 --decoder-host ::1 --decoder-port 3": (
-        ("http://p:1",),
-        ("http://[::1]:3",),
-    ),
-    "--decoder-host d": (("http://localhost:8100",), ("http://d:8200",)),
-    "--prefiller-host [::1] --decoder-host d": (("http://[::1]:8100",), ("http://d:8200",)),
-    "--prefiller-ports 1": (("http://localhost:1",), ("http://localhost:8200",)),
-    "--prefiller-host p --decode-servers-urls http://d:1": (("http://p:8100",), ("http://d:1",)),
-}
-
-
-@pytest.mark.parametrize("flags", HOSTS_AND_PORTS)
-def test_hosts_and_ports_of_vllms_multi_turn_proxy_are_taken(
-    flags: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EPD_ENCODE_SERVERS_URLS", "http://e:1")
-
-    config = load(parsed(*flags.split())).config
-
-    assert (config.prefill_servers_urls, config.decode_servers_urls) == HOSTS_AND_PORTS[flags]
-    assert not config.encodes
-
-
-def test_encode_urls_add_an_encode_stage() -> None:
-    config = load(
-        parsed("--prefiller-port", "1", "--encode-servers-urls", "http://e:1,http://e:2")
-    ).config
-
-    assert config.encode_servers_urls == ("http://e:1", "http://e:2")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            "--prefiller-hosts a b --prefiller-ports 1",
-            "--prefiller-hosts names 2, --prefiller-ports 1",
-        ),
-        ("--decoder-ports 1 2", "--decoder-hosts names 1, --decoder-ports 2: name one port"),
-        (
-            "--decoder-host d --decode-servers-urls http://d:1",
-            "and --decoder-host exclude each other",
-        ),
-        ("--prefiller-hosts a,b", "--prefiller-hosts 'a,b' is not a host: separate hosts"),
-        ("--prefiller-host http://p", "--prefiller-host 'http://p' is a URL: name a host"),
-        ("--prefiller-hosts http://a --prefiller-ports 1", "--prefiller-hosts 'http://a' is a URL"),
-        ("--decoder-hosts a:8200", "--decoder-hosts 'a:8200' is not a host: separate hosts"),
-        ("--decoder-hosts u@d", "--decoder-hosts 'u@d' is not a host"),
-        ("--decoder-hosts a?b", r"--decoder-hosts 'a\?b' is not a host"),
-        ("--decoder-hosts []", r"--decoder-hosts '\[\]' is not a host"),
-        (
-            "--prefiller-port 70000",
-            "--prefiller-port 70000 is not a port: use a number from 1 to 65535",
-        ),
-        ("--prefiller-ports 0", "--prefiller-ports 0 is not a port"),
-        ("--decoder-port=-4", "--decoder-port -4 is not a port"),
-        ("--decoder-port 2 --prefiller-port 99999", "--prefiller-port 99999 is not a port"),
-        ("--prefiller-ports 8200", "prefill and as decode instance"),
-    ],
-)
-def test_hosts_and_ports_that_do_not_pair_up_are_refused(flags: str, message: str) -> None:
-    with pytest.raises(ConfigInvalid) as refused:
-        load(parsed(*flags.split()))
-
-    [line] = refused.value.reasons
-    assert re.search(message, line)
-
-
 @pytest.mark.parametrize(
     ("name", "metavar"),
     [
@@ -583,3 +505,12 @@ def test_instances_need_not_be_asked_at_all() -> None:
 
 def test_each_setting_has_a_description_for_its_flag() -> None:
     assert [name for name, field in Settings.model_fields.items() if not field.description] == []
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    frozen = load(INSTANCES).config
+
+    for name in ProxyConfig.model_fields:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(frozen, name, 1)
+        hash(getattr(frozen, name))  # nor a value of it

@@ -9,7 +9,6 @@ import pytest
 
 from epd import redis_urls
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
 from epd.conversations.conversations import Conversations
 from epd.conversations.stores import ConversationsInMemory, ConversationsInRedis, StoreAway
 from epd.conversations.turn import ConversationEntry, Turn
@@ -51,7 +50,7 @@ async def test_turns_end_while_it_still_hangs_and_leave_nothing(hung: RedisServe
     config = ProxyConfig.model_construct(conversation_store=hung.url(), conversation_budget_s=0.02)
     before, tasks = descriptors(), asyncio.all_tasks()
     for at_once in (1, 2, 20):
-        async with Conversations.from_config(LiveConfig(config)) as conversations:
+        async with Conversations.from_config(config) as conversations:
             turns = [Turn(str(key)) for key in range(at_once)]
             await asyncio.gather(
                 *(conversations.begin_turn(turn, {ANSWERED.decode}) for turn in turns)
@@ -91,7 +90,7 @@ async def test_a_turn_loses_only_its_prefix_if_the_store_loses_entries() -> None
             raise AssertionError
 
     config = ProxyConfig.model_construct(conversation_budget_s=0.01)
-    conversations = Conversations(Deaf(lambda: 1), LiveConfig(config))
+    conversations = Conversations(Deaf(1), config)
     turn = Turn("key")
     await conversations.begin_turn(turn, {ANSWERED.decode})
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
 from epd.conversations.conversations import Conversations
 from epd.conversations.stores import (
     ConversationsInMemory,
@@ -40,7 +39,7 @@ BARE = ConversationEntry(2.5, "http://d:2")
 @pytest.fixture(params=["memory", "redis"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ConversationStore]:
     if request.param == "memory":
-        yield ConversationsInMemory(lambda: 100)
+        yield ConversationsInMemory(100)
         return
     with RedisServer(tmp_path / "redis") as server:
         in_redis = ConversationsInRedis(server.url())
@@ -109,7 +108,7 @@ async def test_the_log_names_the_skipped_store_without_its_password() -> None:
     config = ProxyConfig.model_construct(
         conversation_store="redis://me:secret@127.0.0.1:1", conversation_budget_s=30.0
     )
-    async with Conversations.from_config(LiveConfig(config)) as conversations:
+    async with Conversations.from_config(config) as conversations:
         with capture_logs() as lines:
             for _ in range(4):
                 await conversations.begin_turn(Turn("key"), ())
@@ -153,8 +152,8 @@ def test_a_turn_older_than_its_time_to_live_is_stale_in_any_store(
     age_s: float, known: bool
 ) -> None:
     async def scenario() -> None:
-        store, config = ConversationsInMemory(lambda: 100), ProxyConfig.model_construct()
-        conversations = Conversations(store, LiveConfig(config), clock=lambda: FULL.kept_s + age_s)
+        store, config = ConversationsInMemory(100), ProxyConfig.model_construct()
+        conversations = Conversations(store, config, clock=lambda: FULL.kept_s + age_s)
         await store.put("a", FULL, 10 * config.conversation_ttl)
         turn = Turn("a")
         await conversations.begin_turn(turn, {FULL.decode})
@@ -166,7 +165,7 @@ def test_a_turn_older_than_its_time_to_live_is_stale_in_any_store(
 
 def test_entries_of_a_decode_instance_are_forgotten_with_it() -> None:
     async def scenario() -> None:
-        store = ConversationsInMemory(lambda: 100)
+        store = ConversationsInMemory(100)
         await store.put("a", FULL, 60)
         await store.put("b", BARE, 60)
         store.forget_decode(FULL.decode)
@@ -180,7 +179,7 @@ def test_entries_of_a_decode_instance_are_forgotten_with_it() -> None:
 def test_memory_is_bounded_in_bytes_too() -> None:
     async def scenario() -> None:
         size = len(FULL.to_json())
-        store = ConversationsInMemory(lambda: 100, max_bytes=2 * size)
+        store = ConversationsInMemory(100, max_bytes=2 * size)
         for name in "abc":
             await store.put(name, FULL, 60)
         assert (store.entry_count, store.dropped_count) == (2, 1)
@@ -192,7 +191,7 @@ def test_memory_is_bounded_in_bytes_too() -> None:
 def test_expired_entries_are_evicted_on_access() -> None:
     async def scenario() -> None:
         now = 0.0
-        store = ConversationsInMemory(lambda: 100, clock=lambda: now)
+        store = ConversationsInMemory(100, clock=lambda: now)
         await store.put("first", FULL, 900)
         for name in "abc":
             await store.put(name, FULL, 60)
@@ -216,28 +215,26 @@ STEPS = st.lists(
         st.tuples(st.just("put"), st.integers(0, 5)),
         st.tuples(st.just("take"), st.integers(0, 5)),
         st.tuples(st.just("wait"), st.integers(1, 40)),
-        st.tuples(st.just("most"), st.integers(0, 4)),
     ),
     max_size=60,
 )
 
 
-@given(STEPS)
+@given(st.integers(0, 4), STEPS)
 def test_memory_keeps_the_latest_unexpired_entries(
+    most: int,
     steps: list[tuple[str, int]],
 ) -> None:
     """ConversationsInMemory behaves like a list of all entries in order of insertion."""
 
     async def scenario() -> None:
-        now, most, expected = 0.0, 3, list[tuple[int, float, ConversationEntry]]()
-        store, evicted = ConversationsInMemory(lambda: most, clock=lambda: now), 0
+        now, expected = 0.0, list[tuple[int, float, ConversationEntry]]()
+        store, evicted = ConversationsInMemory(most, clock=lambda: now), 0
         for number, (step, value) in enumerate(steps):
             evicted += len([one for one in expected if one[1] <= now])
             expected = [one for one in expected if one[1] > now]
             if step == "wait":
                 now += value
-            elif step == "most":
-                most = value
             elif step == "put":
                 entry = ConversationEntry(number, "http://d:1")
                 await store.put(str(value), entry, 50)

@@ -13,7 +13,7 @@ import yaml
 from ec_store import Entry, EntryKey, open_store
 from epd.config.flags import Settings
 from epd.routing.instances import Instance, Role
-from epd.server.operator_routes import OPENAPI
+from epd.server.app import openapi_document
 from epd.version import __version__
 from tests.deploy.manifests import (
     ENGINES,
@@ -197,7 +197,7 @@ def test_probes_use_routes_of_the_proxy() -> None:
     paths = {
         probe: proxy[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")
     }
-    described = json.loads(OPENAPI)["paths"]
+    described = json.loads(openapi_document())["paths"]
 
     assert paths["readinessProbe"] == "/ready"
     # These answer 503 when engines are down; restarting the proxy would not help.

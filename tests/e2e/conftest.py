@@ -18,7 +18,8 @@ from scripts.forked import ForkedStack
 from tests.collector import over_http
 from tests.e2e.adapters import ADAPTER, write_adapter, write_template
 from tests.e2e.served import Served
-from tests.e2e.stacks import CLUSTER, MODELS, REDIS, STACKS, Spec, stacks_of
+from tests.e2e.stacks import CLUSTER, MEMORY, MODELS, REDIS, STACKS, Spec, stacks_of
+from tests.ec_store.arena.served import MIB, Serve
 from tests.models import written
 from tests.paths import MEDIA
 from tests.support.redis_server import RedisServer, cluster
@@ -52,19 +53,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeStacks:
     return WholeStacks(config, log)
 
 
+Servers = tuple[Sequence[RedisServer], Serve | None, str | None]
+"""Servers of Redis, the server of a memory, and the store's URL."""
+
+
 @contextmanager
-def redis_servers(store: str, folder: Path) -> Iterator[tuple[Sequence[RedisServer], str | None]]:
-    """Start the servers of a kind of store; yield them and the store's URL, if it has any."""
-    folder.mkdir()
+def store_servers(store: str, folder: Path) -> Iterator[Servers]:
+    """Start the servers of a kind of store."""
+    folder.mkdir(mode=0o700)
     with ExitStack() as stack:
         if store == REDIS:
             server = stack.enter_context(RedisServer(folder))
-            yield [server], server.url()
+            yield [server], None, server.url()
         elif store == CLUSTER:
             servers = stack.enter_context(cluster(folder))
-            yield servers, f"redis+cluster://127.0.0.1:{servers[0].port}"
+            yield servers, None, f"redis+cluster://127.0.0.1:{servers[0].port}"
+        elif store == MEMORY:
+            memory = Serve(folder / "arena.sock", max_bytes=64 * MIB)
+            memory.start()
+            stack.callback(memory.kill)
+            yield [], memory, f"shm://{folder}/arena.sock"
         else:
-            yield [], None
+            yield [], None, None
 
 
 def adapted_flags(model: Path, folder: Path) -> Mapping[Role, Sequence[str]]:
@@ -87,7 +97,7 @@ def stack(
         traces = ["--otlp-traces-endpoint", collector.url] if spec.traced else []
         model = written(*MODELS) / spec.model
         adapted = adapted_flags(model, directory) if spec.adapted else {}
-        redis, url = running.enter_context(redis_servers(spec.store, directory / "redis"))
+        redis, memory, url = running.enter_context(store_servers(spec.store, directory / "store"))
         described = ForkedStack(
             model,
             Topology.parse(spec.topology),
@@ -122,5 +132,7 @@ def stack(
             )
             for server in (described, decode)
         )
-        yield Served(described, redis, spec, client, baseline, collector, directory / "logs")
+        yield Served(
+            described, redis, memory, spec, client, baseline, collector, directory / "logs"
+        )
         described.check_alive()

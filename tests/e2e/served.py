@@ -16,6 +16,7 @@ from tests.collector import Collector
 from tests.e2e.stacks import (
     Spec,
 )
+from tests.ec_store.arena.served import Serve
 from tests.support.redis_server import RedisServer
 
 
@@ -25,6 +26,7 @@ class Served:
 
     stack: Stack
     redis: Sequence[RedisServer]
+    memory: Serve | None
     spec: Spec
     client: openai.OpenAI
     baseline: openai.OpenAI

@@ -13,12 +13,12 @@ from epd.routing.instances import Role
 
 VISION, AUDIO = "tiny-qwen2.5-vl", "tiny-qwen2-audio"
 E_PD, E_P_D = "1e1pd", "1e1p1d"
-DISK, REDIS, CLUSTER = "file", "redis", "cluster"
+DISK, REDIS, CLUSTER, MEMORY = "file", "redis", "cluster", "shm"
 
 AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
 """Whether the CPU has AMX: an engine in bfloat16 then crashes on a short first prompt.
 
-See docs/decisions/003-cpu-stack.md.
+See docs/decisions/index.md.
 """
 
 
@@ -100,6 +100,7 @@ BLOCKS_TTL_S = 60
 ON_DISK = Spec(VISION, E_PD, DISK)
 ON_REDIS = Spec(VISION, E_PD, REDIS, bf16=not AMX)
 ON_CLUSTER = Spec(VISION, E_P_D, CLUSTER, ranks=2)
+IN_MEMORY = [Spec(VISION, topology, MEMORY) for topology in (E_PD, E_P_D)]
 ON_AUDIO = Spec(AUDIO, E_PD, DISK)
 TRACED = Spec(AUDIO, E_P_D, DISK, traced=True)
 CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
@@ -126,6 +127,7 @@ STACKS = [
     ON_DISK,
     ON_REDIS,
     ON_CLUSTER,
+    *IN_MEMORY,
     ON_AUDIO,
     TRACED,
     CONVERSING,
@@ -136,7 +138,7 @@ STACKS = [
     *MODEL_STACKS,
 ]
 
-EACH_STORE = [ON_DISK, ON_REDIS, ON_CLUSTER]
+EACH_STORE = [ON_DISK, ON_REDIS, ON_CLUSTER, IN_MEMORY[0]]
 
 OF_MODULES: Mapping[str, Sequence[Spec]] = {
     "test_conversations": [CONVERSING],
@@ -145,6 +147,7 @@ OF_MODULES: Mapping[str, Sequence[Spec]] = {
     "test_cost_policy": SAVING[:1],
     "test_kills": [CONVERSING],
     "test_kv_events": [FOLLOWS],
+    "test_memory_server": IN_MEMORY,
     "test_models": MODEL_STACKS,
     "test_prefill_decode": [CONVERSING],
     "test_ranks": [SHARDED],

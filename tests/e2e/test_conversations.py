@@ -10,9 +10,8 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
@@ -30,7 +29,6 @@ from tests.e2e.load import until
 from tests.e2e.proxies import another_proxy
 from tests.e2e.served import READ, Served, metric
 from tests.requests import Part, text
-from tests.support.redis_server import RedisServer
 
 TTL = ("--conversation-ttl", "40")
 """Shorter than decode's own TTL, `BLOCKS_TTL_S`."""
@@ -147,34 +145,6 @@ def test_prefill_reads_the_blocks_of_streamed_turns(stack: Served) -> None:
     assert turns[0].read == 0
     for last, turn in pairwise(turns):
         assert 0.8 * last.prompt_tokens <= turn.read < turn.prompt_tokens
-
-
-def test_a_turn_after_the_time_to_live_is_computed_again(stack: Served) -> None:
-    talk = Talk(stack)
-    with proxy(stack, "--conversation-ttl", "0.5") as client:
-        first = talk.turn(client, picture("cat.jpg"))
-        time.sleep(1)
-        turns = [first, talk.turn(client, picture("cat.jpg"))]
-
-    check_right(turns)
-    assert [turn.read for turn in turns] == [0, 0]
-
-
-def test_two_proxies_that_share_a_redis_continue_each_others_conversations(
-    stack: Served, tmp_path: Path
-) -> None:
-    """Without Redis the proxies compute what they cannot look up."""
-    talk = Talk(stack)
-    with ExitStack() as running:
-        redis = running.enter_context(RedisServer(tmp_path))
-        flags = ("--conversation-store", redis.url(), "--conversation-budget-s", "2")
-        one, other = (running.enter_context(proxy(stack, *flags)) for _ in range(2))
-        turns = [talk.turn(client, picture("coffee.jpg")) for client in (one, other, one)]
-        redis.kill()
-        turns.append(talk.turn(other))
-
-    check_right(turns)
-    assert [turn.read > 0 for turn in turns] == [False, True, True, False]
 
 
 def test_a_restarted_decode_engine_has_lost_its_kept_blocks(stack: Served) -> None:

@@ -54,14 +54,6 @@ def test_small_picture_is_encoded_by_its_consumer_and_found_by_the_next_request(
     assert any('decision="local"' in line and "below_pixels" in line for line in decisions(stack))
 
 
-def test_large_picture_is_encoded_by_the_encode_engine(stack: Served) -> None:
-    wait_until_left(stack)
-    before = metric(stack.encode, ENCODED)
-
-    assert items_of(stack, unseen(stack), text()) == {"encoded": 1}
-    assert metric(stack.encode, ENCODED) - before == 1
-
-
 def test_small_picture_beside_a_large_one_gives_the_engines_own_answer(stack: Served) -> None:
     wait_until_left(stack)
     parts: list[Part] = [unseen(stack, SMALL_SIDE), unseen(stack), text("which?")]

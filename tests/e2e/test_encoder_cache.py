@@ -1,25 +1,22 @@
 """Items seen before are neither encoded nor uploaded again, and answers stay the same."""
 
 import hashlib
-import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from PIL import Image
 
 from ec_store import open_store
 from epd.tenants import key_line
-from tests.e2e.asking import PREPROCESSED, ask, check_equal, picture, tone, unseen
+from tests.e2e.asking import PREPROCESSED, ask, check_equal, picture, unseen
 from tests.e2e.proxies import another_proxy
-from tests.e2e.served import ENCODED, Served, metric, stored
+from tests.e2e.served import Served, metric, stored
 from tests.paths import MEDIA
 from tests.requests import Part, image, text
 
@@ -84,59 +81,6 @@ def test_processor_kwargs_are_other_entries_and_are_found_again(stack: Served) -
     assert check_equal(stack, item, words, stream=False, **kwargs) == small
     assert items_of(stack, item, words, **kwargs) == {"hit": 1}
     assert check_equal(stack, item, words, stream=False) == plain
-
-
-def noise(width: int, height: int) -> Part:
-    """Return a new picture of this size."""
-    file = BytesIO()
-    pixels = secrets.token_bytes(3 * width * height)
-    Image.frombytes("RGB", (width, height), pixels).save(file, "PNG")
-    return image(file.getvalue())
-
-
-def test_items_in_one_encode_request_give_the_answer_of_single_ones(stack: Served) -> None:
-    if "vl" in stack.model:
-        sizes = [(224, 224), (448, 224), (112, 336), (224, 224)]
-        items = [noise(*size) for size in sizes]
-    else:  # in reverse order, four sounds of noise may have the same answer
-        items = [tone(hertz) for hertz in (200, 600, 1500, 4000)]
-    parts, before = [*items, text("which?")], set(stored(stack))
-    with (
-        another_proxy(stack, "--encode-group-items", "8") as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
-    ):
-        encodes = metric(stack.encode, ENCODED)
-        grouped = ask(client, stack.model, *parts)
-        assert metric(stack.encode, ENCODED) - encodes == 1
-
-    new = {key: info for key, info in stored(stack).items() if key not in before}
-    assert len(new) == len(items)
-    assert check_equal(stack, *parts, stream=False) == grouped
-    assert {key: stored(stack)[key] for key in new} == new  # they were hits, and not written again
-    with open_store(stack.stack.store) as store:
-        store.delete([info.key for info in new.values()])
-    encodes = metric(stack.encode, ENCODED)
-    assert ask(stack.client, stack.model, *parts) == grouped
-    assert metric(stack.encode, ENCODED) - encodes == len(items)
-    again = {key: info.metadata for key, info in stored(stack).items() if key in new}
-    assert again == {key: info.metadata for key, info in new.items()}
-    other = [*items[::-1], parts[-1]]
-    assert ask(stack.client, stack.model, *other) != grouped
-
-
-def test_a_conversation_of_ten_turns_encodes_each_picture_once(stack: Served) -> None:
-    pictures = [unseen(stack) for _ in range(3)]
-    messages: list[Any] = []
-    before = metric(stack.encode, ENCODED)
-    for turn in range(10):
-        new = [pictures[turn // 4]] if turn % 4 == 0 else []
-        messages.append({"role": "user", "content": [text(f"turn {turn}"), *new]})
-        reply = stack.client.chat.completions.create(
-            model=stack.model, messages=messages, max_tokens=4
-        )
-        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
-
-    assert metric(stack.encode, ENCODED) - before == 3
 
 
 @pytest.mark.fault(21)

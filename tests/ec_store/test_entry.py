@@ -64,6 +64,15 @@ def test_every_changed_byte_is_corrupt(flip: int) -> None:
             decode(KEY, memoryview(changed))
 
 
+@pytest.mark.fault(20)
+def test_a_header_may_lack_a_checksum_and_then_a_blob_is_corrupt() -> None:
+    header = encode_header(KEY, entry(), "")
+
+    assert read_header(memoryview(header)).checksum == ""
+    with pytest.raises(CorruptEntry, match="does not match its payload"):
+        decode(KEY, memoryview(header + entry().data))
+
+
 def test_a_cached_header_is_still_checked() -> None:
     whole = blob()
     for position in range(len(whole)):

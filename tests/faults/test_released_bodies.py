@@ -106,9 +106,7 @@ def uncollected() -> Iterator[None]:
         ({"on_encode_failure": "fail", "encode_timeout_s": 0.2}, "e", hangs, 504),
         ({}, "e", drops, 200),
         ({"encode": 2}, "e", drops, 200),
-        ({"encode_group_items": 2}, "e", None, 200),
-        ({"encode_group_items": 2}, "e", refuses(400), 400),
-        ({"encode_group_items": 2, "encode_balance": "least_load"}, "e", drops, 200),
+        ({"encode_balance": "least_load"}, "e", drops, 200),
         ({"prefill": 1}, "p", drops, 200),
         ({"prefill": 2}, "p", drops, 200),
         ({}, "d", refuses(500), 500),
@@ -126,12 +124,8 @@ async def test_failed_requests_leave_no_reference_cycles(
         if fault is not None:
             getattr(fleet, role).chat = fault
         for number in range(4):
-            # Two pictures, if they may share a request.
-            pictures = [
-                image(png(9, 9) + b"%d %d" % (number, place))
-                for place in range(config.get("encode_group_items", 1))
-            ]
-            assert (await fleet.chat(request(*pictures)))[0] == status
+            picture = image(png(9, 9) + b"%d" % number)
+            assert (await fleet.chat(request(picture)))[0] == status
         # The client's connection holds the last one.
         await until(lambda: contexts() <= others + 1)
 

@@ -29,12 +29,11 @@ from epd.observe.log_lines import (
 REQUESTS = """
 import asyncio, logging, re, structlog, sys
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
 from epd.observe import logs
 from epd.events import RequestRecord, StageDone
 logs.configure({log_format!r}, "info", worker={worker})
 urls = {{"encode_servers_urls": ("http://e:1",), "decode_servers_urls": ("http://d:1",)}}
-observer = logs.LogObserver(LiveConfig(ProxyConfig(**urls)))
+observer = logs.LogObserver(ProxyConfig(**urls))
 stages = (StageDone("decode", "http://d:1", 1.0, 0.01234, None),)
 done = RequestRecord(
     request_id="a b", engine_id="e", method="POST", path="/v1/chat/completions", status=200,

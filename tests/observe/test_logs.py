@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
 from epd.events import RequestRecord, StageDone
 from epd.observe.logs import LogObserver, plain_line
 from epd.routing.instances import Role
@@ -178,14 +177,14 @@ def line_of(event: RequestRecord, *, tenants: bool = False) -> MutableMapping[st
     urls = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d:1"}
     config = ProxyConfig.model_validate(urls | {"kv_lease_s": 30, "log_tenants": tenants})
     with structlog.testing.capture_logs() as lines:
-        LogObserver(LiveConfig(config)).request_done(event)
+        LogObserver(config).request_done(event)
     [line] = lines
     return line
 
 
 def test_readiness_probe_is_logged_if_its_result_differs_from_the_last() -> None:
     urls = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d:1"}
-    observer = LogObserver(LiveConfig(ProxyConfig.model_validate(urls)))
+    observer = LogObserver(ProxyConfig.model_validate(urls))
     with structlog.testing.capture_logs() as lines:
         for error in ("no_decode", "no_decode", None, None, "no_decode", "shutting_down"):
             for path in ("/ready", "/ping"):

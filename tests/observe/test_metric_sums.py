@@ -15,7 +15,6 @@ from prometheus_client.metrics_core import Metric
 from ec_store.opening import open_async_store
 from epd.aio import Background
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
 from epd.conversations.conversations import Conversations
 from epd.edge.admission import Admission
 from epd.encoder_cache.client import EncoderCache
@@ -130,10 +129,10 @@ def families() -> list[Metric]:
     config = ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
     observer = MetricsObserver(Admission(config, time.monotonic))
     open_store = partial(open_async_store, "file:///nowhere")
-    cache = EncoderCache(open_store, LiveConfig(config), Background(lambda *_: None))
+    cache = EncoderCache(open_store, config, Background(lambda *_: None))
     table, conversations = (
         InstanceTable(config.instances),
-        Conversations.from_config(LiveConfig(config)),
+        Conversations.from_config(config),
     )
     observer.add_source(partial(instance_metrics, table))
     observer.add_source(partial(kv_event_metrics, table, dict))

@@ -1,6 +1,5 @@
 """Shared memory page: reads are complete and never stale, even if a writer dies."""
 
-import asyncio
 import errno
 import math
 import os
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.observe.worker_metrics import HALF_BYTES, HEAD, NUMBER, PageUnreadable, SharedPage
-from epd.server.workers import _forget
 
 WRITES = """
 import sys
@@ -135,38 +133,6 @@ def test_a_page_that_does_not_fit_changes_nothing(page: SharedPage) -> None:
 
 def test_shared_page_is_readable_only_by_its_user(page: SharedPage) -> None:
     assert os.fstat(page.descriptor).st_mode & 0o777 == 0o600
-
-
-async def test_policies_are_cleared_once_no_other_process_holds_the_lock() -> None:
-    # The lock belongs to a process, so another process must hold it.
-    page = SharedPage.new_page()
-    page.write(b"set")
-    holding = (
-        "import fcntl, sys; fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX);"
-        "print(flush=True); sys.stdin.read()"
-    )
-    holder = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        holding,
-        str(page.descriptor),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        pass_fds=(page.descriptor,),
-    )
-    assert holder.stdin is not None
-    assert holder.stdout is not None
-    await holder.stdout.readline()
-    forgetting = asyncio.create_task(_forget(page))
-    await asyncio.sleep(0.05)
-    assert page.read() == b"set"
-
-    holder.stdin.close()
-    await holder.wait()
-    await forgetting
-
-    assert page.read() == b""
-    page.close()
 
 
 def test_a_page_is_wanted_for_a_while(page: SharedPage, monkeypatch: pytest.MonkeyPatch) -> None:

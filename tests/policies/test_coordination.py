@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import epd
 from epd.api.prompts import prompt_tokens
-from epd.config.proxy_config import LiveConfig, active_policies
+from epd.config.proxy_config import active_policies
 from epd.policies.plan import Course, Facts
 from epd.policies.registry import (
     OWN,
@@ -314,41 +314,30 @@ def test_no_decode_instance_is_needed_where_others_name_it() -> None:
 )
 def test_remembered_courses_equal_those_of_the_policies(written: list[str]) -> None:
     config = epd.ProxyConfig(**URLS, dynamic_registration=True, admin_api_key="k" * 32)
-    policies, active = Policies(LiveConfig(config)), activate(written, {})
-    policies.choose_policy(config, facts(EPD))  # by the configured policies
+    policies, active = Policies(config), activate(written, {})
+    policies.choose_policy(facts(EPD))  # by the configured policies
     policies.replace(orjson.dumps({"policies": written}))
     for roles, items, tokens, prefills in product(
         (EPD, E_PD, PD, ONE, NOBODY), (0, 1, 2), (5, 50), (True, False)
     ):
         about = facts(roles, items, tokens, prefills=prefills)
-        assert policies.choose_policy(config, about) == choose_policy(active, about)
+        assert policies.choose_policy(about) == choose_policy(active, about)
 
 
 def test_remembered_courses_are_bounded_by_the_kinds_of_requests() -> None:
     config = epd.ProxyConfig(**URLS)
-    policies, every = Policies(LiveConfig(config)), [*Role]
+    policies, every = Policies(config), [*Role]
     rolesets = [
         frozenset(role for role, there in zip(every, chosen, strict=True) if there)
         for chosen in product((False, True), repeat=len(every))
     ]
     for items, tokens, prefills in product(range(8), range(8), (True, False)):
         for roles in rolesets:
-            policies.choose_policy(config, facts(roles, items, tokens, prefills=prefills))
+            policies.choose_policy(facts(roles, items, tokens, prefills=prefills))
 
     courses = policies._courses  # noqa: SLF001 - no public name counts them
     assert courses is not None
     assert len(courses) == 2 * 2 * 2 ** len(every)
-
-
-def test_policies_change_at_a_reload() -> None:
-    live = LiveConfig(epd.ProxyConfig(**URLS))
-    change = live.apply_config(epd.ProxyConfig(**URLS, skip_prefill_below_tokens=8))
-
-    assert change.changed == {"policies", "skip_prefill_below_tokens"}
-    assert (
-        active_policies(live.current, live.current.policies)[0].options["skip_prefill_below_tokens"]
-        == 8
-    )
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from ec_store.disk.store import SharedDiskStore
 from epd.encoder_cache.claims import Claims, ClaimWait
 from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.lookup import Lookup
-from tests.support.backed import NAMESPACE, Backed, CacheSettings, opened_cache
+from tests.support.backed import NAMESPACE, Backed, cache_settings, opened_cache
 from tests.support.fleet import until
 
 KEYS = [EntryKey(NAMESPACE, name) for name in ("a", "b")]
@@ -24,7 +24,7 @@ VISITS = ("lookup", "claim", "claim_or_find", "release", "lease")
 
 @asynccontextmanager
 async def claiming(url: str) -> AsyncIterator[Claims]:
-    async with opened_cache(url, CacheSettings(lease_s=1)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=1)) as cache:
         yield Claims(cache)
 
 
@@ -207,7 +207,7 @@ async def test_a_store_that_takes_no_claims_is_still_looked_into(
 async def test_a_cache_can_close_while_it_learns_a_namespace(backed: Backed, url: str) -> None:
     async with asyncio.timeout(30):
         for steps in range(4):
-            async with opened_cache(url, CacheSettings(lease_s=1)) as cache:
+            async with opened_cache(url, cache_settings(lease_s=1)) as cache:
                 assert cache.namespace("m") == NAMESPACE
                 cache.learn_namespace("m", "another")
                 for _ in range(steps):
@@ -228,7 +228,7 @@ async def test_a_visit_that_fails_as_its_client_leaves_is_not_worth_a_word(
         with pytest.raises(asyncio.CancelledError):
             await asking
 
-    async with opened_cache(url, CacheSettings(lease_s=1)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=1)) as cache:
         await leaves(cache)
         gc.collect()
 
@@ -239,7 +239,7 @@ async def test_an_entry_found_again_is_not_leased_again(
     backed: Backed, url: str, calls: list[str]
 ) -> None:
     put(backed.store, KEYS[0])
-    async with opened_cache(url, CacheSettings(lease_s=3600)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=3600)) as cache:
         for _ in range(20):
             assert await cache.find_entries(cache.keys("m", ["a"]))
             await asyncio.sleep(0.01)

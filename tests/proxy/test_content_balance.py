@@ -98,15 +98,6 @@ async def test_prefix_tokens_are_not_counted_without_the_content_balance(launch:
         assert fleet.events.requests[0].prefix_tokens is None
 
 
-async def test_the_instance_of_a_conversation_precedes_the_content(launch: Launch) -> None:
-    async with launch(decode=3, decode_balance="content") as fleet:
-        turn = {"conversation_id": "c"}
-        homes = [await served(fleet, fleet.decode, ask(b"p", "q", **turn)) for _ in range(3)]
-        others = [await served(fleet, fleet.decode, ask(b"%d" % n, "q", **turn)) for n in range(6)]
-
-        assert {*homes, *others} == {homes[0]}
-
-
 async def test_requests_of_a_session_have_one_home(launch: Launch) -> None:
     async with launch(decode=3, decode_balance="content") as fleet:
         bodies = [request(text(f"{number} " * 2000)) for number in range(6)]

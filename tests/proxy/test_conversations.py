@@ -362,18 +362,6 @@ async def test_a_rejected_turn_does_not_affect_the_next(launch: Launch) -> None:
         assert len(turns.read) == 1
 
 
-async def test_a_prompt_beside_the_messages_is_not_taken_for_theirs(launch: Launch) -> None:
-    turns = Turns()
-    async with talking(launch, turns) as fleet:
-        talk = Talk(fleet)
-        await talk.ask(LONG)
-        last = [ord(one) for one in rendered({"messages": talk.history})]
-        other = {"model": "m", "messages": [{"role": "user", "content": "of something else"}]}
-        body = {**other, "conversation_id": "talk", "prompt": [last], "stream": False}
-        assert await heard(fleet, body) != WRONG
-        assert not turns.read
-
-
 async def test_fields_that_are_null_are_as_good_as_none(launch: Launch) -> None:
     turns = Turns()
     nulls = dict.fromkeys(("reasoning_effort", "documents", "functions", "prompt_logprobs", "x"))

@@ -46,16 +46,6 @@ async def test_encode_request_has_template_and_text(launch: Launch) -> None:
         assert fleet.e.calls[0].body["messages"][0]["content"][-1] == ENCODE_TEXT
 
 
-async def test_items_of_a_group_share_one_text(launch: Launch) -> None:
-    async with launch(encode_group_items=4) as fleet:
-        async with fleet.post(request(image(b"1"), image(b"2"))) as reply:
-            assert reply.status == 200
-
-        [call] = fleet.e.calls
-        kinds = [part["type"] for part in call.body["messages"][0]["content"]]
-        assert kinds == ["image_url", "image_url", "text"]
-
-
 @pytest.mark.fault(2)
 async def test_picture_under_the_name_of_an_adapter_is_encoded_by_the_model(
     launch: Launch,

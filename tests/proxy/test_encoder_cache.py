@@ -23,7 +23,7 @@ from tests.requests import Part, image, input_audio, request, text, video
 from tests.support.backed import (
     NAMESPACE,
     Backed,
-    CacheSettings,
+    cache_settings,
     caching,
     encoded,
     items_of,
@@ -270,7 +270,7 @@ async def test_a_missing_store_is_logged_once_and_not_created(
     url = folder.as_uri()
     key = EntryKey(NAMESPACE, "picture")
     with capture_logs() as lines:
-        async with opened_cache(url, CacheSettings(lease_s=1)) as cache:
+        async with opened_cache(url, cache_settings(lease_s=1)) as cache:
             await until(lambda: cache.operations["open", "error"] > 1)
             assert await cache.find_entries([key]) is None
             assert (await cache.write("claim", lambda store: store.claim([key], "o", 1))) is None
@@ -682,7 +682,7 @@ async def test_an_abandoned_renewal_does_not_release_a_claim_in_use(
 
     monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 0.3)
     monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.release", recorded)
-    async with opened_cache(url, CacheSettings(lease_s=1)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=1)) as cache:
         with Claims(cache).queue_claim("m", "item", 1) as turn:
             await turn.wait_turn()
             monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.claim", slow)

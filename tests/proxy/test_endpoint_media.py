@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from epd.api.endpoints import ENDPOINTS
-from epd.server.operator_routes import OPENAPI
+from epd.server.app import openapi_document
 from tests.proxy.endpoints import (
     URL,
     WITH_MEDIA,
@@ -119,7 +119,7 @@ async def test_media_that_are_passed_on_go_raw_and_under_our_key(fleet: Fleet, p
 
 @with_media
 async def test_openapi_states_the_headers_about_media(fleet: Fleet, path: str) -> None:
-    operation = json.loads(OPENAPI)["paths"][path]["post"]
+    operation = json.loads(openapi_document())["paths"][path]["post"]
     async with fleet.http.post(fleet.url + path, json=WITH_MEDIA[path](URL)) as reply:
         assert reply.status == 200
         sent = {name.lower() for name in reply.headers}

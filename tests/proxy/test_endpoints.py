@@ -86,12 +86,6 @@ async def test_endpoints_without_generation_use_only_decode(fleet: Fleet, path: 
     assert fleet.events.requests[0].first_token_s is None
 
 
-async def test_prompts_of_a_batch_are_not_prefilled_separately(fleet: Fleet) -> None:
-    assert (await ask(fleet, "/v1/completions", {"prompt": ["a", "b"]}))[0] == 200
-    assert fleet.p.calls == []
-    assert "kv_transfer_params" not in fleet.d.calls[0].body
-
-
 async def test_openais_client_completes_responds_and_embeds(fleet: Fleet) -> None:
     client, _ = clients(fleet)
     async with client:

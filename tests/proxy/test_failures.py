@@ -258,17 +258,6 @@ async def test_an_encode_answer_is_read_up_to_a_limit(launch: Launch) -> None:
         await until(lambda: fleet.e.aborted)
 
 
-async def test_a_large_answer_of_decode_arrives(launch: Launch) -> None:
-    async def large(_: web.Request, __: dict[str, Any]) -> web.Response:
-        return web.json_response({"x": "y" * 20_000_000})
-
-    async with launch() as fleet:
-        fleet.d.chat = large
-        _, reply = await fleet.chat(request(text()))
-
-        assert len(reply["x"]) == 20_000_000
-
-
 @pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
 async def test_redirects_are_not_followed(launch: Launch, role: str) -> None:
     fail: Any = {"on_encode_failure": "fail", "on_prefill_failure": "fail"}

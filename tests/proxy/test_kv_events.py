@@ -15,7 +15,6 @@ import epd
 from epd.request.kv_events import EventReader
 from epd.routing.instances import Role
 from epd.routing.kv_blocks import EventSource, read_mark
-from epd.server.app_keys import CONFIG
 from epd.server.operator_routes import TABLE
 from epd.server.reload import unusable_files
 from tests.requests import image, request, text
@@ -313,23 +312,6 @@ async def test_a_removed_instance_is_not_followed(launch: Launch) -> None:
         pairs[0].publisher.publish(stored([1]))
 
         assert await figures(fleet, "epd_kv_events_total", instance=url) == 0
-
-
-async def test_instances_without_the_content_balance_are_not_subscribed_to(
-    launch: Launch,
-) -> None:
-    async with following(launch, 1) as (fleet, [one]):
-        await asked(fleet, [one], "a")
-        one.store_prompt()
-        load = fleet.runner.app[TABLE].load(_instance(fleet, one))
-        await until(lambda: load.precise)
-        live = fleet.runner.app[CONFIG]
-        others = {"decode_balance": "least_load", "prefill_balance": "content"}
-        live.apply_config(live.current.model_copy(update=others))
-
-        await until(lambda: not one.publisher.subscribers)
-        assert not load.precise
-        assert matched(fleet, one, one.mark)  # an estimate
 
 
 @pytest.mark.parametrize("session", [None, "a client's", "epd1.AAAA"])

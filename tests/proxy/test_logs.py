@@ -19,7 +19,7 @@ from epd.aio import Background
 from epd.encoder_cache.client import EncoderCache
 from epd.observe.logs import REQUEST_ID
 from tests.requests import image, request, text
-from tests.support.backed import NAMESPACE, Backed, CacheSettings
+from tests.support.backed import NAMESPACE, Backed, cache_settings
 from tests.support.fake_instance import (
     FakeInstance,
     Handler,
@@ -201,7 +201,7 @@ async def test_later_work_for_the_store_has_no_request_id() -> None:
 
     REQUEST_ID.set("r-1")
     open_store = partial(open_async_store, "file:///nowhere")
-    cache = EncoderCache(open_store, CacheSettings(lease_s=1), Background(lambda *_: None))
+    cache = EncoderCache(open_store, cache_settings(lease_s=1), Background(lambda *_: None))
     cache.run_later(work())
 
     assert await seen is None

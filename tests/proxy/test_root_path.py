@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 import epd
-from epd.server.operator_routes import OPENAPI
+from epd.server.app import openapi_document
 from tests.requests import request, text
 from tests.security.wire import ask
 from tests.support.fleet import Launch
@@ -85,7 +85,7 @@ async def test_the_document_contains_the_prefix(launch: Launch) -> None:
         plain = await ask(fleet.url, line)
 
     assert document["servers"] == [{"url": "/vllm"}]
-    assert plain.body == OPENAPI
+    assert plain.body == openapi_document()
 
 
 @pytest.mark.parametrize("path", ["vllm", "/a//b", "/a?b", "/a b", "/..", "/a/./b", "http://a/b"])

@@ -14,7 +14,7 @@ from ec_store.disk.store import SharedDiskStore
 from epd.encoder_cache import lookup as lookups
 from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.lookup import MOST_KEYS, Lookup
-from tests.support.backed import NAMESPACE, CacheSettings, opened_cache
+from tests.support.backed import NAMESPACE, cache_settings, opened_cache
 from tests.support.fleet import until
 
 STORED, MISSING = EntryKey(NAMESPACE, "stored"), EntryKey(NAMESPACE, "missing")
@@ -71,7 +71,7 @@ async def trust(cache: EncoderCache, seen: Seen) -> None:
 
 
 async def test_fast_lookups_move_from_threads_to_the_loop(url: str, seen: Seen) -> None:
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         assert await cache.find_entries([STORED])
         assert seen.look_ups == [False]
         await trust(cache, seen)
@@ -80,7 +80,7 @@ async def test_fast_lookups_move_from_threads_to_the_loop(url: str, seen: Seen) 
 
 
 async def test_claims_on_the_event_loop_do_not_wait(url: str, seen: Seen) -> None:
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         await trust(cache, seen)
         look = Lookup([STORED, MISSING], "owner", 10.0)
         assert await cache.run_lookup(look)
@@ -91,7 +91,7 @@ async def test_claims_on_the_event_loop_do_not_wait(url: str, seen: Seen) -> Non
 
 
 async def test_claims_on_threads_wait(url: str, seen: Seen) -> None:
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         look = Lookup([STORED, MISSING], "owner", 10.0)
         assert await cache.run_lookup(look)
 
@@ -108,7 +108,7 @@ async def test_a_claim_on_the_event_loop_is_not_taken_while_another_process_chan
     def slept(_: float) -> None:
         raise AssertionError("a claim blocked the event loop")
 
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         await trust(cache, seen)
         assert store.claim([MISSING], "ended", 0.001) == [True]
         begin_change(url)
@@ -135,7 +135,7 @@ async def test_claims_are_released_in_groups_on_the_event_loop(
     keys = [EntryKey(NAMESPACE, str(number)) for number in range(count)]
     assert all(store.claim(keys, "owner", 60))
     monkeypatch.setattr(SharedDiskStore, "release", releasing)
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         await cache.release(keys[:1], "other")  # no lookup has been fast yet
         await trust(cache, seen)
         await cache.release(keys, "owner")
@@ -153,7 +153,7 @@ async def test_a_claim_that_fails_on_the_event_loop_leaves_the_answer(
     def fails(*_: Any, **__: Any) -> list[bool]:
         raise StoreUnavailable("read-only")
 
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         await trust(cache, seen)
         monkeypatch.setattr(SharedDiskStore, "claim", fails)
         look = Lookup([STORED, MISSING], "owner", 10.0)
@@ -170,7 +170,7 @@ async def test_a_slow_lookup_on_the_loop_moves_the_next_ones_to_threads(
         if here:
             time.sleep(0.5)
 
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         await trust(cache, seen)
         seen.behaves = slow
         for _ in range(3):
@@ -182,9 +182,7 @@ async def test_a_slow_lookup_on_the_loop_moves_the_next_ones_to_threads(
 async def test_lookups_stay_on_threads_while_they_hang(url: str, seen: Seen) -> None:
     go = threading.Event()
     seen.behaves = lambda here: None if here else (go.wait(60), None)[1]
-    live = CacheSettings(lease_s=60)
-    async with opened_cache(url, live) as cache:
-        live.current = CacheSettings(lease_s=60, budget_s=0.02).current
+    async with opened_cache(url, cache_settings(lease_s=60, budget_s=0.02)) as cache:
         try:
             assert [await cache.find_entries([STORED]) for _ in range(5)] == [None] * 5
         finally:
@@ -196,7 +194,7 @@ async def test_lookups_stay_on_threads_while_they_hang(url: str, seen: Seen) -> 
 async def test_a_cancelled_lookup_does_not_count_as_slow(url: str, seen: Seen) -> None:
     go = threading.Event()
     seen.behaves = lambda here: None if here else (go.wait(60), None)[1]
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         try:
             looking = asyncio.create_task(cache.find_entries([STORED], patient=True))
             await until(lambda: seen.look_ups)
@@ -217,7 +215,7 @@ async def test_a_failed_lookup_on_the_loop_is_counted(url: str, seen: Seen) -> N
     def fails(_: bool) -> None:
         raise StoreUnavailable("gone")
 
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         await trust(cache, seen)
         seen.behaves = fails
         assert [await cache.find_entries([STORED]) for _ in range(4)] == [None] * 4
@@ -231,7 +229,7 @@ async def test_a_store_on_a_disk_is_read_only_on_threads(
     url: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedDiskStore, "in_memory", False)
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         for _ in range(10):
             assert await cache.find_entries([STORED])
 
@@ -239,6 +237,6 @@ async def test_a_store_on_a_disk_is_read_only_on_threads(
 
 
 async def test_entries_found_on_the_loop_are_leased(url: str, seen: Seen) -> None:
-    async with opened_cache(url, CacheSettings(lease_s=60)) as cache:
+    async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         await trust(cache, seen)
         await until(lambda: cache.operations["lease", "ok"])

@@ -14,7 +14,6 @@ from structlog.testing import capture_logs
 from epd import aio as module
 from epd.aio import Background
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
 from epd.discovery.membership import membership
 from epd.edge.listening import Handshakes
 from epd.edge.protocol import EdgeServer
@@ -147,8 +146,8 @@ async def test_an_error_in_one_poll_stops_no_other_probes(bad: str, counted: Cou
         table = InstanceTable([first, second, third], config.health)
         with capture_logs() as lines:
             async with (
-                probe_periodically(table, upstream, LiveConfig(config), counted),
-                poll_load(table, upstream, LiveConfig(config), counted),
+                probe_periodically(table, upstream, config, counted),
+                poll_load(table, upstream, config, counted),
             ):
                 await until(lambda: table.state(second) is HealthState.DOWN)
                 one.healthy = False
@@ -277,9 +276,7 @@ async def test_tls_connections_are_accepted_after_one_that_raised(counted: Count
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server, config = RoomOnceUnknown(), ProxyConfig(**FAST, decode_servers_urls=("http://d:1",))
     with capture_logs() as lines:
-        accepting = Handshakes(
-            cast("EdgeServer", server), [listener], tls, LiveConfig(config), counted
-        )
+        accepting = Handshakes(cast("EdgeServer", server), [listener], tls, config, counted)
         async with connected(f"http://127.0.0.1:{listener.getsockname()[1]}"):
             await until(lambda: counted.failures["tls_accept"] == 1)
             async with connected(f"http://127.0.0.1:{listener.getsockname()[1]}") as (reader, _):

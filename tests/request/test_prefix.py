@@ -441,13 +441,6 @@ def test_new_prompts_with_a_common_beginning_are_spread() -> None:
     assert len(chosen) == len(loads)
 
 
-def test_a_session_has_one_home() -> None:
-    loads = seats()
-    chosen = {cheapest_seat(loads, chain(f"{one}")._replace(session="s")).seed for one in range(40)}
-
-    assert len(chosen) == 1
-
-
 def test_a_prompt_leaves_a_long_queue() -> None:
     loads, prompt = seats(), chain("a", tokens=100)
     loads[0].cache.hold(prompt)

@@ -483,7 +483,6 @@ BUSY = UpstreamBusy("x", stage="encode", retry_after_s=4.0)
         (3, encode_failure(BUG), 0.0),
         (3, encode_failure(BUG, server_errors=2), None),
         (3, encode_failure(BUG, others=False), None),
-        (3, encode_failure(BUG, others=False, server_errors=0), 0.0),
         (3, encode_failure(BUG, others=False, falls_back=False), 0.0),
         (3, encode_failure(BUG, others=False, falls_back=False, server_errors=2), None),
         (4, encode_failure(DIED), 0.0),

@@ -68,17 +68,6 @@ def test_a_fatal_item_is_rejected_in_any_request() -> None:
     assert not deaths.rejected(body="first")
 
 
-def test_a_death_makes_its_item_and_its_body_suspects_of_their_tenant() -> None:
-    deaths = Deaths()
-    assert not deaths.ledger.is_suspect(Watched("t", "b"), "cat")
-    deaths.die(ONE, "cat")
-
-    assert deaths.ledger.is_suspect(Watched("t", "another"), "cat")
-    assert deaths.ledger.is_suspect(Watched("t", "b"), "dog")
-    assert not deaths.ledger.is_suspect(Watched("t", "another"), "dog")
-    assert not deaths.ledger.is_suspect(Watched("u", "b"), "cat")
-
-
 @pytest.mark.parametrize(
     ("later_s", "rejected"), [(SAME_DEATH_S, False), (SAME_DEATH_S + 0.001, True)]
 )

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from epd.routing.health import HealthState
+from epd.errors import UpstreamUnreachable
+from epd.routing.health import HealthPolicy, HealthState
 from epd.routing.instances import CLASHES, Change, Instance, InstanceSource, Registry, Role
 from epd.routing.load import Ranks
 from epd.routing.table import InstanceTable
@@ -238,3 +239,18 @@ def test_the_load_of_ranks_counts_places() -> None:
         assert {one.rank, other.rank} == {0, 1}
         with table.reserve_place(instance) as third, table.reserve_place(instance) as fourth:
             assert {third.rank, fourth.rank} == {0, 1}
+
+
+def test_a_kept_instance_keeps_its_health_and_a_removed_one_its_requests() -> None:
+    a, b, c = (Instance(Role.ENCODE, f"http://{name}") for name in "abc")
+    table = InstanceTable(policy=HealthPolicy(eject_after=1))
+    registry = Registry(table, [a, b])
+    with pytest.raises(UpstreamUnreachable), table.track_request(a):
+        raise UpstreamUnreachable("x")
+
+    with table.track_request(b):
+        registry.replace(InstanceSource.CONFIG, [c, a])
+        assert table.of_roles(Role.ENCODE) == (a, c)
+
+    assert table.state(a) is not HealthState.HEALTHY
+    assert not table.under_way

@@ -33,12 +33,6 @@ def fails(table: InstanceTable, instance: Instance, error: Exception, times: int
             raise error
 
 
-def test_round_robin_continues_across_choices() -> None:
-    choice = Choice(InstanceTable([A, B, C]), Role.DECODE)
-
-    assert [choice.best_instance() for _ in range(7)] == [A, B, C, A, B, C, A]
-
-
 def test_an_empty_table_has_no_choice() -> None:
     with pytest.raises(NoInstance):
         Choice(InstanceTable(), Role.DECODE).best_instance()

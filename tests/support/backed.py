@@ -33,17 +33,15 @@ BUDGET_S = 5.0
 """Time budget of lookups; large, so that results do not depend on the speed of the machine."""
 
 
-class CacheSettings:
-    """Settings in force of a cache without a proxy."""
-
-    def __init__(self, lease_s: float, budget_s: float = BUDGET_S) -> None:
-        self.current = TransferSettings(ec_store_lease_s=lease_s, ec_store_budget_s=budget_s)
+def cache_settings(lease_s: float, budget_s: float = BUDGET_S) -> TransferSettings:
+    """Return the settings of a cache without a proxy."""
+    return TransferSettings(ec_store_lease_s=lease_s, ec_store_budget_s=budget_s)
 
 
-def opened_cache(url: str, live: CacheSettings) -> AbstractAsyncContextManager[EncoderCache]:
+def opened_cache(url: str, config: TransferSettings) -> AbstractAsyncContextManager[EncoderCache]:
     """Return the proxy's client of a store, without a proxy."""
     open_store = partial(open_async_store, url, create=False, lazy=True)
-    return EncoderCache.connect(open_store, live, Background(lambda *_: None))
+    return EncoderCache.connect(open_store, config, Background(lambda *_: None))
 
 
 class Backed:

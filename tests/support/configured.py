@@ -1,11 +1,10 @@
-"""Proxy with a configuration file, which it reloads at SIGHUP."""
+"""Proxy with a configuration file."""
 
 import asyncio
 import json
-import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +23,10 @@ class Proxy(Workers):
     """Running `epd serve --config`.
 
     Attributes:
-        file: its configuration file.
         workers: number of worker processes.
     """
 
-    file: Path = field(default=Path())
     workers: int = 1
-
-    def write(self, **settings: object) -> None:
-        self.file.write_text(json.dumps(settings))  # JSON is valid YAML
-
-    async def reload(self, event: str = "reloaded", /, **settings: object) -> list[dict[str, Any]]:
-        """Write these settings, send SIGHUP, and return what each worker logged."""
-        self.write(**settings)
-        return await self.hangs_up(event)
-
-    async def hangs_up(self, event: str) -> list[dict[str, Any]]:
-        before = len(self.logged(event, what="configuration"))
-        self.process.send_signal(signal.SIGHUP)
-        await until(
-            lambda: len(self.logged(event, what="configuration")) == before + self.workers, START_S
-        )
-        return self.logged(event, what="configuration")[before:]
 
     async def chat(self, http: aiohttp.ClientSession, *parts: dict[str, Any]) -> int:
         body = request(*(parts or (image(), text())))
@@ -70,7 +51,7 @@ async def proxy(
     file = folder / "epd.yaml"
     file.write_text(json.dumps(settings))
     with serving("--config", str(file), "--workers", str(workers), *flags) as (url, process):
-        running = Proxy(url, process, file=file, workers=workers)
+        running = Proxy(url, process, workers=workers)
         reading = asyncio.create_task(running.read())
         try:
             if workers > 1:

@@ -11,7 +11,6 @@ from pathlib import Path
 import structlog
 
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
 from epd.observe import logs
 from epd.request.context import request_id
 from epd.server import workers
@@ -92,7 +91,7 @@ def main(worker_main: str) -> None:
     )
     programs = {"reports": reports, "ends": ends, "fails": fails, "hangs": hangs}
     workers.HUNG_BEATS = 2
-    asyncio.run(supervise(LiveConfig(config), lambda: config, programs[worker_main]))
+    asyncio.run(supervise(config, programs[worker_main]))
 
 
 if __name__ == "__main__":

@@ -71,22 +71,6 @@ def test_pushes_go_to_the_address_of_the_rank() -> None:
     assert len({item["transfer_id"] for item in params["ec_items"]}) == 2
 
 
-def test_a_group_is_pushed_to_one_address_with_the_ids_of_its_items_in_order() -> None:
-    mooncake, consumer = ECMooncake(), place("tcp://pd:1")
-    asked = [mooncake.encode_params(consumer, count) for count in (1, 2, 1)]
-
-    params = mooncake.group_params(asked)
-
-    ids = [one for each in asked for one in each["ec_items"]]
-    assert params == {"consumer_zmq": "tcp://pd:1", "ec_items": ids}
-    assert len(ids) == 4
-
-
-@pytest.mark.parametrize("transfer", [ECStoreTransfer(), Example(), ECNixl()])
-def test_most_have_no_parameters_of_a_group(transfer: ECTransfer) -> None:
-    assert transfer.group_params([None, None]) is None
-
-
 @pytest.mark.parametrize("consumer", [None, place()])
 def test_mooncake_refuses_a_consumer_without_an_address(consumer: Reservation | None) -> None:
     with pytest.raises(NoInstance, match="--ec-consumer-zmq-addrs"):
@@ -184,5 +168,5 @@ def test_a_videos_sound_is_a_separate_output(
     [item] = CHAT.items(body)
 
     assert feature_count(body, item) == expected
-    assert "ec_transfer_params" not in encode_body(body, [item])
-    assert encode_body(body, [item], {"a": 1})["ec_transfer_params"] == {"a": 1}
+    assert "ec_transfer_params" not in encode_body(body, item)
+    assert encode_body(body, item, {"a": 1})["ec_transfer_params"] == {"a": 1}

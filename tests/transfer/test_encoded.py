@@ -17,7 +17,6 @@ from epd.transfer.encoded import (
     OutputFacts,
     consumer_body,
     read_encoded,
-    read_group,
 )
 from epd.transfer.kv import Pair
 from epd.transfer.nixl import Nixl
@@ -85,92 +84,6 @@ def test_a_report_that_does_not_fit_one_item_is_refused(params: object) -> None:
         read(params)
 
 
-def entry(*places: object, **more: object) -> dict[str, object]:
-    return {"item_indices": list(places), "metadata": GRID, **more}
-
-
-def read_all(params: object, names: list[str | None]) -> list[OutputFacts]:
-    return read_group(orjson.dumps({"ec_transfer_params": params}), "image", names)
-
-
-def one(key: str, **more: object) -> OutputFacts:
-    """Return the output of a single item."""
-    return read({key: entry(0, **more)})
-
-
-def test_the_outputs_of_a_group_are_those_of_the_items_at_their_places() -> None:
-    said = {"b": entry(1), "a": entry(0, modality="image", namespace="n"), "c": entry(2)}
-
-    found = read_all(said, ["a", "b", "c"])
-
-    assert found == [one("a", modality="image", namespace="n"), one("b"), one("c")]
-
-
-def test_equal_items_of_a_group_have_the_same_output() -> None:
-    assert read_all({"h": entry(0, 2), "k": entry(1)}, [None] * 3) == [one("h"), one("k"), one("h")]
-
-
-def test_hashed_keys_of_a_group_are_mapped_by_place() -> None:
-    assert read_all({"x" * 64: entry(1), "y" * 64: entry(0)}, ["a", "b"]) == [
-        one("y" * 64),
-        one("x" * 64),
-    ]
-
-
-@pytest.mark.parametrize("params", [None, {}])
-def test_a_group_without_a_report_has_no_known_output(params: object) -> None:
-    assert read_all(params, ["a", "b"]) == [OutputFacts(), OutputFacts()]
-
-
-def test_an_unreported_item_of_a_group_has_no_known_output() -> None:
-    """The store's connector leaves out an output that it could not write."""
-    assert read_all({"b": entry(1)}, ["a", "b"]) == [OutputFacts(), one("b")]
-
-
-@pytest.mark.fault(12)
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"a": 1},
-        {"a": {"metadata": GRID}},
-        {"a": entry(0), "b": entry(2)},
-        {"a": entry(0), "b": entry(-1)},
-        {"a": entry(0), "b": entry(True)},
-        {"a": entry(0), "b": entry("1")},
-        {"a": entry(0), "b": entry(0)},
-        {"a": entry(0, 0)},
-        {"a": entry(1), "b": entry(0)},
-        {"a": entry(0), "b": entry(1, modality="audio")},
-        {"a": entry(0, metadata=[1])},
-    ],
-)
-def test_a_report_that_does_not_fit_a_group_is_refused(params: object) -> None:
-    with pytest.raises(UpstreamFailed) as refused:
-        read_all(params, ["a", "b"])
-
-    assert refused.value.slug == "encode_metadata"
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from("abcd"),
-        st.builds(entry, st.integers(-1, 3), st.integers(0, 3))
-        | st.builds(entry, st.integers(0, 3))
-        | small_json,
-    )
-)
-def test_any_report_of_a_group_is_mapped_by_its_places_or_refused(params: object) -> None:
-    names: list[str | None] = ["a", "b", "c"]
-    try:
-        found = read_all(params, names)
-    except UpstreamFailed:
-        return
-    assert isinstance(params, dict)
-    for index, output in enumerate(found):
-        keys = [key for key, said in params.items() if index in said["item_indices"]]
-        assert keys == ([] if output == OutputFacts() else [output.identifier])
-
-
 @given(
     st.binary()
     | st.builds(
@@ -181,7 +94,6 @@ def test_any_report_of_a_group_is_mapped_by_its_places_or_refused(params: object
 def test_any_reply_is_read_or_refused(reply: bytes) -> None:
     for reader in (
         lambda raw: read_encoded(raw, "image"),
-        lambda raw: read_group(raw, "image", ["a", "b"]),
         replied,
     ):
         try:

@@ -5,8 +5,6 @@ Pydantic reads it from the source file, without which `--help` has no texts.
 The model has no checks that need other components; these are in `epd.config.proxy_config`.
 """
 
-from typing import Protocol, TypeVar
-
 import orjson
 from pydantic import SecretStr
 
@@ -15,8 +13,6 @@ from epd.config.sections.limits import LimitSettings, MediaSettings
 from epd.config.sections.routing import RouteSettings
 from epd.config.sections.serving import CrossOriginSettings, ServingSettings, TenancySettings
 from epd.config.sections.transfers import TransferSettings
-
-ConfigT_co = TypeVar("ConfigT_co", covariant=True)
 
 
 class ConfigFields(
@@ -48,11 +44,3 @@ class ConfigFields(
             for name, value in self
         }
         return orjson.dumps(values, default=str)
-
-
-class Live(Protocol[ConfigT_co]):
-    """Configuration in force, as a component sees it that outlives a reload."""
-
-    @property
-    def current(self) -> ConfigT_co:
-        """Immutable configuration; a reload replaces it."""

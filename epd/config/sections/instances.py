@@ -10,7 +10,6 @@ from pydantic import BaseModel, Field, model_validator
 from epd.config.fields import (
     Addresses,
     DnsServer,
-    Fixed,
     HostPatterns,
     RegistrationStore,
     Seconds,
@@ -42,7 +41,7 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     (E+PD)"""
     decode_servers_urls: Urls = ()
     """URLs of the decode instances, comma-separated; without prefill instances, they prefill too"""
-    ec_consumer_dp_size: Fixed[int] = Field(default=1, ge=1)
+    ec_consumer_dp_size: int = Field(default=1, ge=1)
     """data-parallel ranks of each prefill instance, or of each decode instance if there is no
     prefill stage; the proxy selects the rank of each request"""
     ec_consumer_zmq_addrs: ZmqAddresses = ()
@@ -59,27 +58,27 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     instance_weights: Weights = ()
     """relative weight per instance, URL=WEIGHT, comma-separated; default: 1 each; 0 drains an
     instance: no new requests unless no other instance is available"""
-    dynamic_registration: Fixed[bool] = False
+    dynamic_registration: bool = False
     """allow launchers to register instances (POST /instances); needs the admin key"""
-    registration_store: Fixed[RegistrationStore] = None
+    registration_store: RegistrationStore = None
     """store for registrations, file:///a/folder or redis://host: they survive a restart and are
     shared with other proxies; default: memory of this proxy"""
-    registration_hosts: Fixed[HostPatterns] = ()
+    registration_hosts: HostPatterns = ()
     """hosts that may be registered, comma-separated: names, *.domain, networks; default: all"""
-    instances_file: Fixed[Path | None] = None
+    instances_file: Path | None = None
     """YAML file with instances; changes of the file need no restart"""
-    discover_encode: Fixed[Services] = ()
+    discover_encode: Services = ()
     """DNS names of encode instances, comma-separated, as host:port or https://host:port; each
     address of a name is an instance"""
-    discover_prefill: Fixed[Services] = ()
+    discover_prefill: Services = ()
     """DNS names of prefill instances, as for --discover-encode"""
-    discover_decode: Fixed[Services] = ()
+    discover_decode: Services = ()
     """DNS names of decode instances, as for --discover-encode"""
-    discover_prefill_decode: Fixed[Services] = ()
+    discover_prefill_decode: Services = ()
     """DNS names of instances that prefill and decode, as for --discover-encode"""
-    discovery_interval_s: Fixed[Seconds] = 5.0
+    discovery_interval_s: Seconds = 5.0
     """seconds between two lookups of a DNS name (--discover-...)"""
-    discovery_dns_server: Fixed[DnsServer] = None
+    discovery_dns_server: DnsServer = None
     """address or address:port of the DNS server; default: the system's"""
 
     @model_validator(mode="after")

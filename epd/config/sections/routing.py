@@ -7,7 +7,6 @@ from pydantic import BaseModel, Field, model_validator
 from epd.config.fields import (
     EndpointUrl,
     EventAddresses,
-    Fixed,
     HeaderName,
     HostPatterns,
     PolicyNames,
@@ -61,15 +60,12 @@ class RouteSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """choice of the encode instance of a media item: the same one per item (affinity) or per
     session (session) while its load is within a bound, round robin, the least loaded one, or the
     less loaded one of two random ones (power_of_two)"""
-    encode_group_items: int = Field(default=1, ge=1)
-    """maximum number of a request's items in one encode request; 1: each item has a request of its
-    own. Only pictures and sounds in the request itself share one"""
     prefill_balance: BalanceName = "least_load"
     """choice of the prefill instance of a request, as for --encode-balance, or content: the one
     with the lowest cost by its prefix cache and its queue"""
     decode_balance: BalanceName = "least_load"
     """choice of the decode instance of a request, as for --prefill-balance"""
-    kv_events: Fixed[bool] = False
+    kv_events: bool = False
     """read the KV events of the instances (vLLM's --kv-events-config) for the balance content: what
     their prefix caches hold is then known, and not estimated; needs the extra kv-events"""
     kv_events_addrs: EventAddresses = ()

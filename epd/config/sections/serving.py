@@ -8,7 +8,6 @@ from pydantic import BaseModel, Field, model_validator
 from epd.config.fields import (
     AdminKey,
     EndpointUrl,
-    Fixed,
     HeaderNames,
     KeySecret,
     Methods,
@@ -24,35 +23,35 @@ from epd.tenants import ANONYMOUS, Scope, Tenant
 class ServingSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for the listening address, TLS, processes, logs and traces."""
 
-    host: Fixed[str] = "0.0.0.0"  # noqa: S104
+    host: str = "0.0.0.0"  # noqa: S104
     """address to listen on"""
-    port: Fixed[int] = Field(default=8000, ge=0, le=65535)
+    port: int = Field(default=8000, ge=0, le=65535)
     """port to listen on"""
-    uds: Fixed[Path | None] = None
+    uds: Path | None = None
     """path of a Unix socket to listen on instead of address and port; a stale socket file is
     replaced"""
-    root_path: Fixed[RootPath] = None
+    root_path: RootPath = None
     """path prefix that a reverse proxy puts before the routes, such as /vllm; every route is
     answered with and without it"""
-    workers: Fixed[int] = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1)
     """number of serving processes; each uses at most one core"""
-    ssl_certfile: Fixed[Path | None] = None
+    ssl_certfile: Path | None = None
     """file with the TLS certificate for clients, and its chain; default: no TLS"""
-    ssl_keyfile: Fixed[Path | None] = None
+    ssl_keyfile: Path | None = None
     """file with the private key of the certificate, without passphrase"""
-    ssl_ca_certs: Fixed[Path | None] = None
+    ssl_ca_certs: Path | None = None
     """file with the CAs that verify clients' certificates"""
-    ssl_cert_reqs: Fixed[int] = Field(default=0, ge=0, le=2)
+    ssl_cert_reqs: int = Field(default=0, ge=0, le=2)
     """clients' certificates: 0 none, 1 optional, 2 required"""
-    upstream_ca_file: Fixed[Path | None] = None
+    upstream_ca_file: Path | None = None
     """file with the CAs that verify https instances; default: the system's CAs"""
-    log_format: Fixed[Literal["console", "json"]] = "console"
+    log_format: Literal["console", "json"] = "console"
     """format of log lines: console text, or JSON"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """minimum level of log lines"""
     log_tenants: bool = False
     """add the tenant's name, as in --api-keys-file, to the log line of a request"""
-    otlp_traces_endpoint: Fixed[EndpointUrl] = None
+    otlp_traces_endpoint: EndpointUrl = None
     """URL of the OpenTelemetry collector for each request's spans, such as http://host:4317 (gRPC),
     or http://host:4318/v1/traces with OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf; OTEL_...
     variables set the rest; default: no traces"""
@@ -74,14 +73,14 @@ class ServingSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docs
 class CrossOriginSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for the web pages that may use the proxy (CORS), with their validation."""
 
-    allowed_origins: Fixed[Origins] = ()
+    allowed_origins: Origins = ()
     """origins of web pages that may use the proxy from a browser, as a JSON list such as
     ["https://chat.example.com"], or ["*"] for all; default: none"""
-    allowed_methods: Fixed[Methods] = ("*",)
+    allowed_methods: Methods = ("*",)
     """HTTP methods that these web pages may use, as a JSON list; * allows all"""
-    allowed_headers: Fixed[HeaderNames] = ("*",)
+    allowed_headers: HeaderNames = ("*",)
     """request headers that these web pages may set, as a JSON list; * allows all"""
-    allow_credentials: Fixed[bool] = False
+    allow_credentials: bool = False
     """allow requests of these web pages to carry cookies and client certificates; invalid with the
     origin *"""
 
@@ -100,13 +99,13 @@ class CrossOriginSettings(BaseModel, frozen=True, extra="forbid", use_attribute_
 class TenancySettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for tenants, their API keys, limits and isolation."""
 
-    api_keys_file: Fixed[Path | None] = None
+    api_keys_file: Path | None = None
     """file with lines tenant:sha256, as `epd hash-key` prints them; with it, clients need a key,
     which is not forwarded to the instances"""
-    isolation: Fixed[Literal["tenant", "shared"]] = "tenant"
+    isolation: Literal["tenant", "shared"] = "tenant"
     """cache entries: separate ones per tenant, or shared by all tenants; applies only with
     --api-keys-file"""
-    key_secret: Fixed[KeySecret] = None
+    key_secret: KeySecret = None
     """secret for store keys and cache salts, in addition to the tenant's name"""
     admin_api_key: AdminKey = None
     """key for /metrics, /ui/state, /policies, /start_profile and /stop_profile; without it, they

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from epd.config.fields import NO_INSTANCES, ConversationStore, Fixed, Seconds, StoreUrl
+from epd.config.fields import NO_INSTANCES, ConversationStore, Seconds, StoreUrl
 from epd.transfer import ECTransferName, KVTransferName
 
 MAX_TTL_S = 30 * 24 * 3600.0
@@ -15,19 +15,19 @@ within the range of Redis."""
 class TransferSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Fields for transfers, the encoder store and conversations, with their validation."""
 
-    ec_transfer: Fixed[ECTransferName] = "store"
+    ec_transfer: ECTransferName = "store"
     """transfer of encoder outputs to prefill, by the connector of the instances'
     --ec-transfer-config: ECStoreConnector (store), ECExampleConnector (example), ECCPUConnector
     with ec_enable_nixl (nixl), or ECMooncakeConnector (mooncake), which --ec-consumer-zmq-addrs
     also selects"""
-    ec_store: Fixed[StoreUrl] = None
+    ec_store: StoreUrl = None
     """URL of the encode instances' encoder store, such as shm:///run/ec-store/arena.sock or
     redis://host: items in it are not encoded again; default or 'none': no lookups"""
     ec_store_budget_s: Seconds = 0.02
     """maximum time of a lookup in the store, in seconds; then all items are encoded"""
     ec_store_lease_s: Seconds = 30.0
     """seconds for which an entry is safe from eviction after its lookup"""
-    kv_transfer: Fixed[KVTransferName] = "nixl"
+    kv_transfer: KVTransferName = "nixl"
     """transfer of prefill's KV blocks to decode, by the connector of the instances'
     --kv-transfer-config"""
     decode_media: Literal["metadata", "raw"] = "metadata"
@@ -39,7 +39,7 @@ class TransferSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     on_prefill_failure: Literal["local", "fail"] = "local"
     """if no prefill instance could prefill a request: decode gets the media and prefills it
     (local), or the request fails (fail)"""
-    conversation_store: Fixed[ConversationStore] = None
+    conversation_store: ConversationStore = None
     """store for the state between the turns of a conversation: memory, or redis://host for several
     proxies or workers; default: memory"""
     conversation_ttl: Seconds = Field(default=450.0, le=MAX_TTL_S)

@@ -1,6 +1,7 @@
 """Runs of `vllm bench serve`: execution, measurements, and results as JSON and as tables."""
 
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -16,10 +17,10 @@ from typing import Any
 import orjson
 
 from epd.tools.bench.dataset import HUB_NAME, Dataset, ideal_hit_rate, seen_before
-from epd.tools.bench.overhead import machine
 from epd.tools.bench.targets import BenchModel, BenchTarget, Items
 from epd.version import __version__
 
+CPUINFO = Path("/proc/cpuinfo")
 TAIL_LINES = 25
 NEEDED = ("vllm", "datasets", "pandas")
 
@@ -180,7 +181,6 @@ class Run:
     Attributes:
         figures: measurements of the client.
         items: counts of the proxy for this run; None if they are unknown.
-        store_entries: capacity of the encoder store, in pictures; None if it is unknown.
         notes: remarks that a reader of the results needs.
     """
 
@@ -188,7 +188,6 @@ class Run:
     dataset: Dataset
     figures: Figures
     items: Items | None
-    store_entries: int | None
     notes: tuple[str, ...]
 
     @property
@@ -200,12 +199,6 @@ class Run:
     def ideal_hit_rate(self) -> float:
         """Return the hit rate of an initially empty cache of unlimited size."""
         return ideal_hit_rate(self.dataset.trace)
-
-    @property
-    def lru_hit_rate(self) -> float | None:
-        """Return the hit rate of an LRU cache with as many entries as the store."""
-        entries = self.store_entries
-        return None if entries is None else ideal_hit_rate(self.dataset.trace, entries)
 
     @property
     def encodes_per_picture(self) -> float | None:
@@ -224,7 +217,6 @@ class Run:
             **asdict(self.figures),
             "hit_rate": self.hit_rate,
             "ideal_hit_rate": self.ideal_hit_rate,
-            "lru_hit_rate": self.lru_hit_rate,
             "encodes_per_distinct_picture": self.encodes_per_picture,
             "notes": self.notes,
         }
@@ -235,7 +227,6 @@ def run_of(
     dataset: Dataset,
     figures: Figures,
     counted: tuple[Items | str, Items | str],
-    store_entries: int | None,
 ) -> Run:
     """Return a run from its figures and the proxy's counts before and after it.
 
@@ -245,7 +236,7 @@ def run_of(
     notes = [note] if note else []
     if figures.cut:
         notes.append(f"{figures.cut} responses have fewer tokens than requested")
-    return Run(target, dataset, figures, items, store_entries, (*notes, *figures.errors))
+    return Run(target, dataset, figures, items, (*notes, *figures.errors))
 
 
 def _counted(
@@ -263,6 +254,18 @@ def _counted(
     if items.hits / items.total > ideal_hit_rate(dataset.trace):
         return items, "pictures were in the cache before: use another --seed for new ones"
     return items, None
+
+
+def machine() -> dict[str, str | int]:
+    """Return the processor, the cores of this process, the kernel and the Python version."""
+    lines = CPUINFO.read_text(errors="replace").splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return {
+        "cpu": next(models, platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
 
 
 def result_document(runs: Sequence[Run], started_at: datetime, arguments: Sequence[str]) -> bytes:
@@ -301,7 +304,6 @@ ROWS: Sequence[tuple[str, str, Callable[[Run], float | None]]] = (
     ("responses cut short", "{:.0f}", lambda run: run.figures.cut),
     ("hit rate", "{:.3f}", lambda run: run.hit_rate),
     ("ideal", "{:.3f}", lambda run: run.ideal_hit_rate),
-    ("ideal, LRU of the store's size", "{:.3f}", lambda run: run.lru_hit_rate),
     ("encodes per picture", "{:.3f}", lambda run: run.encodes_per_picture),
 )
 """Name, format and value of each row of a table."""

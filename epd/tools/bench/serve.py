@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -12,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from epd.parser import Commands, Parser
+from epd.parser import Commands
 from epd.tools.bench import dataset, targets
 from epd.tools.bench.dataset import (
     LOCAL,
@@ -37,9 +36,7 @@ from epd.tools.bench.runs import (
     run_of,
 )
 from epd.tools.bench.targets import BenchModel, BenchTarget, Items, NoFigures, TargetFailed
-from epd.tools.fleet.process import ProcessDied, leave_contexts_on_signals
-from epd.tools.fleet.settings import Topology
-from epd.tools.fleet.stack import Stack
+from epd.tools.fleet.process import leave_contexts_on_signals
 
 AUTO, ALL = "auto", "all"
 
@@ -51,7 +48,6 @@ class BenchPlan:
     """Plan of a benchmark; its fields are the command's flags."""
 
     url: Sequence[BenchTarget]
-    topology: Sequence[str]
     model: str | None
     tokenizer: str | None
     dataset: str
@@ -62,8 +58,6 @@ class BenchPlan:
     warmups: int
     seed: int
     data_dir: Path
-    ec_store: str | None
-    store_entries: int | None
     out: Path | None
 
     @property
@@ -81,12 +75,12 @@ def add_parser(benchmarks: Commands) -> None:
         "opens the proxy's /metrics.",
         epilog="example: epd bench serve --url epd=http://localhost:8000 "
         "--url plain=http://localhost:9000 --dataset all --out results.json",
-        usage="epd bench serve (--url [NAME=]URL | --topology NAME --model FOLDER) [FLAG ...]",
+        usage="epd bench serve --url [NAME=]URL [FLAG ...]",
     )
     _add_target_flags(parser.add_argument_group("targets"))
     _add_load_flags(parser.add_argument_group("load"))
     parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results, as JSON")
-    parser.set_defaults(run=partial(_run, parser))
+    parser.set_defaults(run=_run)
 
 
 def _add_target_flags(group: "argparse._ArgumentGroup") -> None:
@@ -95,30 +89,15 @@ def _add_target_flags(group: "argparse._ArgumentGroup") -> None:
         "--url",
         type=_checked(BenchTarget.parse),
         action="append",
-        default=[],
+        required=True,
         metavar="[NAME=]URL",
         help="URL of a proxy, or of another OpenAI server to compare it with; repeatable",
     )
     add(
-        "--topology",
-        type=_checked(_topology),
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="start a stack of this topology on this machine, such as 1e1pd or 1e1p1d; repeatable",
-    )
-    add(
         "--model",
-        help="served name of the model (default: the only one); with --topology, its folder",
+        help="served name of the model (default: the only one)",
     )
     add("--tokenizer", help="folder or hub name of the tokenizer (default: the server's model)")
-    add("--ec-store", metavar="URL", help="encoder store of a --topology (default: a new folder)")
-    add(
-        "--store-entries",
-        type=_checked(_count),
-        metavar="N",
-        help="capacity of the encoder store in pictures, to compare it with an LRU cache",
-    )
 
 
 def _add_load_flags(group: "argparse._ArgumentGroup") -> None:
@@ -158,18 +137,14 @@ def _add_load_flags(group: "argparse._ArgumentGroup") -> None:
     )
 
 
-def _run(parser: Parser, **flags: Any) -> None:
+def _run(**flags: Any) -> None:
     plan = BenchPlan(**flags)
-    if not plan.url and not plan.topology:
-        parser.error("--url or --topology is required")
-    if plan.topology and not (plan.model and Path(plan.model, "config.json").is_file()):
-        parser.error("--topology needs --model FOLDER with a model that vLLM can load")
     if missing := missing_packages():
         sys.exit(f"epd bench serve: needs {', '.join(missing)}: pip install '.[vllm,bench]'")
     leave_contexts_on_signals()
     try:
         runs = _measure(plan)
-    except (BenchFailed, DatasetUnavailable, TargetFailed, ProcessDied, OSError) as error:
+    except (BenchFailed, DatasetUnavailable, TargetFailed, OSError) as error:
         sys.exit(f"epd bench serve: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped")
@@ -180,22 +155,17 @@ def _measure(plan: BenchPlan) -> list[Run]:
     """Return all runs, one target after the other; each run is written before the next begins."""
     started_at = datetime.now(UTC)
     datasets = list(_datasets(plan))
-    places: list[AbstractContextManager[BenchTarget]] = [
-        *(nullcontext(target) for target in plan.url),
-        *(_started(plan, name) for name in plan.topology),
-    ]
     runs: list[Run] = []
     _write(plan, runs, started_at)  # fail before the measurement if the file is not writable
-    for place in places:
-        with place as target:
-            model = targets.find_model(target, plan.model)
-            if plan.tokenizer:
-                model = replace(model, tokenizer=plan.tokenizer)
-            for number in range(plan.warmups):
-                targets.warm_target(target, model, dataset.jpeg(rng(plan.seed, "warm-up", number)))
-            for chosen in datasets:
-                runs.append(_one(plan, target, model, chosen))
-                _write(plan, runs, started_at)
+    for target in plan.url:
+        model = targets.find_model(target, plan.model)
+        if plan.tokenizer:
+            model = replace(model, tokenizer=plan.tokenizer)
+        for number in range(plan.warmups):
+            targets.warm_target(target, model, dataset.jpeg(rng(plan.seed, "warm-up", number)))
+        for chosen in datasets:
+            runs.append(_one(plan, target, model, chosen))
+            _write(plan, runs, started_at)
     return runs
 
 
@@ -212,7 +182,7 @@ def _one(plan: BenchPlan, target: BenchTarget, model: BenchModel, dataset: Datas
         words = bench_command(target, model, dataset, plan.load, file)
         result = run_bench(words, file)
     figures = read_figures(result, dataset.trace, plan.output_len)
-    return run_of(target, dataset, figures, (before, _items(target)), plan.store_entries)
+    return run_of(target, dataset, figures, (before, _items(target)))
 
 
 def _items(target: BenchTarget) -> Items | str:
@@ -224,7 +194,6 @@ def _items(target: BenchTarget) -> Items | str:
 
 
 def _datasets(plan: BenchPlan) -> Iterator[Dataset]:
-    """Yield the data sets of the plan; generate missing ones."""
     names = [AUTO, *(data_set for data_set in REPLAYS if data_set != LOCAL)]
     for name in names if plan.dataset == ALL else [plan.dataset]:
         if name in {AUTO, VISION_ARENA}:
@@ -238,21 +207,6 @@ def _datasets(plan: BenchPlan) -> Iterator[Dataset]:
         replay = LOCAL if name == AUTO else name
         _report(f"pictures of {replay} are in {plan.data_dir}")
         yield local(plan.data_dir, replay, plan.num_prompts, plan.seed)
-
-
-@contextmanager
-def _started(plan: BenchPlan, topology: str) -> Iterator[BenchTarget]:
-    with TemporaryDirectory(prefix="epd-bench-") as folder:
-        stack = Stack(
-            Path(plan.model or ""),
-            Topology.parse(topology),
-            Path(folder),
-            local_media=Path(folder),
-            store=plan.ec_store,
-            report=_report,
-        )
-        with stack:
-            yield BenchTarget(topology, stack.url)
 
 
 def _report(line: str) -> None:
@@ -282,11 +236,6 @@ def _rate(text: str) -> float:
     if not value > 0:
         raise ValueError(f"{text!r} is not a rate above 0")
     return value
-
-
-def _topology(text: str) -> str:
-    Topology.parse(text)
-    return text
 
 
 def _cache_dir() -> Path:

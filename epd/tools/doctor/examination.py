@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from epd.config import ProxyConfig
-from epd.config.proxy_config import LiveConfig
 from epd.errors import ProxyError
 from epd.http.pool import Pool
 from epd.http.tls import upstream_context
@@ -139,7 +138,7 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
         if requests and fleet.model is not None:
             encoded = EC_TRANSFERS[config.ec_transfer]()
             transfer = KV_TRANSFERS[config.kv_transfer]()
-            peers = PeerRegistry(InstanceTable(), transfer, upstream, LiveConfig(config))
+            peers = PeerRegistry(InstanceTable(), transfer, upstream, config)
             trials = Trials(Stages(upstream), encoded, transfer, peers, headers, config)
             encode = _try_pushes if encoded.pushed else _try_encode
             await encode(fleet, trials, fleet.model)
@@ -164,7 +163,6 @@ async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
 
 
 async def _try_events(fleet: Examined, config: ProxyConfig) -> None:
-    """Subscribe to the instances that are chosen by content."""
     for instance in fleet.answering_instances(*config.content_roles):
         addresses = config.kv_events_addrs
         trial = await try_subscription(instance, addresses, config.health_timeout_s)
@@ -230,7 +228,6 @@ async def _try_handovers(fleet: Examined, trials: Trials, model: str) -> None:
 async def _try_bandwidth(
     fleet: Examined, trials: Trials, prefill: Instance, decode: Instance
 ) -> None:
-    """Measure the KV transfers of a pair that works."""
     model = fleet.model or ""
     try:
         found = await trials.kv_bandwidth(

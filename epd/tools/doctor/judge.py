@@ -164,7 +164,6 @@ def _judge_clock(name: str, facts: InstanceFacts) -> Iterator[Finding]:
 
 
 def _judge_preparation(name: str, facts: Preparation) -> Iterator[Finding]:
-    """Judge how an encode instance prepares media."""
     count = facts.api_servers
     servers = "one API server" if count == 1 else f"{count} API servers"
     seen = f"prepares media in {servers}, with the processor on {facts.processor}"

@@ -157,9 +157,7 @@ class Trials:
                 asked = self._encoded.encode_params(consumer, 1)
                 context = self._context()
                 timeout_s = self._config.encode_timeout_s
-                [replied] = await self._stages.encode(
-                    instance, body, [item], asked, context, timeout_s
-                )
+                replied = await self._stages.encode(instance, body, item, asked, context, timeout_s)
                 encoded = self._encoded.encoded(replied, asked)
             except UpstreamRejected as error:
                 refused = refused or error

@@ -8,16 +8,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ec_store.arena.connection import ArenaConnection
+from ec_store import EntryKey
+from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
-from ec_store.arena.protocol import GetStats, Stats
+from ec_store.arena.protocol import GetStats, Pin, Pins, Read, Stats
 from ec_store.arena.server import ArenaServer, bind
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
@@ -57,6 +58,19 @@ def serving(
     finally:
         done.set()
         thread.join()
+
+
+def hashed_pin(connection: ArenaConnection, key: EntryKey) -> tuple[Pin, MappedArena]:
+    """Pin an entry when it has a checksum."""
+    deadline_s = time.monotonic() + 10
+    while True:
+        reply, arena = connection.call(Read([bytes.fromhex(key.digest)]), Pins)
+        [pin] = reply.pins
+        if pin.checksum:
+            return pin, arena
+        arena.released.append(pin.number)
+        assert time.monotonic() < deadline_s, f"no checksum of {pin}"
+        time.sleep(0.002)
 
 
 def opened(path: Path, timeout_s: float = 10) -> ArenaStore:
@@ -145,25 +159,40 @@ def raw(path: Path, hello: bytes, message: bytes = b"") -> list[bytes]:
     return replies
 
 
-def refused(url: str) -> subprocess.CompletedProcess[str]:
-    """Run a server that does not start."""
+def refused(
+    url: str, before: Callable[[], object] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a server that does not start; `before` is called in its process."""
     command = [sys.executable, "-m", "ec_store", "serve", url, "--port", "0"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        preexec_fn=before,
+    )
 
 
 class Serve:
     """Process of `ec-store serve`."""
 
-    def __init__(self, path: Path, open_files: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int = 16 * MIB,
+        mode: str = "0600",
+        open_files: tuple[int, int] | None = None,
+    ) -> None:
         """Describe a process; `open_files` are its soft and its hard limit."""
         self._path = path
+        self._url = f"shm://{path}?max_bytes={max_bytes}&mode={mode}"
         self._open_files = open_files
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        url = f"shm://{self._path}?max_bytes=16MiB"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ec_store", "serve", url, "--port", "0"],
+            [sys.executable, "-m", "ec_store", "serve", self._url, "--port", "0"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             preexec_fn=self._limit,  # noqa: PLW1509 - it makes one system call

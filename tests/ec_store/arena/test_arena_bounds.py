@@ -232,18 +232,21 @@ def test_a_forked_child_waits_on_connections_of_its_own(
     waiting = WaitingConnections(str(path), 10)
     digest = bytes.fromhex(key().digest)
     client.call(ClaimKeys([digest], b"owner", 60), Claimed)
-    with closing(waiting), ThreadPoolExecutor(1) as pool:
-        wait = pool.submit(waiting.wait, Wait([digest], 60))
-        until(path, clients=3)
+    with closing(waiting), ThreadPoolExecutor(MAX_WAITS) as pool:
+        waits = [pool.submit(waiting.wait, Wait([digest], 60)) for _ in range(MAX_WAITS)]
+        until(path, clients=2 + MAX_WAITS)
         child = os.fork()
         if child == 0:
-            for _ in range(MAX_WAITS):
-                waiting.wait(Wait([digest], 0.0))
-            os._exit(0)
+            try:
+                waiting.wait(Wait([digest], 0.1))
+                os._exit(0)
+            finally:
+                os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
-        assert not wait.done()
+        assert not any(wait.done() for wait in waits)
         client.call(Release([digest], b"owner"), Done)
-        wait.result(10)
+        for wait in waits:
+            wait.result(10)
 
 
 @pytest.mark.fault(121)

@@ -5,10 +5,9 @@ import pytest
 
 from ec_store import EntryKey
 from ec_store.arena.connection import ArenaConnection
-from ec_store.arena.protocol import Pins, Read
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
-from tests.ec_store.arena.served import serving
+from tests.ec_store.arena.served import hashed_pin, serving
 from tests.ec_store.claims_contract import ClaimsContract
 from tests.ec_store.contract import Opened, StoreContract
 
@@ -36,8 +35,8 @@ class TestArena(StoreContract, ClaimsContract):
     def spoil(self, path: Path) -> Callable[[EntryKey], None]:
         def spoil(key: EntryKey) -> None:
             writer = ArenaConnection(str(path), "writer", 10)
-            pins, arena = writer.call(Read([bytes.fromhex(key.digest)]), Pins)
-            [part] = arena.parts(pins.pins[0].extents, 1)
+            pin, arena = hashed_pin(writer, key)
+            [part] = arena.parts(pin.extents, 1)
             part[0] ^= 1
             writer.close()
 

@@ -1,18 +1,31 @@
 """Memory of a server: what its allocation needs, and what a writer may do to the others' pages."""
 
 import ctypes
+import errno
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.ec_store.arena.served import MIB, Serve, end, in_child, opened, said, serving, tell
+from ec_store.arena import memory
+from ec_store.arena.memory import create_memory
+from tests.ec_store.arena.served import (
+    MIB,
+    Serve,
+    end,
+    in_child,
+    opened,
+    refused,
+    said,
+    serving,
+    tell,
+)
 from tests.ec_store.contract import assert_same, key, sized
 
-MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # <linux/falloc.h>
 
 
@@ -75,3 +88,65 @@ def test_a_signal_ends_a_server_that_allocates_its_memory(path: Path) -> None:
     served = Serve(path)
     served.start()
     served.kill()
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """Yield the folder of a control group, below that of this process, with 256 MiB of memory."""
+    folder = memory_folder() / f"ec-store-{os.getpid()}"
+    limits = [folder / name for name in ("memory.limit_in_bytes", "memory.max")]
+    try:
+        folder.mkdir()
+        next(limit for limit in limits if limit.exists()).write_text(str(256 * MIB))
+    except (OSError, StopIteration):
+        pytest.skip("this process may not limit the memory of a control group")
+    finally:
+        if folder.is_dir() and not any(limit.exists() for limit in limits):
+            folder.rmdir()
+    yield folder
+    folder.rmdir()
+
+
+def memory_folder() -> Path:
+    """Return the folder of this process's control group with the memory controller."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, place = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return Path("/sys/fs/cgroup/memory") / place.lstrip("/")
+        if number == "0":
+            second = Path("/sys/fs/cgroup") / place.lstrip("/")
+    return second
+
+
+@pytest.mark.fault(79)
+def test_a_server_takes_nothing_if_its_control_group_has_too_little_memory(
+    path: Path, group: Path
+) -> None:
+    """The kernel would kill it at 256 MiB."""
+    ended = refused(
+        f"shm://{path}?max_bytes=1GiB", lambda: (group / "cgroup.procs").write_text("0")
+    )
+    peak = next(group.glob("memory.max_usage_in_bytes"), group / "memory.peak")
+
+    assert ended.returncode == 1
+    assert "within the memory limit of the container" in ended.stderr
+    assert int(peak.read_text()) < 200 * MIB
+
+
+@pytest.mark.fault(79)
+def test_an_allocation_ends_when_others_take_the_memory_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rooms = [True, True, True, False]  # before all, and before each step
+
+    def check_room(_: int) -> None:
+        if not rooms.pop(0):
+            raise OSError(errno.ENOMEM, "it needs more")
+
+    monkeypatch.setattr(memory, "check_room", check_room)
+    monkeypatch.setattr(memory, "STEP_BYTES", MIB)
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    with pytest.raises(OSError, match="it needs more"):
+        create_memory(4 * MIB + 4096)
+
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208

@@ -7,9 +7,12 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -53,6 +56,7 @@ from tests.ec_store.arena.served import (
 )
 from tests.ec_store.contract import assert_same, key, sized
 
+R = TypeVar("R")
 KEY = bytes.fromhex(key().digest)
 
 
@@ -214,6 +218,8 @@ def test_a_server_that_allocates_its_memory_refuses_clients_at_once(path: Path) 
         encode(Wait([], 60)) + encode(GetStats()) + encode(GetStats()) + encode(End(7, b"")),
         encode(Done(1)),
         encode(Register(b"x" * 65537, b"")),
+        encode(Register(b"model", b"\xff")),
+        encode(Register(b"\xff", b"namespace")),
         encode(ClaimKeys([KEY], b"x" * 257, 1.0)),
     ],
 )
@@ -402,12 +408,14 @@ def test_a_forked_child_connects_itself(path: Path, server: ArenaServer, store: 
         try:
             assert_same(sized(MIB, 1), store.get(key()))
             os.write(write, b"same")
+            time.sleep(60)
         finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-
+            os._exit(1)
     assert os.read(read, 10) == b"same"
-    assert stats(path).pinned_bytes == MIB
+    assert stats(path).clients == 3  # the parent's, the child's, and the one that asks
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    until(path, clients=2, gone_bytes=0, pinned_bytes=MIB)
     assert_same(sized(MIB, 1), found)
     os.close(read)
     os.close(write)
@@ -449,6 +457,16 @@ def test_a_client_that_reads_no_large_reply_is_disconnected(
         assert received < 8 * MIB
 
 
+def once_answered(call: Callable[[], R]) -> R:
+    """Return the result of a call that the server answers again after a while."""
+    deadline_s = time.monotonic() + 10
+    while True:
+        try:
+            return call()
+        except StoreUnavailable:
+            assert time.monotonic() < deadline_s
+
+
 class TestProcess:
     """`ec-store serve` as a process."""
 
@@ -477,6 +495,15 @@ class TestProcess:
             assert_same(sized(MIB, 1), found)
 
     @pytest.mark.fault(120)
+    def test_the_first_call_after_a_restart_is_answered(self, path: Path, serve: Serve) -> None:
+        with opened(path) as store:
+            store.put(key(), sized(100))
+            serve.kill()
+            serve.start()
+
+            assert store.lookup([key()]) == [None]
+
+    @pytest.mark.fault(120)
     def test_a_write_across_a_restart_fails_and_spoils_nothing(
         self, path: Path, serve: Serve
     ) -> None:
@@ -500,14 +527,44 @@ class TestProcess:
             with pytest.raises(StoreUnavailable):
                 store.get(key())
             serve.signal(signal.SIGCONT)
-            deadline_s = time.monotonic() + 10
-            while True:
-                try:
-                    assert_same(sized(100), store.get(key()))
-                except StoreUnavailable:
-                    assert time.monotonic() < deadline_s
-                else:
-                    break
+            assert_same(sized(100), once_answered(partial(store.get, key())))
+
+    @pytest.mark.fault(121)
+    def test_every_call_at_a_stopped_server_fails(self, path: Path, serve: Serve) -> None:
+        with opened(path) as store:
+            store.put(key(), sized(100))
+        calls: list[Callable[[ArenaStore], object]] = [
+            lambda store: store.put(key(), sized(100)),
+            lambda store: store.get(key()),
+            lambda store: store.lookup([key()]),
+            lambda store: store.lease([key()], 1),
+            lambda store: store.claim([key()], "owner", 1),
+            lambda store: store.claim_or_find([key()], "owner", 1),
+            lambda store: store.release([key()], "owner"),
+            lambda store: store.delete([key()]),
+            lambda store: store.purge("model"),
+            lambda store: list(store.ls()),
+            lambda store: list(store.verify()),
+            lambda store: store.stats(),
+            lambda store: store.namespaces(),
+            lambda store: store.register_namespace("model", "namespace"),
+            lambda store: store._waiting.wait(Wait([KEY], 0.1)),  # noqa: SLF001
+        ]
+        for connected in (False, True):
+            with ExitStack() as stack:
+                stores = [stack.enter_context(opened(path, timeout_s=0.1)) for _ in calls]
+                if connected:
+                    for store in stores:
+                        once_answered(store.check)
+                serve.signal(signal.SIGSTOP)
+                for call, store in zip(calls, stores, strict=True):
+                    with pytest.raises(StoreUnavailable):
+                        call(store)
+                serve.signal(signal.SIGCONT)
+                for store in stores:
+                    once_answered(store.check)  # reports that its earlier copies have ended
+                until(path, begun_bytes=0, pinned_bytes=0, gone_bytes=0)
+        until(path, clients=1, begun_bytes=0, pinned_bytes=0, gone_bytes=0)
 
     def test_the_server_frees_what_an_unanswered_request_pinned_or_began(
         self, path: Path, serve: Serve

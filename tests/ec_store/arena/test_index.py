@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ec_store.arena.extents import PAGE_BYTES, Extent, ExtentAllocator
-from ec_store.arena.index import MAX_CLAIMS, ArenaIndex, Client, Refusal, Slot
+from ec_store.arena.index import MAX_CLAIMS, MAX_UNHASHED, ArenaIndex, Client, Refusal, Slot
 from tests.examples import scaled
 
 PAGES = 12
@@ -259,6 +259,36 @@ def test_the_least_recently_used_entry_is_evicted() -> None:
 
     assert [slot.digest for slot in index.slots()] == [DIGESTS[1], DIGESTS[3], DIGESTS[4]]
     assert index.evictions == 2
+
+
+def test_an_entry_waits_for_its_checksum_from_its_write_or_a_later_pin_on() -> None:
+    index, client = ArenaIndex(ExtentAllocator((MAX_UNHASHED + 2) * PAGE_BYTES, 2**30)), Client()
+    digests = [n.to_bytes(32) for n in range(MAX_UNHASHED + 1)]
+    for digest in digests:
+        put(index, client, digest, 0)
+    waiting = list(index.unhashed)
+    assert [slot.digest for slot in waiting] == digests[:-1]
+
+    index.delete(digests[:1])
+    waiting[1].checksum = "computed"
+    del index.unhashed[waiting[1]]
+    index.pin(client, digests[1:], 0)
+    assert [slot.digest for slot in index.unhashed] == digests[2:]
+
+
+def test_pages_contain_every_entry_once_by_digest() -> None:
+    index, client = ArenaIndex(ExtentAllocator(2**30, 2**30)), Client()
+    rng = random.Random(1)  # noqa: S311
+    digests = [bytes([rng.choice([0, 7, 7, 255])]) + rng.randbytes(31) for _ in range(200)]
+    for digest in digests:
+        put(index, client, digest, 0)
+    index.delete(digests[100:])
+    found: list[bytes] = []
+    while page := index.slots_after(found[-1] if found else b"", 7):
+        assert len(page) <= 7
+        found += [slot.digest for slot in page]
+
+    assert found == sorted(digests[:100])
 
 
 def test_the_claims_of_one_client_are_bounded() -> None:

@@ -75,27 +75,3 @@ def test_a_cache_that_keeps_everything_misses_each_picture_once(trace: list[int]
 
     assert misses == len(set(trace))
     assert seen_before(trace).count(False) == misses
-    assert ideal_hit_rate(trace, entries=len(set(trace))) == ideal_hit_rate(trace)
-
-
-@given(TRACES, st.integers(1, 20))
-def test_a_larger_lru_cache_is_never_worse(trace: list[int], entries: int) -> None:
-    assert ideal_hit_rate(trace, entries) <= ideal_hit_rate(trace, entries + 1)
-
-
-@given(TRACES, st.integers(1, 20))
-def test_an_lru_cache_holds_the_most_recently_used(trace: list[int], entries: int) -> None:
-    """By definition, a picture is a hit if fewer others were used since its last use."""
-    hits = 0
-    for at, picture in enumerate(trace):
-        before = trace[:at]
-        if picture in before:
-            last = at - 1 - before[::-1].index(picture)
-            hits += len(set(trace[last + 1 : at])) < entries
-
-    assert ideal_hit_rate(trace, entries) == hits / len(trace)
-
-
-def test_an_empty_trace_has_no_hit_rate() -> None:
-    with pytest.raises(ValueError, match="empty trace"):
-        ideal_hit_rate([])

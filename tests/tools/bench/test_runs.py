@@ -136,14 +136,13 @@ def test_failed_runs_count_for_nothing_and_are_explained_once() -> None:
 
 
 def run(items: Items | str = COUNTED, **figures: Any) -> Run:
-    return run_of(TARGET, DATASET, replace(ALL_ANSWERED, **figures), (NOTHING, items), 1)
+    return run_of(TARGET, DATASET, replace(ALL_ANSWERED, **figures), (NOTHING, items))
 
 
 def test_a_run_reports_its_distance_from_the_ideal() -> None:
     ran = run()
 
     assert ran.hit_rate == ran.ideal_hit_rate == 0.5
-    assert ran.lru_hit_rate == 0.25
     assert ran.encodes_per_picture == 1.0
     assert ran.notes == ()
 

@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
 from os import environ
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 from aiohttp import web
@@ -21,7 +19,6 @@ from tests.support.backed import Backed, caching
 from tests.support.fake_instance import FakeInstance, decodes, refuses
 from tests.support.fixtures import backed, keys, launch, store, url
 from tests.support.fleet import Launch
-from tests.tools.fleet.processes import processes_of
 from tests.vllm_parser import needs_vllm
 
 __all__ = ["backed", "keys", "launch", "store", "url"]
@@ -78,7 +75,6 @@ async def test_vllms_benchmark_sends_the_replay_and_each_picture_is_encoded_once
             *("--tokenizer", models / "tiny-qwen2.5-vl", "--dataset", "window"),
             *("--num-prompts", "15", "--max-concurrency", "1", "--output-len", "3"),
             *("--data-dir", tmp_path / "data", "--out", tmp_path / "out.json"),
-            *("--store-entries", "1"),
         )
 
         assert code == 0, err
@@ -90,7 +86,6 @@ async def test_vllms_benchmark_sends_the_replay_and_each_picture_is_encoded_once
     assert (through["prompts"], through["distinct_pictures"]) == (15, 3)
     assert (through["completed"], through["failed"]) == (15, 0)
     assert through["hit_rate"] == through["ideal_hit_rate"] == 12 / 15
-    assert through["lru_hit_rate"] < 12 / 15
     assert through["encodes_per_distinct_picture"] == 1
     assert through["ttft_ms"]["p99"] >= through["ttft_ms"]["p50"] > 0
     assert beside["completed"] == 15
@@ -179,11 +174,8 @@ def test_a_longer_data_set_keeps_the_pictures_of_a_shorter_one(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "--url or --topology is required"),
+        ([], "the following arguments are required: --url"),
         (["--url", "localhost"], "'localhost' is not [NAME=]http://HOST:PORT"),
-        (["--topology", "3x"], "'3x' is not a topology"),
-        (["--topology", "1e1pd"], "--topology needs --model FOLDER"),
-        (["--topology", "1e1pd", "--model", "org/name"], "--topology needs --model FOLDER"),
         (["--url", NOBODY, "--num-prompts", "0"], "'0' is not a number above 0"),
         (["--url", NOBODY, "--request-rate", "-1"], "'-1' is not a rate above 0"),
         (["--url", NOBODY, "--request-rate", "nan"], "'nan' is not a rate above 0"),
@@ -281,30 +273,6 @@ class TestBeforeItBegins:
         assert "using the local data set" in first
         assert "pictures of local" in second
         assert "cannot be reached" in third
-
-
-@needs_vllm
-@pytest.mark.e2e
-def test_a_signal_ends_the_stack_that_it_started(tmp_path: Path, models: Path) -> None:
-    mark = f"TEST_MARK_{uuid4().hex}"
-    words = f"--topology 1e1pd --model {models}/tiny-qwen2.5-vl --dataset pool --num-prompts 1"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "epd", "bench", "serve", *words.split(), "--data-dir", tmp_path],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environ | {mark: "1"},
-    )
-    with process:
-        assert process.stderr is not None
-        while "starting proxy" not in process.stderr.readline():
-            pass
-        started = processes_of(mark)
-        process.terminate()
-        process.stderr.read()  # read to the end, else SIGPIPE ends the process instead
-
-    assert len(started) > 2
-    assert process.returncode == 1
-    assert not processes_of(mark)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

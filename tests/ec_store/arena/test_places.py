@@ -1,0 +1,126 @@
+"""Entries that are read and written in the host's memory itself."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ec_store import Entry
+from ec_store.arena.connection import ArenaConnection
+from ec_store.arena.protocol import GetStats, Stats
+from ec_store.arena.server import ArenaServer
+from ec_store.arena.store import ArenaStore
+from ec_store.arena.url import ArenaOptions
+from ec_store.errors import StoreUnavailable
+from tests.ec_store.arena.served import MIB, serving
+from tests.ec_store.contract import assert_same, key, sized
+
+KEPT = [*range(0, 6, 2), 6, 7]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "arena.sock"
+
+
+@pytest.fixture
+def server(path: Path) -> Iterator[ArenaServer]:
+    with serving(path, 8 * MIB, segment_bytes=4 * MIB) as server:
+        yield server
+
+
+@pytest.fixture
+def store(path: Path, server: ArenaServer) -> Iterator[ArenaStore]:
+    with ArenaStore(ArenaOptions(str(path), timeout_s=10, verify=1)) as store:
+        yield store
+
+
+def stats(store: ArenaStore) -> Stats:
+    """Return the server's statistics, after all releases of the store have been sent."""
+    gc.collect()
+    return store._connection.call(GetStats(), Stats)[0]  # noqa: SLF001
+
+
+def divide(store: ArenaStore) -> Entry:
+    """Leave holes of 1 MiB only, and return an entry of 2.5 MiB, which is stored in them."""
+    for number in range(8):
+        store.put(key(str(number)), sized(MIB))
+    store.lease([key(str(number)) for number in KEPT], 60)
+    store.delete([key(str(number)) for number in (1, 3, 5)])
+    entry = sized(5 * MIB // 2)
+    store.put(key("divided"), entry)
+    return entry
+
+
+def test_an_entry_in_several_extents_is_pinned_in_place(store: ArenaStore, path: Path) -> None:
+    entry = divide(store)
+    pinned = store.pin(key("divided"))
+    assert pinned is not None
+    reader = ArenaConnection(str(path), "reader", 10)
+    mapped = reader.call(GetStats(), Stats)[1]
+    parts = mapped.parts(pinned.place.extents, pinned.place.size_bytes)
+
+    assert len(pinned.place.extents) == 3
+    assert pinned.place.arena == mapped.name
+    assert b"".join(pinned.parts) == entry.data.tobytes()
+    assert b"".join(part.tobytes() for part in parts) == entry.data.tobytes()
+    reader.close()
+
+
+def test_a_pin_ends_with_its_object(store: ArenaStore) -> None:
+    store.put(key(), sized(MIB))
+    pinned = store.pin(key())
+    assert pinned is not None
+    assert stats(store).pinned_bytes == MIB
+    del pinned
+
+    assert stats(store).pinned_bytes == 0
+
+
+def test_an_entry_is_written_in_place_and_appears_at_its_commit(store: ArenaStore) -> None:
+    entry = sized(MIB)
+    write = store.begin(key(), MIB)
+    assert write is not None
+    [part] = write.parts
+    np.copyto(part, np.frombuffer(entry.data, np.uint8))
+    assert store.get(key()) is None
+    assert write.commit(entry)
+
+    found = store.get(key())
+    assert found is not None
+    assert_same(found, entry)
+    assert store.begin(key(), MIB) is None
+    assert store.counts["puts"] == 1
+
+
+def test_a_write_that_is_given_up_leaves_nothing(store: ArenaStore) -> None:
+    write = store.begin(key(), MIB)
+    assert write is not None
+    assert stats(store).begun_bytes == MIB
+    write.abort()
+
+    found = stats(store)
+    assert (found.begun_bytes, found.taken_bytes, found.entries) == (0, 0, 0)
+
+
+def test_a_write_ends_with_the_server_it_was_begun_in(path: Path) -> None:
+    """The place is in the memory of the old server: the new one must not store it."""
+    with ExitStack() as servers, ArenaStore(ArenaOptions(str(path), timeout_s=10)) as store:
+        first = servers.enter_context(ExitStack())
+        first.enter_context(serving(path, 8 * MIB))
+        kept, given_up = store.begin(key("a"), MIB), store.begin(key("b"), MIB)
+        assert kept is not None
+        assert given_up is not None
+        first.close()
+        gc.collect()  # the lock of the path is closed with the socket's object
+        servers.enter_context(serving(path, 8 * MIB))
+        with pytest.raises(StoreUnavailable):
+            kept.commit(sized(MIB))
+        given_up.abort()
+
+        assert store.lookup([key("a"), key("b")]) == [None, None]
+        assert store.counts["drops"] == 1
+        assert store.put(key("a"), sized(MIB))

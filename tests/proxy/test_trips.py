@@ -1,0 +1,112 @@
+"""Size of a request's path: the files, functions and types of this project that it visits.
+
+`pytest -s` prints them. A figure may fall, and then its limit falls with it.
+"""
+
+import inspect
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+import ec_store
+import epd
+from tests.requests import image, request, text
+from tests.support.backed import Backed, caching
+from tests.support.fleet import Fleet, Launch
+
+OURS = tuple(str(Path(package.__file__ or "").parent) for package in (epd, ec_store))
+MEASURED = 10
+"""Number of measured requests. What not all of them visit belongs to the background."""
+
+
+class Trip(NamedTuple):
+    """Numbers of what a request visits."""
+
+    files: int
+    functions: int
+    types: int
+
+
+class Visits:
+    """Functions and types of this project that run on the event loop."""
+
+    def __init__(self) -> None:
+        self.functions: set[CodeType] = set()
+        self.types: set[type] = set()
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            self.functions.add(frame.f_code)
+            owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
+            if owner is not None:
+                self.types.add(owner if inspect.isclass(owner) else type(owner))
+
+
+async def trip(ask: Callable[[int], Awaitable[object]]) -> Trip:
+    """Return what each of several equal requests visits, after two that are not measured."""
+    for number in range(2):
+        await ask(number)
+    every = []
+    for number in range(2, 2 + MEASURED):
+        visits = Visits()
+        sys.setprofile(visits)
+        try:
+            await ask(number)
+        finally:
+            sys.setprofile(None)
+        every.append(visits)
+    functions = set.intersection(*(visits.functions for visits in every))
+    types = set.intersection(*(visits.types for visits in every))
+    ours = {kind for kind in types if kind.__module__.startswith(("epd.", "ec_store."))}
+    return Trip(len({code.co_filename for code in functions}), len(functions), len(ours))
+
+
+@asynccontextmanager
+async def text_e_pd(launch: Launch, _: Backed, __: str) -> AsyncIterator[Callable[[int], Any]]:
+    async with launch() as fleet:
+        yield lambda number: answered(fleet, request(text(str(number))))
+
+
+@asynccontextmanager
+async def picture_e_p_d(
+    launch: Launch, backed: Backed, url: str
+) -> AsyncIterator[Callable[[int], Any]]:
+    async with caching(launch, backed, url, prefill=1) as fleet:
+        yield lambda number: answered(fleet, request(image(b"%d" % number), stream=True))
+
+
+@asynccontextmanager
+async def picture_hit(
+    launch: Launch, backed: Backed, url: str
+) -> AsyncIterator[Callable[[int], Any]]:
+    async with caching(launch, backed, url, prefill=1) as fleet:
+        yield lambda _: answered(fleet, request(image(b"same"), stream=True))
+
+
+async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
+    async with fleet.post(body) as reply:
+        assert reply.status == 200, await reply.text()
+        await reply.read()
+
+
+@pytest.mark.parametrize(
+    ("start", "most"),
+    [
+        (text_e_pd, Trip(54, 252, 57)),
+        (picture_e_p_d, Trip(84, 506, 96)),
+        (picture_hit, Trip(81, 437, 86)),
+    ],
+)
+async def test_no_trip_grows(
+    launch: Launch, backed: Backed, url: str, start: Any, most: Trip
+) -> None:
+    async with start(launch, backed, url) as ask:
+        found = await trip(ask)
+
+    print(f"\n{start.__name__}: {found}")  # noqa: T201 - the figures are what it is for
+    assert all(now <= limit for now, limit in zip(found, most, strict=True)), (found, most)
