@@ -29,12 +29,13 @@ from ec_store.arena.memory import create_memory
 from ec_store.arena.server import ArenaServer, bind, raise_open_files
 from ec_store.arena.sockets import SYSTEM, find_sockets, runtime_folder
 from ec_store.arena.store import ArenaStore
+from ec_store.arena.tier import Tier
 from ec_store.base import Listed, MemoryStats, Store
 from ec_store.config import duration_s, octal, redacted, size_bytes, size_text
 from ec_store.disk.config import DiskConfig, GivenSettings
 from ec_store.disk.store import SharedDiskStore
 from ec_store.errors import StoreError, StoreMissing, StoreUnavailable
-from ec_store.opening import open_store
+from ec_store.opening import open_store, open_tier
 from ec_store.service import create_app
 
 
@@ -130,6 +131,11 @@ def make_parser() -> argparse.ArgumentParser:
     ):
         help_text = f"{meaning} (default {default})"
         serve.add_argument(flag, type=parse, default=default, help=help_text)
+    tier = (
+        "store behind the memory of a shm:// URL: redis://… that servers of other hosts have too. "
+        "Written entries go there, and missing ones are looked up there (default none)"
+    )
+    serve.add_argument("--tier", metavar="URL", help=tier)
     return parser
 
 
@@ -271,13 +277,18 @@ def _serve(store: Store, args: argparse.Namespace) -> int:
         )
     app = create_app(AsyncStore(store), interval_s=args.interval_s, api_key=key)
     if isinstance(store, ArenaStore):
-        app.cleanup_ctx.append(partial(_serve_memory, store))
+        tier = None if args.tier is None else open_tier(args.tier)
+        app.cleanup_ctx.append(partial(_serve_memory, store, tier))
+    elif args.tier is not None:
+        raise ValueError("--tier is for the memory of a host: serve shm:///path/of/socket")
     # uvloop halves the time of a round trip to the memory's server.
     web.run_app(app, host=args.host, port=args.port, access_log=None, loop=uvloop.new_event_loop())
     return 0
 
 
-async def _serve_memory(store: ArenaStore, _: web.Application) -> AsyncIterator[None]:
+async def _serve_memory(
+    store: ArenaStore, tier: Tier | None, _: web.Application
+) -> AsyncIterator[None]:
     """Allocate the memory of a store, and serve it while the application runs."""
     options = store.options
     path = Path(options.path)
@@ -302,7 +313,7 @@ async def _serve_memory(store: ArenaStore, _: web.Application) -> AsyncIterator[
     # No client can take all of the memory from the others.
     index = ArenaIndex(extents, client_bytes=memory.size_bytes // 2, ttl_s=options.ttl_s)
     server = ArenaServer(memory, index, max_connections=raise_open_files())
-    server.start(listener)
+    server.start(listener, tier)
     print(f"ec-store: {size_text(memory.size_bytes)} in {memory.pages} at {path}", file=sys.stderr)
     yield
     path.unlink(missing_ok=True)  # noqa: ASYNC240 - before another server may listen there

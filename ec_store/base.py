@@ -71,6 +71,8 @@ class StoreStats:
         corrupt: corrupt entries that this process found and moved aside.
         evictions: entries evicted by this process, or by the server of a memory.
         memory: metrics that only the memory of a host has.
+        tier: numbers of the tier behind a host's memory, by name
+            (`ec_store.arena.protocol.TierStats`); None without one.
     """
 
     entries: int | None
@@ -83,6 +85,7 @@ class StoreStats:
     drops: int
     corrupt: int
     evictions: int
+    tier: Mapping[str, int] | None = None
     memory: MemoryStats | None = None
 
 

@@ -1,12 +1,21 @@
 """Opening of a store by its URL."""
 
+from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 from ec_store.aio import THREADS, AsyncStore, on_thread
 from ec_store.base import Store
 from ec_store.concurrency import DaemonPool
+from ec_store.config import redacted
 from ec_store.disk.config import DiskConfig
 from ec_store.urls import ARENA, DISK, REDIS, unknown_scheme
+
+if TYPE_CHECKING:
+    from ec_store.arena.aio_store import AsyncArenaStore
+    from ec_store.arena.tier import Tier
+
+ProxyStore: TypeAlias = "AsyncStore | AsyncArenaStore"
+"""Store of a proxy: its calls run on threads, or on the event loop without a wait."""
 
 
 def open_store(
@@ -15,7 +24,6 @@ def open_store(
     create: bool = True,
     lazy: bool = False,
     maintain: bool = False,
-    payloads: bool = True,
 ) -> Store:
     """Open a store by its URL.
 
@@ -28,7 +36,6 @@ def open_store(
             it. The other stores are always opened lazily.
         maintain: whether root may open a directory of another user. An engine or a proxy must not:
             the owner would decide what it reads.
-        payloads: whether entries are read or written. Without, a host's memory is not mapped.
 
     Raises:
         ValueError: the URL has another scheme, or an unknown or invalid parameter.
@@ -45,9 +52,8 @@ def open_store(
         return SharedDiskStore.from_url(url, create=create, maintain=maintain)
     if scheme in ARENA:
         from ec_store.arena.store import ArenaStore  # noqa: PLC0415
-        from ec_store.arena.url import arena_options  # noqa: PLC0415
 
-        return ArenaStore(arena_options(url), "writer" if payloads else "proxy")
+        return ArenaStore.from_url(url)
     if scheme in REDIS:
         from ec_store.redis.store import RedisStore  # noqa: PLC0415
 
@@ -55,19 +61,40 @@ def open_store(
     raise unknown_scheme(url)
 
 
-async def open_async_store(
-    url: str, *, create: bool = True, lazy: bool = False, payloads: bool = True
-) -> AsyncStore:
+def open_tier(url: str) -> "Tier":
+    """Open the store behind a host's memory by its URL; it connects at its first use.
+
+    Raises:
+        ValueError: it is no URL of Redis, or has an unknown or invalid parameter.
+    """
+    if urlsplit(url).scheme not in REDIS:
+        raise ValueError(f"{redacted(url)!r} cannot be a tier: use redis:// or rediss://")
+    from ec_store.redis.store import RedisStore  # noqa: PLC0415
+
+    return RedisStore.from_url(url)
+
+
+async def open_async_store(url: str, *, create: bool = True, lazy: bool = False) -> AsyncStore:
     """Open a store by its URL on a thread.
 
     Args and errors are those of `open_store`.
     """
     pool = DaemonPool(THREADS, "ec-store")
     try:
-        store = await on_thread(
-            pool, lambda: open_store(url, create=create, lazy=lazy, payloads=payloads)
-        )
+        store = await on_thread(pool, lambda: open_store(url, create=create, lazy=lazy))
         return AsyncStore(store, pool)
     except BaseException:
         pool.close()
         raise
+
+
+async def open_proxy_store(url: str) -> ProxyStore:
+    """Open an existing store for a proxy: lazily, and without its payloads.
+
+    The errors are those of `open_store`.
+    """
+    if urlsplit(url).scheme in ARENA:
+        from ec_store.arena.aio_store import AsyncArenaStore  # noqa: PLC0415
+
+        return AsyncArenaStore.from_url(url)
+    return await open_async_store(url, create=False, lazy=True)

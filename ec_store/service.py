@@ -63,6 +63,23 @@ COUNTERS = {
     "corrupt": "Corrupt entries that this service found.",
     "evictions": "Entries evicted by this service.",
 }
+TIER_COUNTERS = {
+    "hits": "Entries that were looked up in the tier and found.",
+    "misses": "Entries that were looked up in the tier and not found.",
+    "skipped": "Lookups of entries in the tier that were skipped: it keeps failing or is busy.",
+    "fetched": "Entries copied from the tier into the memory.",
+    "fetched_bytes": "Bytes copied from the tier into the memory.",
+    "sent": "Entries copied from the memory to the tier.",
+    "sent_bytes": "Bytes copied from the memory to the tier.",
+    "known": "Entries that were not sent to the tier because it had them.",
+    "drops": "Entries that were not copied from or to the tier: no room, too late, or a failure.",
+    "errors": "Calls of the tier that failed or missed their deadline.",
+    "corrupt": "Corrupt entries of the memory that were deleted and not sent to the tier.",
+}
+TIER_GAUGES = {
+    "queued": "Entries that wait to be sent to the tier.",
+    "queued_bytes": "Bytes of the entries that wait to be sent to the tier.",
+}
 
 
 def create_app(store: AsyncStore, *, interval_s: float, api_key: str = "") -> web.Application:
@@ -228,6 +245,11 @@ class _StatsCollector(Collector):
                 yield GaugeMetricFamily(f"ec_store_{name}", text, value=self._stats[name])
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"ec_store_{name}", text, value=self._stats[name])
+        if (tier := self._stats["tier"]) is not None:
+            for name, text in TIER_COUNTERS.items():
+                yield CounterMetricFamily(f"ec_store_tier_{name}", text, value=tier[name])
+            for name, text in TIER_GAUGES.items():
+                yield GaugeMetricFamily(f"ec_store_tier_{name}", text, value=tier[name])
         if self._memory is not None:
             yield from _memory_metrics(self._memory)
 

@@ -6,8 +6,6 @@ PYTHONPATH=. .venv/bin/python scripts/bench_arena.py full --scale 0.01
 
 import argparse
 import multiprocessing
-import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -31,8 +29,8 @@ NAMESPACE = "org/model@0123456789abcdef/encoder-0123456789abcdef/bf16/1"
 FORK = multiprocessing.get_context("fork")
 
 
-def opened(path: Path, role: str = "writer") -> ArenaStore:
-    return ArenaStore(arena_options(f"shm://{path}?timeout=60s&verify=0"), role)  # type: ignore[arg-type]
+def opened(path: Path) -> ArenaStore:
+    return ArenaStore(arena_options(f"shm://{path}?timeout=60s&verify=0"))
 
 
 @contextmanager
@@ -43,7 +41,7 @@ def serving(size: str) -> Iterator[Path]:
         command = [sys.executable, "-m", "ec_store", "serve", f"shm://{path}?max_bytes={size}"]
         server = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.DEVNULL)
         try:
-            with opened(path, "proxy") as store:
+            with opened(path) as store:
                 while not is_up(store):
                     if server.poll() is not None:
                         sys.exit("the server has not started")
@@ -142,7 +140,7 @@ def consume(path: Path, pipe: Connection) -> None:
 
 def round_trips(rounds: int) -> None:
     """Compare calls for one and for 64 keys with an empty round trip of the same connection."""
-    with serving("64MiB") as path, opened(path) as writer, opened(path, "proxy") as store:
+    with serving("64MiB") as path, opened(path) as writer, opened(path) as store:
         keys = [key(n) for n in range(64)]
         for each in keys:
             writer.put(each, entry(memoryview(bytes(64))))

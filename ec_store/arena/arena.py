@@ -32,6 +32,7 @@ from ec_store.arena.protocol import (
     Request,
     Row,
     Stats,
+    TierStats,
     Unpin,
 )
 from ec_store.base import ClientUse
@@ -48,7 +49,17 @@ MAX_HEADERS_BYTES = MAX_REPLY_BYTES // 2
 MAX_MODELS = 1024
 """Upper bound of the models with a registered namespace."""
 
-_MISS = Pin(0, b"", [])
+
+@dataclass(slots=True, eq=False)
+class Coming:
+    """Entry that is being copied from the tier.
+
+    Attributes:
+        leased_until_s: end of the longest lease that it was given meanwhile.
+    """
+
+    header: bytes
+    leased_until_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +73,9 @@ class Arena:
         clients: clients that are connected, by session.
         gone: clients that are gone, the bytes of which a device may still be copying, by session.
         namespaces: registered namespace of each model.
+        own: what the server itself has pinned or begun, for the tier.
+        coming: entries that are being copied from the tier, by digest.
+        tier: numbers of the tier; None without one.
     """
 
     index: ArenaIndex
@@ -71,6 +85,9 @@ class Arena:
     clients: dict[int, Client] = field(default_factory=dict)
     gone: dict[int, Client] = field(default_factory=dict)
     namespaces: dict[bytes, bytes] = field(default_factory=dict)
+    own: Client = field(default_factory=Client)
+    coming: dict[bytes, Coming] = field(default_factory=dict)
+    tier: TierStats | None = None
 
     def answer(  # noqa: C901, PLR0911, PLR0912 - one case for each request
         self, client: Client, request: Request, now_s: float
@@ -83,16 +100,19 @@ class Arena:
         index = self.index
         match request:
             case Find(digests, 0):
-                return Headers(_headers(index.find(digests, now_s)))
+                return Headers(self._headers(digests, index.find(digests, now_s)))
             case Find(digests, seconds):
-                return Headers(_headers(index.lease(digests, seconds, now_s)))
+                for digest in digests:
+                    if coming := self.coming.get(digest):
+                        coming.leased_until_s = max(coming.leased_until_s, now_s + seconds)
+                return Headers(self._headers(digests, index.lease(digests, seconds, now_s)))
             case Unpin(numbers):
                 index.unpin(client, numbers, now_s)
                 return None
             case Read(digests):
                 pins = index.pin(client, digests, now_s)
-                _headers([None if pin is None else pin[1] for pin in pins])
-                return Pins([_pin(pin) for pin in pins])
+                headers = self._headers(digests, [None if pin is None else pin[1] for pin in pins])
+                return Pins(list(map(_pin, pins, headers)))
             case Begin(digest, namespace, size_bytes, replace):
                 slot = Slot(digest, namespace, size_bytes, replace)
                 number = index.begin(client, slot, now_s)
@@ -135,10 +155,29 @@ class Arena:
         digests, owner, seconds = request.digests, request.owner, request.seconds
         if not request.find:
             return Claimed(self.index.claim(client, digests, owner, seconds, now_s), [])
-        headers = _headers(self.index.find(digests, now_s))
+        headers = self._headers(digests, self.index.find(digests, now_s))
         missing = [digest for digest, header in zip(digests, headers, strict=True) if not header]
         held = iter(self.index.claim(client, missing, owner, seconds, now_s))
         return Claimed([not header and next(held) for header in headers], headers)
+
+    def _headers(self, digests: Sequence[bytes], slots: Sequence[Slot | None]) -> list[bytes]:
+        """Return the header of each entry, also of those that come from the tier.
+
+        Raises:
+            BadMessage: they are too large for a reply.
+        """
+        headers = [
+            self._coming(digest) if slot is None else slot.header
+            for digest, slot in zip(digests, slots, strict=True)
+        ]
+        if sum(map(len, headers)) > MAX_HEADERS_BYTES:
+            raise BadMessage(f"the headers of these {len(headers)} entries do not fit into a reply")
+        return headers
+
+    def _coming(self, digest: bytes) -> bytes:
+        """Return the header of an entry that comes from the tier; empty if it does not."""
+        coming = self.coming.get(digest)
+        return b"" if coming is None else coming.header
 
     def _purge(self, namespace: bytes) -> Done:
         for model in [model for model, name in self.namespaces.items() if name == namespace]:
@@ -169,7 +208,7 @@ class Arena:
 
     def _stats(self, now_s: float) -> Stats:
         gone = self.gone.values()
-        clients = [*self.clients.values(), *gone]
+        clients = [*self.clients.values(), *gone, self.own]
         leased = self.index.leased(now_s)
         pins = [pinned_s for client in clients for _, pinned_s in client.pins.values()]
         return Stats(
@@ -184,6 +223,7 @@ class Arena:
             begun_bytes=sum(client.begun_bytes for client in clients),
             gone_bytes=sum(client.pinned_bytes + client.begun_bytes for client in gone),
             oldest_pin_s=now_s - min(pins, default=now_s),
+            tier=self.tier,
             pages=self.pages,
             refused=self.refused,
             uses=_uses(clients),
@@ -202,20 +242,8 @@ def _uses(clients: Sequence[Client]) -> list[ClientUse]:
     ]
 
 
-def _headers(slots: Sequence[Slot | None]) -> list[bytes]:
-    """Return the header of each entry.
-
-    Raises:
-        BadMessage: they are too large for a reply.
-    """
-    headers = [b"" if slot is None else slot.header for slot in slots]
-    if sum(map(len, headers)) > MAX_HEADERS_BYTES:
-        raise BadMessage(f"the headers of these {len(headers)} entries do not fit into a reply")
-    return headers
-
-
-def _pin(pin: tuple[int, Slot] | None) -> Pin:
+def _pin(pin: tuple[int, Slot] | None, header: bytes) -> Pin:
     if pin is None:
-        return _MISS
+        return Pin(0, header, [])
     number, slot = pin
-    return Pin(number, slot.header, list(slot.extents), slot.checksum)
+    return Pin(number, header, list(slot.extents), slot.checksum)

@@ -5,7 +5,6 @@ import errno
 import os
 import select
 import socket
-import stat
 import time
 import weakref
 from collections import deque
@@ -39,14 +38,18 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
+from ec_store.arena.url import check_folder
 from ec_store.counts import ForkLock, after_fork
 from ec_store.errors import StoreUnavailable
 
-CHUNK_BYTES = 2**18
+CHUNK_BYTES = 2**16  # larger ones are mapped and unmapped for each call
 MAX_WELCOME_BYTES = 2**16
 
 MAX_WAITS = 16
 """Upper bound of the threads of a process that wait at a server at once."""
+
+MAX_RELEASES = 1024
+"""Upper bound of the pins that are released at once, so that a socket has room for the message."""
 
 R = TypeVar("R", bound=Reply)
 
@@ -88,7 +91,8 @@ class MappedArena:
             if memory is None or len(memory) != welcome.size_bytes:
                 memory = map_memory(fds[0], welcome.size_bytes, write=role == "writer")
                 mapped[self.name] = memory
-                populate(memory, write=role == "writer")
+                with suppress(RuntimeError):  # no thread can be started
+                    populate(memory, write=role == "writer")
             self.memory = memory
 
     @property
@@ -186,7 +190,30 @@ class ArenaConnection:
                 arena.pins += sum(pin.number > 0 for pin in reply.pins)
             elif isinstance(reply, Begun) and reply.number:
                 arena.writes.add(reply.number)
-            return checked, arena
+        self._send_releases(arena)
+        return checked, arena
+
+    def release(self, arena: MappedArena, number: int) -> None:
+        """Release a pin; a finalizer may call it, within any other call of its thread.
+
+        So it waits neither for a lock nor for the server. If a call is under way, the release is
+        sent at its end.
+        """
+        arena.released.append(number)
+        self._send_releases(arena)
+
+    def _send_releases(self, arena: MappedArena) -> None:
+        while arena.released and self._lock.mutex.acquire(blocking=False):
+            try:
+                if arena is not self._arena or self._socket is None:
+                    return  # it was lost, and the next connection reports the end of its copies
+                if not _has_event(self._socket, select.POLLOUT):
+                    return  # the server does not read: the next call sends them, or fails
+                self._socket.sendall(_unpin(arena))
+            except OSError:
+                self._disconnect()
+            finally:
+                self._lock.mutex.release()
 
     def settle(self) -> None:
         """Send the releases of pins, which otherwise wait for the next call.
@@ -197,10 +224,8 @@ class ArenaConnection:
             connection, arena = self._socket, self._arena
             if connection is None or arena is None:
                 return
-            ended = select.poll()
-            ended.register(connection, select.POLLRDHUP)
             try:
-                if ended.poll(0):
+                if _has_event(connection, select.POLLRDHUP):
                     self._disconnect()
                 elif arena.released:
                     connection.settimeout(self._timeout_s)
@@ -224,9 +249,10 @@ class ArenaConnection:
         Entries that are still read here stay until this process ends.
         """
         with self._lock.mutex:
-            if self._socket is not None and self._arena is not None and self._arena.released:
+            if self._socket is not None and self._arena is not None:
                 with suppress(OSError):
-                    self._socket.sendall(_unpin(self._arena))
+                    while self._arena.released:
+                        self._socket.sendall(_unpin(self._arena))
             self._disconnect()
 
     def _connect(self, deadline_s: float) -> MappedArena:
@@ -319,10 +345,10 @@ class WaitingConnections:
             self._idle.put(connection)
 
 
-def check_folder(folder: Path) -> None:
-    """Raise OSError if every user may write to a folder, and so replace the socket in it."""
-    if folder.stat().st_mode & stat.S_IWOTH:
-        raise PermissionError(errno.EACCES, f"every user may write to {folder}: chmod o-w")
+def _has_event(connection: socket.socket, event: int) -> bool:
+    poll = select.poll()
+    poll.register(connection, event)
+    return bool(poll.poll(0))
 
 
 def _set_deadline(connection: socket.socket, deadline_s: float) -> None:
@@ -351,8 +377,8 @@ def _expect(reply: Reply, reply_type: type[R]) -> R:
 
 
 def _unpin(arena: MappedArena) -> bytes:
-    numbers = []
-    while arena.released:
+    numbers: list[int] = []
+    while arena.released and len(numbers) < MAX_RELEASES:
         numbers.append(arena.released.popleft())
     arena.pins -= len(numbers)
     return encode(Unpin(numbers))

@@ -173,7 +173,13 @@ class ArenaIndex:
 
     def find(self, digests: Iterable[bytes], now_s: float) -> list[Slot | None]:
         """Return the entries of these keys."""
-        return [self._find(digest, now_s) for digest in digests]
+        get, expired_s = self._entries.get, now_s - self._ttl_s
+        return [
+            slot
+            if (slot := get(digest)) is None or slot.used_s > expired_s
+            else self._find(digest, now_s)
+            for digest in digests
+        ]
 
     def lease(self, digests: Iterable[bytes], seconds: float, now_s: float) -> list[Slot | None]:
         """Return the entries of these keys, which are not evicted for this time."""
@@ -367,6 +373,14 @@ class ArenaIndex:
             return math.inf
         claim = self._claims.get(digest)
         return now_s if claim is None else max(now_s, claim.until_s)
+
+    def lacking(self, digests: Iterable[bytes], now_s: float) -> list[bytes]:
+        """Return the keys of entries that neither exist nor are being written."""
+        return [
+            digest
+            for digest in digests
+            if digest not in self._writing and self._find(digest, now_s) is None
+        ]
 
     def disconnect(self, client: Client) -> None:
         """End the claims of a client that is gone, and let others write what it had begun.

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ STEP_BYTES = 256 * 2**20
 """Bytes that are allocated at once. The memory that is left is checked before each step."""
 
 POPULATE_BYTES = 16 * 2**20
-"""Bytes that are mapped at once, during which no other thread can change this process's mappings."""
+"""Bytes that are mapped at once. Meanwhile no other thread can map or unmap memory."""
 
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # <asm-generic/mman-common.h>, since Linux 5.14
 
@@ -143,7 +143,7 @@ def map_memory(fd: int, size_bytes: int, *, write: bool) -> Bytes:
     return np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, protection), np.uint8)
 
 
-def populate(memory: Bytes, *, write: bool) -> None:
+def populate(memory: Bytes, *, write: bool) -> threading.Thread:
     """Map the pages of a memory on a thread, ahead of their first use in this process.
 
     Otherwise each page of 4 KiB costs a page fault when it is first read or written. The thread
@@ -154,8 +154,8 @@ def populate(memory: Bytes, *, write: bool) -> None:
     thread = threading.Thread(
         target=_populate, args=(weakref.ref(memory), advice), name="ec-store-pages", daemon=True
     )
-    with suppress(RuntimeError):  # no thread can be started
-        thread.start()
+    thread.start()
+    return thread
 
 
 def _populate(mapped: "weakref.ref[Bytes]", advice: int) -> None:
@@ -186,3 +186,20 @@ def parts_of(memory: Bytes, extents: Iterable[Extent], size_bytes: int) -> list[
     if size_bytes:
         raise ValueError(f"the extents lack {size_bytes} bytes")
     return parts
+
+
+def copy_in(data: memoryview, parts: Sequence[Bytes]) -> None:
+    """Copy bytes into parts of the memory."""
+    source, begin = np.frombuffer(data, np.uint8), 0
+    for part in parts:
+        np.copyto(part, source[begin : begin + len(part)])
+        begin += len(part)
+
+
+def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
+    """Copy parts of the memory into a buffer, and return it."""
+    target, begin = np.frombuffer(buffer, np.uint8), 0
+    for part in parts:
+        np.copyto(target[begin : begin + len(part)], np.frombuffer(part, np.uint8))
+        begin += len(part)
+    return buffer

@@ -86,14 +86,17 @@ class Forget(Message, frozen=True):
 
 
 class Find(Message, frozen=True):
-    """Look entries up. With `seconds` above 0, lease them too. The reply is `Headers`."""
+    """Look entries up. With `seconds` above 0, lease them too. The reply is `Headers`.
+
+    If there is a tier, entries that are missing here are looked up there first, and begin to come.
+    """
 
     digests: Digests
     seconds: Seconds = 0.0
 
 
 class Headers(Message, frozen=True):
-    """Header of each entry; empty for a miss."""
+    """Header of each entry; empty for a miss. An entry that comes from the tier has one."""
 
     headers: list[bytes]
 
@@ -112,6 +115,9 @@ class Unpin(Message, frozen=True):
 
 class Pin(msgspec.Struct, array_like=True, frozen=True):
     """Pinned entry; number 0: a miss.
+
+    With number 0 and a header, it is coming from the tier: a `Wait` ends when it is there, or when
+    it does not come.
 
     Attributes:
         checksum: xxh3-64 of its payload; empty: none yet (`ec_store/arena/checksums.py`).
@@ -248,7 +254,39 @@ class Namespaces(Message, frozen=True):
 
 
 class GetStats(Message, frozen=True):
-    """Get the statistics. The reply is `Stats`. It is also the shortest round trip."""
+    """Get the statistics. The reply is `Stats`. The cost grows with the pins."""
+
+
+class TierStats(msgspec.Struct, array_like=True):
+    """Numbers of a tier, since the server has started.
+
+    Attributes:
+        hits, misses: entries that were looked up in it.
+        skipped: look-ups that were not made: it keeps failing, or has too many of them.
+        fetched: entries that were copied from it.
+        sent: entries that were copied to it.
+        known: entries that were not sent because it had them.
+        drops: entries that were not sent or fetched because a queue or the memory was full, they
+            had waited too long, or a call failed.
+        errors: calls that failed or did not end in time.
+        corrupt: entries that were deleted and not sent because their bytes do not match their
+            checksum. The tier itself counts and deletes its own corrupt ones, which are misses.
+        queued, queued_bytes: entries that wait to be sent.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    skipped: int = 0
+    fetched: int = 0
+    fetched_bytes: int = 0
+    sent: int = 0
+    sent_bytes: int = 0
+    known: int = 0
+    drops: int = 0
+    errors: int = 0
+    corrupt: int = 0
+    queued: int = 0
+    queued_bytes: int = 0
 
 
 class Stats(Message, frozen=True):
@@ -257,6 +295,7 @@ class Stats(Message, frozen=True):
     Attributes:
         taken_bytes: bytes that are not free.
         leased: number of leased entries.
+        tier: None: there is no tier.
         pages, refused, uses and others: as in `MemoryStats`.
     """
 
@@ -274,6 +313,7 @@ class Stats(Message, frozen=True):
     pages: str
     refused: int
     uses: list[ClientUse]
+    tier: TierStats | None = None
 
 
 class Failed(Message, frozen=True):

@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ from typing import Self, cast
 
 from ec_store.arena.arena import Arena
 from ec_store.arena.checksums import Checksums
-from ec_store.arena.connection import check_folder
 from ec_store.arena.index import ArenaIndex, Client
 from ec_store.arena.memory import ArenaMemory, map_memory
 from ec_store.arena.protocol import (
@@ -32,8 +31,12 @@ from ec_store.arena.protocol import (
     VERSION,
     BadMessage,
     Begin,
+    ClaimKeys,
+    Delete,
     Done,
+    End,
     Failed,
+    Find,
     Forget,
     Frames,
     Hello,
@@ -46,6 +49,8 @@ from ec_store.arena.protocol import (
     encode,
     read_request,
 )
+from ec_store.arena.tier import Tier, TierTransfers
+from ec_store.arena.url import check_folder
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -78,8 +83,12 @@ MAX_UNREAD_BYTES = 2**20
 """Upper bound of the replies that a client has not read when it sends a request. One read may
 deliver thousands of requests, so a pause of reading does not bound the replies."""
 
+MAX_PENDING = 64
+"""Requests of a client above which no more are read, while one of them waits for the tier."""
+
 NEEDS_MEMORY: Mapping[Role | None, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
-"""Requests for which the memory of a client is missing, by its role."""
+"""Requests for which the memory of a client is missing, by its role: but for an entry without
+payload, as the proxies write for clients' names of media."""
 
 _SO_PEERPIDFD = 77  # <asm-generic/socket.h>
 _CREDENTIALS = struct.Struct("=iII")  # pid, uid and gid of unix(7)
@@ -119,17 +128,22 @@ class ArenaServer:
         """Number of connections of each user, with those that have ended and still keep bytes."""
         self._gone: dict[int, Peer] = {}
         self._checksums = Checksums(index, map_memory(memory.fd, memory.size_bytes, write=False))
+        self._tier: TierTransfers | None = None
         self._listener: socket.socket | None = None
         self._connecting: set[asyncio.Task[object]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
-    def start(self, listener: socket.socket) -> None:
-        """Accept connections of a socket from `bind`, which the server closes."""
+    def start(self, listener: socket.socket, tier: Tier | None = None) -> None:
+        """Accept connections of a socket from `bind`. The server closes it, and the tier."""
         listener.listen(BACKLOG)
         self._listener = listener
         self._listen(listener)
         self._expire()
         self._checksums.start()
+        if tier is not None:
+            memory = map_memory(self._memory.fd, self._memory.size_bytes, write=True)
+            self._tier = TierTransfers(tier, self.arena, memory, self.settle_waits, self.clock)
+            self._tier.start()
 
     async def close(self) -> None:
         """Stop listening and disconnect all clients. Their memory stays mapped in them."""
@@ -145,6 +159,8 @@ class ArenaServer:
         while self._sessions:  # noqa: ASYNC110 - one or two turns of the loop
             await asyncio.sleep(0)
         await self._checksums.close()
+        if self._tier is not None:
+            await self._tier.close()
         for number in list(self._gone):
             self._forget(number)
         os.close(self._read_only)
@@ -155,12 +171,30 @@ class ArenaServer:
         if isinstance(request, Forget):
             self._forget_earlier(request.session)
             return Done()
-        if isinstance(request, NEEDS_MEMORY.get(session.role, ())):
+        needless = isinstance(request, Begin) and not request.size_bytes
+        if isinstance(request, NEEDS_MEMORY.get(session.role, ())) and not needless:
             raise BadMessage(f"a {session.role} sends no {type(request).__name__}")
+        written = session.client.writes.get(request.number) if isinstance(request, End) else None
         reply = self.arena.answer(session.client, request, self.clock())
+        if self._tier is not None:
+            if written is not None and reply == Done(1):
+                self._tier.offer(written)
+            elif isinstance(request, Delete):
+                self._tier.remove(request.digests)
         self.settle_waits()
         self._checksums.wake()
         return reply
+
+    def look_up(self, request: Request) -> "asyncio.Task[None] | None":
+        """Look up in the tier what a request asks for and the memory lacks.
+
+        Return a task that ends soon, after which the request is answered; None: at once.
+        """
+        if self._tier is not None:
+            match request:
+                case Find(digests) | Read(digests) | ClaimKeys(digests, find=True):
+                    return self._tier.look_up(digests)
+        return None
 
     def settle_waits(self) -> None:
         """Answer the clients that waited for entries that have changed."""
@@ -345,6 +379,9 @@ class Session(asyncio.Protocol):
         self.client = Client(peer.pid)
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)
+        self._pending: deque[tuple[Request, asyncio.Task[None] | None]] = deque()
+        """Requests that wait for the tier, each with its look-up, and those behind them."""
+        self._reads_replies = True
         self._wait: Wait | None = None
         self._until_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -357,23 +394,57 @@ class Session(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for body in self._frames.split(data):
-                self._receive(read_request(body))
+            for request in map(read_request, self._frames.split(data)):
+                looking = None if self.role is None else self._server.look_up(request)
+                if looking is not None:
+                    looking.add_done_callback(self._serve_pending)
+                if looking is not None or self._pending:
+                    self._pending.append((request, looking))
+                else:
+                    self._receive(request)
         except (BadMessage, OSError) as error:
-            self.transport.write(encode(Failed(str(error))))
-            self.transport.close()
-            self._end_wait()
-            self._timer = asyncio.get_running_loop().call_later(LAST_REPLY_S, self.transport.abort)
+            self._fail(error)
+        if len(self._pending) > MAX_PENDING:
+            self.transport.pause_reading()
+
+    def _serve_pending(self, _: "asyncio.Task[None]") -> None:
+        """Answer requests in their order, up to the next that waits for the tier."""
+        if self.transport.is_closing():
+            return  # nothing may be pinned or begun for it any more
+        try:
+            while self._pending:
+                request, looking = self._pending[0]
+                if looking is not None and not looking.done():
+                    break
+                self._pending.popleft()
+                self._receive(request)
+        except BadMessage as error:
+            self._fail(error)
+            return
+        if len(self._pending) <= MAX_PENDING and self._reads_replies:
+            self.transport.resume_reading()
+
+    def _fail(self, error: Exception) -> None:
+        """Tell the client why its connection ends."""
+        self._pending.clear()
+        self.transport.write(encode(Failed(str(error))))
+        self.transport.close()
+        self._end_wait()
+        self._timer = asyncio.get_running_loop().call_later(LAST_REPLY_S, self.transport.abort)
 
     def connection_lost(self, _exc: Exception | None) -> None:
+        self._pending.clear()
         self._end_wait()
         self._server.lose(self)
 
     def pause_writing(self) -> None:
+        self._reads_replies = False
         self.transport.pause_reading()  # it reads no replies: it gets no more of them
 
     def resume_writing(self) -> None:
-        self.transport.resume_reading()
+        self._reads_replies = True
+        if len(self._pending) <= MAX_PENDING:
+            self.transport.resume_reading()
 
     def settle_wait(self) -> None:
         """Answer this client's wait if nothing that it waits for is pending, or after its time.

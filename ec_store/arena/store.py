@@ -9,16 +9,21 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
-import numpy as np
 
 from ec_store.arena.checksums import checksum_of
 from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
 from ec_store.arena.extents import Extent
+from ec_store.arena.fields import (
+    decode_name,
+    digest_chunks,
+    encode_name,
+    entry_infos,
+    key_digest,
+)
 from ec_store.arena.index import Refusal
-from ec_store.arena.memory import Bytes
+from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
     LONGEST_S,
-    MAX_KEYS,
     BadMessage,
     Begin,
     Begun,
@@ -42,7 +47,6 @@ from ec_store.arena.protocol import (
     Release,
     Reply,
     Request,
-    Role,
     Row,
     Stats,
     Wait,
@@ -79,11 +83,10 @@ class ArenaStore(Store):
         options: options of its URL.
     """
 
-    def __init__(self, options: ArenaOptions, role: Role = "writer") -> None:
-        """Create a store; a `proxy` cannot read or write entries, only look them up."""
+    def __init__(self, options: ArenaOptions) -> None:
+        """Create a store; the first call connects it."""
         self.options = options
-        self._role = role
-        self._connection = ArenaConnection(options.path, role, options.timeout_s)
+        self._connection = ArenaConnection(options.path, "writer", options.timeout_s)
         self._waiting = WaitingConnections(options.path, options.timeout_s)
         self._buffers = Buffers()
         self.counts = Counts()
@@ -125,7 +128,9 @@ class ArenaStore(Store):
         Waits and errors are those of `put`.
         """
         try:
-            begun = self._begin(Begin(_digest(key), _name(key.namespace), size_bytes, replace))
+            begun = self._begin(
+                Begin(key_digest(key), encode_name(key.namespace), size_bytes, replace)
+            )
             return begun and EntryWrite(self, key, size_bytes, *begun)
         except (StoreUnavailable, EntryTooLarge):
             self.counts.add(drops=1)
@@ -151,24 +156,25 @@ class ArenaStore(Store):
     def pin(self, key: EntryKey) -> "PlacedEntry | None":
         """Return an entry in place (see `Store.get`): nothing is copied.
 
-        It is pinned until the last view of its bytes is deleted.
+        It is pinned until the last view of its bytes is deleted. For an entry that comes from the
+        tier, it waits for half of `timeout_s`: then it is a miss, and not yet late for a caller
+        with that timeout.
         """
-        reply, arena = self._connection.call(Read([_digest(key)]), Pins)
+        pin, arena = self._read(key_digest(key))
         entry = None
-        [pin] = reply.pins
         if pin.number:
             try:
                 entry = self._pinned(key, arena, pin)
             except OtherFormat:
-                arena.released.append(pin.number)
+                self._connection.release(arena, pin.number)
             except CorruptEntry:
                 self.counts.add(corrupt=1)
                 try:
                     self._connection.call(Discard(pin.number), Done, within=arena)
                 finally:
-                    arena.released.append(pin.number)
+                    self._connection.release(arena, pin.number)
             except BaseException:  # a signal
-                arena.released.append(pin.number)
+                self._connection.release(arena, pin.number)
                 raise
         self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
@@ -204,19 +210,19 @@ class ArenaStore(Store):
             reply = self._ask(request, Claimed)
             headers += reply.headers
             claims += reply.held
-        infos = map(_info, keys, headers)
+        infos = entry_infos(keys, headers)
         return [info or held for info, held in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         named = owner_bytes(owner)
-        for digests in _chunks(keys):
+        for digests in digest_chunks(keys):
             self._ask(Release(digests, named), Done)
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        return sum(self._ask(Delete(digests), Done).number for digests in _chunks(keys))
+        return sum(self._ask(Delete(digests), Done).number for digests in digest_chunks(keys))
 
     def purge(self, namespace: str) -> int:
-        return self._ask(Purge(_name(namespace)), Done).number
+        return self._ask(Purge(encode_name(namespace)), Done).number
 
     def ls(self) -> Iterator[Listed]:
         """Yield every entry, in the order of their digests."""
@@ -241,19 +247,20 @@ class ArenaStore(Store):
             bytes=stats.taken_bytes,
             max_bytes=stats.size_bytes,
             leased=stats.leased,
+            tier=None if stats.tier is None else msgspec.structs.asdict(stats.tier),
             **(self._process_counts() | {"evictions": stats.evictions}),
             memory=MemoryStats(**{name: getattr(stats, name) for name in MEMORY_STATS}),
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
-        self._ask(Register(_name(model), _name(namespace)), Namespaces)
+        self._ask(Register(encode_name(model), encode_name(namespace)), Namespaces)
 
     def namespaces(self) -> Mapping[str, str]:
         named = self._ask(Register(b"", b""), Namespaces).namespaces
-        return {_text(model): _text(namespace) for model, namespace in named.items()}
+        return {decode_name(model): decode_name(namespace) for model, namespace in named.items()}
 
     def check(self) -> None:
-        self._ask(GetStats(), Stats)
+        self._ask(Find([]), Headers)
 
     def close(self) -> None:
         self._connection.close()
@@ -283,6 +290,17 @@ class ArenaStore(Store):
             if left_s <= 0:
                 raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
             self._waiting.wait(Wait([request.digest], left_s))
+
+    def _read(self, digest: bytes) -> tuple[Pin, MappedArena]:
+        """Pin an entry, if it comes from the tier after that, and return the pin."""
+        deadline_s = time.monotonic() + self.options.timeout_s / 2
+        while True:
+            reply, arena = self._connection.call(Read([digest]), Pins)
+            [pin] = reply.pins
+            left_s = deadline_s - time.monotonic()
+            if pin.number or not pin.header or left_s <= 0:
+                return pin, arena
+            self._waiting.wait(Wait([digest], left_s))
 
     def _is_readable(self, digest: bytes) -> bool:
         """Return whether an entry is still there, and of this format."""
@@ -315,7 +333,7 @@ class ArenaStore(Store):
         if random.random() < self.options.verify:  # noqa: S311
             _verify(found, pin.checksum)
         kept = _Kept()
-        weakref.finalize(kept, arena.released.append, pin.number)
+        weakref.finalize(kept, self._connection.release, arena, pin.number)
         for part in found:
             weakref.finalize(part, id, kept)  # `kept` exists while views of any part do
         place = Place(arena.name, tuple(pin.extents), info.payload_bytes)
@@ -340,22 +358,22 @@ class ArenaStore(Store):
                 return str(error)
             return None
         finally:
-            arena.released.append(pin.number)
+            self._connection.release(arena, pin.number)
 
     def _find(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         seconds = min(seconds, LONGEST_S)
         headers = [
             header
-            for digests in _chunks(keys)
+            for digests in digest_chunks(keys)
             for header in self._ask(Find(digests, seconds), Headers).headers
         ]
-        return list(map(_info, keys, headers))
+        return entry_infos(keys, headers)
 
     def _claims(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, *, find: bool
     ) -> Iterator[ClaimKeys]:
         named, seconds = owner_bytes(owner), min(seconds, LONGEST_CLAIM_S)
-        for digests in _chunks(keys):
+        for digests in digest_chunks(keys):
             yield ClaimKeys(digests, named, seconds, find)
 
     def _rows(self) -> Iterator[Row]:
@@ -451,54 +469,10 @@ class EntryWrite:
             self._store.end(self, b"")
 
 
-def copy_in(data: memoryview, parts: Sequence[Bytes]) -> None:
-    """Copy bytes into parts of the memory."""
-    source, begin = np.frombuffer(data, np.uint8), 0
-    for part in parts:
-        np.copyto(part, source[begin : begin + len(part)])
-        begin += len(part)
-
-
-def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
-    """Copy parts of the memory into a buffer, and return it."""
-    target, begin = np.frombuffer(buffer, np.uint8), 0
-    for part in parts:
-        np.copyto(target[begin : begin + len(part)], np.frombuffer(part, np.uint8))
-        begin += len(part)
-    return buffer
-
-
 def _verify(parts: Sequence[Bytes], checksum: str) -> None:
     """Raise CorruptEntry if parts of the memory have another checksum; empty: none is known."""
     if checksum and checksum_of(parts) != checksum:
         raise CorruptEntry("its checksum does not match its payload")
-
-
-def _digest(key: EntryKey) -> bytes:
-    return bytes.fromhex(key.digest)
-
-
-def _chunks(keys: Sequence[EntryKey]) -> Iterator[list[bytes]]:
-    for begin in range(0, len(keys), MAX_KEYS):
-        yield [_digest(key) for key in keys[begin : begin + MAX_KEYS]]
-
-
-def _name(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _text(name: bytes) -> str:
-    return name.decode("utf-8", "surrogatepass")
-
-
-def _info(key: EntryKey, header: bytes) -> EntryInfo | None:
-    if not header:
-        return None
-    try:
-        info = parse_header(header)
-    except CorruptEntry:
-        return None
-    return info if info.key == key else None
 
 
 def _listed(row: Row) -> Listed:

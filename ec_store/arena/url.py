@@ -1,6 +1,9 @@
-"""Options in a `shm://` URL."""
+"""Options in a `shm://` URL, and the check of its path."""
 
+import errno
+import stat
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -67,3 +70,9 @@ def _share(text: str) -> float:
     if not 0 <= share <= 1:
         raise ValueError(f"{text!r} is not a share from 0 to 1")
     return share
+
+
+def check_folder(folder: Path) -> None:
+    """Raise OSError if every user may write to a folder, and so replace the socket in it."""
+    if folder.stat().st_mode & stat.S_IWOTH:
+        raise PermissionError(errno.EACCES, f"every user may write to {folder}: chmod o-w")

@@ -93,8 +93,11 @@ class RedisStore(Store):
 
         One round trip, and a second one if a header is longer than `HEAD_BYTES`.
         """
+        return self.find([key.digest for key in keys])
+
+    def find(self, digests: Sequence[str]) -> list[EntryInfo | None]:
+        """Look up headers as `lookup`, by the digests of their keys."""
         with self._client.limit_time():
-            digests = [key.digest for key in keys]
             replies = self._client.run(self._entries.info_commands(digests))
             return self._entries.parse_infos(digests, replies)
 
@@ -146,7 +149,10 @@ class RedisStore(Store):
         self._client.run([("UNLINK", name) for name in held])
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        digests = list(dict.fromkeys(key.digest for key in keys))
+        return self.remove(list(dict.fromkeys(key.digest for key in keys)))
+
+    def remove(self, digests: Sequence[str]) -> int:
+        """Delete entries as `delete`, by the digests of their keys, each once."""
         with self._client.limit_time():
             return self._entries.remove_entries(digests)
 

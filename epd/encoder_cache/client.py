@@ -21,6 +21,7 @@ from ec_store.concurrency import Breaker
 from ec_store.entry import EntryInfo
 from ec_store.errors import StoreError, StoreMissing
 from ec_store.keys import EntryKey
+from ec_store.opening import ProxyStore
 from epd.aio import Background, Work
 from epd.config.sections.transfers import TransferSettings
 from epd.encoder_cache.lookup import MOST_KEYS, AtOnce, Lookup
@@ -68,7 +69,7 @@ Operation = Literal[
 Result = Literal["ok", "timeout", "error", "skipped"]
 """Results of an operation. `skipped`: the store is not open, or is bypassed after failures."""
 
-OpenStore = Callable[[], Awaitable[AsyncStore]]
+OpenStore = Callable[[], Awaitable[ProxyStore]]
 
 logger = structlog.get_logger("epd")
 
@@ -90,8 +91,8 @@ class EncoderCache:
         self.found_bytes = 0
         self._open_store = open_store
         self._config = config
-        self._opened: AsyncStore | None = None
-        self._store: AsyncStore | None = None
+        self._opened: ProxyStore | None = None
+        self._store: ProxyStore | None = None
         self._problem: str | None = None
         self._at_once = AtOnce()
         self._reading = Breaker("reading from the encoder store", warn=_warn)
@@ -151,9 +152,9 @@ class EncoderCache:
             return False
         if self._writing.open:
             look.claim_nothing()
-        if self._is_fast(self._store, len(look.keys)):
-            return self._look_up_on_loop(look, self._store)
-        visiting = self._store.begin_visit(look.run)
+        if store := self._fast_store(len(look.keys)):
+            return self._look_up_on_loop(look, store)
+        visiting = _begin_lookup(look, self._store)
         try:
             await _ended(visiting, PATIENT_S if patient else self._config.ec_store_budget_s)
             if look.found is not None and not visiting.done():
@@ -165,12 +166,17 @@ class EncoderCache:
                 look.abandon_visit()
                 visiting.add_done_callback(_seen)
         # Skipped for a cancelled request, which carries no information about the store.
-        self._at_once.took_on_thread(look.took_s, time.monotonic())
+        if isinstance(self._store, AsyncStore):
+            self._at_once.took_on_thread(look.took_s, time.monotonic())
         failure = visiting.exception() if visiting.done() else None
         return self._judged(look, failure, late=not visiting.done())
 
-    def _is_fast(self, store: AsyncStore, keys: int) -> bool:
-        return store.in_memory and self._at_once.allows_inline(keys, time.monotonic())
+    def _fast_store(self, keys: int) -> AsyncStore | None:
+        """Return the store if calls for this many keys run on the event loop, which they block."""
+        store = self._store
+        if not isinstance(store, AsyncStore) or not store.in_memory:
+            return None
+        return store if self._at_once.allows_inline(keys, time.monotonic()) else None
 
     def _look_up_on_loop(self, look: Lookup, store: AsyncStore) -> bool:
         failure = None
@@ -224,20 +230,20 @@ class EncoderCache:
                 self._leased[info.key] = until_s
 
     async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        """Release claims: on the event loop `MOST_KEYS` at a time, on threads all at once."""
+        """Release claims: `MOST_KEYS` at a time if that blocks the event loop, else all at once."""
         while keys:
-            fast = self._store is not None and self._is_fast(self._store, 1)
+            fast = self._fast_store(1)
             some = keys[:MOST_KEYS] if fast else keys
-            await self.write("release", partial(self._released, some, owner, fast=fast))
+            await self.write("release", partial(self._released, some, owner, fast))
             keys = keys[len(some) :]
 
     async def _released(
-        self, keys: Sequence[EntryKey], owner: str, store: AsyncStore, *, fast: bool
+        self, keys: Sequence[EntryKey], owner: str, fast: AsyncStore | None, store: ProxyStore
     ) -> None:
-        if not fast:
+        if fast is None:
             return await store.release(keys, owner)
         begun_s = time.monotonic()
-        store.at_once(lambda opened: opened.release(keys, owner))
+        fast.at_once(lambda opened: opened.release(keys, owner))
         ended_s = time.monotonic()
         self._at_once.took_on_loop(ended_s - begun_s, ended_s)
         await asyncio.sleep(0)  # let other requests run between two groups
@@ -276,19 +282,19 @@ class EncoderCache:
         return known.pop() if len(known) == 1 else None
 
     async def read(
-        self, operation: Operation, call: Callable[[AsyncStore], Awaitable[T]]
+        self, operation: Operation, call: Callable[[ProxyStore], Awaitable[T]]
     ) -> T | None:
         """Return the store's answer to a read; None if it did not answer."""
         return await self._ask(operation, call, self._reading)
 
     async def write(
-        self, operation: Operation, call: Callable[[AsyncStore], Awaitable[T]]
+        self, operation: Operation, call: Callable[[ProxyStore], Awaitable[T]]
     ) -> T | None:
         """Return the store's answer to a write, which has its own breaker; None without one."""
         return await self._ask(operation, call, self._writing)
 
     async def _ask(
-        self, operation: Operation, call: Callable[[AsyncStore], Awaitable[T]], breaker: Breaker
+        self, operation: Operation, call: Callable[[ProxyStore], Awaitable[T]], breaker: Breaker
     ) -> T | None:
         if self._store is None or breaker.open:
             self.operations[operation, "skipped"] += 1
@@ -334,7 +340,7 @@ class EncoderCache:
                 async with asyncio.timeout(again_s):
                     await self._refresh_now.wait()
 
-    async def _checked(self) -> AsyncStore:
+    async def _checked(self) -> ProxyStore:
         if self._opened is None:
             self._opened = await self._open_store()
         await self._opened.check()
@@ -366,6 +372,13 @@ class EncoderCache:
         task = asyncio.create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _begin_lookup(look: Lookup, store: ProxyStore) -> "asyncio.Future[None]":
+    """Start a lookup that goes on if its request is late or cancelled."""
+    if isinstance(store, AsyncStore):
+        return store.begin_visit(look.run)
+    return asyncio.ensure_future(look.ask(store))
 
 
 async def _ended(visiting: "asyncio.Future[None]", timeout_s: float) -> None:

@@ -1,13 +1,15 @@
-"""Lookup in the encoder store with claims of missing entries, on a thread or the event loop.
+"""Lookup in the encoder store with claims of missing entries.
 
-A call to a store in memory takes some microseconds. Passing it to a thread and back takes several
-times as long. A call on the event loop, however, blocks all other requests. The choice depends on
-the durations of earlier calls.
+A store that answers messages gets one for the whole lookup. Other stores are called, on a thread or
+on the event loop. A call to a store in memory takes some microseconds. Passing it to a thread and
+back takes several times as long. A call on the event loop, however, blocks all other requests. The
+choice depends on the durations of earlier calls.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 from ec_store.base import Store
 from ec_store.entry import EntryInfo
@@ -72,6 +74,18 @@ Claim = Callable[[Sequence[EntryKey], str, float], Sequence[bool]]
 """Claims entries for an owner, for a number of seconds. Returns for each whether it is held."""
 
 
+class MessageStore(Protocol):
+    """Store with calls that wait on the event loop; results and errors are those of `Store`."""
+
+    async def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]: ...
+
+    async def claim_or_find(
+        self, keys: Sequence[EntryKey], owner: str, seconds: float
+    ) -> list[EntryInfo | bool]: ...
+
+    async def release(self, keys: Sequence[EntryKey], owner: str) -> None: ...
+
+
 class Lookup:
     """A lookup of entries, and claims of the missing ones.
 
@@ -129,6 +143,26 @@ class Lookup:
                 self._claim(missing, store, partial(store.claim, wait=False))
         finally:
             self.took_s = time.perf_counter() - begun_s
+
+    async def ask(self, store: MessageStore) -> None:
+        """Look up the entries and claim the missing ones with one message.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        owner, answers = self._owner, list[EntryInfo | bool | None]()
+        if owner is None:
+            answers += await store.lookup(self.keys)
+        else:
+            answers += await store.claim_or_find(self.keys, owner, self._claim_s)
+        self.found = {info.key: info for info in answers if isinstance(info, EntryInfo)}
+        if owner is not None:
+            self.settled = not all(isinstance(answer, EntryInfo) for answer in answers)
+            self.claimed = [
+                key for key, answer in zip(self.keys, answers, strict=True) if answer is True
+            ]
+            if self._left and self.claimed:
+                await store.release(self.claimed, owner)
 
     def _look_up(self, store: Store) -> Sequence[EntryKey]:
         """Look up the entries. Return the missing keys."""

@@ -11,7 +11,7 @@ from functools import cache, partial
 
 from aiohttp import web
 
-from ec_store.opening import open_async_store
+from ec_store.opening import open_proxy_store
 from epd.aio import Background
 from epd.api.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
@@ -244,8 +244,7 @@ def _cache(
     url = config.ec_store
     if url is None:
         return nullcontext()
-    open_store = partial(open_async_store, url, create=False, lazy=True, payloads=False)
-    return EncoderCache.connect(open_store, config, background)
+    return EncoderCache.connect(partial(open_proxy_store, url), config, background)
 
 
 def _kv_events(

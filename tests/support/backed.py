@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from ec_store import Entry, EntryKey, Store
-from ec_store.opening import open_async_store
+from ec_store.opening import open_proxy_store
 from epd.aio import Background
 from epd.config.sections.transfers import TransferSettings
 from epd.encoder_cache.client import EncoderCache
@@ -40,8 +40,7 @@ def cache_settings(lease_s: float, budget_s: float = BUDGET_S) -> TransferSettin
 
 def opened_cache(url: str, config: TransferSettings) -> AbstractAsyncContextManager[EncoderCache]:
     """Return the proxy's client of a store, without a proxy."""
-    open_store = partial(open_async_store, url, create=False, lazy=True)
-    return EncoderCache.connect(open_store, config, Background(lambda *_: None))
+    return EncoderCache.connect(partial(open_proxy_store, url), config, Background(lambda *_: None))
 
 
 class Backed:

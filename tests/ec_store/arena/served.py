@@ -21,6 +21,7 @@ from ec_store.arena.memory import create_memory
 from ec_store.arena.protocol import GetStats, Pin, Pins, Read, Stats
 from ec_store.arena.server import ArenaServer, bind
 from ec_store.arena.store import ArenaStore
+from ec_store.arena.tier import Tier
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import StoreUnavailable
 
@@ -34,6 +35,7 @@ def serving(
     *,
     segment_bytes: int = 2**30,
     client_bytes: int | None = None,
+    tier: Tier | None = None,
     **options: Any,
 ) -> Iterator[ArenaServer]:
     memory = create_memory(size_bytes, segment_bytes)
@@ -44,7 +46,7 @@ def serving(
 
     async def serve() -> None:
         server = ArenaServer(memory, index, **options)
-        server.start(bind(path, 0o600))
+        server.start(bind(path, 0o600), tier)
         started.append(server)
         ready.set()
         await asyncio.to_thread(done.wait)

@@ -40,7 +40,6 @@ from ec_store.arena.protocol import (
 from ec_store.arena.server import ArenaServer, bind
 from ec_store.arena.store import ArenaStore
 from ec_store.errors import EntryTooLarge, StoreUnavailable
-from ec_store.opening import open_store
 from tests.ec_store.arena.served import (
     MIB,
     Serve,
@@ -270,17 +269,13 @@ def test_a_proxy_gets_no_memory(path: Path, server: ArenaServer) -> None:
         assert fds == []
 
 
-def test_a_store_without_payloads_only_looks_up(
-    path: Path, server: ArenaServer, store: ArenaStore
+@pytest.mark.parametrize("request_", [Read([KEY]), Begin(KEY, b"", 100, replace=False)])
+def test_a_proxy_reads_and_writes_no_payload(
+    path: Path, server: ArenaServer, request_: Read | Begin
 ) -> None:
-    store.put(key(), sized(100))
-    with open_store(f"shm://{path}", payloads=False) as proxy:
-        assert proxy.lookup([key()]) != [None]
-        for call in (lambda: proxy.get(key()), lambda: proxy.put(key("other"), sized(100))):
-            with pytest.raises(StoreUnavailable, match="a proxy sends no"):
-                call()
-
-    assert_same(sized(100), store.get(key()))
+    proxy = ArenaConnection(str(path), "proxy", 10)
+    with pytest.raises(StoreUnavailable, match="a proxy sends no"):
+        proxy.call(request_, Pins if isinstance(request_, Read) else Begun)
 
 
 def test_a_reader_cannot_write(path: Path, server: ArenaServer) -> None:
@@ -605,3 +600,40 @@ class TestProcess:
         assert ended.returncode == 1
         assert "are left on the machine" in ended.stderr
         assert "Traceback" not in ended.stderr
+
+
+def test_an_idle_client_releases_an_entry_when_it_is_no_longer_read(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    store.put(key(), sized(MIB))
+    found = store.get(key())
+    assert stats(path).pinned_bytes == MIB
+    del found
+
+    until(path, pinned_bytes=0)
+
+
+def test_an_entry_may_be_released_within_another_call(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    store.put(key(), sized(MIB))
+    found = store.get(key())
+    with store._connection._lock.mutex:  # noqa: SLF001
+        del found  # as a garbage collection does, which must not wait
+    assert stats(path).pinned_bytes == MIB
+    store.lookup([key()])
+
+    until(path, pinned_bytes=0)
+
+
+def test_a_release_does_not_wait_for_a_server_that_reads_nothing(
+    path: Path, server: ArenaServer, store: ArenaStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(key(), sized(MIB))
+    found = store.get(key())
+    monkeypatch.setattr("ec_store.arena.connection._has_event", lambda *_: False)
+    del found
+    assert stats(path).pinned_bytes == MIB
+    store.lookup([key()])
+
+    assert stats(path).pinned_bytes == 0

@@ -1,0 +1,272 @@
+"""Connection of an event loop to the server of an arena: many calls at once, and no thread."""
+
+import asyncio
+import os
+import socket
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+from ec_store.arena.protocol import (
+    MAX_REPLY_BYTES,
+    VERSION,
+    BadMessage,
+    Failed,
+    Frames,
+    Hello,
+    Message,
+    Reply,
+    Request,
+    Welcome,
+    encode,
+    read_reply,
+)
+from ec_store.arena.url import check_folder
+from ec_store.counts import after_fork
+from ec_store.errors import StoreUnavailable
+
+CONNECT_EVERY_S = 0.1
+"""Shortest time in seconds from a failed connection to the next attempt. Calls fail meanwhile."""
+
+MAX_SENT_KEYS = 256
+"""Upper bound of the keys in unanswered requests; one request may have more. Further requests wait
+here: the server disconnects a client that sends requests and has more than 1 MiB of replies to
+read (`MAX_UNREAD_BYTES`)."""
+
+LOOK_AGAIN_S = 0.05
+"""Time in seconds in which a reply is read that has come in time while the event loop was busy."""
+
+R = TypeVar("R", bound=Reply)
+
+
+class AsyncArenaConnection:
+    """Connection that is made at the first call, and again after a failure. For one event loop.
+
+    It gets no memory (the role `proxy`). After a fork, the child has no part in it.
+    """
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        """Create a connection to the server at a path, which may take `timeout_s` for a reply."""
+        self._path = path
+        self._name = f"the arena at {path}"
+        self._timeout_s = timeout_s
+        self._link: _Link | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._socket: socket.socket | None = None
+        self._problem = f"{self._name}: there is no connection"
+        self._again_s = 0.0
+        self._closed = False
+        after_fork(self._forget_parent)
+
+    async def call(self, request: Request, reply_type: type[R], keys: int = 1) -> R:
+        """Send a request, behind those that were sent before, and return its reply.
+
+        The reply to a cancelled call is dropped. A request that has not been sent yet is then not
+        sent.
+
+        Args:
+            request: the request; it is no `Wait`, which would delay all others.
+            reply_type: type of its reply.
+            keys: number of the keys in it.
+
+        Raises:
+            StoreUnavailable: there is no server, it is too slow, or its reply is unusable. All
+                unanswered calls fail then, and the next call connects again.
+        """
+        link = self._link
+        if link is None or not link.usable:
+            link = await self._connect()
+        reply = await link.ask(request, reply_type, keys)
+        return cast("R", reply)
+
+    async def close(self) -> None:
+        """Close the connection; the server frees what it held. Unanswered calls fail."""
+        self._closed = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait([self._connecting])
+        if self._link is not None:
+            self._link.end("it is closed")
+            await self._link.lost.wait()
+
+    async def _connect(self) -> "_Link":
+        """Return a new connection; calls at the same time share it.
+
+        Raises:
+            StoreUnavailable: it cannot be made, or could not be made a moment ago.
+        """
+        if self._closed:
+            raise StoreUnavailable(f"{self._name}: it is closed")
+        if self._connecting is None:
+            loop = asyncio.get_running_loop()
+            if loop.time() < self._again_s:
+                raise StoreUnavailable(self._problem)
+            self._connecting = loop.create_task(self._reconnect())
+        await asyncio.wait([self._connecting])  # which goes on if this call is cancelled
+        if self._link is None or not self._link.usable:
+            raise StoreUnavailable(self._problem)
+        return self._link
+
+    async def _reconnect(self) -> None:
+        try:
+            self._link = await self._new_link()
+        except StoreUnavailable as error:
+            self._problem = str(error)
+            self._again_s = asyncio.get_running_loop().time() + CONNECT_EVERY_S
+        finally:
+            self._connecting = None
+
+    async def _new_link(self) -> "_Link":
+        link = _Link(self._name, self._timeout_s)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = connection
+        try:
+            check_folder(Path(self._path).parent)
+            connection.setblocking(False)
+            connection.connect(self._path)  # at once, or not at all: it never waits
+            loop = asyncio.get_running_loop()
+            await loop.create_unix_connection(lambda: link, sock=connection)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, OSError):
+                raise StoreUnavailable(f"{self._name}: {error}") from error
+            raise
+        try:
+            await link.ask(Hello(VERSION, "proxy"), Welcome, 1)
+        except BaseException:
+            link.end("it is closed")
+            await link.lost.wait()
+            raise
+        return link
+
+    def _forget_parent(self) -> None:
+        """Close the parent's socket in a child of `fork`, so that claims end with the parent."""
+        if self._socket is not None:
+            with suppress(OSError):
+                os.close(self._socket.detach())
+        self._socket = self._link = self._connecting = None
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """Request, and the future of its reply; `until_s` is its deadline once it is sent."""
+
+    message: bytes
+    reply_type: type[Message]
+    keys: int
+    reply: "asyncio.Future[Reply]"
+    until_s: float = 0.0
+
+
+class _Link(asyncio.Protocol):
+    """One connection, and its unanswered calls in their order.
+
+    One timer watches the oldest call, whatever the number of calls.
+
+    Attributes:
+        lost: whether its socket is closed.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.lost = asyncio.Event()
+        self._name = name
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._frames = Frames(MAX_REPLY_BYTES)
+        self._queued: deque[_Call] = deque()
+        self._sent: deque[_Call] = deque()
+        self._sent_keys = 0
+        self._late: _Call | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended = False
+
+    @property
+    def usable(self) -> bool:
+        return not self._ended and not self.transport.is_closing()
+
+    def ask(
+        self, request: Request, reply_type: type[Message], keys: int
+    ) -> "asyncio.Future[Reply]":
+        """Send a request now, or after earlier ones have their replies; return its reply."""
+        reply: asyncio.Future[Reply] = self._loop.create_future()
+        self._queued.append(_Call(encode(request), reply_type, keys, reply))
+        self._send()
+        return reply
+
+    def end(self, problem: str) -> None:
+        """Close the connection; unanswered calls fail."""
+        if self._ended:
+            return
+        self._ended = True
+        for call in (*self._sent, *self._queued):
+            if not call.reply.done():
+                call.reply.set_exception(StoreUnavailable(f"{self._name}: {problem}"))
+        self._sent.clear()
+        self._queued.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._ended:
+            return
+        try:
+            for body in self._frames.split(data):
+                self._receive(read_reply(body))
+        except BadMessage as error:
+            self.end(str(error))
+        else:
+            self._send()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end(str(exc or "the server has closed the connection"))
+        self.lost.set()
+
+    def _receive(self, reply: Reply) -> None:
+        if isinstance(reply, Failed):
+            raise BadMessage(reply.text)
+        if not self._sent or not isinstance(reply, self._sent[0].reply_type):
+            raise BadMessage(f"an unexpected reply: {reply!r:.200}")
+        call = self._sent.popleft()
+        self._sent_keys -= call.keys
+        if not call.reply.done():
+            call.reply.set_result(reply)
+
+    def _send(self) -> None:
+        """Send what may be sent now, but nothing for callers that have left."""
+        while self._queued:
+            call = self._queued[0]
+            if self._sent and self._sent_keys + call.keys > MAX_SENT_KEYS:
+                break
+            self._queued.popleft()
+            if call.reply.done():
+                continue
+            call.until_s = self._loop.time() + self._timeout_s
+            self._sent.append(call)
+            self._sent_keys += call.keys
+            self.transport.write(call.message)
+        if self._timer is None and self._sent:
+            self._timer = self._loop.call_at(self._sent[0].until_s, self._check)
+
+    def _check(self) -> None:
+        """End the connection if the reply to the oldest call is late.
+
+        After a pause of the process, uvloop runs timers before it reads what has come.
+        """
+        self._timer = None
+        if not self._sent:
+            return
+        call, now_s = self._sent[0], self._loop.time()
+        if call is self._late and call.until_s <= now_s:
+            self.end(f"no reply within {self._timeout_s:g} s")
+            return
+        if call.until_s <= now_s:
+            self._late = call
+        self._timer = self._loop.call_at(max(call.until_s, now_s + LOOK_AGAIN_S), self._check)
