@@ -82,7 +82,7 @@ class Engine:
             "ec_connector": "TimedConnector",
             "ec_connector_module_path": "scripts.bench_handover",
             "ec_role": role,
-            "ec_connector_extra_config": {"store": store},
+            "ec_connector_extra_config": {"store": store, "timeout_s": 30},
         }
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
@@ -184,8 +184,10 @@ def stores(folder: Path) -> Iterator[dict[str, str]]:
         subprocess.Popen(command, stdout=subprocess.DEVNULL) as server,
         tempfile.TemporaryDirectory(dir="/dev/shm") as files,
     ):
-        yield {"file": f"file://{files}/store?max_bytes=1GiB", "shm": memory}
-        server.terminate()
+        try:
+            yield {"file": f"file://{files}/store?max_bytes=1GiB", "shm": memory}
+        finally:
+            server.terminate()
 
 
 def main() -> None:
