@@ -44,6 +44,7 @@ from ec_store.errors import StoreUnavailable
 
 CHUNK_BYTES = 2**16  # larger ones are mapped and unmapped for each call
 MAX_WELCOME_BYTES = 2**16
+NAME_BYTES = 16
 
 MAX_WAITS = 16
 """Upper bound of the threads of a process that wait at a server at once."""
@@ -77,6 +78,8 @@ class MappedArena:
             BadMessage: the server has sent no memory.
             OSError: the memory cannot be mapped.
         """
+        if len(welcome.arena) != NAME_BYTES or welcome.segment_bytes <= 0:
+            raise BadMessage("the server describes no memory")
         self.name, self.session = welcome.arena, welcome.session
         self.segment_bytes = welcome.segment_bytes
         self.released: deque[int] = deque()
@@ -121,8 +124,7 @@ class MappedArena:
 
 
 MappedMemories = weakref.WeakValueDictionary[bytes, Bytes]
-"""Memories that are mapped, by name: one whose connection was lost, and made again, is not mapped
-twice."""
+"""Memories that are mapped, by name: a new connection to the same server maps none again."""
 
 
 class ArenaConnection:

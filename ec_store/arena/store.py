@@ -47,6 +47,7 @@ from ec_store.arena.protocol import (
     Release,
     Reply,
     Request,
+    Role,
     Row,
     Stats,
     Wait,
@@ -83,10 +84,10 @@ class ArenaStore(Store):
         options: options of its URL.
     """
 
-    def __init__(self, options: ArenaOptions) -> None:
-        """Create a store; the first call connects it."""
+    def __init__(self, options: ArenaOptions, role: Role = "writer") -> None:
+        """Create a store; the first call connects it. A `reader` writes no entries."""
         self.options = options
-        self._connection = ArenaConnection(options.path, "writer", options.timeout_s)
+        self._connection = ArenaConnection(options.path, role, options.timeout_s)
         self._waiting = WaitingConnections(options.path, options.timeout_s)
         self._buffers = Buffers()
         self.counts = Counts()
@@ -336,7 +337,7 @@ class ArenaStore(Store):
         weakref.finalize(kept, self._connection.release, arena, pin.number)
         for part in found:
             weakref.finalize(part, id, kept)  # `kept` exists while views of any part do
-        place = Place(arena.name, tuple(pin.extents), info.payload_bytes)
+        place = HostPlace(arena.name, tuple(pin.extents), info.payload_bytes)
         parts = [part.data.toreadonly() for part in found]
         return PlacedEntry(info.dtype, info.shape, info.modality, info.metadata, place, parts)
 
@@ -383,7 +384,7 @@ class ArenaStore(Store):
             after = rows[-1].digest
 
 
-class Place(NamedTuple):
+class HostPlace(NamedTuple):
     """Place of an entry: extents, in order, of the arena of a name."""
 
     arena: bytes
@@ -405,7 +406,7 @@ class PlacedEntry:
     shape: tuple[int, ...]
     modality: str
     metadata: Mapping[str, Any]
-    place: Place
+    place: HostPlace
     parts: Sequence[memoryview]
 
 
@@ -435,7 +436,7 @@ class EntryWrite:
         self._store = store
         self._key = key
         self.number, self.arena = begun.number, arena
-        self.place = Place(arena.name, tuple(begun.extents), size_bytes)
+        self.place = HostPlace(arena.name, tuple(begun.extents), size_bytes)
         try:
             self.parts = arena.parts(begun.extents, size_bytes)
         except (BadMessage, StoreUnavailable) as error:
