@@ -235,8 +235,7 @@ class ArenaConnection:
         self._socket = connection
         _set_deadline(connection, deadline_s)
         connection.connect(self._path)
-        with suppress(ConnectionError):  # refused, and the reason is in its reply
-            connection.sendall(encode(Hello(VERSION, self._role)))
+        connection.sendall(encode(Hello(VERSION, self._role)))
         data, fds = _receive_fds(connection)
         try:
             reply = _receive(connection, data, deadline_s)
