@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,6 +14,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from threading import Event
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 import uvloop
@@ -25,10 +27,11 @@ from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
 from ec_store.arena.server import ArenaServer, bind, raise_open_files
+from ec_store.arena.sockets import SYSTEM, find_sockets, runtime_folder
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.tier import Tier
-from ec_store.base import Listed, Store
-from ec_store.config import duration_s, octal, size_bytes, size_text
+from ec_store.base import Listed, MemoryStats, Store
+from ec_store.config import duration_s, octal, redacted, size_bytes, size_text
 from ec_store.disk.config import DiskConfig, GivenSettings
 from ec_store.disk.store import SharedDiskStore
 from ec_store.errors import StoreError, StoreMissing, StoreUnavailable
@@ -44,16 +47,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = make_parser().parse_args(argv)
     try:
-        # A root that creates a store of another user, or its settings, would lock that user out.
-        with open_store(
-            args.url, create=args.create, lazy=args.lazy, maintain=not args.create
-        ) as store:
-            sys.exit(args.run(store, args))
+        sys.exit(max(_run(args, url) for url in _urls(args)))
     except ValueError as error:
         print(f"ec-store: error: {error}", file=sys.stderr)
         sys.exit(2)
     except StoreError as error:
         sys.exit(f"ec-store: {error}")
+
+
+def _run(args: argparse.Namespace, url: str) -> int:
+    args.url = url
+    # A root that creates a store of another user, or its settings, would lock that user out.
+    with open_store(url, create=args.create, lazy=args.lazy, maintain=not args.create) as store:
+        result: int = args.run(store, args)
+        return result
+
+
+def _urls(args: argparse.Namespace) -> list[str]:
+    """Return the URL of the command line, or those of the memories of this host.
+
+    Raises:
+        ValueError: several servers run, and the command is for one store.
+        StoreMissing: none runs.
+    """
+    if args.url is not None:
+        return [args.url]
+    found = [f"shm://{quote(str(path))}" for path in find_sockets()]
+    if not found:
+        raise StoreMissing(
+            f"found no server of a memory in {runtime_folder()} or {SYSTEM}: name the URL of a "
+            "store, or run this command as the user of the server"
+        )
+    if len(found) > 1 and not args.several:
+        raise ValueError(f"several memories are served here, name one: {' '.join(found)}")
+    return found
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -70,12 +97,15 @@ def make_parser() -> argparse.ArgumentParser:
         name: str, run: Callable[..., int], text: str, *, create: bool = False
     ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        added.add_argument("url", metavar="URL", help="file:///path, shm:///path, redis://…")
+        found = "" if create else " (default: the memory that a server has on this host)"
+        url = f"file:///path, shm:///path, redis://…{found}"
+        added.add_argument("url", metavar="URL", nargs=None if create else "?", help=url)
         added.add_argument("--json", action="store_true", help="print JSON, one object per line")
-        added.set_defaults(run=run, create=create, lazy=False)
+        added.set_defaults(run=run, create=create, lazy=False, several=False)
         return added
 
-    command("stat", _stat, "show the metrics of a store, and the models that use it")
+    stat = command("stat", _stat, "show the metrics of a store, and the models that use it")
+    stat.set_defaults(several=True)
     command("ls", _ls, "list every entry, the least recently used first")
     verify = command("verify", _verify, "read every entry whole and list the corrupt ones")
     verify.add_argument("--fix", action="store_true", help="delete the corrupt ones")
@@ -124,14 +154,40 @@ def _add_settings(configure: argparse.ArgumentParser) -> None:
 def _stat(store: Store, args: argparse.Namespace) -> int:
     stats, namespaces = store.stats(), dict(store.namespaces())
     lines = [
+        f"store      {redacted(args.url)}",
         f"entries    {_shown(stats.entries, '{:,}'.format)}",
         f"bytes      {_shown(stats.bytes, size_text)}",
         f"max_bytes  {_shown(stats.max_bytes, size_text)}",
         f"leased     {_shown(stats.leased, '{:,}'.format)}",
     ]
+    if stats.memory is not None:
+        lines += _memory_lines(stats.memory)
+    if stats.tier is not None:
+        names = ("sent", "fetched", "queued", "drops", "errors")
+        lines.append("tier       " + ", ".join(f"{stats.tier[name]:,} {name}" for name in names))
     lines += [f"model      {model}: {namespace}" for model, namespace in namespaces.items()]
-    _print_result(args, asdict(stats) | {"namespaces": namespaces}, "\n".join(lines))
+    shown = {"url": redacted(args.url), **asdict(stats), "namespaces": namespaces}
+    _print_result(args, shown, "\n".join(lines))
     return 0
+
+
+def _memory_lines(memory: MemoryStats) -> list[str]:
+    pinned = size_text(memory.pinned_bytes)
+    if memory.pinned_bytes:
+        pinned += f", the oldest pin for {memory.oldest_pin_s:.0f} s"
+    return [
+        f"pages      {memory.pages}",
+        f"clients    {memory.clients:,}",
+        f"pinned     {pinned}",
+        f"begun      {size_text(memory.begun_bytes)}",
+        f"gone       {size_text(memory.gone_bytes)}",
+        f"refused    {memory.refused:,}",
+        *(
+            f"process    {use.role} {use.pid}: {size_text(use.pinned_bytes)} pinned, "
+            f"{size_text(use.begun_bytes)} begun"
+            for use in memory.uses
+        ),
+    ]
 
 
 def _ls(store: Store, args: argparse.Namespace) -> int:
@@ -169,7 +225,8 @@ def _verify(store: Store, args: argparse.Namespace) -> int:
 
 def _gc(store: Store, args: argparse.Namespace) -> int:
     removed = store.sweep()
-    _print_result(args, {"removed": removed}, f"{removed:,} entries removed")
+    own = "" if isinstance(store, SharedDiskStore) else ": its server evicts by itself"
+    _print_result(args, {"removed": removed}, f"{removed:,} entries removed{own}")
     return 0
 
 
@@ -248,7 +305,11 @@ async def _serve_memory(
         memory = await asyncio.to_thread(create_memory, options.max_bytes, stopped=stopped.is_set)
     except OSError as error:
         listener.close()
-        raise StoreUnavailable(f"no memory of {size_text(options.max_bytes)}: {error}") from error
+        advice = ""
+        if error.errno in {errno.ENOSYS, errno.EPERM}:
+            advice = ": this kernel or container allows no memfd, use a store in a directory"
+        text = f"no memory of {size_text(options.max_bytes)}: {error}{advice}"
+        raise StoreUnavailable(text) from error
     finally:
         stopped.set()
     extents = ExtentAllocator(memory.size_bytes, memory.segment_bytes)
@@ -258,6 +319,7 @@ async def _serve_memory(
     server.start(listener, tier)
     print(f"ec-store: {size_text(memory.size_bytes)} in {memory.pages} at {path}", file=sys.stderr)
     yield
+    path.unlink(missing_ok=True)  # noqa: ASYNC240 - before another server may listen there
     await server.close()
 
 

@@ -14,6 +14,49 @@ LONGEST_CLAIM_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
+class ClientUse:
+    """Memory that the connections of one process hold.
+
+    Attributes:
+        pid: its PID as the server sees it; 0 if it is in a PID namespace that the server does not
+            see.
+        role: `proxy`, `reader` or `writer`.
+    """
+
+    pid: int
+    role: str
+    pinned_bytes: int
+    begun_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """Metrics of the memory of a host.
+
+    Attributes:
+        pages: kind of its pages, as `pages of 4 KiB`.
+        clients: number of connections.
+        pinned_bytes: bytes that readers protect from eviction.
+        leased_bytes: bytes that leases protect from it.
+        begun_bytes: bytes that are being written.
+        gone_bytes: bytes that clients had pinned or begun which have lost their connection.
+        oldest_pin_s: age of the oldest pin in seconds; 0 without pins.
+        refused: writes that found no room, because all entries were in use.
+        uses: processes that have pinned or begun anything.
+    """
+
+    pages: str
+    clients: int
+    pinned_bytes: int
+    leased_bytes: int
+    begun_bytes: int
+    gone_bytes: int
+    oldest_pin_s: float
+    refused: int
+    uses: Sequence[ClientUse]
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """Metrics of a store; a value that a backend cannot compute cheaply is None.
 
@@ -26,7 +69,8 @@ class StoreStats:
         puts: entries written by this process.
         drops: entries this process could not write, because the store was full or unreachable.
         corrupt: corrupt entries that this process found and moved aside.
-        evictions: entries evicted by this process.
+        evictions: entries evicted by this process, or by the server of a memory.
+        memory: metrics that only the memory of a host has.
         tier: numbers of the tier behind a host's memory, by name
             (`ec_store.arena.protocol.TierStats`); None without one.
     """
@@ -42,6 +86,7 @@ class StoreStats:
     corrupt: int
     evictions: int
     tier: Mapping[str, int] | None = None
+    memory: MemoryStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

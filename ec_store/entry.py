@@ -150,7 +150,7 @@ class Entry:
 
 
 class HeldEntry(Protocol):
-    """Entry whose bytes are in memory: an `Entry`, or a part of a host's memory.
+    """Entry with its bytes in memory: an `Entry`, or a part of a host's memory.
 
     The attributes are those of `Entry`.
     """

@@ -53,17 +53,20 @@ class EntryKey:
         Text from outside never becomes part of such a name. Each part is framed by its length, so
         that different keys have different input to the hash.
         """
-        return _digest(self.namespace, self.identifier)
+        return digest_of(self.namespace, self.identifier).hex()
 
 
 @lru_cache(maxsize=1024)
-def _digest(*parts: str) -> str:
-    """Compute the digest, cached: a key is looked up, claimed and released within a second."""
+def digest_of(*parts: str) -> bytes:
+    """Return the digest of a key's namespace and identifier, 32 bytes.
+
+    It is cached: a key is looked up, claimed and released within a second.
+    """
     digest = hashlib.sha256()
     for part in parts:
         encoded = part.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(4, "big") + encoded)
-    return digest.hexdigest()
+    return digest.digest()
 
 
 def key_or_none(namespace: str, identifier: str) -> EntryKey | None:

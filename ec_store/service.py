@@ -12,13 +12,13 @@ from typing import Any
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from ec_store.aio import AsyncStore
-from ec_store.base import StoreStats
+from ec_store.base import MemoryStats, StoreStats
 from ec_store.entry import EntryInfo
 from ec_store.errors import StoreUnavailable
 from ec_store.keys import EntryKey
@@ -50,6 +50,15 @@ GAUGES = {
     "max_bytes": "Effective quota of the store in bytes.",
     "leased": "Number of entries that leases protect from eviction.",
 }
+MEMORY_GAUGES = {
+    "clients": "Number of connections to the memory. Only of a host's memory, as those below.",
+    "pinned_bytes": "Bytes of entries that readers protect from eviction.",
+    "leased_bytes": "Bytes of entries that leases protect from eviction.",
+    "begun_bytes": "Bytes of entries that are being written.",
+    "gone_bytes": "Bytes that clients had pinned or begun which lost their connection. They are "
+    "freed when the process ends, or reports the end of its copies.",
+}
+"""Metrics of `MemoryStats` by name."""
 COUNTERS = {
     "corrupt": "Corrupt entries that this service found.",
     "evictions": "Entries evicted by this service.",
@@ -107,6 +116,7 @@ class Maintenance:
 
     def __init__(self, store: AsyncStore, interval_s: float) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # its descriptors, memory and CPU time
         self._store = store
         self._interval_s = interval_s
         self._began_s = time.monotonic()
@@ -227,6 +237,7 @@ async def _metrics(request: web.Request) -> web.Response:
 class _StatsCollector(Collector):
     def __init__(self, stats: StoreStats) -> None:
         self._stats = asdict(stats)
+        self._memory = stats.memory
 
     def collect(self) -> Iterator[Metric]:
         for name, text in GAUGES.items():
@@ -239,6 +250,29 @@ class _StatsCollector(Collector):
                 yield CounterMetricFamily(f"ec_store_tier_{name}", text, value=tier[name])
             for name, text in TIER_GAUGES.items():
                 yield GaugeMetricFamily(f"ec_store_tier_{name}", text, value=tier[name])
+        if self._memory is not None:
+            yield from _memory_metrics(self._memory)
+
+
+def _memory_metrics(memory: MemoryStats) -> Iterator[Metric]:
+    for name, text in MEMORY_GAUGES.items():
+        yield GaugeMetricFamily(f"ec_store_{name}", text, value=getattr(memory, name))
+    text = "Age of the oldest pin in seconds; 0 without pins."
+    yield GaugeMetricFamily("ec_store_oldest_pin_seconds", text, value=memory.oldest_pin_s)
+    text = "Writes that found no room, because all entries were pinned, leased or being written."
+    yield CounterMetricFamily("ec_store_refused_writes", text, value=memory.refused)
+    text = "1; its label `pages` is the kind of the memory's pages."
+    pages = GaugeMetricFamily("ec_store_memory_info", text, labels=["pages"])
+    pages.add_metric([memory.pages], 1)
+    yield pages
+    text = (
+        "Bytes that a process has pinned, by its PID and role; pid 0: the processes in PID "
+        "namespaces that the server does not see. Only of processes that hold anything."
+    )
+    uses = GaugeMetricFamily("ec_store_client_pinned_bytes", text, labels=["pid", "role"])
+    for use in memory.uses:
+        uses.add_metric([str(use.pid), use.role], use.pinned_bytes)
+    yield uses
 
 
 async def _lookup(request: web.Request) -> web.Response:

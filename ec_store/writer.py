@@ -4,13 +4,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Protocol
 
-from ec_store.base import Store
 from ec_store.concurrency import Breaker
 from ec_store.counts import Counts
-from ec_store.entry import Entry
+from ec_store.entry import EntryInfo
 from ec_store.errors import EntryTooLarge, StoreError
 from ec_store.keys import EntryKey
 
@@ -21,8 +21,19 @@ LEASE_S = 60.0
 
 logger = logging.getLogger("vllm.ec_store")
 
-Make = Callable[[], Entry | None]
+Make = Callable[[], Any]
+"""Function that makes what a `Destination` writes; None if it must not be stored."""
 Done = Callable[[EntryKey, bool], None]
+
+
+class Destination(Protocol):
+    """Store, or a layer that makes the entries of a store from something else."""
+
+    def lease(self, keys: Sequence[EntryKey], seconds: float) -> Sequence[EntryInfo | None]:
+        """Look entries up and protect them, as `Store.lease`."""
+
+    def put(self, key: EntryKey, entry: Any) -> bool | None:
+        """Write an entry, as `Store.put`; None: it must not be stored."""
 
 
 @dataclass(eq=False)
@@ -41,7 +52,7 @@ class Writer:
         clock: monotonic clock in seconds.
     """
 
-    store: Store
+    store: Destination
     _: KW_ONLY
     counts: Counts = field(default_factory=Counts)
     queue_bytes: int = QUEUE_BYTES
@@ -50,7 +61,7 @@ class Writer:
 
     def __post_init__(self) -> None:
         self._breaker = Breaker("writing to the encoder store", clock=self.clock)
-        self._queue: queue.SimpleQueue[tuple[EntryKey, Make] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[EntryKey, int, Make] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting: dict[EntryKey, int] = {}
         self._logged: set[type[Exception]] = set()
@@ -75,7 +86,7 @@ class Writer:
                 self.counts.add(drops=1)
                 return False
             self._waiting[key] = size_bytes
-        self._queue.put((key, make))
+        self._queue.put((key, size_bytes, make))
         return True
 
     def close(self) -> None:
@@ -97,8 +108,8 @@ class Writer:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            key, make = job
-            stored = self._written(key, make)
+            key, size_bytes, make = job
+            stored = self._written(key, size_bytes, make)
             # `make` refers to the tensor: it is dropped before the wait for the next job.
             del job, make
             with self._lock:
@@ -108,10 +119,10 @@ class Writer:
             except Exception as error:  # noqa: BLE001 - as in `_written`
                 self._count_exception(error)
 
-    def _written(self, key: EntryKey, make: Make) -> bool:
+    def _written(self, key: EntryKey, size_bytes: int, make: Make) -> bool:
         started_s = self.clock()
         try:
-            stored = self._write(key, make, started_s)
+            stored = self._write(key, size_bytes, make, started_s)
         except EntryTooLarge:
             pass
         except (StoreError, OSError) as error:
@@ -135,18 +146,18 @@ class Writer:
                 "writing to the encoder store failed; the writer continues", exc_info=error
             )
 
-    def _write(self, key: EntryKey, make: Make, started_s: float) -> bool:
+    def _write(self, key: EntryKey, size_bytes: int, make: Make, started_s: float) -> bool:
         if self.store.lease([key], LEASE_S)[0] is not None:
             self.counts.add(known=1)
             return True
         entry = make()
-        if entry is None:
+        written = None if entry is None else self.store.put(key, entry)
+        if written is None:
             self.counts.add(drops=1)
             return False
-        written = self.store.put(key, entry)
         self.counts.observe("save_seconds", self.clock() - started_s)
         if written:
-            self.counts.add(saves=1, save_bytes=entry.data.nbytes)
+            self.counts.add(saves=1, save_bytes=size_bytes)
         else:
             self.counts.add(known=1)
         return True

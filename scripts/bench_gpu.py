@@ -25,8 +25,17 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from ec_store.device.region import Region
-from ec_store.device.tensors import HostCopies, Loader, pinned_memory
+from ec_store.arena.memory import create_memory, map_memory
+from ec_store.device.region import Region, register
+from ec_store.device.tensors import (
+    HostCopies,
+    Loader,
+    Output,
+    as_tensor,
+    new_stream,
+    pinned_memory,
+    to_device,
+)
 
 SIZES_MB = (1, 8, 64)
 ROOM_BYTES = 256 * 2**20
@@ -104,7 +113,7 @@ def main() -> int:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores,")
         print(f"{where}, medians of {args.rounds} rounds, GB/s\n")
         names = ["D2H pinned", "D2H ring", "device to store", "H2D pinned", "H2D region"]
-        names += ["store to device"]
+        names += ["store to device", "device to arena", "arena to device"]
         print(f"| entry | {' | '.join(names)} |\n| --- |{' --- |' * len(names)}")
         for size_mb in SIZES_MB:
             size = size_mb * 10**6
@@ -126,6 +135,20 @@ def _open(url: str | None, running: ExitStack) -> tuple[Kept, str]:
     folder = tempfile.TemporaryDirectory(dir=memory if roomy else None)
     path = Path(running.enter_context(folder))
     return Folder(path), f"files in {path.parent}"
+
+
+def _arena_ways(tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Return the copies of a tensor to the memory of a host, and from it."""
+    memory = create_memory(tensor.nbytes)
+    mapped = map_memory(memory.fd, tensor.nbytes, write=True)
+    os.close(memory.fd)
+    if not register(mapped):
+        print("the driver refuses to register the memory of an arena")
+    part, stream = torch.from_numpy(mapped), new_stream(tensor.device)
+    return {
+        "device to arena": lambda: Output(tensor).copy_to([part], stream),
+        "arena to device": lambda: to_device([as_tensor(mapped.data)], "BF16", tensor.shape),
+    }
 
 
 def _measure(size: int, kept: Kept, rounds: int) -> dict[str, list[float]]:
@@ -151,7 +174,7 @@ def _measure(size: int, kept: Kept, rounds: int) -> dict[str, list[float]]:
         if view is None or place is None:
             raise RuntimeError("the region is full")
         region.send([view])
-        loader.load(place, "BF16", (size // 2,))
+        to_device([loader.view(place)], "BF16", (size // 2,))
         loader.finish(region.shared_region().number)
         torch.cuda.synchronize()
         loader.report_copies()
@@ -165,6 +188,7 @@ def _measure(size: int, kept: Kept, rounds: int) -> dict[str, list[float]]:
         "H2D pinned": lambda: device.copy_(plain, non_blocking=True),
         "H2D region": lambda: placed(source),
         "store to device": lambda: placed(kept.get(str(size))),
+        **_arena_ways(tensor),
     }
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 3):

@@ -29,6 +29,10 @@ class FakeStream:
     def add(self, work: Work) -> None:
         self._work.append(work)
 
+    def synchronize(self) -> None:
+        self.fake.log.append("synchronize")
+        self.run()
+
     def wait_event(self, event: "FakeEvent") -> None:
         self.fake.log.append("wait")
         self.add(event.run)
@@ -82,18 +86,50 @@ class FakeEvent:
         self.fired = True
 
 
-class FakeTensor:
-    """Tensor on a fake device; `Tensor.copy_` from it is queued on the current stream."""
+class Storage:
+    """Memory on a fake device, which is free when nothing refers to this object."""
 
-    def __init__(self, fake: "FakeAccelerator", data: torch.Tensor, device: torch.device) -> None:
+
+class FakeTensor:
+    """Tensor on a fake device; copies from it and to it are queued on the current stream."""
+
+    def __init__(
+        self,
+        fake: "FakeAccelerator",
+        data: torch.Tensor,
+        device: torch.device,
+        storage: Storage | None = None,
+    ) -> None:
         self.fake = fake
         self.data = data
         self.device = device
+        self.storage = storage or Storage()
         self.dtype, self.shape, self.nbytes = data.dtype, data.shape, data.nbytes
         self.ndim = data.ndim
 
     def detach(self) -> "FakeTensor":
         return self
+
+    contiguous = detach
+
+    def reshape(self, *shape: int) -> "FakeTensor":
+        return self._viewed(self.data.reshape(*shape))
+
+    def view(self, dtype: torch.dtype) -> "FakeTensor":
+        return self._viewed(self.data.view(dtype))
+
+    def __getitem__(self, index: slice) -> "FakeTensor":
+        return self._viewed(self.data[index])
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> "FakeTensor":
+        """Queue a copy from host memory, which is read when the copy runs."""
+        assert non_blocking
+        self.fake.copied.append(source)
+        self.fake.current_stream(self.device).add(lambda: self.data.copy_(source))
+        return self
+
+    def _viewed(self, data: torch.Tensor) -> "FakeTensor":
+        return FakeTensor(self.fake, data, self.device, self.storage)
 
     @classmethod
     def __torch_function__(
@@ -101,12 +137,11 @@ class FakeTensor:
     ) -> Any:
         assert function is torch.Tensor.copy_, function
         host, source = args
-        kept = weakref.ref(source)
+        kept, data = weakref.ref(source.storage), source.data
 
         def copied() -> None:
-            alive = kept()
-            assert alive is not None, "the tensor was released before it was copied"
-            host.copy_(alive.data)
+            assert kept() is not None, "the tensor was released before it was copied"
+            host.copy_(data)
 
         source.fake.current_stream(source.device).add(copied)
         return host
@@ -118,6 +153,7 @@ class FakeAccelerator:
     Attributes:
         contexts: devices that were made current; each would occupy device memory.
         log: waits, in order.
+        copied: host memory that was copied from, in order.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +162,7 @@ class FakeAccelerator:
         self.thread = threading.local()
         self.contexts: set[int] = set()
         self.log: list[str] = []
+        self.copied: list[torch.Tensor] = []
         self._default: dict[int, FakeStream] = {}
         monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(self, device))
         monkeypatch.setattr(torch, "Event", lambda device: FakeEvent(self, device))
@@ -159,15 +196,18 @@ class FakeAccelerator:
         return tensor
 
     def move_here(self, index: int = 1) -> None:
-        """Make a device the one that models run on, to which `Tensor.to` copies."""
+        """Make a device the one that models run on, where `torch.empty` makes tensors."""
         device = torch.device("cuda", index)
-        real = torch.Tensor.to
+        real = torch.empty
 
-        def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            moved = args[:1] == (device,)
-            return self.tensor(tensor, index) if moved else real(tensor, *args, **kwargs)
+        def empty(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("device") != device:
+                return real(*args, **kwargs)
+            with torch.inference_mode(False):  # its device fills it outside of the model's step
+                data = real(*args, **{**kwargs, "device": "cpu"}).fill_(255)
+            return FakeTensor(self, data, device)
 
-        self._patch.setattr(torch.Tensor, "to", to)
+        self._patch.setattr(torch, "empty", empty)
         self._patch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
         self._patch.setattr(torch.accelerator, "current_device_index", lambda: index)
 

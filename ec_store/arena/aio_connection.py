@@ -6,9 +6,11 @@ import socket
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar, cast
 
 from ec_store.arena.protocol import (
+    MAX_REPLY_BYTES,
     VERSION,
     BadMessage,
     Failed,
@@ -21,6 +23,7 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
+from ec_store.arena.url import check_folder
 from ec_store.counts import after_fork
 from ec_store.errors import StoreUnavailable
 
@@ -31,9 +34,6 @@ MAX_SENT_KEYS = 256
 """Upper bound of the keys in unanswered requests; one request may have more. Further requests wait
 here: the server disconnects a client that sends requests and has more than 1 MiB of replies to
 read (`MAX_UNREAD_BYTES`)."""
-
-MAX_REPLY_BYTES = 64 * 2**20
-"""Upper bound of a reply without places in the memory: 16 KiB for the header of each key."""
 
 LOOK_AGAIN_S = 0.05
 """Time in seconds in which a reply is read that has come in time while the event loop was busy."""
@@ -97,14 +97,15 @@ class AsyncArenaConnection:
         Raises:
             StoreUnavailable: it cannot be made, or could not be made a moment ago.
         """
-        if self._connecting is None and not self._closed:
+        if self._closed:
+            raise StoreUnavailable(f"{self._name}: it is closed")
+        if self._connecting is None:
             loop = asyncio.get_running_loop()
             if loop.time() < self._again_s:
                 raise StoreUnavailable(self._problem)
             self._connecting = loop.create_task(self._reconnect())
-        if self._connecting is not None:
-            await asyncio.wait([self._connecting])  # which goes on if this call is cancelled
-        if self._closed or self._link is None or not self._link.usable:
+        await asyncio.wait([self._connecting])  # which goes on if this call is cancelled
+        if self._link is None or not self._link.usable:
             raise StoreUnavailable(self._problem)
         return self._link
 
@@ -122,6 +123,7 @@ class AsyncArenaConnection:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = connection
         try:
+            check_folder(Path(self._path).parent)
             connection.setblocking(False)
             connection.connect(self._path)  # at once, or not at all: it never waits
             loop = asyncio.get_running_loop()

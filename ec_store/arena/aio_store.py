@@ -9,7 +9,7 @@ from ec_store.arena.fields import (
     decode_name,
     digest_chunks,
     encode_name,
-    entry_info,
+    entry_infos,
     key_digest,
 )
 from ec_store.arena.index import Refusal
@@ -23,14 +23,12 @@ from ec_store.arena.protocol import (
     Done,
     End,
     Find,
-    GetStats,
     Headers,
     Namespaces,
     Register,
     Release,
     Reply,
     Request,
-    Stats,
 )
 from ec_store.arena.url import ArenaOptions, arena_options
 from ec_store.base import LONGEST_CLAIM_S
@@ -57,7 +55,7 @@ class AsyncArenaStore:
         return cls(arena_options(url))
 
     async def check(self) -> None:
-        await self._connection.call(GetStats(), Stats)
+        await self._ask([], Find([]), Headers)
 
     async def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
         return await self._find(keys, 0.0)
@@ -73,7 +71,7 @@ class AsyncArenaStore:
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         claims, headers = await self._claim(keys, owner, seconds, find=True)
-        infos = map(entry_info, keys, headers)
+        infos = entry_infos(keys, headers)
         return [info or held for info, held in zip(infos, claims, strict=True)]
 
     async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
@@ -121,7 +119,7 @@ class AsyncArenaStore:
         for digests in digest_chunks(keys):
             reply = await self._ask(digests, Find(digests, seconds), Headers)
             headers += _all_of(digests, reply.headers)
-        return list(map(entry_info, keys, headers))
+        return entry_infos(keys, headers)
 
     async def _claim(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, *, find: bool

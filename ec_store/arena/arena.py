@@ -1,5 +1,6 @@
 """Arena: its memory, its index, and the reply to each request. It does no I/O and never waits."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ from ec_store.arena.protocol import (
     TierStats,
     Unpin,
 )
+from ec_store.base import ClientUse
 
 PAGE_ROWS = 256
 """Upper bound of the rows in one page of a listing, each with a header of some hundred bytes."""
@@ -66,6 +68,8 @@ class Arena:
 
     Attributes:
         size_bytes: size of the memory.
+        pages: kind of its pages.
+        refused: number of writes that found no room.
         clients: clients that are connected, by session.
         gone: clients that are gone, the bytes of which a device may still be copying, by session.
         namespaces: registered namespace of each model.
@@ -76,6 +80,8 @@ class Arena:
 
     index: ArenaIndex
     size_bytes: int
+    pages: str = ""
+    refused: int = 0
     clients: dict[int, Client] = field(default_factory=dict)
     gone: dict[int, Client] = field(default_factory=dict)
     namespaces: dict[bytes, bytes] = field(default_factory=dict)
@@ -111,6 +117,7 @@ class Arena:
                 slot = Slot(digest, namespace, size_bytes, replace)
                 number = index.begin(client, slot, now_s)
                 if isinstance(number, Refusal):
+                    self.refused += number is Refusal.FULL
                     return Begun(0, [], number.value)
                 return Begun(number, list(slot.extents))
             case End(number, header):
@@ -217,7 +224,22 @@ class Arena:
             gone_bytes=sum(client.pinned_bytes + client.begun_bytes for client in gone),
             oldest_pin_s=now_s - min(pins, default=now_s),
             tier=self.tier,
+            pages=self.pages,
+            refused=self.refused,
+            uses=_uses(clients),
         )
+
+
+def _uses(clients: Sequence[Client]) -> list[ClientUse]:
+    """Return what the processes hold that hold anything; a process has several connections."""
+    held: defaultdict[tuple[int, str], list[Client]] = defaultdict(list)
+    for client in clients:
+        if client.pins or client.writes:
+            held[client.pid, client.role].append(client)
+    return [
+        ClientUse(pid, role, pinned_bytes(group), sum(client.begun_bytes for client in group))
+        for (pid, role), group in held.items()
+    ]
 
 
 def _pin(pin: tuple[int, Slot] | None, header: bytes) -> Pin:

@@ -1,12 +1,13 @@
 """Checksums of entries, which a thread of the server computes after their writes.
 
-An entry has no checksum until its turn comes, some milliseconds after its write. Until then it is
+An entry has no checksum until its turn comes, less than a second after its write. Until then it is
 read without a check, and `ec-store verify` and `ls` take it for sound. If more than `MAX_UNHASHED`
 entries wait, an entry gets its checksum after the next time that it is read. A copy of an entry in
 another store gets a checksum of its own, from the bytes that are copied.
 """
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,10 @@ import xxhash
 
 from ec_store.arena.index import ArenaIndex, Slot
 from ec_store.arena.memory import Bytes, parts_of, populate
+
+DELAY_S = 0.25
+"""Time in seconds after which the writes since then are hashed: an entry is mostly read right after
+its write, and both take the bandwidth of the memory."""
 
 BATCH_BYTES = 16 * 2**20
 """Bytes of entries that are handed to the thread at once, or one larger entry."""
@@ -29,10 +34,11 @@ class Checksums:
         self._memory = memory
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._populating: threading.Thread | None = None
 
     def start(self) -> None:
         """Start on the running event loop."""
-        populate(self._memory, write=False)
+        self._populating = populate(self._memory, write=False)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
@@ -41,6 +47,8 @@ class Checksums:
             self._task.cancel()
             await asyncio.wait([self._task])
         self._memory = np.empty(0, np.uint8)
+        if self._populating is not None:
+            self._populating.join()  # it ends with its memory, after a step
 
     def wake(self) -> None:
         """Compute the checksums of `unhashed` soon."""
@@ -54,6 +62,7 @@ class Checksums:
         with ThreadPoolExecutor(1, "ec-store-checksum") as thread:
             while True:
                 await self._woken.wait()
+                await asyncio.sleep(DELAY_S)
                 self._woken.clear()
                 while batch := self._take_batch():
                     checksums = await loop.run_in_executor(thread, self._compute, batch)

@@ -5,7 +5,6 @@ import errno
 import os
 import select
 import socket
-import stat
 import time
 import weakref
 from collections import deque
@@ -39,14 +38,19 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
+from ec_store.arena.url import check_folder
 from ec_store.counts import ForkLock, after_fork
 from ec_store.errors import StoreUnavailable
 
-CHUNK_BYTES = 2**18
+CHUNK_BYTES = 2**16  # larger ones are mapped and unmapped for each call
 MAX_WELCOME_BYTES = 2**16
+NAME_BYTES = 16
 
 MAX_WAITS = 16
 """Upper bound of the threads of a process that wait at a server at once."""
+
+MAX_RELEASES = 1024
+"""Upper bound of the pins that are released at once, so that a socket has room for the message."""
 
 R = TypeVar("R", bound=Reply)
 
@@ -74,6 +78,8 @@ class MappedArena:
             BadMessage: the server has sent no memory.
             OSError: the memory cannot be mapped.
         """
+        if len(welcome.arena) != NAME_BYTES or welcome.segment_bytes <= 0:
+            raise BadMessage("the server describes no memory")
         self.name, self.session = welcome.arena, welcome.session
         self.segment_bytes = welcome.segment_bytes
         self.released: deque[int] = deque()
@@ -88,7 +94,8 @@ class MappedArena:
             if memory is None or len(memory) != welcome.size_bytes:
                 memory = map_memory(fds[0], welcome.size_bytes, write=role == "writer")
                 mapped[self.name] = memory
-                populate(memory, write=role == "writer")
+                with suppress(RuntimeError):  # no thread can be started
+                    populate(memory, write=role == "writer")
             self.memory = memory
 
     @property
@@ -117,8 +124,7 @@ class MappedArena:
 
 
 MappedMemories = weakref.WeakValueDictionary[bytes, Bytes]
-"""Memories that are mapped, by name: one whose connection was lost, and made again, is not mapped
-twice."""
+"""Memories that are mapped, by name: a new connection to the same server maps none again."""
 
 
 class ArenaConnection:
@@ -186,7 +192,30 @@ class ArenaConnection:
                 arena.pins += sum(pin.number > 0 for pin in reply.pins)
             elif isinstance(reply, Begun) and reply.number:
                 arena.writes.add(reply.number)
-            return checked, arena
+        self._send_releases(arena)
+        return checked, arena
+
+    def release(self, arena: MappedArena, number: int) -> None:
+        """Release a pin; a finalizer may call it, within any other call of its thread.
+
+        So it waits neither for a lock nor for the server. If a call is under way, the release is
+        sent at its end.
+        """
+        arena.released.append(number)
+        self._send_releases(arena)
+
+    def _send_releases(self, arena: MappedArena) -> None:
+        while arena.released and self._lock.mutex.acquire(blocking=False):
+            try:
+                if arena is not self._arena or self._socket is None:
+                    return  # it was lost, and the next connection reports the end of its copies
+                if not _has_event(self._socket, select.POLLOUT):
+                    return  # the server does not read: the next call sends them, or fails
+                self._socket.sendall(_unpin(arena))
+            except OSError:
+                self._disconnect()
+            finally:
+                self._lock.mutex.release()
 
     def settle(self) -> None:
         """Send the releases of pins, which otherwise wait for the next call.
@@ -197,10 +226,8 @@ class ArenaConnection:
             connection, arena = self._socket, self._arena
             if connection is None or arena is None:
                 return
-            ended = select.poll()
-            ended.register(connection, select.POLLRDHUP)
             try:
-                if ended.poll(0):
+                if _has_event(connection, select.POLLRDHUP):
                     self._disconnect()
                 elif arena.released:
                     connection.settimeout(self._timeout_s)
@@ -224,17 +251,22 @@ class ArenaConnection:
         Entries that are still read here stay until this process ends.
         """
         with self._lock.mutex:
-            if self._socket is not None and self._arena is not None and self._arena.released:
+            if self._socket is not None and self._arena is not None:
                 with suppress(OSError):
-                    self._socket.sendall(_unpin(self._arena))
+                    while self._arena.released:
+                        self._socket.sendall(_unpin(self._arena))
             self._disconnect()
 
     def _connect(self, deadline_s: float) -> MappedArena:
-        check_folder(Path(self._path).parent)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = connection
         _set_deadline(connection, deadline_s)
-        connection.connect(self._path)
+        try:
+            check_folder(Path(self._path).parent)
+            connection.connect(self._path)
+        except FileNotFoundError:
+            text = "no such socket; of another container, its folder must be mounted into this one"
+            raise FileNotFoundError(errno.ENOENT, text) from None
         connection.sendall(encode(Hello(VERSION, self._role)))
         data, fds = _receive_fds(connection)
         try:
@@ -314,10 +346,10 @@ class WaitingConnections:
             self._idle.put(connection)
 
 
-def check_folder(folder: Path) -> None:
-    """Raise OSError if every user may write to a folder, and so replace the socket in it."""
-    if folder.stat().st_mode & stat.S_IWOTH:
-        raise PermissionError(errno.EACCES, f"every user may write to {folder}: chmod o-w")
+def _has_event(connection: socket.socket, event: int) -> bool:
+    poll = select.poll()
+    poll.register(connection, event)
+    return bool(poll.poll(0))
 
 
 def _set_deadline(connection: socket.socket, deadline_s: float) -> None:
@@ -346,8 +378,8 @@ def _expect(reply: Reply, reply_type: type[R]) -> R:
 
 
 def _unpin(arena: MappedArena) -> bytes:
-    numbers = []
-    while arena.released:
+    numbers: list[int] = []
+    while arena.released and len(numbers) < MAX_RELEASES:
         numbers.append(arena.released.popleft())
     arena.pins -= len(numbers)
     return encode(Unpin(numbers))

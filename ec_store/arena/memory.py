@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ec_store.arena.extents import Extent
-from ec_store.device.memory import check_room
+from ec_store.device.memory import available_bytes, check_room
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -32,11 +32,19 @@ STEP_BYTES = 256 * 2**20
 """Bytes that are allocated at once. The memory that is left is checked before each step."""
 
 POPULATE_BYTES = 16 * 2**20
-"""Bytes that are mapped at once, during which no other thread can change this process's mappings."""
+"""Bytes that are mapped at once. Meanwhile no other thread can map or unmap memory."""
 
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # <asm-generic/mman-common.h>, since Linux 5.14
 
 HUGE_PAGE_BYTES = 2 * 2**20
+
+SHARE = 8
+"""A memory without a given size takes one part in `SHARE` of what is left."""
+
+LEAST_BYTES = 256 * 2**20
+MOST_BYTES = 64 * 2**30
+"""Bounds of a memory without a given size."""
+
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MFD_HUGE_2MB = 21 << 26  # MFD_HUGE_2MB of memfd_create(2), which `os` has from Python 3.14 on
 
@@ -61,6 +69,16 @@ class ArenaMemory:
     size_bytes: int
     segment_bytes: int
     pages: str
+
+
+def default_bytes() -> int:
+    """Return the size of a memory for which none is given, a multiple of `LEAST_BYTES`.
+
+    It is an eighth of what the machine, and the control groups of this process, have left. So a
+    second one fits beside it, while clients still map the memory of a killed server.
+    """
+    multiples = (available_bytes() or 0) // SHARE // LEAST_BYTES
+    return min(MOST_BYTES, max(1, multiples) * LEAST_BYTES)
 
 
 def create_memory(
@@ -125,7 +143,7 @@ def map_memory(fd: int, size_bytes: int, *, write: bool) -> Bytes:
     return np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, protection), np.uint8)
 
 
-def populate(memory: Bytes, *, write: bool) -> None:
+def populate(memory: Bytes, *, write: bool) -> threading.Thread:
     """Map the pages of a memory on a thread, ahead of their first use in this process.
 
     Otherwise each page of 4 KiB costs a page fault when it is first read or written. The thread
@@ -136,8 +154,8 @@ def populate(memory: Bytes, *, write: bool) -> None:
     thread = threading.Thread(
         target=_populate, args=(weakref.ref(memory), advice), name="ec-store-pages", daemon=True
     )
-    with suppress(RuntimeError):  # no thread can be started
-        thread.start()
+    thread.start()
+    return thread
 
 
 def _populate(mapped: "weakref.ref[Bytes]", advice: int) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ec_store.arena.extents import Extent
+from ec_store.base import ClientUse
 from ec_store.entry import MAX_HEADER_BYTES
 from ec_store.keys import MAX_OWNER_BYTES, MAX_PART_BYTES
 
@@ -253,7 +254,7 @@ class Namespaces(Message, frozen=True):
 
 
 class GetStats(Message, frozen=True):
-    """Get the statistics. The reply is `Stats`. It is also the shortest round trip."""
+    """Get the statistics. The reply is `Stats`. The cost grows with the pins."""
 
 
 class TierStats(msgspec.Struct, array_like=True):
@@ -294,9 +295,8 @@ class Stats(Message, frozen=True):
     Attributes:
         taken_bytes: bytes that are not free.
         leased: number of leased entries.
-        gone_bytes: bytes that clients had pinned or begun that are gone.
-        oldest_pin_s: age of the oldest pin in seconds.
         tier: None: there is no tier.
+        pages, refused, uses and others: as in `MemoryStats`.
     """
 
     entries: int
@@ -310,6 +310,9 @@ class Stats(Message, frozen=True):
     begun_bytes: int
     gone_bytes: int
     oldest_pin_s: float
+    pages: str
+    refused: int
+    uses: list[ClientUse]
     tier: TierStats | None = None
 
 

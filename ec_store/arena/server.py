@@ -24,7 +24,6 @@ from typing import Self, cast
 
 from ec_store.arena.arena import Arena
 from ec_store.arena.checksums import Checksums
-from ec_store.arena.connection import check_folder
 from ec_store.arena.index import ArenaIndex, Client
 from ec_store.arena.memory import ArenaMemory, map_memory
 from ec_store.arena.protocol import (
@@ -51,6 +50,7 @@ from ec_store.arena.protocol import (
     read_request,
 )
 from ec_store.arena.tier import Tier, TierTransfers
+from ec_store.arena.url import check_folder
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -118,7 +118,7 @@ class ArenaServer:
             gone_s: as `GONE_S`.
             clock: monotonic clock in seconds.
         """
-        self.arena = Arena(index, memory.size_bytes)
+        self.arena = Arena(index, memory.size_bytes, memory.pages)
         self.clock = clock
         self.waiting: defaultdict[bytes, set[Session]] = defaultdict(set)
         self._max_connections = max_connections
@@ -228,6 +228,7 @@ class ArenaServer:
         welcome = Welcome(self._name, session.number, memory.size_bytes, memory.segment_bytes)
         memories = {"proxy": [], "reader": [self._read_only], "writer": [memory.fd]}
         socket.send_fds(session.connection, [encode(welcome)], memories[hello.role])
+        session.client.role = hello.role
         self.arena.clients[session.number] = session.client
 
     def lose(self, session: "Session") -> None:
@@ -327,10 +328,12 @@ class Peer:
     """Process at the other end of a connection.
 
     Attributes:
+        pid: its PID when it connected; 0: it is in a PID namespace that this process does not see.
         uid: user that it was started by.
         pidfd: descriptor of it, which is readable once it has ended; None: the kernel gives none.
     """
 
+    pid: int
     uid: int
     pidfd: int | None
     timer: asyncio.TimerHandle | None = None
@@ -347,7 +350,7 @@ class Peer:
         )
         pid, uid, _ = _CREDENTIALS.unpack(credentials)
         try:
-            return cls(uid, connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+            return cls(pid, uid, connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
         except OSError as error:
             if error.errno != errno.ENOPROTOOPT:
                 raise
@@ -356,7 +359,7 @@ class Peer:
             OSError
         ):  # if its number belongs to another process by now, bytes stay longer
             pidfd = os.pidfd_open(pid)
-        return cls(uid, pidfd)
+        return cls(pid, uid, pidfd)
 
     def close(self) -> None:
         if self.pidfd is not None:
@@ -381,7 +384,7 @@ class Session(asyncio.Protocol):
         self.connection = connection
         self.role: Role | None = None
         self.refusal = ""
-        self.client = Client()
+        self.client = Client(peer.pid)
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)
         self._pending: deque[tuple[Request, asyncio.Task[None] | None]] = deque()

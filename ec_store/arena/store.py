@@ -5,7 +5,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -17,7 +17,7 @@ from ec_store.arena.fields import (
     decode_name,
     digest_chunks,
     encode_name,
-    entry_info,
+    entry_infos,
     key_digest,
 )
 from ec_store.arena.index import Refusal
@@ -47,12 +47,13 @@ from ec_store.arena.protocol import (
     Release,
     Reply,
     Request,
+    Role,
     Row,
     Stats,
     Wait,
 )
 from ec_store.arena.url import ArenaOptions, arena_options
-from ec_store.base import LONGEST_CLAIM_S, Listed, Store, StoreStats
+from ec_store.base import LONGEST_CLAIM_S, Listed, MemoryStats, Store, StoreStats
 from ec_store.counts import Counts
 from ec_store.entry import (
     Buffers,
@@ -66,6 +67,8 @@ from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnava
 from ec_store.keys import EntryKey, owner_bytes
 
 R = TypeVar("R", bound=Reply)
+
+MEMORY_STATS = [each.name for each in fields(MemoryStats)]
 
 OTHERS_WRITE_S = 10.0
 """Time in seconds that `put` waits for another process that writes the same entry."""
@@ -81,10 +84,10 @@ class ArenaStore(Store):
         options: options of its URL.
     """
 
-    def __init__(self, options: ArenaOptions) -> None:
-        """Create a store; the first call connects it."""
+    def __init__(self, options: ArenaOptions, role: Role = "writer") -> None:
+        """Create a store; the first call connects it. A `reader` writes no entries."""
         self.options = options
-        self._connection = ArenaConnection(options.path, "writer", options.timeout_s)
+        self._connection = ArenaConnection(options.path, role, options.timeout_s)
         self._waiting = WaitingConnections(options.path, options.timeout_s)
         self._buffers = Buffers()
         self.counts = Counts()
@@ -164,15 +167,15 @@ class ArenaStore(Store):
             try:
                 entry = self._pinned(key, arena, pin)
             except OtherFormat:
-                arena.released.append(pin.number)
+                self._connection.release(arena, pin.number)
             except CorruptEntry:
                 self.counts.add(corrupt=1)
                 try:
                     self._connection.call(Discard(pin.number), Done, within=arena)
                 finally:
-                    arena.released.append(pin.number)
+                    self._connection.release(arena, pin.number)
             except BaseException:  # a signal
-                arena.released.append(pin.number)
+                self._connection.release(arena, pin.number)
                 raise
         self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
@@ -208,7 +211,7 @@ class ArenaStore(Store):
             reply = self._ask(request, Claimed)
             headers += reply.headers
             claims += reply.held
-        infos = map(entry_info, keys, headers)
+        infos = entry_infos(keys, headers)
         return [info or held for info, held in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
@@ -246,7 +249,8 @@ class ArenaStore(Store):
             max_bytes=stats.size_bytes,
             leased=stats.leased,
             tier=None if stats.tier is None else msgspec.structs.asdict(stats.tier),
-            **self._process_counts(),
+            **(self._process_counts() | {"evictions": stats.evictions}),
+            memory=MemoryStats(**{name: getattr(stats, name) for name in MEMORY_STATS}),
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
@@ -257,7 +261,7 @@ class ArenaStore(Store):
         return {decode_name(model): decode_name(namespace) for model, namespace in named.items()}
 
     def check(self) -> None:
-        self._ask(GetStats(), Stats)
+        self._ask(Find([]), Headers)
 
     def close(self) -> None:
         self._connection.close()
@@ -330,10 +334,10 @@ class ArenaStore(Store):
         if random.random() < self.options.verify:  # noqa: S311
             _verify(found, pin.checksum)
         kept = _Kept()
-        weakref.finalize(kept, arena.released.append, pin.number)
+        weakref.finalize(kept, self._connection.release, arena, pin.number)
         for part in found:
             weakref.finalize(part, id, kept)  # `kept` exists while views of any part do
-        place = Place(arena.name, tuple(pin.extents), info.payload_bytes)
+        place = HostPlace(arena.name, tuple(pin.extents), info.payload_bytes)
         parts = [part.data.toreadonly() for part in found]
         return PlacedEntry(info.dtype, info.shape, info.modality, info.metadata, place, parts)
 
@@ -355,7 +359,7 @@ class ArenaStore(Store):
                 return str(error)
             return None
         finally:
-            arena.released.append(pin.number)
+            self._connection.release(arena, pin.number)
 
     def _find(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         seconds = min(seconds, LONGEST_S)
@@ -364,7 +368,7 @@ class ArenaStore(Store):
             for digests in digest_chunks(keys)
             for header in self._ask(Find(digests, seconds), Headers).headers
         ]
-        return list(map(entry_info, keys, headers))
+        return entry_infos(keys, headers)
 
     def _claims(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, *, find: bool
@@ -380,7 +384,7 @@ class ArenaStore(Store):
             after = rows[-1].digest
 
 
-class Place(NamedTuple):
+class HostPlace(NamedTuple):
     """Place of an entry: extents, in order, of the arena of a name."""
 
     arena: bytes
@@ -402,7 +406,7 @@ class PlacedEntry:
     shape: tuple[int, ...]
     modality: str
     metadata: Mapping[str, Any]
-    place: Place
+    place: HostPlace
     parts: Sequence[memoryview]
 
 
@@ -432,7 +436,7 @@ class EntryWrite:
         self._store = store
         self._key = key
         self.number, self.arena = begun.number, arena
-        self.place = Place(arena.name, tuple(begun.extents), size_bytes)
+        self.place = HostPlace(arena.name, tuple(begun.extents), size_bytes)
         try:
             self.parts = arena.parts(begun.extents, size_bytes)
         except (BadMessage, StoreUnavailable) as error:

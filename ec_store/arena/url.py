@@ -1,9 +1,13 @@
-"""Options in a `shm://` URL."""
+"""Options in a `shm://` URL, and the check of its path."""
 
+import errno
+import stat
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from ec_store.arena.sockets import default_socket
 from ec_store.config import duration_s, octal, parameters, size_bytes
 
 
@@ -31,11 +35,13 @@ class ArenaOptions:
 def arena_options(url: str) -> ArenaOptions:
     """Parse a URL such as `shm:///run/ec-store/arena.sock?max_bytes=64GiB`.
 
+    Without a path, as in `shm://?max_bytes=64GiB`, it is that of `default_socket`.
+
     Raises:
-        ValueError: it names no path, or has an unknown or invalid parameter.
+        ValueError: the path is relative or too long, or a parameter is unknown or invalid.
     """
     parts = urlsplit(url)
-    path = unquote(parts.path)
+    path = unquote(parts.path) or str(default_socket())
     if parts.netloc or not path.startswith("/") or parts.fragment:
         raise ValueError(f"{url!r} is not of the form shm:///path/of/the/socket")
     if len(path.encode()) > MAX_PATH_BYTES:
@@ -64,3 +70,9 @@ def _share(text: str) -> float:
     if not 0 <= share <= 1:
         raise ValueError(f"{text!r} is not a share from 0 to 1")
     return share
+
+
+def check_folder(folder: Path) -> None:
+    """Raise OSError if every user may write to a folder, and so replace the socket in it."""
+    if folder.stat().st_mode & stat.S_IWOTH:
+        raise PermissionError(errno.EACCES, f"every user may write to {folder}: chmod o-w")

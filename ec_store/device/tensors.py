@@ -94,7 +94,7 @@ class HostCopies:
         while (job := self._jobs.get()) is not None:
             host: torch.Tensor | None = None
             try:
-                stream = stream or _stream(device)
+                stream = stream or new_stream(device)
                 host = self._place(job)
                 copy(job, host, stream)
             except Exception as error:  # noqa: BLE001 - the future raises it
@@ -120,7 +120,7 @@ class HostCopies:
         return host
 
 
-def _stream(device: torch.device) -> torch.Stream:
+def new_stream(device: torch.device) -> torch.Stream:
     """Return a new stream of a device, and set the device as this thread's.
 
     A thread starts on device 0. Leaving a stream's context restores the thread's device, and in
@@ -285,10 +285,12 @@ class Loader:
         device = torch.accelerator.current_accelerator(check_available=True)
         if device is None:
             self.reader.has_read(number)
-        elif not self._copying or self._copying[-1][1] < number:
-            event = torch.Event(device)
-            event.record(torch.accelerator.current_stream(device))
-            self._copying.append((event, number))
+            return
+        with self._lock:
+            if not self._copying or self._copying[-1][1] < number:
+                event = torch.Event(device)
+                event.record(torch.accelerator.current_stream(device))
+                self._copying.append((event, number))
 
     def report_copies(self) -> None:
         """Report the copies that have been made since the last call. Thread-safe."""

@@ -3,19 +3,24 @@
 import logging
 from collections.abc import Callable
 from typing import Any, ParamSpec
+from urllib.parse import urlsplit
 
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 
+from ec_store.arena.protocol import Role
+from ec_store.arena.store import ArenaStore
+from ec_store.arena.url import arena_options
 from ec_store.backchannel import Receiver, Sender
+from ec_store.base import Store
 from ec_store.config import redacted
 from ec_store.counts import Counts
 from ec_store.device.region import Region, SharedRegion
 from ec_store.device.tensors import Loader
 from ec_store.fetcher import Fetcher
 from ec_store.opening import open_store
-from ec_store.urls import fetch_threads
+from ec_store.urls import ARENA, fetch_threads
 from ec_store.vllm_connector.accept import Widths
 from ec_store.vllm_connector.config import (
     ConnectorConfig,
@@ -24,9 +29,16 @@ from ec_store.vllm_connector.config import (
     guard_method,
 )
 from ec_store.vllm_connector.consumer import Consumer
+from ec_store.vllm_connector.host_memory import HostMemory, Usage, host_gauges, usage_of
 from ec_store.vllm_connector.metrics import NAMESPACE, StoreConnectorStats, StorePromMetrics
 from ec_store.vllm_connector.namespace import namespace_of
-from ec_store.vllm_connector.producer import Producer, Sharing, by_value, make_region
+from ec_store.vllm_connector.producer import (
+    HostSharing,
+    Producer,
+    Sharing,
+    by_value,
+    make_region,
+)
 from ec_store.vllm_connector.worker import (
     EntryLoad,
     Item,
@@ -66,7 +78,7 @@ class ECStoreConnector(ECConnectorBase):
         self.counts = Counts()
         self.logged: set[str] = set()
         self.namespace = namespace_of(vllm_config, config.generation)
-        self._store = open_store(config.store, lazy=True)
+        self._store = self._open_store(config.store)
         self._corrupt = 0
         self._gauges: dict[str, float] = {}
         self._fetcher: Fetcher | None = None
@@ -79,19 +91,36 @@ class ECStoreConnector(ECConnectorBase):
         self._sharing: Sharing | None = None
         self._receiver: Receiver | None = None
         self._registration: NamespaceRegistration | None = None
+        self._host: HostMemory | None = None
+        self._usages: dict[str, Usage] = {}
         logger.info("encoder store in %s, namespace %s", redacted(config.store), self.namespace)
         if role is ECConnectorRole.SCHEDULER:
             self._open_scheduler(vllm_config, config)
         else:
             self._open_worker(_engine(vllm_config), config)
 
+    def _open_store(self, url: str) -> Store:
+        """Open the store, with the least rights that this process needs in a host's memory."""
+        if urlsplit(url).scheme not in ARENA:
+            return open_store(url, lazy=True)
+        role: Role = "reader"
+        if self.role is ECConnectorRole.SCHEDULER:
+            role = "reader" if self.is_consumer else "proxy"
+        elif self.is_producer and is_writer():
+            role = "writer"
+        return ArenaStore(arena_options(url), role)
+
     def _open_scheduler(self, vllm_config: Any, config: ConnectorConfig) -> None:
         model_config = vllm_config.model_config
         resolver = PlaceholderMetadataResolver(model_config)
         if self.is_consumer:
             size = config.memory_bytes if config.region_bytes is None else config.region_bytes
-            self._region = make_region(size, vllm_config.parallel_config)
-            self._sharing = Sharing(self._store, self._region) if self._region else None
+            store, host = self._store, isinstance(self._store, ArenaStore)
+            self._region = make_region(size, vllm_config.parallel_config, host=host)
+            if self._region is not None and isinstance(store, ArenaStore):
+                self._sharing = HostSharing(store, self._region)
+            elif self._region is not None:
+                self._sharing = Sharing(store, self._region)
             self._fetcher = Fetcher(
                 self._sharing or self._store,
                 self.namespace,
@@ -100,6 +129,7 @@ class ECStoreConnector(ECConnectorBase):
                 promise_timeout_s=config.promise_timeout_s,
                 memory_bytes=config.memory_bytes,
                 threads=config.fetch_threads or fetch_threads(config.store),
+                keeps=not host,  # an entry that is kept could not be evicted
             )
             widths = Widths(vllm_config, config.encoder_output_widths)
             self._consumer = Consumer(self._fetcher, model_config, resolver, widths, self.counts)
@@ -119,12 +149,16 @@ class ECStoreConnector(ECConnectorBase):
             self._saver = Saver(
                 self._store, self.namespace, config.queue_bytes, Sender(engine), self.counts
             )
+        if isinstance(self._store, ArenaStore) and (self._loader or self._saver):
+            self._host = HostMemory(self._store, self._loader, Sender(engine))
 
     def shutdown(self) -> None:
         """Write the queued entries, for a bounded time, and close all parts."""
         for part in (
             self._registration,
             self._consumer,
+            self._sharing,
+            self._host,
             self._region,
             self._receiver,
             self._saver,
@@ -190,6 +224,8 @@ class ECStoreConnector(ECConnectorBase):
         """Return the entries to load and the items to save in this step, for the workers."""
         if self._registration is not None:
             self._attempt(self._registration.start)
+        if self._sharing is not None:
+            self._attempt(self._sharing.start)
         return StepMetadata(
             self._loads(), self._items(scheduler_output), self._take_widths(), self._shared()
         )
@@ -248,6 +284,8 @@ class ECStoreConnector(ECConnectorBase):
             self.counts.add(**message.get("counts", {}))
             for name, values in message.get("observations", {}).items():
                 self.counts.observe(name, *values)
+            for process, usage in message.get("host", {}).items():
+                self._usages[process] = Usage(*usage)
             for part in (self._consumer, self._producer):
                 if part is not None:
                     part.handle_message(message)
@@ -264,16 +302,20 @@ class ECStoreConnector(ECConnectorBase):
         """
         step, loader = self._get_connector_metadata(), self._loader
         if loader is not None:
-            self._attempt(load, loader, step, encoder_cache)
+            self._attempt(load, loader, step, encoder_cache, self._host)
             if step.shared is not None:
                 self._attempt(loader.map_shared, step.shared)
                 self._attempt(loader.finish, step.shared.number)
+        if self._host is not None:
+            self._attempt(self._host.start)
         if self._learner is not None:
             self._attempt(self._learner.expect_items, step.learn, encoder_cache)
 
     @guard_method(lambda: None)
     def start_save_caches(self, *_: Any, **kwargs: Any) -> None:
         """Save items of new requests that an earlier step has encoded."""
+        if self._host is not None:
+            self._attempt(self._host.start)
         if self._saver is not None:
             items = self._get_connector_metadata().items
             self._saver.expect_items(items, kwargs.get("encoder_cache") or {})
@@ -308,11 +350,12 @@ class ECStoreConnector(ECConnectorBase):
             self.counts.add(corrupt=corrupt - self._corrupt)
             self._corrupt = corrupt
         figures: dict[str, Any] = {**self.counts.take_counts(), **self.counts.take_observations()}
-        if self._fetcher is not None:
-            gauges = self._fetcher.gauges()
-            if gauges != self._gauges:
-                self._gauges = gauges
-                figures |= gauges
+        gauges = {} if self._fetcher is None else self._fetcher.gauges()
+        if isinstance(self._store, ArenaStore):
+            gauges |= host_gauges([*self._usages.values(), usage_of(self._store.connection)])
+        if gauges != self._gauges:
+            self._gauges = gauges
+            figures |= gauges
         return StoreConnectorStats(figures | {NAMESPACE: self.namespace}) if figures else None
 
     @classmethod

@@ -42,6 +42,9 @@ GAUGES = {
     "queued_bytes": "Host memory reserved for fetches that wait for a thread.",
     "inflight_bytes": "Host memory reserved for fetches that run, or have just ended.",
     "queue_depth": "Fetches that wait for a thread.",
+    "host_connections": "Connections of the engine's processes to the server of the host's memory.",
+    "host_mapped_bytes": "Bytes of the host's memory that processes have mapped, summed over them.",
+    "host_registered_bytes": "Bytes of it that are registered with CUDA, summed over processes.",
     "breaker_open": "1 while lookups are skipped: fetches failed in a row, or all threads hang.",
 }
 

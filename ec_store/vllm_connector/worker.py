@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -11,16 +11,18 @@ import torch
 from vllm.distributed import parallel_state
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
+from ec_store.arena.store import ArenaStore, HostPlace
 from ec_store.backchannel import Sender
 from ec_store.base import Store
 from ec_store.bounded import BoundedDict
 from ec_store.counts import Counts
 from ec_store.device.region import Place, SharedRegion
-from ec_store.device.tensors import DTYPES, HostCopies, HostTensor, Loader
+from ec_store.device.tensors import DTYPES, HostCopies, HostTensor, Loader, Output, to_device
 from ec_store.entry import Entry
 from ec_store.keys import EntryKey, key_or_none
 from ec_store.vllm_connector.accept import FiniteOnly
 from ec_store.vllm_connector.config import count_exception
+from ec_store.vllm_connector.host_memory import HostMemory, HostOutput, HostWriter
 from ec_store.writer import Writer
 
 MAX_ITEMS = 4096
@@ -35,12 +37,13 @@ class EntryLoad(NamedTuple):
     """Entry to put into the encoder cache.
 
     Attributes:
-        raw: place of the bytes in the shared memory, or the bytes, uint8, as a torch tensor, which
-            vLLM sends to several ranks through shared memory of its own (`ShmTensorArena`).
+        raw: place of the bytes in the shared memory, or in the host's memory; or the bytes, uint8,
+            as a torch tensor, which vLLM sends to several ranks through shared memory of its own
+            (`ShmTensorArena`).
         dtype: dtype of the tensor, as `Entry.dtype`.
     """
 
-    raw: torch.Tensor | Place
+    raw: torch.Tensor | Place | HostPlace
     dtype: str
     shape: tuple[int, ...]
 
@@ -88,11 +91,13 @@ class Saver:
         self.logged: set[str] = set()
         self._copies = HostCopies(queue_bytes)
         self._accept = FiniteOnly(counts, "it was encoded here and is not stored")
+        self._in_place = isinstance(store, ArenaStore)
         self._items: BoundedDict[str, Item] = BoundedDict(MAX_ITEMS)
         self._lock = threading.Lock()
         self._outcomes: BoundedDict[str, bool] = BoundedDict(MAX_ITEMS)
         self._introduced = False
-        self._writer = Writer(store, counts=counts, queue_bytes=queue_bytes, done=self._remember)
+        writes = HostWriter(store, self._accept) if isinstance(store, ArenaStore) else store
+        self._writer = Writer(writes, counts=counts, queue_bytes=queue_bytes, done=self._remember)
 
     def expect_items(
         self, items: Mapping[str, Item], encoder_cache: Mapping[str, torch.Tensor]
@@ -107,20 +112,21 @@ class Saver:
     def save(self, identifier: str, tensor: torch.Tensor) -> None:
         """Copy an item's tensor and queue it for writing.
 
+        Beside a host's memory the tensor is kept until the writer's thread has copied it there.
+
         An item that is not queued is reported as such: a reply must not name it.
         """
         item = self._items.get(identifier)
         key = key_or_none(self._namespace, identifier)
         if item is None or key is None:
             return
-        copied = None
+        make = None
         try:
-            copied = self._copies.start(tensor)
+            make = self._make(tensor, item)
         except Exception as error:  # noqa: BLE001 - it costs this item, and no other one
             count_exception(self, "Saver.save", error)
-        if copied is None:
+        if make is None:
             self.counts.add(drops=1)
-        make = functools.partial(self._entry, copied, item) if copied else None
         if make is None or not self._writer.submit(key, tensor.nbytes, make):
             self._remember(key, stored=False)
 
@@ -157,6 +163,14 @@ class Saver:
     def _observe(self, observations: Mapping[str, Sequence[float]]) -> None:
         for name, values in observations.items():
             self.counts.observe(name, *values)
+
+    def _make(self, tensor: torch.Tensor, item: Item) -> Callable[[], Any] | None:
+        """Return a function that makes what the writer writes; None if the ring has no room."""
+        if self._in_place:
+            output = HostOutput(Output(tensor), *item)
+            return lambda: output
+        copied = self._copies.start(tensor)
+        return functools.partial(self._entry, copied, item) if copied else None
 
     def _entry(self, copied: HostTensor, item: Item) -> Entry | None:
         """Make the entry, on the writer's thread; None if it must not be stored."""
@@ -215,14 +229,35 @@ class Learner:
         self._sender.close()
 
 
-def load(loader: Loader, step: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
+def load(
+    loader: Loader,
+    step: StepMetadata,
+    encoder_cache: dict[str, torch.Tensor],
+    host: HostMemory | None = None,
+) -> None:
     """Put a step's entries into the encoder cache, and do nothing else.
 
     An exception before the last entry ends the engine.
+
+    Raises:
+        RuntimeError: the device failed, or a place is in memory that this worker has not mapped.
     """
     for identifier, item in step.loads.items():
         if identifier not in encoder_cache:
-            encoder_cache[identifier] = loader.load(*item)
+            parts = _parts(item.raw, loader, host)
+            encoder_cache[identifier] = to_device(parts, item.dtype, item.shape)
+
+
+def _parts(
+    raw: torch.Tensor | Place | HostPlace, loader: Loader, host: HostMemory | None
+) -> Sequence[torch.Tensor]:
+    if isinstance(raw, torch.Tensor):
+        return [raw]
+    if isinstance(raw, Place):
+        return [loader.view(raw)]
+    if host is None:
+        raise RuntimeError("an entry is in a host's memory, and this worker maps none")
+    return host.parts(raw)
 
 
 def reader() -> int | None:

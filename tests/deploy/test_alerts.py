@@ -187,6 +187,24 @@ CASES = {
         {f"ec_store_maintenance_failures_total{{{S}}}": "0x5 1 2x100"},
         labels=STORE,
     ),
+    "EpdStoreWritesRefused": Case(
+        {f"ec_store_refused_writes_total{{{S}}}": "0x5 0+2x60"},
+        {f"ec_store_refused_writes_total{{{S}}}": "0x5 7x60"},  # once
+        labels=STORE,
+    ),
+    "EpdStorePinOld": Case(
+        {
+            f"ec_store_oldest_pin_seconds{{{S}}}": "3000+60x60",
+            f"ec_store_pinned_bytes{{{S}}}": "30x60",
+            f"ec_store_max_bytes{{{S}}}": "100x60",
+        },
+        {  # entries that an engine keeps
+            f"ec_store_oldest_pin_seconds{{{S}}}": "3000+60x60",
+            f"ec_store_pinned_bytes{{{S}}}": "20x60",
+            f"ec_store_max_bytes{{{S}}}": "100x60",
+        },
+        labels=STORE,
+    ),
     "EpdLoopStalls": Case(
         {f"epd_event_loop_lag_seconds{{{P}}}": "0.2x60"},
         {f"epd_event_loop_lag_seconds{{{P}}}": "0.2 0.2 0.01 0.2 0.2 0.2 0.05 0.2 0.01x60"},

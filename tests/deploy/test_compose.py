@@ -11,6 +11,8 @@ import pytest
 import redis
 import yaml
 
+from ec_store.__main__ import make_parser
+from ec_store.arena.url import arena_options
 from epd.config.flags import Settings
 from tests.deploy.tools import DEPLOY, load, load_all
 from tests.support.fleet import Fleet, Launch
@@ -86,6 +88,44 @@ def test_the_proxy_takes_its_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert SERVICES["proxy"]["ports"][0].endswith(f":{config.port}")
 
 
+STORE = SERVICES["store"]
+
+
+def test_the_memory_has_one_socket_for_all_and_a_limit_above_its_size() -> None:
+    """The overhead is that of docs/guides/host-memory.md, for 150,000 entries."""
+    args = make_parser().parse_args([filled(word) for word in STORE["command"]])
+    served = arena_options(args.url)
+    limit = int(filled(STORE["mem_limit"]).removesuffix("m")) * 2**20
+    [volume], [proxy_volume] = STORE["volumes"], SERVICES["proxy"]["volumes"]
+    [folder] = re.findall(
+        r"^RUN install -d -o 10001 -g 10001 -m 0750 (\S+)$", DOCKERFILE, re.MULTILINE
+    )
+
+    assert filled(SERVICES["proxy"]["environment"]["EPD_EC_STORE"]) == f"shm://{served.path}"
+    assert volume == f"store:{folder}" == proxy_volume.removesuffix(":ro")
+    assert served.path.startswith(f"{folder}/")
+    assert served.mode == 0o660
+    assert limit >= served.max_bytes * 1.01 + 256 * 2**20 + 150_000 * 2**10
+    assert STORE["memswap_limit"] == STORE["mem_limit"]
+    assert (STORE["image"], STORE["entrypoint"]) == (SERVICES["proxy"]["image"], ["ec-store"])
+    assert f":{args.port}/health" in STORE["healthcheck"]["test"][-1]
+
+
+def test_redis_starts_only_for_its_profile_and_with_a_password() -> None:
+    command = filled(SERVICES["redis"]["command"][2]).replace("$$", "$")
+    ran = subprocess.run(
+        ["/bin/sh", "-c", command],
+        env={"PATH": "/none", "REDISCLI_AUTH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert SERVICES["redis"]["profiles"] == ["redis"]
+    assert ran.returncode != 0
+    assert "set REDIS_PASSWORD" in ran.stderr
+
+
 KUBERNETES_REDIS = next(
     one for one in load_all(DEPLOY / "kubernetes" / "redis.yaml") if one["kind"] == "Deployment"
 )["spec"]["template"]["spec"]["containers"][0]
@@ -128,8 +168,12 @@ def test_redis_reads_its_password_from_standard_input(tmp_path: Path, command: s
 
 
 def test_prometheus_key_is_mounted_where_its_configuration_reads_it() -> None:
-    [proxy, *_] = load(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]
+    [proxy, _, store] = load(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]
     path = Path(proxy["authorization"]["credentials_file"])
+
+    assert store["authorization"] == proxy["authorization"]
+    assert store["static_configs"] == [{"targets": ["store:8100"]}]
+    assert STORE["environment"]["EC_STORE_API_KEY"] == "${EPD_ADMIN_API_KEY}"
 
     assert path.parent == Path("/run/secrets")
     assert SERVICES["prometheus"]["secrets"] == [path.name]

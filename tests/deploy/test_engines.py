@@ -1,5 +1,8 @@
 """The manifests start engines as `epd up` does, according to vLLM's own parser."""
 
+import re
+from collections.abc import Mapping
+
 import pytest
 
 from epd.tools.fleet.plan import plan_fleet
@@ -15,9 +18,10 @@ MEMORY = 6
 @needs_vllm
 @pytest.mark.e2e
 def test_vllm_parses_the_flags_of_deploy_as_those_of_epd_up() -> None:
-    model = settings("epd-engines")["MODEL"]
+    environ = settings("epd-engines")
+    model = environ["MODEL"]
     pods = [
-        ["serve", *(word.replace("$(MODEL)", model) for word in container(name)["args"])]
+        ["serve", *(_expanded(word, environ) for word in container(name)["args"])]
         for name in ENGINES
     ]
     flags = FleetSettings(model=model, device="cuda", topology="1e1p1d", gpus="e=0,p=1,d=2")
@@ -28,6 +32,11 @@ def test_vllm_parses_the_flags_of_deploy_as_those_of_epd_up() -> None:
 
     assert [one[0] for one in found] == [[]] * 6
     assert found[:3] == found[3:]
+
+
+def _expanded(word: str, environ: Mapping[str, str]) -> str:
+    """Return a word with its variables replaced, as Kubernetes does it."""
+    return re.sub(r"\$\((\w+)\)", lambda found: environ[found[1]], word)
 
 
 def test_vllm_ends_requests_within_the_time_that_kubernetes_gives_it() -> None:

@@ -1,6 +1,5 @@
 """Commands in the documents parse, and references in the documents resolve."""
 
-import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import pytest
 import ec_store.__main__
 from ec_store.disk.config import StoreSettings
 from epd.__main__ import make_parser
-from epd.tools.fleet.cache_folder import SHARED_MEMORY, default_folder
+from epd.tools.fleet.host_memory import socket_folder
 from epd.tools.fleet.settings import FleetSettings
 from tests.deploy.tools import PROMETHEUS, rules
 
@@ -88,15 +87,16 @@ def test_links_to_headings_resolve(page: Path) -> None:
     assert lost == []
 
 
-def test_the_readme_inspects_the_fleet_that_it_starts() -> None:
+def test_the_readme_inspects_the_fleet_that_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     text = PAGES[0].read_text()
     fields = FleetSettings.model_fields
     encode, decode = fields["encode_port"].default, fields["prefill_decode_port"].default
-    named = set(re.findall(r"file://([\w/$-]+)", text))
-    folder = SHARED_MEMORY / f"epd-up-$UID-{fields['port'].default}"
+    monkeypatch.setattr("os.geteuid", lambda: 1234)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/$UID")
 
-    assert named == {str(folder)}
-    assert default_folder(1, Path("logs"), SHARED_MEMORY).name == f"epd-up-{os.getuid()}-1"
+    assert set(re.findall(r"--ec-store shm://(\S+)/arena.sock", text)) == {
+        str(socket_folder(fields["port"].default))
+    }
     assert f"--encode-servers-urls http://localhost:{encode} " in text
     assert f"--decode-servers-urls http://localhost:{decode} " in text
 

@@ -104,7 +104,7 @@ IN_MEMORY = [Spec(VISION, topology, MEMORY) for topology in (E_PD, E_P_D)]
 ON_AUDIO = Spec(AUDIO, E_PD, DISK)
 TRACED = Spec(AUDIO, E_P_D, DISK, traced=True)
 CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
-SHARDED = Spec(VISION, E_PD, DISK, consumer_ranks=2)
+SHARDED = [Spec(VISION, E_PD, store, consumer_ranks=2) for store in (DISK, MEMORY)]
 SAVING = [Spec(VISION, topology, DISK, saving=True) for topology in (E_PD, E_P_D)]
 FOLLOWS = Spec(VISION, "2pd", DISK, follows=True)
 ADAPTED = Spec(VISION, E_PD, DISK, adapted=True)
@@ -131,7 +131,7 @@ STACKS = [
     ON_AUDIO,
     TRACED,
     CONVERSING,
-    SHARDED,
+    *SHARDED,
     *SAVING,
     FOLLOWS,
     ADAPTED,
@@ -150,7 +150,7 @@ OF_MODULES: Mapping[str, Sequence[Spec]] = {
     "test_memory_server": IN_MEMORY,
     "test_models": MODEL_STACKS,
     "test_prefill_decode": [CONVERSING],
-    "test_ranks": [SHARDED],
+    "test_ranks": SHARDED,
     "test_traces": [TRACED],
 }
 """Stacks that the tests of a module run on; `ON_DISK` if it is not listed."""

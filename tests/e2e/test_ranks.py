@@ -4,6 +4,7 @@ import pytest
 
 from tests.e2e.asking import check_equal, unseen
 from tests.e2e.served import Served, metric
+from tests.e2e.stacks import MEMORY
 from tests.requests import text
 
 HITS = "vllm:ec_store_hits_total"
@@ -20,7 +21,9 @@ def test_all_ranks_of_a_consumer_have_the_entries_of_a_step(stack: Served, strea
         first = check_equal(stack, *items, text("what?"), stream=stream)
         assert check_equal(stack, *items, text("what?"), stream=stream) == first
 
-    assert metric(consumer, HITS) - before == 5
+    # Entries in the memory of a host are not kept, and are pinned again for each request.
+    hits = metric(consumer, HITS) - before
+    assert hits >= 5 if stack.spec.store == MEMORY else hits == 5
     log = stack.log(consumer)
     assert SHARED in log
     assert all(f"worker {number} has mapped" in log for number in range(2))

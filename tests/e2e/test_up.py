@@ -1,10 +1,12 @@
 """`epd up` with real vLLM. It forks the engines here; `test_demo.py` executes them."""
 
+import base64
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -126,3 +128,70 @@ def dead_url(client: openai.OpenAI, number: int) -> str:
         )
     said = raised.value.response.headers
     return f"{said['x-epd-error']} {said['x-epd-stage']}"
+
+
+@pytest.mark.fault(115)
+def test_a_killed_memory_is_survived_and_found_again(command: list[str], tmp_path: Path) -> None:
+    mark = new_mark()
+    command = [*command, "--topology", "1e1pd", "--ec-store-memory", "256MiB"]
+    with (
+        subprocess.Popen(
+            command, env=marked(mark), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as up,
+        ExitStack() as stack,
+    ):
+        stack.callback(up.send_signal, signal.SIGINT)  # in case the test fails
+        sockets = read_until(up, r"store: shm://(\S+)/arena\.sock")
+        url = read_until(up, r"ready: (http://127\.0\.0\.1:\d+)\n")
+        with (
+            openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
+            ThreadPoolExecutor() as threads,
+        ):
+            first, items = answer_items(client)
+            assert items == "hit=0,encoded=1,local=0"
+            assert answer_items(client) == (first, "hit=1,encoded=0,local=0")
+            [log] = tmp_path.rglob("store.log")
+            [server] = processes_with_output(log)
+            os.kill(server, signal.SIGKILL)
+            meanwhile = [threads.submit(answer_items, client) for _ in range(8)]
+            read_until(up, "(store is started again) in 1 s")
+            assert {one.result()[0] for one in meanwhile} == {first}
+            read_until(up, "(starting store): ")
+            deadline_s = time.monotonic() + 60
+            while answer_items(client) != (first, "hit=1,encoded=0,local=0"):
+                assert time.monotonic() < deadline_s
+        up.send_signal(signal.SIGINT)
+        assert up.stdout is not None
+        up.stdout.read()
+
+    assert up.returncode == 0
+    assert left(mark, 0) == {}
+    assert processes_with_output(tmp_path) == set()
+    assert not Path(sockets).exists()
+
+
+def read_until(up: subprocess.Popen[str], pattern: str) -> str:
+    """Read lines until one matches; return its group."""
+    assert up.stdout is not None
+    said: list[str] = []
+    for line in up.stdout:
+        said.append(line)
+        if found := re.search(pattern, line):
+            return found[1]
+    raise AssertionError("".join(said))
+
+
+def answer_items(client: openai.OpenAI) -> tuple[str, str]:
+    """Return the answer about a picture in the request, and what became of the item."""
+    [model] = client.models.list()
+    data = base64.b64encode((MEDIA / "cat.jpg").read_bytes()).decode()
+    picture = {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{data}"}}
+    raw = client.chat.completions.with_raw_response.create(
+        model=model.id,
+        messages=[{"role": "user", "content": [picture, {"type": "text", "text": "What?"}]}],  # type: ignore[list-item,misc]
+        max_tokens=8,
+        temperature=0,
+    )
+    content = raw.parse().choices[0].message.content
+    assert content
+    return content, raw.headers["x-epd-items"]

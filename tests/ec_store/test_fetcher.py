@@ -542,7 +542,7 @@ def test_buffers_count_with_their_real_size_which_is_reserved(
 
     assert reserved["queued_bytes"] + reserved["inflight_bytes"] == gauges["held_bytes"]
     assert gauges["held_bytes"] == gauges["pinned_bytes"] == entry_bytes(found)
-    assert entry_bytes(found) == OVERHEAD_BYTES + len(found.data.obj)  # type: ignore[arg-type]
+    assert entry_bytes(found) == OVERHEAD_BYTES + len(found.parts[0].obj)  # type: ignore[arg-type]
     assert entry_bytes(found) % (2 * MIB) == OVERHEAD_BYTES
 
 

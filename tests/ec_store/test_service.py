@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import struct
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ from ec_store.opening import open_async_store
 from ec_store.service import create_app
 from tests.deploy.expressions import asked, queries
 from tests.deploy.tools import DASHBOARD, rules
+from tests.ec_store.arena.served import serving
 from tests.ec_store.entries import entry, unchecked
 from tests.paths import ROOT
 
@@ -161,6 +164,45 @@ async def test_a_key_of_any_bytes_is_refused(client: TestClient[Any, Any]) -> No
     writer.close()
 
     assert status == b"HTTP/1.1 401 Unauthorized\r\n"
+
+
+@pytest.fixture
+async def memory() -> AsyncIterator[TestClient[Any, Any]]:
+    """Return a client of the service of a host's memory, in which one process holds two entries."""
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "s", 8 * 2**20):
+        url = f"shm://{folder}/s"
+        with open_store(url) as store:
+            store.put(KEY, entry(shape=(2**11, 2**10)))
+            store.put(EntryKey("ns", "leased"), entry())
+            store.lease([EntryKey("ns", "leased")], 60)
+            held = store.get(KEY)
+            with pytest.raises(StoreUnavailable, match="full"):
+                store.put(EntryKey("ns", "large"), entry(shape=(2**11, 2**10)))
+            app = create_app(AsyncStore(open_store(url)), interval_s=10)
+            async with TestClient(TestServer(app)) as made:
+                yield made
+            del held
+
+
+async def test_figures_of_a_memory_over_http(memory: TestClient[Any, Any]) -> None:
+    async with memory.get("/v1/stats") as reply:
+        stats = (await reply.json())["memory"]
+    async with memory.get("/metrics") as reply:
+        page = await reply.text()
+    values = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
+
+    pid, pinned = os.getpid(), 4 * 2**20
+    use = {"pid": pid, "role": "writer", "pinned_bytes": pinned, "begun_bytes": 0}
+    assert (stats["uses"], stats["refused"], stats["gone_bytes"]) == ([use], 1, 0)
+    assert float(values[f'ec_store_client_pinned_bytes{{pid="{pid}",role="writer"}}']) == pinned
+    assert float(values["ec_store_pinned_bytes"]) == pinned
+    assert float(values["ec_store_leased_bytes"]) == 4096
+    assert float(values["ec_store_max_bytes"]) == 2 * pinned
+    assert float(values["ec_store_refused_writes_total"]) == 1
+    assert float(values["ec_store_clients"]) >= 2
+    assert float(values["ec_store_oldest_pin_seconds"]) > 0
+    assert values['ec_store_memory_info{pages="pages of 4 KiB"}'] == "1.0"
+    assert float(values["process_max_fds"]) >= float(values["process_open_fds"]) > 0
 
 
 async def until_age(client: TestClient[Any, Any], right: Callable[[float | None], bool]) -> None:
@@ -308,10 +350,10 @@ async def count_of(client: TestClient[Any, Any], histogram: str) -> float:
 
 
 async def test_dashboard_and_rules_ask_for_metrics_that_the_service_has(
-    client: TestClient[Any, Any],
+    client: TestClient[Any, Any], memory: TestClient[Any, Any]
 ) -> None:
-    async with client.get("/metrics") as reply:
-        page = await reply.text()
+    async with client.get("/metrics") as reply, memory.get("/metrics") as of_memory:
+        page = await reply.text() + await of_memory.text()
     has = {re.split(r"[ {]", line)[0] for line in page.splitlines() if line[0] != "#"}
     expressions = [
         *(rule["expr"] for rule in rules()),
@@ -325,9 +367,11 @@ async def test_dashboard_and_rules_ask_for_metrics_that_the_service_has(
     assert wanted - has == set()
 
 
-async def test_every_metric_of_the_service_is_documented(client: TestClient[Any, Any]) -> None:
-    async with client.get("/metrics") as reply:
-        page = await reply.text()
+async def test_every_metric_of_the_service_is_documented(
+    client: TestClient[Any, Any], memory: TestClient[Any, Any]
+) -> None:
+    async with client.get("/metrics") as reply, memory.get("/metrics") as of_memory:
+        page = await reply.text() + await of_memory.text()
     document = (ROOT / "docs" / "configuration" / "store.md").read_text()
     names = re.findall(r"^# TYPE (ec_store_\w+)", page, re.MULTILINE)
     metrics = [name for name in names if not name.endswith("_created")]

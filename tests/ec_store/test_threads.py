@@ -122,7 +122,7 @@ def test_a_writer_drops_entries_while_its_thread_cannot_be_started(
 
 
 def test_a_full_queue_drops_and_counts_entries_without_blocking(paused: Paused) -> None:
-    writer = Writer(paused, queue_bytes=2 * SIZE)  # type: ignore[arg-type]
+    writer = Writer(paused, queue_bytes=2 * SIZE)
     taken = [writer.submit(EntryKey(NAMESPACE, str(n)), SIZE, entry) for n in range(6)]
     paused.go.set()
     writer.close()
@@ -132,7 +132,7 @@ def test_a_full_queue_drops_and_counts_entries_without_blocking(paused: Paused) 
 
 
 def test_an_entry_larger_than_the_queue_may_wait_by_itself(paused: Paused) -> None:
-    writer = Writer(paused, queue_bytes=1)  # type: ignore[arg-type]
+    writer = Writer(paused, queue_bytes=1)
     taken = [writer.submit(EntryKey(NAMESPACE, str(n)), SIZE, entry) for n in range(2)]
     paused.go.set()
     writer.close()
@@ -157,7 +157,7 @@ def test_writer_releases_a_tensor_after_its_write(store: Store) -> None:
 
 def test_writer_observes_the_time_of_each_write_also_of_one_that_fails(paused: Paused) -> None:
     clock = Clock()
-    writer = Writer(paused, clock=clock)  # type: ignore[arg-type]
+    writer = Writer(paused, clock=clock)
     for failing, seconds in ((None, 2.0), (StoreUnavailable("away"), 0.0), (None, 3.0)):
         paused.failing, calls = failing, paused.calls
         writer.submit(EntryKey(NAMESPACE, str(seconds)), SIZE, entry)
@@ -190,7 +190,7 @@ def test_a_write_that_fails_is_counted_and_the_next_one_is_tried(
     paused.go.set()
     paused.failing = error
     told: list[tuple[str, bool]] = []
-    writer = Writer(paused, done=lambda key, stored: told.append((key.identifier, stored)))  # type: ignore[arg-type]
+    writer = Writer(paused, done=lambda key, stored: told.append((key.identifier, stored)))
     writer.submit(EntryKey(NAMESPACE, "a"), SIZE, entry)
     until(lambda: writer.counts["drops"] == 1)
     paused.failing = None
@@ -206,7 +206,7 @@ def test_an_unwritable_store_is_skipped_for_a_while(paused: Paused) -> None:
     paused.go.set()
     paused.failing = StoreUnavailable("full")
     clock = Clock()
-    writer = Writer(paused, clock=clock)  # type: ignore[arg-type]
+    writer = Writer(paused, clock=clock)
     for number in range(FAILURES):
         assert writer.submit(EntryKey(NAMESPACE, str(number)), SIZE, entry)
         until(lambda number=number: writer.counts["drops"] == number + 1)  # type: ignore[misc]
@@ -313,7 +313,7 @@ def test_a_present_entry_is_leased_against_eviction(store: Store) -> None:
 
     leasing = Leasing(store)
     leasing.go.set()
-    writer = Writer(leasing)  # type: ignore[arg-type]
+    writer = Writer(leasing)
     writer.submit(key, SIZE, entry)
     writer.close()
 

@@ -1,5 +1,7 @@
 """Copies between a real device and host memory. tests/ec_store/device checks their order."""
 
+import os
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,11 +12,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ec_store.device import region as region_module  # noqa: E402 - only with torch
+from ec_store.arena.memory import create_memory, map_memory  # noqa: E402 - only with torch
+from ec_store.device import region as region_module  # noqa: E402
 from ec_store.device.region import Region  # noqa: E402
 from ec_store.device.tensors import (  # noqa: E402
     HostCopies,
     Loader,
+    Output,
+    as_tensor,
+    new_stream,
     pinned_memory,
     to_device,
 )
@@ -119,7 +125,7 @@ def test_copies_are_in_pinned_memory() -> None:
 def test_entries_are_put_on_the_device(ready_made: bool) -> None:
     values = torch.randn(256, 1024)
     raw = values.reshape(-1).view(torch.uint8)
-    placed = to_device(raw.pin_memory() if ready_made else raw, "F32", (256, 1024))
+    placed = to_device([raw.pin_memory() if ready_made else raw], "F32", (256, 1024))
 
     assert placed.is_cuda
     assert placed.cpu().equal(values)
@@ -141,7 +147,7 @@ def test_the_region_is_registered_once_and_copied_from_directly(
     for _ in range(3):
         loader.map_shared(region.shared_region())
     until(region.is_mapped)
-    reader = loader._reader  # noqa: SLF001
+    reader = loader.reader
     assert reader is not None
     assert reader.registered
     values = torch.randn(1024, 1024)
@@ -153,7 +159,7 @@ def test_the_region_is_registered_once_and_copied_from_directly(
         assert reader.view(place).is_pinned()
         region.send([view])
         del view
-        placed = loader.load(place, "F32", (1024, 1024))
+        placed = to_device([loader.view(place)], "F32", (1024, 1024))
         loader.finish(region.shared_region().number)
         assert placed.cpu().equal(values)
         loader.report_copies()
@@ -168,14 +174,14 @@ def test_memory_at_an_address_that_was_registered_before_is_read_itself() -> Non
         region, loader = Region(64 * MIB, 1), Loader(0)
         loader.map_shared(region.shared_region())
         until(region.is_mapped)
-        reader = loader._reader  # noqa: SLF001
+        reader = loader.reader
         assert reader is not None
         assert reader.registered
         view = region.copy_in(bytes_of(torch.full((MIB,), float(number))))
         assert view is not None
         place = region.find_place(view)
         assert place is not None
-        assert loader.load(place, "F32", (MIB,)).eq(number).all()
+        assert to_device([loader.view(place)], "F32", (MIB,)).eq(number).all()
         region.close()
         del region, loader, reader, view
 
@@ -191,7 +197,7 @@ def test_a_slot_is_held_until_the_device_has_copied_it() -> None:
     region.send([view])
     del view
     torch.cuda._sleep(LONG)  # noqa: SLF001
-    placed = loader.load(place, "F32", (MIB,))
+    placed = to_device([loader.view(place)], "F32", (MIB,))
     loader.finish(region.shared_region().number)
     loader.report_copies()
     taken = region.taken_bytes()
@@ -220,5 +226,111 @@ def test_a_rejected_registration_does_not_fail_later_calls(
     place = region.find_place(view)
     assert place is not None
 
-    assert loader.load(place, "F32", (1024,)).eq(1).all()
+    assert to_device([loader.view(place)], "F32", (1024,)).eq(1).all()
     region.close()
+
+
+SEGMENT_BYTES = 4 * MIB
+BORDER = [(3 * MIB, MIB), (SEGMENT_BYTES, 3 * MIB)]
+"""Extents of an entry of 4 MiB, on both sides of the border between two segments."""
+
+
+class Host:
+    """Memory of a host with two segments, mapped to write and to read.
+
+    Attributes:
+        written, read: the two mappings.
+    """
+
+    def __init__(self) -> None:
+        self._memory = create_memory(2 * SEGMENT_BYTES, SEGMENT_BYTES)
+        fd = os.open(f"/proc/self/fd/{self._memory.fd}", os.O_RDONLY)
+        self.written = map_memory(self._memory.fd, 2 * SEGMENT_BYTES, write=True)
+        self.read = map_memory(fd, 2 * SEGMENT_BYTES, write=False)
+        os.close(fd)
+        os.close(self._memory.fd)
+
+
+def register_all(memory: Any) -> list[bool]:
+    begins = range(0, len(memory), SEGMENT_BYTES)
+    return [region_module.register(memory, begin, begin + SEGMENT_BYTES) for begin in begins]
+
+
+def parts_of(memory: Any, extents: list[tuple[int, int]] = BORDER) -> list[Any]:
+    return [as_tensor(memory[begin : begin + size].data) for begin, size in extents]
+
+
+def stored(host: Host, values: Any, stream: Any) -> None:
+    Output(values).copy_to([torch.from_numpy(host.written[a : a + n]) for a, n in BORDER], stream)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_an_entry_on_both_sides_of_a_border_is_written_and_read(registered: bool) -> None:
+    host, stream = Host(), new_stream(torch.device("cuda", torch.cuda.current_device()))
+    if registered:
+        assert register_all(host.written) == [True, True]
+        register_all(host.read)  # the driver may refuse: copies go through pinned memory then
+    assert [part.is_pinned() for part in parts_of(host.written)] == [registered] * 2
+    values = torch.randn(1024, 1024, device="cuda")
+    torch.cuda._sleep(LONG)  # noqa: SLF001
+    values += 1
+    stored(host, values, stream)
+
+    assert to_device(parts_of(host.read), "F32", (1024, 1024)).equal(values)
+
+
+def test_a_read_only_mapping_is_registered_for_reading_or_not_at_all() -> None:
+    host = Host()
+    registered = register_all(host.read)
+
+    assert [part.is_pinned() for part in parts_of(host.read)] == registered
+    assert not host.read.flags.writeable
+
+
+def test_segments_are_registered_while_kernels_run_and_copies_are_made() -> None:
+    host, device = Host(), torch.device("cuda", torch.cuda.current_device())
+    stream = new_stream(device)
+    done: list[bool] = []
+
+    def run() -> None:
+        torch.cuda.set_device(device)
+        for memory in (host.written, host.read):
+            done.extend(register_all(memory))
+
+    registering = threading.Thread(target=run)
+    registering.start()
+    for number in range(20):
+        torch.cuda._sleep(LONG // 20)  # noqa: SLF001
+        values = torch.full((1024, 1024), float(number), device="cuda")
+        stored(host, values, stream)
+        assert to_device(parts_of(host.read), "F32", (1024, 1024)).equal(values)
+    registering.join()
+
+    assert done[:2] == [True, True]
+
+
+def test_memory_of_a_host_is_free_after_its_last_view() -> None:
+    """The driver unregisters it before the kernel unmaps it, so that it can be mapped again."""
+    for number in range(4):
+        host, stream = Host(), new_stream(torch.device("cuda", torch.cuda.current_device()))
+        assert register_all(host.written) == [True, True]
+        register_all(host.read)
+        stored(host, torch.full((1024, 1024), float(number), device="cuda"), stream)
+        assert to_device(parts_of(host.read), "F32", (1024, 1024)).eq(number).all()
+        del host
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one device")
+def test_two_devices_use_one_memory_by_their_index() -> None:
+    host = Host()
+    assert register_all(host.written) == [True, True]
+    results = []
+    for index in (1, 0):
+        torch.cuda.set_device(index)
+        stream = new_stream(torch.device("cuda", index))
+        values = torch.randn(1024, 1024, device=f"cuda:{index}")
+        stored(host, values, stream)
+        read = to_device(parts_of(host.written), "F32", (1024, 1024))
+        results.append((read.device.index, bool(read.equal(values))))
+
+    assert results == [(1, True), (0, True)]

@@ -15,7 +15,8 @@ from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.arena.protocol import ClaimKeys, Find, Release, Reply, Request
 from ec_store.arena.server import ArenaServer, Session
 from epd.encoder_cache.lookup import Lookup
-from tests.ec_store.arena.served import in_process, serving
+from tests.ec_store.arena.served import serving
+from tests.ec_store.arena.test_aio_store import in_process
 from tests.proxy.test_claims import (  # noqa: F401
     lasting_claims,
     test_a_cache_can_close_while_it_learns_a_namespace,
@@ -167,7 +168,7 @@ async def test_a_lookup_without_a_waiter_leaves_no_claim(path: Path, how: str) -
         async with opened_cache(f"shm://{path}?timeout=20s", settings) as cache:
             other = Lookup([EntryKey(NAMESPACE, "held")], "owner", 3600)
             assert await cache.run_lookup(other, patient=True)
-            child.send_signal(signal.SIGSTOP)
+            child.signal(signal.SIGSTOP)
             look = Lookup(KEYS, "owner", 3600)
             looking = asyncio.create_task(cache.run_lookup(look))
             if how == "late":
@@ -176,7 +177,7 @@ async def test_a_lookup_without_a_waiter_leaves_no_claim(path: Path, how: str) -
                 await asyncio.sleep(0.05)
                 looking.cancel()
                 await asyncio.wait([looking])
-            child.send_signal(signal.SIGCONT)
+            child.signal(signal.SIGCONT)
             await until(lambda: look.claimed)
 
             await until(lambda: all(store.claim(KEYS, "another", 60)))
@@ -219,9 +220,9 @@ async def test_a_server_that_hangs_costs_the_budget_and_is_used_again(
         url = f"shm://{path}?timeout={timeout_s}s"
         async with caching(launch, backed, url, ec_store_budget_s=0.05) as fleet:
             await is_hit(fleet, backed)
-            child.send_signal(signal.SIGSTOP)
+            child.signal(signal.SIGSTOP)
             await is_served_without_store(fleet)
-            child.send_signal(signal.SIGCONT)
+            child.signal(signal.SIGCONT)
             await is_hit(fleet, backed)
 
 

@@ -21,8 +21,8 @@ class TransferSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     with ec_enable_nixl (nixl), or ECMooncakeConnector (mooncake), which --ec-consumer-zmq-addrs
     also selects"""
     ec_store: StoreUrl = None
-    """URL of the encode instances' encoder store, such as file:///dev/shm/ec or redis://host: items
-    in it are not encoded again; default or 'none': no lookups"""
+    """URL of the encode instances' encoder store, such as shm:///run/ec-store/arena.sock or
+    redis://host: items in it are not encoded again; default or 'none': no lookups"""
     ec_store_budget_s: Seconds = 0.02
     """maximum time of a lookup in the store, in seconds; then all items are encoded"""
     ec_store_lease_s: Seconds = 30.0

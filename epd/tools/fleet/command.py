@@ -24,7 +24,7 @@ from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from epd.parser import Commands, Parser, unknown_message
 from epd.routing.instances import Role
-from epd.tools.fleet import cache_folder
+from epd.tools.fleet import host_memory
 from epd.tools.fleet.engine import CUDA, VLLM
 from epd.tools.fleet.model_config import (
     config_path,
@@ -39,6 +39,7 @@ from epd.tools.fleet.plan import FleetPlan, plan_fleet
 from epd.tools.fleet.process import (
     FRONT_STOP_TIMEOUT_S,
     STOP_TIMEOUT_S,
+    STORE_STOP_TIMEOUT_S,
     ProcessDied,
     check_free,
     leave_contexts_on_signals,
@@ -50,9 +51,10 @@ DESCRIPTION = """\
 Start vLLM instances, an encoder store and the proxy on this machine, and stop them all on Ctrl-C or
 SIGTERM; a second Ctrl-C stops them at once.
 
-No server is restarted. If a server ends during the start, all servers are stopped, with exit code
-1. Later, a server that ends is reported with the last lines of its log, and the others continue. If
-the proxy or the last instance that decodes ends, all servers are stopped, with exit code 1.
+If a server ends during the start, all servers are stopped, with exit code 1. Later, a server that
+ends is reported with the last lines of its log, and the others continue. Only the store is started
+again. If the proxy or the last instance that decodes ends, all servers are stopped, with exit code
+1.
 
 Flags can also be set in the environment: as in vLLM's example scripts (MODEL, GPU_E, ENCODE_PORT,
 …) or as EPD_UP_<FLAG>. A flag on the command line takes precedence.
@@ -142,11 +144,8 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
     _warn_of_unknown_variables(parser)
     settings = _settings(parser, flags)
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
-    folder = cache_folder.default_folder(settings.port, logs)
-    if not dry_run:
-        for abandoned in cache_folder.remove_abandoned(folder):
-            print(f"removed {abandoned}, left by a run that was killed")
-    store = settings.ec_store or cache_folder.default_url(folder)
+    folder = host_memory.socket_folder(settings.port)
+    store = settings.ec_store or host_memory.memory_url(folder, settings.ec_store_memory)
     path = config_path(settings.model, settings.vllm_flags, os.environ)
     config = read_config(path)
     if config is not None:
@@ -160,19 +159,30 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
             cores=len(os.sched_getaffinity(0)),
             device_bytes=_device_bytes(settings),
             sizes=_sizes(settings, path, config),
+            store_runs=settings.ec_store is not None and host_memory.has_server(settings.ec_store),
             dry_run=dry_run,
         )
     except ValueError as error:
         parser.error(str(error))
+    notes = [*plan.memory, *_store_notes(settings, plan)]
     if dry_run:
-        memory = [f"# {line}" for line in plan.memory]
+        memory = [f"# {line}" for line in notes]
         servers = [f"# {server.name}\n{server.shell()}" for server in plan.servers()]
         print("\n\n".join(filter(None, ["\n".join(memory), *servers])))
         return
     if settings.vllm_command == VLLM and (missing := _missing_package(plan)) is not None:
         sys.exit(f"epd up: {missing}")
     own_folder = folder if plan.store and settings.ec_store is None else None
-    _start(settings, plan, logs, own_folder)
+    _start(settings, plan, logs, notes, own_folder)
+
+
+def _store_notes(settings: FleetSettings, plan: FleetPlan) -> Sequence[str]:
+    """Return the line that names the store, with the rule of its size unless it is given."""
+    if not plan.store:
+        return []
+    chosen = settings.ec_store is not None or settings.ec_store_memory is not None
+    reason = "" if chosen else ", an eighth of the available memory: --ec-store-memory sets another"
+    return [f"store: {redacted(plan.store)}{reason}"]
 
 
 def _sizes(settings: FleetSettings, path: Path | None, config: Any) -> ModelSizes | None:
@@ -204,21 +214,25 @@ def _warn_of_unknown_variables(parser: Parser) -> None:
             print(f"{parser.prog}: warning: {unknown_message(variable, known)}", file=sys.stderr)
 
 
-def _start(settings: FleetSettings, plan: FleetPlan, logs: Path, own_folder: Path | None) -> None:
-    """Run the servers until they are stopped; `own_folder` has the store that ends with them."""
+def _start(
+    settings: FleetSettings,
+    plan: FleetPlan,
+    logs: Path,
+    notes: Sequence[str],
+    own_folder: Path | None,
+) -> None:
+    """Run the servers until they are stopped; `own_folder` has the socket of their own store."""
     # Progress lines appear at once, through a pipe as well.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     leave_contexts_on_signals()
     print(f"{plan.engines[0].platform.name}; logs in {logs.absolute()}")
-    for line in plan.memory:
+    for line in notes:
         print(line)
-    if plan.store:
-        print(f"store: {redacted(plan.store)}")
     try:
         _check(plan)
-        with nullcontext() if own_folder is None else cache_folder.private_folder(own_folder):
+        with nullcontext() if own_folder is None else host_memory.private_folder(own_folder):
             _serve(Fleet(plan, logs, timeout_s=settings.timeout_s), _example(settings, plan))
-    except (ProcessDied, TimeoutError, StoreError, OSError, cache_folder.FolderTaken) as error:
+    except (ProcessDied, TimeoutError, StoreError, OSError, host_memory.FolderTaken) as error:
         sys.exit(f"epd up: {error}")
     except KeyboardInterrupt:
         sys.exit("epd up: stopped")
@@ -297,7 +311,8 @@ def _serve(fleet: Fleet, example: str) -> None:
             print("Ctrl-C stops all servers.")
             fleet.watch()
         except KeyboardInterrupt:
-            print(f"stopping (up to {FRONT_STOP_TIMEOUT_S + STOP_TIMEOUT_S:.0f} s)")
+            longest_s = FRONT_STOP_TIMEOUT_S + STOP_TIMEOUT_S + STORE_STOP_TIMEOUT_S
+            print(f"stopping (up to {longest_s:.0f} s)")
     print("All servers are stopped.")
 
 

@@ -30,8 +30,8 @@ ANSWERS = (Role.DECODE, Role.PREFILL_DECODE)
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
 """Loopback address for a server that listens on all addresses."""
 
-PROXY = "proxy"
-"""Name of the proxy among the servers."""
+PROXY, STORE = "proxy", "store"
+"""Names of the proxy and of the store's service among the servers."""
 DRAIN_S = 5
 """Drain time of the proxy in seconds when the fleet stops."""
 MOST = 65535
@@ -51,8 +51,8 @@ class FleetPlan:
     Attributes:
         store: URL of the encoder store; empty: there is none.
         host, port: address that the proxy listens on.
-        keeper_port: port of the service that enforces the store's quota; None: no service is
-            started.
+        keeper_port: port of the service that owns the store's memory, or enforces the quota of its
+            folder; None: no service is started.
         memory: lines that say how much of each device's memory the instances get.
     """
 
@@ -77,12 +77,14 @@ class FleetPlan:
         """Return the servers, the proxy last, each after those that it waits for.
 
         An instance that measures its memory starts alone on its devices, after those that do not.
+        All wait for a store that is a server's memory.
         """
         keeper = [] if self.keeper_port is None else [self._keeper(self.keeper_port)]
+        first = keeper if self.store.startswith("shm:") else []
         started = list[tuple[Engine, FleetServer]]()
         for engine in sorted(self.engines, key=lambda engine: engine.measures_memory):
             near = (server for other, server in started if {*engine.devices} & {*other.devices})
-            after = tuple(near) if engine.measures_memory else ()
+            after = (*first, *(near if engine.measures_memory else ()))
             started.append((engine, replace(engine.server(), after=after)))
         return [*keeper, *(server for _, server in started), self._proxy()]
 
@@ -118,7 +120,7 @@ class FleetPlan:
 
     def _keeper(self, port: int) -> FleetServer:
         command = (sys.executable, "-m", "ec_store", "serve", self.store, "--port", str(port))
-        return FleetServer("store", url_of(LOOPBACK, port), command, {})
+        return FleetServer(STORE, url_of(LOOPBACK, port), command, {})
 
     def _proxy(self) -> FleetServer:
         roles = {"encode": (Role.ENCODE,), "prefill": (Role.PREFILL,), "decode": ANSWERS}
@@ -178,14 +180,16 @@ def plan_fleet(  # noqa: PLR0913 - all that a plan is derived from
     cores: int = 1,
     device_bytes: Mapping[str, int] = MappingProxyType({}),
     sizes: ModelSizes | None = None,
+    store_runs: bool = False,
     dry_run: bool = False,
 ) -> FleetPlan:
     """Return the plan for the settings; raise `ValueError` if devices or ports do not suffice.
 
     A store is unused without encode instances. `config` is the model's; None: not known.
     `cores` is the number of those that the instances may use. `device_bytes` has the memory of
-    devices, and `sizes` the bytes of the model, as far as they are known. With `dry_run`, named
-    devices need not be visible: the plan is for CUDA then.
+    devices, and `sizes` the bytes of the model, as far as they are known. `store_runs` says that
+    the memory which the store's URL names has a server. With `dry_run`, named devices need not be
+    visible: the plan is for CUDA then.
     """
     store = store if Role.ENCODE in settings.topology.roles else ""
     platform = _platform(settings, environ, dry_run=dry_run)
@@ -197,6 +201,7 @@ def plan_fleet(  # noqa: PLR0913 - all that a plan is derived from
         device_bytes = dict.fromkeys(devices, settings.device_memory)
     memory = Memory(engines, _given_shares(engines), device_bytes, sizes)
     shares = memory.shares()
+    kept = store.startswith(("file:", "shm:"))
     plan = FleetPlan(
         engines=tuple(
             replace(engine, memory=shares.get(engine.name, _default_share(engine)))
@@ -207,7 +212,7 @@ def plan_fleet(  # noqa: PLR0913 - all that a plan is derived from
         port=settings.port,
         local_media=settings.allowed_local_media_path,
         proxy_flags=settings.proxy_flags,
-        keeper_port=settings.ec_store_port if store.startswith("file:") else None,
+        keeper_port=settings.ec_store_port if kept and not store_runs else None,
         memory=tuple(memory.lines(shares)),
     )
     plan.ports()

@@ -151,6 +151,8 @@ class Guard:
 STOP_TIMEOUT_S = 20.0
 FRONT_STOP_TIMEOUT_S = 15.0
 """Time for the servers that stop first, such as the proxy."""
+STORE_STOP_TIMEOUT_S = 5.0
+"""Time for the service of the store, which stops last."""
 POLL_S = 0.25
 JOIN_POLL_S = 0.02
 PROGRESS_S = 15.0
@@ -191,14 +193,14 @@ class Process:
     ) -> None:
         """Start the server; `/health` below `url` answers 200 once it is ready.
 
-        `environment` has variables in addition to this process's own. The guard ends the server if
-        this process is killed.
+        `environment` has variables in addition to this process's own. The output is appended to
+        `log`. The guard ends the server if this process is killed.
         """
         self.name = name
         self.url = url
         self.log = log
         self._guard = guard
-        with log.open("wb") as output:
+        with log.open("ab") as output:
             start = partial(subprocess.Popen, start_new_session=True)
             self._popen = (start if guard is None else guard.start)(
                 command,
@@ -346,16 +348,19 @@ class _Progress:
         self._reported |= news
 
 
-def stop(processes: Sequence[Process], front: Sequence[Process] = ()) -> None:
-    """Stop servers and their children, first those in `front`, which use the others, then the rest.
+def stop(
+    processes: Sequence[Process], front: Sequence[Process] = (), store: Sequence[Process] = ()
+) -> None:
+    """Stop servers and their children: first those in `front`, which use the others, `store` last.
 
     A second Ctrl-C ends the wait; all servers are then killed.
     """
     try:
         _terminate(front, FRONT_STOP_TIMEOUT_S)
         _terminate(processes, STOP_TIMEOUT_S)
+        _terminate(store, STORE_STOP_TIMEOUT_S)
     finally:
-        for process in (*front, *processes):
+        for process in (*front, *processes, *store):
             process.kill()
 
 

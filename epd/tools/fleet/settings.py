@@ -230,8 +230,13 @@ class FleetSettings(BaseSettings):
     ec_store: Annotated[str, AfterValidator(_store_url)] | None = Field(
         None,
         validation_alias=AliasChoices("EPD_UP_EC_STORE", "EC_SHARED_STORAGE_PATH"),
-        description="encoder store: a folder, with a quota of 64 GiB, or a store URL (default: in "
-        "shared memory, deleted at the fleet's end)",
+        description="encoder store: a folder, with a quota of 64 GiB, or a store URL (default: a "
+        "memory of this host, which ends with the fleet)",
+    )
+    ec_store_memory: Annotated[PositiveInt, _from_text(size_bytes)] | None = Field(
+        None,
+        description="size of the default encoder store, such as 16GiB, all of which is allocated "
+        "at the start (default: an eighth of the available memory, from 256 MiB to 64 GiB)",
     )
     ec_both: bool = Field(
         False,
@@ -239,7 +244,9 @@ class FleetSettings(BaseSettings):
         "store too (ec_role ec_both), as the policy cost of the proxy needs",
     )
     ec_store_port: Port = Field(
-        8100, description="port of the service that enforces the quota of a store in a folder"
+        8100,
+        description="port of the service that owns the memory, or enforces the quota of a store in "
+        "a folder, and has the metrics of both",
     )
     allowed_local_media_path: Annotated[str, AfterValidator(_folder)] | None = Field(
         None, description="folder from which file:// media may be read"
@@ -284,6 +291,10 @@ class FleetSettings(BaseSettings):
             raise ValueError("--kv-recompute-threshold needs --bidirectional-kv")
         if self.ec_store is not None and Role.ENCODE not in roles:
             raise ValueError("--ec-store needs encode instances, as in 1e1p1d")
+        if self.ec_store is not None and self.ec_store_memory is not None:
+            raise ValueError(
+                "--ec-store-memory is for the default store: a store URL has max_bytes"
+            )
         if self.ec_both and Role.ENCODE not in roles:
             raise ValueError("--ec-both needs encode instances, as in 1e1pd")
         return self

@@ -4,13 +4,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
 from epd.routing.instances import Role
 from epd.tools.fleet.engine import CPU, Engine, FleetServer
-from epd.tools.fleet.plan import PROXY, FleetPlan
+from epd.tools.fleet.plan import PROXY, STORE, FleetPlan
 from epd.tools.fleet.process import (
     POLL_S,
     Guard,
@@ -24,6 +25,32 @@ from epd.tools.fleet.process import (
 from epd.tools.fleet.settings import Topology
 
 READY_TIMEOUT_S = 600.0
+
+RESTART_S = 1.0
+"""Seconds before the first restart of the store's service; they double before each further one."""
+LONGEST_RESTART_S = 60.0
+"""Upper bound of them. A service that has run for longer is restarted as at first."""
+
+
+@dataclass(slots=True)
+class Restarts:
+    """Time of the next restart of a server that has ended. Times are monotonic seconds."""
+
+    due_s: float = inf
+    _started_s: float = -inf
+    _delay_s: float = RESTART_S
+
+    def end(self, now_s: float) -> float:
+        """Return in how many seconds a server that has ended now is started again."""
+        if now_s - self._started_s > LONGEST_RESTART_S:
+            self._delay_s = RESTART_S
+        delay_s, self._delay_s = self._delay_s, min(LONGEST_RESTART_S, 2 * self._delay_s)
+        self.due_s = now_s + delay_s
+        return delay_s
+
+    def start(self, now_s: float) -> None:
+        """Note that the server has been started."""
+        self.due_s, self._started_s = inf, now_s
 
 
 @dataclass(eq=False)
@@ -41,6 +68,7 @@ class Fleet:
     _processes: list[Process] = field(default_factory=list, init=False)
     _unstarted: list[FleetServer] = field(default_factory=list, init=False)
     _guard: Guard | None = field(default=None, init=False)
+    _restarts: Restarts = field(default_factory=Restarts, init=False)
 
     @property
     def all_engines(self) -> tuple[Engine, ...]:
@@ -94,7 +122,11 @@ class Fleet:
             process.check_alive()
 
     def watch(self) -> None:
-        """Report each server that ends; raise `ProcessDied` once the fleet cannot answer."""
+        """Report each server that ends; raise `ProcessDied` once the fleet cannot answer.
+
+        Only the store's service is started again: engines and the proxy connect to it by
+        themselves, and its memory is empty.
+        """
         while True:
             for process in tuple(self._processes):
                 try:
@@ -105,16 +137,23 @@ class Fleet:
                     if lacking is not None:
                         raise ProcessDied(f"{death}\n{lacking}: stopping all servers.") from None
                     self.report(f"{death}\nThe other servers continue without {process.name}.")
+                    if process.name == STORE:
+                        delay_s = self._restarts.end(time.monotonic())
+                        self.report(f"{STORE} is started again in {delay_s:.0f} s")
+            if time.monotonic() >= self._restarts.due_s:
+                self._start(self.plan.servers()[0])
+                self._restarts.start(time.monotonic())
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Stop the proxy, then all other servers, and return after their end.
+        """Stop the proxy, then the engines, then the store, and return after their end.
 
         The proxy needs a moment to end running streams with an error event. An engine that stops at
         the same time would cut the streams off, or wait for them.
         """
         front = [process for process in self._processes if process.name == PROXY]
-        stop([process for process in self._processes if process not in front], front)
+        store = [process for process in self._processes if process.name == STORE]
+        stop([process for process in self._processes if process not in front + store], front, store)
         self._processes.clear()
         if self._guard is not None:
             self._guard.close()

@@ -5,7 +5,7 @@ import { count, host, plural, rate } from "./format.js";
 import { groups, STATES, word } from "./fleet.js";
 import { places } from "./places.js";
 
-const STORES = { file: "shared disk", redis: "Redis", rediss: "Redis, TLS" };
+const STORES = { shm: "memory of the host", file: "shared disk", redis: "Redis", rediss: "Redis, TLS" };
 const LEAST = 280;
 const frame = by("topology");
 let drawn = { as: null };

@@ -221,15 +221,3 @@ class Serve:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
-
-
-@contextmanager
-def in_process(path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `ec-store serve` as a process of its own, and kill it at the end."""
-    words = [sys.executable, "-m", "ec_store", "serve", f"shm://{path}?max_bytes=16MiB"]
-    with subprocess.Popen([*words, "--port", "0"], stdout=subprocess.DEVNULL) as child:
-        try:
-            yield child
-        finally:
-            child.send_signal(signal.SIGCONT)
-            child.kill()

@@ -9,7 +9,7 @@ import socket
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,12 @@ from ec_store.arena.server import ArenaServer
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import StoreUnavailable
-from tests.ec_store.arena.served import in_process, serving
+from tests.ec_store.arena.served import Serve, serving
 from tests.ec_store.contract import entry, key, sized
 
 WELCOME = encode(Welcome(b"", 1, 0, 0))
-STATS = encode(Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0))
+CHECKED = encode(Headers([]))
+"""Reply to `check`."""
 KEYS = [key(str(n)) for n in range(8)]
 
 Scenario = Callable[..., Coroutine[Any, Any, None]]
@@ -114,6 +115,17 @@ async def scripted(path: Path, *answers: bytes) -> AsyncIterator[list[int]]:
 
 def length(size: int) -> bytes:
     return size.to_bytes(LENGTH_BYTES, "little")
+
+
+@contextmanager
+def in_process(path: Path) -> Iterator[Serve]:
+    """Run a server in a process of its own, and kill it at the end."""
+    server = Serve(path)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
 
 
 async def answers(store: AsyncArenaStore) -> None:
@@ -233,15 +245,15 @@ async def failure(store: AsyncArenaStore) -> str:
 UNUSABLE: dict[str, tuple[tuple[bytes, ...], str]] = {
     "no welcome": ((), "closed the connection"),
     "garbage for a welcome": ((length(3) + b"abc",), "malformed|MessagePack|Expected|truncated"),
-    "another reply for a welcome": ((STATS,), "an unexpected reply"),
+    "another reply for a welcome": ((CHECKED,), "an unexpected reply"),
     "another version": (
         (encode(Failed("it speaks version 9")),),
         "sock: it speaks version 9$",
     ),
     "closed": ((WELCOME,), "closed the connection"),
     "half a length": ((WELCOME, b"\x05"), "no reply within"),
-    "half a reply": ((WELCOME, STATS[:-3]), "no reply within"),
-    "half a reply, and the end": ((WELCOME, STATS[:-3], b""), "no reply within"),
+    "half a reply": ((WELCOME, CHECKED[:-3]), "no reply within"),
+    "half a reply, and the end": ((WELCOME, CHECKED[:-3], b""), "no reply within"),
     "garbage": ((WELCOME, length(4) + b"\xc1\xc1\xc1\xc1"), "malformed|MessagePack|Invalid|trunc"),
     "too long": ((WELCOME, length(2**31)), "a message of 2147483652 bytes"),
     "too nested": ((WELCOME, length(60_000) + b"\x91" * 60_000), "."),
@@ -265,7 +277,7 @@ async def test_an_unusable_reply_fails_calls_and_ends_the_connection(path: Path,
 
 @pytest.mark.fault(112)
 async def test_a_reply_without_a_request_ends_the_connection(path: Path) -> None:
-    async with scripted(path, WELCOME, STATS + STATS) as connections, opened(path) as aio:
+    async with scripted(path, WELCOME, CHECKED + CHECKED) as connections, opened(path) as aio:
         await aio.check()
         await aio.check()
 
@@ -300,6 +312,15 @@ async def test_a_path_without_a_server_is_unavailable(path: Path, there: bool) -
                 await aio.lookup(KEYS)
 
 
+async def test_a_socket_that_every_user_may_replace_is_not_used(
+    path: Path, server: ArenaServer
+) -> None:
+    path.parent.chmod(0o777)
+    async with opened(path) as aio:
+        with pytest.raises(StoreUnavailable, match="every user may write to"):
+            await aio.check()
+
+
 async def test_calls_to_a_missing_server_make_few_connections(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,14 +347,14 @@ async def test_a_stopped_server_fails_calls_in_time_and_is_used_again(path: Path
         async with opened(path, timeout_s=0.3) as aio:
             await answers(aio)
             assert await aio.claim(KEYS, "one", 60) == [True] * 8
-            child.send_signal(signal.SIGSTOP)
+            child.signal(signal.SIGSTOP)
             async with asyncio.timeout(20):
                 for _ in range(3):  # the connection, then new ones
                     calls = [aio.lookup(KEYS), aio.claim(KEYS, "other", 60), aio.check()]
                     failed = await asyncio.gather(*calls, return_exceptions=True)
                     assert {type(each) for each in failed} == {StoreUnavailable}
                     await asyncio.sleep(aio_connection.CONNECT_EVERY_S)
-            child.send_signal(signal.SIGCONT)
+            child.signal(signal.SIGCONT)
             await answers(aio)
 
             # What was claimed by the first connection, or by an unanswered message, is free.
@@ -357,13 +378,12 @@ async def test_a_server_killed_in_the_middle_of_calls_is_replaced(path: Path) ->
     with in_process(path) as child:
         async with opened(path) as aio:
             await answers(aio)
-            child.send_signal(signal.SIGSTOP)
+            child.signal(signal.SIGSTOP)
             calls = [asyncio.create_task(aio.claim(KEYS, "one", 60)) for _ in range(10)]
             await asyncio.sleep(0)
             child.kill()
             failed = await asyncio.gather(*calls, return_exceptions=True)
             assert {type(each) for each in failed} == {StoreUnavailable}
-            child.wait()
             with in_process(path):
                 await answers(aio)
                 assert await aio.claim(KEYS, "one", 60) == [True] * 8

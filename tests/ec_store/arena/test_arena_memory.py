@@ -3,16 +3,19 @@
 import ctypes
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ec_store.arena import memory
-from ec_store.arena.memory import create_memory
+from ec_store.arena.extents import PAGE_BYTES
+from ec_store.arena.memory import POPULATE_BYTES, create_memory, map_memory, populate
 from tests.ec_store.arena.served import (
     MIB,
     Serve,
@@ -150,3 +153,35 @@ def test_an_allocation_ends_when_others_take_the_memory_meanwhile(
         create_memory(4 * MIB + 4096)
 
     assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+
+
+def test_a_populated_memory_is_written_without_page_faults() -> None:
+    created = create_memory(16 * MIB)
+    mapped = map_memory(created.fd, created.size_bytes, write=True)
+    populate(mapped, write=True).join()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    mapped[::PAGE_BYTES] = 1
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    os.close(created.fd)
+
+    assert faults < 100  # of 4096 pages
+
+
+def test_the_population_ends_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    created = create_memory(64 * MIB)
+    mapped = [map_memory(created.fd, created.size_bytes, write=False)]
+    steps: list[int] = []
+    monkeypatch.setattr("ec_store.arena.memory._madvise", lambda *step: steps.append(step[1]))
+    started = threading.Event()
+
+    def drop(_: float) -> None:
+        assert started.wait(10)
+        mapped.clear()
+
+    monkeypatch.setattr("ec_store.arena.memory.time.sleep", drop)
+    thread = populate(mapped[0], write=False)
+    started.set()
+    thread.join(10)
+    os.close(created.fd)
+
+    assert steps == [POPULATE_BYTES]

@@ -600,3 +600,40 @@ class TestProcess:
         assert ended.returncode == 1
         assert "are left on the machine" in ended.stderr
         assert "Traceback" not in ended.stderr
+
+
+def test_an_idle_client_releases_an_entry_when_it_is_no_longer_read(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    store.put(key(), sized(MIB))
+    found = store.get(key())
+    assert stats(path).pinned_bytes == MIB
+    del found
+
+    until(path, pinned_bytes=0)
+
+
+def test_an_entry_may_be_released_within_another_call(
+    path: Path, server: ArenaServer, store: ArenaStore
+) -> None:
+    store.put(key(), sized(MIB))
+    found = store.get(key())
+    with store._connection._lock.mutex:  # noqa: SLF001
+        del found  # as a garbage collection does, which must not wait
+    assert stats(path).pinned_bytes == MIB
+    store.lookup([key()])
+
+    until(path, pinned_bytes=0)
+
+
+def test_a_release_does_not_wait_for_a_server_that_reads_nothing(
+    path: Path, server: ArenaServer, store: ArenaStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(key(), sized(MIB))
+    found = store.get(key())
+    monkeypatch.setattr("ec_store.arena.connection._has_event", lambda *_: False)
+    del found
+    assert stats(path).pinned_bytes == MIB
+    store.lookup([key()])
+
+    assert stats(path).pinned_bytes == 0

@@ -1,8 +1,13 @@
 """Entries that are read and written in the host's memory itself."""
 
 import gc
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -124,3 +129,89 @@ def test_a_write_ends_with_the_server_it_was_begun_in(path: Path) -> None:
         assert store.lookup([key("a"), key("b")]) == [None, None]
         assert store.counts["drops"] == 1
         assert store.put(key("a"), sized(MIB))
+
+
+SCHEDULER = """
+import sys, time
+from ec_store.arena.store import ArenaStore
+from ec_store.arena.url import ArenaOptions
+from ec_store.device.region import Region
+from tests.ec_store.contract import key
+store, region = ArenaStore(ArenaOptions(sys.argv[1], timeout_s=10), "reader"), Region(0, 2)
+path, size_bytes, token = region.shared_region().handle
+print(path, size_bytes, token.hex(), flush=True)
+entry = store.pin(key())
+while not region.have_mapped(entry.place.arena):
+    time.sleep(0.01)
+region.send([entry])
+del entry
+print("sent", flush=True)
+while True:
+    region.release()
+    store.connection.settle()
+    time.sleep(0.01)
+"""
+
+RANK = """
+import sys, time
+from ec_store.arena.store import ArenaStore
+from ec_store.arena.url import ArenaOptions
+from ec_store.device.region import Handle, RegionReader
+socket, number, path, size_bytes, token = sys.argv[1:]
+store = ArenaStore(ArenaOptions(socket, timeout_s=10), "reader")
+store.check()
+reader = RegionReader(Handle(path, int(size_bytes), bytes.fromhex(token)), int(number))
+reader.has_read(0)
+reader.has_mapped(store.connection.arena.name)
+sys.stdin.readline()
+reader.has_read(1)
+print("read", flush=True)
+time.sleep(60)
+"""
+
+
+def child(code: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path.cwd(),
+    )
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@pytest.mark.fault(101)
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_pins_of_a_step_outlive_a_rank_and_end_with_the_engine(
+    store: ArenaStore, path: Path
+) -> None:
+    store.put(key(), sized(MIB))
+    with ExitStack() as engine:
+        scheduler = engine.enter_context(child(SCHEDULER, str(path)))
+        engine.callback(scheduler.kill)
+        handle = line(scheduler).split()
+        ranks = [child(RANK, str(path), str(number), *handle) for number in range(2)]
+        for rank in ranks:
+            engine.enter_context(rank)
+            engine.callback(rank.kill)
+        assert line(scheduler) == "sent\n"
+        ranks[0].send_signal(signal.SIGKILL)
+        ranks[0].wait()
+        assert ranks[1].stdin is not None
+        ranks[1].stdin.write("\n")
+        ranks[1].stdin.flush()
+        assert line(ranks[1]) == "read\n"
+        held = stats(store).pinned_bytes
+        for one in (scheduler, ranks[1]):
+            one.send_signal(signal.SIGKILL)
+
+    assert held == MIB
+    deadline_s = time.monotonic() + 10
+    while stats(store).pinned_bytes:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

@@ -423,6 +423,26 @@ def test_a_slow_lookup_delays_its_connection_alone_and_only_until_its_deadline(
     assert host.counts.errors == 1
 
 
+def test_late_look_ups_abandon_no_entry_that_was_found(
+    a: Host, b: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [key(f"found {number}") for number in range(tier.FETCH_THREADS + 1)]
+    for each in found:
+        a.store.put(each, entry())
+    a.until(sent=len(found))
+    b.tier.reads.clear()
+    assert None not in b.store.lookup(found)
+
+    monkeypatch.setattr(tier, "LOOKUP_S", 0.02)
+    b.tier.lookups.clear()
+    for number in range(concurrency.FAILURES + 1):
+        assert b.store.lookup([key(f"missing {number}")]) == [None]
+    assert b.counts.skipped == 1
+    b.tier.reads.set()
+
+    b.until(fetched=len(found), drops=0)
+
+
 def test_replies_keep_the_order_of_their_requests_while_one_waits_for_the_tier(
     start: Start, a: Host
 ) -> None:
@@ -599,7 +619,7 @@ async def test_a_request_that_waited_for_the_tier_is_dropped_while_its_connectio
     server = ArenaServer(create_memory(MIB), ArenaIndex(ExtentAllocator(MIB, MIB)))
     server.start(bind(tmp_path / "arena.sock", 0o600), RedisStore.from_url(redis.url()))
     before = asyncio.all_tasks()
-    session = Session(server, Peer(0, None), Mock())
+    session = Session(server, Peer(0, 0, None), Mock())
     session.role = "reader"
     transport = Mock(spec=asyncio.Transport, get_write_buffer_size=lambda: 0)
     session.connection_made(transport)
@@ -632,6 +652,16 @@ def test_a_client_that_is_gone_gets_no_pin_after_its_look_up(a: Host, b: Host) -
 
     b.until(fetched=1)
     assert b.stats.pinned_bytes == 0
+
+
+def test_stat_shows_the_numbers_of_the_tier(a: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    a.store.put(key(), entry())
+    a.until(sent=1)
+    with pytest.raises(SystemExit) as ended:
+        main(["stat", f"shm://{a.path}"])
+
+    assert ended.value.code == 0
+    assert "tier       1 sent, 0 fetched, 0 queued, 0 drops, 0 errors" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("url", ["file://STORE", "redis://localhost:1"])

@@ -219,7 +219,7 @@ def test_memory_is_pageable_where_pinning_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_a_tensor_is_put_where_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("meta"))
-    placed = to_device(torch.zeros(SIZE, dtype=torch.uint8), "F32", (16, 256))
+    placed = to_device([torch.zeros(SIZE, dtype=torch.uint8)], "F32", (16, 256))
 
     assert placed.device.type == "meta"
     assert (placed.dtype, tuple(placed.shape)) == (torch.float32, (16, 256))
@@ -227,7 +227,7 @@ def test_a_tensor_is_put_where_the_model_runs(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_tensor_on_the_cpu_shares_no_memory_with_its_bytes() -> None:
     raw = VALUES.clone().view(torch.uint8).reshape(-1)
-    placed = to_device(raw, "F32", (16, 256))
+    placed = to_device([raw[:100], raw[100:]], "F32", (16, 256))
     raw.zero_()
 
     assert placed.equal(VALUES)

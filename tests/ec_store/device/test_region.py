@@ -21,7 +21,7 @@ from ec_store.device.region import (  # noqa: E402
     Region,
     RegionReader,
 )
-from ec_store.device.tensors import Loader  # noqa: E402
+from ec_store.device.tensors import Loader, to_device  # noqa: E402
 from tests.fake_accelerator import FakeAccelerator, until  # noqa: E402
 
 DATA = memoryview(bytes(range(256)) * 64)
@@ -228,7 +228,7 @@ def test_a_region_is_registered_once_and_each_entry_is_loaded_from_it(
     until(region.is_mapped)
     loaded = []
     for _ in range(3):
-        loaded.append(loader.load(sent(region), "F32", (16, SIZE // 64)))
+        loaded.append(to_device([loader.view(sent(region))], "F32", (16, SIZE // 64)))
         loader.finish(region.shared_region().number)
     loader.report_copies()
 
@@ -267,7 +267,7 @@ def test_memory_is_unregistered_when_nothing_refers_to_it_and_before_it_is_unmap
     region.close()
 
 
-def test_a_worker_without_the_mapping_warns_once_and_loads_from_the_step(
+def test_a_worker_without_the_mapping_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     region = Region(SIZE, 1)
@@ -278,7 +278,8 @@ def test_a_worker_without_the_mapping_warns_once_and_loads_from_the_step(
     until(lambda: caplog.records)
     loader.finish(1)
 
-    assert loader.load(torch.zeros(8, dtype=torch.uint8), "F32", (1, 2)).equal(torch.zeros(1, 2))
+    with pytest.raises(RuntimeError, match="not mapped"):
+        loader.view(Place(0, SIZE))
     [record] = caplog.records
     assert "worker 7" in record.getMessage()
     assert not region.is_mapped()

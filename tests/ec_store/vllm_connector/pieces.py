@@ -44,6 +44,7 @@ from ec_store.fetcher import Fetcher
 from ec_store.vllm_connector import ECStoreConnector
 from ec_store.vllm_connector.accept import Widths
 from ec_store.vllm_connector.consumer import Consumer
+from ec_store.vllm_connector.host_memory import HostMemory
 from ec_store.vllm_connector.namespace import layout_of, namespace_of
 from ec_store.vllm_connector.worker import Learner, Saver, StepMetadata, is_writer, load, reader
 from scripts.forked import inspect_in_process
@@ -219,10 +220,12 @@ class Pieces:
             yield
 
     @staticmethod
-    def load(loader: Loader, step: StepMetadata) -> dict[str, torch.Tensor]:
+    def load(
+        loader: Loader, step: StepMetadata, host: HostMemory | None = None
+    ) -> dict[str, torch.Tensor]:
         """Return a worker's encoder cache after the loads of a step."""
         cache: dict[str, torch.Tensor] = {}
-        load(loader, step, cache)
+        load(loader, step, cache, host)
         if step.shared is not None:
             loader.map_shared(step.shared)
             loader.finish(step.shared.number)

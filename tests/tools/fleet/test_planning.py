@@ -2,9 +2,9 @@
 
 import fcntl
 import json
-import os
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,16 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ec_store.arena.url import arena_options
 from epd.routing.instances import Role
 from epd.routing.urls import named_events_address
-from epd.tools.fleet.cache_folder import (
-    FolderTaken,
-    default_folder,
-    default_url,
-    make,
-    private_folder,
-    remove_abandoned,
-)
 from epd.tools.fleet.engine import (
     CPU,
     CUDA,
@@ -35,8 +28,10 @@ from epd.tools.fleet.engine import (
     parse,
     parse_instances,
 )
+from epd.tools.fleet.host_memory import FolderTaken, memory_url, private_folder, socket_folder
 from epd.tools.fleet.plan import FleetPlan, plan_fleet, url_of
 from epd.tools.fleet.settings import FleetSettings, Topology
+from epd.tools.fleet.stack import Restarts
 from tests.examples import scaled
 
 STORE = "file:///ec"
@@ -501,79 +496,121 @@ def test_a_shell_parses_a_servers_line_unchanged(args: list[str], environ: dict[
     assert {f"{name}={value}" for name, value in environ.items()} <= set(seen[1 + len(args) :])
 
 
-def test_the_cache_is_in_shared_memory_where_that_has_room(tmp_path: Path) -> None:
-    logs = tmp_path / "logs" / "now"
-    shared = default_folder(8000, logs, tmp_path)
-    url = default_url(shared)
-
-    assert shared.parent == tmp_path
-    assert default_folder(8000, logs, tmp_path / "none") == logs / "ec-store"
-    assert url.startswith(f"file://{shared}?max_bytes=")
-    assert not shared.exists()
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the runtime folder of this user, in a temporary one with a short path."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr("ec_store.arena.sockets.SYSTEM", Path(folder) / "ec-store")
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder) / "ec-store"
 
 
-def test_a_store_folder_of_another_user_is_refused(tmp_path: Path) -> None:
-    make(tmp_path / "own")
-    make(tmp_path / "own")
-    (tmp_path / "link").symlink_to(tmp_path / "own")
+def test_fleets_of_one_user_have_sockets_of_their_own(runtime: Path) -> None:
+    first, second = (memory_url(socket_folder(port), 2**30) for port in (8000, 8010))
 
-    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
-    with pytest.raises(FolderTaken, match="belongs to another user"):
-        make(tmp_path / "link")
+    assert first == f"shm://{runtime}/epd-up-8000/arena.sock?max_bytes=1024MiB"
+    assert arena_options(first).max_bytes == 2**30
+    assert arena_options(second).path != arena_options(first).path
+    assert not runtime.exists()
 
 
-def test_a_cache_is_of_one_fleet_at_a_time(tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
+@pytest.mark.parametrize(
+    ("left", "size_mib"),
+    [
+        (None, 256),
+        (0, 256),
+        (24 * 2**30 + 1, 3072),
+        (3 * 2**30, 256),
+        (4 * 2**30, 512),
+        (2 * 2**40, 65536),
+    ],
+)
+def test_the_default_memory_is_an_eighth_of_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, left: int | None, size_mib: int
+) -> None:
+    monkeypatch.setattr("ec_store.arena.memory.available_bytes", lambda: left)
+
+    assert memory_url(Path("/x"), None) == f"shm:///x/arena.sock?max_bytes={size_mib}MiB"
+
+
+def test_a_memory_has_whole_huge_pages() -> None:
+    assert memory_url(Path("/x"), 3 * 2**20 + 1).endswith("max_bytes=4MiB")
+
+
+def test_a_folder_that_another_user_may_write_to_is_refused(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = socket_folder(8000)
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="another user may"), private_folder(folder):
+        pass
+    folder.chmod(0o700)
+    runtime.chmod(0o777)
+    with pytest.raises(PermissionError, match="another user may"), private_folder(folder):
+        pass
+    runtime.chmod(0o700)
+    folder.rmdir()
+    folder.symlink_to(runtime)
+    with pytest.raises(OSError, match="Not a directory"), private_folder(folder):
+        pass
+    assert runtime.exists()
+
+
+def test_a_folder_is_of_one_fleet_at_a_time(runtime: Path) -> None:
+    folder = socket_folder(8000)
     with private_folder(folder):
+        assert folder.stat().st_mode & 0o777 == 0o700
         with pytest.raises(FolderTaken, match="is in use"), private_folder(folder):
             pass
         assert folder.exists()
     assert not folder.exists()
+    folder.mkdir()
+    (folder / "arena.sock").touch()  # a fleet that was killed has left it
     with private_folder(folder):
         pass
+    assert not folder.exists()
 
 
-def test_store_folders_of_dead_fleets_are_removed(tmp_path: Path) -> None:
-    user, other = os.getuid(), os.getuid() + 1
-    used, own, link, gone, foreign, odd, file = (
-        tmp_path / name
-        for name in (
-            f"epd-up-{user}-8000",
-            f"epd-up-{user}-8001",
-            f"epd-up-{user}-8002",
-            f"epd-up-{user}-8003",
-            f"epd-up-{other}-8003",
-            f"epd-up-{user}-mine",
-            f"epd-up-{user}-8004",
-        )
-    )
-    for folder in (used, own, gone, foreign, odd):
-        make(folder)
-        (folder / "entry").touch()
-    link.symlink_to(odd)
-    file.touch()
-    with private_folder(used):
-        removed = remove_abandoned(own, tmp_path)
-        left = set(tmp_path.iterdir())
+def test_a_store_that_ends_again_and_again_is_restarted_ever_later() -> None:
+    restarts = Restarts()
+    delays = []
+    for now_s in range(8):
+        delays.append(restarts.end(float(now_s)))
+        assert restarts.due_s == now_s + delays[-1]
+        restarts.start(now_s + 0.5)
+        assert restarts.due_s == float("inf")
 
-    assert removed == [gone]
-    assert left == {used, own, link, foreign, odd, file}
-    assert (odd / "entry").exists()
+    assert delays == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert restarts.end(7.5 + 60) == 60
+    restarts.start(100.0)
+    assert restarts.end(161.0) == 1
 
 
-def test_a_cache_of_another_user_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uid = os.getuid()
-    monkeypatch.setattr("os.getuid", lambda: uid + 1)
-    (tmp_path / f"epd-up-{uid + 1}-8000").mkdir()
+def test_instances_wait_for_a_memory_that_the_fleet_serves() -> None:
+    served = plan(store="shm:///ec/arena.sock")
+    store, *engines, _ = served.servers()
 
-    assert remove_abandoned(tmp_path / "own", tmp_path) == []
-    assert [*tmp_path.iterdir()] == [tmp_path / f"epd-up-{uid + 1}-8000"]
+    assert store.command[-4:] == ("serve", "shm:///ec/arena.sock", "--port", "8100")
+    assert [server.after for server in engines] == [(store,)] * 2
+    assert "# start it when store is ready\n" in engines[0].shell()
+    assert {server.name for server in plan().servers() if server.after} == set()
+    settings = FleetSettings(model="m", device="cuda")
+    running = plan_fleet(settings, TWO, "shm:///ec/arena.sock", store_runs=True)
+    assert "store" not in [server.name for server in running.servers()]
+    assert 8100 not in running.ports()
 
 
-def test_a_cache_removed_before_its_lock_is_created_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_the_default_store_has_a_size_of_its_own() -> None:
+    assert FleetSettings(model="m", ec_store_memory="16GiB").ec_store_memory == 16 * 2**30
+    with pytest.raises(ValueError, match="a store URL has max_bytes"):
+        FleetSettings(model="m", ec_store="shm:///x", ec_store_memory="16GiB")
+
+
+def test_a_folder_removed_before_its_lock_is_created_again(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, flock, removals = tmp_path / "cache", fcntl.flock, [1]
+    folder, flock, removals = socket_folder(8000), fcntl.flock, [1]
 
     def remove_first(handle: int, operation: int) -> None:
         if removals:

@@ -6,20 +6,26 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 import pytest
 from PIL import Image
 
+from ec_store import Store, StoreUnavailable, open_store
+from ec_store.arena.sockets import is_served, runtime_folder
 from epd.tools.fleet.process import free_ports
 from tests.support.forked_epd import fork_epd
 from tests.tools.fleet.processes import left, marked, new_mark, processes_of
@@ -33,10 +39,15 @@ PORTS = ("port", *(f"{server}-port" for server in SERVERS))
 WITHIN_S = 300
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 """Environment in which no test asks the hub for a model."""
+SMALL = {"EPD_UP_EC_STORE_MEMORY": "64MiB"}
+"""Size of the default store."""
 
 
 class Up:
     """Running `epd up`."""
+
+    folders: ClassVar[list[Path]] = []
+    """Folders of the sockets. The next run on the port would delete what a killed one leaves."""
 
     def __init__(self, tmp_path: Path, *flags: str, topology: str = "1e1pd") -> None:
         self.ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
@@ -46,10 +57,13 @@ class Up:
         self.url = f"http://127.0.0.1:{self.ports['port']}"
         self.mark = new_mark()
         self.said: list[str] = []
+        self.environ = OFFLINE if "--ec-store" in flags else OFFLINE | SMALL
+        self.sockets = runtime_folder() / f"epd-up-{self.ports['port']}"
+        self.folders.append(self.sockets)
 
     def run(self, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run `epd up` until it ends."""
-        given = marked(self.mark) | OFFLINE | dict(environ or {})
+        given = marked(self.mark) | self.environ | dict(environ or {})
         return subprocess.run(
             self.command, env=given, capture_output=True, text=True, timeout=WITHIN_S, check=False
         )
@@ -60,7 +74,7 @@ class Up:
         with subprocess.Popen(
             # If the tests run under nohup, the started processes would inherit the ignored SIGHUP.
             ("/usr/bin/env", "--default-signal=HUP", *self.command),
-            env=marked(self.mark) | OFFLINE,
+            env=marked(self.mark) | self.environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -102,12 +116,18 @@ class Up:
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30)
 
 
+@pytest.fixture(autouse=True)
+def _remove_folders() -> Iterator[None]:
+    yield
+    while Up.folders:
+        shutil.rmtree(Up.folders.pop(), ignore_errors=True)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_up_serves_until_it_is_stopped_and_leaves_nothing(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     up = Up(tmp_path, topology="1e1p1d")
-    cache = Path(f"/dev/shm/epd-up-{os.getuid()}-{up.ports['port']}")  # noqa: S108
     with up.started() as process:
         ready = up.wait_for(process, "ready: ")
         assert up.ask().json()["choices"][0]["message"]["content"] == "a fake answer"
@@ -117,13 +137,13 @@ def test_up_serves_until_it_is_stopped_and_leaves_nothing(
         said = up.end_of(process)
 
     assert ready == f"ready: {up.url}\n"
-    assert any(line.startswith(f"store: file://{cache}?max_bytes=") for line in up.said)
+    assert f"store: shm://{up.sockets}/arena.sock?max_bytes=64MiB\n" in up.said
     assert f"curl {up.url}/v1/chat/completions" in said
     assert f" {up.url}/ui or run `epd top --url {up.url}`." in said
     assert said.endswith("All servers are stopped.\n")
     assert process.returncode == 0
     assert left(up.mark, 0) == {}
-    assert not cache.exists()
+    assert not up.sockets.exists()
     logs = {path.name for path in tmp_path.glob("logs/*/*.log")}
     assert logs == {"proxy.log", "store.log"} | {
         f"{role}-{up.ports[f'{role}-port']}.log" for role in ("encode", "prefill", "decode")
@@ -158,19 +178,87 @@ def test_the_printed_example_request_is_answered(tmp_path: Path) -> None:
     assert body["max_tokens"] == 64  # a model with random weights never emits the end token
 
 
-def test_the_cache_of_a_run_that_was_killed_is_removed_by_the_next(tmp_path: Path) -> None:
-    killed, up = Up(tmp_path), Up(tmp_path)
-    cache = Path(f"/dev/shm/epd-up-{os.getuid()}-{killed.ports['port']}")  # noqa: S108
-    with killed.started() as process:
-        killed.wait_for(process, "ready: ")
+def test_the_socket_of_a_run_that_was_killed_is_replaced_by_the_next(tmp_path: Path) -> None:
+    up = Up(tmp_path)
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
         process.kill()
         process.wait(WITHIN_S)
-        assert left(killed.mark) == {}
+        assert left(up.mark) == {}
+    assert up.sockets.exists()
     with up.started() as process:
-        up.wait_for(process, "starting ")
-        assert not cache.exists()  # a run of another test may have removed the folder
+        up.wait_for(process, "ready: ")
+        assert is_served(up.sockets / "arena.sock")
         process.send_signal(signal.SIGINT)
         up.end_of(process)
+
+    assert not up.sockets.exists()
+
+
+@pytest.mark.fault(115)
+def test_the_memory_of_a_killed_store_is_served_again(tmp_path: Path) -> None:
+    up = Up(tmp_path)
+    with up.started() as process:
+        up.wait_for(process, "ready: ")
+        url = f"shm://{up.sockets}/arena.sock"
+        with open_store(url) as store:
+            assert store.stats().max_bytes == 64 * 2**20
+            for delay_s in (1, 2):
+                os.kill(up.pid("ec-store-port"), signal.SIGKILL)
+                up.wait_for(process, "store ended by SIGKILL. The end of ")
+                up.wait_for(process, f"store is started again in {delay_s} s")
+                assert up.ask().status_code == 200
+                up.wait_for(process, "starting store: ")
+                until_served(store)
+        process.send_signal(signal.SIGINT)
+        up.end_of(process)
+    [log] = tmp_path.glob("logs/*/store.log")
+
+    assert process.returncode == 0
+    assert log.read_text().count("ec-store: 64.0 MiB in ") == 3
+    assert left(up.mark, 0) == {}
+    assert not up.sockets.exists()
+
+
+def until_served(store: Store) -> None:
+    deadline_s = time.monotonic() + 60
+    while True:
+        try:
+            return store.check()
+        except StoreUnavailable:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+
+
+def test_a_memory_that_does_not_fit_starts_nothing_else(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--ec-store-memory", "1000TiB")
+    ran = up.run()
+
+    assert ran.returncode == 1
+    assert "epd up: store ended with code 1. The end of " in ran.stderr
+    assert re.search(r"no memory of 1000.0 TiB: .* needs \d+ bytes, and \d+ are left", ran.stderr)
+    assert "starting encode" not in ran.stdout
+    assert not up.sockets.exists()
+
+
+def test_a_memory_of_another_server_is_used_and_stays(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"shm://{folder}/arena.sock"
+        first, second = (Up(tmp_path, "--ec-store", url) for _ in range(2))
+        with first.started() as process:
+            first.wait_for(process, "ready: ")
+            with second.started() as other:
+                second.wait_for(other, "ready: ")
+                other.send_signal(signal.SIGINT)
+                second.end_of(other)
+            assert is_served(Path(folder) / "arena.sock")
+            process.send_signal(signal.SIGINT)
+            first.end_of(process)
+        assert not is_served(Path(folder) / "arena.sock")
+
+    assert any(line.startswith("starting store: ") for line in first.said)
+    assert not any(line.startswith("starting store: ") for line in second.said)
+    assert (process.returncode, other.returncode) == (0, 0)
 
 
 def test_an_engine_that_ends_while_it_starts_ends_all(tmp_path: Path) -> None:
@@ -292,7 +380,7 @@ def test_a_stream_that_runs_ends_in_an_error_event(tmp_path: Path, flags: tuple[
         "the proxy is shutting down"
     )
     assert "error=shutting_down" in line
-    assert "stopping (up to 35 s)\nAll servers are stopped.\n" in said
+    assert "stopping (up to 40 s)\nAll servers are stopped.\n" in said
     assert process.returncode == 0
 
 
@@ -600,7 +688,7 @@ def test_the_lines_of_a_dry_run_start_the_same_fleet(tmp_path: Path) -> None:
         assert one["argv"][:2] == ["serve", "a/model"]
         assert one["argv"][-1] == str(record)
         assert one["environ"]["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert not any(Path("/dev/shm").glob(f"epd-up-*-{up.ports['port']}"))  # noqa: S108
+    assert not up.sockets.exists()
 
 
 def test_flags_go_before_the_variables_of_the_example(tmp_path: Path) -> None:
