@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ec_store.counts import Counts
 from ec_store.disk.claims import leased_digests
 from ec_store.disk.files import NO_ROOM, READ, Folder, StoreClock
-from ec_store.disk.ledger import EVICTING, Count, Ledger, Usage
+from ec_store.disk.ledger import EVICTING, SWEEPING, Count, Ledger, Usage
 from ec_store.disk.lock import is_locked, lock
 from ec_store.disk.tree import (
     EvictionCandidate,
@@ -113,8 +113,8 @@ class Evictor:
     def sweep(self, tree: Tree, ttl_s: float) -> None:
         """Read all entries: remove the expired ones, and correct the ledger.
 
-        The caller holds a lock: two processes that corrected the ledger at once would both apply
-        the same correction.
+        The caller holds `SWEEPING`: two processes that corrected the ledger at once would both
+        apply the same correction.
         """
         count = Count(self._ledger.total(tree.root))
         for kept in self._counted(tree, count):
@@ -178,8 +178,10 @@ class Evictor:
         sample = list(islice(files, wanted))
         all_seen = len(sample) < wanted and not count.unread
         if alone and (all_seen or _is_doubtful(count)):
-            deque(files, maxlen=0)  # counts the rest of the store
-            self._correct(tree, count)
+            with self._ledger.locked(tree.root, SWEEPING) as counting:
+                if counting:
+                    deque(files, maxlen=0)  # counts the rest of the store
+                    self._correct(tree, count)
         cleared = count.cleared_bytes
         excess -= cleared
         while True:

@@ -219,8 +219,9 @@ class Housekeeping:
         unread: list[OSError] = []
         found = tree.scan(unread)
         sizes = [taken_bytes(file.size_bytes) for file in found if not file.duplicate]
-        if unread:
-            raise unread[0]
+        for error in unread:
+            if not isinstance(error, PermissionError):
+                raise error
         self.ledger.create(tree.root, Usage(charged_bytes=sum(sizes), charged=len(sizes)))
 
     def _free_or_wait(

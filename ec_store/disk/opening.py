@@ -127,9 +127,8 @@ class DiskOpening:
         """
         tree = self.tree(create=create)
         if not self._counted:
+            self._keeper.restore_ledger(tree)
             self._counted = True
-            with suppress(OSError):  # a process without the permission to write can still read
-                self._keeper.restore_ledger(tree)
         return tree
 
     def reopen_later(self) -> None:

@@ -22,7 +22,7 @@ from ec_store.disk.claims import LONGEST_S, leased_digests, sweep_leases
 from ec_store.disk.config import GivenSettings
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder, Modes
-from ec_store.disk.ledger import EVICTING, Ledger, Usage
+from ec_store.disk.ledger import EVICTING, SWEEPING, Ledger, Usage
 from ec_store.disk.store import SharedDiskStore
 from ec_store.disk.tree import EvictionCandidate, taken_bytes
 from tests.ec_store.contract import key, sized
@@ -168,6 +168,20 @@ def test_eviction_with_nothing_to_free_is_not_observed(root: Path) -> None:
 
         assert store.sweep() + store.stats().evictions >= 4
         assert store.counts.take_observations() == {}
+
+
+def test_ledger_is_not_corrected_by_an_eviction_and_a_sweep_at_once(root: Path) -> None:
+    """If both did, the error would be as large in reverse."""
+    with opened(root) as store:
+        store.put(key(), sized(100))
+        Ledger().charge(folder_of(root), 9 * BLOCK, 9)
+        with held(root, SWEEPING):
+            store.evict()
+            sweep(store)
+            assert store.stats().entries == 10
+        store.evict()
+
+        assert store.stats().entries == 1
 
 
 def sweep(store: SharedDiskStore) -> None:

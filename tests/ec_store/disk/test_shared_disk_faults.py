@@ -662,33 +662,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.fault(17)
-def test_a_full_disk_is_evicted_from(small_disk: Path) -> None:
-    with opened(small_disk / "store") as store:
-        for n in range(40):
-            store.put(key(str(n)), sized(100_000, n))
-            assert_same(sized(100_000, n), store.get(key(str(n))))
-
-        assert store.stats().evictions > 20
-
-
-@pytest.mark.fault(17)
-def test_a_disk_that_others_filled_drops_the_entry(small_disk: Path) -> None:
-    with opened(small_disk / "store") as store:
-        store.put(key("kept"), sized(1000))
-        store.lease([key("kept")], 60)
-        with pytest.raises(OSError, match="space"):
-            (small_disk / "other").write_bytes(b"x" * 2**20)
-        with pytest.raises(StoreUnavailable):
-            store.put(key("more"), sized(100_000))
-
-        assert store.get(key("kept")) is not None
-        assert store.stats().drops == 1
-        assert not [path for path in files(small_disk / "store", "entries") if path.suffix]
-    with opened(small_disk / "store") as store:
-        assert store.get(key("kept")) is not None
-
-
-@pytest.mark.fault(17)
 def test_a_write_that_fails_leaves_nothing(root: Path, store: SharedDiskStore) -> None:
     store.put(key("kept"), sized(1000))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
