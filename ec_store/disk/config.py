@@ -89,7 +89,7 @@ class StoreSettings:
             ) from error
         raise SettingsInvalid(
             f"the store has format version {version}, and this release reads version {FORMAT}: "
-            "use another directory for this release"
+            "delete it, or use another directory for this release"
         )
 
     def to_json(self) -> bytes:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ec_store.counts import Counts
 from ec_store.disk.claims import leased_digests
-from ec_store.disk.files import NO_ROOM, READ, Folder, StoreClock
+from ec_store.disk.files import NO_ROOM, READ, Folder, StoreClock, close_quietly
 from ec_store.disk.ledger import EVICTING, SWEEPING, Count, Ledger, Usage
 from ec_store.disk.lock import is_locked, lock
 from ec_store.disk.tree import (
@@ -244,47 +244,50 @@ class Evictor:
         Returns:
             Bytes freed, and the number of entries that this process is not able to remove.
         """
-        with ExitStack() as open_files:
-            return self._remove_locked(tree, going, open_files)
-
-    def _remove_locked(
-        self, tree: Tree, going: Sequence[EvictionCandidate], open_files: ExitStack
-    ) -> tuple[int, int]:
-        aside: list[tuple[Folder, str, EvictionCandidate]] = []
-        kept_back = 0
-        for kept in going:
+        with ExitStack() as locks:
+            aside, kept_back = _set_all_aside(tree, going, locks)
+            digests = {kept.digest for _, _, kept in aside}
             try:
-                folder = tree.folder(kept.digest)
-                fd = folder.open(kept.digest, READ)
-                open_files.callback(os.close, fd)
-                lock(fd, shared=True)
-                aside.append((folder, _set_aside(folder, kept), kept))
-            except FileNotFoundError:  # another process has removed it
-                continue
+                leased = leased_digests(tree.leases, digests, time.time())
             except OSError:
-                kept_back += 1
-        digests = {kept.digest for _, _, kept in aside}
-        try:
-            leased = leased_digests(tree.leases, digests, time.time())
-        except OSError:
-            leased = digests
-        freed = removed = 0
-        for folder, name, kept in aside:
-            with suppress(OSError):
-                used = folder.stat(name).st_mtime > kept.used_s
-                if used or kept.digest in leased:
-                    if name == kept.digest:
-                        continue
-                    if folder.publish(name, kept.digest):
-                        folder.remove(name)
-                        continue
-            if folder.remove(name):
-                freed += taken_bytes(kept.size_bytes)
-                removed += 1
-                self._ledger.release(tree.root, taken_bytes(kept.size_bytes))
-                tree.remove_empty(kept.digest)
+                leased = digests
+            freed = removed = 0
+            for folder, name, kept in aside:
+                with suppress(OSError):
+                    used = folder.stat(name).st_mtime > kept.used_s
+                    if used or kept.digest in leased:
+                        if name == kept.digest:
+                            continue
+                        if folder.publish(name, kept.digest):
+                            folder.remove(name)
+                            continue
+                if folder.remove(name):
+                    freed += taken_bytes(kept.size_bytes)
+                    removed += 1
+                    self._ledger.release(tree.root, taken_bytes(kept.size_bytes))
+                    tree.remove_empty(kept.digest)
         self._counts.add(evictions=removed)
         return freed, kept_back
+
+
+def _set_all_aside(
+    tree: Tree, going: Sequence[EvictionCandidate], locks: ExitStack
+) -> tuple[list[tuple[Folder, str, EvictionCandidate]], int]:
+    """Lock and rename entries; return folders and new names, and the number that stay."""
+    aside: list[tuple[Folder, str, EvictionCandidate]] = []
+    kept_back = 0
+    for kept in going:
+        try:
+            folder = tree.folder(kept.digest)
+            fd = folder.open(kept.digest, READ)
+            locks.callback(close_quietly, fd)
+            lock(fd, shared=True)
+            aside.append((folder, _set_aside(folder, kept), kept))
+        except FileNotFoundError:  # another process has removed it
+            continue
+        except OSError:
+            kept_back += 1
+    return aside, kept_back
 
 
 def _set_aside(folder: Folder, kept: EvictionCandidate) -> str:
@@ -306,7 +309,7 @@ def _is_left(found: Found) -> bool:
         try:
             return not is_locked(fd)
         finally:
-            os.close(fd)
+            close_quietly(fd)
     return False
 
 

@@ -294,6 +294,14 @@ def write(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
             left[0] = left[0][written:]
 
 
+def close_quietly(fd: int) -> None:
+    """Close a file. A failure has no effect: each reader checks what it reads."""
+    try:  # noqa: SIM105 - runs with every lookup, and suppress() is slower
+        os.close(fd)
+    except OSError:
+        pass
+
+
 def is_regular(status: os.stat_result) -> bool:
     """Return whether the status is a plain file's."""
     return stat.S_ISREG(status.st_mode)

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, field
 import xxhash
 
 from ec_store.counts import ForkLock, after_fork
-from ec_store.disk.files import READ, Folder
+from ec_store.disk.files import READ, Folder, close_quietly
 from ec_store.disk.lock import locked
 
 NAME = "ledger"
@@ -245,8 +245,7 @@ def _opened(root: Folder, flags: int = _WRITE) -> Iterator[int]:
     try:
         yield fd
     finally:
-        with suppress(OSError):  # what was written is in the file
-            os.close(fd)
+        close_quietly(fd)
 
 
 def _add_to_any(fd: int, change: Usage) -> None:

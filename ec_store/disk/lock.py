@@ -9,7 +9,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _FLOCK = struct.Struct("hhqqi4x")
 """`struct flock` of Linux with 64 bits: type, whence, start, length, process."""
@@ -46,7 +46,8 @@ def locked(fd: int, place: int) -> Iterator[bool]:
         yield held
     finally:
         if held:
-            _set(fd, fcntl.F_UNLCK, place)
+            with suppress(OSError):  # closing the file unlocks it
+                _set(fd, fcntl.F_UNLCK, place)
 
 
 def is_locked(fd: int, place: int = 0) -> bool:

@@ -27,7 +27,7 @@ from ec_store.disk.entry_files import (
     valid_registrations,
 )
 from ec_store.disk.evictor import YOUNG_S
-from ec_store.disk.files import NO_ROOM, Folder, is_regular
+from ec_store.disk.files import NO_ROOM, Folder, close_quietly, is_regular
 from ec_store.disk.housekeeping import Housekeeping
 from ec_store.disk.lock import lock
 from ec_store.disk.opening import DiskOpening
@@ -307,7 +307,7 @@ class SharedDiskStore(Store):
         except (CorruptEntry, OSError):  # a corrupt one is removed by the next reader
             return False
         finally:
-            _close(fd)
+            close_quietly(fd)
         return False
 
     # The ledger has the size of each entry from before its first byte until after its last file is
@@ -334,7 +334,7 @@ class SharedDiskStore(Store):
             published = replace or folder.publish(staging, digest)
         finally:
             removed = folder.remove(staging)
-            _close(fd)
+            close_quietly(fd)
             if charged and not published and removed:
                 # A file that stays is released with the leftovers.
                 self._keeper.ledger.release(tree.root, taken)
@@ -383,7 +383,7 @@ class SharedDiskStore(Store):
         else:
             return loaded
         finally:
-            _close(fd)
+            close_quietly(fd)
         return None
 
     def _is_live(self, status: os.stat_result) -> bool:
@@ -419,11 +419,3 @@ class SharedDiskStore(Store):
             return False
         self._keeper.ledger.release(tree.root, taken_bytes(size))
         return True
-
-
-def _close(fd: int) -> None:
-    """Close a file. A failure has no effect: each reader checks what it reads."""
-    try:  # noqa: SIM105 - runs with every lookup, and suppress() is slower
-        os.close(fd)
-    except OSError:
-        pass
