@@ -78,12 +78,10 @@ Lacking = Callable[[Usage], int]
 class Evictor:
     """Remover of entries, which also releases their usage in the ledger."""
 
-    def __init__(
-        self, clock: StoreClock, ledger: Ledger, counts: Counts, young_s: float = YOUNG_S
-    ) -> None:
-        """Create the object without access to a store; `young_s` is as `YOUNG_S`."""
+    def __init__(self, clock: StoreClock, ledger: Ledger, counts: Counts) -> None:
+        """Create the object without access to a store."""
+        self.young_s = YOUNG_S
         self._counts = counts
-        self._young_s = young_s
         self._clock = clock
         self._ledger = ledger
 
@@ -210,7 +208,7 @@ class Evictor:
                 yield EvictionCandidate(found.digest, found.size_bytes, _used_s(found, now))
                 continue
             age_s = abs(now - found.status.st_ctime)
-            left = age_s > self._young_s and _is_left(found)
+            left = age_s > self.young_s and _is_left(found)
             if age_s <= CHARGE_S and not left:
                 count.add_unsure(size)
                 continue

@@ -10,7 +10,7 @@ from os.path import ismount
 from ec_store.counts import Counts
 from ec_store.disk.claims import sweep_claims, sweep_leases
 from ec_store.disk.config import StoreSettings
-from ec_store.disk.evictor import YOUNG_S, Evictor, Freed, Lacking
+from ec_store.disk.evictor import Evictor, Freed, Lacking
 from ec_store.disk.files import StoreClock
 from ec_store.disk.ledger import SWEEPING, Ledger, LedgerLost, Usage
 from ec_store.disk.tree import (
@@ -64,16 +64,16 @@ class Housekeeping:
         settings: settings of the store, as last read; they apply to every process that opens it.
     """
 
-    def __init__(self, counts: Counts, young_s: float = YOUNG_S) -> None:
+    def __init__(self, counts: Counts) -> None:
         """Create the object without access to a store.
 
-        `counts` gets `evictions`, and observes `eviction_seconds`; `young_s` is as in `Evictor`.
+        `counts` gets `evictions`, and observes `eviction_seconds`.
         """
         self._counts = counts
         self.clock = StoreClock()
         self.ledger = Ledger()
         self.settings = StoreSettings()
-        self._evictor = Evictor(self.clock, self.ledger, counts, young_s)
+        self._evictor = Evictor(self.clock, self.ledger, counts)
         self._fruitless_until_s = float("-inf")
         self._useless_until_s = float("-inf")
         self._tidy_looked_s = float("-inf")

@@ -26,7 +26,6 @@ from ec_store.disk.entry_files import (
     load_header,
     valid_registrations,
 )
-from ec_store.disk.evictor import YOUNG_S
 from ec_store.disk.files import NO_ROOM, Folder, close_quietly, is_regular
 from ec_store.disk.housekeeping import Housekeeping
 from ec_store.disk.lock import lock
@@ -59,22 +58,15 @@ SHARING = (
 class SharedDiskStore(Store):
     """Store of entries as files, each named by the digest of its key."""
 
-    def __init__(
-        self,
-        config: DiskConfig,
-        *,
-        create: bool = True,
-        maintain: bool = False,
-        young_s: float = YOUNG_S,
-    ) -> None:
+    def __init__(self, config: DiskConfig, *, create: bool = True, maintain: bool = False) -> None:
         """Create the store; its first use opens the directory.
 
-        `create` and `maintain` are as in `DiskOpening`, `young_s` as in `Evictor`.
+        `create` and `maintain` are as in `DiskOpening`.
         """
         self._config = config
         self._create = create
         self.counts = Counts()
-        self._keeper = Housekeeping(self.counts, young_s)
+        self._keeper = Housekeeping(self.counts)
         self._opening = DiskOpening(config, self._keeper, create=create, maintain=maintain)
         self._files = EntryFiles()
 

@@ -21,7 +21,8 @@ def opened(
     root: Path, query: str = "", young_s: float = YOUNG_S, *, create: bool = True
 ) -> SharedDiskStore:
     config = DiskConfig.from_url(f"{root.as_uri()}?{query}")
-    store = SharedDiskStore(config, create=create, young_s=young_s)
+    store = SharedDiskStore(config, create=create)
+    store._keeper._evictor.young_s = young_s  # noqa: SLF001
     store.check()
     return store
 

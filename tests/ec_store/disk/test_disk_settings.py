@@ -405,16 +405,3 @@ def test_a_new_lazy_store_has_no_namespaces(root: Path) -> None:
         with pytest.raises(StoreUnavailable):
             store.namespaces()
         assert not root.with_name("store-other").exists()
-
-
-def test_a_lazy_store_counts_entries_outside_the_ledger(root: Path) -> None:
-    with opened(root) as store:
-        for name in "abc":
-            store.put(key(name), sized(10))
-    (root / "ledger").unlink()
-
-    with open_store(root.as_uri(), lazy=True) as store:
-        assert store.get(key("a")) is not None
-        assert not (root / "ledger").exists()  # the caller of a get has a deadline
-        store.put(key("d"), sized(10))
-        assert store.stats().entries == 4

@@ -20,7 +20,7 @@ from ec_store.disk.files import Folder, Modes
 from ec_store.disk.ledger import EVICTING, NAME, SLOT_BYTES, SLOTS, Ledger, LedgerLost, Usage
 from ec_store.disk.lock import lock
 from tests.ec_store.contract import key, sized
-from tests.ec_store.disk.on_disk import entries_bytes, opened
+from tests.ec_store.disk.on_disk import entries_bytes, folder_of, opened
 
 FORK = multiprocessing.get_context("fork")
 
@@ -306,6 +306,8 @@ def test_next_write_counts_the_entries_of_a_store_with_a_lost_ledger(
         with opened(root) as other:
             writer = other if reopened else store
             assert writer.get(key("0")) is not None
+            with pytest.raises(LedgerLost):  # the caller of a get has a deadline
+                Ledger().total(folder_of(root))
             assert writer.put(key("new"), sized(10)) is True
             assert writer.stats().entries == 6
             assert writer.stats().bytes == entries_bytes(root)
