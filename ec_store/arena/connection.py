@@ -243,7 +243,8 @@ class ArenaConnection:
     @property
     def mapped_bytes(self) -> int:
         """Return the bytes that are mapped, earlier memories that are still read included."""
-        return sum(len(memory) for memory in self._mapped.values())
+        memories = [reference() for reference in self._mapped.valuerefs()]
+        return sum(len(memory) for memory in memories if memory is not None)
 
     def close(self) -> None:
         """Close the connection; the server frees what it held.
@@ -267,8 +268,7 @@ class ArenaConnection:
         except FileNotFoundError:
             text = "no such socket; of another container, its folder must be mounted into this one"
             raise FileNotFoundError(errno.ENOENT, text) from None
-        with suppress(ConnectionError):  # refused, and the reason is in its reply
-            connection.sendall(encode(Hello(VERSION, self._role)))
+        connection.sendall(encode(Hello(VERSION, self._role)))
         data, fds = _receive_fds(connection)
         try:
             reply = _receive(connection, data, deadline_s)
