@@ -162,6 +162,9 @@ def _stat(store: Store, args: argparse.Namespace) -> int:
     ]
     if stats.memory is not None:
         lines += _memory_lines(stats.memory)
+    if stats.tier is not None:
+        names = ("sent", "fetched", "queued", "drops", "errors")
+        lines.append("tier       " + ", ".join(f"{stats.tier[name]:,} {name}" for name in names))
     lines += [f"model      {model}: {namespace}" for model, namespace in namespaces.items()]
     shown = {"url": redacted(args.url), **asdict(stats), "namespaces": namespaces}
     _print_result(args, shown, "\n".join(lines))

@@ -6,6 +6,8 @@ PYTHONPATH=. .venv/bin/python scripts/bench_arena.py full --scale 0.01
 
 import argparse
 import multiprocessing
+import os
+import random
 import statistics
 import subprocess
 import sys
@@ -19,17 +21,23 @@ from pathlib import Path
 import numpy as np
 
 from ec_store import Entry, EntryKey
+from ec_store.arena.connection import ArenaConnection
+from ec_store.arena.extents import ExtentAllocator
+from ec_store.arena.index import ArenaIndex, Client, Slot
+from ec_store.arena.protocol import GetStats, Stats
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import arena_options
 from ec_store.base import Store
 from ec_store.errors import StoreUnavailable
 
 MB = 10**6
+WRITERS = 16
 NAMESPACE = "org/model@0123456789abcdef/encoder-0123456789abcdef/bf16/1"
 FORK = multiprocessing.get_context("fork")
 
 
 def opened(path: Path) -> ArenaStore:
+    """Open the memory at a path."""
     return ArenaStore(arena_options(f"shm://{path}?timeout=60s&verify=0"))
 
 
@@ -53,6 +61,7 @@ def serving(size: str) -> Iterator[Path]:
 
 
 def is_up(store: Store) -> bool:
+    """Return whether the server answers."""
     try:
         store.stats()
     except StoreUnavailable:
@@ -63,8 +72,8 @@ def is_up(store: Store) -> bool:
 def populated(store: ArenaStore, size_bytes: int) -> None:
     """Wait until this process has mapped the pages of the memory."""
     store.check()
-    while time.sleep(0.05) or mapped_bytes() < size_bytes:
-        pass
+    while mapped_bytes() < size_bytes:
+        time.sleep(0.05)
 
 
 def mapped_bytes() -> int:
@@ -74,15 +83,17 @@ def mapped_bytes() -> int:
 
 
 def key(name: object) -> EntryKey:
+    """Return the key of a name, as long as vLLM's."""
     return EntryKey(NAMESPACE, f"{name}".rjust(64, "0"))
 
 
 def entry(data: memoryview) -> Entry:
-    metadata = {"image_grid_thw": [1, 98, 98]}
-    return Entry(data, "BF16", (data.nbytes // 2,), "image", metadata)
+    """Return the entry of a picture with these bytes."""
+    return Entry(data, "BF16", (data.nbytes // 2,), "image", {"image_grid_thw": [1, 98, 98]})
 
 
 def timed(call: Callable[[], object]) -> float:
+    """Return the time of a call in seconds."""
     began_s = time.perf_counter()
     call()
     return time.perf_counter() - began_s
@@ -99,7 +110,6 @@ def copies(rounds: int) -> None:
         private = np.ones(size_bytes // 2, np.uint8)
         for size in (33 * MB, 150 * MB):
             source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
-            data = memoryview(source)
             plain, moved = [], []
             pipe.send(size)
             pipe.recv()
@@ -107,11 +117,14 @@ def copies(rounds: int) -> None:
                 source[:8] = n
                 # As an entry does, the bytes take another place each time, so no cache has it.
                 place = private[(n * size) % (len(private) - size) :][:size]
-                plain.append(timed(lambda: (np.copyto(place, source), np.copyto(target, place))))
                 began_s = time.perf_counter()
-                store.put(key(f"{size}-{n}"), entry(data))
+                np.copyto(place, source)
+                np.copyto(target, place)
+                copied_s = time.perf_counter()
+                store.put(key(f"{size}-{n}"), entry(source.data))
                 pipe.send(n)
-                moved.append(pipe.recv() - began_s)
+                moved.append(pipe.recv() - copied_s)
+                plain.append(copied_s - began_s)
             pipe.send(None)
             ratio = statistics.median(m / p for m, p in zip(moved, plain, strict=True))
             print(
@@ -124,6 +137,7 @@ def copies(rounds: int) -> None:
 
 
 def consume(path: Path, pipe: Connection) -> None:
+    """Read the entries that a pipe names, and send the time when each is in a tensor."""
     with opened(path) as store:
         populated(store, 2 * 2**30)
         while size := pipe.recv():
@@ -131,11 +145,11 @@ def consume(path: Path, pipe: Connection) -> None:
             pipe.send("ready")
             while (n := pipe.recv()) is not None:
                 found = store.get(key(f"{size}-{n}"))
-                assert found is not None
-                np.copyto(target, np.frombuffer(found.data, np.uint8))
-                pipe.send(time.perf_counter())  # of one clock for all processes
-                assert (target[:8] == n % 256).all()
-                del found
+                if found is not None:
+                    np.copyto(target, np.frombuffer(found.data, np.uint8))
+                    del found
+                now_s = time.perf_counter()  # of one clock for all processes
+                pipe.send(now_s if (target[:8] == n % 256).all() else float("nan"))
 
 
 def round_trips(rounds: int) -> None:
@@ -161,12 +175,158 @@ def round_trips(rounds: int) -> None:
             print(f"{name}: {1e6 * median_s:.1f} us, {median_s / empty_s:.2f} of an empty one")
 
 
+def full(entries: int) -> None:
+    """Write entries of 64 KiB to 150 MB into a full memory of 8 GiB, from 16 processes.
+
+    They write the first and the last bytes of each extent, not the 2 TB between them.
+    """
+    size_bytes = 8 * 2**30
+    with serving("8GiB") as path, opened(path) as store:
+        each = [range(n, entries, WRITERS) for n in range(WRITERS)]
+        pipe, other = FORK.Pipe()
+        writers = [FORK.Process(target=fill, args=(path, names, other)) for names in each]
+        for writer in writers:
+            writer.start()
+        results = [pipe.recv() for _ in writers]
+        for writer in writers:
+            writer.join()
+        readable = sum(read_back(store, row.info.key) for row in store.ls() if row.info)
+        left = store.stats().entries
+        print(
+            f"{entries} entries, {WRITERS} writers: readable payload over quota "
+            f"{readable / size_bytes:.3f}, failed puts {sum(failed for failed, _ in results)}, "
+            f"slowest allocation with its round trip {1000 * max(s for _, s in results):.1f} ms, "
+            f"{left} entries at the end"
+        )
+
+
+def fill(path: Path, names: range, pipe: Connection) -> None:
+    """Write entries; send the number of failed ones, and the time of the slowest allocation."""
+    failed, slowest_s = 0, 0.0
+    with opened(path) as store:
+        for name in names:
+            size = size_of(name)
+            began_s = time.perf_counter()
+            try:
+                write = store.begin(key(name), size)
+                slowest_s = max(slowest_s, time.perf_counter() - began_s)
+                for part in write.parts if write else ():
+                    part[:8] = part[-8:] = np.frombuffer(name.to_bytes(8, "little"), np.uint8)
+                stored = write and write.commit(write.entry("BF16", (size // 2,), "image", {}))
+                failed += not stored
+            except StoreUnavailable:
+                failed += 1
+    pipe.send((failed, slowest_s))
+
+
+def size_of(name: int) -> int:
+    """Return the size of an entry in whole words of 8 bytes, log-uniform by its name."""
+    share = random.Random(name).random()  # noqa: S311 - no secret
+    return int(2**16 * (150 * MB / 2**16) ** share) & ~7
+
+
+def read_back(store: ArenaStore, each: EntryKey) -> int:
+    """Return the bytes of an entry if it is there, with the bytes of its writer."""
+    entry = store.pin(each)
+    if entry is None:
+        return 0
+    name = int(each.identifier).to_bytes(8, "little")
+    right = all(bytes(part[:8]) == bytes(part[-8:]) == name for part in entry.parts)
+    return right * sum(len(part) for part in entry.parts)
+
+
+def allocations(entries: int) -> None:
+    """Measure the processor time of the allocation of such entries, with its evictions."""
+    size_bytes = 8 * 2**30
+    index, client = ArenaIndex(ExtentAllocator(size_bytes, 2**30)), Client()
+    times_s, parts = [], []
+    for name in range(entries):
+        slot = Slot(name.to_bytes(32), b"", size_of(name))
+        began_s = time.thread_time()
+        number = index.begin(client, slot, name)
+        times_s.append(time.thread_time() - began_s)
+        if isinstance(number, int):
+            index.commit(client, number, b"header", name)
+        parts.append(len(slot.extents))
+    print(
+        f"allocation alone: median {1e6 * statistics.median(times_s):.0f} us, longest "
+        f"{1e6 * max(times_s):.0f} us; extents {statistics.mean(parts):.2f}, at most {max(parts)}"
+    )
+
+
+def kills(count: int) -> None:
+    """Kill a writer this many times, while it writes; look for what is lost or still held."""
+    lost = written = 0
+    with serving("1GiB") as path, opened(path) as store:
+        for n in range(count):
+            read, write = os.pipe()
+            child = FORK.Process(target=write_on, args=(path, n, write))
+            child.start()
+            os.close(write)
+            with os.fdopen(read, "rb", buffering=0) as acknowledged:
+                done = len(acknowledged.read(8) or b"") // 8
+                time.sleep(random.uniform(0.0, 0.03))  # noqa: S311
+                child.kill()
+                child.join()
+                done += len(acknowledged.readall()) // 8
+            written += done
+            names = {row.info.key for row in store.ls() if row.info}
+            lost += sum(key(f"{n}{m:09}") not in names for m in range(done))
+            lost += sum(not is_whole(store.get(name), name) for name in names)
+            store.purge(NAMESPACE)
+        held = statistics_of(path)
+        print(f"{count} kills: {written} entries written, {lost} lost or wrong, then held: {held}")
+
+
+def write_on(path: Path, n: int, pipe: int) -> None:
+    """Write entries until this process is killed; write 8 bytes to a pipe for each."""
+    with opened(path) as store:
+        for m in range(10**9):
+            name = f"{n}{m:09}"
+            size = random.Random(name).randrange(2**16, 2**20)  # noqa: S311 - no secret
+            data = int(name).to_bytes(8, "little") * (size // 8)
+            if store.put(key(name), entry(memoryview(data))):
+                os.write(pipe, bytes(8))
+
+
+def is_whole(found: Entry | None, name: EntryKey) -> bool:
+    """Return whether an entry is there, with the bytes of its name alone."""
+    if found is None:
+        return False
+    right = int(name.identifier).to_bytes(8, "little")
+    return bytes(found.data) == right * (found.data.nbytes // 8)
+
+
+def statistics_of(path: Path) -> str:
+    """Return what clients hold, once the server has seen the end of the last one."""
+    connection = ArenaConnection(str(path), "proxy", 60)
+    for _ in range(100):
+        stats, _ = connection.call(GetStats(), Stats)
+        if not stats.gone_bytes:
+            break
+        time.sleep(0.05)
+    names = ("entries", "taken_bytes", "pinned_bytes", "begun_bytes", "gone_bytes")
+    return ", ".join(f"{name} {getattr(stats, name)}" for name in names)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=40)
+    """Print one line for each measurement."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = ("copies", "trips", "full", "kills")
+    parser.add_argument("parts", nargs="*", default=parts, help=f"of {', '.join(parts)}")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the rounds and entries")
     args = parser.parse_args()
-    copies(args.rounds)
-    round_trips(args.rounds * 200)
+    if "copies" in args.parts:
+        copies(round(20 * args.scale))
+    if "trips" in args.parts:
+        round_trips(round(4000 * args.scale))
+    if "full" in args.parts:
+        full(round(100_000 * args.scale))
+        allocations(round(100_000 * args.scale))
+    if "kills" in args.parts:
+        kills(round(300 * args.scale))
 
 
 if __name__ == "__main__":

@@ -268,8 +268,7 @@ class ArenaConnection:
         except FileNotFoundError:
             text = "no such socket; of another container, its folder must be mounted into this one"
             raise FileNotFoundError(errno.ENOENT, text) from None
-        with suppress(ConnectionError):  # refused, and the reason is in its reply
-            connection.sendall(encode(Hello(VERSION, self._role)))
+        connection.sendall(encode(Hello(VERSION, self._role)))
         data, fds = _receive_fds(connection)
         try:
             reply = _receive(connection, data, deadline_s)

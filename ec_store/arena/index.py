@@ -18,6 +18,14 @@ MAX_CLAIMS = 65536
 MAX_UNHASHED = 4096
 """Upper bound of the entries that wait for their checksum."""
 
+ENTRY_BYTES = 512
+"""Memory of an index for one entry beside its header, about."""
+
+INDEX_SHARE = 32
+MIN_INDEX_BYTES = 16 * 2**20
+"""An index takes at most this much memory, or its share of the memory of the entries if that is
+more: enough for entries of 64 KiB and their headers. Smaller ones are evicted earlier."""
+
 
 class Refusal(enum.Enum):
     """Reason why a write was not begun."""
@@ -136,6 +144,7 @@ class ArenaIndex:
         self._unused: OrderedDict[bytes, Slot] = OrderedDict()
         """Entries that may be evicted, the least recently used first."""
         self._unused_bytes = 0
+        self._index_bytes = 0
         self._leases: list[tuple[float, int, Slot]] = []
         """Each leased entry once, with the end of its lease, or of one that was renewed since."""
         self._writing: dict[bytes, Slot] = {}
@@ -251,7 +260,11 @@ class ArenaIndex:
         left_bytes = self._extents.free_bytes + self._unused_bytes
         if begun_bytes > self._client_bytes or slot.size_bytes > left_bytes:
             return Refusal.FULL
-        while (extents := self._extents.allocate(slot.size_bytes)) is None:
+        most_bytes = max(MIN_INDEX_BYTES, self._extents.size_bytes // INDEX_SHARE)
+        while (
+            self._index_bytes > most_bytes
+            or (extents := self._extents.allocate(slot.size_bytes)) is None
+        ):
             if not self._unused:
                 return Refusal.FULL
             self._remove(next(iter(self._unused.values())))
@@ -286,6 +299,7 @@ class ArenaIndex:
         slot.header, slot.used_s = header, now_s
         self._entries[slot.digest] = slot
         self._digests[slot.digest[0]].add(slot.digest)
+        self._index_bytes += ENTRY_BYTES + len(header)
         self._hash_later(slot)
         self._end_use(slot, now_s)
         return True
@@ -443,6 +457,7 @@ class ArenaIndex:
     def _remove(self, slot: Slot) -> None:
         del self._entries[slot.digest]
         self._digests[slot.digest[0]].discard(slot.digest)
+        self._index_bytes -= ENTRY_BYTES + len(slot.header)
         self.unhashed.pop(slot, None)
         self._begin_use(slot)
         self.changed.add(slot.digest)

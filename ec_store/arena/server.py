@@ -73,6 +73,9 @@ MAX_CONNECTIONS = 2048
 """Upper bound of the connections, with those that have ended and still keep bytes. One user may
 have half of them."""
 
+MAX_REFUSED = 32
+"""Connections above a maximum that wait for their reason. Further ones are closed at once."""
+
 DESCRIPTORS_EACH = 2
 """Descriptors of a connection: its socket, and its process."""
 
@@ -212,9 +215,11 @@ class ArenaServer:
 
         Raises:
             OSError: the client is gone.
-            BadMessage: it speaks another version.
+            BadMessage: it is refused, or speaks another version.
         """
         memory = self._memory
+        if session.refusal:
+            raise BadMessage(session.refusal)
         if hello.version != VERSION:
             raise BadMessage(
                 f"the server of the arena speaks version {VERSION} of its protocol, this client "
@@ -298,23 +303,24 @@ class ArenaServer:
             logger.warning("the arena closes a new connection: %s", error)
             connection.close()
             return
-        if (problem := self._refusal(peer.uid)) is not None:
-            with connection, suppress(OSError):
-                connection.send(encode(Failed(problem)))
+        total, of_user = self._connections.total(), self._connections[peer.uid]
+        most = self._max_connections
+        if max(total - most, of_user - most // 2) >= MAX_REFUSED:
+            connection.close()
             peer.close()
             return
-        self._connections[peer.uid] += 1
         session = Session(self, peer, connection)
+        if total >= most:
+            session.refusal = f"the arena has {most} connections, which is the maximum"
+        elif of_user >= most // 2:
+            session.refusal = (
+                f"user {peer.uid} has {most // 2} connections to the arena, which is the maximum "
+                "of a user"
+            )
+        self._connections[peer.uid] += 1
         connecting = loop.create_task(loop.connect_accepted_socket(lambda: session, connection))
         self._connecting.add(connecting)
         connecting.add_done_callback(self._connecting.discard)
-
-    def _refusal(self, uid: int) -> str | None:
-        if (most := self._max_connections) <= self._connections.total():
-            return f"the arena has {most} connections, which is the maximum"
-        if (most := self._max_connections // 2) <= self._connections[uid]:
-            return f"user {uid} has {most} connections to the arena, which is the maximum of a user"
-        return None
 
 
 @dataclass(slots=True, eq=False)
@@ -367,6 +373,7 @@ class Session(asyncio.Protocol):
 
     Attributes:
         role: its role; None before its first request.
+        refusal: reason for which its first request is refused; empty: it is not.
     """
 
     transport: asyncio.Transport
@@ -376,6 +383,7 @@ class Session(asyncio.Protocol):
         self.peer = peer
         self.connection = connection
         self.role: Role | None = None
+        self.refusal = ""
         self.client = Client(peer.pid)
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)

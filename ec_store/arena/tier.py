@@ -123,6 +123,7 @@ class TierTransfers:
         self._lookups = DaemonPool(LOOKUP_THREADS, "ec-tier-lookup")
         self._fetches = DaemonPool(FETCH_THREADS, "ec-tier-fetch")
         self._changes = DaemonPool(1, "ec-tier-send")  # in order: a delete after its write
+        self._finding = Breaker("looking up in the tier of the arena")
         self._reading = Breaker("reading from the tier of the arena")
         self._writing = Breaker("writing to the tier of the arena")
         self._buffers = Buffers()
@@ -160,7 +161,8 @@ class TierTransfers:
         ]
         if not missing:
             return None
-        if self._reading.open or self._running_lookups >= MAX_LOOKUPS:
+        failing = self._finding.open or self._reading.open
+        if failing or self._running_lookups >= MAX_LOOKUPS:
             self.stats.skipped += len(missing)
             return None
         self.stats.skipped += len(missing[MAX_KEYS:])
@@ -199,14 +201,14 @@ class TierTransfers:
             async with asyncio.timeout(LOOKUP_S):
                 infos = await _on(self._lookups, lambda: self._tier.find(names))
         except TimeoutError:
-            self._fail(self._reading, f"a look-up has not ended within {LOOKUP_S:g} s")
+            self._fail(self._finding, f"a look-up has not ended within {LOOKUP_S:g} s")
             return
         except StoreError as error:
-            self._fail(self._reading, error)
+            self._fail(self._finding, error)
             return
         finally:
             self._running_lookups -= 1
-        self._reading.succeeded()
+        self._finding.succeeded()
         for digest, info in zip(digests, infos, strict=True):
             if info is None:
                 self.stats.misses += 1
@@ -264,7 +266,7 @@ class TierTransfers:
         """Copy an entry into the memory; return False if it is not there any more.
 
         Runs on a thread. The tier has verified the bytes. A fetch that has waited for its thread
-        while the tier kept failing is not begun.
+        while others failed is not begun.
         """
         if self._reading.open:
             raise StoreUnavailable("the tier keeps failing")

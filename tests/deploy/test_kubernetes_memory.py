@@ -139,21 +139,35 @@ def test_the_pod_of_the_memory_has_its_size_and_the_overhead() -> None:
     assert limits["memory"] == requests["memory"]
 
 
-def test_only_prometheus_reaches_the_memory_by_network() -> None:
-    [policy] = [one for one in RESOURCES if named(one) == "NetworkPolicy/store"]
+def test_only_prometheus_reaches_the_memory_by_network_and_it_only_redis() -> None:
+    policies = {named(one): one["spec"] for one in RESOURCES if one["kind"] == "NetworkPolicy"}
     [service] = [one for one in RESOURCES if named(one) == "Service/store"]
     [monitor] = load_all(FOLDER / "service-monitor.yaml")
     [port] = STORE["ports"]
     labels = {"app.kubernetes.io/part-of": "epd", "app.kubernetes.io/name": "store"}
+    own, redis = policies["NetworkPolicy/store"], policies["NetworkPolicy/store-to-redis"]
 
-    assert policy["spec"]["podSelector"] == {"matchLabels": labels}
-    [rule] = policy["spec"]["ingress"]
-    assert list(rule["from"][0]) == ["namespaceSelector"]
-    assert rule["ports"] == [{"port": port["containerPort"]}]
+    assert own["podSelector"] == {"matchLabels": labels}
+    [ingress], [egress] = own["ingress"], own["egress"]
+    assert [list(source) for source in ingress["from"]] == [["namespaceSelector"]]
+    assert ingress["ports"] == [{"port": port["containerPort"]}]
+    assert egress["to"] == [{"podSelector": redis["podSelector"]}]
+    assert redis["podSelector"] == policies["NetworkPolicy/redis"]["podSelector"]
+    assert redis["ingress"] == [
+        {"from": [{"podSelector": own["podSelector"]}], "ports": egress["ports"]}
+    ]
     assert make_parser().parse_args(STORE["args"]).port == port["containerPort"]
     assert monitor["spec"]["selector"] == {"matchLabels": service["metadata"]["labels"]}
     assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
     assert STORE["env"][0]["name"] == "EC_STORE_API_KEY"
+
+
+def test_the_tier_for_several_nodes_is_the_redis_of_the_base() -> None:
+    [flag] = re.findall(r"# - (--tier=\S+) #", (FOLDER / "store.yaml").read_text())
+    args = make_parser().parse_args([*STORE["args"], flag])
+
+    assert args.tier == manifests.settings("epd-proxy")["EPD_EC_STORE"]
+    assert STORE["env"][1]["name"] == "EC_STORE_REDIS_PASSWORD"
 
 
 def test_the_base_reads_the_store_of_its_engines_from_their_settings() -> None:

@@ -1,12 +1,15 @@
-"""Server of a host's memory that is killed, restarted and stopped under load."""
+"""Server of a host's memory, and its engines, that are killed, restarted and stopped under load."""
 
 import signal
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.e2e.asking import ask, check_equal, unseen
 from tests.e2e.load import CLIENTS, QUESTIONS, Load, until
 from tests.e2e.served import Served, metric
+from tests.ec_store.arena.served import until as until_stats
 from tests.requests import text
 
 HITS = "vllm:ec_store_hits_total"
@@ -38,3 +41,22 @@ def test_every_request_is_answered_while_the_memorys_server_ends_and_hangs(stack
     item = unseen(stack)
     first = check_equal(stack, item, text("what?"), stream=False)
     assert check_equal(stack, item, text("what?"), stream=False) == first
+
+
+@pytest.mark.fault(124)
+@pytest.mark.fault(125)
+def test_memory_of_killed_engines_is_free_and_the_others_answer(stack: Served) -> None:
+    load = Load(stack, [ask(stack.baseline, stack.model, *question) for question in QUESTIONS])
+    for engine in (stack.encode, stack.consumers[0]):
+        with load.running():
+            load.ends(CLIENTS)
+            stack.stack.kill(engine)
+            try:
+                load.ends(CLIENTS)
+            finally:  # other tests use the stack too
+                stack.stack.restart(engine)
+            until(lambda: load.seen[-2 * CLIENTS :] == ["right"] * 2 * CLIENTS)
+
+    assert set(load.seen) <= {"right", "error 502", "error 503", "broken off"}
+    path = Path(urlsplit(stack.stack.store).path)
+    until_stats(path, pinned_bytes=0, begun_bytes=0, gone_bytes=0)

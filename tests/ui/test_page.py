@@ -326,6 +326,19 @@ async def test_page_has_no_animations_with_reduced_motion(stack: Stack, tab: Tab
         assert await looked.page.evaluate("document.getAnimations().length") == 0
 
 
+@pytest.mark.parametrize(
+    ("store", "shown"), [("shm", "memory of the host"), ("file", "shared disk"), ("x", "x")]
+)
+async def test_page_names_the_kind_of_the_store(
+    stack: Stack, tab: Tabs, store: str, shown: str
+) -> None:
+    state = cast("dict[str, Any]", large(1)) | {"store": store}
+    async with tab(stack.url, state=state) as looked:
+        text = looked.page.locator("#topology text", has_text="Encoder store")
+
+        await expect(text).to_have_text(f"Encoder store: {shown}")
+
+
 async def test_values_from_outside_are_shown_as_text(stack: Stack, tab: Tabs) -> None:
     state = cast("dict[str, Any]", large(2, HOSTILE))
     state["version"] = state["store"] = HOSTILE

@@ -43,7 +43,8 @@ from tests.ec_store.arena.served import Serve, serving
 from tests.ec_store.contract import entry, key, sized
 
 WELCOME = encode(Welcome(b"", 1, 0, 0))
-STATS = encode(Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, "", 0, []))
+CHECKED = encode(Headers([]))
+"""Reply to `check`."""
 KEYS = [key(str(n)) for n in range(8)]
 
 Scenario = Callable[..., Coroutine[Any, Any, None]]
@@ -244,15 +245,15 @@ async def failure(store: AsyncArenaStore) -> str:
 UNUSABLE: dict[str, tuple[tuple[bytes, ...], str]] = {
     "no welcome": ((), "closed the connection"),
     "garbage for a welcome": ((length(3) + b"abc",), "malformed|MessagePack|Expected|truncated"),
-    "another reply for a welcome": ((STATS,), "an unexpected reply"),
+    "another reply for a welcome": ((CHECKED,), "an unexpected reply"),
     "another version": (
         (encode(Failed("it speaks version 9")),),
         "sock: it speaks version 9$",
     ),
     "closed": ((WELCOME,), "closed the connection"),
     "half a length": ((WELCOME, b"\x05"), "no reply within"),
-    "half a reply": ((WELCOME, STATS[:-3]), "no reply within"),
-    "half a reply, and the end": ((WELCOME, STATS[:-3], b""), "no reply within"),
+    "half a reply": ((WELCOME, CHECKED[:-3]), "no reply within"),
+    "half a reply, and the end": ((WELCOME, CHECKED[:-3], b""), "no reply within"),
     "garbage": ((WELCOME, length(4) + b"\xc1\xc1\xc1\xc1"), "malformed|MessagePack|Invalid|trunc"),
     "too long": ((WELCOME, length(2**31)), "a message of 2147483652 bytes"),
     "too nested": ((WELCOME, length(60_000) + b"\x91" * 60_000), "."),
@@ -276,7 +277,7 @@ async def test_an_unusable_reply_fails_calls_and_ends_the_connection(path: Path,
 
 @pytest.mark.fault(112)
 async def test_a_reply_without_a_request_ends_the_connection(path: Path) -> None:
-    async with scripted(path, WELCOME, STATS + STATS) as connections, opened(path) as aio:
+    async with scripted(path, WELCOME, CHECKED + CHECKED) as connections, opened(path) as aio:
         await aio.check()
         await aio.check()
 

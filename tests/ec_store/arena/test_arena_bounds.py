@@ -6,16 +6,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from ec_store.arena import connection as connections
+from ec_store.arena.aio_connection import AsyncArenaConnection
 from ec_store.arena.connection import MAX_WAITS, ArenaConnection, WaitingConnections
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
@@ -49,6 +52,7 @@ from ec_store.arena.protocol import (
 )
 from ec_store.arena.server import (
     DESCRIPTORS_EACH,
+    MAX_REFUSED,
     OTHER_DESCRIPTORS,
     ArenaServer,
     Peer,
@@ -121,6 +125,36 @@ def test_silent_connections_count_and_a_full_table_refuses_with_a_reason(path: P
             assert f"user {os.geteuid()} has 4 connections" in text
 
         assert client.lookup([key()]) == [None]
+
+
+@pytest.mark.fault(123)
+def test_a_connection_far_above_the_maximum_is_closed_at_once(path: Path) -> None:
+    with serving(path, max_connections=2), ExitStack() as stack:
+        for _ in range(1 + MAX_REFUSED):
+            stack.enter_context(silent(path))
+        assert stack.enter_context(silent(path)).recv(1) == b""
+
+
+@pytest.mark.fault(123)
+@pytest.mark.parametrize(
+    "runner",
+    [asyncio.Runner, partial(asyncio.Runner, loop_factory=uvloop.new_event_loop)],
+    ids=["asyncio", "uvloop"],
+)
+def test_a_proxy_is_refused_with_the_reason(
+    path: Path, runner: Callable[[], asyncio.Runner]
+) -> None:
+    async def call() -> None:
+        client = AsyncArenaConnection(str(path), 10)
+        try:
+            with pytest.raises(StoreUnavailable, match="has 1 connections"):
+                await client.call(GetStats(), Stats)
+        finally:
+            await client.close()
+
+    with serving(path, max_connections=2), silent(path), runner() as loop:
+        for _ in range(20):
+            loop.run(call())
 
 
 @pytest.mark.fault(123)

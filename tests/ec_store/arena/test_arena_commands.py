@@ -1,5 +1,6 @@
 """Commands of `ec-store` on the memory of a host, and where they find its server."""
 
+import errno
 import json
 import os
 import socket
@@ -126,6 +127,19 @@ def test_a_memory_of_another_container_is_named_in_the_error(
     code, _, _ = run(capsys, "stat", "shm:///none/arena.sock")
 
     assert "of another container, its folder must be mounted into this one" in str(code)
+
+
+def test_a_container_that_allows_no_memfd_is_told_what_to_use(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    code, _, _ = run(capsys, "serve", f"shm://{path}?max_bytes=2MiB", "--port", "0")
+
+    assert "no memory of 2.0 MiB: [Errno 38] Function not implemented: " in str(code)
+    assert "use a store in a directory" in str(code)
 
 
 @pytest.mark.parametrize("given", ["", "relative", f"/{'x' * 64}"])

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ec_store.arena.extents import PAGE_BYTES, Extent, ExtentAllocator
-from ec_store.arena.index import MAX_CLAIMS, MAX_UNHASHED, ArenaIndex, Client, Refusal, Slot
+from ec_store.arena.index import (
+    ENTRY_BYTES,
+    MAX_CLAIMS,
+    MAX_UNHASHED,
+    MIN_INDEX_BYTES,
+    ArenaIndex,
+    Client,
+    Refusal,
+    Slot,
+)
 from tests.examples import scaled
 
 PAGES = 12
@@ -289,6 +298,22 @@ def test_pages_contain_every_entry_once_by_digest() -> None:
         found += [slot.digest for slot in page]
 
     assert found == sorted(digests[:100])
+
+
+def test_long_headers_evict_entries_before_the_index_takes_too_much_memory() -> None:
+    index, client = ArenaIndex(ExtentAllocator(2**28, 2**28)), Client()
+    header = bytes(2**20 - ENTRY_BYTES)
+    fitting = MIN_INDEX_BYTES // 2**20 + 1  # the bound is checked before an entry is written
+    for n in range(3 * fitting):
+        number = index.begin(client, Slot(n.to_bytes(32), b"", 1), 0)
+        assert isinstance(number, int)
+        index.commit(client, number, header, 0)
+    assert len(index) == fitting
+
+    index.lease([slot.digest for slot in index.slots()], 60, 0)
+    assert index.begin(client, Slot(b"new" * 10 + b"12", b"", 1), 0) is Refusal.FULL
+    index.delete([slot.digest for slot in index.slots()])
+    assert isinstance(index.begin(client, Slot(b"new" * 10 + b"12", b"", 1), 0), int)
 
 
 def test_the_claims_of_one_client_are_bounded() -> None:

@@ -301,7 +301,7 @@ def test_a_read_waits_for_a_coming_entry_within_its_timeout(a: Host, b: Host) ->
     a.until(sent=1)
     b.tier.reads.clear()
 
-    assert b.client(timeout_s=0.2).get(key()) is None
+    assert b.client(timeout_s=1).get(key()) is None
     b.tier.reads.set()
     assert_same(entry(), b.client().get(key()))
 
@@ -421,6 +421,26 @@ def test_a_slow_lookup_delays_its_connection_alone_and_only_until_its_deadline(
     host.tier.lookups.clear()
     assert host.store.lookup([key("other")]) == [None]
     assert host.counts.errors == 1
+
+
+def test_late_look_ups_abandon_no_entry_that_was_found(
+    a: Host, b: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [key(f"found {number}") for number in range(tier.FETCH_THREADS + 1)]
+    for each in found:
+        a.store.put(each, entry())
+    a.until(sent=len(found))
+    b.tier.reads.clear()
+    assert None not in b.store.lookup(found)
+
+    monkeypatch.setattr(tier, "LOOKUP_S", 0.02)
+    b.tier.lookups.clear()
+    for number in range(concurrency.FAILURES + 1):
+        assert b.store.lookup([key(f"missing {number}")]) == [None]
+    assert b.counts.skipped == 1
+    b.tier.reads.set()
+
+    b.until(fetched=len(found), drops=0)
 
 
 def test_replies_keep_the_order_of_their_requests_while_one_waits_for_the_tier(
@@ -634,6 +654,16 @@ def test_a_client_that_is_gone_gets_no_pin_after_its_look_up(a: Host, b: Host) -
     assert b.stats.pinned_bytes == 0
 
 
+def test_stat_shows_the_numbers_of_the_tier(a: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    a.store.put(key(), entry())
+    a.until(sent=1)
+    with pytest.raises(SystemExit) as ended:
+        main(["stat", f"shm://{a.path}"])
+
+    assert ended.value.code == 0
+    assert "tier       1 sent, 0 fetched, 0 queued, 0 drops, 0 errors" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("url", ["file://STORE", "redis://localhost:1"])
 def test_a_tier_is_only_for_the_memory_of_a_host(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -688,7 +718,7 @@ def test_hosts_that_write_read_and_delete_at_once_get_no_wrong_byte(start: Start
 
     def work(seed: int) -> int:
         chosen, found = random.Random(seed), 0  # noqa: S311
-        store = hosts[seed % 2].client(timeout_s=5)
+        store = hosts[seed % 2].client()
         for _ in range(200):
             one = chosen.choice(list(sizes))
             match chosen.randrange(10):
