@@ -19,7 +19,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-import ec_store.entry
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
 from ec_store.disk import files as disk_files
 from ec_store.disk import opening
@@ -29,7 +28,7 @@ from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder, Modes, StoreClock
 from ec_store.disk.store import SharedDiskStore
 from ec_store.entry import UNUSED_BYTES, Buffers
-from tests.ec_store.contract import assert_same, entry, key, sized
+from tests.ec_store.contract import another_release, assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
 from tests.examples import scaled
 
@@ -516,18 +515,15 @@ def test_a_store_full_of_leased_entries_takes_no_more(root: Path) -> None:
 
 
 @pytest.mark.fault(93)
-def test_a_put_replaces_no_entry_of_another_format_that_its_readers_lease(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_replaces_no_entry_of_another_format_that_its_readers_lease(root: Path) -> None:
     with opened(root) as store:
-        with monkeypatch.context() as later:
-            later.setattr(ec_store.entry, "FORMAT", "ec_store/2")
+        with another_release():
             store.put(key(), sized(100))
         add_leases(store._opening.tree().leases, [key().digest], 60, time.time())  # noqa: SLF001
 
         assert store.put(key(), sized(100, 2)) is False
-        monkeypatch.setattr(ec_store.entry, "FORMAT", "ec_store/2")
-        assert_same(sized(100), store.get(key()))
+        with another_release():
+            assert_same(sized(100), store.get(key()))
 
 
 @pytest.mark.fault(95)
