@@ -17,8 +17,13 @@ HITS = "vllm:ec_store_hits_total"
 
 @pytest.mark.fault(120)
 @pytest.mark.fault(121)
-def test_every_request_is_answered_while_the_memorys_server_ends_and_hangs(stack: Served) -> None:
-    """No engine and no proxy is restarted, and they use the memory of the next server."""
+def test_no_answer_is_wrong_and_no_engine_ends_while_the_memorys_server_ends_and_hangs(
+    stack: Served,
+) -> None:
+    """No engine and no proxy is restarted, and they use the memory of the next server.
+
+    A request whose entry is lost fails at its consumer, and may fail if the proxy may not retry it.
+    """
     assert stack.memory is not None
     load = Load(stack, [ask(stack.baseline, stack.model, *question) for question in QUESTIONS])
     with load.running():
@@ -35,8 +40,9 @@ def test_every_request_is_answered_while_the_memorys_server_ends_and_hangs(stack
             stack.memory.signal(signal.SIGCONT)
         before = metric(stack.consumers[0], HITS)
         until(lambda: metric(stack.consumers[0], HITS) > before)
+        until(lambda: load.seen[-2 * CLIENTS :] == ["right"] * 2 * CLIENTS)
 
-    assert set(load.seen) == {"right"}
+    assert set(load.seen) <= {"right", "error 500", "broken off"}
     stack.stack.check_alive()
     item = unseen(stack)
     first = check_equal(stack, item, text("what?"), stream=False)
