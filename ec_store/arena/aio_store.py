@@ -32,7 +32,7 @@ from ec_store.arena.protocol import (
 )
 from ec_store.arena.url import ArenaOptions, arena_options
 from ec_store.base import LONGEST_CLAIM_S
-from ec_store.entry import Entry, EntryInfo, checksum, encode_header
+from ec_store.entry import Entry, EntryInfo, encode_header
 from ec_store.errors import StoreUnavailable
 from ec_store.keys import EntryKey, owner_bytes
 
@@ -108,7 +108,7 @@ class AsyncArenaStore:
         request = Begin(key_digest(key), encode_name(key.namespace), 0, replace)
         begun = await self._connection.call(request, Begun)
         if begun.number:
-            header = encode_header(key, entry, checksum(entry.data))
+            header = encode_header(key, entry, "")
             return (await self._connection.call(End(begun.number, header), Done)).number == 1
         if begun.refusal == Refusal.THERE.value:
             return False

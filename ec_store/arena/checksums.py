@@ -74,6 +74,8 @@ class Checksums:
         left_bytes, unhashed = BATCH_BYTES, self._index.unhashed
         while unhashed and left_bytes > 0:
             slot, _ = unhashed.popitem(last=False)
+            if slot.checksum:  # it was pinned while it was hashed
+                continue
             batch.append(slot)
             left_bytes -= slot.size_bytes
         return batch

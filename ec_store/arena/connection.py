@@ -243,7 +243,8 @@ class ArenaConnection:
     @property
     def mapped_bytes(self) -> int:
         """Return the bytes that are mapped, earlier memories that are still read included."""
-        return sum(len(memory) for memory in self._mapped.values())
+        memories = [reference() for reference in self._mapped.valuerefs()]
+        return sum(len(memory) for memory in memories if memory is not None)
 
     def close(self) -> None:
         """Close the connection; the server frees what it held.

@@ -2,11 +2,10 @@
 
 Claims: the link `<digest>` contains the owner of a claim and its lifetime. The links have no
 target, and no code follows them. One call creates a whole link, or fails if there is one: that call
-takes a claim. A claim starts when its link was created, by the clock of the file server. A link is
-never modified: a renewal or takeover renames a new link over the old one. Before a process renames
-over a link, or removes an expired one, it creates `<digest>.next`, which only one process at a time
-can, and then reads the claim once more. File locks are not used: some file systems lack them, and
-over NFS they may outlive their holder.
+takes a claim. A claim starts when its link was created. A link is never modified: a renewal or
+takeover renames a new link over the old one. Before a process renames over a link, or removes an
+expired one, it creates `<digest>.next`, which only one process at a time can, and then reads the
+claim once more. File locks are not used: each would keep a file open.
 
 Leases: the file `<end of the lease>/<digest>`. A future time stamp on the entry is not used. Only
 the owner of a file may set one, so two users could not lease each other's entries. A use would
@@ -51,11 +50,7 @@ def add_leases(folder: Folder, digests: Sequence[str], seconds: float, now_s: fl
 
 
 def leased_digests(folder: Folder, digests: Collection[str], now_s: float) -> set[str]:
-    """Return the leased ones of `digests`. Each is looked up: there may be very many leases.
-
-    On NFS the listing of the ends may be some seconds old. A lease counts as a use, so an entry
-    that was leased that recently is evicted last.
-    """
+    """Return the leased ones of `digests`. Each is looked up: there may be very many leases."""
     names = _live(folder, now_s)
     return {digest for digest in digests if any(folder.has(f"{name}/{digest}") for name in names)}
 
@@ -106,8 +101,7 @@ WAIT_S = 1.0
 """Upper bound in seconds of the wait for other processes' changes, for all entries of one call."""
 
 SLACK_S = 60.0
-"""Tolerance in seconds. A claim that starts later than this was written while the store's clock was
-ahead."""
+"""Tolerance in seconds. A claim that starts later was written while the clock was ahead."""
 
 SURE_S = 1.0
 """Remaining lifetime in seconds below which `give_back` keeps a claim. It could expire between the

@@ -16,7 +16,7 @@ from ec_store.config import duration_s, octal, parameters, size_bytes, size_text
 from ec_store.disk.files import Folder
 from ec_store.errors import StoreUnavailable
 
-FORMAT = 1
+FORMAT = 2
 """Format version of the store's folders and files. Changes that older releases cannot read increase
 it."""
 
@@ -89,7 +89,7 @@ class StoreSettings:
             ) from error
         raise SettingsInvalid(
             f"the store has format version {version}, and this release reads version {FORMAT}: "
-            "use another directory for this release"
+            "delete it, or use another directory for this release"
         )
 
     def to_json(self) -> bytes:

@@ -1,9 +1,8 @@
 """Reading, writing and listing of entries in files, without mapping them.
 
 A mapping would be faster: it copies nothing. But truncating a mapped file ends every process that
-maps it with SIGBUS, and an operator or another user may truncate one. On NFS an eviction by another
-client has the same effect, once memory is short and a page has to be read again. And a write to the
-file changes a tensor that was verified already. The cache must never end an engine.
+maps it with SIGBUS, and an operator or another user may truncate one. And a write to the file
+changes a tensor that was verified already. The cache must never end an engine.
 
 `list_entries` and `valid_registrations` serve `ec-store ls`, `verify` and `purge`.
 """

@@ -5,17 +5,16 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import NamedTuple
 
 from ec_store.counts import Counts
 from ec_store.disk.claims import leased_digests
-from ec_store.disk.files import NO_ROOM, Folder, StoreClock
-from ec_store.disk.ledger import Count, DeadWriters, Ledger, Usage
-from ec_store.disk.lock import FileLock
+from ec_store.disk.files import NO_ROOM, READ, Folder, StoreClock, close_quietly
+from ec_store.disk.ledger import EVICTING, SWEEPING, Count, Ledger, Usage
+from ec_store.disk.lock import is_locked, lock
 from ec_store.disk.tree import (
-    BLOCK_BYTES,
     EvictionCandidate,
     Found,
     Tree,
@@ -25,19 +24,12 @@ from ec_store.disk.tree import (
     taken_bytes,
 )
 
-STAGING_S = 3600.0
-"""Age in seconds from which a staging file counts as left by a crash if this host cannot tell
-whether its process lives: that of another host, or on a file system without locks."""
-
 CHARGE_S = 10.0
 """Age in seconds up to which a staging file may not be charged yet, or may be published already."""
 
 YOUNG_S = 0.25
-"""Age in seconds up to which the process of a staging file counts as alive. Most writes take less;
-without it, each eviction would test the locks of all processes that are writing."""
-
-RENEW_S = 1.0
-"""Seconds between two renewals of a lock while files are counted."""
+"""Age in seconds up to which the process of a staging file counts as alive: it may not have locked
+the file yet. Most writes take less, so an eviction tests few locks."""
 
 COUNTED = 100
 """Entries that are counted for each leftover, on average, or for each mean size of leftovers. Its
@@ -82,22 +74,16 @@ class Evicted(NamedTuple):
 Lacking = Callable[[Usage], int]
 """Function that returns how many bytes to free, from the present sum of the ledger."""
 
-Holds = Callable[[], bool]
-"""Function that renews a lock, and returns False if it is lost."""
-
 
 class Evictor:
     """Remover of entries, which also releases their usage in the ledger."""
 
-    def __init__(
-        self, clock: StoreClock, ledger: Ledger, counts: Counts, young_s: float = YOUNG_S
-    ) -> None:
-        """Create the object without access to a store; `young_s` is as `YOUNG_S`."""
+    def __init__(self, clock: StoreClock, ledger: Ledger, counts: Counts) -> None:
+        """Create the object without access to a store."""
+        self.young_s = YOUNG_S
         self._counts = counts
-        self._young_s = young_s
         self._clock = clock
         self._ledger = ledger
-        self._lock = FileLock("evicting.link")
 
     def free_space(self, tree: Tree, lacking: Lacking, ttl_s: float) -> Freed | None:
         """Evict the least recently used of a random sample, and its expired entries.
@@ -111,26 +97,8 @@ class Evictor:
         Raises:
             OSError: nothing was evicted, and entries could not be read.
         """
-        try:
-            token = self._lock.acquire(tree.root, lambda: self._clock.now(tree.root))
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            if lacking(self._ledger.total(tree.usage)) <= 0:
-                return self.free_beside(tree, lacking, ttl_s)
-            # There is no room for the lock, whatever the file system reports.
-            first = self.free_beside(tree, lambda _: BLOCK_BYTES, ttl_s)
-            if not first.bytes:
-                return first
-            return Freed(first.bytes + self.free_beside(tree, lacking, ttl_s).bytes, full=False)
-        if token is None:
-            return None
-        try:
-            return self._free_timed(
-                tree, lacking, ttl_s, lambda: self._lock.still_held(tree.root, token)
-            )
-        finally:
-            self._lock.release(tree.root, token)
+        with self._ledger.locked(tree.root, EVICTING) as held:
+            return self._free_timed(tree, lacking, ttl_s, alone=True) if held else None
 
     def free_beside(self, tree: Tree, lacking: Lacking, ttl_s: float) -> Freed:
         """Evict without the lock, for an entry that has to be written.
@@ -138,56 +106,49 @@ class Evictor:
         A writer that frees only the size of its own entry needs no lock. All writers together free
         what they write, and if two remove the same entry, the second gets ENOENT.
         """
-        return self._free_timed(tree, lacking, ttl_s, None)
+        return self._free_timed(tree, lacking, ttl_s, alone=False)
 
-    def sweep(self, tree: Tree, ttl_s: float, holds: Holds) -> None:
+    def sweep(self, tree: Tree, ttl_s: float) -> None:
         """Read all entries: remove the expired ones, and correct the ledger.
 
-        The sweep ends without a correction if `holds` returns False. Two processes that corrected
-        the ledger at once would both apply the same correction.
+        The caller holds `SWEEPING`: two processes that corrected the ledger at once would both
+        apply the same correction.
         """
-        now = self._clock.now(tree.root)
-        count = Count(self._ledger.total(tree.usage))
-        for kept in self._counted(tree, now, count, holds):
-            expired = self._clock.expiry_now(tree.root) - kept.used_s > ttl_s
-            if expired and (freed := self._remove(tree, [kept], now)[0]):
+        count = Count(self._ledger.total(tree.root))
+        for kept in self._counted(tree, count):
+            expired = self._clock.expiry_now() - kept.used_s > ttl_s
+            if expired and (freed := self._remove(tree, [kept])[0]):
                 count.remove(freed)
-        if not count.ended_early and holds():
-            self._correct(tree, count)
+        self._correct(tree, count)
 
-    def _free_timed(self, tree: Tree, lacking: Lacking, ttl_s: float, holds: Holds | None) -> Freed:
+    def _free_timed(self, tree: Tree, lacking: Lacking, ttl_s: float, *, alone: bool) -> Freed:
         """Evict, and observe the duration if room was needed."""
         started_s = time.monotonic()
-        before = self._ledger.total(tree.usage)
+        before = self._ledger.total(tree.root)
         excess = lacking(before)
         if excess <= 0:
-            return Freed(self._evict_sample(tree, before, 0, ttl_s, holds).bytes, full=False)
+            return Freed(self._evict_sample(tree, before, 0, ttl_s, alone=alone).bytes, full=False)
         try:
-            return self._free(tree, excess, lacking, ttl_s, holds)
+            return self._free(tree, excess, lacking, ttl_s, alone=alone)
         finally:
             self._counts.observe("eviction_seconds", time.monotonic() - started_s)
 
     def _free(
-        self,
-        tree: Tree,
-        excess: int,
-        lacking: Lacking,
-        ttl_s: float,
-        holds: Holds | None,
+        self, tree: Tree, excess: int, lacking: Lacking, ttl_s: float, *, alone: bool
     ) -> Freed:
         """Evict until `excess` bytes are freed, nothing is lacking, or no entry can be evicted.
 
-        The sum of the ledger may be misread, so it is read again before each batch. The ledger is
-        corrected only while the lock is held, as in `sweep`.
+        Other processes evict meanwhile, so the ledger is read again before each batch. It is
+        corrected only by the holder of the lock (`alone`), as in `sweep`.
         """
         freed = fruitless = 0
         unread: list[OSError] = []
-        while freed < excess and (holds is None or holds()):
-            before = self._ledger.total(tree.usage)
+        while freed < excess:
+            before = self._ledger.total(tree.root)
             left = min(excess - freed, lacking(before))
             if left <= 0:
                 break
-            evicted = self._evict_sample(tree, before, left, ttl_s, holds)
+            evicted = self._evict_sample(tree, before, left, ttl_s, alone=alone)
             freed += evicted.bytes
             if evicted.found:
                 fruitless, unread = 0, []
@@ -203,140 +164,133 @@ class Evictor:
         return Freed(freed, full=False)
 
     def _evict_sample(
-        self, tree: Tree, before: Usage, excess: int, ttl_s: float, holds: Holds | None
+        self, tree: Tree, before: Usage, excess: int, ttl_s: float, *, alone: bool
     ) -> Evicted:
         """Evict from one sample: first what crashes left in its folders.
 
-        `before` is the present sum of the ledger. If the lock is lost during a count of the whole
-        store, no entry is evicted.
+        `before` is the present sum of the ledger.
         """
-        now = self._clock.now(tree.root)
         count = Count(before)
         wanted = sample_size(excess, before.mean_bytes)
-        files = self._counted(tree, now, count, holds)
+        files = self._counted(tree, count)
         sample = list(islice(files, wanted))
         all_seen = len(sample) < wanted and not count.unread
-        if holds is not None and (all_seen or _is_doubtful(count)):
-            deque(files, maxlen=0)  # counts the rest of the store
-            if count.ended_early or not holds():
-                return Evicted(count.cleared_bytes, count.cleared > 0, False, count.unread)
-            self._correct(tree, count)
+        if alone and (all_seen or _is_doubtful(count)):
+            with self._ledger.locked(tree.root, SWEEPING) as counting:
+                if counting:
+                    deque(files, maxlen=0)  # counts the rest of the store
+                    self._correct(tree, count)
         cleared = count.cleared_bytes
         excess -= cleared
         while True:
             going = choose_victims(
                 sample,
                 all_seen=all_seen,
-                now_s=self._clock.expiry_now(tree.root),
+                now_s=self._clock.expiry_now(),
                 ttl_s=ttl_s,
                 excess=excess,
             )
             # Leases are read only for the entries that would be evicted.
-            leased = leased_digests(tree.leases, [kept.digest for kept in going], now)
+            leased = leased_digests(tree.leases, [kept.digest for kept in going], time.time())
             if not leased:
-                freed, kept_back = self._remove(tree, going, now)
+                freed, kept_back = self._remove(tree, going)
                 found = cleared > 0 or len(going) > kept_back
                 return Evicted(cleared + freed, found, all_seen, count.unread)
             sample = [kept for kept in sample if kept.digest not in leased]
 
-    def _counted(
-        self, tree: Tree, now: float, count: Count, holds: Holds | None
-    ) -> Iterator[EvictionCandidate]:
-        """Yield entries in random order and count them; remove staging files that crashes left.
-
-        The lock is renewed meanwhile: others would break it after `STALE_S`. If it is lost, the
-        count ends early.
-        """
-        dead = DeadWriters(tree.usage)
-        undoubted_now = self._clock.expiry_now(tree.root)
-        renewed_s = time.monotonic()
+    def _counted(self, tree: Tree, count: Count) -> Iterator[EvictionCandidate]:
+        """Yield entries in random order and count them; remove staging files that crashes left."""
+        now = time.time()
         for found in tree.scan(count.unread, remove_empty=True):
-            if holds is not None and time.monotonic() - renewed_s > RENEW_S:
-                renewed_s = time.monotonic()
-                if not holds():
-                    count.ended_early = True
-                    return
             size = taken_bytes(found.size_bytes)
             if not found.staging:
                 count.add(size)
                 yield EvictionCandidate(found.digest, found.size_bytes, _used_s(found, now))
                 continue
-            age_s = now - found.status.st_ctime
-            left = undoubted_now - found.status.st_ctime > STAGING_S or (
-                age_s > self._young_s and found.writer in dead
-            )
+            age_s = abs(now - found.status.st_ctime)
+            left = age_s > self.young_s and _is_left(found)
             if age_s <= CHARGE_S and not left:
                 count.add_unsure(size)
                 continue
             if not found.duplicate:
                 count.add(size)
             if left and found.folder.remove(found.name) and not found.duplicate:
-                self._ledger.release(tree.usage, size)
+                self._ledger.release(tree.root, size)
                 count.clear(size)
 
     def _correct(self, tree: Tree, count: Count) -> None:
-        correction = count.correction(self._ledger.total(tree.usage))
+        correction = count.correction(self._ledger.total(tree.root))
         if correction != Usage():
-            # Another process may not have released yet what it removed, or be merging a line.
+            # Another process may not have released yet what it removed.
             time.sleep(RELEASE_S)
-            correction = correction.common(count.correction(self._ledger.total(tree.usage)))
+            correction = correction.common(count.correction(self._ledger.total(tree.root)))
         if correction != Usage():
             try:
-                self._ledger.add(tree.usage, correction)
+                self._ledger.add(tree.root, correction)
             except OSError as error:  # the next count corrects it
                 if error.errno not in NO_ROOM:
                     raise
 
-    def _remove(
-        self, tree: Tree, going: Sequence[EvictionCandidate], now: float
-    ) -> tuple[int, int]:
+    def _remove(self, tree: Tree, going: Sequence[EvictionCandidate]) -> tuple[int, int]:
         """Remove entries, except those used or leased since they were sampled.
 
-        An entry is renamed first, then checked again, and then removed. A process that leases an
-        entry writes the lease first, and then checks that the entry exists. So either this process
-        sees the lease and restores the name, or the other process sees that the entry is gone.
+        An entry is locked and renamed first, then checked again, and then removed. A process that
+        leases an entry writes the lease first, and then checks that the entry exists. So either
+        this process sees the lease and restores the name, or the other process sees that the entry
+        is gone.
 
         Returns:
             Bytes freed, and the number of entries that this process is not able to remove.
         """
-        writer = self._ledger.writer(tree.usage)
-        aside: list[tuple[Folder, str, EvictionCandidate]] = []
-        kept_back = 0
-        for kept in going:
+        with ExitStack() as locks:
+            aside, kept_back = _set_all_aside(tree, going, locks)
+            digests = {kept.digest for _, _, kept in aside}
             try:
-                folder = tree.folder(kept.digest)
-                aside.append((folder, _set_aside(folder, kept, writer), kept))
-            except FileNotFoundError:  # another process has removed it
-                continue
+                leased = leased_digests(tree.leases, digests, time.time())
             except OSError:
-                kept_back += 1
-        digests = {kept.digest for _, _, kept in aside}
-        try:
-            leased = leased_digests(tree.leases, digests, now)
-        except OSError:
-            leased = digests
-        freed = removed = 0
-        for folder, name, kept in aside:
-            with suppress(OSError):
-                used = folder.stat(name).st_mtime > kept.used_s
-                if used or kept.digest in leased:
-                    if name == kept.digest:
-                        continue
-                    if folder.publish(name, kept.digest):
-                        folder.remove(name)
-                        continue
-            if folder.remove(name):
-                freed += taken_bytes(kept.size_bytes)
-                removed += 1
-                self._ledger.release(tree.usage, taken_bytes(kept.size_bytes))
-                tree.remove_empty(kept.digest)
+                leased = digests
+            freed = removed = 0
+            for folder, name, kept in aside:
+                with suppress(OSError):
+                    used = folder.stat(name).st_mtime > kept.used_s
+                    if used or kept.digest in leased:
+                        if name == kept.digest:
+                            continue
+                        if folder.publish(name, kept.digest):
+                            folder.remove(name)
+                            continue
+                if folder.remove(name):
+                    freed += taken_bytes(kept.size_bytes)
+                    removed += 1
+                    self._ledger.release(tree.root, taken_bytes(kept.size_bytes))
+                    tree.remove_empty(kept.digest)
         self._counts.add(evictions=removed)
         return freed, kept_back
 
 
-def _set_aside(folder: Folder, kept: EvictionCandidate, writer: str) -> str:
+def _set_all_aside(
+    tree: Tree, going: Sequence[EvictionCandidate], locks: ExitStack
+) -> tuple[list[tuple[Folder, str, EvictionCandidate]], int]:
+    """Lock and rename entries; return folders and new names, and the number that stay."""
+    aside: list[tuple[Folder, str, EvictionCandidate]] = []
+    kept_back = 0
+    for kept in going:
+        try:
+            folder = tree.folder(kept.digest)
+            fd = folder.open(kept.digest, READ)
+            locks.callback(close_quietly, fd)
+            lock(fd, shared=True)
+            aside.append((folder, _set_aside(folder, kept), kept))
+        except FileNotFoundError:  # another process has removed it
+            continue
+        except OSError:
+            kept_back += 1
+    return aside, kept_back
+
+
+def _set_aside(folder: Folder, kept: EvictionCandidate) -> str:
     """Rename an entry, and return its new name; its own name if there is no room for a new one."""
-    name = staging_name(kept.digest, kept.size_bytes, writer)
+    name = staging_name(kept.digest, kept.size_bytes)
     try:
         folder.rename(kept.digest, name)
     except OSError as error:
@@ -344,6 +298,17 @@ def _set_aside(folder: Folder, kept: EvictionCandidate, writer: str) -> str:
             raise
         return kept.digest
     return name
+
+
+def _is_left(found: Found) -> bool:
+    """Return whether the process of a staging file has died: it would have the file locked."""
+    with suppress(OSError):
+        fd = found.folder.open(found.name, READ)
+        try:
+            return not is_locked(fd)
+        finally:
+            close_quietly(fd)
+    return False
 
 
 def _is_doubtful(count: Count) -> bool:
@@ -355,7 +320,7 @@ def _is_doubtful(count: Count) -> bool:
 def _used_s(found: Found, now: float) -> float:
     """Return when an entry was last used, at most one minute from now.
 
-    A later time comes from a store's clock that was ahead, and would keep the entry indefinitely.
+    A later time comes from a clock that was ahead, and would keep the entry indefinitely.
     """
     if found.status.st_mtime <= now + 60:
         return found.status.st_mtime

@@ -1,7 +1,6 @@
 """Files below one folder: names are opened relative to an open folder, and links not followed."""
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -10,9 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-
-from ec_store.counts import ForkLock
-from ec_store.disk.mounts import is_local
 
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -29,11 +25,8 @@ SETTLES_IN_S = 0.05
 PRIVATE_S = 1.0
 """Seconds for which a folder that has not got its permissions is taken for a private one."""
 
-CLOCK = "clock"
-CLOCK_EVERY_S = 30.0
-
 JUMP_S = 60.0
-"""Seconds by which the store's clock may be ahead at once without being doubted."""
+"""Seconds by which the clock may jump ahead without being doubted."""
 
 JUMP_LASTS_S = 3600.0
 """Seconds after which a doubted clock is believed."""
@@ -50,13 +43,12 @@ class Modes:
 class Folder:
     """Open folder, shared by threads. Its descriptor is closed with its last reference."""
 
-    __slots__ = ("_listed", "_local", "_private_until_s", "fd", "modes")
+    __slots__ = ("_listed", "_private_until_s", "fd", "modes")
 
     def __init__(self, fd: int, modes: Modes, *, listed: bool = False) -> None:
         self.fd = fd
         self.modes = modes
         self._listed = listed
-        self._local: bool | None = None
         self._private_until_s = 0.0
 
     def __del__(self) -> None:
@@ -93,13 +85,6 @@ class Folder:
             raise PermissionError(errno.EACCES, f"{path} belongs to user {status.st_uid}")
         if status.st_mode & stat.S_IWOTH and not allowed & stat.S_IWOTH:
             raise PermissionError(errno.EACCES, f"every user may write to {path}")
-
-    @property
-    def is_local(self) -> bool:
-        """Return whether the folder is known to be on a file system of this machine."""
-        if self._local is None:
-            self._local = is_local(self.fd)
-        return self._local
 
     def folder(self, name: str) -> "Folder":
         return Folder(self.open(name, FOLDER), self.modes)
@@ -217,7 +202,7 @@ class Folder:
                 if durable:
                     os.fsync(fd)
             finally:
-                os.close(fd)  # NFS clients flush here, and report failed writes
+                os.close(fd)
             os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
             if durable:
                 self.sync()
@@ -242,8 +227,7 @@ class Folder:
         try:
             os.link(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
         except FileExistsError:
-            # An NFS client repeats a call if the reply is lost: the name may be this file's own.
-            return self.stat(staging).st_nlink > 1
+            return False
         except OSError as error:
             # A second name may need room, as on tmpfs, where each takes a file of the upper bound.
             if error.errno not in NO_LINKS | NO_ROOM:
@@ -310,35 +294,12 @@ def write(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
             left[0] = left[0][written:]
 
 
-def create_locked(folder: Folder, name: str) -> Folder | None:
-    """Create an empty file, and lock it until this process ends.
-
-    The kernel releases the lock, however the process ends. A process id would not do: a new
-    container uses those of the previous one again.
-
-    Returns:
-        The file; closing it releases the lock. None on a file server, where locking could hang.
-    """
-    fd = folder.create(name)
-    with suppress(OSError):  # the file exists, and has no content that could be lost
+def close_quietly(fd: int) -> None:
+    """Close a file. A failure has no effect: each reader checks what it reads."""
+    try:  # noqa: SIM105 - runs with every lookup, and suppress() is slower
         os.close(fd)
-    if not folder.is_local:
-        return None
-    with suppress(OSError):
-        # Held for reading: a file that is open for writing would keep the operator from remounting.
-        held = Folder(folder.open(name, READ), folder.modes)
-        fcntl.flock(held.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return held
-    return None
-
-
-def is_unlocked(folder: Folder, name: str) -> bool:
-    """Return whether the process that locked a file with `create_locked` has ended."""
-    with suppress(OSError):
-        held = Folder(folder.open(name, READ), folder.modes)
-        fcntl.flock(held.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
-    return False
+    except OSError:
+        pass
 
 
 def is_regular(status: os.stat_result) -> bool:
@@ -347,59 +308,25 @@ def is_regular(status: os.stat_result) -> bool:
 
 
 class StoreClock:
-    """Clock of the file server, by which the ages of files are measured.
-
-    Nodes that share a store over NFS may disagree about the time by hours. They agree on the time
-    that the file server gives to a touched file. On file systems with clients that set such times
-    (CephFS, Lustre, BeeGFS), this is the clock of the node.
+    """Clock by which entries expire.
 
     One wrong time must not expire a whole store, such as that of a machine which resumes before it
-    synchronizes its clock. So entries age by the earlier one of two measurements: the present one,
-    and the last one that was not far ahead of that before it. The node's own clock is the first.
+    synchronizes its clock. So entries age by the earlier one of two clocks: the present one, and
+    one that follows a jump ahead of more than `JUMP_S` only after `JUMP_LASTS_S`.
     """
 
     def __init__(self) -> None:
-        self._ahead_s = self._trusted_ahead_s = time.time() - time.monotonic()
-        self._measured_s = float("-inf")
+        self._trusted_ahead_s = time.time() - time.monotonic()
         self._doubted_s: float | None = None
-        self._lock = ForkLock()
 
-    def now(self, folder: Folder) -> float:
-        """Return seconds since the epoch. The file `clock` in `folder` is the reference."""
+    def expiry_now(self) -> float:
+        """Return seconds since the epoch, but no time that is in doubt."""
         asked_s = time.monotonic()
-        if asked_s - self._measured_s > CLOCK_EVERY_S and self._lock.mutex.acquire(blocking=False):
-            try:
-                self._measured_s = asked_s
-                # A reader without the permission to write uses its own clock.
-                with suppress(OSError):
-                    self._ahead_s = self._measure(folder)
-                    self._trust(asked_s)
-            finally:
-                self._lock.mutex.release()
-        return time.monotonic() + self._ahead_s
-
-    def expiry_now(self, folder: Folder) -> float:
-        """Return the time by which entries expire: `now`, but no time that is in doubt."""
-        return min(self.now(folder), time.monotonic() + self._trusted_ahead_s)
-
-    def _trust(self, measured_s: float) -> None:
-        if self._ahead_s <= self._trusted_ahead_s + JUMP_S:
+        ahead_s = time.time() - asked_s
+        if ahead_s <= self._trusted_ahead_s + JUMP_S:
             self._doubted_s = None
         elif self._doubted_s is None:
-            self._doubted_s = measured_s
-        if self._doubted_s is None or measured_s - self._doubted_s >= JUMP_LASTS_S:
-            self._trusted_ahead_s = self._ahead_s
-
-    @staticmethod
-    def _measure(folder: Folder) -> float:
-        """Return the seconds by which the store's clock is ahead of the monotonic one."""
-        before_s = time.monotonic()
-        try:
-            os.utime(CLOCK, dir_fd=folder.fd, follow_symlinks=False)
-        except FileNotFoundError:
-            with suppress(FileExistsError):
-                os.close(folder.create(CLOCK))
-        # The file got its time between the two readings: the midpoint cancels a slow server's
-        # delay.
-        between_s = (before_s + time.monotonic()) / 2
-        return folder.stat(CLOCK).st_mtime - between_s
+            self._doubted_s = asked_s
+        if self._doubted_s is None or asked_s - self._doubted_s >= JUMP_LASTS_S:
+            self._trusted_ahead_s = ahead_s
+        return asked_s + min(ahead_s, self._trusted_ahead_s)

@@ -2,7 +2,6 @@
 
 import logging
 import random
-import secrets
 import time
 from contextlib import suppress
 from functools import partial
@@ -11,10 +10,9 @@ from os.path import ismount
 from ec_store.counts import Counts
 from ec_store.disk.claims import sweep_claims, sweep_leases
 from ec_store.disk.config import StoreSettings
-from ec_store.disk.evictor import STAGING_S, YOUNG_S, Evictor, Freed, Lacking
-from ec_store.disk.files import NO_ROOM, StoreClock, is_regular
-from ec_store.disk.ledger import Ledger, Usage
-from ec_store.disk.lock import FileLock
+from ec_store.disk.evictor import Evictor, Freed, Lacking
+from ec_store.disk.files import StoreClock
+from ec_store.disk.ledger import SWEEPING, Ledger, LedgerLost, Usage
 from ec_store.disk.tree import (
     BLOCK_BYTES,
     HIGH_WATER,
@@ -27,11 +25,8 @@ from ec_store.errors import EntryTooLarge, StoreUnavailable
 
 logger = logging.getLogger("vllm.ec_store")
 
-QUARANTINE_S = 86400.0
-"""Age in seconds at which a corrupt entry that was kept for the operator is removed."""
-
-QUARANTINED = 64
-"""Maximum number of corrupt entries that are kept."""
+STAGING_S = 3600.0
+"""Age in seconds from which a staging file of a small file counts as left by a crash."""
 
 TIDY_EVERY_S = 900.0
 """Longest time in seconds between two removals of leftovers of crashes."""
@@ -69,17 +64,16 @@ class Housekeeping:
         settings: settings of the store, as last read; they apply to every process that opens it.
     """
 
-    def __init__(self, counts: Counts, young_s: float = YOUNG_S) -> None:
+    def __init__(self, counts: Counts) -> None:
         """Create the object without access to a store.
 
-        `counts` gets `evictions`, and observes `eviction_seconds`; `young_s` is as in `Evictor`.
+        `counts` gets `evictions`, and observes `eviction_seconds`.
         """
         self._counts = counts
         self.clock = StoreClock()
         self.ledger = Ledger()
         self.settings = StoreSettings()
-        self._evictor = Evictor(self.clock, self.ledger, counts, young_s)
-        self._sweeping = FileLock("sweeping.link")
+        self._evictor = Evictor(self.clock, self.ledger, counts)
         self._fruitless_until_s = float("-inf")
         self._useless_until_s = float("-inf")
         self._tidy_looked_s = float("-inf")
@@ -121,7 +115,7 @@ class Housekeeping:
             if coming_bytes > quota:
                 raise EntryTooLarge(f"it takes {coming_bytes} bytes of a quota of {quota}")
             lacking = partial(self._lacking, file_system, coming_bytes, 0)
-            if lacking(self.ledger.total(tree.usage)) <= 0:
+            if lacking(self.ledger.total(tree.root)) <= 0:
                 self._reserve_kept = True
                 break
             if time.monotonic() < self._fruitless_until_s:
@@ -205,25 +199,30 @@ class Housekeeping:
         if not self._due(tree, "swept", min(every_s, self.settings.ttl)):
             return 0
         before = self._counts["evictions"]
-        try:
-            token = self._sweeping.acquire(tree.root, lambda: self.clock.now(tree.root))
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            # Room for the lock, without which the ledger cannot be corrected.
-            self.free_space(tree, BLOCK_BYTES)
-            token = self._sweeping.acquire(tree.root, lambda: self.clock.now(tree.root))
-        if token is None:
-            return self._counts["evictions"] - before
-        try:
+        with self.ledger.locked(tree.root, SWEEPING) as held:
+            if not held:
+                return 0
             _mark(tree, "swept")
-            self._evictor.sweep(
-                tree, self.settings.ttl, lambda: self._sweeping.still_held(tree.root, token)
-            )
+            self._evictor.sweep(tree, self.settings.ttl)
             self._clean_leftovers(tree)
-        finally:
-            self._sweeping.release(tree.root, token)
         return self._counts["evictions"] - before
+
+    def restore_ledger(self, tree: Tree) -> None:
+        """Count all files for a ledger that is missing or damaged.
+
+        Meanwhile no other process writes, since it cannot charge an entry. Raises OSError.
+        """
+        with suppress(LedgerLost):
+            self.ledger.total(tree.root)
+            return
+        self.ledger.discard_damaged(tree.root)
+        unread: list[OSError] = []
+        found = tree.scan(unread)
+        sizes = [taken_bytes(file.size_bytes) for file in found if not file.duplicate]
+        for error in unread:
+            if not isinstance(error, PermissionError):
+                raise error
+        self.ledger.create(tree.root, Usage(charged_bytes=sum(sizes), charged=len(sizes)))
 
     def _free_or_wait(
         self,
@@ -276,51 +275,23 @@ class Housekeeping:
     def _due(self, tree: Tree, mark: str, every_s: float) -> bool:
         """Return whether the task of this mark has not run for `every_s` seconds in any process."""
         try:
-            age_s = self.clock.now(tree.root) - tree.root.stat(mark).st_mtime
+            age_s = time.time() - tree.root.stat(mark).st_mtime
         except FileNotFoundError:
             return True
         # A new mark may be ahead of the clock; one far ahead is from before the clock was set back.
         return every_s <= 0 or abs(age_s) >= every_s
 
     def _clean_leftovers(self, tree: Tree) -> None:
-        """Remove expired leases, claims, ledger lines and leftover files; entries are not read."""
-        now = self.clock.now(tree.root)
-        sweep_leases(tree.leases, now)
-        sweep_claims(tree.claims, lambda: self.clock.now(tree.root))
-        self.ledger.merge(tree.usage, now)
-        now = self.clock.expiry_now(tree.root)
-        for folder in (tree.root, tree.namespaces, tree.quarantine):
-            quarantined = folder is tree.quarantine
-            age_s = QUARANTINE_S if quarantined else STAGING_S
+        """Remove expired leases, claims and leftover files; entries are not read."""
+        sweep_leases(tree.leases, time.time())
+        sweep_claims(tree.claims, time.time)
+        now = self.clock.expiry_now()
+        for folder in (tree.root, tree.namespaces):
             for name in folder.names():
-                if quarantined or (name[0] == "." and name.endswith(".tmp")):
+                if name[0] == "." and name.endswith(".tmp"):
                     with suppress(OSError):
-                        if now - folder.stat(name).st_ctime > age_s:
+                        if now - folder.stat(name).st_ctime > STAGING_S:
                             folder.remove(name)
-
-    def quarantine(self, tree: Tree, digest: str, inode: int | None) -> bool:
-        """Move a corrupt entry aside; False if it is gone or was replaced since.
-
-        Some corrupt entries are kept for the operator to examine; the rest is removed.
-        """
-        folder = tree.folder(digest)
-        status = folder.stat(digest)
-        if inode not in {None, status.st_ino}:
-            return False
-        sizes = []
-        for name in tree.quarantine.names():
-            with suppress(OSError):
-                sizes.append(tree.quarantine.stat(name).st_size)
-        sizes.append(status.st_size)
-        full = len(sizes) > QUARANTINED or sum(sizes) > self.settings.max_bytes // 16
-        if full and is_regular(status):
-            if not folder.remove(digest):
-                return False
-        else:
-            folder.rename(digest, f"{digest}.{secrets.token_hex(8)}", tree.quarantine)
-        if is_regular(status):
-            self.ledger.release(tree.usage, taken_bytes(status.st_size))
-        return True
 
 
 class _EvictionWait:

@@ -1,32 +1,53 @@
 """Ledger of a shared directory's usage: no put has to count the files."""
 
-import re
-import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+import errno
+import os
+import random
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
-from functools import lru_cache
-from typing import NamedTuple
 
 import xxhash
 
 from ec_store.counts import ForkLock, after_fork
-from ec_store.disk.files import Folder, create_locked, is_unlocked
+from ec_store.disk.files import READ, Folder, close_quietly
+from ec_store.disk.lock import locked
 
-IDLE_S = 3600.0
-"""Seconds without a write after which a process counts as ended, and its line is merged."""
+NAME = "ledger"
 
-KNOWN_LINES = 4096
-"""Parsed lines that are cached, some 2 MB: each put adds up all lines, and changes only one. With
-more lines than this, each is parsed each time."""
+SLOTS = 16
+"""Records of the file. A process that is stopped while it changes one locks only that one."""
 
-WRITER_DIGITS = 8
-"""Digits of a writer's name in the names of its staging files, which other digits complete."""
+SLOT_BYTES = 64
 
-_LINE = re.compile(
-    r"((?P<writer>[0-9a-f]{16})\.([0-9a-f]{1,15})\.([0-9a-f]{1,15})\.([0-9a-f]{1,15})\."
-    r"([0-9a-f]{1,15}))\.(?P<digest>[0-9a-f]{8})"
-)
+EVICTING, SWEEPING = SLOTS, SLOTS + 1
+"""Bytes that a process locks while it evicts, or counts all files. The first bytes are those of the
+records."""
+
+READS = 4
+"""Times that records are read until they are whole: a writer may be changing one."""
+
+BUSY_S = 1.0
+"""Upper bound in seconds of the wait for a record that no other process is changing."""
+
+PAUSE_S = 0.001
+
+_SUMS = struct.Struct("<4Q")
+_Sums = tuple[int, int, int, int]
+RECORD_BYTES = _SUMS.size + 8
+
+_WRITE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class LedgerLost(OSError):
+    """Error of a ledger that is missing or damaged: the usage is unknown until it is counted."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            errno.EUCLEAN, f"its ledger is {what}: the next process that writes counts the entries"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +70,6 @@ class Usage:
     def common(self, other: "Usage") -> "Usage":
         """Return the smaller value of each field."""
         return Usage(*map(min, astuple(self), astuple(other)))
-
-    @property
-    def changes(self) -> int:
-        return self.charged + self.released
 
     @property
     def bytes(self) -> int:
@@ -79,7 +96,6 @@ class Count:
         unread: errors of files and folders that could not be counted.
         cleared_bytes, cleared: size and number of the leftovers of crashes that were removed during
             the count.
-        ended_early: whether the lock was lost, or could not be read, before all files were counted.
     """
 
     before: Usage
@@ -90,7 +106,6 @@ class Count:
     unread: list[OSError] = field(default_factory=list)
     cleared_bytes: int = 0
     cleared: int = 0
-    ended_early: bool = False
 
     def add(self, size_bytes: int) -> None:
         self.least_bytes += size_bytes
@@ -137,31 +152,14 @@ class Count:
         return charged + Usage(released_bytes=max(0, -size), released=max(0, -number))
 
 
-class _OwnLine(NamedTuple):
-    """Line of this process.
-
-    Attributes:
-        name: name of its file.
-        usage: sums in the name.
-        held: file that is locked while this process lives; None on a file server.
-    """
-
-    name: str
-    usage: Usage
-    held: Folder | None
-
-    @property
-    def writer(self) -> str:
-        return self.name.partition(".")[0]
-
-
 class Ledger:
-    """Usage ledger of one empty file for each process, with the sums of the process in its name.
+    """Usage ledger in one file of fixed size.
 
-    The usage is the sum of the names: one listing, for any number of writers, and without a lock.
-    Only its own process renames a file, so no change is lost, and no reader sees half of one. A
-    process charges an entry before it appears, and releases it after it is gone. A process that
-    dies in between leaves the sum too high until the next count of the files corrects it.
+    The file has `SLOTS` records, each the sums of some changes with a checksum. The usage is the
+    sum of all records: one read, for any number of writers. A process adds a change to any record
+    that it can lock at once, so no process waits for one that was stopped. A process charges an
+    entry before it appears, and releases it after it is gone. A process that dies in between leaves
+    the sum too high until the next count of the files corrects it.
     """
 
     def __init__(self) -> None:
@@ -170,137 +168,127 @@ class Ledger:
         after_fork(self._begin)
 
     def _begin(self) -> None:
-        """Start a new line: after a fork, the present line is the parent's."""
         self._unwritten = Usage()
-        # One object, set after its file is locked: other threads read it without the mutex.
-        self._line: _OwnLine | None = None
 
-    def writer(self, folder: Folder) -> str:
-        """Return the name of this process for `DeadWriters`; that of no process without a lock."""
-        if self._line is None:
-            with suppress(OSError):  # an eviction frees the room for a line
-                self.add(folder, Usage())
-        line = self._line
-        return line.writer[:WRITER_DIGITS] if line and line.held else "0" * WRITER_DIGITS
+    def create(self, root: Folder, usage: Usage) -> bool:
+        """Create the file; False if there is one. Raises OSError."""
+        records = [_record(usage), *[_record(Usage())] * (SLOTS - 1)]
+        content = b"".join(record.ljust(SLOT_BYTES, b"\0") for record in records)
+        return root.add(NAME, content)
 
-    def charge(self, folder: Folder, size_bytes: int, entries: int = 1) -> None:
-        """Charge an entry before it appears."""
-        self.add(folder, Usage(charged_bytes=size_bytes, charged=entries))
+    def discard_damaged(self, root: Folder) -> None:
+        """Remove a damaged file, so that it can be created again. Raises OSError."""
+        with (
+            suppress(LedgerLost),
+            _opened(root) as fd,
+            locked(fd, SWEEPING) as held,
+        ):
+            # Another process may have replaced the file since it was opened.
+            current = held and root.stat(NAME).st_ino == os.fstat(fd).st_ino
+            if current and _read_all(fd) is None:
+                root.remove(NAME)
 
-    def release(self, folder: Folder, size_bytes: int, entries: int = 1) -> None:
-        """Release an entry after it is gone; without room for the change, with the next one."""
-        self._add_gone(folder, Usage(released_bytes=size_bytes, released=entries))
+    @contextmanager
+    def locked(self, root: Folder, place: int) -> Iterator[bool]:
+        """Hold one of the locks `EVICTING` and `SWEEPING`, if it is free; yield whether it was.
 
-    def add(self, folder: Folder, change: Usage) -> None:
-        """Add charges and releases. If it raises OSError, nothing was added."""
-        with self._lock.mutex:
-            change += self._unwritten
-            line = self._line and self._renamed(folder, self._line, change)
-            if line is None:
-                # The first change, or the line was merged into another process's: start a new line.
-                name = _line(secrets.token_hex(8), change)
-                line = _OwnLine(name, change, create_locked(folder, name))
-            self._line, self._unwritten = line, Usage()
-
-    def _add_gone(self, folder: Folder, change: Usage) -> None:
-        """Add what no file shows any more: if it cannot be written, with the next change.
-
-        Until then only this process counts it.
+        It ends with its process. Raises OSError.
         """
+        with _opened(root) as fd, locked(fd, place) as held:
+            yield held
+
+    def charge(self, root: Folder, size_bytes: int, entries: int = 1) -> None:
+        """Charge an entry before it appears."""
+        self.add(root, Usage(charged_bytes=size_bytes, charged=entries))
+
+    def release(self, root: Folder, size_bytes: int, entries: int = 1) -> None:
+        """Release an entry after it is gone.
+
+        If that cannot be written, it is written with the next change of this process, and until
+        then only this process counts it.
+        """
+        change = Usage(released_bytes=size_bytes, released=entries)
         try:
-            self.add(folder, change)
+            self.add(root, change)
+        except LedgerLost:  # the next count does not find the entry
+            return
         except OSError:
             with self._lock.mutex:
                 self._unwritten += change
 
-    @staticmethod
-    def _renamed(folder: Folder, line: _OwnLine, change: Usage) -> _OwnLine | None:
-        """Add a change to a line, and return it; None if the line is gone."""
-        usage = line.usage + change
-        name = _line(line.writer, usage)
-        try:
-            folder.rename(line.name, name)
-        except FileNotFoundError:
-            # An NFS client repeats a call if the reply is lost: the first one may have renamed it.
-            if not folder.has(name):
-                return None
-        return _OwnLine(name, usage, line.held)
+    def add(self, root: Folder, change: Usage) -> None:
+        """Add charges and releases. If it raises OSError, nothing was added."""
+        with self._lock.mutex, _opened(root) as fd:
+            _add_to_any(fd, change + self._unwritten)
+            self._unwritten = Usage()
 
-    def total(self, folder: Folder) -> Usage:
+    def total(self, root: Folder) -> Usage:
         """Return the sum of all processes' charges and releases.
 
-        One listing may skip lines that are renamed meanwhile: the sum is then wrong by all that
-        their processes have written and removed.
+        Raises:
+            LedgerLost: the file is missing or damaged.
+            OSError: the file cannot be read.
         """
-        usages = (self._unwritten, *_lines(folder).values())
-        return Usage(
-            sum(usage.charged_bytes for usage in usages),
-            sum(usage.charged for usage in usages),
-            sum(usage.released_bytes for usage in usages),
-            sum(usage.released for usage in usages),
-        )
-
-    def merge(self, folder: Folder, now_s: float) -> None:
-        """Take over the lines of ended processes, and remove files with invalid names."""
-        for name in folder.names():
-            with suppress(OSError):
-                # The time of the last rename; the content of the file never changes.
-                own = self._line and self._line.name
-                if name == own or now_s - folder.stat(name).st_ctime <= IDLE_S:
-                    continue
-                # If its process has renamed it meanwhile, `remove` returns False, and the line
-                # stays.
-                if folder.remove(name) and (line := _read(name)):
-                    self._add_gone(folder, line[1])
+        with _opened(root, READ) as fd:
+            records = _read_all(fd)
+        if records is None:
+            raise LedgerLost("damaged")
+        return Usage(*map(sum, zip(*records, strict=True))) + self._unwritten
 
 
-class DeadWriters:
-    """Test for the processes that have died, as of one moment.
-
-    Each process locks its line. The line of a dead one stays for `IDLE_S`, and identifies its
-    leftovers for that long.
-    """
-
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-        self._lines: dict[str, str] | None = None
-        self._dead: dict[str, bool] = {}
-
-    def __contains__(self, writer: str) -> bool:
-        if self._lines is None:
-            names = self._folder.names() if self._folder.is_local else []
-            self._lines = {name[:WRITER_DIGITS]: name for name in names}
-        if writer not in self._dead:
-            line = self._lines.get(writer)
-            self._dead[writer] = line is not None and is_unlocked(self._folder, line)
-        return self._dead[writer]
+@contextmanager
+def _opened(root: Folder, flags: int = _WRITE) -> Iterator[int]:
+    try:
+        fd = root.open(NAME, flags)
+    except FileNotFoundError as error:
+        raise LedgerLost("missing") from error
+    try:
+        yield fd
+    finally:
+        close_quietly(fd)
 
 
-def _line(writer: str, usage: Usage) -> str:
-    charged = f"{usage.charged_bytes:x}.{usage.charged:x}"
-    text = f"{writer}.{charged}.{usage.released_bytes:x}.{usage.released:x}"
-    return f"{text}.{xxhash.xxh32_hexdigest(text.encode())}"
+def _add_to_any(fd: int, change: Usage) -> None:
+    """Add a change to a record that no other process is changing."""
+    deadline_s = time.monotonic() + BUSY_S
+    while True:
+        first = random.randrange(SLOTS)  # noqa: S311 - no secret
+        for slot in (*range(first, SLOTS), *range(first)):
+            with locked(fd, slot) as held:
+                if held:
+                    sums = _parse(os.pread(fd, RECORD_BYTES, slot * SLOT_BYTES))
+                    if sums is None:
+                        raise LedgerLost("damaged")
+                    os.pwrite(fd, _record(Usage(*sums) + change), slot * SLOT_BYTES)
+                    return
+        if time.monotonic() >= deadline_s:
+            raise OSError(errno.EAGAIN, "other processes keep its ledger locked")
+        time.sleep(PAUSE_S)
 
 
-@lru_cache(KNOWN_LINES)
-def _read(name: str) -> tuple[str, Usage] | None:
-    """Return the writer and the usage in a line; None if the name is not a valid line."""
-    match = _LINE.fullmatch(name)
-    if match is None or xxhash.xxh32_hexdigest(match[1].encode()) != match["digest"]:
-        return None
-    return match["writer"], Usage(*(int(match[group], 16) for group in range(3, 7)))
+def _read_all(fd: int) -> list[_Sums] | None:
+    """Return the sums of all records; None if one of them stays damaged."""
+    for read in range(READS):
+        if read:
+            time.sleep(PAUSE_S)
+        content = os.pread(fd, SLOTS * SLOT_BYTES, 0)
+        starts = range(0, SLOTS * SLOT_BYTES, SLOT_BYTES)
+        records = [_parse(content[start : start + RECORD_BYTES]) for start in starts]
+        whole = [sums for sums in records if sums]
+        if len(whole) == SLOTS:
+            return whole
+    return None
 
 
-def _lines(folder: Folder) -> Mapping[str, Usage]:
-    lines: dict[str, Usage] = {}
-    for name in folder.names():
-        if line := _read(name):
-            writer, usage = line
-            known = lines.get(writer)
-            # A line that is renamed during the listing may be seen twice: the later one counts.
-            if known is None or known.changes < usage.changes:
-                lines[writer] = usage
-    return lines
+def _record(usage: Usage) -> bytes:
+    sums = _SUMS.pack(*astuple(usage))
+    return sums + xxhash.xxh64_digest(sums)
+
+
+def _parse(record: bytes) -> _Sums | None:
+    """Return the fields of a record's `Usage`; None if its checksum does not match."""
+    sums, checksum = record[: _SUMS.size], record[_SUMS.size :]
+    return _SUMS.unpack(sums) if xxhash.xxh64_digest(sums) == checksum else None
 
 
 def _clamp_change(value: int, low: int, high: int) -> int:

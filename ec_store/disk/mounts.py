@@ -7,21 +7,11 @@ from pathlib import Path
 TABLE = Path("/proc/self/mountinfo")
 MEMORY = frozenset({"tmpfs", "ramfs"})
 LOCAL = MEMORY | {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay"}
-"""Types on which this kernel grants and releases file locks by itself, without a server."""
+"""Types of which all files and locks are this kernel's."""
 
 
-def in_memory(fd: int) -> bool:
-    """Return whether an open file or folder is in this machine's memory (tmpfs)."""
-    return _kind(fd) in MEMORY
-
-
-def is_local(fd: int) -> bool:
-    """Return whether an open file or folder is known to be on a file system of this machine."""
-    return _kind(fd) in LOCAL
-
-
-def _kind(fd: int) -> str | None:
-    """Return the type of a file's system; None without a mount table, as outside Linux."""
+def file_system_kind(fd: int) -> str | None:
+    """Return the type of an open file's system; None without a mount table, as outside Linux."""
     try:
         device = os.fstat(fd).st_dev
         table = TABLE.read_text(errors="surrogateescape").splitlines()

@@ -1,6 +1,5 @@
 """Opening of a shared directory, with the settings in it and the type of its file system."""
 
-import errno
 import logging
 import os
 import secrets
@@ -19,7 +18,8 @@ from ec_store.disk.config import (
 )
 from ec_store.disk.files import NO_ROOM, Folder, Modes
 from ec_store.disk.housekeeping import Housekeeping
-from ec_store.disk.mounts import in_memory
+from ec_store.disk.ledger import LedgerLost
+from ec_store.disk.mounts import LOCAL, MEMORY, file_system_kind
 from ec_store.disk.tree import Tree
 from ec_store.errors import StoreUnavailable
 
@@ -56,6 +56,7 @@ class DiskOpening:
         self._looked_s = 0.0
         self._ignored: list[str] = []
         self._unread = False
+        self._warned = False
         self._counted = False
         self._closed = False
 
@@ -114,23 +115,20 @@ class DiskOpening:
             tree.root.remove(name)
 
     def handle_error(self, error: OSError) -> None:
-        """Reopen the directory at its next use if an error shows that its descriptors are stale."""
-        if error.errno in {errno.ESTALE, errno.EBADF}:
+        """Reopen the directory at its next use if its ledger is lost."""
+        if isinstance(error, LedgerLost):
             self.reopen_later()
 
     def counted(self, *, create: bool = False) -> Tree:
-        """Return the open directory, as `tree`, after its entries were counted.
+        """Return the open directory, as `tree`, with a ledger.
 
-        Only a directory that lost its ledger is counted, which takes seconds at 100,000 entries. So
+        For a lost ledger the files are counted, which takes seconds at 100,000 entries. So
         readers, which may have a deadline, call `tree`. Raises OSError and StoreUnavailable, as it.
         """
         tree = self.tree(create=create)
         if not self._counted:
-            lost = not self._keeper.ledger.total(tree.usage).charged
+            self._keeper.restore_ledger(tree)
             self._counted = True
-            if lost:
-                with suppress(OSError):  # a process without the permission to write can still read
-                    self._keeper.sweep(tree, every_s=0.0)
         return tree
 
     def reopen_later(self) -> None:
@@ -160,7 +158,16 @@ class DiskOpening:
         tree = Tree(config.path, Modes(held.dir_mode, held.file_mode), create=create)
         if create and self._durable:
             tree.root.sync()
-        self.in_memory = in_memory(tree.entries.fd)
+        kind = file_system_kind(tree.entries.fd)
+        self.in_memory = kind in MEMORY
+        if kind and kind not in LOCAL and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the encoder store in %s is on a file system of type %s, which is not tested. "
+                "Use Redis for several hosts, and a local directory or shm:// for one",
+                config.path,
+                kind,
+            )
         for folder in tree.folders:
             folder.check_owner(config.given.dir_mode or 0, trusted=self._any_owner)
         self._apply_settings(held)
@@ -168,6 +175,8 @@ class DiskOpening:
         if self._create:
             with suppress(OSError):
                 self._keeper.log_limits(tree, self._config.path)
+                if create and not tree.entries.names():
+                    self._keeper.restore_ledger(tree)  # there is no file to count
         return tree
 
     def _read_or_write_settings(self, root: Folder, *, create: bool) -> StoreSettings:

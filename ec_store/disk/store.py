@@ -4,9 +4,9 @@ import errno
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Self, TypeVar
 
 from ec_store.base import Listed, Store, StoreStats
@@ -26,9 +26,9 @@ from ec_store.disk.entry_files import (
     load_header,
     valid_registrations,
 )
-from ec_store.disk.evictor import YOUNG_S
-from ec_store.disk.files import NO_ROOM, READ, Folder, is_regular
+from ec_store.disk.files import NO_ROOM, Folder, close_quietly, is_regular
 from ec_store.disk.housekeeping import Housekeeping
+from ec_store.disk.lock import lock
 from ec_store.disk.opening import DiskOpening
 from ec_store.disk.tree import Tree, staging_name, taken_bytes
 from ec_store.entry import MAX_HEADER_BYTES, Entry, EntryInfo
@@ -48,7 +48,7 @@ TOUCH_EVERY_S = 1.0
 
 ROOM_MADE = 3
 """Upper bound of the times that a put makes room on a full file system, each time twice as much.
-Beside its bytes, an entry takes up to five files: folders, a second name, a line of the ledger."""
+Beside its bytes, an entry takes up to four files: folders, and a second name."""
 
 SHARING = (
     "; to share a store, users need its group, and dir_mode=2770 and file_mode=0660 in each URL"
@@ -58,22 +58,15 @@ SHARING = (
 class SharedDiskStore(Store):
     """Store of entries as files, each named by the digest of its key."""
 
-    def __init__(
-        self,
-        config: DiskConfig,
-        *,
-        create: bool = True,
-        maintain: bool = False,
-        young_s: float = YOUNG_S,
-    ) -> None:
+    def __init__(self, config: DiskConfig, *, create: bool = True, maintain: bool = False) -> None:
         """Create the store; its first use opens the directory.
 
-        `create` and `maintain` are as in `DiskOpening`, `young_s` as in `Evictor`.
+        `create` and `maintain` are as in `DiskOpening`.
         """
         self._config = config
         self._create = create
         self.counts = Counts()
-        self._keeper = Housekeeping(self.counts, young_s)
+        self._keeper = Housekeeping(self.counts)
         self._opening = DiskOpening(config, self._keeper, create=create, maintain=maintain)
         self._files = EntryFiles()
 
@@ -141,7 +134,7 @@ class SharedDiskStore(Store):
             return found
         try:
             tree = self._opening.tree()
-            add_leases(tree.leases, present, seconds, self._now(tree))
+            add_leases(tree.leases, present, seconds, time.time())
         except OSError as error:
             self._opening.handle_error(error)
             return [None] * len(keys)
@@ -159,15 +152,14 @@ class SharedDiskStore(Store):
         with self._translate_errors("claims could not be written"):
             tree = self._opening.tree(create=True)
             digests = [key.digest for key in keys]
-            now = partial(self._now, tree)
-            return take_claims(tree.claims, digests, name, seconds, now, wait=wait)
+            return take_claims(tree.claims, digests, name, seconds, time.time, wait=wait)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         name = owner_bytes(owner)
         with self._translate_errors("claims could not be released"):
             tree = self._opening.tree()
             for key in keys:
-                give_back(tree.claims, key.digest, name, partial(self._now, tree))
+                give_back(tree.claims, key.digest, name, time.time)
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         with self._translate_errors("entries could not be deleted"):
@@ -213,9 +205,9 @@ class SharedDiskStore(Store):
     def stats(self) -> StoreStats:
         with self._translate_errors("the store cannot be read"):
             tree = self._opening.counted()
-            usage = self._keeper.ledger.total(tree.usage)
+            usage = self._keeper.ledger.total(tree.root)
             quota_bytes = self._keeper.quota_bytes(tree.file_system())
-            leased = count_leased(tree.leases, self._now(tree))
+            leased = count_leased(tree.leases, time.time())
         return StoreStats(
             entries=max(0, usage.entries),
             bytes=max(0, usage.bytes),
@@ -255,115 +247,92 @@ class SharedDiskStore(Store):
             return StoreMissing(f"there is no store in {self._config.path}")
         return StoreUnavailable(f"{what}: {error.strerror or error}{advice}")
 
-    def _now(self, tree: Tree) -> float:
-        return self._keeper.clock.now(tree.root)
-
     def _put(self, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
-        self._opening.counted(create=True)
+        tree = self._opening.counted(create=True)
         if not replace:
             if self._read(key, load_header, use=True):
                 return False
-            self._forget_ignored(key.digest)
+            replace = self._is_ignored(tree, key.digest)
         evicted = False
         for room_bytes in (taken_bytes(size) << n for n in range(ROOM_MADE)):
             try:
                 return self._write(
-                    self._opening.tree(create=True), key, entry, size, replace=replace
+                    self._opening.counted(create=True), key, entry, size, replace=replace
                 )
             except OSError as error:
                 if error.errno in NO_ROOM:
                     if not self._keeper.free_space(self._opening.tree(), room_bytes):
                         break
                     evicted = True
-                elif error.errno in {errno.ENOENT, errno.ESTALE}:
-                    self._opening.reopen_later()  # the directory was removed while it was open
+                elif error.errno in {errno.ENOENT, errno.EUCLEAN}:
+                    # The directory was removed while it was open, or its ledger was.
+                    self._opening.reopen_later()
                 else:
                     raise
         # The last time, with room or with the directory that is there now.
         try:
-            return self._write(self._opening.tree(create=True), key, entry, size, replace=replace)
+            return self._write(
+                self._opening.counted(create=True), key, entry, size, replace=replace
+            )
         except OSError as error:
             if evicted and error.errno in NO_ROOM:
                 self._keeper.record_useless()
             raise
 
-    def _forget_ignored(self, digest: str) -> None:
-        """Remove an entry that readers ignore, but that occupies the name.
+    def _is_ignored(self, tree: Tree, digest: str) -> bool:
+        """Return whether readers ignore an entry, which occupies the name of a new one.
 
-        It is renamed, checked again, and then removed, as evictors do: another writer may have
-        published a new entry since the first check.
+        It is expired, too large or of another format. Readers of another release may have leased an
+        entry of their format: it is not ignored.
         """
-        with suppress(OSError):
-            tree = self._opening.tree()
-            folder = tree.folder(digest)
-            if not self._is_ignored(tree, folder, digest, digest):
-                return
-            aside = self._staging_name(tree, digest, folder.stat(digest).st_size)
-            folder.rename(digest, aside)
-            status = folder.stat(aside)
-            ignored = False  # an entry that cannot be read gets its name back
-            with suppress(OSError):
-                ignored = self._is_ignored(tree, folder, aside, digest)
-            restored = not ignored and folder.publish(aside, digest)
-            if folder.remove(aside) and not restored:
-                self._keeper.ledger.release(tree.usage, taken_bytes(status.st_size))
-
-    def _is_ignored(self, tree: Tree, folder: Folder, name: str, digest: str) -> bool:
-        """Return whether an entry is expired, too large or of another format. Raises OSError.
-
-        Readers of another release may have leased an entry of their format: it is not ignored.
-        """
-        if not self._is_live(tree, folder.stat(name)):
-            return True
-        fd = folder.open(name, READ)
         try:
-            load_header(None, fd, os.fstat(fd).st_size)
+            fd = tree.open(digest)
+        except OSError:
+            return False
+        try:
+            status = os.fstat(fd)
+            if not self._is_live(status):
+                return True
+            load_header(None, fd, status.st_size)
         except OtherFormat:
-            return not leased_digests(tree.leases, [digest], self._now(tree))
-        except CorruptEntry:  # quarantined by the next reader
+            return not leased_digests(tree.leases, [digest], time.time())
+        except (CorruptEntry, OSError):  # a corrupt one is removed by the next reader
             return False
         finally:
-            _close(fd)
+            close_quietly(fd)
         return False
 
     # The ledger has the size of each entry from before its first byte until after its last file is
-    # gone or in quarantine. Released by: `_write` if the entry is not published; `_replace` and
-    # `_forget_ignored` for the entry before it; `_delete`, eviction and quarantine.
+    # gone. Released by: `_write` if the entry is not published; `_replace` for the entry before it;
+    # `_delete`, `_remove_corrupt` and eviction.
     def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         digest, taken = key.digest, taken_bytes(size)
-        staging = self._staging_name(tree, digest, size)
+        staging = staging_name(digest, size)
         folder, fd = tree.create(digest, staging)
         charged = published = False
         try:
-            try:
-                # Charged after the staging file, which names its size, exists, and before its first
-                # byte: no writer exceeds the quota while it checks.
-                self._keeper.ledger.charge(tree.usage, taken)
-                charged = True
-                self._keeper.make_room(tree, taken)
-                self._files.store(key, entry, fd)
-                if self._config.durability == "fsync":
-                    os.fsync(fd)
-            finally:
-                # NFS clients flush here, and report failed writes before the entry is published.
-                os.close(fd)
+            # Locked until it is published: an unlocked staging file was left by a crash.
+            lock(fd)
+            # Charged after the staging file, which names its size, exists, and before its first
+            # byte: no writer exceeds the quota while it checks.
+            self._keeper.ledger.charge(tree.root, taken)
+            charged = True
+            self._keeper.make_room(tree, taken)
+            self._files.store(key, entry, fd)
+            if self._config.durability == "fsync":
+                os.fsync(fd)
             if replace:
                 self._replace(tree, folder, staging, digest)
             published = replace or folder.publish(staging, digest)
         finally:
             removed = folder.remove(staging)
-            if charged and not published:
-                # A file that stays is released with the leftovers. An NFS client repeats a call if
-                # the reply is lost: the first one may have removed it.
-                with suppress(OSError):
-                    if removed or not folder.has(staging):
-                        self._keeper.ledger.release(tree.usage, taken)
+            close_quietly(fd)
+            if charged and not published and removed:
+                # A file that stays is released with the leftovers.
+                self._keeper.ledger.release(tree.root, taken)
         if published and self._config.durability == "fsync":
             tree.sync(digest)
         return published
-
-    def _staging_name(self, tree: Tree, digest: str, size: int) -> str:
-        return staging_name(digest, size, self._keeper.ledger.writer(tree.usage))
 
     def _replace(self, tree: Tree, folder: Folder, staging: str, digest: str) -> None:
         """Publish over an entry, and release its charge, as each removal of an entry does."""
@@ -372,7 +341,7 @@ class SharedDiskStore(Store):
             before = taken_bytes(folder.stat(digest).st_size)
         folder.rename(staging, digest)
         if before:
-            self._keeper.ledger.release(tree.usage, before)
+            self._keeper.ledger.release(tree.root, before)
 
     def _read(
         self, key: EntryKey, load: Callable[[EntryKey, int, int], T], *, use: bool
@@ -385,46 +354,53 @@ class SharedDiskStore(Store):
         except OSError as error:
             self._opening.handle_error(error)
             if tree is not None and error.errno == errno.ELOOP:  # a link in place of an entry
-                self._quarantine(tree, digest)
+                self._remove_corrupt(tree, digest)
             return None
         try:
             status = os.fstat(fd)
             if not is_regular(status):
-                self._quarantine(tree, digest, status.st_ino)
+                self._remove_corrupt(tree, digest, status.st_ino)
                 return None
-            if not self._is_live(tree, status):
+            if not self._is_live(status):
                 return None
             loaded = load(key, fd, status.st_size)
             if use:
-                self._touch(tree, fd, status)
+                self._touch(fd, status)
         except OSError as error:
             self._opening.handle_error(error)
         except OtherFormat:
             return None
         except CorruptEntry:
-            self._quarantine(tree, digest, status.st_ino)
+            self._remove_corrupt(tree, digest, status.st_ino)
         else:
             return loaded
         finally:
-            _close(fd)
+            close_quietly(fd)
         return None
 
-    def _is_live(self, tree: Tree, status: os.stat_result) -> bool:
-        age_s = self._keeper.clock.expiry_now(tree.root) - status.st_mtime
+    def _is_live(self, status: os.stat_result) -> bool:
+        age_s = self._keeper.clock.expiry_now() - status.st_mtime
         # A larger entry, written under another process's limit, would exhaust the memory here.
         limit = self._config.max_entry_bytes + MAX_HEADER_BYTES
         return age_s <= self.settings.ttl and status.st_size <= limit
 
-    def _touch(self, tree: Tree, fd: int, status: os.stat_result) -> None:
-        """Record a use of an entry now, by the store's clock."""
-        if self._now(tree) - status.st_mtime > min(TOUCH_EVERY_S, self.settings.ttl / 4):
+    def _touch(self, fd: int, status: os.stat_result) -> None:
+        """Record a use of an entry now."""
+        if time.time() - status.st_mtime > min(TOUCH_EVERY_S, self.settings.ttl / 4):
             with suppress(OSError):  # a reader without write permission
                 os.utime(fd)
 
-    def _quarantine(self, tree: Tree, digest: str, inode: int | None = None) -> None:
+    def _remove_corrupt(self, tree: Tree, digest: str, inode: int | None = None) -> None:
+        """Remove a corrupt entry, unless it was replaced since."""
         with suppress(OSError):
-            if self._keeper.quarantine(tree, digest, inode):
+            folder = tree.folder(digest)
+            status = folder.stat(digest)
+            if inode not in {None, status.st_ino}:
+                return
+            if folder.remove(digest) or folder.remove_folder(digest):
                 self.counts.add(corrupt=1)
+                if is_regular(status):
+                    self._keeper.ledger.release(tree.root, taken_bytes(status.st_size))
 
     def _delete(self, tree: Tree, digest: str) -> bool:
         try:
@@ -433,13 +409,5 @@ class SharedDiskStore(Store):
             os.unlink(digest, dir_fd=folder.fd)
         except FileNotFoundError:
             return False
-        self._keeper.ledger.release(tree.usage, taken_bytes(size))
+        self._keeper.ledger.release(tree.root, taken_bytes(size))
         return True
-
-
-def _close(fd: int) -> None:
-    """Close a file that was read. A failure has no effect: what was read has been checked."""
-    try:  # noqa: SIM105 - runs with every lookup, and suppress() is slower
-        os.close(fd)
-    except OSError:
-        pass

@@ -2,17 +2,14 @@
 
 config.json                                 settings for every process that opens the store
 entries/ab/cd/<digest>                      an entry
-entries/ab/cd/.<digest>.<size>.<writer><random>.tmp
-                                            an entry that is being written or removed
+entries/ab/cd/.<digest>.<size>.<random>.tmp an entry that is being written or removed; the process
+                                            that does it locks the file
 leases/<end of the lease>/<digest>          a lease
 claims/<digest>                             a link; its text is the holder of a claim
 claims/<digest>.next                        a claim that is being changed
 namespaces/<digest of the model>.json       a model's namespace
-quarantine/<digest>.<random>                a corrupt entry
-usage/<writer>.<sums>.<checksum>            bytes and entries that one process wrote and removed;
-                                            the process locks the file until it ends
-clock                                       touched to measure the file server's time
-evicting.link, sweeping.link                locks; their text is the evicting, sweeping process
+ledger                                      bytes and entries written and removed so far; a process
+                                            that evicts, or counts all files, locks a byte of it
 tidied, swept                               times of the last removal of leftovers, last sweep
 
 The policy determines how many bytes to free and which entries to evict, without I/O.
@@ -147,7 +144,7 @@ the usual limit of descriptors of a process."""
 RACES = 3
 """Attempts to create a folder that other processes remove before it contains a file."""
 
-_STAGING = re.compile(r"\.([0-9a-f]{64})\.([0-9a-f]{1,16})\.([0-9a-f]{8})[0-9a-f]{8}\.tmp")
+_STAGING = re.compile(r"\.([0-9a-f]{64})\.([0-9a-f]{1,16})\.[0-9a-f]{16}\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +159,6 @@ class Found:
         status: status of the file. `st_mtime` is the time of the last write or use, by the store's
             clock, and `st_ctime` that of the last write or rename.
         staging: whether this is a staging file: an entry that is being written or removed.
-        writer: name of the process that writes or removes a staging file (`Ledger.writer`).
         duplicate: whether the scan has found the file under another name too, such as its entry's.
     """
 
@@ -172,7 +168,6 @@ class Found:
     size_bytes: int
     status: os.stat_result
     staging: bool
-    writer: str = ""
     duplicate: bool = False
 
 
@@ -183,9 +178,8 @@ class Tree:
         """Open the folders, and create missing ones if `create` is set. Raises OSError."""
         self.root = Folder.open_path(path, modes, create=create)
         opened = self.root.open_or_create if create else self.root.folder
-        names = ("entries", "leases", "claims", "namespaces", "quarantine", "usage")
-        inner = [opened(name) for name in names]
-        self.entries, self.leases, self.claims, self.namespaces, self.quarantine, self.usage = inner
+        inner = [opened(name) for name in ("entries", "leases", "claims", "namespaces")]
+        self.entries, self.leases, self.claims, self.namespaces = inner
         self.folders = (self.root, *inner)  # all except those of entries
         status = os.fstat(self.entries.fd)
         self._path = os.path.join(path, "entries")  # noqa: PTH118 - stat'ed every second
@@ -302,13 +296,9 @@ class Tree:
         return FileSystem(size_bytes, free_bytes, status.f_files, status.f_favail)
 
 
-def staging_name(digest: str, size_bytes: int, writer: str) -> str:
-    """Return a name for an entry that is being written or removed.
-
-    It contains the charged size, and the name of the process (`Ledger.writer`): if that dies,
-    the file is a leftover.
-    """
-    return f".{digest}.{size_bytes:x}.{writer}{secrets.token_hex(4)}.tmp"
+def staging_name(digest: str, size_bytes: int) -> str:
+    """Return a name for an entry that is being written or removed, with the charged size."""
+    return f".{digest}.{size_bytes:x}.{secrets.token_hex(8)}.tmp"
 
 
 def _folders(folder: Folder, unread: list[OSError]) -> Iterator[tuple[str, Folder]]:
@@ -335,8 +325,9 @@ def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
                 if is_regular(status):
                     digest = staging[1] if staging else item.name
                     size = int(staging[2], 16) if staging else status.st_size
-                    is_staging, writer = staging is not None, staging[3] if staging else ""
-                    found.append(Found(folder, item.name, digest, size, status, is_staging, writer))
+                    found.append(
+                        Found(folder, item.name, digest, size, status, staging is not None)
+                    )
     if not staged:
         return found
     # A file that was published after the listing.
@@ -360,10 +351,8 @@ def _mark_duplicates(found: Sequence[Found]) -> list[Found]:
 
 
 def _is_removed(folder: Folder, error: OSError) -> bool:
-    """Return whether an error was caused by a removed folder, on this host or another one."""
-    if error.errno == errno.ENOENT:
-        return not os.fstat(folder.fd).st_nlink
-    return error.errno == errno.ESTALE
+    """Return whether an error was caused by a removed folder."""
+    return error.errno == errno.ENOENT and not os.fstat(folder.fd).st_nlink
 
 
 @contextmanager

@@ -104,7 +104,8 @@ IN_MEMORY = [Spec(VISION, topology, MEMORY) for topology in (E_PD, E_P_D)]
 ON_AUDIO = Spec(AUDIO, E_PD, DISK)
 TRACED = Spec(AUDIO, E_P_D, DISK, traced=True)
 CONVERSING = Spec(VISION, E_P_D, DISK, conversing=True)
-SHARDED = [Spec(VISION, E_PD, store, consumer_ranks=2) for store in (DISK, MEMORY)]
+SHARDED = Spec(VISION, E_PD, DISK, consumer_ranks=2)
+SHARDED_IN_MEMORY = Spec(VISION, E_PD, MEMORY, consumer_ranks=2)
 SAVING = [Spec(VISION, topology, DISK, saving=True) for topology in (E_PD, E_P_D)]
 FOLLOWS = Spec(VISION, "2pd", DISK, follows=True)
 ADAPTED = Spec(VISION, E_PD, DISK, adapted=True)
@@ -131,7 +132,8 @@ STACKS = [
     ON_AUDIO,
     TRACED,
     CONVERSING,
-    *SHARDED,
+    SHARDED,
+    SHARDED_IN_MEMORY,
     *SAVING,
     FOLLOWS,
     ADAPTED,
@@ -150,7 +152,7 @@ OF_MODULES: Mapping[str, Sequence[Spec]] = {
     "test_memory_server": IN_MEMORY,
     "test_models": MODEL_STACKS,
     "test_prefill_decode": [CONVERSING],
-    "test_ranks": SHARDED,
+    "test_ranks": [SHARDED],
     "test_traces": [TRACED],
 }
 """Stacks that the tests of a module run on; `ON_DISK` if it is not listed."""
@@ -186,6 +188,7 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_requests_survive_a_stop_and_a_restart_of_a_redis_cluster": [ON_CLUSTER],
     "test_one_rank_of_the_encode_engine_writes": [ON_CLUSTER],
     "test_memory_of_killed_engines_is_free_and_the_others_answer": IN_MEMORY[:1],
+    "test_all_ranks_of_a_consumer_read_the_memory_of_their_host": [SHARDED_IN_MEMORY],
     # Differences with a separate prefill engine.
     "test_small_picture_is_encoded_by_its_consumer_and_found_by_the_next_request": SAVING,
     "test_a_client_that_leaves_stops_the_engine": [ON_DISK, ON_CLUSTER],

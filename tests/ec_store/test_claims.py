@@ -97,21 +97,6 @@ def test_a_claim_from_the_future_is_ignored(root: Path, disk: SharedDiskStore) -
     assert disk.claim([key()], "a", 30) == [True]
 
 
-@pytest.mark.fault(27)
-@pytest.mark.parametrize("skew", [-7200, 7200])
-def test_claims_end_by_the_stores_clock(
-    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch, skew: int
-) -> None:
-    disk.claim([key()], "a", 60)
-    ours = time.time() + skew
-    monkeypatch.setattr(time, "time", lambda: ours)
-    with opened(root) as skewed:
-        assert skewed.claim([key()], "b", 60) == [False]
-        age(file_of(root, key()), 61)
-        assert skewed.claim([key()], "b", 60) == [True]
-        assert disk.claim([key()], "a", 60) == [False]
-
-
 def test_a_change_left_by_a_crash_blocks_only_briefly(
     root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +193,7 @@ def test_a_claim_released_during_a_change_is_taken_and_not_replaced(
 
 
 def test_a_claim_about_to_expire_is_not_renewed(root: Path, disk: SharedDiskStore) -> None:
-    disk.claim([key()], "a", disk_claims.SURE_S / 2)  # the file server's clock is not known exactly
+    disk.claim([key()], "a", disk_claims.SURE_S / 2)
     disk.release([key()], "a")
     assert names(root) == {key().digest}
 

@@ -18,11 +18,10 @@ from epd.routing.instances import Instance
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """Mounted file system, of a kind such as `nfs4` with options such as `{"vers": "4.2"}`."""
+    """Mounted file system, of a kind such as `nfs4`."""
 
     path: PurePosixPath
     kind: str
-    options: dict[str, str]
 
 
 def mount_of(path: PurePath, table: Iterable[tuple[str, str, str, str]]) -> Mount | None:
@@ -31,14 +30,9 @@ def mount_of(path: PurePath, table: Iterable[tuple[str, str, str, str]]) -> Moun
     The table has device, mount point, type and options of each mount. Of several mounts at one
     mount point the last one counts.
     """
-    mounts = [Mount(PurePosixPath(place), kind, _options(text)) for _, place, kind, text in table]
+    mounts = [Mount(PurePosixPath(place), kind) for _, place, kind, _ in table]
     around = [mount for mount in mounts if path.is_relative_to(mount.path)]
     return max(reversed(around), key=lambda mount: len(mount.path.parts), default=None)
-
-
-def _options(text: str) -> dict[str, str]:
-    pairs = (option.partition("=") for option in text.split(","))
-    return {name: value for name, _, value in pairs}
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ MAX_SKEW_S = 5.0
 OLDEST = (0, 32)
 """First version of vLLM that reports `ec_transfer_params` from encode instances."""
 
-NFS = frozenset({"nfs", "nfs4"})
-
-CLIENTS_CLOCKS = frozenset({"ceph", "fuse.ceph", "fuse.ceph-fuse", "lustre", "beegfs"})
-"""File systems that take the time of modification from the client's clock."""
+NETWORK = frozenset(
+    {"nfs", "nfs4", "cifs", "ceph", "fuse.ceph", "fuse.ceph-fuse", "lustre", "beegfs"}
+)
+"""File systems that several hosts mount."""
 
 ENCODE, CONSUME, PREFILL, DECODE = "encode", "metadata", "prefill", "decode"
 READ, FORGET = "conversation", "no conversation"
@@ -358,21 +358,12 @@ def _judge_entry(facts: StoreFacts) -> Iterator[Finding]:
 
 
 def _judge_mount(mount: Mount) -> Iterator[Finding]:
-    where = f"the {mount.kind} mount at {mount.path}"
-    if mount.kind in NFS:
-        caches = mount.options.get("lookupcache", "all")
-        if caches == "all" and "noac" not in mount.options:
-            yield warn(
-                "store",
-                f"{where} caches negative lookups: an entry that is looked up before it is "
-                "written stays a miss, for 30 s by default (acdirmin)",
-                "mount it with lookupcache=positive on every host that reads entries",
-            )
-    elif mount.kind in CLIENTS_CLOCKS:
+    if mount.kind in NETWORK:
         yield warn(
             "store",
-            f"{where} takes times from its clients' clocks; entries and leases expire by them",
-            "run NTP on every host; only tmpfs and local disks are tested",
+            f"it is on the {mount.kind} mount at {mount.path}, and network file systems are not "
+            "tested",
+            "use redis:// for several hosts, and shm:// or a local directory for one",
         )
 
 

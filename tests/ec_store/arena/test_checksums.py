@@ -130,3 +130,19 @@ def test_a_share_of_the_reads_is_verified(
     assert store.get(key()) is None
     assert connection.call(Read([bytes.fromhex(key().digest)]), Pins)[0].pins[0].number == 0
     assert store.stats().corrupt == 1
+
+
+def test_an_entry_that_is_read_while_it_is_hashed_keeps_its_first_checksum(
+    store: ArenaStore, connection: ArenaConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    store.put(key(), sized(MIB))
+    assert held.begun.wait(10)
+    assert_same(sized(MIB), store.get(key()))
+    monkeypatch.undo()  # the next checksum is another one
+    held.go.set()
+    store.put(key("later"), sized(MIB))
+    hashed_pin(connection, key("later"))
+
+    pin, _ = hashed_pin(connection, key())
+    assert pin.checksum == "0" * 16

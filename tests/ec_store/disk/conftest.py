@@ -18,9 +18,9 @@ def ledger_check(request: pytest.FixtureRequest, root: Path) -> Iterator[None]:
     A staging file that could not be removed may be charged or not.
     """
     yield
-    if request.node.get_closest_marker("changes_files") or not (root / "usage").is_dir():
+    if request.node.get_closest_marker("changes_files") or not (root / "ledger").exists():
         return
-    total = Ledger().total(Folder.open_path(str(root / "usage"), Modes()))
+    total = Ledger().total(Folder.open_path(str(root), Modes()))
     found = files(root, "entries")
     sizes = {path.lstat().st_ino: taken_bytes(path.lstat().st_size) for path in found}
     entries = {path.lstat().st_ino for path in found if path.suffix != ".tmp"}

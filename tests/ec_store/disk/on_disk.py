@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,18 @@ from ec_store import EntryKey
 from ec_store.disk import tree
 from ec_store.disk.config import DiskConfig
 from ec_store.disk.evictor import YOUNG_S
+from ec_store.disk.files import Folder, Modes
+from ec_store.disk.ledger import Ledger
 from ec_store.disk.store import SharedDiskStore
 from ec_store.disk.tree import taken_bytes
 
 
-def opened(root: Path, query: str = "", young_s: float = YOUNG_S) -> SharedDiskStore:
-    store = SharedDiskStore(DiskConfig.from_url(f"{root.as_uri()}?{query}"), young_s=young_s)
+def opened(
+    root: Path, query: str = "", young_s: float = YOUNG_S, *, create: bool = True
+) -> SharedDiskStore:
+    config = DiskConfig.from_url(f"{root.as_uri()}?{query}")
+    store = SharedDiskStore(config, create=create)
+    store._keeper._evictor.young_s = young_s  # noqa: SLF001
     store.check()
     return store
 
@@ -25,10 +31,16 @@ def path_of(root: Path, kept: EntryKey) -> Path:
     return root / "entries" / kept.digest[:2] / kept.digest[2:4] / kept.digest
 
 
-def take_lock(path: Path, holder: str = "elsewhere/1 1 token") -> None:
-    """Replace a lock by that of another process."""
-    path.unlink(missing_ok=True)
-    path.symlink_to(holder)
+@contextmanager
+def held(root: Path, place: int) -> Iterator[Callable[[], None]]:
+    """Hold one of the locks of the ledger, as another process; yield a function to release it."""
+    with ExitStack() as stack:
+        assert stack.enter_context(Ledger().locked(folder_of(root), place))
+        yield stack.close
+
+
+def folder_of(root: Path) -> Folder:
+    return Folder.open_path(str(root), Modes())
 
 
 def age(path: Path, seconds: float) -> None:
@@ -48,8 +60,8 @@ def files(root: Path, folder: str) -> list[Path]:
 
 
 CALLS = (
-    *("open", "close", "read", "pread", "write", "pwritev", "rename", "link", "unlink", "mkdir"),
-    *("stat", "fstat", "fstatvfs", "utime", "fchmod", "scandir"),
+    *("open", "close", "read", "pread", "write", "pwrite", "pwritev", "rename", "link", "unlink"),
+    *("mkdir", "stat", "fstat", "fstatvfs", "utime", "fchmod", "scandir"),
 )
 
 

@@ -355,9 +355,9 @@ def test_a_folder_of_another_user_in_a_store_is_refused(root: Path) -> None:
     if os.geteuid():
         pytest.skip("only root may give a folder to another user")
     opened(root).close()
-    os.chown(root / "quarantine", STRANGER, STRANGER)
+    os.chown(root / "claims", STRANGER, STRANGER)
 
-    with pytest.raises(StoreUnavailable, match=f"quarantine belongs to user {STRANGER}"):
+    with pytest.raises(StoreUnavailable, match=f"claims belongs to user {STRANGER}"):
         opened(root)
 
 
@@ -405,17 +405,3 @@ def test_a_new_lazy_store_has_no_namespaces(root: Path) -> None:
         with pytest.raises(StoreUnavailable):
             store.namespaces()
         assert not root.with_name("store-other").exists()
-
-
-def test_a_lazy_store_counts_entries_outside_the_ledger(root: Path) -> None:
-    with opened(root) as store:
-        for name in "abc":
-            store.put(key(name), sized(10))
-    for line in (root / "usage").iterdir():
-        line.unlink()
-
-    with open_store(root.as_uri(), lazy=True) as store:
-        assert store.get(key("a")) is not None
-        assert not list((root / "usage").iterdir())  # the caller of a get has a deadline
-        store.put(key("d"), sized(10))
-        assert store.stats().entries == 4

@@ -108,13 +108,6 @@ def test_victims_are_the_expired_and_then_the_least_recently_used(
         assert len(going) <= max(len(expired), -(-len(sample) // SAMPLED))
 
 
-def test_entry_expires_after_its_time_to_live() -> None:
-    sample = [EvictionCandidate("kept", 10, 900), EvictionCandidate("expired", 10, 899)]
-    going = choose_victims(sample, all_seen=True, now_s=1000, ttl_s=100, excess=0)
-
-    assert [one.digest for one in going] == ["expired"]
-
-
 def test_victims_of_samples_are_old() -> None:
     """The mean rank of the victims is in the oldest eighth; with exact LRU it would be 0."""
     chance = random.Random(7)  # noqa: S311

@@ -1,5 +1,6 @@
 """File systems on which this machine's files are."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from ec_store import open_store
 from ec_store.disk import mounts
-from ec_store.disk.mounts import in_memory, is_local, kind_of
+from ec_store.disk.mounts import file_system_kind, kind_of
 
 TABLE = """\
 22 28 0:20 / /proc rw,nosuid - proc proc rw
@@ -26,16 +27,19 @@ def test_a_device_has_a_file_system(device: tuple[int, int], kind: str | None) -
     assert kind_of(os.makedev(*device), ["", "x", " - "]) is None
 
 
-def test_a_store_knows_whether_it_is_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "ext4", "nfs4"])
+def test_a_store_knows_whether_it_is_in_memory_and_warns_if_it_is_not_local(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    device = (tmp_path / "store").parent.stat().st_dev
+    device = tmp_path.stat().st_dev
     number, table = f"{os.major(device)}:{os.minor(device)}", tmp_path / "mountinfo"
     monkeypatch.setattr(mounts, "TABLE", table)
-    for kind, expected in (("tmpfs", True), ("ramfs", True), ("nfs4", False)):
-        table.write_text(f"28 1 {number} / / rw - {kind} x rw\n")
-        with open_store(f"file://{tmp_path}/store") as store:
-            assert store.in_memory is expected
+    table.write_text(f"28 1 {number} / / rw - {kind} x rw\n")
+    with open_store(f"file://{tmp_path}/store") as store:
+        assert store.in_memory is (kind in {"tmpfs", "ramfs"})
+
+    warnings = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    assert ["of type nfs4" in text for text in warnings] == [True] * (kind == "nfs4")
 
 
 def test_a_closed_store_is_not_in_memory(tmp_path: Path) -> None:
@@ -43,13 +47,12 @@ def test_a_closed_store_is_not_in_memory(tmp_path: Path) -> None:
         assert not store.in_memory
 
 
-def test_a_system_without_the_table_has_nothing_in_memory(
+def test_a_system_without_the_table_has_no_types_of_file_systems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mounts, "TABLE", tmp_path / "none")
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
-        assert not in_memory(fd)
-        assert not is_local(fd)
+        assert file_system_kind(fd) is None
     finally:
         os.close(fd)

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -13,16 +14,15 @@ from typing import Any
 import pytest
 
 from ec_store import StoreUnavailable
-from ec_store.disk import evictor, ledger, mounts, tree
+from ec_store.disk import evictor
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder
-from ec_store.disk.housekeeping import Housekeeping
 from ec_store.disk.ledger import Ledger
-from ec_store.disk.lock import FileLock
-from ec_store.disk.tree import Tree, taken_bytes
+from ec_store.disk.store import SharedDiskStore
+from ec_store.disk.tree import Found, taken_bytes
 from tests.ec_store.contract import assert_same, key, sized
 from tests.ec_store.disk import on_disk
-from tests.ec_store.disk.on_disk import age, entries_bytes, files, path_of, take_lock
+from tests.ec_store.disk.on_disk import age, entries_bytes, files, folder_of, path_of
 
 opened = partial(on_disk.opened, young_s=float("-inf"))
 
@@ -191,30 +191,6 @@ def test_staging_file_of_a_living_writer_stays(root: Path, monkeypatch: pytest.M
     assert seen == [1]
 
 
-def test_writer_on_a_file_server_locks_nothing_and_its_leftovers_stay_for_an_hour(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = tmp_path.stat().st_dev
-    table = tmp_path / "mountinfo"
-    table.write_text(f"28 1 {os.major(device)}:{os.minor(device)} / / rw - nfs4 x rw\n")
-    monkeypatch.setattr(mounts, "TABLE", table)
-    monkeypatch.setattr(fcntl, "flock", lambda *_: pytest.fail("a file was locked"))
-    killed(lambda: put_and_die(root, 1000))
-    with opened(root, QUERY) as store:
-        store.sweep()
-        assert len(leftovers(root)) == 1
-
-        # Also if the file server itself, on which the files are local, looks.
-        monkeypatch.undo()
-    with opened(root, QUERY) as store:
-        store.sweep()
-        assert len(leftovers(root)) == 1
-        monkeypatch.setattr(evictor, "STAGING_S", -1)
-        store.sweep()
-        assert not leftovers(root)
-        assert store.stats().bytes == 0
-
-
 def test_child_of_a_fork_does_not_keep_its_parent_alive(root: Path) -> None:
     forked, forks = os.pipe()
     go, goes = os.pipe()
@@ -261,8 +237,8 @@ def test_eviction_tests_no_locks_of_processes_that_are_writing(
     store_entry = EntryFiles.store
     tested: list[str] = []
 
-    def is_unlocked(_: Folder, name: str) -> bool:
-        tested.append(name)
+    def is_left(found: Found) -> bool:
+        tested.append(found.name)
         return False
 
     def evicting(*args: object) -> None:
@@ -275,7 +251,7 @@ def test_eviction_tests_no_locks_of_processes_that_are_writing(
         assert len(tested) == 1
 
     monkeypatch.setattr(EntryFiles, "store", evicting)
-    monkeypatch.setattr(ledger, "is_unlocked", is_unlocked)
+    monkeypatch.setattr(evictor, "_is_left", is_left)
     with on_disk.opened(root) as store:
         assert store.put(key(), sized(1000)) is True
     assert tested
@@ -291,105 +267,108 @@ def test_store_is_counted_for_the_bytes_of_a_leftover_as_for_its_number(
         for n in range(entries):
             store.put(key(str(n)), sized(size))
         killed(lambda: put_and_die(root, left))
-        usage = store._opening.tree().usage  # noqa: SLF001
-        Ledger().charge(usage, taken_bytes(size))
+        Ledger().charge(folder_of(root), taken_bytes(size))
         while leftovers(root):
             store.evict()
 
         assert store.stats().entries == entries
 
 
-@pytest.fixture
-def slow_count(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """Return a list of hooks that run in each folder that is read, 20 seconds after the last."""
-    scan, hooks = vars(tree)["_scan"], list[Callable[[], object]]()
-    lock = root / "evicting.link"
-
-    def scanned(*args: Any) -> Any:
-        if lock.is_symlink():
-            age(lock, 20)
-            for hook in hooks:
-                hook()
-        return scan(*args)
-
-    monkeypatch.setitem(vars(tree), "_scan", scanned)
-    monkeypatch.setattr(evictor, "RENEW_S", -1)
-    return hooks
-
-
-@pytest.mark.fault(94)
-def test_lock_is_renewed_while_an_eviction_counts(
-    root: Path, slow_count: list[Callable[[], object]]
+def test_entry_that_another_evictor_has_set_aside_is_no_leftover(
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a part of the entries is a sample: the count reads the others."""
-    lock, holders, other = root / "evicting.link", set[Path](), on_disk.opened(root)
-    with opened(root) as store:
-        for n in range(60):
-            store.put(key(str(n)), sized(1000))
-        killed(lambda: put_and_die(root, 1000))
+    """The entry was leased meanwhile, so the evictor restores its name."""
+    publish = Folder.publish
+    swept: list[str] = []
 
-        def evict_too() -> None:
-            holders.add(lock.readlink())
-            assert (
-                other._keeper._evictor._lock.acquire(  # noqa: SLF001
-                    other._opening.tree().root,  # noqa: SLF001
-                    time.time,
-                )
-                is None
-            )
+    def swept_meanwhile(folder: Folder, staging: str, name: str) -> bool:
+        monkeypatch.setattr(Folder, "publish", publish)
+        with opened(root) as other:
+            other.sweep()
+        swept.append(name)
+        return publish(folder, staging, name)
 
-        slow_count.append(evict_too)
-        while leftovers(root):
-            holders.clear()
-            store.evict()
+    rename = Folder.rename
 
-        assert len(holders) == 1
-        assert store.stats().bytes == entries_bytes(root)
+    def used(folder: Folder, name: str, *more: Any) -> None:
+        age(path_of(root, key()), -7200)
+        rename(folder, name, *more)
 
-
-@pytest.mark.fault(94)
-@pytest.mark.changes_files
-def test_eviction_that_loses_its_lock_during_a_count_removes_and_corrects_nothing(
-    root: Path, slow_count: list[Callable[[], object]]
-) -> None:
-    with opened(root) as store:
-        for n in range(6):
-            store.put(key(str(n)), sized(1000))
-            age(path_of(root, key(str(n))), 8 * 86400)
-        Ledger().charge(store._opening.tree().usage, 5 * 4096, 5)  # noqa: SLF001
-        read: list[bool] = []
-
-        def lose() -> None:
-            read.append(True)
-            if len(read) == 3:
-                take_lock(root / "evicting.link")
-
-        slow_count.append(lose)
+    with opened(root, "ttl=1h") as store:
+        store.put(key(), sized(1000))
+        age(path_of(root, key()), 7200)
+        monkeypatch.setattr(Folder, "publish", swept_meanwhile)
+        monkeypatch.setattr(Folder, "rename", used)
         store.evict()
 
-        assert len(read) == 3
-        assert store.stats().evictions == 0
-        assert store.stats().entries == 11
+        assert swept == [key().digest]
+        assert_same(sized(1000), store.get(key()))
 
 
-@pytest.mark.fault(94)
-@pytest.mark.parametrize("clean", [Housekeeping.evict, partial(Housekeeping.sweep, every_s=0)])
-def test_count_that_ends_at_an_error_of_the_lock_corrects_nothing(
-    root: Path, monkeypatch: pytest.MonkeyPatch, clean: Callable[[Housekeeping, Tree], int]
+CALLS = (
+    *("open", "close", "pread", "pwrite", "pwritev", "rename", "link", "unlink", "mkdir", "rmdir"),
+    *("stat", "utime", "fchmod", "scandir"),
+)
+OPERATIONS: dict[str, Callable[[SharedDiskStore], object]] = {
+    "put": lambda store: store.put(key("new"), sized(20_000, 1)),
+    "put, large": lambda store: store.put(key("new"), sized(2**20 + 2, 1)),
+    "replace": lambda store: store.put(key("0"), sized(9000, 0), replace=True),
+    "delete": lambda store: store.delete([key("0")]),
+    "evict": lambda store: store.evict(),
+    "sweep": lambda store: store.sweep(),
+}
+
+
+def die_before_call(number: int) -> None:
+    """Let this process die before it makes call `number` of those that change or read files."""
+    left = [number]
+    for module, name in [*((os, name) for name in CALLS), (fcntl, "fcntl")]:
+        real = getattr(module, name)
+
+        def call(*args: Any, real: Callable[..., Any] = real, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                die()
+            return real(*args, **kwargs)
+
+        setattr(module, name, call)
+
+
+@pytest.mark.full
+@pytest.mark.fault(23)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_process_that_dies_before_any_call_leaves_no_wrong_byte_and_no_charge(
+    root: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-    """A file server may fail one read of the lock, and answer the next one."""
-    monkeypatch.setattr(evictor, "RENEW_S", -1)
-    still_held, asked = FileLock.still_held, list[object]()
-
-    def fails_once(*args: Any) -> bool:
-        asked.append(args)
-        return len(asked) != 3 and still_held(*args)
-
-    with opened(root) as store:
-        for n in range(6):
-            store.put(key(str(n)), sized(1000))
-        monkeypatch.setattr(FileLock, "still_held", fails_once)
-        clean(store._keeper, store._opening.tree())  # noqa: SLF001
-
-        assert len(asked) >= 3
-        assert store.stats().entries == 6
+    """The store is nearly full, so that a put evicts; two entries have expired."""
+    monkeypatch.setattr(evictor, "RELEASE_S", 0)
+    keys = [key(str(n)) for n in range(12)]
+    died, number = True, 0
+    while died:
+        with opened(
+            root, f"max_bytes={24 * 4096 if operation != 'put, large' else 2**21}"
+        ) as store:
+            for n, each in enumerate(keys):
+                store.put(each, sized(7000, n))
+                age(path_of(root, each), 8 * 86400 if n < 2 else 100 - n)
+        child = os.fork()
+        if child == 0:
+            with opened(root) as store:
+                die_before_call(number)
+                OPERATIONS[operation](store)
+                os._exit(0)
+        died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+        with opened(root) as store:
+            for n, each in enumerate(keys):
+                found = store.get(each)
+                assert found is None or found.data in {
+                    sized(length, n).data.tobytes() for length in (7000, 9000)
+                }
+            assert store.put(key("after"), sized(10)) is True
+            store.sweep()
+            assert not leftovers(root)
+            assert store.stats().bytes == entries_bytes(root)
+            assert store.stats().corrupt == 0
+        shutil.rmtree(root)
+        number += 1
+    assert number > 10

@@ -1,6 +1,5 @@
 """Folders that a store on a shared directory keeps open for lookups, but not for writes."""
 
-import errno
 import gc
 import multiprocessing
 import os
@@ -9,7 +8,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -243,24 +241,3 @@ def test_a_writer_makes_its_folder_again_that_an_eviction_removed(
     assert left == [0]
     assert store.get(key()) is not None
     assert store.stats().entries == 1
-
-
-def test_folder_that_another_host_removed_is_opened_again(
-    root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NFS reports this as ESTALE; the entry is in a new folder of the same name."""
-    store.put(key(), sized(100))
-    assert store.get(key()) is not None
-    tree_before, stale = store._opening.tree(), [True]  # noqa: SLF001
-    open_file = os.open
-
-    def opening(path: Any, *args: Any, **kwargs: Any) -> int:
-        if path == key().digest and stale:
-            raise OSError(stale.pop() and errno.ESTALE, "stale")
-        return open_file(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", opening)
-
-    assert_same(sized(100), store.get(key()))
-    assert not stale
-    assert store._opening.tree() is tree_before  # noqa: SLF001

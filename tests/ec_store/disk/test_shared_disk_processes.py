@@ -20,6 +20,7 @@ from ec_store.disk import evictor
 from ec_store.disk.store import SharedDiskStore
 from ec_store.disk.tree import taken_bytes
 from tests.ec_store.contract import key, sized
+from tests.ec_store.disk import on_disk
 
 pytestmark = pytest.mark.full
 
@@ -141,14 +142,13 @@ def test_writers_and_readers_that_are_killed_tear_nothing_and_keep_the_quota(
 
     assert torn.get_obj().value == 0
     assert MAX_BYTES / 2 < most <= MAX_BYTES + WRITERS * (LARGEST + 5000)
-    with opened(root) as store:
-        monkeypatch.setattr(evictor, "STAGING_S", -1)
-        monkeypatch.setattr(evictor, "CHARGE_S", -1)
+    monkeypatch.setattr(evictor, "CHARGE_S", -1)
+    with on_disk.opened(root, f"max_bytes={MAX_BYTES}", young_s=-1) as store:
         store.sweep()
         assert not list((root / "entries").rglob("*.tmp"))
         assert [row for row in store.verify() if row.problem] == []
         assert store.stats().bytes == entries_bytes(root) <= MAX_BYTES
-        assert not list((root / "quarantine").iterdir())
+        assert store.stats().corrupt == 0
 
 
 def fill(root: Path, seed: int, evicted: "Synchronized[int]", put: "Synchronized[int]") -> None:
@@ -184,4 +184,3 @@ def test_evictors_in_many_processes_count_each_entry_once(root: Path) -> None:
         assert len(list(store.ls())) == left
         assert store.stats().entries == left
         assert store.stats().bytes == entries_bytes(root) <= MAX_BYTES
-        assert not (root / "evicting.link").is_symlink()

@@ -112,7 +112,7 @@ def test_users_of_a_group_use_each_others_entries(root: Path) -> None:
     by(USERS[1], evict)
 
 
-def test_a_file_damaged_by_one_user_is_quarantined_by_another(root: Path) -> None:
+def test_a_file_damaged_by_one_user_is_removed_by_another(root: Path) -> None:
     def spoil() -> None:
         path = root / "entries" / key().digest[:2] / key().digest[2:4] / key().digest
         raw = bytearray(path.read_bytes())

@@ -287,7 +287,7 @@ def pretending(path: Path, *, replies: bool) -> Iterator[None]:
 @pytest.mark.fault(96)
 @pytest.mark.parametrize("replies", [False, True], ids=["hangs", "lies"])
 def test_a_server_that_hangs_or_lies_costs_a_miss_and_the_next_one_is_used(
-    vllm: Any, server: Server, start: Start, replies: bool
+    vllm: Any, server: Server, start: Start, caplog: pytest.LogCaptureFixture, replies: bool
 ) -> None:
     server.stop()
     path = Path(server.url.removeprefix("shm://").partition("?")[0])
@@ -301,6 +301,7 @@ def test_a_server_that_hangs_or_lies_costs_a_miss_and_the_next_one_is_used(
         figures = connector.get_ec_connector_stats().data
         assert (figures.get("hits", 0), figures["errors"]) == (0, 1)
         assert figures["host_mapped_bytes"] == 0
+        assert ("describes no memory" if replies else "timed out") in caplog.text
     server.url = url
     server.start()
     wait_for_places(connector, vllm, server)
@@ -377,7 +378,10 @@ def test_a_device_copies_from_the_place_where_it_is_registered_and_else_through_
         step = step_that_loads(connector, vllm, "a", 6 * ROWS)
         device.fake.copied.clear()
         loaded = ranks.load(vllm, step, 0)["a"]
-        direct.append([device.has(one.data_ptr()) for one in device.fake.copied])
+        memory = ranks.hosts[0]._memory  # noqa: SLF001
+        begin = memory.ctypes.data
+        copied = [one.data_ptr() for one in device.fake.copied]
+        direct.append([begin <= address < begin + len(memory) for address in copied])
         device.fake.read([loaded], values)
         device.fake.finish()
         ranks.loaders[0].report_copies()
