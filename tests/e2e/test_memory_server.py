@@ -22,7 +22,7 @@ def test_no_answer_is_wrong_and_no_engine_ends_while_the_memorys_server_ends_and
 ) -> None:
     """No engine and no proxy is restarted, and they use the memory of the next server.
 
-    A request whose entry is lost fails at its consumer, and may fail if the proxy may not retry it.
+    A request for a lost entry fails at its consumer, and is retried within the retry budget.
     """
     assert stack.memory is not None
     load = Load(stack, [ask(stack.baseline, stack.model, *question) for question in QUESTIONS])
