@@ -8,14 +8,17 @@ before the first client maps it, so no later access can fail or end a process.
 import ctypes
 import errno
 import fcntl
+import itertools
 import mmap
 import os
+import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,13 @@ POPULATE_BYTES = 16 * 2**20
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # <asm-generic/mman-common.h>, since Linux 5.14
 
 HUGE_PAGE_BYTES = 2 * 2**20
+
+SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+"""Setting of the kernel: memory like this one has huge pages with `always`, `within_size` or
+`advise`."""
+
+SMAPS_LINES = 30
+"""Upper bound of the lines of one mapping in smaps."""
 
 SHARE = 8
 """A memory without a given size takes one part in `SHARE` of what is left."""
@@ -61,8 +71,8 @@ class ArenaMemory:
     Attributes:
         fd: its descriptor.
         segment_bytes: no copy crosses a multiple of it.
-        pages: `reserved huge pages of 2 MiB` or `pages of 4 KiB`. The kernel may merge the latter
-            to huge ones (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`).
+        pages: `reserved huge pages of 2 MiB`, `huge pages of 2 MiB` or `pages of 4 KiB`. Without
+            reserved ones it depends on `SHMEM_HUGE`.
     """
 
     fd: int
@@ -106,7 +116,8 @@ def create_memory(
             fd = _allocate(size_bytes, huge, stopped, reserved=True)
             return ArenaMemory(fd, size_bytes, segment_bytes, "reserved huge pages of 2 MiB")
     fd = _allocate(size_bytes, flags, stopped, reserved=False)
-    return ArenaMemory(fd, size_bytes, segment_bytes, "pages of 4 KiB")
+    pages = "huge pages of 2 MiB" if _is_huge(fd, size_bytes) else "pages of 4 KiB"
+    return ArenaMemory(fd, size_bytes, segment_bytes, pages)
 
 
 def _allocate(size_bytes: int, flags: int, stopped: Callable[[], bool], *, reserved: bool) -> int:
@@ -115,18 +126,50 @@ def _allocate(size_bytes: int, flags: int, stopped: Callable[[], bool], *, reser
     fd = os.memfd_create("ec-store", flags)
     try:
         os.ftruncate(fd, size_bytes)
+        advised = None if reserved else _map_advised(fd, size_bytes)
         for offset in range(0, size_bytes, STEP_BYTES):
             if stopped():
                 raise InterruptedError(errno.EINTR, "it was stopped")
             step = min(STEP_BYTES, size_bytes - offset)
             if not reserved:
                 check_room(step)
-            os.posix_fallocate(fd, offset, step)
+            if advised is not None:  # `fallocate` would not know of the advice
+                _madvise(advised.ctypes.data + offset, step, MADV_POPULATE_WRITE)
+            os.posix_fallocate(fd, offset, step)  # what is not there yet
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError:
         os.close(fd)
         raise
     return fd
+
+
+def _map_advised(fd: int, size_bytes: int) -> Bytes | None:
+    """Map a memory to allocate huge pages; None if the kernel allocates none."""
+    try:
+        allowed = SHMEM_HUGE.read_text()
+    except OSError:
+        return None
+    if any(f"[{word}]" in allowed for word in ("never", "deny")):
+        return None
+    mapped = np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED), np.uint8)
+    _madvise(mapped.ctypes.data, size_bytes, mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+def _is_huge(fd: int, size_bytes: int) -> bool:
+    """Return whether most of a memory is in huge pages: a mapping of all of it shows them."""
+    mapped = np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+    _madvise(mapped.ctypes.data, size_bytes, MADV_POPULATE_READ)
+    found = re.search(r"^ShmemPmdMapped: +(\d+) kB$", _smaps(mapped.ctypes.data), re.MULTILINE)
+    return found is not None and int(found[1]) * 1024 > size_bytes // 2
+
+
+def _smaps(address: int) -> str:
+    """Return the lines of the mapping at an address in /proc/self/smaps (proc(5))."""
+    begin = f"{address:x}-"
+    with Path("/proc/self/smaps").open(encoding="ascii", errors="replace") as lines:
+        following = itertools.dropwhile(lambda line: not line.startswith(begin), lines)
+        return "".join(itertools.islice(following, SMAPS_LINES))
 
 
 def map_memory(fd: int, size_bytes: int, *, write: bool) -> Bytes:

@@ -185,3 +185,43 @@ def test_the_population_ends_with_its_memory(monkeypatch: pytest.MonkeyPatch) ->
     os.close(created.fd)
 
     assert steps == [POPULATE_BYTES]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "mapped_kib", "pages"),
+    [
+        ("always within_size [advise] never deny force", 8192, "huge pages of 2 MiB"),
+        ("always within_size [advise] never deny force", 2048, "pages of 4 KiB"),
+        ("always within_size advise [never] deny force", 0, "pages of 4 KiB"),
+        (None, 0, "pages of 4 KiB"),
+    ],
+)
+def test_a_memory_has_huge_pages_where_the_kernel_gives_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: str | None,
+    mapped_kib: int,
+    pages: str,
+) -> None:
+    setting = tmp_path / "shmem_enabled"
+    if allowed is not None:
+        setting.write_text(allowed)
+    monkeypatch.setattr(memory, "SHMEM_HUGE", setting)
+    monkeypatch.setattr(memory, "_smaps", lambda _: f"Rss: 1 kB\nShmemPmdMapped: {mapped_kib} kB\n")
+
+    created = create_memory(8 * MIB - 4096)  # no multiple of 2 MiB: none is reserved for it
+    try:
+        assert created.pages == pages
+        assert os.fstat(created.fd).st_blocks * 512 == created.size_bytes
+    finally:
+        os.close(created.fd)
+
+
+def test_the_mapping_at_an_address_is_described(tmp_path: Path) -> None:
+    created = create_memory(4096)
+    mapped = map_memory(created.fd, 4096, write=False)
+    os.close(created.fd)
+
+    first, *_ = memory._smaps(mapped.ctypes.data).splitlines()  # noqa: SLF001
+    assert first.endswith("/memfd:ec-store (deleted)")
+    assert "ShmemPmdMapped:" in memory._smaps(mapped.ctypes.data)  # noqa: SLF001
