@@ -8,7 +8,7 @@ import asyncio
 import errno
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -236,6 +236,17 @@ class Reply:
         except FAILURES as error:
             raise self._broken_error(error) from underlying_error(error)
 
+    async def peek_body(self, enough: Callable[[bytes], bool], within_s: float) -> bytes:
+        """Return the beginning of the body, which stays unread.
+
+        Wait until it is `enough`, for at most `within_s` seconds.
+        """
+        until_s = min(asyncio.get_running_loop().time() + within_s, self._until_s)
+        with suppress(*FAILURES):  # the next read raises it again, but for the end of this time
+            while not enough(self._ahead) and (chunk := await self._connection.chunk(until_s)):
+                self._ahead += chunk
+        return self._ahead
+
     async def pour_body(self, sink: Sink, idle_s: float) -> bool:
         """Pass the body to `sink` as it is received, without waking a task, while it accepts more.
 
@@ -246,6 +257,10 @@ class Reply:
             UpstreamFailed: the body was cut off.
             UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
+        if self._ahead:
+            ahead, self._ahead = self._ahead, b""
+            if not sink(ahead):
+                return self._connection.has_ended
         try:
             return await self._connection.pour_body(sink, idle_s)
         except FAILURES as error:

@@ -340,10 +340,13 @@ def with_parts(body: Body, parts: Mapping[MMItem, Part]) -> Body:
     return new
 
 
-def raw_part(item: MMItem) -> Part:
-    """Return the item's media under the proxy's uuid; a client's uuid is never passed on."""
+def raw_part(item: MMItem, *, named: bool = True) -> Part:
+    """Return the item's media under the proxy's uuid, or without one if they are not `named`.
+
+    A client's uuid is never passed on.
+    """
     part = {key: value for key, value in item.part.items() if key != "uuid"}
-    return part if item.engine_name is None else {**part, "uuid": item.engine_name}
+    return {**part, "uuid": item.engine_name} if named and item.engine_name is not None else part
 
 
 def metadata_part(item: MMItem, metadata: Mapping[str, Any], uuid: str) -> Part:

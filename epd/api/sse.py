@@ -35,6 +35,7 @@ class Grammar:
         failed: pattern of the line that marks an error.
         output: pattern of a line in every event with tokens or the end. It matches no event before
             the first token, and no comment (a line that begins with a colon).
+        before: number of events before the one with the first token.
     """
 
     done_word: bytes
@@ -42,6 +43,22 @@ class Grammar:
     failed_word: bytes
     failed: re.Pattern[bytes]
     output: re.Pattern[bytes]
+    before: int = 1
+
+    def has_begun(self, events: bytes) -> bool:
+        """Return whether the beginning of a stream has its first token, or an error."""
+        return len(_BLANK_LINE.findall(events)) > self.before or bool(self.failed.search(events))
+
+    def failure_inside(self, events: bytes) -> bytes | None:
+        """Return the error of a request that failed inside the engine before its first token.
+
+        `events` is the beginning of its stream. None without such an error.
+        """
+        failed = self.failed.search(events)
+        if failed is None or len(_BLANK_LINE.findall(events[: failed.start() + 1])) > self.before:
+            return None
+        error = events[failed.start() :].partition(b"data:")[2].splitlines()[0].strip()
+        return error if FAILED_INSIDE.encode() in error.lower() else None
 
 
 _NO_COMMENT = re.compile(rb"(?:^|[\r\n])[^:\r\n]")
@@ -63,6 +80,7 @@ RESPONSES = Grammar(
     b"error",
     _NAMED_ERROR,
     re.compile(rb"(?:^|[\r\n])event: ?response\.(?!(?:created|in_progress|queued)\s)"),
+    before=2,
 )
 """Format of the streams of OpenAI's responses API, with named events. vLLM sends the first two
 before it begins with the request."""

@@ -21,10 +21,11 @@ MAX_PREFILLS = 2
 MAX_DECODES = 2
 """Failures of decode after which it is not retried; unreachable instances do not count."""
 
-MAX_ATTEMPTS = 5 + MAX_PREFILLS + MAX_DECODES
-"""Five more attempts are possible: after a prefill that could not read the blocks of an earlier
-turn, after an instance rejected metadata in place of media, after a lost entry, at the prefill
-instance that lacked it, and at a decode instance that lacked blocks."""
+MAX_ATTEMPTS = 6 + MAX_PREFILLS + MAX_DECODES
+"""Six more attempts are possible: after a prefill that could not read the blocks of an earlier
+turn, after an instance rejected metadata in place of media, after a lost entry, without the names
+of media, at the prefill instance that lacked an entry, and at a decode instance that lacked
+blocks."""
 
 MAX_ENCODES = 3
 """Maximum number of tries of one item. The same instance may have several of them."""
@@ -90,6 +91,8 @@ class Attempt(NamedTuple):
         reencode: whether entries may be lost: items without outputs of an earlier attempt are
             encoded although they are stored, and the media are sent too.
         raw: whether all media are sent, because an instance rejected the metadata in their place.
+        unnamed: whether all media are sent without names, so that the consumer encodes them: it
+            may have cached a name without its media, and lack the entry.
         without_prefill: whether decode does prefill's work.
     """
 
@@ -103,6 +106,7 @@ class Attempt(NamedTuple):
     resent: bool = False
     reencode: bool = False
     raw: bool = False
+    unnamed: bool = False
     without_prefill: bool = False
 
 
@@ -235,6 +239,15 @@ def _entry_lost(failure: RecoveryState) -> bool:
     return failure.error.engine_failed and depends and not attempt.reencode
 
 
+def _media_lost(failure: RecoveryState) -> bool:
+    """Return whether the consumer may have had neither an entry nor, in its cache, the media."""
+    progress, attempt = failure.progress, failure.failed.attempt
+    consumer_failed = failure.failed_at("prefill") or progress.pair is None
+    lost = consumer_failed and failure.error.engine_failed and not failure.error.died
+    consumed = progress.consumed
+    return lost and consumed.named and not (consumed.depends or attempt.unnamed)
+
+
 def _prefill_again(failure: RecoveryState) -> bool:
     few = failure.failures.count("prefill") < MAX_PREFILLS
     # Unreachable instances do not count, but the attempts at decode are reserved.
@@ -326,6 +339,15 @@ RULES = (
         "all items are encoded again, and their media are sent too",
         _entry_lost,
         _encoded_again,
+    ),
+    Rule(
+        "prefill or decode answers 500 to media that are sent under names",
+        "the media are sent without names: an instance that has cached a name without its media, "
+        "and cannot read the entry, encodes them",
+        _media_lost,
+        lambda failure: failure.base_attempt._replace(
+            unnamed=True, doubtful=failure.failed.attempt.doubtful
+        ),
     ),
     Rule(
         f"prefill fails, fewer than {MAX_PREFILLS} times, and an instance may succeed",

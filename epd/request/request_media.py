@@ -74,7 +74,9 @@ class RequestMedia:
         lost = attempt.reencode or attempt.without_prefill
         raw = context.config.decode_media == "raw" or lost or alone or attempt.raw
         params = self._transfer.consumer_params(encoded_item.encoded for encoded_item in items)
-        consumed = consumer_body(body, items, params, raw=raw)
+        consumed = consumer_body(
+            body, items, params, raw=raw or attempt.unnamed, named=not attempt.unnamed
+        )
         record.media = {"metadata": consumed.bare, "raw": len(items) - consumed.bare}
         if record.hits:
             unsent = metadata_uuids(items, body, raw=raw)

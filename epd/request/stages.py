@@ -10,7 +10,7 @@ from epd.api.body import reply_field
 from epd.api.chat import CHAT, encode_body, has_system_message
 from epd.api.endpoint import encode_json, is_stream
 from epd.api.items import Body, MMItem
-from epd.api.sse import engine_died, may_be_fetch
+from epd.api.sse import Grammar, engine_died, may_be_fetch
 from epd.api.usage import prefill_usage
 from epd.config.sections.limits import LimitSettings
 from epd.edge.engine_headers import PRIORITY
@@ -57,6 +57,9 @@ LATE_SHARE = 0.4
 OFFER_AFTER_S = 10.0
 """Seconds after which decode can no longer need media again that were sent to it: the connection
 may be found closed at first (`epd.http.connection.STALE_S`), and a death on arrival is retried."""
+
+BEGINNING_S = 0.1
+"""Seconds for which the first event of a stream is held back. vLLM sends the second one with it."""
 
 QUESTION_TIMEOUT_S = 2.0
 """Timeout of the questions to an instance before its prefill."""
@@ -228,6 +231,8 @@ class Stages:
             try:
                 if reply.is_stream:
                     await reply.wait_body(idle_s)
+                    if context.record.media:
+                        await _check_beginning(reply, endpoint.grammar)
                 else:
                     await _read_held(reply, context)
             except BaseException:
@@ -371,6 +376,18 @@ async def _read_held(reply: Reply, context: RequestContext) -> None:
     except BaseException:
         held.remove(size)
         raise
+
+
+async def _check_beginning(reply: Reply, grammar: Grammar) -> None:
+    """Raise the error of a stream that fails before its first token, as without an entry.
+
+    vLLM has sent the head and the event before the first token by then. Both are held back until
+    the next event, for at most `BEGINNING_S`.
+    """
+    events = await reply.peek_body(grammar.has_begun, BEGINNING_S)
+    if (error := grammar.failure_inside(events)) is not None:
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        raise UpstreamRejected(status, error, stage="decode", headers=reply.headers)
 
 
 def _head_timeout_s(body: Body, config: LimitSettings) -> float:

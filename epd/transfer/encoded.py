@@ -120,6 +120,7 @@ class Consumed(NamedTuple):
             media, or because the consumer waits for a push.
         fetches: whether the instance must fetch media.
         bare: number of items without media.
+        named: whether media are sent under a name.
         mark: name of the prompt in the KV events of instances; empty for none.
     """
 
@@ -127,17 +128,19 @@ class Consumed(NamedTuple):
     depends: bool = False
     fetches: bool = False
     bare: int = 0
+    named: bool = False
     mark: str = ""
 
 
 def consumer_body(
-    body: Body, items: Sequence[EncodedItem], params: Params, *, raw: bool
+    body: Body, items: Sequence[EncodedItem], params: Params, *, raw: bool, named: bool = True
 ) -> Consumed:
     """Return the request for prefill and decode with its encoded items.
 
     Items are sent metadata-only if this is known to give the same answer for all of them, and raw
     otherwise; with `raw`, all are raw if all have media. The outputs of raw items are found in the
-    store too, by the same key. The parameters are the `ec_transfer_params`; empty for none.
+    store too, by the same key, unless they are not `named`. The parameters are the
+    `ec_transfer_params`; empty for none.
 
     Raises:
         UnknownMedia: an item must be sent raw but has no media.
@@ -151,7 +154,7 @@ def consumer_body(
         if item in uuids:
             parts[item] = metadata_part(item, encoded_item.encoded.metadata, uuids[item])
         elif item.has_media:
-            parts[item] = raw_part(item)
+            parts[item] = raw_part(item, named=named)
         else:
             raise UnknownMedia(
                 "this request needs the media themselves: a uuid is not enough",
@@ -163,6 +166,7 @@ def consumer_body(
         depends=bool(uuids),
         fetches=any(item.is_remote and item not in uuids for item in parts),
         bare=len(uuids),
+        named=named and any(item.engine_name and item not in uuids for item in parts),
     )
 
 

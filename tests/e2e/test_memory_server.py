@@ -1,6 +1,7 @@
 """Server of a host's memory, and its engines, that are killed, restarted and stopped under load."""
 
 import signal
+from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,13 +18,8 @@ HITS = "vllm:ec_store_hits_total"
 
 @pytest.mark.fault(120)
 @pytest.mark.fault(121)
-def test_no_answer_is_wrong_and_no_engine_ends_while_the_memorys_server_ends_and_hangs(
-    stack: Served,
-) -> None:
-    """No engine and no proxy is restarted, and they use the memory of the next server.
-
-    A request for a lost entry fails at its consumer, and is retried within the retry budget.
-    """
+def test_every_answer_is_right_while_the_memorys_server_ends_and_hangs(stack: Served) -> None:
+    """No engine and no proxy is restarted, and they use the memory of the next server."""
     assert stack.memory is not None
     load = Load(stack, [ask(stack.baseline, stack.model, *question) for question in QUESTIONS])
     with load.running():
@@ -42,7 +38,7 @@ def test_no_answer_is_wrong_and_no_engine_ends_while_the_memorys_server_ends_and
         until(lambda: metric(stack.consumers[0], HITS) > before)
         until(lambda: load.seen[-2 * CLIENTS :] == ["right"] * 2 * CLIENTS)
 
-    assert set(load.seen) <= {"right", "error 500", "broken off"}
+    assert Counter(load.seen) == {"right": len(load.seen)}
     stack.stack.check_alive()
     item = unseen(stack)
     first = check_equal(stack, item, text("what?"), stream=False)

@@ -25,13 +25,14 @@ def test_all_ranks_of_a_consumer_have_the_entries_of_a_step(stack: Served, strea
     check_shared(stack)
 
 
-def test_all_ranks_of_a_consumer_read_the_memory_of_their_host(stack: Served) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_ranks_of_a_consumer_read_the_memory_of_their_host(stack: Served, stream: bool) -> None:
     """A fetch may miss its deadline while all cores compute: then the proxy sends the media."""
     [consumer] = stack.consumers
     for count in (1, 1, 3):
         items = [unseen(stack) for _ in range(count)]
-        first = check_equal(stack, *items, text("what?"), stream=False)
-        assert check_equal(stack, *items, text("what?"), stream=False) == first
+        first = check_equal(stack, *items, text("what?"), stream=stream)
+        assert check_equal(stack, *items, text("what?"), stream=stream) == first
 
     check_shared(stack)
     assert metric(consumer, HITS) > 0

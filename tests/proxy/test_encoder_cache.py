@@ -32,13 +32,16 @@ from tests.support.backed import (
     parts_of,
 )
 from tests.support.fake_instance import (
+    STREAM,
     Handler,
+    chunk,
     decodes,
     encodes,
     fails_first,
     hangs,
     prefills,
     refuses,
+    streams,
 )
 from tests.support.fleet import Launch, until
 
@@ -178,7 +181,104 @@ async def test_an_entry_lost_between_lookup_and_load_does_not_fail_the_request(
         assert [done.retries for done in fleet.events.requests] == [0, 1]
 
 
-async def test_an_engine_that_fails_anyway_is_asked_twice_and_no_more(
+FAILED_STREAM = [
+    chunk(""),
+    b'data: {"error": {"message": "Internal server error", "type": "x", "param": null, '
+    b'"code": 500}}\n\n',
+    b"data: [DONE]\n\n",
+]
+"""Stream of vLLM whose request fails before its first token."""
+
+
+@pytest.mark.fault(21)
+async def test_an_entry_lost_between_lookup_and_load_does_not_fail_a_stream(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        await items_of(fleet, request(image(), text()))
+        answers = fleet.d.chat
+
+        async def loses(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            fleet.d.chat = answers
+            return await streams(FAILED_STREAM)(request, body)
+
+        fleet.d.chat = loses
+        async with fleet.post(request(image(), text(), stream=True)) as reply:
+            assert reply.status == 200
+            assert await reply.read() == b"".join(STREAM)
+        assert [done.retries for done in fleet.events.requests] == [0, 1]
+
+
+async def test_a_stream_that_fails_each_time_before_its_first_token_is_a_500(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    async with caching(launch, backed, url) as fleet:
+        fleet.d.chat = streams(FAILED_STREAM)
+        status, reply = await fleet.chat(request(image(), text(), stream=True))
+
+        assert (status, reply["error"]["message"]) == (500, "Internal server error")
+        assert len(fleet.d.calls) == 3
+
+
+async def test_a_stream_that_fails_after_its_first_token_is_relayed(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    events = [STREAM[0], STREAM[1], *FAILED_STREAM[1:]]
+    async with caching(launch, backed, url) as fleet:
+        fleet.d.chat = streams(events)
+        async with fleet.post(request(image(), text(), stream=True)) as reply:
+            assert (reply.status, await reply.read()) == (200, b"".join(events))
+        assert len(fleet.d.calls) == 1
+
+
+@pytest.mark.parametrize("stops", [True, False])
+async def test_the_first_event_of_a_stream_is_not_held_back_for_long(
+    launch: Launch, backed: Backed, url: str, stops: bool
+) -> None:
+    """The second event comes much later, or only the end of the answer does."""
+    second = asyncio.Event()
+
+    async def slow(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(STREAM[0])
+        await second.wait()
+        for event in STREAM[2:] if stops else STREAM[1:]:
+            await response.write(event)
+        return response
+
+    async with caching(launch, backed, url) as fleet:
+        fleet.d.chat = slow
+        async with fleet.post(request(image(), text(), stream=True)) as reply:
+            assert await reply.content.readuntil(b"\n\n") == STREAM[0]
+            second.set()
+            rest = STREAM[2:] if stops else STREAM[1:]
+            assert await reply.read() == b"".join(rest)
+
+
+@pytest.mark.fault(21)
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_media_are_sent_without_names_if_their_consumer_has_cached_the_names_alone(
+    launch: Launch, backed: Backed, url: str, prefill: int
+) -> None:
+    """The cache of processed media in vLLM returns what it first saw under a name."""
+
+    async def forgets(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        named = any("uuid" in part for part in parts_of(body))
+        answer = prefills if prefill else decodes
+        return await (refuses(500, "no media") if named else answer)(request, body)
+
+    async with caching(launch, backed, url, prefill=prefill) as fleet:
+        loader = fleet.p if prefill else fleet.d
+        loader.chat = forgets
+        assert await items_of(fleet, request(image(), text())) == {"encoded": 1}
+
+        kinds = [["image_embeds", "text"], ["image_url", "text"], ["image_url", "text"]]
+        assert media_types(loader) == kinds
+        assert ["uuid" in call.parts[0] for call in loader.calls] == [True, True, False]
+
+
+async def test_an_engine_that_fails_anyway_is_asked_three_times_and_no_more(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url) as fleet:
@@ -186,7 +286,7 @@ async def test_an_engine_that_fails_anyway_is_asked_twice_and_no_more(
         status, reply = await fleet.chat(request(image()))
 
         assert (status, reply["error"]["message"]) == (500, "Internal server error")
-        assert len(fleet.d.calls) == 2
+        assert len(fleet.d.calls) == 3
 
 
 async def test_an_error_other_than_a_lost_entry_is_not_retried(

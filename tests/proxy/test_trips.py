@@ -98,8 +98,8 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
     ("start", "most"),
     [
         (text_e_pd, Trip(54, 252, 57)),
-        (picture_e_p_d, Trip(84, 506, 96)),
-        (picture_hit, Trip(81, 437, 86)),
+        (picture_e_p_d, Trip(84, 509, 96)),
+        (picture_hit, Trip(81, 440, 86)),
     ],
 )
 async def test_no_trip_grows(

@@ -62,10 +62,11 @@ def failure(error: ProxyError, **more: Any) -> RecoveryState:
     facts = Facts("/v1/chat/completions", prefills=True, items=1, roles=TABLE.roles)
     attempt = Attempt(Course(), facts)._replace(**more.pop("attempt", {}))
     depends, bare = more.pop("depends", True), more.pop("bare", 1)
+    named = more.pop("named", False)
     reads_back = more.pop("reads_back", False)
     progress = AttemptProgress(
         more.pop("encodings", Encodings((EncodedItem(item(), OutputFacts(), "encoded"),))),
-        Consumed({}, depends=depends, bare=bare),
+        Consumed({}, depends=depends, bare=bare, named=named),
         more.pop("prefill", P1),
         decode=more.pop("decode", D1 if error.stage == "decode" else None),
     )
@@ -107,6 +108,20 @@ ROWS: list[tuple[int, RecoveryState, dict[str, Any]]] = [
         {"avoided_prefills": ()},
     ),
     (
+        4,
+        failure(rejected(500), depends=False, named=True, attempt={"failures": ("decode",)}),
+        {
+            "unnamed": True,
+            "avoided_decodes": (D1,),
+            "failures": ("decode", "decode"),
+        },
+    ),
+    (
+        4,
+        failure(failed("prefill", 500), depends=False, named=True),
+        {"unnamed": True, "failures": ("prefill",)},
+    ),
+    (
         2,
         failure(rejected(400)),
         {"raw": True, "avoided_decodes": (D1,)},
@@ -116,34 +131,34 @@ ROWS: list[tuple[int, RecoveryState, dict[str, Any]]] = [
         failure(rejected(500)),
         {"reencode": True, "avoided_decodes": (D1,), "failures": ("decode",), "doubtful": D1},
     ),
-    (4, failure(failed("prefill")), {"failures": ("prefill",)}),
+    (5, failure(failed("prefill")), {"failures": ("prefill",)}),
     (
-        6,
+        7,
         failure(failed("prefill"), attempt={"avoided_prefills": (P2,), "failures": ("prefill",)}),
         {"avoided_prefills": (P2, P1), "failures": ("prefill", "prefill"), "without_prefill": True},
     ),
     (
-        7,
+        8,
         failure(rejected(500), prefilled=True, depends=False),
         {"avoided_decodes": (D1,), "failures": ("decode",), "doubtful": D1},
     ),
     *(
-        (8, failure(error), {"avoided_decodes": (D1,), "failures": ("decode",)})
+        (9, failure(error), {"avoided_decodes": (D1,), "failures": ("decode",)})
         for error in (failed("decode"), UpstreamTimeout("x", stage="decode"))
     ),
     (
-        8,
+        9,
         failure(rejected(500), depends=False),
         {"avoided_decodes": (D1,), "failures": ("decode",), "doubtful": D1},
     ),
     (
-        9,
+        10,
         failure(unreachable("decode"), other_decodes=False, attempt=DOUBTFUL),
         {"avoided_decodes": (D1,), "failures": ("decode",), "doubtful": None},
     ),
     *(
         (
-            9,
+            10,
             failure(error, attempt=DOUBTFUL),
             {"avoided_decodes": (D1,), "failures": ("decode", "decode"), "doubtful": None},
         )
@@ -151,7 +166,7 @@ ROWS: list[tuple[int, RecoveryState, dict[str, Any]]] = [
     ),
     *(
         (
-            5,
+            6,
             failure(error, other_prefills=False, attempt=DOUBTFUL_PREFILL),
             {"avoided_prefills": (P1,), "failures": ("prefill", "prefill"), "doubtful": None},
         )
@@ -196,27 +211,27 @@ ROWS: list[tuple[int, RecoveryState, dict[str, Any]]] = [
         {"reencode": True, "failures": ("prefill",), "doubtful": P1},
     ),
     # An instance that failed without dying gets the request again.
-    (4, failure(failed("prefill"), other_prefills=False), {"failures": ("prefill",)}),
+    (5, failure(failed("prefill"), other_prefills=False), {"failures": ("prefill",)}),
     # Each stage counts its own failures.
     (
-        4,
+        5,
         failure(failed("prefill"), attempt={"failures": ("decode",)}),
         {"failures": ("decode", "prefill")},
     ),
     (
-        8,
+        9,
         failure(failed("decode"), attempt={"failures": ("prefill",)}),
         {"avoided_decodes": (D1,), "failures": ("prefill", "decode")},
     ),
     # A 500 of prefill makes no decode instance doubtful.
     (
-        4,
+        5,
         failure(failed("prefill", 500), depends=False, attempt={"avoided_decodes": (D2,)}),
         {"avoided_decodes": (D2,), "failures": ("prefill",)},
     ),
     # Decode has failed, although prefill was asked to read blocks back.
     (
-        8,
+        9,
         failure(failed("decode"), reads_back=True),
         {"avoided_decodes": (D1,), "failures": ("decode",)},
     ),
@@ -321,6 +336,12 @@ def test_every_row_has_a_case() -> None:
         failure(rejected(400), attempt={"raw": True}),
         failure(rejected(400), attempt={"reencode": True}),
         failure(rejected(400), bare=0),
+        failure(
+            rejected(500),
+            depends=False,
+            named=True,
+            attempt=DOUBTFUL | {"unnamed": True, "doubtful": D1},
+        ),
         failure(rejected(500), depends=False, other_decodes=False),
         failure(rejected(500), attempt={"reencode": True, "failures": ("decode",)}),
         failure(failed("prefill"), attempt={"failures": ("prefill",)}, may_prefill_locally=False),
@@ -437,14 +458,20 @@ class LongestCourse:
         unreached += not reached
         if unreached > self._unreached:
             return 0
-        case = failure(
-            error,
-            attempt=attempt._asdict(),
-            reads_back=not attempt.resent,  # a turn leaves its blocks to one attempt
-            **self._options,
-        )
-        following = next_attempt(case)
-        return reached + (0 if following is None else self.after(following, unreached))
+        # Media are sent after a lost entry; a consumer that expects a push depends on it even then.
+        cases = [
+            failure(
+                error,
+                attempt=attempt._asdict(),
+                depends=depends,
+                named=not (depends or attempt.unnamed),
+                reads_back=not attempt.resent,  # a turn leaves its blocks to one attempt
+                **self._options,
+            )
+            for depends in (True, False)
+        ]
+        following = [later for case in cases if (later := next_attempt(case)) is not None]
+        return reached + max((self.after(later, unreached) for later in following), default=0)
 
 
 @pytest.mark.parametrize("unreached", [0, 2])
