@@ -181,13 +181,13 @@ async def test_an_entry_lost_between_lookup_and_load_does_not_fail_the_request(
         assert [done.retries for done in fleet.events.requests] == [0, 1]
 
 
+FAILED = {"message": "Internal server error", "type": "x", "param": None, "code": 500}
 FAILED_STREAM = [
     chunk(""),
-    b'data: {"error": {"message": "Internal server error", "type": "x", "param": null, '
-    b'"code": 500}}\n\n',
+    b"data: %b\n\n" % json.dumps({"error": FAILED}).encode(),
     b"data: [DONE]\n\n",
 ]
-"""Stream of vLLM whose request fails before its first token."""
+"""Stream of vLLM for a request that fails before its first token."""
 
 
 @pytest.mark.fault(21)
