@@ -4,7 +4,7 @@ The settings are the fields of the configuration, and the files that hold furthe
 and the documents show them in groups.
 
 The parser also accepts the flags of vLLM's example proxies that have another name here, or no
-effect: a script written for `disagg_epd_proxy.py` or `disagg_proxy_multiturn.py` runs unchanged.
+effect: a script written for `disagg_epd_proxy.py` runs unchanged.
 The help does not list these flags.
 """
 

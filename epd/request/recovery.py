@@ -242,6 +242,9 @@ def _entry_lost(failure: RecoveryState) -> bool:
 def _media_lost(failure: RecoveryState) -> bool:
     """Return whether the consumer may have had neither an entry nor, in its cache, the media."""
     progress, attempt = failure.progress, failure.failed.attempt
+    prefills = failure.failures.count("prefill")
+    if failure.failed_at("prefill") and prefills >= MAX_PREFILLS and failure.may_prefill_locally:
+        return False
     consumer_failed = failure.failed_at("prefill") or progress.pair is None
     lost = consumer_failed and failure.error.engine_failed and not failure.error.died
     consumed = progress.consumed

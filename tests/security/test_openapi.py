@@ -175,6 +175,8 @@ def ask_everything(*targets: Target) -> None:
 @pytest.mark.full
 @pytest.mark.fault(50, 52)
 @pytest.mark.security("S3")
+# The proxies run in another thread than the strategies, and may draw random numbers meanwhile.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 async def test_every_response_and_every_error_matches_the_document(
     launch: Launch, backed: Backed, url: str, keys: Path
 ) -> None:
