@@ -172,7 +172,6 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_prefill_fetches_from_the_store": [*EACH_STORE, ON_AUDIO],
     "test_an_item_seen_before_is_neither_encoded_nor_preprocessed_again": [*EACH_STORE, ON_AUDIO],
     "test_answers_of_hits_equal_those_of_the_engine_without_proxy": [*EACH_STORE, ON_AUDIO],
-    "test_items_in_one_encode_request_give_the_answer_of_single_ones": [ON_DISK, ON_AUDIO],
     # Changes of the store during requests.
     "test_entries_deleted_between_lookup_and_load_fail_no_request": EACH_STORE,
     "test_an_entry_is_deleted_while_its_request_waits_for_another": EACH_STORE,
