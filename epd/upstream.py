@@ -170,7 +170,7 @@ class Reply:
         """
         if self._body is not None:
             return self._body
-        if self._connection.complete and self._connection.held_bytes <= limit:
+        if self._connection.complete and not self._ahead and self._connection.held_bytes <= limit:
             self._body = self._connection.take_body()
             return self._body
         size = 0
@@ -193,11 +193,15 @@ class Reply:
             UpstreamFailed: the body was cut off.
             UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
-        if self._connection.complete and may_hold(self._connection.held_bytes):
+        if self._connection.complete and not self._ahead and may_hold(self._connection.held_bytes):
             self._body = self._connection.take_body()
             return self._body
         parts, held = list[bytes](), True
-        while held and not self._connection.has_ended and (chunk := await self.chunk(idle_s)):
+        while (
+            held
+            and (self._ahead or not self._connection.has_ended)
+            and (chunk := await self.chunk(idle_s))
+        ):
             parts.append(chunk)
             held = may_hold(len(chunk))
         read = parts[0] if len(parts) == 1 else b"".join(parts)

@@ -167,6 +167,8 @@ class ArenaConnection:
         """
         deadline_s = time.monotonic() + self._timeout_s + seconds
         with self._lock.mutex:
+            if within is not None:  # what the server holds must end, however late
+                deadline_s = max(deadline_s, time.monotonic() + self._timeout_s)
             if time.monotonic() >= deadline_s:
                 raise StoreUnavailable(f"the arena at {self._path}: other calls took all the time")
             if within not in {None, self._arena}:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ec_store.arena.extents import Extent, ExtentAllocator
+from ec_store.arena.extents import PAGE_BYTES, Extent, ExtentAllocator
 
 MAX_CLAIMS = 65536
 """Upper bound of the claims of one client: it gets no more."""
@@ -72,6 +72,11 @@ class Slot:
     def taken_bytes(self) -> int:
         """Return the bytes that it takes, in whole pages."""
         return sum(extent.size_bytes for extent in self.extents)
+
+    @property
+    def counted_bytes(self) -> int:
+        """Return the bytes that count for its clients: also without payload it takes a page."""
+        return max(self.size_bytes, PAGE_BYTES)
 
 
 @dataclass(slots=True, eq=False)
@@ -215,12 +220,12 @@ class ArenaIndex:
         """
         pins: list[tuple[int, Slot] | None] = []
         for slot in self.find(digests, now_s):
-            if slot is None or client.pinned_bytes + slot.size_bytes > self._client_bytes:
+            if slot is None or client.pinned_bytes + slot.counted_bytes > self._client_bytes:
                 pins.append(None)
                 continue
             self._numbers += 1
             client.pins[self._numbers] = (slot, now_s)
-            client.pinned_bytes += slot.size_bytes
+            client.pinned_bytes += slot.counted_bytes
             slot.pins += 1
             slot.used_s = now_s
             self._begin_use(slot)
@@ -233,7 +238,7 @@ class ArenaIndex:
         for number in numbers:
             if pinned := client.pins.pop(number, None):
                 slot, _ = pinned
-                client.pinned_bytes -= slot.size_bytes
+                client.pinned_bytes -= slot.counted_bytes
                 slot.pins -= 1
                 if not self._is_entry(slot):
                     self._free(slot)
@@ -256,7 +261,7 @@ class ArenaIndex:
         if slot.size_bytes > self._client_bytes:
             return Refusal.TOO_LARGE
         self._end_leases(now_s)
-        begun_bytes = client.begun_bytes + slot.size_bytes
+        begun_bytes = client.begun_bytes + slot.counted_bytes
         left_bytes = self._extents.free_bytes + self._unused_bytes
         if begun_bytes > self._client_bytes or slot.size_bytes > left_bytes:
             return Refusal.FULL
@@ -274,7 +279,7 @@ class ArenaIndex:
             self._writing[slot.digest] = slot
         self._numbers += 1
         client.writes[self._numbers] = slot
-        client.begun_bytes += slot.size_bytes
+        client.begun_bytes += slot.counted_bytes
         return self._numbers
 
     def commit(self, client: Client, number: int, header: bytes, now_s: float) -> bool:
@@ -470,7 +475,7 @@ class ArenaIndex:
 
     def _end_write(self, client: Client, number: int) -> Slot:
         slot = client.writes.pop(number)
-        client.begun_bytes -= slot.size_bytes
+        client.begun_bytes -= slot.counted_bytes
         self._end_writing(slot)
         return slot
 

@@ -125,6 +125,7 @@ def _allocate(size_bytes: int, flags: int, stopped: Callable[[], bool], *, reser
         check_room(size_bytes)
     fd = os.memfd_create("ec-store", flags)
     try:
+        os.fchmod(fd, 0o600)  # another user could open it again through /proc, to write
         os.ftruncate(fd, size_bytes)
         advised = None if reserved else _map_advised(fd, size_bytes)
         for offset in range(0, size_bytes, STEP_BYTES):
@@ -157,7 +158,8 @@ def _map_advised(fd: int, size_bytes: int) -> Bytes | None:
 
 
 def _is_huge(fd: int, size_bytes: int) -> bool:
-    """Return whether most of a memory is in huge pages: a mapping of all of it shows them."""
+    """Return whether most of the beginning of a memory is in huge pages: a mapping shows them."""
+    size_bytes = min(size_bytes, STEP_BYTES)
     mapped = np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
     _madvise(mapped.ctypes.data, size_bytes, MADV_POPULATE_READ)
     found = re.search(r"^ShmemPmdMapped: +(\d+) kB$", _smaps(mapped.ctypes.data), re.MULTILINE)
@@ -167,9 +169,13 @@ def _is_huge(fd: int, size_bytes: int) -> bool:
 def _smaps(address: int) -> str:
     """Return the lines of the mapping at an address in /proc/self/smaps (proc(5))."""
     begin = f"{address:x}-"
-    with Path("/proc/self/smaps").open(encoding="ascii", errors="replace") as lines:
+    with (
+        suppress(OSError),  # a process may be forbidden to read its own
+        Path("/proc/self/smaps").open(encoding="ascii", errors="replace") as lines,
+    ):
         following = itertools.dropwhile(lambda line: not line.startswith(begin), lines)
         return "".join(itertools.islice(following, SMAPS_LINES))
+    return ""
 
 
 def map_memory(fd: int, size_bytes: int, *, write: bool) -> Bytes:

@@ -39,6 +39,8 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Digests = Annotated[list[Digest], msgspec.Meta(max_length=MAX_KEYS)]
 Header = Annotated[bytes, msgspec.Meta(max_length=MAX_HEADER_BYTES + 8)]
 Name = Annotated[bytes, msgspec.Meta(max_length=MAX_PART_BYTES)]
+RegisteredName = Annotated[bytes, msgspec.Meta(max_length=4096)]
+"""Model or namespace of a registration; a reply has those of all models."""
 Owner = Annotated[bytes, msgspec.Meta(max_length=MAX_OWNER_BYTES)]
 
 Role = Literal["proxy", "reader", "writer"]
@@ -243,8 +245,8 @@ class Page(Message, frozen=True):
 class Register(Message, frozen=True):
     """Register the namespace of a model; an empty model only asks. The reply is `Namespaces`."""
 
-    model: Name
-    namespace: Name
+    model: RegisteredName
+    namespace: RegisteredName
 
 
 class Namespaces(Message, frozen=True):

@@ -237,6 +237,8 @@ class ArenaServer:
         del self._sessions[number]
         self.arena.clients.pop(number, None)
         self.arena.index.disconnect(client)
+        if client.role == "proxy":  # it has no memory, so nothing is still being copied
+            self.arena.index.forget(client, self.clock())
         peer = session.peer
         if not client.pins and not client.writes:
             self._drop(peer)

@@ -1,6 +1,7 @@
 """Options in a `shm://` URL, and the check of its path."""
 
 import errno
+import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,13 @@ def _share(text: str) -> float:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OSError if every user may write to a folder, and so replace the socket in it."""
-    if folder.stat().st_mode & stat.S_IWOTH:
+    """Raise OSError if every user may write to a folder, and so replace the socket in it.
+
+    A folder in /tmp must be of this user or of root: any other could have made it before.
+    """
+    found = folder.stat()
+    if found.st_mode & stat.S_IWOTH:
         raise PermissionError(errno.EACCES, f"every user may write to {folder}: chmod o-w")
+    anyones = folder.parent.stat().st_mode & stat.S_IWOTH
+    if anyones and found.st_uid not in {0, os.geteuid()}:
+        raise PermissionError(errno.EACCES, f"another user has made {folder}")

@@ -22,6 +22,11 @@ _LF, _CR = b"\n\r"
 _BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 
 
+_INSIDE = (b"internal server error", b"validation errors for chatcompletionstreamresponse")
+"""Texts in the error of a stream for a request that failed inside the engine, in lower case. The
+second one is that of vLLM's messages API, which cannot read the first (`anthropic/serving.py`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """Format of the end of an API's streams.
@@ -46,19 +51,25 @@ class Grammar:
     before: int = 1
 
     def has_begun(self, events: bytes) -> bool:
-        """Return whether the beginning of a stream has its first token, or an error."""
-        return len(_BLANK_LINE.findall(events)) > self.before or bool(self.failed.search(events))
+        """Return whether the beginning of a stream has its first token, or a whole error."""
+        return self._failure(events) is not None or len(_BLANK_LINE.findall(events)) > self.before
 
     def failure_inside(self, events: bytes) -> bytes | None:
         """Return the error of a request that failed inside the engine before its first token.
 
         `events` is the beginning of its stream. None without such an error.
         """
-        failed = self.failed.search(events)
+        failed = self._failure(events)
         if failed is None or len(_BLANK_LINE.findall(events[: failed.start() + 1])) > self.before:
             return None
-        error = events[failed.start() :].partition(b"data:")[2].splitlines()[0].strip()
-        return error if FAILED_INSIDE.encode() in error.lower() else None
+        lines = events[failed.start() :].partition(b"data:")[2].splitlines()
+        error = lines[0].strip() if lines else b""
+        return error if any(text in error.lower() for text in _INSIDE) else None
+
+    def _failure(self, events: bytes) -> re.Match[bytes] | None:
+        """Return the first error, if it has arrived whole."""
+        failed = self.failed.search(events)
+        return failed if failed and _BLANK_LINE.search(events, failed.end()) else None
 
 
 _NO_COMMENT = re.compile(rb"(?:^|[\r\n])[^:\r\n]")

@@ -189,3 +189,37 @@ def test_an_error_ends_a_stream_of_named_events(grammar: Grammar, error: bytes) 
 
     assert aligner.ended
     assert not aligner.done
+
+
+INSIDE = b'{"error": {"message": "Internal server error", "code": 500}}'
+FAILED_STREAMS = [
+    (OPENAI, b'data: {"role": 1}\n\n' + b"data: " + INSIDE + b"\n\n"),
+    (RESPONSES, b"event: response.created\ndata: {}\n\nevent: error\ndata: " + INSIDE + b"\n\n"),
+    (ANTHROPIC, b"event: message_start\ndata: {}\n\nevent: error\ndata: " + INSIDE + b"\n\n"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "stream"), FAILED_STREAMS)
+def test_a_failure_before_the_first_token_is_found_once_it_is_whole(
+    grammar: Grammar, stream: bytes
+) -> None:
+    for end in range(len(stream) - 1):
+        assert not grammar.has_begun(stream[:end])
+        assert grammar.failure_inside(stream[:end]) in {None, INSIDE}
+
+    assert grammar.has_begun(stream)
+    assert grammar.failure_inside(stream) == INSIDE
+
+
+@pytest.mark.parametrize(("grammar", "stream"), FAILED_STREAMS)
+def test_a_failure_after_the_first_token_is_relayed(grammar: Grammar, stream: bytes) -> None:
+    token = b'event: response.output_text.delta\ndata: {"a": 1}\n\n' * 2
+
+    assert grammar.failure_inside(token + stream) is None
+
+
+@given(st.binary())
+def test_any_beginning_of_a_stream_is_read(events: bytes) -> None:
+    for grammar in (OPENAI, RESPONSES, ANTHROPIC):
+        grammar.has_begun(events)
+        grammar.failure_inside(b"event: error\ndata:" + events)

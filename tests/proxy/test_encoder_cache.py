@@ -268,7 +268,7 @@ async def test_media_are_sent_without_names_if_their_consumer_has_cached_the_nam
         answer = prefills if prefill else decodes
         return await (refuses(500, "no media") if named else answer)(request, body)
 
-    async with caching(launch, backed, url, prefill=prefill) as fleet:
+    async with caching(launch, backed, url, prefill=prefill, on_prefill_failure="fail") as fleet:
         loader = fleet.p if prefill else fleet.d
         loader.chat = forgets
         assert await items_of(fleet, request(image(), text())) == {"encoded": 1}

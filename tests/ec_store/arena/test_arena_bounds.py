@@ -20,7 +20,7 @@ import uvloop
 from ec_store.arena import connection as connections
 from ec_store.arena.aio_connection import AsyncArenaConnection
 from ec_store.arena.connection import MAX_WAITS, ArenaConnection, WaitingConnections
-from ec_store.arena.extents import ExtentAllocator
+from ec_store.arena.extents import PAGE_BYTES, ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory, map_memory
 from ec_store.arena.protocol import (
@@ -59,6 +59,7 @@ from ec_store.arena.server import (
     bind,
 )
 from ec_store.arena.store import ArenaStore
+from ec_store.arena.url import check_folder
 from ec_store.errors import StoreUnavailable
 from tests.ec_store.arena.served import MIB, Serve, opened, raw, serving, stats, until
 from tests.ec_store.contract import key, sized
@@ -188,7 +189,7 @@ def test_clients_that_are_gone_count_while_their_bytes_stay(path: Path) -> None:
             client = ArenaConnection(str(path), "reader", 10)
             client.call(Read([digest]), Pins)
             client.close()
-            while stats_of(store).gone_bytes != 100 * (n + 1):
+            while stats_of(store).gone_bytes != PAGE_BYTES * (n + 1):
                 time.sleep(0.01)
         assert "has 4 connections" in text_of(raw(path, HELLO))
 
@@ -431,3 +432,43 @@ def test_a_folder_that_every_user_may_write_to_has_no_server_and_no_clients(path
             bind(path, 0o600)
         path.parent.chmod(0o700)
         assert store.lookup([key()]) == [None]
+
+
+def test_a_write_ends_although_another_call_has_taken_all_the_time(path: Path) -> None:
+    with serving(path, 8 * MIB), opened(path, timeout_s=0.2) as store:
+        write = store.begin(key(), 100)
+        assert write is not None
+        mutex = store.connection._lock.mutex  # noqa: SLF001
+        mutex.acquire()
+        other = threading.Timer(0.4, mutex.release)
+        other.start()
+
+        assert write.commit(sized(100))
+        other.join()
+        until(path, begun_bytes=0, entries=1)
+
+
+def test_what_a_proxy_had_begun_is_free_at_once_after_its_connection(path: Path) -> None:
+    with serving(path, 8 * MIB):
+        proxy = ArenaConnection(str(path), "proxy", 10)
+        begun, _ = proxy.call(Begin(bytes(32), b"", 0, replace=False), Begun)
+        assert begun.number
+        proxy.close()
+
+        until(path, begun_bytes=0, gone_bytes=0, taken_bytes=0)
+
+
+def test_a_folder_that_another_user_has_made_in_tmp_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o777)
+    folder = tmp_path / "ec-store"
+    folder.mkdir(mode=0o755)
+    check_folder(folder)
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+    else:
+        monkeypatch.setattr("os.geteuid", lambda: 12345)
+
+    with pytest.raises(PermissionError, match="another user has made"):
+        check_folder(folder)
