@@ -448,7 +448,7 @@ def test_a_write_ends_although_another_call_has_taken_all_the_time(path: Path) -
         until(path, begun_bytes=0, entries=1)
 
 
-def test_what_a_proxy_had_begun_is_free_at_once_after_its_connection(path: Path) -> None:
+def test_a_begun_write_of_a_proxy_ends_with_its_connection(path: Path) -> None:
     with serving(path, 8 * MIB):
         proxy = ArenaConnection(str(path), "proxy", 10)
         begun, _ = proxy.call(Begin(bytes(32), b"", 0, replace=False), Begun)
