@@ -22,7 +22,11 @@ _LF, _CR = b"\n\r"
 _BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 
 
-_INSIDE = (b"internal server error", b"validation errors for chatcompletionstreamresponse")
+FAILED_INSIDE = "internal server error"
+"""Message of a request that failed inside the engine (`vllm/exceptions.py`, `GenerationError`), and
+of a bug in the HTTP server, in lower case; vLLM may write it in any case."""
+
+_INSIDE = (FAILED_INSIDE.encode(), b"validation errors for chatcompletionstreamresponse")
 """Texts in the error of a stream for a request that failed inside the engine, in lower case. The
 second one is that of vLLM's messages API, which cannot read the first (`anthropic/serving.py`)."""
 
@@ -172,10 +176,6 @@ class EventAligner:
 ENGINE_DIED = b"EngineCore encountered an issue"
 """Text in every answer of a vLLM server after the death of its engine
 (`vllm/v1/engine/exceptions.py`, `EngineDeadError`). The server ends a moment later."""
-
-FAILED_INSIDE = "internal server error"
-"""Message of a request that failed inside the engine (`vllm/exceptions.py`, `GenerationError`), and
-of a bug in the HTTP server, in lower case; vLLM may write it in any case."""
 
 
 def engine_died(reply: bytes) -> bool:
