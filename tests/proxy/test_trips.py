@@ -15,6 +15,7 @@ import pytest
 
 import ec_store
 import epd
+from epd.aio import Background
 from tests.requests import image, request, text
 from tests.support.backed import Backed, caching
 from tests.support.fleet import Fleet, Launch
@@ -22,6 +23,8 @@ from tests.support.fleet import Fleet, Launch
 OURS = tuple(str(Path(package.__file__ or "").parent) for package in (epd, ec_store))
 MEASURED = 10
 """Number of measured requests. What not all of them visit belongs to the background."""
+BACKGROUND = Background.keep_running.__code__
+"""What a chore runs belongs to the background even if it runs during every measured request."""
 
 
 class Trip(NamedTuple):
@@ -40,11 +43,21 @@ class Visits:
         self.types: set[type] = set()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+        if (
+            event == "call"
+            and frame.f_code.co_filename.startswith(OURS)
+            and not in_background(frame)
+        ):
             self.functions.add(frame.f_code)
             owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
             if owner is not None:
                 self.types.add(owner if inspect.isclass(owner) else type(owner))
+
+
+def in_background(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not BACKGROUND:
+        frame = frame.f_back
+    return frame is not None
 
 
 async def trip(ask: Callable[[int], Awaitable[object]]) -> Trip:
@@ -97,9 +110,9 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("start", "most"),
     [
-        (text_e_pd, Trip(54, 252, 57)),
-        (picture_e_p_d, Trip(84, 509, 96)),
-        (picture_hit, Trip(81, 440, 86)),
+        (text_e_pd, Trip(54, 251, 57)),
+        (picture_e_p_d, Trip(84, 510, 96)),
+        (picture_hit, Trip(80, 441, 85)),
     ],
 )
 async def test_no_trip_grows(
