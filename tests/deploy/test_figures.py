@@ -116,7 +116,7 @@ async def test_metrics_of_dashboard_and_rules_exist(scraped: Prometheus) -> None
 
 def documented() -> list[str]:
     """Return the queries in docs/metrics.md."""
-    _, _, questions = METRICS.read_text().partition("## Questions")
+    _, _, questions = METRICS.read_text().partition("## Queries")
     return [line.strip() for line in questions.splitlines() if line.startswith("    ")]
 
 
