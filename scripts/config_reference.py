@@ -49,7 +49,7 @@ BETWEEN_FIRST = re.compile(
     r"(<!-- first settings -->\n).*(<!-- end of first settings -->)", re.DOTALL
 )
 FIRST_HEADER = "| setting | default | |\n| --- | --- | --- |\n"
-HEADER = "| flag | environment | YAML | value | default | |\n|" + " --- |" * 6 + "\n"
+HEADER = "| flag | value | default | |\n|" + " --- |" * 4 + "\n"
 TYPES = {"N": "number", "BYTES": "bytes", "SECONDS": "seconds", "URLS": "URLs", "URL": "URL"}
 BINARY = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 NONE = "-"
@@ -102,9 +102,7 @@ def names(title: str) -> Iterator[str]:
 def row(name: str, field: FieldInfo) -> str:
     """Return the row of one setting."""
     cells = (
-        NONE if name in SECRETS else code(flag_of(name)),
-        ", ".join(map(code, variables_of(name))),
-        NONE if name in (*SECRETS, "config") else code(name),
+        ", ".join(map(code, variables_of(name))) if name in SECRETS else code(flag_of(name)),
         value(name, field),
         default(name, field),
         description(field),
