@@ -121,7 +121,7 @@ for no cores."""
 CUDA_UCX = {**UCX, "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 """Settings with which UCX reads the memory of another process's GPU directly. By default it does so
 only with NVLink, and otherwise copies through the host at some 0.5 GB/s
-(docs/guides/kv-transfers.md)."""
+(docs/decisions/039-kv-transfers-on-one-host.md)."""
 
 CUDA = Platform(name="cuda", affinity="CUDA_VISIBLE_DEVICES", files="nvidia[0-9]*", ucx=CUDA_UCX)
 XPU = Platform(name="xpu", affinity="ZE_AFFINITY_MASK", files="dri/renderD*", ucx=UCX)
