@@ -20,7 +20,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from epd.aio import Flights, gather_first
-from epd.api.items import MMItem
+from epd.api.body import dump_json
+from epd.api.items import MM_KWARGS, MMItem
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.identity import Identifiers, OutputKey
 from epd.errors import ProxyError, UnknownMedia, drop_tracebacks, no_store
@@ -30,8 +31,8 @@ from epd.request.encode_tries import (
     EncodeTries,
     flight_key,
 )
-from epd.request.placement import OVERLOADED, Placement
-from epd.request.stage_inputs import EncodeJob, ItemPlan, StoreLookup
+from epd.request.placement import OVERLOADED, ItemPlan, Placement, StoreLookup
+from epd.request.stage_inputs import EncodeJob
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, OutputFacts, from_entry
 
@@ -100,7 +101,7 @@ class Encoder:
     @asynccontextmanager
     async def _lookup(self, job: EncodeJob) -> AsyncIterator[StoreLookup]:
         """Look up the items in the store, and hold the claims of missing ones until the exit."""
-        output_keys = {item: job.output_key(item) for item in job.request.media_items}
+        output_keys = {item: _output_key(job, item) for item in job.request.media_items}
         if self._claims is None:
             yield StoreLookup(output_keys)
             return
@@ -152,7 +153,7 @@ class Encoder:
         """Return whether this or another proxy on the same store is encoding an item."""
         if (output_key := lookup.output_keys[item]) is None:
             return False
-        if flight_key(job, output_key, skips_claims=job.skips_claims(lookup)) in self._flights:
+        if flight_key(job, output_key, skips_claims=_skips_claims(job, lookup)) in self._flights:
             return True
         identifier = lookup.identifiers.get(item)
         return identifier is not None and lookup.is_encoded_elsewhere(identifier)
@@ -176,7 +177,7 @@ class Encoder:
                 item,
                 lookup.output_keys[item],
                 plans[item],
-                skips_claims=job.skips_claims(lookup),
+                skips_claims=_skips_claims(job, lookup),
                 limits=limits,
             )
             for item in missing
@@ -291,3 +292,20 @@ def _unknown(item: MMItem, lookup: StoreLookup) -> ProxyError:
     return UnknownMedia(
         "no media are stored under this uuid; send them again", param=item.param_path
     )
+
+
+def _output_key(job: EncodeJob, item: MMItem) -> OutputKey | None:
+    """Return the output that an item needs; None if an engine makes the item's key."""
+    body = job.request.body
+    if item.content_key is None:
+        return None
+    kwargs = {name: body[name] for name in MM_KWARGS if body.get(name)}
+    encoded = dump_json(kwargs, sort_keys=True) if kwargs else b""
+    model = body.get("model")
+    model = model if isinstance(model, str) else None
+    return OutputKey(model, item.content_key, item.is_named, encoded)
+
+
+def _skips_claims(job: EncodeJob, lookup: StoreLookup) -> bool:
+    """Return whether to ignore claims: outputs are unusable, or the store does not answer."""
+    return job.reencode or not lookup.answered

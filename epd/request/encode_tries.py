@@ -17,8 +17,9 @@ from epd.errors import (
     UpstreamTimeout,
 )
 from epd.request.item_tokens import TokenCounts, media_tokens
+from epd.request.placement import ItemPlan
 from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
-from epd.request.stage_inputs import EncodeJob, ItemPlan
+from epd.request.stage_inputs import EncodeJob
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests

@@ -6,18 +6,21 @@ is not in the store (`Placement.plan_items`), and after the encode of an item ha
 and by the speeds of the instances (`epd.policies.plan.ItemRule`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from epd.api.items import MMItem
+from epd.encoder_cache.identity import OutputKey
 from epd.errors import ProxyError
 from epd.policies.plan import ItemFacts, ItemPlace, ItemRule
 from epd.request.item_tokens import TokenCounts
-from epd.request.stage_inputs import EncodeJob, ItemPlan, StoreLookup
+from epd.request.stage_inputs import EncodeJob
 from epd.routing.forecast import Forecast
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
+from epd.transfer.encoded import OutputFacts
 
 REQUIRED = ItemPlace(local=False, reason="required")
 """Place of an item that a consumer must not encode: outputs are pushed, entries of the request may
@@ -37,6 +40,44 @@ OVERLOADED = ItemPlace(local=True, reason="overloaded")
 
 FITS_SHARE = 0.75
 """Share of the time of an item's first try within which its encode must be predicted to end."""
+
+
+class ItemPlan(NamedTuple):
+    """Plan for one item that is not in the store.
+
+    Attributes:
+        tokens: predicted number of its encoder tokens.
+        place: where it is encoded; None without a policy that decides.
+        instance: URL of the encode instance that is expected to encode it first; None if unknown.
+    """
+
+    tokens: int
+    place: ItemPlace | None = None
+    instance: str | None = None
+
+    @property
+    def at_consumer(self) -> bool:
+        """Whether prefill or decode encodes it."""
+        return self.place is not None and self.place.local
+
+
+class StoreLookup(NamedTuple):
+    """Lookup of a request's items in the store.
+
+    Attributes:
+        output_keys: the output that each item needs; None if an engine makes the item's key.
+        identifiers: store keys of the items, as far as they are known and looked up.
+        answered: False if there is no store, or if it failed to answer.
+        found: stored outputs, by item.
+        is_encoded_elsewhere: returns whether another request or proxy encodes the item with this
+            store key, as far as known.
+    """
+
+    output_keys: Mapping[MMItem, OutputKey | None] = {}
+    identifiers: Mapping[MMItem, str] = {}
+    answered: bool = False
+    found: Mapping[MMItem, OutputFacts] = {}
+    is_encoded_elsewhere: Callable[[str], bool] = lambda _: False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,8 +17,8 @@ from epd.api.items import MMItem
 from epd.policies.plan import Course, ItemRule
 from epd.request.context import RequestContext
 from epd.request.item_tokens import PIXELS_PER_TOKEN, TokenCounts
-from epd.request.placement import Placement
-from epd.request.stage_inputs import EncodeJob, ItemPlan, KeyedRequest, StoreLookup
+from epd.request.placement import ItemPlan, Placement, StoreLookup
+from epd.request.stage_inputs import EncodeJob, KeyedRequest
 from epd.routing.balance import Choice
 from epd.routing.encode_work import Speed
 from epd.routing.instances import Instance, Role
