@@ -63,7 +63,7 @@ class ClientNames:
             return
         [key] = keys
         metadata = stands_for._asdict()
-        infos = await self._cache.read("get_name", lambda store: store.lookup(keys))
+        infos = await self._cache.call("get_name", lambda store: store.lookup(keys))
         before = infos[0].metadata if infos and infos[0] is not None else None
         if before == metadata:
             self._stale.pop(key, None)
@@ -71,7 +71,7 @@ class ClientNames:
         entry = Entry(NOTHING, "F32", (0,), modality, metadata)
         written: bool | None = None
         try:
-            written = await self._cache.write(
+            written = await self._cache.call(
                 "put_name", lambda store: store.put(key, entry, replace=True)
             )
         finally:
@@ -85,7 +85,7 @@ class ClientNames:
         keys = self._keys(model, names)
         infos: Sequence[EntryInfo | None] | None = []
         if keys:
-            infos = await self._cache.read("get_name", lambda store: store.lookup(keys))
+            infos = await self._cache.call("get_name", lambda store: store.lookup(keys))
         if infos is None:
             raise StoreUnavailable("the encoder store did not answer")
         known = {info.key: info.metadata for info in infos if info is not None}
@@ -115,10 +115,11 @@ class ClientNames:
             StoreUnavailable: the store did not answer. This proxy ignores the names nevertheless.
         """
         keys = self._keys(model, names)
-        removed = keys + self._cache.keys(model, identifiers)
+        namespace = self._cache.namespace(model)
+        entries = [EntryKey(namespace, identifier) for identifier in identifiers if namespace]
         deleted: int | None = None
         try:
-            deleted = await self._cache.write("delete", lambda store: store.delete(removed))
+            deleted = await self._cache.call("delete", lambda store: store.delete(keys + entries))
         finally:
             for key in keys:
                 if deleted is None:

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from ec_store import Entry, EntryKey, open_store
-from epd.encoder_cache.claims import Claims
+from epd.encoder_cache.claims import Claims, EncodeClaim
 from epd.observe.logs import LogObserver
+from epd.server import app as proxy_app
 from epd.server.app_keys import CONFIG
 from tests.requests import Part, image, input_audio, request, text, video
 from tests.support.backed import (
@@ -30,6 +32,7 @@ from tests.support.backed import (
     media_types,
     opened_cache,
     parts_of,
+    refresh_stores,
 )
 from tests.support.fake_instance import (
     STREAM,
@@ -362,18 +365,15 @@ async def test_requests_are_served_without_the_store(
 
 
 @pytest.mark.fault(16)
-async def test_a_missing_store_is_logged_once_and_not_created(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("epd.encoder_cache.client.REFRESH_S", 1.0)
+async def test_a_missing_store_is_logged_once_and_not_created(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     url = folder.as_uri()
     key = EntryKey(NAMESPACE, "picture")
     with capture_logs() as lines:
-        async with opened_cache(url, cache_settings(lease_s=1)) as cache:
+        async with opened_cache(url, cache_settings(lease_s=1), refresh_s=1.0) as cache:
             await until(lambda: cache.operations["open", "error"] > 1)
             assert await cache.find_entries([key]) is None
-            assert (await cache.write("claim", lambda store: store.claim([key], "o", 1))) is None
+            assert (await cache.call("claim", lambda store: store.claim([key], "o", 1))) is None
             assert not folder.exists()
 
             make_store(url, key)
@@ -432,7 +432,7 @@ async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
 async def test_the_namespace_is_followed_when_it_changes(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.encoder_cache.client.REFRESH_S", 0.05)
+    refresh_stores(monkeypatch, 0.05)
     async with caching(launch, backed, url) as fleet:
         await items_of(fleet, request(image()))
         await asyncio.gather(*backed.writes)
@@ -741,9 +741,8 @@ async def test_errors_name_the_failed_item_of_each_client(launch: Launch) -> Non
 async def test_a_claim_of_a_disconnected_client_is_released(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The claim does not expire, and claims are still tended ten times a second.
-    monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 3600.0)
-    monkeypatch.setattr("epd.encoder_cache.claims.TENDS", 36_000)
+    lasting = partial(Claims, claim_s=3600.0, tend_s=0.1)  # the claim does not expire
+    monkeypatch.setattr(proxy_app, "Claims", lasting)
     claim = type(backed.store).claim
 
     def slow(*args: Any, **options: Any) -> list[bool]:
@@ -780,14 +779,14 @@ async def test_an_abandoned_renewal_does_not_release_a_claim_in_use(
         released.append(time.monotonic())
         release(*args)
 
-    monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 0.3)
     monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.release", recorded)
     async with opened_cache(url, cache_settings(lease_s=1)) as cache:
-        with Claims(cache).queue_claim("m", "item", 1) as turn:
-            await turn.wait_turn()
+        claims = Claims(cache, claim_s=0.3, tend_s=0.015)
+        with EncodeClaim(claims, EntryKey(NAMESPACE, "item")) as item:
+            await item.wait_for_turn(1)
             monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.claim", slow)
             await asyncio.sleep(0.2)  # a renewal has begun
-            turn.entry_coming = True
+            item.entry_coming = True
         await until(lambda: released)
         await asyncio.sleep(1.5)
 
