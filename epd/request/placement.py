@@ -204,8 +204,8 @@ def _place_item(
             stored=consumers_write and pending.entry_key is not None,
             encode_s=queue.finish_s(tokens) if queue is not None and measured else None,
             own_s=tokens * token_s,
-            local_queue_s=forecast.local.tokens * token_s,
-            local_requests=forecast.local.requests,
+            local_queue_s=forecast.local_tokens * token_s,
+            local_requests=forecast.local_requests,
         )
     )
     pending.place = place
