@@ -4,7 +4,7 @@ The steps for one item, each taken unless an earlier one has the output:
 
     method                   step                              source of the output
     Encoder._lookup          lookup, which claims misses       the store has it
-    Encoder._place_items     place, by the request's policy    prefill or decode encodes it
+    Encoder._encode_missing  place, by the request's policy    prefill or decode encodes it
     Encoder._encode_item     flight, shared by this process    another request encodes it
     Encoder._encode_once     claim, shared by all proxies      another proxy encodes it
     Encoder._try_instances   instance, and the next one        an encode instance encodes it
@@ -118,19 +118,13 @@ class Encoder:
             return [EncodedItem(item, OutputFacts(), "local") for item in items]
         record.hits, record.waits = {}, 0
         pending = [PendingItem(item, output_key(job.request.body, item)) for item in items]
+        encoded = list[EncodedItem]()
         async with self._lookup(job, pending) as lookup:
             record.at = "encode"
-            stage = _stage(job, lookup)
-            self._place_items(stage, pending)
-            known = [item.known_output for item in pending]
-            missing = [item for item, output in zip(pending, known, strict=True) if output is None]
-            _check_media(missing, lookup)
-            if len(missing) > 1:
-                encoded = await gather_first(partial(self._encode_item, stage), missing, AT_ONCE)
-            else:
-                encoded = [await self._encode_item(stage, item) for item in missing]
+            if any(item.stored is None for item in pending):
+                encoded = await self._encode_missing(_stage(job, lookup), pending)
         others = iter(encoded)
-        encoded_items = [output or next(others) for output in known]
+        encoded_items = [item.known_output or next(others) for item in pending]
         record.items = Counter([encoded_item.result for encoded_item in encoded_items])
         if "hit" in record.items:
             hits = [item.item.modality for item in encoded_items if item.result == "hit"]
@@ -170,14 +164,23 @@ class Encoder:
         finally:
             self._claims.end_lookup(lookup)
 
-    def _place_items(self, stage: EncodeStage, items: Sequence[PendingItem]) -> None:
-        """Decide where the items are encoded that are not in the store, and record it."""
+    async def _encode_missing(
+        self, stage: EncodeStage, items: Sequence[PendingItem]
+    ) -> list[EncodedItem]:
+        """Return, after their encode, the items that are neither stored nor left to a consumer."""
         record = stage.job.context.record
         self._placement.place_items(stage.job, items, partial(self._is_under_way, stage))
         if places := [pending.place for pending in items if pending.place is not None]:
             record.places = Counter([place.labels for place in places])
             if OVERLOADED in places:
                 record.degraded.add("encode-local")
+        missing = [pending for pending in items if pending.known_output is None]
+        for pending in missing:
+            if not pending.item.has_media:
+                raise _unknown(pending.item, stage.lookup)
+        if len(missing) > 1:
+            return await gather_first(partial(self._encode_item, stage), missing, AT_ONCE)
+        return [await self._encode_item(stage, pending) for pending in missing]
 
     def _is_under_way(self, stage: EncodeStage, pending: PendingItem) -> bool:
         """Return whether this or another proxy on the same store is encoding an item."""
@@ -401,13 +404,9 @@ def _stage(job: EncodeJob, lookup: Lookup | None) -> EncodeStage:
     return EncodeStage(job, lookup, until_s, sharing)
 
 
-def _check_media(missing: Sequence[PendingItem], lookup: Lookup | None) -> None:
-    """Raise a `ProxyError` if an item is not stored and has no media to encode."""
-    for pending in missing:
-        if not pending.item.has_media:
-            if lookup is None:
-                raise no_store("the encoder store did not answer; retry later, or send the media")
-            raise UnknownMedia(
-                "no media are stored under this uuid; send them again",
-                param=pending.item.param_path,
-            )
+def _unknown(item: MMItem, lookup: Lookup | None) -> ProxyError:
+    if lookup is None:
+        return no_store("the encoder store did not answer; retry later, or send the media")
+    return UnknownMedia(
+        "no media are stored under this uuid; send them again", param=item.param_path
+    )

@@ -36,7 +36,6 @@ from tests.support.backed import (
 )
 from tests.support.fake_instance import (
     STREAM,
-    Handler,
     chunk,
     decodes,
     encodes,
@@ -66,20 +65,6 @@ async def test_a_picture_seen_before_costs_no_encode_and_no_upload(
         assert "ec_transfer_params" not in fleet.d.calls[1].body
         first_part, second_part = (call.parts[1] for call in fleet.d.calls)
         assert first_part == second_part
-
-
-async def test_each_distinct_picture_is_encoded_once(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    async with caching(launch, backed, url) as fleet:
-        for content in (b"1", b"2", b"1", b"2"):
-            await items_of(fleet, request(image(content)))
-            await asyncio.gather(*backed.writes)
-
-        assert encoded(fleet) == 2
-        uuids = [call.parts[0]["uuid"] for call in fleet.d.calls]
-        assert uuids[:2] == uuids[2:]
-        assert uuids[0] != uuids[1]
 
 
 async def test_a_conversation_of_ten_turns_encodes_each_picture_once(
@@ -599,17 +584,6 @@ async def test_one_picture_does_not_overload_its_instance(launch: Launch) -> Non
         assert max(calls) <= 11
 
 
-@pytest.mark.parametrize("fault", [refuses(500), refuses(503), refuses(429), hangs])
-async def test_an_item_is_encoded_by_another_instance(launch: Launch, fault: Handler) -> None:
-    """Rows 1 to 7 of docs/faults.md."""
-    timeout_s = 1 if fault is hangs else 30
-    async with launch(encode=2, encode_timeout_s=timeout_s, encode_balance="round_robin") as fleet:
-        fleet.encode[0].chat = fault
-        assert await items_of(fleet, request(image())) == {"encoded": 1}
-        assert [len(one.calls) for one in fleet.encode] == [1, 1]
-        assert media_types(fleet.d) == [["image_embeds"]]
-
-
 async def test_an_item_is_sent_to_three_instances_at_most(launch: Launch) -> None:
     async with launch(encode=5, on_encode_failure="fail") as fleet:
         for instance in fleet.encode:
@@ -618,16 +592,6 @@ async def test_an_item_is_sent_to_three_instances_at_most(launch: Launch) -> Non
 
         assert status == 502
         assert encoded(fleet) == 3
-
-
-async def test_an_item_at_fault_is_sent_to_no_other_instance(launch: Launch) -> None:
-    async with launch(encode=3) as fleet:
-        for instance in fleet.encode:
-            instance.chat = refuses(400, "no picture")
-        status, reply = await fleet.chat(request(image()))
-
-        assert (status, reply["error"]["message"]) == (400, "no picture")
-        assert encoded(fleet) == 1
 
 
 async def test_an_item_that_cannot_be_encoded_is_sent_raw(
@@ -663,24 +627,6 @@ async def test_an_encode_without_an_entry_blocks_no_other_request(
             await items_of(fleet, request(image()))
 
         assert asyncio.get_running_loop().time() - started < 10
-
-
-@pytest.mark.fault(21)
-async def test_an_item_that_a_consumer_cannot_load_is_encoded_again(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    async with caching(launch, backed, url) as fleet:
-        await items_of(fleet, request(image()))
-        await asyncio.gather(*backed.writes)
-
-        async def loads_nothing(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            if any(part["type"] == "image_embeds" for part in parts_of(body)):
-                return await refuses(500, "Internal server error")(request, body)
-            return await decodes(request, body)
-
-        fleet.d.chat = loads_nothing
-        assert await items_of(fleet, request(image())) == {"encoded": 1}
-        assert encoded(fleet) == 2
 
 
 async def test_options_that_do_not_change_the_key_do_not_hide_it(
