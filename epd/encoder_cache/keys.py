@@ -67,13 +67,12 @@ class Keys:
                 paths[item.media_param] = media.path
         if paths:
             await self._check_files(paths, config)
-        known = await self._named_items(body, named, tenant, config) if named else {}
+        keyed = await self._named_items(body, named, tenant, config) if named else {}
         scope = config.scope_of(tenant)
         if sum([len(media.base64) for media in inline.values()]) > IN_THREAD:
-            keyed = await asyncio.to_thread(_content_keys, scope, inline, config)
+            keyed |= await asyncio.to_thread(_content_keys, scope, inline, config)
         else:
-            keyed = _content_keys(scope, inline, config)
-        keyed |= {item: item.with_key(key) for item, key in known.items()}
+            keyed |= _content_keys(scope, inline, config)
         return tuple([keyed.get(item, item) for item in items])
 
     async def _check_files(self, paths: Mapping[str, str], config: ConfigFields) -> None:
@@ -140,7 +139,7 @@ class Keys:
 
     async def _named_items(
         self, body: Body, uuids: Mapping[MMItem, str], tenant: Tenant, config: ConfigFields
-    ) -> Mapping[MMItem, str]:
+    ) -> dict[MMItem, MMItem]:
         scope = config.name_scope_of(tenant)
         names = {item: name_key(scope, item.modality, uuid) for item, uuid in uuids.items()}
         found: Mapping[str, Name] = {}
@@ -151,7 +150,7 @@ class Keys:
                 raise UnknownMedia(
                     "no media are stored under this uuid; send them again", param=item.param_path
                 )
-        return {item: found[name].key for item, name in names.items()}
+        return {item: item.with_key(found[name].key) for item, name in names.items()}
 
 
 def _content_keys(
@@ -166,15 +165,11 @@ def _content_keys(
     for item, media in inline.items():
         key = content_key(scope, item.modality, media)
         if item.modality == "image" and key not in pixels:
-            pixels[key] = _pixels(item, media, config)
+            try:
+                pixels[key] = check_image(
+                    media, min_side=config.min_image_side, max_pixels=config.max_image_pixels
+                )
+            except BadRequest as error:
+                raise error.at_param(item.param_path) from None
         keyed[item] = item.with_key(key, pixels.get(key, 0))
     return keyed
-
-
-def _pixels(item: MMItem, media: Inline, config: ConfigFields) -> int:
-    try:
-        return check_image(
-            media, min_side=config.min_image_side, max_pixels=config.max_image_pixels
-        )
-    except BadRequest as error:
-        raise error.at_param(item.param_path) from None

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from ec_store import Entry, EntryKey, open_store
+from ec_store.disk.store import SharedDiskStore
 from epd.encoder_cache.claims import Claims, EncodeClaim
 from epd.observe.logs import LogObserver
 from epd.server import app as proxy_app
@@ -403,8 +404,8 @@ async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
         await items_of(fleet, request(image()))
         await asyncio.gather(*backed.writes)
         # A store in memory cannot hang, and may be used on the event loop.
-        monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.in_memory", False)
-        monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.lookup", lookup)
+        monkeypatch.setattr(SharedDiskStore, "in_memory", False)
+        monkeypatch.setattr(SharedDiskStore, "lookup", lookup)
         try:
             done = [await items_of(fleet, request(image())) for _ in range(8)]
         finally:
@@ -702,7 +703,7 @@ async def test_a_claim_of_a_disconnected_client_is_released(
         await backed.forget()
         await asyncio.sleep(0.2)
         with monkeypatch.context() as slowly:
-            slowly.setattr("ec_store.disk.store.SharedDiskStore.claim", slow)
+            slowly.setattr(SharedDiskStore, "claim", slow)
             client = asyncio.create_task(items_of(fleet, request(image())))
             await asyncio.sleep(0.2)
             client.cancel()
@@ -725,12 +726,12 @@ async def test_an_abandoned_renewal_does_not_release_a_claim_in_use(
         released.append(time.monotonic())
         release(*args)
 
-    monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.release", recorded)
+    monkeypatch.setattr(SharedDiskStore, "release", recorded)
     async with opened_cache(url, cache_settings(lease_s=1)) as cache:
         claims = Claims(cache, claim_s=0.3, tend_s=0.015)
         with EncodeClaim(claims, EntryKey(NAMESPACE, "item")) as item:
             await item.wait_for_turn(1)
-            monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.claim", slow)
+            monkeypatch.setattr(SharedDiskStore, "claim", slow)
             await asyncio.sleep(0.2)  # a renewal has begun
             item.entry_coming = True
         await until(lambda: released)
