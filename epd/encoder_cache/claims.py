@@ -69,7 +69,7 @@ class Claims:
         self._written_within_s = written_within_s
         self._tend_s = tend_s
         self._claims: dict[EntryKey, _Claim] = {}
-        self._looked_up: set[EntryKey] = set()
+        self._pending: set[EntryKey] = set()
         self._tending = False
 
     async def look_up(self, keys: Sequence[EntryKey], *, patient: bool = False) -> Lookup:
@@ -81,7 +81,7 @@ class Claims:
         claiming = not patient and not any(self.is_used(key) for key in keys)
         lookup = self.new_lookup(keys) if claiming else Lookup(keys)
         if claiming:
-            self._looked_up.update(keys)
+            self._pending.update(keys)
         try:
             await self.cache.run_lookup(lookup, patient=patient)
         except BaseException:  # such as the cancellation of its request
@@ -89,24 +89,24 @@ class Claims:
             raise
         finally:
             if claiming:
-                self._looked_up.difference_update(keys)
-        lookup.held = self.hold_claims(lookup.claimed, fresh=True)
+                self._pending.difference_update(keys)
+        lookup.held_keys = self.hold_claims(lookup.claimed, fresh=True)
         return lookup
 
     def end_lookup(self, lookup: Lookup) -> None:
         """Release the claims of a lookup that no encode needs."""
-        self.drop_claims(lookup.held)
+        self.drop_claims(lookup.held_keys)
 
     def is_encoded_elsewhere(self, key: EntryKey, lookup: Lookup) -> bool:
         """Return whether another request or another proxy encodes an entry that a lookup misses.
 
         It is not known of other proxies if the lookup could not claim.
         """
-        return key not in lookup.held and (lookup.settled or self.is_used(key))
+        return key not in lookup.held_keys and (lookup.settled or self.is_used(key))
 
     def is_used(self, key: EntryKey) -> bool:
         """Return whether this process has claimed an entry, or may have in a moment."""
-        return key in self._claims or key in self._looked_up
+        return key in self._claims or key in self._pending
 
     def new_lookup(self, keys: Sequence[EntryKey]) -> Lookup:
         """Return a lookup that claims missing entries, which `hold_claims` then keeps."""
@@ -191,19 +191,18 @@ class EncodeClaim:
     the entry, because an encode instance answers before it has written the entry.
 
     Attributes:
-        keys: the key, if this proxy has the claim.
+        is_held: whether this proxy has the claim.
         entry_coming: whether an encode instance is writing the entry; set by the caller.
     """
 
     _claims: Claims
     _key: EntryKey
-    keys: Sequence[EntryKey] = ()
+    is_held: bool = False
     entry_coming: bool = False
 
     def __enter__(self) -> Self:
         """Take the claim of the request's lookup, unless another encode has used it."""
-        if self._claims.take_fresh(self._key):
-            self.keys = [self._key]
+        self.is_held = self._claims.take_fresh(self._key)
         return self
 
     async def wait_for_turn(self, wait_s: float) -> EntryInfo | None:
@@ -219,12 +218,13 @@ class EncodeClaim:
             try:
                 await self._claims.cache.run_lookup(lookup, patient=True)
             finally:
-                self.keys = self._claims.hold_claims(lookup.claimed)
+                self.is_held = bool(self._claims.hold_claims(lookup.claimed))
             found = (lookup.found or {}).get(self._key)
-            if found or self.keys or not lookup.settled or clock() > deadline_s:
+            if found or self.is_held or not lookup.settled or clock() > deadline_s:
                 return found
             await asyncio.sleep(next(delays_s, POLL_S[-1]))
 
     def __exit__(self, *_: object) -> None:
         """Release the claim: at once if no entry is being written."""
-        self._claims.drop_claims(self.keys, entry_coming=self.entry_coming)
+        if self.is_held:
+            self._claims.drop_claims([self._key], entry_coming=self.entry_coming)

@@ -18,7 +18,7 @@ class Lookup:
         found: stored entries; None until the store has answered.
         took_s: duration of the lookup without the claims, on a thread; None until it has ended.
         claimed: missing keys that were claimed. A visit that is abandoned may still add some.
-        held: those of them that `Claims` holds for the lookup.
+        held_keys: those of them that `Claims` holds for the lookup.
         settled: whether the store has answered the claims of all missing keys.
         problem: error of the claims, if any.
         skipped_claims: whether `skip_claims` disabled the claims.
@@ -33,7 +33,7 @@ class Lookup:
         self.found: Mapping[EntryKey, EntryInfo] | None = None
         self.took_s: float | None = None
         self.claimed: Sequence[EntryKey] = ()
-        self.held: Sequence[EntryKey] = ()
+        self.held_keys: Sequence[EntryKey] = ()
         self.settled = False
         self.problem: Exception | None = None
         self.skipped_claims = False

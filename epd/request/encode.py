@@ -237,7 +237,7 @@ class Encoder:
             encoded = await self._try_instances(stage, pending)
         else:
             with EncodeClaim(self._claims, key) as claim:
-                if not claim.keys:
+                if not claim.is_held:
                     with context.wait_span(item):
                         # Half of the time is left for an encode of this proxy.
                         found = await claim.wait_for_turn(stage.left_s / 2)

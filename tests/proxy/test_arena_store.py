@@ -17,7 +17,7 @@ from ec_store.arena.server import ArenaServer, Session
 from epd.encoder_cache.lookup import Lookup
 from tests.ec_store.arena.served import serving
 from tests.ec_store.arena.test_aio_store import in_process
-from tests.proxy.test_claims import (  # noqa: F401
+from tests.encoder_cache.test_claims import (  # noqa: F401
     test_a_cache_can_close_while_it_learns_a_namespace,
     test_a_claim_goes_back_when_an_instance_has_had_time_to_write,
     test_a_claim_is_kept_while_an_instance_may_still_write,

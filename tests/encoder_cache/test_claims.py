@@ -46,7 +46,7 @@ async def encoding(
     claims: Claims, name: str, wait_s: float = 0.0
 ) -> AsyncIterator[tuple[EncodeClaim, EntryInfo | None]]:
     with EncodeClaim(claims, key(name)) as claim:
-        yield claim, None if claim.keys else await claim.wait_for_turn(wait_s)
+        yield claim, None if claim.is_held else await claim.wait_for_turn(wait_s)
 
 
 def key(name: str) -> EntryKey:
