@@ -32,7 +32,7 @@ from epd.events import Observer, RequestRecord, StageDone
 from epd.json_or_none import json_or_none
 from epd.media.policy import HeldBytes, UncountedBytes
 from epd.routing.doubts import Doubts
-from epd.routing.fatal import Watched
+from epd.routing.watched import Watched
 from epd.tenants import ANONYMOUS, Tenant
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from epd.errors import NoInstance
 from epd.routing import BalanceName, ItemBalanceName
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Load
-from epd.routing.prefix import NO_PREFIX, Prefix, cheapest_seat
-from epd.routing.rendezvous import distances, upper_bound
+from epd.routing.prefix import NO_PREFIX, Prefix
+from epd.routing.rendezvous import cheapest_engine, distances, upper_bound
 from epd.routing.table import Candidate, InstanceTable
 
 MAX_OWED = 4096
@@ -162,12 +162,12 @@ class Choice:
             if candidate.instance.url == prefer and load.value <= upper_bound(loads)(load):
                 return candidate.instance
         if prefix.links:
-            seats = {
-                seat: candidate.instance
+            instances = {
+                engine: candidate.instance
                 for candidate in candidates
-                for seat in candidate.load.seats
+                for engine in candidate.load.engines
             }
-            return seats[cheapest_seat([*seats], prefix)]
+            return instances[cheapest_engine([*instances], prefix)]
         if balance not in self._balances:
             self._balances[balance] = BALANCES[balance]()
         picked = self._balances[balance].pick_load(loads, session if balance == "session" else item)

@@ -120,7 +120,9 @@ def _local(table: InstanceTable, consumer: Instance | None) -> ConsumerLoad:
         return ConsumerLoad(0.0, 0.0)
     load = min(loads, key=lambda consumer_load: consumer_load.pressure)
     requests = load.value - (consumer is not None)  # its place counts as load already
-    return ConsumerLoad(max(0, requests) / len(load.seats), load.encode.tokens / len(load.seats))
+    return ConsumerLoad(
+        max(0, requests) / len(load.engines), load.encode.tokens / len(load.engines)
+    )
 
 
 def encode_work_s(loads: Sequence[Load]) -> float:

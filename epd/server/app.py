@@ -143,7 +143,11 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
         on_change=lambda instance, state, cause: changed(instance, state, cause=cause),
     )
     transfer = KV_TRANSFERS[config.kv_transfer]()
-    fatal = _fatal_requests(app, table)
+    fatal = FatalRequests(
+        config.suspect_s,
+        lambda instance: app[DRAIN].began or table.is_draining(instance),
+        time.monotonic,
+    )
     namespaces = Namespaces(table)
     registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
     async with (
@@ -213,14 +217,6 @@ def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
         table, Choice(table, Role.ENCODE), stages, namespaces, transfer, fatal, counts
     )
     return Encoder(claims, transfer, placement, tries)
-
-
-def _fatal_requests(app: web.Application, table: InstanceTable) -> FatalRequests:
-    return FatalRequests(
-        lambda: app[CONFIG].suspect_s,
-        lambda instance: app[DRAIN].began or table.is_draining(instance),
-        time.monotonic,
-    )
 
 
 def _changed(  # noqa: PLR0913, PLR0917 - the parts of an event, and its receivers

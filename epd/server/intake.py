@@ -32,7 +32,8 @@ from epd.edge.drain import DRAIN
 from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
 from epd.request.context import RequestContext
-from epd.routing.fatal import Watched, fingerprint
+from epd.routing.fatal import fingerprint
+from epd.routing.watched import Watched
 from epd.server.app_keys import ADMISSION, KEYS, VISIT, Visit
 from epd.tenants import ANONYMOUS
 

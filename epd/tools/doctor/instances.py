@@ -25,7 +25,7 @@ from epd.http.pool import Pool
 from epd.json_or_none import json_or_none
 from epd.routing.instances import ANSWERING, Change, Instance, InstanceSource, Registry, Role
 from epd.routing.kv_blocks import EventSource, event_sources
-from epd.routing.load import read_namespaces
+from epd.routing.reports import read_namespaces
 from epd.routing.table import InstanceTable
 from epd.routing.urls import at_address
 from epd.tools.doctor.facts import (
