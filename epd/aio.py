@@ -24,7 +24,15 @@ FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 60.0
 """Upper bound of the delay. A task that ran for this long starts again with the first delay."""
 
+AGAIN_S = 0.05
+"""Delay after which a task that still runs is cancelled again."""
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+V = TypeVar("V")
+
 Work = Callable[[], Awaitable[None]]
+Start = Callable[[], Coroutine[Any, Any, V]]
 
 
 class Background:
@@ -85,10 +93,6 @@ class Background:
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
 
-AGAIN_S = 0.05
-"""Delay after which a task that still runs is cancelled again."""
-
-
 @contextmanager
 def cancel_after(limit_s: float) -> Iterator[None]:
     """Cancel the body after `limit_s` seconds, as `asyncio.timeout` does, and again until it ends.
@@ -124,10 +128,6 @@ def cancel_after(limit_s: float) -> Iterator[None]:
         timer.cancel()
         for _ in range(cancelled):
             task.uncancel()
-
-
-T = TypeVar("T")
-V = TypeVar("V")
 
 
 class StrictTaskGroup(asyncio.TaskGroup):
@@ -195,11 +195,6 @@ async def gather_first(
             drop_tracebacks(other)
         raise first from first.__cause__
     return [task.result() for task in tasks]
-
-
-K = TypeVar("K", bound=Hashable)
-
-Start = Callable[[], Coroutine[Any, Any, V]]
 
 
 @dataclass(slots=True)
