@@ -16,6 +16,10 @@ from epd.errors import openai_error
 MAX_EVENT_BYTES = 16 * 1024**2
 """Maximum size of an event."""
 
+ENGINE_DIED = b"EngineCore encountered an issue"
+"""Text in every answer of a vLLM server after the death of its engine
+(`vllm/v1/engine/exceptions.py`, `EngineDeadError`). The server ends a moment later."""
+
 _LF, _CR = b"\n\r"
 
 # Two ends of line in a row. A lone CR must not match where it is half of a CRLF.
@@ -171,11 +175,6 @@ class EventAligner:
         events = bytes(self._held[:end])
         del self._held[:end]
         return events
-
-
-ENGINE_DIED = b"EngineCore encountered an issue"
-"""Text in every answer of a vLLM server after the death of its engine
-(`vllm/v1/engine/exceptions.py`, `EngineDeadError`). The server ends a moment later."""
 
 
 def engine_died(reply: bytes) -> bool:

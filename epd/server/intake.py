@@ -15,8 +15,8 @@ from aiohttp.typedefs import Handler
 
 from epd.api.body import check_json_type
 from epd.api.items import Body
-from epd.api.prompts import CONVERSATION, conversation_id
 from epd.config.sections import ConfigFields
+from epd.conversations.prompts import CONVERSATION, conversation_id
 from epd.conversations.turn import Turn
 from epd.edge import engine_headers
 from epd.edge.access import (
