@@ -34,6 +34,17 @@ from epd.version import __version__
 
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
+MAX_ANSWER_BYTES = 16 * 1024**2
+"""Maximum size of an answer of an encode or prefill instance, and of an error."""
+
+KEEP_ALIVE_S = 2.0
+"""Time for which an idle connection is pooled: under half of vLLM's
+(`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that the proxy does not reuse one that vLLM has just
+closed."""
+
+OURS = f"User-Agent: epd/{__version__}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
+"""Headers of every request."""
+
 FAILURES = (Unreachable, Broken, TimeoutError)
 """Errors that `epd.http.connection` raises."""
 
@@ -73,10 +84,6 @@ def stage_error(
 def underlying_error(error: Exception) -> BaseException:
     """Return the underlying error of a connection's own error."""
     return error.__cause__ or error
-
-
-MAX_ANSWER_BYTES = 16 * 1024**2
-"""Maximum size of an answer of an encode or prefill instance, and of an error."""
 
 
 def too_large(stage: Stage, limit: int) -> AnswerTooLarge:
@@ -169,9 +176,6 @@ class Reply:
             UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
         if self._body is not None:
-            return self._body
-        if self._connection.complete and not self._ahead and self._connection.held_bytes <= limit:
-            self._body = self._connection.take_body()
             return self._body
         size = 0
 
@@ -280,15 +284,6 @@ class Reply:
         return stage_error(error, self._stage, broken=broken, late=self._late, computed=computed)
 
 
-KEEP_ALIVE_S = 2.0
-"""Time for which an idle connection is pooled: under half of vLLM's
-(`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that the proxy does not reuse one that vLLM has just
-closed."""
-
-OURS = f"User-Agent: epd/{__version__}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
-"""Headers of every request."""
-
-
 class Upstream:
     """Sends requests to instances over one connection pool."""
 
@@ -340,7 +335,7 @@ class Upstream:
         until_s = asyncio.get_running_loop().time() + head_timeout_s
         request = _request(url, headers, body, stage)
         connection = await self._exchange(request, stage, until_s, on_sent)
-        release = partial(self._pool.give_back, request.target.origin, connection)
+        release = partial(self._pool.give_back, connection)
         return Reply(connection, stage, math.inf, f"{stage}_stalled", release)
 
     async def fetch(
@@ -361,7 +356,7 @@ class Upstream:
         until_s = asyncio.get_running_loop().time() + timeout_s
         request = _request(url, headers, body, stage)
         connection = await self._exchange(request, stage, until_s)
-        release = partial(self._pool.give_back, request.target.origin, connection)
+        release = partial(self._pool.give_back, connection)
         with Reply(connection, stage, until_s, f"{stage}_timeout", release) as reply:
             return Answer(reply.status, reply.headers, await reply.read(idle_s=timeout_s))
 

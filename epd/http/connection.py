@@ -12,7 +12,7 @@ from typing import cast
 
 from multidict import CIMultiDict
 
-from epd.http.http1 import AnswerReader, Malformed
+from epd.http.http1 import AnswerReader, Malformed, Origin
 
 PIECE_BYTES = 256 * 1024
 """Size of the batches of a large request. Larger ones block the event loop in TLS or in a copy."""
@@ -78,12 +78,14 @@ class Connection(asyncio.Protocol):
     `TimeoutError` if nothing is received in time: until `until_s`, on the event loop's clock.
 
     Attributes:
+        origin: its server.
         reused: whether the current request is not its first.
         kept: whether it may be reused.
         idle_since_s: start of its idle time, on the event loop's clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, origin: Origin) -> None:
+        self.origin = origin
         self.reused = False
         self.kept = True
         self.idle_since_s = 0.0

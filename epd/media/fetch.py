@@ -6,7 +6,6 @@ import re
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Self
@@ -36,16 +35,12 @@ from epd.media.forward_proxy import ProxyInvalid, forward_proxy
 from epd.media.names import LOOKUP_S, CheckedResolver, HostNames, NoAllowedAddress
 from epd.media.parts import GROUP, GROUP_BYTES, Remote, source
 from epd.media.policy import NO_ADDRESS, NO_NAME_OR_ADDRESS, HeldBytes, check_url, refused_url
-from epd.media.slots import REQUEST_SLOTS, DownloadSlots
+from epd.media.slots import REQUEST_SLOTS, TENANT_SLOTS, DownloadSlots
 from epd.version import __version__
 
 MAX_REDIRECTS = 3
 CONNECT_S = 3.0
-"""Timeout of a connect to one address, including the TLS handshake, in seconds."""
 SILENT_S = 5.0
-"""Time for which an origin may send nothing, before its answer or within it, in seconds."""
-OPEN_S = LOOKUP_S + CONNECT_S + SILENT_S
-"""Time limit of a connect with its lookup, to all addresses or through a forward proxy."""
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 TRANSIENT = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
@@ -59,13 +54,14 @@ class NotAtOrigin(MediaFetchFailed):
 
 
 class MediaFetcher:
-    """Fetches and caches `http` and `https` media, if the proxy is configured to fetch."""
+    """Fetches and caches `http` and `https` media. Exists only with `--media-fetch proxy`."""
 
     def __init__(
         self,
         direct: aiohttp.ClientSession,
         proxied: aiohttp.ClientSession,
         config: ConfigFields,
+        slots: DownloadSlots,
     ) -> None:
         """Create a fetcher. Only `proxied` may connect to any address: those of forward proxies."""
         self._direct = direct
@@ -73,48 +69,80 @@ class MediaFetcher:
         self._config = config
         self._cache = MediaCache(config.media_cache_bytes)
         self._flights: Flights[CacheKey, Media] = Flights()
-        self._slots = DownloadSlots()
+        self._slots = slots
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, config: ConfigFields, resolver: AbstractResolver | None = None
+        cls,
+        config: ConfigFields,
+        resolver: AbstractResolver | None = None,
+        *,
+        connect_s: float = CONNECT_S,
+        silent_s: float = SILENT_S,
+        tenant_slots: int = TENANT_SLOTS,
     ) -> AsyncIterator[Self]:
-        """Return a fetcher with connection pools of its own, which are closed at the exit."""
+        """Return a fetcher with connection pools of its own, which are closed at the exit.
+
+        Args:
+            config: the configuration.
+            resolver: resolver of host names; None for the machine's.
+            connect_s: timeout of a connect to one address, including the TLS handshake, in seconds.
+            silent_s: time for which an origin may send nothing, before its answer or within it.
+            tenant_slots: maximum number of concurrent downloads of one tenant.
+        """
         names = resolver or HostNames()
+        timeout = aiohttp.ClientTimeout(
+            total=None,
+            # With its lookup, to all addresses or through a forward proxy.
+            connect=LOOKUP_S + connect_s + silent_s,
+            sock_connect=connect_s,
+            sock_read=silent_s,
+        )
         async with (
-            _session(CheckedResolver(config, names)) as direct,
-            _session(names) as proxied,
+            _session(CheckedResolver(config, names), timeout) as direct,
+            _session(names, timeout) as proxied,
         ):
-            fetcher = cls(direct, proxied, config)
+            fetcher = cls(direct, proxied, config, DownloadSlots(tenant_slots))
             try:
                 yield fetcher
             finally:
                 await fetcher._flights.close()
 
     async def inline_media(
-        self, body: Body, items: Sequence[MMItem], config: ConfigFields, cuts: Cuts, held: HeldBytes
+        self, body: Body, items: Sequence[MMItem], cuts: Cuts, held: HeldBytes
     ) -> tuple[Body, Cuts]:
         """Return the body with `data:` URLs in place of `http` and `https` ones, and its cuts.
 
         At most `REQUEST_SLOTS` URLs are fetched at a time. The total size of all items is limited
-        like that of a body with media. With `--media-fetch engine` the body is returned unchanged.
-        The scope of `held` separates the cache entries of tenants.
+        like that of a body with media. The scope of `held` separates the cache entries of tenants.
 
         Raises:
             ProxyError: an item failed; the other fetches are cancelled.
         """
-        if config.media_fetch == "engine" or not (remote := _remote(items)):
+        remote = {  # `file:` URLs are left to the engines
+            item: found.url
+            for item in items
+            if isinstance(found := source(item), Remote) and found.path is None
+        }
+        if not remote:
             return body, cuts
-        total = _Total(config.worker_max_body_bytes, held)
+        size, limit = 0, self._config.worker_max_body_bytes
         same: dict[tuple[str, str], list[MMItem]] = {}
         for item, url in remote.items():
             same.setdefault((url, item.modality), []).append(item)
 
         async def fetch_items(items: list[MMItem]) -> Media:
+            nonlocal size
             try:
                 medium = await self.fetch(remote[items[0]], items[0].modality, held)
-                total.add(medium.size * len(items))
+                size += medium.size * len(items)
+                if size > limit:
+                    raise BadRequest(
+                        f"the total size of the request's media exceeds {limit} bytes as base64",
+                        slug="media_too_large",
+                    )
+                held.add(medium.size * len(items))
             except ProxyError as error:
                 raise error.at_param(items[0].media_param) from error.__cause__
             return medium
@@ -167,7 +195,6 @@ class MediaFetcher:
             self._cache.drop(key)
             raise
         if may_keep(entry.headers, key.scope):
-            self._cache.max_bytes = self._config.media_cache_bytes
             self._cache.put(key, entry)
         else:
             self._cache.drop(key)
@@ -253,33 +280,6 @@ class MediaFetcher:
         return Media(_data_url_head(response, modality), text)
 
 
-@dataclass(slots=True)
-class _Total:
-    """The total size of a request's media."""
-
-    limit: int
-    held: HeldBytes
-    size: int = 0
-
-    def add(self, size: int) -> None:
-        self.size += size
-        if self.size > self.limit:
-            raise BadRequest(
-                f"the total size of the request's media exceeds {self.limit} bytes as base64",
-                slug="media_too_large",
-            )
-        self.held.add(size)
-
-
-def _remote(items: Sequence[MMItem]) -> dict[MMItem, str]:
-    """Return the URLs of the items to fetch. `file:` URLs are left to the engines."""
-    return {
-        item: media.url
-        for item in items
-        if isinstance(media := source(item), Remote) and media.path is None
-    }
-
-
 def _base64_size(size: int) -> int:
     return -(-size // GROUP_BYTES) * GROUP
 
@@ -313,7 +313,7 @@ def _too_large(limit: int) -> BadRequest:
     return BadRequest(f"the media exceed {limit} bytes", slug="media_too_large")
 
 
-def _session(resolver: AbstractResolver) -> aiohttp.ClientSession:
+def _session(resolver: AbstractResolver, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
             resolver=resolver,
@@ -321,9 +321,7 @@ def _session(resolver: AbstractResolver) -> aiohttp.ClientSession:
             use_dns_cache=False,
             limit=0,  # `DownloadSlots` limits the downloads
         ),
-        timeout=aiohttp.ClientTimeout(
-            total=None, connect=OPEN_S, sock_connect=CONNECT_S, sock_read=SILENT_S
-        ),
+        timeout=timeout,
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"User-Agent": f"epd/{__version__}", "Accept-Encoding": "identity"},
         # aiohttp would decompress data after the head, of any size, before it can be rejected.

@@ -154,7 +154,7 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
         tracing(config) as tracer,  # closed last: it exports the spans of the other closes
         watched(app[METRICS].loop_lag, background),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
-        MediaFetcher.open(config) as media,
+        MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
         _cache(config, background) as cache,
         conversations,
         membership(config, registry, upstream, background) as registrations,

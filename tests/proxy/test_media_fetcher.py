@@ -11,8 +11,9 @@ from aiohttp import web
 
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
-from epd.media.fetch import MediaFetcher
+from epd.media.fetch import CONNECT_S, SILENT_S, MediaFetcher
 from epd.media.policy import UncountedBytes
+from epd.media.slots import TENANT_SLOTS
 from tests.requests import data_url
 from tests.support.fake_origin import ALLOWED, FakeNames, FakeOrigin
 from tests.support.fleet import until
@@ -38,10 +39,19 @@ class Fetching:
 
 
 @asynccontextmanager
-async def fetching(names: FakeNames | None = None, **more: object) -> AsyncIterator[Fetching]:
+async def fetching(
+    names: FakeNames | None = None,
+    *,
+    connect_s: float = CONNECT_S,
+    silent_s: float = SILENT_S,
+    tenant_slots: int = TENANT_SLOTS,
+    **more: object,
+) -> AsyncIterator[Fetching]:
     config = {"encode_servers_urls": "http://e", "decode_servers_urls": "http://d"}
     live = ProxyConfig.model_validate(config | ALLOWED | more)
-    async with MediaFetcher.open(live, names) as fetcher:
+    async with MediaFetcher.open(
+        live, names, connect_s=connect_s, silent_s=silent_s, tenant_slots=tenant_slots
+    ) as fetcher:
         yield Fetching(fetcher)
 
 
@@ -283,14 +293,13 @@ async def test_the_time_limit_is_for_the_whole(
     await until(lambda: origin.aborted == 1)
 
 
-async def test_an_origin_that_stays_silent_is_not_waited_for_until_the_time_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("epd.media.fetch.SILENT_S", 0.1)
-    monkeypatch.setattr("epd.media.fetch.CONNECT_S", 0.1)
+async def test_an_origin_that_stays_silent_is_not_waited_for_until_the_time_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        async with fetching(media_timeout_s=1000) as fetcher, asyncio.timeout(20):
+        async with (
+            fetching(connect_s=0.1, silent_s=0.1, media_timeout_s=1000) as fetcher,
+            asyncio.timeout(20),
+        ):
             for scheme in ("http", "https"):
                 error = await failure(fetcher.fetch(f"{scheme}://127.0.0.1:{port}/", "image"))
                 assert (error.status, error.slug) == (422, "media_fetch_failed")
@@ -298,15 +307,14 @@ async def test_an_origin_that_stays_silent_is_not_waited_for_until_the_time_limi
 
 
 async def test_the_wait_for_a_slot_does_not_count_as_time_of_the_origin(
-    origin: FakeOrigin, monkeypatch: pytest.MonkeyPatch
+    origin: FakeOrigin,
 ) -> None:
     async def slow(_: web.Request) -> web.Response:
         await asyncio.sleep(1.2)
         return web.Response(body=b"picture", content_type="image/png")
 
-    monkeypatch.setattr("epd.media.slots.TENANT_SLOTS", 1)
     origin.answer = slow
-    async with fetching(media_timeout_s=2) as fetcher:
+    async with fetching(media_timeout_s=2, tenant_slots=1) as fetcher:
         urls = [f"{origin.url}/{number}" for number in range(2)]
         fetched = await asyncio.gather(*(fetcher.fetch(url, "image") for url in urls))
 
