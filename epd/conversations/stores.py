@@ -12,6 +12,12 @@ from typing import NamedTuple, Protocol
 from epd.conversations.turn import ConversationEntry, parse_entry
 from epd.redis_urls import close, redis_client, redis_errors
 
+MAX_TOTAL_BYTES = 256 * 1024**2
+"""Maximum size of all entries. Few entries are larger than some kilobytes."""
+
+KEY = "epd:conversation"
+"""Prefix of the keys; the `key` parameter of the URL replaces it."""
+
 
 class StoreAway(Exception):
     """A read or a write failed. The message contains no secret."""
@@ -50,10 +56,6 @@ class ConversationStore(Protocol):
 
         An expired entry counts when it is detected. Expiry by an external store does not count.
         """
-
-
-MAX_TOTAL_BYTES = 256 * 1024**2
-"""Maximum size of all entries. Few entries are larger than some kilobytes."""
 
 
 class KeptEntry(NamedTuple):
@@ -131,10 +133,6 @@ class ConversationsInMemory:
             self._evict(key)
         while self._held and self._held[first := next(iter(self._held))].until_s <= now_s:
             self._evict(first)
-
-
-KEY = "epd:conversation"
-"""Prefix of the keys; the `key` parameter of the URL replaces it."""
 
 
 class ConversationsInRedis:

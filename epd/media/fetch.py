@@ -32,9 +32,10 @@ from epd.media.cache import (
     revalidation_headers,
 )
 from epd.media.forward_proxy import ProxyInvalid, forward_proxy
+from epd.media.held_bytes import HeldBytes
 from epd.media.names import LOOKUP_S, CheckedResolver, HostNames, NoAllowedAddress
 from epd.media.parts import GROUP, GROUP_BYTES, Remote, source
-from epd.media.policy import NO_ADDRESS, NO_NAME_OR_ADDRESS, HeldBytes, check_url, refused_url
+from epd.media.policy import NO_ADDRESS, NO_NAME_OR_ADDRESS, check_url, refused_url
 from epd.media.slots import REQUEST_SLOTS, TENANT_SLOTS, DownloadSlots
 from epd.version import __version__
 

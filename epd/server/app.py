@@ -54,9 +54,10 @@ from epd.request.warmup import Warmup
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.health import HealthState
-from epd.routing.instances import ANSWERING, Change, Instance, InstanceSource, Registry, Role
+from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.kv_blocks import EventCounts
 from epd.routing.namespaces import Namespaces
+from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable
 from epd.server import api_routes, operator_routes
 from epd.server.admin import ADMIN, Admin

@@ -12,7 +12,7 @@ from aiohttp import web
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
 from epd.media.fetch import CONNECT_S, SILENT_S, MediaFetcher
-from epd.media.policy import UncountedBytes
+from epd.media.held_bytes import UncountedBytes
 from epd.media.slots import TENANT_SLOTS
 from tests.requests import data_url
 from tests.support.fake_origin import ALLOWED, FakeNames, FakeOrigin

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epd.errors import UpstreamUnreachable
 from epd.routing.health import HealthPolicy, HealthState
-from epd.routing.instances import CLASHES, Change, Instance, InstanceSource, Registry, Role
+from epd.routing.instances import Instance, Role
+from epd.routing.registry import CLASHES, Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable
 from tests.examples import scaled
 
