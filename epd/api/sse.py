@@ -123,18 +123,19 @@ class EventAligner:
         failed: whether it has announced an error.
     """
 
-    def __init__(self, grammar: Grammar = OPENAI) -> None:
+    def __init__(self, grammar: Grammar = OPENAI, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self.done = False
         self.ended = False
         self.failed = False
         self._grammar = grammar
+        self._max_event_bytes = max_event_bytes
         self._held = bytearray()
 
     def feed(self, chunk: bytes) -> bytes:
         """Return the whole events up to here that were not returned before, byte for byte.
 
         Raises:
-            ValueError: an event is larger than `MAX_EVENT_BYTES`.
+            ValueError: an event is larger than `max_event_bytes`.
         """
         # Most chunks are one event of this form, which no grammar treats as an error or an end. A
         # search of each for the words of the grammar would cost twice as much.
@@ -170,7 +171,7 @@ class EventAligner:
         else:
             for match in _BLANK_LINE.finditer(self._held, start):
                 end = match.end()
-        if len(self._held) - end > MAX_EVENT_BYTES:
+        if len(self._held) - end > self._max_event_bytes:
             raise ValueError("event too large")
         events = bytes(self._held[:end])
         del self._held[:end]

@@ -36,7 +36,7 @@ from epd.media.held_bytes import HeldBytes
 from epd.media.names import LOOKUP_S, CheckedResolver, HostNames, NoAllowedAddress
 from epd.media.parts import GROUP, GROUP_BYTES, Remote, source
 from epd.media.policy import NO_ADDRESS, NO_NAME_OR_ADDRESS, check_url, refused_url
-from epd.media.slots import REQUEST_SLOTS, TENANT_SLOTS, DownloadSlots
+from epd.media.slots import REQUEST_SLOTS, DownloadSlots
 from epd.version import __version__
 
 MAX_REDIRECTS = 3
@@ -62,7 +62,6 @@ class MediaFetcher:
         direct: aiohttp.ClientSession,
         proxied: aiohttp.ClientSession,
         config: ConfigFields,
-        slots: DownloadSlots,
     ) -> None:
         """Create a fetcher. Only `proxied` may connect to any address: those of forward proxies."""
         self._direct = direct
@@ -70,7 +69,7 @@ class MediaFetcher:
         self._config = config
         self._cache = MediaCache(config.media_cache_bytes)
         self._flights: Flights[CacheKey, Media] = Flights()
-        self._slots = slots
+        self._slots = DownloadSlots()
 
     @classmethod
     @asynccontextmanager
@@ -81,7 +80,6 @@ class MediaFetcher:
         *,
         connect_s: float = CONNECT_S,
         silent_s: float = SILENT_S,
-        tenant_slots: int = TENANT_SLOTS,
     ) -> AsyncIterator[Self]:
         """Return a fetcher with connection pools of its own, which are closed at the exit.
 
@@ -90,7 +88,6 @@ class MediaFetcher:
             resolver: resolver of host names; None for the machine's.
             connect_s: timeout of a connect to one address, including the TLS handshake, in seconds.
             silent_s: time for which an origin may send nothing, before its answer or within it.
-            tenant_slots: maximum number of concurrent downloads of one tenant.
         """
         names = resolver or HostNames()
         timeout = aiohttp.ClientTimeout(
@@ -104,7 +101,7 @@ class MediaFetcher:
             _session(CheckedResolver(config, names), timeout) as direct,
             _session(names, timeout) as proxied,
         ):
-            fetcher = cls(direct, proxied, config, DownloadSlots(tenant_slots))
+            fetcher = cls(direct, proxied, config)
             try:
                 yield fetcher
             finally:

@@ -20,8 +20,7 @@ REQUEST_SLOTS = 4
 class DownloadSlots:
     """Slots of one process. Those of a tenant are given in the order of arrival."""
 
-    def __init__(self, tenant_slots: int = TENANT_SLOTS) -> None:
-        self._tenant_slots = tenant_slots
+    def __init__(self) -> None:
         self._slots = asyncio.Semaphore(SLOTS)
         # The semaphore of a tenant exists as long as a download uses it or waits for it.
         self._of_tenants: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -33,7 +32,7 @@ class DownloadSlots:
         Raises:
             Overloaded: no slot was free in time.
         """
-        own = self._of_tenants.setdefault(tenant, asyncio.Semaphore(self._tenant_slots))
+        own = self._of_tenants.setdefault(tenant, asyncio.Semaphore(TENANT_SLOTS))
         async with AsyncExitStack() as held:
             try:
                 async with asyncio.timeout(wait_s):

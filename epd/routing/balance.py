@@ -15,8 +15,6 @@ from epd.routing.rendezvous import cheapest_engine, distances, upper_bound
 from epd.routing.table import Candidate, InstanceTable
 
 MAX_OWED = 4096
-"""Upper bound of the instances that a round-robin remembers, removed ones included."""
-
 _share, _pressure = attrgetter("share"), attrgetter("pressure")
 
 
@@ -34,12 +32,14 @@ class RoundRobin:
     its credit, selects the highest credit, and subtracts the sum of all weights from it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_owed: int = MAX_OWED) -> None:
+        """Start without credit. Remember at most `max_owed` instances, removed ones included."""
+        self._max_owed = max_owed
         self._owed: dict[Load, float] = {}
 
     def pick_load(self, loads: Sequence[Load], key: str = "") -> Load:  # noqa: ARG002
         owed = self._owed
-        if len(owed) > MAX_OWED:  # many have been removed
+        if len(owed) > self._max_owed:  # many have been removed
             owed = self._owed = {load: owed.get(load, 0.0) for load in loads}
         total, best, most = 0.0, loads[0], -math.inf
         for load in loads:

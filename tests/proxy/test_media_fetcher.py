@@ -11,9 +11,9 @@ from aiohttp import web
 
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
+from epd.media import slots
 from epd.media.fetch import CONNECT_S, SILENT_S, MediaFetcher
 from epd.media.held_bytes import UncountedBytes
-from epd.media.slots import TENANT_SLOTS
 from tests.requests import data_url
 from tests.support.fake_origin import ALLOWED, FakeNames, FakeOrigin
 from tests.support.fleet import until
@@ -44,14 +44,11 @@ async def fetching(
     *,
     connect_s: float = CONNECT_S,
     silent_s: float = SILENT_S,
-    tenant_slots: int = TENANT_SLOTS,
     **more: object,
 ) -> AsyncIterator[Fetching]:
     config = {"encode_servers_urls": "http://e", "decode_servers_urls": "http://d"}
     live = ProxyConfig.model_validate(config | ALLOWED | more)
-    async with MediaFetcher.open(
-        live, names, connect_s=connect_s, silent_s=silent_s, tenant_slots=tenant_slots
-    ) as fetcher:
+    async with MediaFetcher.open(live, names, connect_s=connect_s, silent_s=silent_s) as fetcher:
         yield Fetching(fetcher)
 
 
@@ -307,14 +304,15 @@ async def test_an_origin_that_stays_silent_is_not_waited_for_until_the_time_limi
 
 
 async def test_the_wait_for_a_slot_does_not_count_as_time_of_the_origin(
-    origin: FakeOrigin,
+    origin: FakeOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def slow(_: web.Request) -> web.Response:
         await asyncio.sleep(1.2)
         return web.Response(body=b"picture", content_type="image/png")
 
+    monkeypatch.setattr(slots, "TENANT_SLOTS", 1)
     origin.answer = slow
-    async with fetching(media_timeout_s=2, tenant_slots=1) as fetcher:
+    async with fetching(media_timeout_s=2) as fetcher:
         urls = [f"{origin.url}/{number}" for number in range(2)]
         fetched = await asyncio.gather(*(fetcher.fetch(url, "image") for url in urls))
 

@@ -91,9 +91,8 @@ def test_turns_stay_fair_where_instances_come_and_go() -> None:
     assert max(had.values()) < 1600
 
 
-def test_turns_do_not_remember_all_that_ever_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.routing.balance.MAX_OWED", 8)
-    balance = RoundRobin()
+def test_turns_do_not_remember_all_that_ever_were() -> None:
+    balance = RoundRobin(max_owed=8)
     for _ in range(50):
         loads = idle(1, 1, 1)
         assert {balance.pick_load(loads) for _ in range(3)} == set(loads)
