@@ -60,13 +60,13 @@ class Background:
     @asynccontextmanager
     async def run_task(self, task: str, work: Work) -> AsyncIterator[None]:
         """Run a task, as `keep_running` does, until the context exits, which waits for its end."""
-        kept = asyncio.create_task(self.keep_running(task, work))
+        running = asyncio.create_task(self.keep_running(task, work))
         try:
             yield
         finally:
-            kept.cancel()
+            running.cancel()
             with suppress(asyncio.CancelledError):
-                await kept
+                await running
 
     async def keep_running(self, task: str, work: Work) -> None:
         """Call `work` until it returns; after an exception, call it again.

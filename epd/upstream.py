@@ -452,7 +452,7 @@ async def _send_again(pool: Pool, request: _Request, until_s: float, broken: Bro
 
 async def _send_on_new(pool: Pool, request: _Request, until_s: float) -> Connection:
     connection = await pool.connect(request.target.origin, until_s)
-    connection.kept = False
+    connection.reusable = False
     try:
         await connection.send_request(
             request.head("Connection: close\r\n"), request.body or (), until_s

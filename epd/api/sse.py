@@ -129,7 +129,7 @@ class EventAligner:
         self.failed = False
         self._grammar = grammar
         self._max_event_bytes = max_event_bytes
-        self._held = bytearray()
+        self._partial = bytearray()
 
     def feed(self, chunk: bytes) -> bytes:
         """Return the whole events up to here that were not returned before, byte for byte.
@@ -145,11 +145,11 @@ class EventAligner:
             and chunk.find(_LF) == len(chunk) - 2
             and chunk[-1] == _LF
             and _CR not in chunk
-            and not self._held
+            and not self._partial
         ):
             return chunk
         # vLLM sends whole events. A copy of each would cost more than all other steps.
-        whole = not self._held and chunk.endswith(b"\n\n")
+        whole = not self._partial and chunk.endswith(b"\n\n")
         events = chunk if whole else self._whole_events(chunk)
         grammar = self._grammar
         self.done = self.done or (
@@ -163,18 +163,18 @@ class EventAligner:
 
     def _whole_events(self, chunk: bytes) -> bytes:
         # A blank line may begin in the bytes searched before, at most three bytes from their end.
-        start = max(0, len(self._held) - 3)
-        self._held += chunk
+        start = max(0, len(self._partial) - 3)
+        self._partial += chunk
         end = 0
-        if self._held.endswith(b"\n\n"):  # as vLLM ends each event
-            end = len(self._held)
+        if self._partial.endswith(b"\n\n"):  # as vLLM ends each event
+            end = len(self._partial)
         else:
-            for match in _BLANK_LINE.finditer(self._held, start):
+            for match in _BLANK_LINE.finditer(self._partial, start):
                 end = match.end()
-        if len(self._held) - end > self._max_event_bytes:
+        if len(self._partial) - end > self._max_event_bytes:
             raise ValueError("event too large")
-        events = bytes(self._held[:end])
-        del self._held[:end]
+        events = bytes(self._partial[:end])
+        del self._partial[:end]
         return events
 
 

@@ -58,7 +58,7 @@ class ConversationStore(Protocol):
         """
 
 
-class KeptEntry(NamedTuple):
+class StoredEntry(NamedTuple):
     """An entry with its time of expiry on the store's clock, and its size in bytes as JSON."""
 
     until_s: float
@@ -79,7 +79,7 @@ class ConversationsInMemory:
         self._most = most
         self._clock = clock
         self._max_bytes = max_bytes
-        self._held: OrderedDict[str, KeptEntry] = OrderedDict()
+        self._entries: OrderedDict[str, StoredEntry] = OrderedDict()
         self._bytes = 0
         self._evicted = 0
 
@@ -87,7 +87,7 @@ class ConversationsInMemory:
     def entry_count(self) -> int:
         """The number of entries that have not expired."""
         self._expire()
-        return len(self._held)
+        return len(self._entries)
 
     @property
     def dropped_count(self) -> int:
@@ -95,29 +95,31 @@ class ConversationsInMemory:
 
     async def take_entry(self, key: str) -> ConversationEntry | None:
         self._expire(key)
-        kept = self._drop(key)
-        return None if kept is None else kept.entry
+        stored = self._drop(key)
+        return None if stored is None else stored.entry
 
     async def put(self, key: str, entry: ConversationEntry, ttl_s: float) -> None:
         self._expire(key)
         self._drop(key)
-        self._held[key] = kept = KeptEntry(self._clock() + ttl_s, entry, len(entry.to_json()))
-        self._bytes += kept.size
-        while len(self._held) > self._most or self._bytes > self._max_bytes:
-            self._evict(next(iter(self._held)))
+        self._entries[key] = stored = StoredEntry(
+            self._clock() + ttl_s, entry, len(entry.to_json())
+        )
+        self._bytes += stored.size
+        while len(self._entries) > self._most or self._bytes > self._max_bytes:
+            self._evict(next(iter(self._entries)))
 
     def forget_decode(self, decode: str) -> None:
-        for key in [key for key, kept in self._held.items() if kept.entry.decode == decode]:
+        for key in [key for key, stored in self._entries.items() if stored.entry.decode == decode]:
             self._evict(key)
 
     async def close(self) -> None:
         """Do nothing: the store has no connection."""
 
-    def _drop(self, key: str) -> KeptEntry | None:
-        kept = self._held.pop(key, None)
-        if kept is not None:
-            self._bytes -= kept.size
-        return kept
+    def _drop(self, key: str) -> StoredEntry | None:
+        stored = self._entries.pop(key, None)
+        if stored is not None:
+            self._bytes -= stored.size
+        return stored
 
     def _evict(self, key: str) -> None:
         self._drop(key)
@@ -129,9 +131,9 @@ class ConversationsInMemory:
         Expired entries remain for now behind one with a longer time to live.
         """
         now_s = self._clock()
-        if key is not None and key in self._held and self._held[key].until_s <= now_s:
+        if key is not None and key in self._entries and self._entries[key].until_s <= now_s:
             self._evict(key)
-        while self._held and self._held[first := next(iter(self._held))].until_s <= now_s:
+        while self._entries and self._entries[first := next(iter(self._entries))].until_s <= now_s:
             self._evict(first)
 
 

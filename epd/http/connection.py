@@ -80,19 +80,19 @@ class Connection(asyncio.Protocol):
     Attributes:
         origin: its server.
         reused: whether the current request is not its first.
-        kept: whether it may be reused.
+        reusable: whether it may be reused.
         idle_since_s: start of its idle time, on the event loop's clock.
     """
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
         self.reused = False
-        self.kept = True
+        self.reusable = True
         self.idle_since_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._answer = AnswerReader()
-        self._asked = False
+        self._requested = False
         self._sent_s: float | None = None
         self._failure: Exception | None = None
         self._writable = True
@@ -140,9 +140,9 @@ class Connection(asyncio.Protocol):
     @property
     def is_usable(self) -> bool:
         return (
-            self.kept
+            self.reusable
             and self._reading  # else the next answer would not be read
-            and (not self._asked or self._answer.reusable)
+            and (not self._requested or self._answer.reusable)
             and not self._transport.is_closing()
             and not self._transport.get_write_buffer_size()
         )
@@ -155,7 +155,7 @@ class Connection(asyncio.Protocol):
         on_sent: Callable[[], None] | None = None,
     ) -> None:
         """Send a request, call `on_sent`, and wait for the head of the answer."""
-        self.reused, self._asked = self._asked, True
+        self.reused, self._requested = self._requested, True
         self._sent_s = None
         self._answer.start_answer()
         self._check_open()
@@ -180,7 +180,7 @@ class Connection(asyncio.Protocol):
             await self._wait(until_s)
         # RFC 9112, 9.5: send no more after an error. A complete answer needs no more either.
         if self._answer.status >= HTTPStatus.BAD_REQUEST or self._answer.complete:
-            self.kept = False
+            self.reusable = False
             return
         self._check_open()
         self._transport.writelines(batch)
@@ -284,7 +284,7 @@ class Connection(asyncio.Protocol):
         _enable_keepalive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
-        if not self._asked or self._answer.complete:  # no request is waiting for it
+        if not self._requested or self._answer.complete:  # no request is waiting for it
             self.abort()
             return
         try:

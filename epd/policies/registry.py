@@ -121,13 +121,9 @@ class Active(NamedTuple):
         course = self.policy.course(facts)
         if course is None or (course.decode_from and course.decode_choice):
             return course
-        return Course(
-            course.encode,
-            course.prefill,
-            course.prefill_url,
-            course.decode_from or self.common.decode_from,
-            course.decode_choice or self.common.decode_choice,
-            course.items,
+        return course._replace(
+            decode_from=course.decode_from or self.common.decode_from,
+            decode_choice=course.decode_choice or self.common.decode_choice,
         )
 
 

@@ -13,10 +13,10 @@ from epd.routing.prefix import NO_PREFIX, Prefix, PrefixCache
 from epd.routing.rendezvous import cheapest_engine
 from epd.routing.reports import KVMoved, Report
 
-KEPT_INTERVALS = 3
+REPORT_TTL_INTERVALS = 3
 """Age of a report, in intervals, after which it expires."""
 
-MIN_KEPT_S = 2.0
+MIN_REPORT_TTL_S = 2.0
 """Minimum age at which a report expires, for short intervals."""
 
 MAX_DOUBLINGS = 5
@@ -109,7 +109,9 @@ class Load(EngineLoad):
     def prompts(self) -> Prompts:
         """The prompts of this proxy so far, if the instance is chosen by their content."""
         caches = self.caches
-        return Prompts(sum(cache.asked for cache in caches), sum(cache.matched for cache in caches))
+        return Prompts(
+            sum(cache.prompt_tokens for cache in caches), sum(cache.matched for cache in caches)
+        )
 
     @property
     def pending_tokens(self) -> int:
@@ -175,7 +177,7 @@ class Load(EngineLoad):
             self._failures = min(self._failures + 1, MAX_DOUBLINGS)
             return
         self._failures = 0
-        self._expires_s = now_s + max(interval_s * KEPT_INTERVALS, MIN_KEPT_S)
+        self._expires_s = now_s + max(interval_s * REPORT_TTL_INTERVALS, MIN_REPORT_TTL_S)
         self.report = report
         before, self._progress = self._progress, report.progress
         moved = report.progress != before

@@ -21,7 +21,7 @@ MAX_LINKS = 16_384
 MAX_TOKENS = 500_000
 """Upper bound of the tokens of these links, for an engine that does not report its size."""
 
-KEPT_S = 300.0
+LINK_TTL_S = 300.0
 """Time after its last use at which a link expires, in seconds: other clients of the engine evict
 blocks too."""
 
@@ -66,8 +66,8 @@ class PrefixCache:
         tokens: tokens of the estimated links.
         precise: whether events of the engine keep the content up to date.
         pending: tokens that the engine has to compute for prompts of this proxy.
-        asked: tokens of all prompts so far.
-        matched: the part of `asked` that was in the cache.
+        prompt_tokens: tokens of all prompts so far.
+        matched: the part of `prompt_tokens` that was in the cache.
     """
 
     _clock: Callable[[], float]
@@ -77,7 +77,7 @@ class PrefixCache:
     tokens: int = 0
     precise: bool = False
     pending: int = 0
-    asked: int = 0
+    prompt_tokens: int = 0
     matched: int = 0
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class PrefixCache:
 
     def hold(self, prefix: Prefix) -> None:
         """Add the links of a prompt, or mark them as used."""
-        known, expires_s, end = self._links, self._clock() + KEPT_S, prefix.tokens
+        known, expires_s, end = self._links, self._clock() + LINK_TTL_S, prefix.tokens
         for index in range(len(prefix.links) - 1, -1, -1):
             link, before = prefix.links[index], prefix.ends[index - 1] if index else 0
             if link in self._reported:
@@ -136,7 +136,7 @@ class PrefixCache:
 
     def estimate_reported(self) -> None:
         """Estimate from now on what the engine has reported: events are missing."""
-        expires_s = self._clock() + KEPT_S
+        expires_s = self._clock() + LINK_TTL_S
         for link, tokens in self._reported.items():
             self._links[link] = tokens, expires_s
             self.tokens += tokens
@@ -148,7 +148,7 @@ class PrefixCache:
         """Count a prompt that the engine gets now. Return the tokens that it has to compute."""
         matched = prefix.tokens_of(self.match(prefix))
         computed = prefix.tokens - matched
-        self.asked += prefix.tokens
+        self.prompt_tokens += prefix.tokens
         self.matched += matched
         self.pending += computed
         self.hold(prefix)

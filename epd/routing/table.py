@@ -241,9 +241,9 @@ class InstanceTable:
         candidate = self._members.pop(instance.key, None)
         if candidate is None:
             return
-        seats = self._by_role[instance.role]
-        seats.remove(candidate)
-        if not seats:
+        candidates = self._by_role[instance.role]
+        candidates.remove(candidate)
+        if not candidates:
             self.roles -= {instance.role}
         self.changes += 1
         candidate.load.leave()
@@ -255,8 +255,8 @@ class InstanceTable:
         before = self._members[old.key]
         before.load.set_weight(new.weight)
         self._members[new.key] = candidate = before._replace(instance=new)
-        seats = self._by_role[new.role]
-        seats[seats.index(before)] = candidate
+        candidates = self._by_role[new.role]
+        candidates[candidates.index(before)] = candidate
 
     def of_roles(self, *roles: Role) -> tuple[Instance, ...]:
         return tuple(candidate.instance for candidate in self.all(*roles))

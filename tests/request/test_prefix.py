@@ -28,7 +28,7 @@ from epd.routing.engine_load import EngineLoad
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Load
 from epd.routing.prefix import (
-    KEPT_S,
+    LINK_TTL_S,
     MAX_LINKS,
     NO_PREFIX,
     Prefix,
@@ -285,7 +285,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.held |= dict.fromkeys(prompt.links, self.clock.now_s)
         assert self.cache.match(prompt) == len(prompt.links)
 
-    @rule(seconds=st.sampled_from([1.0, KEPT_S / 2, KEPT_S]))
+    @rule(seconds=st.sampled_from([1.0, LINK_TTL_S / 2, LINK_TTL_S]))
     def wait(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
@@ -296,11 +296,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(names=some_prompt)
     def count_prompt(self, names: list[str]) -> None:
-        prompt, asked, matched = chain(*names), self.cache.asked, self.cache.matched
+        prompt, asked, matched = chain(*names), self.cache.prompt_tokens, self.cache.matched
         computed = self.cache.begin_prompt(prompt)
         self.prompts.append(prompt)
         self.held |= dict.fromkeys(prompt.links, self.clock.now_s)
-        assert self.cache.asked == asked + prompt.tokens
+        assert self.cache.prompt_tokens == asked + prompt.tokens
         assert self.cache.matched == matched + prompt.tokens - computed
         assert self.cache.pending == computed
         self.cache.pending -= computed
@@ -310,7 +310,7 @@ class CacheMachine(RuleBasedStateMachine):
         for prompt in self.prompts:
             known = self.cache.match(prompt)
             for link in prompt.links[:known]:
-                assert self.clock.now_s < self.held[link] + KEPT_S
+                assert self.clock.now_s < self.held[link] + LINK_TTL_S
         assert self.cache.tokens == 10 * len(self.cache) <= self.cache.limit
         every = {link for one in self.prompts for link in one.links[: self.cache.match(one)]}
         assert len(every) == len(self.cache)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd.routing.instances import Instance, Role
-from epd.routing.load import KEPT_INTERVALS, Load
+from epd.routing.load import REPORT_TTL_INTERVALS, Load
 from epd.routing.reports import KVMoved, Report
 from epd.routing.table import InstanceTable
 
@@ -78,7 +78,7 @@ class Accounts(RuleBasedStateMachine):
             max(0, said - most) for said, most in zip(self.page, self.most_ranks, strict=True)
         ]
         assert self.known <= self.others_then
-        self.until_s = self.now_s + KEPT_INTERVALS * INTERVAL_S
+        self.until_s = self.now_s + REPORT_TTL_INTERVALS * INTERVAL_S
         self.asked, self.page = False, None
 
     @precondition(lambda self: self.asked)
@@ -89,7 +89,7 @@ class Accounts(RuleBasedStateMachine):
 
     @rule()
     def advance_time(self) -> None:
-        self._pass(KEPT_INTERVALS * INTERVAL_S)
+        self._pass(REPORT_TTL_INTERVALS * INTERVAL_S)
 
     def _pass(self, seconds: float) -> None:
         self.now_s += seconds
@@ -267,7 +267,7 @@ def test_a_down_instance_is_not_polled_and_its_report_is_dropped() -> None:
         table.record_report(one, report(7), INTERVAL_S)
     for _ in range(3):
         table.record_probe(A, well=False)
-    clock.now_s = KEPT_INTERVALS * INTERVAL_S
+    clock.now_s = REPORT_TTL_INTERVALS * INTERVAL_S
 
     assert table.reports_due([Role.DECODE], INTERVAL_S) == [B]
     assert table.load(A).report is None
