@@ -139,8 +139,8 @@ class Reply:
 
     def __post_init__(self) -> None:
         # The connection may serve another request once it is released.
-        self.status = self._connection.status
-        self.headers = self._connection.headers
+        self.status = self._connection.answer.status
+        self.headers = self._connection.answer.headers
         html = self.headers.get("Content-Type", "").startswith("text/html")
         self.ok = is_success(self.status) and not html
 
@@ -197,14 +197,13 @@ class Reply:
             UpstreamFailed: the body was cut off.
             UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
-        if self._connection.complete and not self._ahead and may_hold(self._connection.held_bytes):
+        answer = self._connection.answer
+        if answer.complete and not self._ahead and may_hold(answer.held):
             self._body = self._connection.take_body()
             return self._body
         parts, held = list[bytes](), True
         while (
-            held
-            and (self._ahead or not self._connection.has_ended)
-            and (chunk := await self.chunk(idle_s))
+            held and (self._ahead or not answer.has_ended) and (chunk := await self.chunk(idle_s))
         ):
             parts.append(chunk)
             held = may_hold(len(chunk))
@@ -222,7 +221,7 @@ class Reply:
             UpstreamFailed: the connection broke.
             UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
-        if self._connection.complete or self._connection.held_bytes:
+        if self._connection.answer.complete or self._connection.answer.held:
             return
         try:
             await self._connection.wait_body(self._deadline_s(idle_s))
@@ -268,7 +267,7 @@ class Reply:
         if self._ahead:
             ahead, self._ahead = self._ahead, b""
             if not sink(ahead):
-                return self._connection.has_ended
+                return self._connection.answer.has_ended
         try:
             return await self._connection.pour_body(sink, idle_s)
         except FAILURES as error:
@@ -388,7 +387,7 @@ class Upstream:
                 connection = await _send_again(self._pool, request, until_s, error)
         except FAILURES as error:
             raise stage_error(error, stage, broken=f"{stage}_failed") from underlying_error(error)
-        if connection.headers.get("Content-Encoding", "identity").lower() != "identity":
+        if connection.answer.headers.get("Content-Encoding", "identity").lower() != "identity":
             connection.abort()
             raise UpstreamFailed(
                 f"the {stage} instance's answer has an unsupported encoding",
@@ -417,7 +416,7 @@ class Upstream:
                 raise failure from error
             return False
         connection.abort()
-        return is_success(connection.status)
+        return is_success(connection.answer.status)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Requests and bytes of each tenant, counted over all workers, and the limit of its rate. Pure."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 MINUTE_S = 60.0
@@ -124,8 +124,7 @@ class TenantLedger:
         if slot == MAX_SHARED:
             return TenantUse()
         row.keys[slot] = key
-        others = [SlotReader(other, key) for other in self._rows if other is not row]
-        return SharedUse(row, slot, others)
+        return SharedUse(row, slot, [other for other in self._rows if other is not row])
 
     def forget_requests(self, worker: int) -> None:
         """Remove the requests of a worker that has died. Its rates stay."""
@@ -134,41 +133,18 @@ class TenantLedger:
             row.requests[slot] = 0
 
 
-@dataclass(slots=True, eq=False)
-class SlotReader:
-    """Slot of a tenant in the row of another worker, once that worker has one."""
-
-    _row: LedgerRow
-    _key: int
-    _slot: int = 0
-    _found: bool = False
-
-    def find(self) -> bool:
-        """Return whether the worker has a slot for the tenant."""
-        if not self._found:
-            self._slot = self._row.find_slot(self._key, self._slot)
-            self._found = self._slot < MAX_SHARED and self._row.keys[self._slot] == self._key
-        return self._found
-
-    @property
-    def requests(self) -> int:
-        return self._row.requests[self._slot] if self.find() else 0
-
-    @property
-    def full_at_s(self) -> float:
-        return self._row.full_at_s[self._slot] if self.find() else 0.0
-
-
 class SharedUse(TenantUse):
     """Use of a tenant that the other workers see. Its cost grows with their number."""
 
-    __slots__ = ("_others", "_row", "_slot")
+    __slots__ = ("_found", "_key", "_others", "_row", "_slot")
 
-    def __init__(self, row: LedgerRow, slot: int, others: Sequence[SlotReader]) -> None:
+    def __init__(self, row: LedgerRow, slot: int, others: Sequence[LedgerRow]) -> None:
         super().__init__()
         self._row = row
         self._slot = slot
+        self._key = row.keys[slot]
         self._others = others
+        self._found = [0] * len(others)  # slots from which the tenant's is searched
         self.full_at_s = row.full_at_s[slot]
 
     def begin_request(self) -> None:
@@ -180,10 +156,17 @@ class SharedUse(TenantUse):
         self._row.requests[self._slot] = self.requests
 
     def total_requests(self) -> int:
-        return self.requests + sum([other.requests for other in self._others])
+        return self.requests + sum([row.requests[slot] for row, slot in self._other_slots()])
 
     def latest_full_at_s(self) -> float:
-        return max([self.full_at_s, *(other.full_at_s for other in self._others)])
+        return max([self.full_at_s, *(row.full_at_s[slot] for row, slot in self._other_slots())])
 
     def set_full_at_s(self, full_at_s: float) -> None:
         self.full_at_s = self._row.full_at_s[self._slot] = full_at_s
+
+    def _other_slots(self) -> Iterator[tuple[LedgerRow, int]]:
+        """Yield the slots of the tenant in the rows of the other workers that have one."""
+        for number, row in enumerate(self._others):
+            slot = self._found[number] = row.find_slot(self._key, self._found[number])
+            if slot < MAX_SHARED and row.keys[slot] == self._key:
+                yield row, slot

@@ -209,8 +209,11 @@ class MediaFetcher:
             headers = revalidation_headers(ours.headers) if ours else {}
             headers["Accept"] = f"{key.modality}/*"
             async with self._answer(url, headers) as response:
-                cache_headers = _cache_headers(response)
-                location = response.headers.get("Location")
+                received = response.headers
+                cache_headers: Headers = {
+                    name: ",".join(received.getall(name)) for name in HEADERS if name in received
+                }
+                location = received.get("Location")
                 if response.status in REDIRECTS and location:
                     # The result is at most as fresh as the redirects to it.
                     kept = may_keep(cache_headers, key.scope)
@@ -269,17 +272,14 @@ class MediaFetcher:
                 raise _too_large(limit)
             rest += chunk
             whole = len(rest) // GROUP_BYTES * GROUP_BYTES  # whole groups can be concatenated
-            if (now := _base64_size(max(size, min(length, 2 * size)))) > counted:
+            groups = -(-max(size, min(length, 2 * size)) // GROUP_BYTES)
+            if (now := groups * GROUP) > counted:
                 held.add(now - counted)
                 counted = now
             text += base64.b64encode(rest[:whole])
             rest = rest[whole:]
         text += base64.b64encode(rest)
         return Media(_data_url_head(response, modality), text)
-
-
-def _base64_size(size: int) -> int:
-    return -(-size // GROUP_BYTES) * GROUP
 
 
 def _now() -> float:
@@ -294,11 +294,6 @@ def _check_head(response: aiohttp.ClientResponse) -> None:
         raise MediaFetchFailed(f"the origin answered {status}")
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise MediaFetchFailed("the origin's answer has an unsupported encoding")
-
-
-def _cache_headers(response: aiohttp.ClientResponse) -> Headers:
-    headers = response.headers
-    return {name: ",".join(headers.getall(name)) for name in HEADERS if name in headers}
 
 
 def _data_url_head(response: aiohttp.ClientResponse, modality: str) -> str:

@@ -4,9 +4,10 @@ import enum
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from epd.routing.instances import Instance, Role
+from epd.routing.table import InstanceTable
 
 Change = Literal["added", "removed", "refused"]
 """The change of an instance after a source has added or dropped it."""
@@ -29,18 +30,6 @@ class InstanceSource(enum.StrEnum):
     DNS = "dns"
 
 
-class Table(Protocol):
-    """Receives the resulting membership."""
-
-    def add(self, instance: Instance) -> None: ...
-
-    def remove(self, instance: Instance) -> None:
-        """Stop sending new requests to an instance."""
-
-    def set_weight(self, old: Instance, new: Instance) -> None:
-        """Give a member the weight of `new`, which is equal in all else."""
-
-
 class Member(NamedTuple):
     """An instance that sources name, admitted at `since_s` on the wall clock."""
 
@@ -59,7 +48,7 @@ class Registry:
 
     def __init__(
         self,
-        table: Table,
+        table: InstanceTable,
         configured: Iterable[Instance] = (),
         *,
         fits: Callable[[Instance], bool] = lambda _: True,

@@ -439,7 +439,7 @@ async def test_an_answer_may_come_before_the_body_is_taken() -> None:
     script = [read_head(), send(answer(b"no", 413)), hold()]
     async with asking([*script[:2], wait(LONG_S)]) as here:
         connection = await here.ask(b"x" * 64 * PIECE_BYTES)
-        assert (connection.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
+        assert (connection.answer.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
         assert not connection.is_usable
 
 
@@ -456,7 +456,7 @@ async def test_connection_stops_sending_a_body_after_a_rejection(length: int) ->
     rejection = answer(b"no", 413, length=length)
     async with asking([read_head(), send(rejection), wait(0.2), count]) as here:
         connection = await here.ask(body)
-        assert (connection.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
+        assert (connection.answer.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
         await asyncio.sleep(0.5)
         assert not connection.is_usable
         here.pool.give_back(connection)
