@@ -103,7 +103,7 @@ def conversation_id(body: Body) -> str | None:
             )
 
 
-class Prompt(NamedTuple):
+class PromptQuestion(NamedTuple):
     """Prompt of a request, as far as the proxy knows it.
 
     Attributes:
@@ -117,7 +117,7 @@ class Prompt(NamedTuple):
     tokens: list[int] | None = None
 
 
-def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
+def prompt_of(body: Body, fields: Iterable[str]) -> PromptQuestion | None:
     """Return the prompt of a request; None if its tokens cannot be determined.
 
     `/tokenize` tokenizes the `fields` as the request's endpoint does.
@@ -134,7 +134,7 @@ def prompt_of(body: Body, fields: Iterable[str]) -> Prompt | None:
     alike = {name: body[name] for name in ALIKE if body.get(name) is not None}
     form = blake3(dump_json(alike, sort_keys=True)).hexdigest()
     given = question.get("prompt")
-    return Prompt(question, form, given if isinstance(given, list) else None)
+    return PromptQuestion(question, form, given if isinstance(given, list) else None)
 
 
 def _determines_kv(messages: Any) -> bool:

@@ -12,7 +12,6 @@ The steps for one item, each taken unless an earlier one has the output:
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -77,12 +76,12 @@ class Encoder:
         Raises:
             ProxyError: an item failed; encodes of the others that no request shares are cancelled.
         """
-        items, record = job.request.media_items, job.context.record
+        items, record = job.request.items, job.request.record
         if self._placement.skips_encode(job):
             return [EncodedItem(item, OutputFacts(), "local") for item in items]
-        record.hits, record.waits = {}, 0
+        record.begin_encode()
         async with self._lookup(job) as lookup:
-            record.at = "encode"
+            record.wait_for("encode")
             plans = self._plan_items(job, lookup)
             tasks = self._encode_tasks(job, lookup, plans)
             if len(tasks) == 1:
@@ -90,17 +89,13 @@ class Encoder:
             else:
                 encoded_now = await gather_first(self._encode_item, tasks, AT_ONCE)
         encoded_items = _in_order(items, encoded_now, lookup, plans)
-        results = [encoded_item.result for encoded_item in encoded_items]
-        record.items = {result: results.count(result) for result in results}
-        if "hit" in record.items:
-            hits = [item.item.modality for item in encoded_items if item.result == "hit"]
-            record.hits = Counter(hits)
+        record.add_items([(known.result, known.item.modality) for known in encoded_items])
         return encoded_items
 
     @asynccontextmanager
     async def _lookup(self, job: EncodeJob) -> AsyncIterator[StoreLookup]:
         """Look up the items in the store, and hold the claims of missing ones until the exit."""
-        output_keys = {item: job.output_key(item) for item in job.request.media_items}
+        output_keys = {item: job.output_key(item) for item in job.request.items}
         if self._claims is None:
             yield StoreLookup(output_keys)
             return
@@ -120,7 +115,7 @@ class Encoder:
             patient=not job.has_all_media,
             namespace=job.namespace,
         ) as pending:
-            with job.context.time_stage("store", "lookup"):
+            with job.request.record.time_stage("store", "lookup"):
                 result = await pending.lookup_result()
             if result is None:
                 yield StoreLookup(output_keys, identifiers)
@@ -142,10 +137,10 @@ class Encoder:
     def _plan_items(self, job: EncodeJob, lookup: StoreLookup) -> Mapping[MMItem, ItemPlan]:
         under_way = partial(self._is_under_way, job, lookup)
         plans = self._placement.plan_items(job, lookup, under_way)
-        if places := [plan.place.labels for plan in plans.values() if plan.place]:
-            job.context.record.places = Counter(places)
+        record = job.request.record
+        record.add_places([plan.place.labels for plan in plans.values() if plan.place])
         if any(plan.place is OVERLOADED for plan in plans.values()):
-            job.context.record.degraded.add("encode-local")
+            record.add_degraded("encode-local")
         return plans
 
     def _is_under_way(self, job: EncodeJob, lookup: StoreLookup, item: MMItem) -> bool:
@@ -165,7 +160,7 @@ class Encoder:
         Raises:
             ProxyError: an item has no media.
         """
-        loop, config = asyncio.get_running_loop(), job.context.config
+        loop, config = asyncio.get_running_loop(), job.request.config
         limits = EncodeLimits(loop.time() + config.encode_timeout_s)
         missing = [item for item, plan in plans.items() if not plan.at_consumer]
         if (unknown := next((item for item in missing if not item.has_media), None)) is not None:
@@ -191,7 +186,7 @@ class Encoder:
         Raises:
             ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
-        item, output_key, context = task.item, task.output_key, task.job.context
+        item, output_key, request = task.item, task.output_key, task.job.request
         try:
             if output_key is None or self._transfer.pushed:
                 encoded = await self._tries.encode_item(task)
@@ -199,7 +194,7 @@ class Encoder:
             else:
                 flight = flight_key(task.job, output_key, skips_claims=task.skips_claims)
                 under_way = flight in self._flights
-                with context.wait_span(item) if under_way else nullcontext() as waiting:
+                with request.record.wait_span(item) if under_way else nullcontext() as waiting:
                     work = partial(self._encode_once, task, output_key, waiting)
                     shared = await self._flights.try_join(flight, work)
                     if waiting is not None and shared.span is not None:
@@ -207,7 +202,8 @@ class Encoder:
         except ProxyError as failure:
             return self._fall_back(task, failure)
         own = shared.item is item  # and not the result of another request
-        context.record.waits += not own
+        if not own:
+            request.record.add_wait()
         return EncodedItem(item, shared.encoded, "encoded" if own else "hit")
 
     def _fall_back(self, task: EncodeTask, failure: ProxyError) -> EncodedItem:
@@ -221,7 +217,7 @@ class Encoder:
         error = self._tries.error_after_last_try(failure)
         if not self._placement.may_fall_back(task.job, error):
             raise error.at_param(task.item.param_path) from error.__cause__
-        task.job.context.record.degraded.add("encode-local")
+        task.job.request.record.add_degraded("encode-local")
         return EncodedItem(task.item, OutputFacts(), "local", task.plan.tokens)
 
     async def _encode_once(
@@ -236,7 +232,7 @@ class Encoder:
         """
         if earlier_wait is not None:
             earlier_wait.end_span()
-        item, context = task.item, task.job.context
+        item, request = task.item, task.job.request
         identifier = self._identifiers.identifier_of(output_key)
         if self._claims is None or identifier is None or task.skips_claims:
             encoded = await self._tries.encode_item(task)
@@ -244,7 +240,7 @@ class Encoder:
         # Half of the time is left for an encode of this proxy.
         wait_s, namespace = task.limits.left_s / 2, task.job.namespace
         with self._claims.queue_claim(output_key.model, identifier, wait_s, namespace) as claim:
-            with context.wait_span(item) if claim.must_ask else nullcontext():
+            with request.record.wait_span(item) if claim.must_ask else nullcontext():
                 found = await claim.wait_turn()
             if found is not None and found.modality == item.modality:
                 return SharedOutput(from_entry(found))
@@ -260,7 +256,7 @@ class Encoder:
             self._claims.cache.learn_namespace(output_key.model, encoded.namespace)
         if encoded.identifier is not None:
             self._identifiers.learn_identifier(output_key, encoded.identifier)
-        span = task.job.context.span
+        span = task.job.request.record.span
         latest = None if span is None else span.latest_child("encode", task.item)
         return SharedOutput(encoded, task.item, latest)
 

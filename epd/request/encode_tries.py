@@ -12,7 +12,6 @@ from epd.encoder_cache.identity import OutputKey
 from epd.errors import (
     NoInstance,
     ProxyError,
-    UpstreamDied,
     UpstreamFailed,
     UpstreamTimeout,
 )
@@ -80,7 +79,7 @@ def flight_key(job: EncodeJob, output_key: OutputKey, *, skips_claims: bool) -> 
     Only requests with the same Authorization and the same template share it, all of them with a
     system message or none: a 401, or a refusal by a template, must not fail the others.
     """
-    body, authorization = job.request.body, job.context.headers.get("Authorization")
+    body, authorization = job.request.body, job.request.headers.get("Authorization")
     own = {field: body[field] for field in TEMPLATE if field in body}
     template = dump_json(own) if own else None
     system = has_system_message(body)
@@ -107,9 +106,9 @@ class EncodeTries:
             UpstreamTimeout: the deadline of the request's encode stage has passed.
             ProxyError: all tries failed, or the item itself is invalid.
         """
-        job, context, limits = task.job, task.job.context, task.limits
+        job, request, limits = task.job, task.job.request, task.limits
         falls_back = (
-            context.config.on_encode_failure == "local"
+            request.config.on_encode_failure == "local"
             and job.has_all_media
             and not self._transfer.pushed
         )
@@ -132,18 +131,18 @@ class EncodeTries:
                 except ProxyError as error:
                     server_errors += error.engine_failed
                     if error.retryable:  # nor may prefill or decode encode such an item
-                        self._fatal.check(context.watched, [task.item.identity])
+                        self._fatal.check(request.watched, [task.item.identity])
                     failure = EncodeFailure(
                         error,
                         tries=len(tried),
                         server_errors=server_errors,
                         elapsed_s=clock() - started_s,
-                        others=context.watched.pins is None
+                        others=request.watched.pins is None
                         and self._choice.has_untried(tried, self._fits(job)),
                         falls_back=falls_back,
                         patience_s=limits.left_s,
                     )
-                    delay_s = None if context.is_spent else encode_delay_s(failure)
+                    delay_s = None if request.is_spent else encode_delay_s(failure)
                     if delay_s is None or not limits.retries:
                         raise
                     limits.retries -= 1
@@ -159,14 +158,14 @@ class EncodeTries:
         return nothing
 
     def _next_instance(self, task: EncodeTask, tried: Sequence[Instance]) -> Instance:
-        context = task.job.context
-        return context.watched.choose_instance(
+        request = task.job.request
+        return request.watched.choose_instance(
             "encode",
             lambda fits: self._choice.best_instance(
                 tried,
-                balance=context.config.encode_balance,
+                balance=request.config.encode_balance,
                 item=task.item.identity,
-                session=context.session,
+                session=request.session,
                 prefer=task.plan.instance,
                 fits=fits,
             ),
@@ -179,7 +178,7 @@ class EncodeTries:
         An instance that has to fetch media may need all of it.
         """
         left_s, fits = task.limits.left_s, self._fits(task.job)
-        others = task.job.context.watched.pins is None and any(
+        others = task.job.request.watched.pins is None and any(
             candidate.instance not in tried
             and candidate.instance != instance
             and (fits is None or fits(candidate.instance))
@@ -199,8 +198,8 @@ class EncodeTries:
             ProxyError: the instance failed, or rejected the item; or instances have died of it.
         """
         job, item = task.job, task.item
-        context, body = job.context, job.request.body
-        self._fatal.check(context.watched, [item.identity])
+        request, body = job.request, job.request.body
+        self._fatal.check(request.watched, [item.identity])
         # New for each request: an instance that failed may still push its output later.
         params = self._transfer.encode_params(job.consumer_reservation, feature_count(body, item))
         using = self._table.track_request(instance, work=Work(0, task.plan.tokens))
@@ -208,17 +207,16 @@ class EncodeTries:
             with using:
                 timeout_s = self._timeout_s(task, instance, tried)
                 replied = await self._stages.encode(
-                    instance, body, item, params, context, timeout_s
+                    instance, body, item, params, request, timeout_s
                 )
                 output = self._transfer.encoded(replied, params)
         except UpstreamFailed as failure:
-            context.doubts.add(failure, using, item)
-            if not isinstance(failure, UpstreamDied):
-                raise context.watched.final_error(failure, instance) from failure.__cause__
-            error = self._fatal.after(failure, instance, context.watched, (item.identity,))
+            request.doubts.add(failure, using, item)
+            blamed = (item.identity,)
+            error = self._fatal.final_error(failure, instance, request.watched, blamed)
             raise error from failure.__cause__
-        context.doubts.settle(instance, item)
-        self._fatal.record_survival(context.watched, (item.identity,), body=False)
+        request.doubts.settle(instance, item)
+        self._fatal.record_survival(request.watched, (item.identity,), body=False)
         reported = media_tokens(output.metadata)
         self._token_counts.learn_tokens(body.get("model"), item.modality, item.pixels, reported)
         if output.namespace is not None:

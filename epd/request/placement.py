@@ -58,7 +58,7 @@ class Placement:
         no consumer can receive them.
         """
         no_receiver = self._pushed and job.consumer_reservation is None
-        return not (job.course.encode and job.context.endpoint.encodes) or no_receiver
+        return not (job.course.encode and job.request.endpoint.encodes) or no_receiver
 
     def plan_items(
         self,
@@ -70,7 +70,7 @@ class Placement:
 
         `under_way` tells whether an item is being encoded for another request.
         """
-        items, rule = job.request.media_items, job.course.items
+        items, rule = job.request.items, job.course.items
         plans = {item: self._sized(job, item) for item in items if item not in lookup.found}
         if rule is None or not plans:
             return self._shed(job, plans, under_way)
@@ -94,7 +94,7 @@ class Placement:
         A first try has half of `--encode-timeout-s` if there are several instances. Predictions
         err: a queue that just fits would be cut off again and again.
         """
-        config = job.context.config
+        config = job.request.config
         waiting = [item for item, plan in plans.items() if not plan.at_consumer]
         allowed = config.on_encode_failure == "local" and not (self._pushed or job.reencode)
         if not (waiting and allowed and job.has_all_media):
@@ -119,15 +119,15 @@ class Placement:
 
         They may only if all items of the request have media.
         """
-        allowed = job.context.config.on_encode_failure == "local" and not self._pushed
-        spent = job.context.is_spent
+        allowed = job.request.config.on_encode_failure == "local" and not self._pushed
+        spent = job.request.is_spent
         return allowed and error.retryable and job.has_all_media and not spent
 
     def _forced_place(self, job: EncodeJob, lookup: StoreLookup) -> ItemPlace | None:
         """Return the place of all items of a request that gives the policy no choice."""
         if self._pushed or job.reencode or not job.has_all_media:
             return REQUIRED
-        shrinks = job.context.config.decode_media == "metadata"
+        shrinks = job.request.config.decode_media == "metadata"
         if shrinks and any(encoded.metadata for encoded in lookup.found.values()):
             return BESIDE_STORED
         return None

@@ -95,7 +95,6 @@ class Watched:
     Attributes:
         fingerprint: digest of the body.
         deaths: deaths of instances that served it, in all stages; None for no death.
-        engine_died: whether decode's stream reported the death of its engine.
         kind: digest of what similar requests share; 0 if unknown.
         most_deaths: number of deaths after which it is sent to no further instance.
         pins: URLs of the only instances to which it may be sent, by stage; None for all.
@@ -105,7 +104,6 @@ class Watched:
     tenant: str = ""
     fingerprint: str = ""
     deaths: Deaths | None = None
-    engine_died: bool = False
     kind: int = 0
     most_deaths: int = MAX_DEATHS
     pins: dict[Stage, str] | None = None
@@ -318,6 +316,14 @@ class FatalRequests:
             next="look for the cause of death in the logs of the instances",
         )
         return _suspected(max(rejected), error.stage)
+
+    def final_error(
+        self, error: ProxyError, instance: Instance, watched: Watched, items: Sequence[str] = ()
+    ) -> ProxyError:
+        """Return the final error of a request to an instance, and count its death as `after`."""
+        if isinstance(error, UpstreamDied):
+            return self.after(error, instance, watched, items)
+        return watched.final_error(error, instance)
 
     def record_survival(
         self, watched: Watched, items: Iterable[str] = (), *, body: bool = True

@@ -110,9 +110,9 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("start", "most"),
     [
-        (text_e_pd, Trip(54, 251, 57)),
-        (picture_e_p_d, Trip(84, 510, 96)),
-        (picture_hit, Trip(80, 441, 85)),
+        (text_e_pd, Trip(51, 245, 53)),
+        (picture_e_p_d, Trip(84, 506, 93)),
+        (picture_hit, Trip(80, 437, 82)),
     ],
 )
 async def test_no_trip_grows(

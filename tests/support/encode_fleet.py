@@ -15,10 +15,10 @@ from typing import NamedTuple
 import epd
 from epd.api.items import MMItem
 from epd.policies.plan import Course, ItemRule
-from epd.request.context import RequestContext
 from epd.request.item_tokens import PIXELS_PER_TOKEN, TokenCounts
 from epd.request.placement import Placement
-from epd.request.stage_inputs import EncodeJob, ItemPlan, KeyedRequest, StoreLookup
+from epd.request.request import Request
+from epd.request.stage_inputs import EncodeJob, ItemPlan, StoreLookup
 from epd.routing.balance import Choice
 from epd.routing.encode_work import Speed
 from epd.routing.instances import Instance, Role
@@ -141,8 +141,8 @@ class EncodeFleet:
             content_key="key",
             pixels=tokens * PIXELS_PER_TOKEN,
         )
-        context = RequestContext("r", {}, CONFIG)
-        job = EncodeJob(KeyedRequest({"model": "m"}, [item]), context, Course(items=self.rule))
+        request = Request("r", {}, CONFIG, body={"model": "m"}, items=[item])
+        job = EncodeJob(request, Course(items=self.rule))
         lookup = StoreLookup(identifiers={item: "key"}, answered=True)
         return self._placement.plan_items(job, lookup, lambda _: False)[item]
 
