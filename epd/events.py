@@ -187,8 +187,7 @@ class RequestRecord:
 
     def add_places(self, places: Sequence[tuple[str, str]]) -> None:
         """Add the places of the items for which the policy decides, with the reasons."""
-        if places:
-            self.places = Counter(places)
+        self.places = Counter(places)
 
     def add_wait(self) -> None:
         """Add an item that waited for another request's encode."""

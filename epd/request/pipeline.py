@@ -11,6 +11,7 @@ from epd.request.courses import Courses
 from epd.request.decoders import Decoders
 from epd.request.early_consumers import EarlyConsumers
 from epd.request.encode import Encoder
+from epd.request.encode_job import EncodeJob
 from epd.request.prefill_decode import DecodeAnswer, PrefillDecode
 from epd.request.prefix import marked_prompt, request_prefix
 from epd.request.quarantine import Quarantine
@@ -26,7 +27,6 @@ from epd.request.recovery import (
 from epd.request.releases import Releases
 from epd.request.request import Request
 from epd.request.request_media import RequestMedia
-from epd.request.stage_inputs import EncodeJob
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import CONSUMERS, Role
 from epd.routing.prefix import Prefix
