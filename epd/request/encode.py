@@ -70,6 +70,8 @@ class EncodeStage:
         lookup: the items in the store; None if there is no store, or if it did not answer.
         until_s: deadline, on the event loop's clock.
         sharing: what requests with the same output must have in common to share its encode.
+        falls_back: whether prefill or decode may encode items after failures.
+        fits: predicate of the instances with the consumer's namespace; None for all.
         retries: number of further tries that are left.
     """
 
@@ -77,6 +79,8 @@ class EncodeStage:
     lookup: Lookup | None
     until_s: float
     sharing: Hashable
+    falls_back: bool
+    fits: Callable[[Instance], bool] | None
     retries: int = MAX_RETRIES
 
     @property
@@ -120,7 +124,7 @@ class Encoder:
         async with self._lookup(job, pending) as lookup:
             record.wait_for("encode")
             if any(item.stored is None for item in pending):
-                encoded = await self._encode_missing(_stage(job, lookup), pending)
+                encoded = await self._encode_missing(self._begin_stage(job, lookup), pending)
         others = iter(encoded)
         encoded_items = [item.known_output or next(others) for item in pending]
         record.add_items([(known.result, known.item.modality) for known in encoded_items])
@@ -158,6 +162,31 @@ class Encoder:
             yield None if lookup.found is None else lookup
         finally:
             self._claims.end_lookup(lookup)
+
+    def _begin_stage(self, job: EncodeJob, lookup: Lookup | None) -> EncodeStage:
+        """Return the encode stage of a request. Its time begins now.
+
+        Only requests with the same Authorization and the same template share an encode, all of them
+        with a system message or none: a 401, or a refusal by a template, must not fail the others.
+        """
+        body, authorization = job.request.body, job.request.headers.get("Authorization")
+        fields = {name: body[name] for name in TEMPLATE if name in body}
+        template = dump_json(fields) if fields else None
+        ignores_claims = job.reencode or lookup is None
+        return EncodeStage(
+            job,
+            lookup,
+            until_s=asyncio.get_running_loop().time() + job.request.config.encode_timeout_s,
+            sharing=(
+                job.namespace,
+                authorization,
+                template,
+                has_system_message(body),
+                ignores_claims,
+            ),
+            falls_back=self._placement.may_leave(job),
+            fits=self._placement.fits(job),
+        )
 
     async def _encode_missing(
         self, stage: EncodeStage, items: Sequence[PendingItem]
@@ -207,7 +236,7 @@ class Encoder:
                 if waiting is not None and span is not None:
                     waiting.link(span)
         except ProxyError as failure:
-            return self._fall_back(stage.job, pending, failure)
+            return self._fall_back(stage, pending, failure)
         if encoded_item.item is not item:  # the result of another request
             encoded_item = EncodedItem(item, encoded_item.encoded, "hit")
         if encoded_item.result == "hit":
@@ -260,7 +289,6 @@ class Encoder:
             ProxyError: all tries failed, or the item itself is invalid.
         """
         item, request = pending.item, stage.job.request
-        falls_back, fits = self._placement.may_leave(stage.job), self._placement.fits(stage.job)
         tried: list[Instance] = []
         server_errors = 0
         started_s = asyncio.get_running_loop().time()
@@ -283,10 +311,10 @@ class Encoder:
                             prefer=pending.instance,
                             fits=fits,
                         ),
-                        fits,
+                        stage.fits,
                     )
                     tried.append(instance)
-                    return await self._send(stage, pending, tried, fits)
+                    return await self._send(stage, pending, tried)
                 except ProxyError as error:
                     server_errors += error.engine_failed
                     if error.retryable:  # nor may prefill or decode encode such an item
@@ -297,22 +325,21 @@ class Encoder:
                         server_errors=server_errors,
                         elapsed_s=asyncio.get_running_loop().time() - started_s,
                         others=request.watched.pins is None
-                        and self._choice.has_untried(tried, fits),
-                        falls_back=falls_back,
+                        and self._choice.has_untried(tried, stage.fits),
+                        falls_back=stage.falls_back,
                         patience_s=stage.left_s,
                     )
                     delay_s = None if request.is_spent else encode_delay_s(failure)
                     if delay_s is None or not stage.retries:
                         raise
                     stage.retries -= 1
-                    await tries.next_try(error, delay_s, 0.0 if falls_back else stage.left_s)
+                    await tries.next_try(error, delay_s, 0.0 if stage.falls_back else stage.left_s)
 
     async def _send(
         self,
         stage: EncodeStage,
         pending: PendingItem,
         tried: Sequence[Instance],
-        fits: Callable[[Instance], bool] | None,
     ) -> OutputFacts:
         """Return the output of an item from one request to the last of the `tried` instances.
 
@@ -327,7 +354,7 @@ class Encoder:
         using = self._table.track_request(instance, work=Work(0, pending.tokens))
         try:
             with using:
-                timeout_s = self._timeout_s(stage, item, tried, fits)
+                timeout_s = self._timeout_s(stage, item, tried)
                 replied = await self._stages.encode(
                     instance, body, item, params, request, timeout_s
                 )
@@ -347,13 +374,7 @@ class Encoder:
         findable = job.namespace is None or output.namespace in {None, job.namespace}
         return output if findable else OutputFacts()
 
-    def _timeout_s(
-        self,
-        stage: EncodeStage,
-        item: MMItem,
-        tried: Sequence[Instance],
-        fits: Callable[[Instance], bool] | None,
-    ) -> float:
+    def _timeout_s(self, stage: EncodeStage, item: MMItem, tried: Sequence[Instance]) -> float:
         """Return the time limit of a request: half of what is left while another one may follow.
 
         An instance that has to fetch media may need all of it.
@@ -364,13 +385,16 @@ class Encoder:
             and stage.retries
             and stage.job.request.watched.pins is None
             and any(
-                candidate.instance not in tried and (fits is None or fits(candidate.instance))
+                candidate.instance not in tried
+                and (stage.fits is None or stage.fits(candidate.instance))
                 for candidate in self._table.usable_candidates(Role.ENCODE)
             )
         )
         return stage.left_s / 2 if may_follow else stage.left_s
 
-    def _fall_back(self, job: EncodeJob, pending: PendingItem, failure: ProxyError) -> EncodedItem:
+    def _fall_back(
+        self, stage: EncodeStage, pending: PendingItem, failure: ProxyError
+    ) -> EncodedItem:
         """Return an item that prefill or decode encodes after a failure.
 
         Raises:
@@ -382,25 +406,11 @@ class Encoder:
         if failed and not self._table.any_serving(Role.ENCODE):
             error = NoInstance("no encode instance is reachable", slug="no_encoder", stage="encode")
             error.__cause__ = failure.__cause__ or failure
-        if not (error.retryable and self._placement.may_leave(job)) or job.request.is_spent:
+        request = stage.job.request
+        if request.is_spent or not (error.retryable and stage.falls_back):
             raise error.at_param(pending.item.param_path) from error.__cause__
-        job.request.record.add_degraded("encode-local")
+        request.record.add_degraded("encode-local")
         return EncodedItem(pending.item, OutputFacts(), "local", pending.tokens)
-
-
-def _stage(job: EncodeJob, lookup: Lookup | None) -> EncodeStage:
-    """Return the encode stage of a request. Its time begins now.
-
-    Only requests with the same Authorization and the same template share an encode, all of them
-    with a system message or none: a 401, or a refusal by a template, must not fail the others.
-    """
-    body, authorization = job.request.body, job.request.headers.get("Authorization")
-    fields = {name: body[name] for name in TEMPLATE if name in body}
-    template = dump_json(fields) if fields else None
-    ignores_claims = job.reencode or lookup is None
-    sharing = job.namespace, authorization, template, has_system_message(body), ignores_claims
-    until_s = asyncio.get_running_loop().time() + job.request.config.encode_timeout_s
-    return EncodeStage(job, lookup, until_s, sharing)
 
 
 def _unknown(item: MMItem, lookup: Lookup | None) -> ProxyError:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.errors import UpstreamUnreachable
-from epd.routing.encode_work import KEPT_S, EncodeWork, Speed, mean_speed
+from epd.routing.encode_work import EXPIRES_AFTER_S, EncodeWork, Speed, mean_speed
 from epd.routing.forecast import Forecast, encode_work_s
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Report
@@ -98,7 +98,7 @@ def test_failed_request_is_not_learned_and_leaves_no_tokens() -> None:
 def test_speed_expires_and_is_learned_again_without_the_old_answers() -> None:
     clock = Clock()
     table = learned(clock, E1)
-    clock.now_s += KEPT_S
+    clock.now_s += EXPIRES_AFTER_S
     expired = table.load(E1).encode.speed
     answer(table, clock, 100, 1.0, E1)
 
