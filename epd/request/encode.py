@@ -4,7 +4,7 @@ The steps for one item, each taken unless an earlier one has the output:
 
     method                   step                              source of the output
     Encoder._lookup          lookup, which claims misses       the store has it
-    Encoder._encode_missing  place, by the request's policy    prefill or decode encodes it
+    Encoder._missing_items   place, by the request's policy    prefill or decode encodes it
     Encoder._encode_item     flight, shared by this process    another request encodes it
     Encoder._encode_once     claim, shared by all proxies      another proxy encodes it
     Encoder._try_instances   instance, and the next one        an encode instance encodes it
@@ -124,7 +124,13 @@ class Encoder:
         async with self._lookup(job, pending) as lookup:
             record.wait_for("encode")
             if any(item.stored is None for item in pending):
-                encoded = await self._encode_missing(self._begin_stage(job, lookup), pending)
+                stage = self._begin_stage(job, lookup)
+                missing = self._missing_items(stage, pending)
+                encode_item = partial(self._encode_item, stage)
+                if len(missing) > 1:
+                    encoded = await gather_first(encode_item, missing, AT_ONCE)
+                else:
+                    encoded = [await encode_item(item) for item in missing]
         others = iter(encoded)
         encoded_items = [item.known_output or next(others) for item in pending]
         record.add_items([(known.result, known.item.modality) for known in encoded_items])
@@ -188,10 +194,12 @@ class Encoder:
             fits=self._placement.fits(job),
         )
 
-    async def _encode_missing(
-        self, stage: EncodeStage, items: Sequence[PendingItem]
-    ) -> list[EncodedItem]:
-        """Return, after their encode, the items that are neither stored nor left to a consumer."""
+    def _missing_items(self, stage: EncodeStage, items: Sequence[PendingItem]) -> list[PendingItem]:
+        """Place the items that are not stored. Return those that encode instances encode.
+
+        Raises:
+            ProxyError: one of them has no media.
+        """
         record = stage.job.request.record
         self._placement.place_items(stage.job, items, partial(self._is_under_way, stage))
         if places := [pending.place for pending in items if pending.place is not None]:
@@ -202,9 +210,7 @@ class Encoder:
         for pending in missing:
             if not pending.item.has_media:
                 raise _unknown(pending.item, stage.lookup)
-        if len(missing) > 1:
-            return await gather_first(partial(self._encode_item, stage), missing, AT_ONCE)
-        return [await self._encode_item(stage, pending) for pending in missing]
+        return missing
 
     def _is_under_way(self, stage: EncodeStage, pending: PendingItem) -> bool:
         """Return whether this or another proxy on the same store is encoding an item."""

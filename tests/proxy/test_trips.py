@@ -131,8 +131,8 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
     ("start", "most"),
     [
         (text_e_pd, Trip(51, 245, 53)),
-        (picture_e_p_d, Trip(84, 506, 93)),
-        (picture_hit, Trip(80, 437, 82)),
+        (picture_e_p_d, Trip(84, 491, 91)),
+        (picture_hit, Trip(80, 415, 81)),
     ],
 )
 async def test_no_trip_grows(
