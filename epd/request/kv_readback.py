@@ -13,8 +13,8 @@ from typing import NamedTuple
 import structlog
 
 from ec_store.bounded import BoundedDict
-from epd.api.prompts import PromptQuestion, prompt_of
 from epd.conversations.conversations import Conversations
+from epd.conversations.prompts import PromptQuestion, prompt_of
 from epd.conversations.turn import Basis, HeldBlocks, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
 from epd.request.request import Request

@@ -17,10 +17,11 @@ from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
-from epd.routing.fatal import FatalRequests, Watched
+from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance, Role
 from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
+from epd.routing.watched import Watched
 from epd.transfer import with_params
 from epd.transfer.encoded import Prompt
 from epd.transfer.kv import Handover, KVTransfer

@@ -19,10 +19,10 @@ from epd.api.items import Body, MMItem
 from epd.config.sections import ConfigFields
 from epd.conversations.turn import Turn
 from epd.edge.engine_headers import SESSION
-from epd.media.policy import HeldBytes, UncountedBytes
+from epd.media.held_bytes import HeldBytes, UncountedBytes
 from epd.request.recorder import Recorder
 from epd.routing.doubts import Doubts
-from epd.routing.fatal import Watched
+from epd.routing.watched import Watched
 from epd.tenants import ANONYMOUS, Tenant
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class CutMedia:
     """
 
     cuts: Cuts = field(default_factory=dict)
-    memory: HeldBytes = field(default_factory=UncountedBytes)
+    memory: HeldBytes = field(default=UncountedBytes())
     given_up: bool = False
 
     def offer(self, sent: Pieces = ()) -> None:

@@ -22,7 +22,7 @@ class RequestMedia:
     """Preparation of requests with media: fetch, keys, and the prompt for prefill and decode."""
 
     _table: InstanceTable
-    _fetcher: MediaFetcher
+    _fetcher: MediaFetcher | None
     _keys: Keys
     _transfer: ECTransfer
 
@@ -32,11 +32,13 @@ class RequestMedia:
         Raises:
             ProxyError: a fetch failed, or an item is invalid.
         """
-        media, config = request.media, request.config
-        body, media.cuts = await self._fetcher.inline_media(
-            request.body, request.items, config, media.cuts, media.memory
-        )
-        items = request.items if body is request.body else tuple(request.endpoint.items(body))
+        body, items, media, config = request.body, request.items, request.media, request.config
+        if self._fetcher is not None:
+            body, media.cuts = await self._fetcher.inline_media(
+                body, items, media.cuts, media.memory
+            )
+            if body is not request.body:
+                items = tuple(request.endpoint.items(body))
         items = await self._keys.keyed_items(body, items, request.tenant, config, media.cuts)
         return replace(request, body=body, items=items)
 
