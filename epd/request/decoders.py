@@ -69,11 +69,12 @@ class Decoders:
         self,
         request: Request,
         attempt: Attempt,
-        prefill: Instance | None = None,
-        *,
         prefix: Prefix = NO_PREFIX,
+        prefill: Instance | None = None,
     ) -> Instance:
         """Return the decode instance, if possible one that has not been tried.
+
+        `prefix` is the content of the prompt; without a prefill instance, decode computes it.
 
         Raises:
             NoInstance: there is no decode instance.
@@ -92,7 +93,7 @@ class Decoders:
                 attempt.avoided_decodes,
                 balance=request.config.decode_balance,
                 session=request.session,
-                prefix=prefix,
+                prefix=prefix if request.config.decode_balance == "content" else NO_PREFIX,
                 prefer=None if request.turn is None else request.turn.prefers_decode,
                 fits=fits,
             ),

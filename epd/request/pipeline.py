@@ -127,7 +127,7 @@ class Pipeline:
                 at_once = stages.at_once(handover)
                 if not at_once:
                     await stages.prefill(request, attempt, prompt, handover)
-                decode = handover.decode = handover.decode or await stages.choose_decode(
+                decode = handover.decode = handover.decode or await self._decoders.pick_instance(
                     request, attempt, prompt.prefix, prefill
                 )
                 both_or_decode = stages.prefill_and_decode if at_once else stages.decode

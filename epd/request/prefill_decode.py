@@ -119,24 +119,8 @@ class PrefillDecode:
             return self._table.reserve_place(
                 self._prefill_instance(request, attempt, prefix), prefix=prefix
             )
-        decode = await self.choose_decode(request, attempt, prefix)
+        decode = await self._decoders.pick_instance(request, attempt, prefix)
         return self._table.reserve_place(decode, prefix=_for_decode(request, prefix))
-
-    async def choose_decode(
-        self,
-        request: Request,
-        attempt: Attempt,
-        prefix: Prefix,
-        prefill: Instance | None = None,
-    ) -> Instance:
-        """Choose the decode instance. Without a prefill instance, it prefills the request.
-
-        Raises:
-            ProxyError: no instance is available, or the choice failed.
-        """
-        return await self._decoders.pick_instance(
-            request, attempt, prefill, prefix=_for_decode(request, prefix)
-        )
 
     async def make_handover(
         self, request: Request, attempt: Attempt, prompt: Prompt, first: Reservation
@@ -157,7 +141,7 @@ class PrefillDecode:
                 final = self._final_error(error, handover.prefill, request, prompt)
                 raise final from error.__cause__
         if attempt.course.decode_choice == "early" or self._transfer.eager:
-            handover.decode = await self.choose_decode(
+            handover.decode = await self._decoders.pick_instance(
                 request, attempt, prompt.prefix, handover.prefill
             )
         if self._peers is not None:

@@ -130,9 +130,9 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("start", "most"),
     [
-        (text_e_pd, Trip(51, 245, 53)),
-        (picture_e_p_d, Trip(84, 491, 91)),
-        (picture_hit, Trip(80, 415, 81)),
+        (text_e_pd, Trip(52, 238, 53)),
+        (picture_e_p_d, Trip(84, 484, 90)),
+        (picture_hit, Trip(80, 408, 80)),
     ],
 )
 async def test_no_trip_grows(
