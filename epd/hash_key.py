@@ -1,11 +1,10 @@
-"""The command `epd hash-key`, which prints the line of a keys file."""
+"""`epd hash-key`: a line for the file of API keys."""
 
-import secrets
 import sys
 from functools import partial
 
 from epd.parser import Commands, Parser
-from epd.tenants import key_line
+from epd.tenants import key_line, new_key
 
 
 def add_parser(commands: Commands) -> None:
@@ -33,8 +32,3 @@ def _hash_key(parser: Parser, tenant: str, *, stdin: bool) -> None:
     if not stdin:
         print(key, file=sys.stderr)
     print(line)
-
-
-def new_key() -> str:
-    """Return a new key with 256 random bits."""
-    return f"epd-{secrets.token_urlsafe(32)}"

@@ -5,6 +5,7 @@ The proxy stores only the SHA-256 of a key, in memory as in the keys file.
 
 import hashlib
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -90,6 +91,11 @@ def parse_keys(raw: bytes) -> ApiKeys:
     if not tenants:
         raise KeysInvalid("the file has no key; add a line that `epd hash-key` prints")
     return ApiKeys(tenants)
+
+
+def new_key() -> str:
+    """Return a new key with 256 random bits."""
+    return f"epd-{secrets.token_urlsafe(32)}"
 
 
 def key_line(tenant: str, key: str) -> str:

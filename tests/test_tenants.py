@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.hash_key import new_key
-from epd.tenants import KEY, ApiKeys, KeysInvalid, Scope, Tenant, key_line, parse_keys
+from epd.tenants import KEY, ApiKeys, KeysInvalid, Scope, Tenant, key_line, new_key, parse_keys
 
 ALICE, ALICE_2, BOB = "alice-key-0123456789", "alice-key-9876543210", "bob-key-0123456789"
 
