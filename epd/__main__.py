@@ -11,9 +11,9 @@ from epd.parser import Parser
 
 COMMANDS: Mapping[str, str] = {
     "serve": "epd.server.serve",
-    "check": "epd.server.reload",
+    "check": "epd.check",
     "doctor": "epd.tools.doctor.examination",
-    "hash-key": "epd.tenants",
+    "hash-key": "epd.hash_key",
     "up": "epd.tools.fleet.command",
     "bench": "epd.tools.bench",
     "top": "epd.tools.top",

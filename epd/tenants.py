@@ -6,12 +6,8 @@ The proxy stores only the SHA-256 of a key, in memory as in the keys file.
 import hashlib
 import re
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-
-from epd.parser import Commands, Parser
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LINE = re.compile(rf"({NAME.pattern})\s*:\s*([0-9A-Fa-f]{{64}})")
@@ -304,30 +300,3 @@ class RateLimiter:
             return wait_s
         use.set_full_at_s(full_at_s + self._token_s)
         return 0.0
-
-
-def add_parser(commands: Commands) -> None:
-    """Add `hash-key` to the commands of `epd`."""
-    parser = commands.add_parser(
-        "hash-key",
-        help="make an API key, or hash one",
-        description="Print a line for --api-keys-file. The file holds only hashes: a new key is "
-        "shown once, on stderr.",
-        epilog="example: epd hash-key alice >> keys",
-    )
-    parser.add_argument("tenant", metavar="TENANT", help="tenant of the key")
-    parser.add_argument(
-        "--stdin", action="store_true", help="hash the key in the first line of stdin"
-    )
-    parser.set_defaults(run=partial(_hash_key, parser))
-
-
-def _hash_key(parser: Parser, tenant: str, *, stdin: bool) -> None:
-    try:
-        key = sys.stdin.readline().strip() if stdin else new_key()
-        line = key_line(tenant, key)
-    except ValueError as error:
-        parser.error(str(error))
-    if not stdin:
-        print(key, file=sys.stderr)
-    print(line)

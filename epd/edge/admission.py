@@ -243,11 +243,22 @@ class Admission:
         refused: number of rejected requests, by reason.
     """
 
-    def __init__(self, config: ConfigFields, clock: Callable[[], float]) -> None:
-        """Start without requests. `clock` is monotonic, in seconds."""
+    def __init__(
+        self,
+        config: ConfigFields,
+        clock: Callable[[], float],
+        new_use: Callable[[str], TenantUse] = lambda _: TenantUse(),
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            config: limits of all workers together.
+            clock: monotonic clock, in seconds.
+            new_use: returns the use of a tenant, by its name; several workers share it.
+        """
         self._clock = clock
         self._uses: dict[str, TenantUse] = {}
-        self._new_use: Callable[[str], TenantUse] = lambda _: TenantUse()
+        self._new_use = new_use
         self.body_bytes = 0
         self.offers: dict[AdmittedRequest, Offer] = {}
         self.refused: Counter[Reason] = Counter()
@@ -264,10 +275,6 @@ class Admission:
         per_minute = config.tenant_requests_per_minute
         # A bucket keeps the time at which it will be full: it is in `TenantUse`.
         self._rate = None if per_minute is None else RateLimiter(per_minute)
-
-    def share_uses(self, new_use: Callable[[str], TenantUse]) -> None:
-        """Take each tenant's use from `new_use`, by its name. Call this before any request."""
-        self._new_use = new_use
 
     def keep_pace(self, tenant: Tenant) -> None:
         """Count a request for the tenant's rate limit.

@@ -7,23 +7,26 @@ import os
 import resource
 import ssl
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import structlog
 import uvloop
 from aiohttp import web
 
+from epd.check import add_settings_command, load_or_exit
 from epd.config import ProxyConfig
 from epd.conversations import conversations
 from epd.edge.drain import DRAIN
+from epd.edge.keys_file import read_keys
 from epd.edge.listening import (
     CannotListen,
     Site,
     binding_errors,
     listening_at,
+    log_listening,
     reload_certificate,
     server_context,
 )
@@ -33,23 +36,22 @@ from epd.observe import logs
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.parser import Commands, Parser
 from epd.server.app import create_app
-from epd.server.app_keys import ADMISSION, BACKGROUND, KEYS, OBSERVERS
-from epd.server.operator_routes import BOARD, METRICS, POLICIES
-from epd.server.orders import (
+from epd.server.app_keys import BACKGROUND, KEYS, OBSERVERS
+from epd.server.operator_routes import METRICS
+from epd.server.page_routes import BOARD
+from epd.tenants import KeysInvalid
+from epd.workers.files import read_from
+from epd.workers.orders import (
     CLEANUP_S,
     CUT_S,
     Orders,
     Pipe,
     block_signals,
     first_of,
-    listening_url,
     orders_by_signal,
-    topology_name,
 )
-from epd.server.reload import RELOAD, add_settings_command, load_or_exit, read_from, read_keys
-from epd.server.worker import Seat
-from epd.server.workers import WorkersFailed, supervise
-from epd.tenants import ApiKeys, KeysInvalid
+from epd.workers.supervisor import WorkersFailed, supervise
+from epd.workers.worker import WorkerSlot
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Numbers of glibc's `malloc.h`."""
@@ -144,9 +146,7 @@ async def serve(config: ProxyConfig) -> None:
             with binding_errors(config):
                 await Site(runner, tls, runner.app[BACKGROUND], **where).start()
             for address in runner.addresses:
-                log.info(
-                    "listening", url=listening_url(config, address), topology=topology_name(config)
-                )
+                log_listening(config, address)
             await orders.drain.wait()
             log.info("draining", cause=orders.cause)
             await orders.close.wait()
@@ -154,28 +154,23 @@ async def serve(config: ProxyConfig) -> None:
 
 
 async def serve_as_worker(
-    seat: Seat, config: ProxyConfig, copies: Mapping[str, int], orders: int
+    slot: WorkerSlot, config: ProxyConfig, copies: Mapping[str, int], orders: int
 ) -> None:
-    """Serve on the sockets of a seat until the first process orders the end, or has ended.
+    """Serve on the sockets of a slot until the first process orders the end, or has ended.
 
     Files are read from their copies at the start, and from their paths at each reload. SIGUSR1
     stops the worker at once. The arguments are those of a `WorkerMain`.
     """
-    store = {"registration_store": seat.shared.registrations}
-    first = read_from(config, copies).model_copy(update=store)
+    first = read_from(config, copies)
     pipe, tls = Pipe(orders), server_context(first)
-    async with run_server(first, pipe.orders, tls, config) as runner:
-        app, index = runner.app, seat.number - 1
-        metrics = app[METRICS]
-        metrics.shown = shared = WorkerMetrics(metrics.shown, seat.shared.pages, index)
-        app[BOARD].share_pages(seat.shared.recents, index)
-        app[POLICIES].share_page(seat.shared.policies)
-        app[ADMISSION].share_uses(partial(seat.shared.ledger.use_of, index))
+    async with run_server(first, pipe.orders, tls, config, slot) as runner:
+        app = runner.app
+        shared = cast("WorkerMetrics", app[METRICS].shown)
         writing = [
             asyncio.create_task(app[BACKGROUND].keep_running(page, writer.keep_writing))
             for page, writer in (("metrics_page", shared), ("ui_page", app[BOARD]))
         ]
-        for listener in seat.sockets:
+        for listener in slot.sockets:
             await Site(runner, tls, app[BACKGROUND], sock=listener).start()
         structlog.get_logger("epd").info("serving", pid=os.getpid())
         await pipe.orders.close.wait()
@@ -193,7 +188,11 @@ def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:
 
 @asynccontextmanager
 async def run_server(
-    config: ProxyConfig, orders: Orders, tls: ssl.SSLContext | None, files: ProxyConfig
+    config: ProxyConfig,
+    orders: Orders,
+    tls: ssl.SSLContext | None,
+    files: ProxyConfig,
+    slot: WorkerSlot | None = None,
 ) -> AsyncIterator[Runner]:
     """Run the application without a listening address, and obey orders to drain and to reload.
 
@@ -201,18 +200,15 @@ async def run_server(
     the files at the paths in `files`.
     """
     keep_freed_memory()
-    app = create_app(config)
+    app = create_app(config, slot=slot)
     runner = Runner(app, config, app[OBSERVERS])
-    if KEYS in app:
-        app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], files))
-    if tls is not None:
-        app[RELOAD].add("certificate", partial(reload_certificate, tls, files))
+    reload = partial(_reload, app, orders, tls, files)
     await runner.setup()
     gc.freeze()  # these objects live on: each full collection would spend 50 ms on them
     gc.set_threshold(YOUNG_OBJECTS)
     obeying = [
-        asyncio.create_task(app[BACKGROUND].keep_running(order, partial(obey, app, orders)))
-        for order, obey in (("drain", _drain), ("reload", _reload))
+        asyncio.create_task(app[BACKGROUND].keep_running(order, obey))
+        for order, obey in (("drain", partial(_drain, app, orders)), ("reload", reload))
     ]
     try:
         yield runner
@@ -222,21 +218,38 @@ async def run_server(
             task.cancel()
 
 
-def _renew_keys(keys: ApiKeys, files: ProxyConfig) -> None:
-    if (others := read_keys(files)) is not None:
-        keys.replace(others)
-
-
 async def _drain(app: web.Application, orders: Orders) -> None:
     await orders.drain.wait()
     app[DRAIN].begin_drain()
 
 
-async def _reload(app: web.Application, orders: Orders) -> None:
+async def _reload(
+    app: web.Application, orders: Orders, tls: ssl.SSLContext | None, files: ProxyConfig
+) -> None:
+    def renew_keys() -> None:
+        if (keys := read_keys(files, warns=True)) is not None:
+            app[KEYS].replace(keys)
+
+    # A step that raises has changed nothing.
+    steps: dict[str, Callable[[], None]] = {}
+    if KEYS in app:
+        steps["API keys"] = renew_keys
+    if tls is not None:
+        steps["certificate"] = partial(reload_certificate, tls, files)
+    log = structlog.get_logger("epd")
     while True:
         await orders.reload.wait()
         orders.reload.clear()
-        app[RELOAD]()
+        succeeded = True
+        for what, step in steps.items():
+            try:
+                step()
+            except (KeysInvalid, TlsInvalid) as error:
+                succeeded = False
+                log.error("not reloaded", what=what, reason=str(error))  # noqa: TRY400 - no bug
+            else:
+                log.info("reloaded", what=what)
+        app[METRICS].reloaded(succeeded)
 
 
 async def _end(runner: web.AppRunner, timeout_s: float, now: asyncio.Event) -> None:

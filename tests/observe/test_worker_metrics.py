@@ -18,14 +18,8 @@ from epd.config import ProxyConfig
 from epd.edge.admission import Admission
 from epd.observe import worker_metrics
 from epd.observe.metrics import MetricsObserver
-from epd.observe.worker_metrics import (
-    HALF_BYTES,
-    HEAD,
-    NUMBER,
-    SharedPage,
-    WorkerMetrics,
-    keep_counters,
-)
+from epd.observe.worker_metrics import WorkerMetrics, keep_counters
+from epd.shared_page import HALF_BYTES, HEAD, NUMBER, SharedPage
 from tests.examples import scaled
 
 SEATS = st.integers(0, 2)

@@ -15,13 +15,14 @@ from epd import aio as module
 from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.discovery.membership import membership
+from epd.discovery.polling import Polling, Question, poll_load, probe_periodically
 from epd.edge.listening import Handshakes
 from epd.edge.protocol import EdgeServer
 from epd.errors import UpstreamUnreachable
-from epd.request.polling import Polling, Question, poll_load, probe_periodically
 from epd.routing.health import HealthState
 from epd.routing.instances import Instance, Registry, Role
 from epd.routing.table import InstanceTable
+from epd.shared_page import PrivatePage
 from epd.upstream import Upstream
 from tests.support.fake_instance import FakeInstance, decodes
 from tests.support.fleet import Launch, until
@@ -249,7 +250,7 @@ async def test_a_source_of_instances_that_raises_once_is_followed_again(
     with capture_logs() as lines:
         async with (
             Upstream.connect(5) as upstream,
-            membership(config, registry, upstream, counted),
+            membership(config, registry, upstream, counted, PrivatePage()),
         ):
             await until(lambda: table.has(Role.ENCODE))
             file.write_text("instances: [{role: encode, url: 'http://e:2'}]")

@@ -1,9 +1,14 @@
-"""Instances of the proxy, and their registration at `/instances`."""
+"""`/instances`: the instances of the proxy, and their registration.
+
+The docstrings of the handlers are published (see `openapi.py`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, NotRequired, TypedDict
+
+from aiohttp import web
 
 from epd.config import ProxyConfig
 from epd.discovery.entries import EntriesInvalid, TransferMismatch, registration
@@ -14,6 +19,9 @@ from epd.routing.health import HealthState
 from epd.routing.instances import Instance, InstanceSource, Registry, Role
 from epd.routing.table import InstanceTable
 from epd.routing.urls import base_url, is_allowed
+from epd.server.app_keys import VISIT
+from epd.server.intake import may_administer, read_json
+from epd.server.responses import JsonResponse, as_json
 from epd.transfer.kv import KVTransfer
 from epd.transfer.registry import EC_TRANSFERS
 
@@ -114,7 +122,7 @@ class Roster:
             page["instances"] = self._rows()
         return page
 
-    async def register(self, body: bytes) -> Registered:
+    async def register(self, body: bytes | bytearray) -> Registered:
         """Register the instance that a body describes; errors as in `register_instance`."""
         self._check_open()
         transfer = self._config.ec_transfer
@@ -201,6 +209,60 @@ class Roster:
             "sources": list(sources),
             "since": since and since.replace(microsecond=0),
         }
+
+
+ROSTER = web.AppKey("roster", Roster)
+
+
+async def list_instances(request: web.Request) -> JsonResponse[InstancesPage]:
+    """List the instances.
+
+    With the admin key (without a configured one, where the operator's other routes answer without
+    it) the response has details of each instance.
+
+    Returns:
+        200: instances that get requests and ejected instances, by role.
+    """
+    shown = request.app[ROSTER].instances_page(detailed=may_administer(request))
+    return as_json(shown, request[VISIT].context)
+
+
+async def register_instance(request: web.Request) -> JsonResponse[Registered]:
+    """Register an instance.
+
+    Needs `--dynamic-registration`.
+
+    Returns:
+        200: whether the instance is new.
+
+    Raises:
+        BadRequest: the instance uses another encoder-cache transfer than the proxy.
+        RequestRefused: 403, its host, or that of one of its addresses, may not be registered.
+        RequestRefused: 404, the proxy runs without `--dynamic-registration`.
+        RequestRefused: 409, it conflicts with a registered instance.
+        RequestRefused: 422, the body does not describe an instance, or the KV transfer does not
+            support it.
+        Overloaded: the store of registrations cannot be used.
+    """
+    answer = await request.app[ROSTER].register(await read_json(request))
+    return as_json(answer, request[VISIT].context)
+
+
+async def unregister_instance(request: web.Request) -> JsonResponse[Unregistered]:
+    """Remove the registration of an instance.
+
+    Needs `--dynamic-registration`. Running requests are not interrupted.
+
+    Returns:
+        200: whether there was a registration.
+
+    Raises:
+        RequestRefused: 404, the proxy runs without `--dynamic-registration`.
+        RequestRefused: 422, the URL is invalid.
+        Overloaded: the store of registrations cannot be used.
+    """
+    url = request.query.get("url")
+    return as_json(await request.app[ROSTER].unregister(url), request[VISIT].context)
 
 
 def _addresses_of(instance: Instance) -> list[str]:
