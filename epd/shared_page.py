@@ -138,25 +138,3 @@ def _half_offset(number: int) -> int:
 
 def _digest(page: bytes) -> bytes:
     return hashlib.blake2b(page, digest_size=16).digest()
-
-
-class PrivatePage:
-    """Page in the memory of a process that has no other workers."""
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._content: bytes | None = None
-
-    def write_count(self) -> int:
-        return self._number
-
-    def read(self) -> bytes | None:
-        return self._content
-
-    def write(self, page: bytes) -> None:
-        self._number += 1
-        self._content = page
-
-    @contextmanager
-    def hold_lock(self) -> Iterator[None]:
-        yield

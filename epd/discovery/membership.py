@@ -24,7 +24,7 @@ from epd.discovery.stores import (
 )
 from epd.discovery.watching import Watch, WatchedFile, WatchedNames
 from epd.routing.instances import Instance, InstanceSource, Registry
-from epd.shared_page import PrivatePage, SharedPage
+from epd.shared_page import SharedPage
 from epd.state_log import StateLog
 from epd.upstream import Upstream
 
@@ -43,8 +43,9 @@ class Registrations:
     """
 
     def __init__(
-        self, store: RegistrationStore, registry: Registry, interval_s: float = POLL_S
+        self, store: RegistrationStore | None, registry: Registry, interval_s: float = POLL_S
     ) -> None:
+        """Register instances in a store; None: in this process alone."""
         self.interval_s = interval_s
         self._store = store
         self._registry = registry
@@ -64,7 +65,7 @@ class Registrations:
             before = next((member for member in self._known if member.url == instance.url), None)
             if before != instance:
                 self._check(instance, before)
-                self._take(await self._store.write(self._known, Edit(instance.url, instance)))
+                await self._write(Edit(instance.url, instance))
                 structlog.get_logger("epd").info(
                     "registered", instance=instance.url, role=instance.role
                 )
@@ -80,7 +81,7 @@ class Registrations:
             await self._read()
             if all(member.url != url for member in self._known):
                 return False
-            self._take(await self._store.write(self._known, Edit(url)))
+            await self._write(Edit(url))
             structlog.get_logger("epd").info("unregistered", instance=url)
             return True
 
@@ -94,7 +95,15 @@ class Registrations:
             else:
                 self._complaint.record_success()
 
+    async def _write(self, edit: Edit) -> None:
+        if self._store is None:
+            self._take(edit.edited_instances(self._known))
+        else:
+            self._take(await self._store.write(self._known, edit))
+
     async def _read(self) -> None:
+        if self._store is None:
+            return
         found = await self._store.read()
         if found is None:  # the store has lost its data, or is new
             found = await self._store.write(self._known) if self._known else ()
@@ -124,22 +133,22 @@ async def membership(
     registry: Registry,
     upstream: Upstream,
     background: Background,
-    page: PrivatePage | SharedPage,
+    page: SharedPage | None = None,
 ) -> AsyncIterator[Registrations]:
     """Keep a registry up to date with the sources outside the configuration.
 
     The context starts after the first answer of every source, or after `BEGIN_S`. A source that
     raises is restarted, and its instances stay. The upstream client receives the expected
-    certificate name of each address. Without Redis, registrations are on `page`.
+    certificate name of each address. Without Redis, several workers have registrations on `page`.
     """
     async with AsyncExitStack() as stack:
-        store: RegistrationStore = RegistrationsOnPage(page)
+        store: RegistrationStore | None = None if page is None else RegistrationsOnPage(page)
         if config.registration_store is not None:
             connected = RegistrationsInRedis.connected(config.registration_store)
             store = await stack.enter_async_context(connected)
         registrations = Registrations(store, registry)
         sources = [*_watches(config, registry, upstream)]
-        if config.registration_store is not None or isinstance(page, SharedPage):
+        if store is not None:
             sources.append(registrations)
         begun = [asyncio.Event() for _ in sources]
         for source, event in zip(sources, begun, strict=True):

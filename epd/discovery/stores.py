@@ -13,7 +13,7 @@ from epd.aio import cancel_after
 from epd.discovery.entries import VERSION, EntriesInvalid, read_json, write_json
 from epd.redis_urls import close, redis_client, redis_errors
 from epd.routing.instances import Instance
-from epd.shared_page import PageUnreadable, PrivatePage, SharedPage
+from epd.shared_page import PageUnreadable, SharedPage
 
 Instances = tuple[Instance, ...]
 
@@ -58,7 +58,7 @@ LOCK_S = 5.0
 class RegistrationsOnPage:
     """Registrations that end with the last worker. An unwritten page has none."""
 
-    def __init__(self, page: PrivatePage | SharedPage) -> None:
+    def __init__(self, page: SharedPage) -> None:
         self._page = page
 
     async def read(self) -> Instances | None:

@@ -16,14 +16,14 @@ from epd.tenants import RateLimiter, Tenant, TenantUse
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class Ticket:
     """Request in the queue or with a place."""
 
     tenant: Tenant
-    where: Literal["queue", "inside", "sent_away"] = "queue"
+    where: Literal["queue", "inside", "displaced"] = "queue"
     _called: asyncio.Event | None = None
 
-    def call(self, where: Literal["inside", "sent_away"]) -> None:
+    def call(self, where: Literal["inside", "displaced"]) -> None:
         """End the wait of the ticket with this result."""
         self.where = where
         if self._called is not None:
@@ -53,11 +53,11 @@ class FairQueue:
         self.waiting = 0
         self._places = places
         self._queue = queue
-        self._lines: dict[Tenant, dict[Slot, None]] = {}
+        self._lines: dict[Tenant, dict[Ticket, None]] = {}
         """Queues per tenant, none of them empty; the first one is next. Each queue is a dict,
         because a request may leave from any position."""
 
-    def enter_queue(self, tenant: Tenant) -> Slot:
+    def enter_queue(self, tenant: Tenant) -> Ticket:
         """Return a ticket, with a place or in the queue. It must be passed to `leave_queue` once.
 
         Raises:
@@ -65,15 +65,15 @@ class FairQueue:
         """
         if self.inside < self._places:  # then the queue is empty
             self.inside += 1
-            return Slot(tenant, "inside")
-        ticket = Slot(tenant)
+            return Ticket(tenant, "inside")
+        ticket = Ticket(tenant)
         if self.waiting >= self._queue:
             self._make_room(tenant)
         self._lines.setdefault(tenant, {})[ticket] = None
         self.waiting += 1
         return ticket
 
-    def leave_queue(self, ticket: Slot) -> None:
+    def leave_queue(self, ticket: Ticket) -> None:
         """Release the ticket's place, or remove it from the queue."""
         if ticket.where == "queue":
             self._unqueue(ticket)
@@ -99,9 +99,9 @@ class FairQueue:
             raise QueueFull
         last = next(reversed(longest))
         self._unqueue(last)
-        last.call("sent_away")
+        last.call("displaced")
 
-    def _unqueue(self, ticket: Slot) -> None:
+    def _unqueue(self, ticket: Ticket) -> None:
         line = self._lines[ticket.tenant]
         del line[ticket]
         if not line:
@@ -140,7 +140,7 @@ class AdmittedRequest:
     _admission: "Admission"
     _tenant: Tenant
     _use: TenantUse
-    _ticket: Slot | None = None
+    _ticket: Ticket | None = None
     size: int = 0
 
     def __enter__(self) -> Self:
@@ -152,7 +152,7 @@ class AdmittedRequest:
             self._use.end_request()
             self._admission.door.leave_queue(self._ticket)
 
-    def enter_queue(self) -> Slot:
+    def enter_queue(self) -> Ticket:
         """Return a ticket, which may have to wait for a place (`wait_place`).
 
         Raises:
@@ -296,7 +296,7 @@ class Admission:
             use = self._uses[tenant.name] = self._new_use(tenant.name)
         return use
 
-    def enter_queue(self, tenant: Tenant, use: TenantUse) -> Slot:
+    def enter_queue(self, tenant: Tenant, use: TenantUse) -> Ticket:
         """Count a new request. Only `AdmittedRequest` calls this."""
         most = self._config.tenant_max_requests
         use.begin_request()  # counted before the others' are read: see `TenantLedger`
@@ -311,7 +311,7 @@ class Admission:
             use.end_request()
             raise
 
-    async def wait_place(self, ticket: Slot) -> None:
+    async def wait_place(self, ticket: Ticket) -> None:
         """Wait until the ticket has a place.
 
         Raises:

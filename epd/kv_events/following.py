@@ -51,32 +51,34 @@ class KVEvents:
         reader.start()
         try:
             while reader.is_alive():
-                reader.follow_engines(self._wanted())
+                reader.follow_engines(self._sources())
                 await asyncio.sleep(TICK_S)
             raise RuntimeError("the thread that reads KV events has ended")
         finally:
             reader.stop_reading()
-            self._forsake(self._instances.values())
+            self._estimate_caches(self._instances.values())
             # Bounded: the interpreter waits for the thread of this call when it exits.
             await asyncio.to_thread(reader.join, STOP_S)
 
-    def _wanted(self) -> dict[FeedKey, EventSource]:
+    def _sources(self) -> dict[FeedKey, EventSource]:
         config = self._config
         instances = {
             instance.key: instance for instance in self._table.of_roles(*config.content_roles)
         }
-        self._forsake(instance for key, instance in self._instances.items() if key not in instances)
+        self._estimate_caches(
+            instance for key, instance in self._instances.items() if key not in instances
+        )
         self._instances = instances
         self._counts = {key: self._counts.get(key, Counter()) for key in instances}
-        wanted = {
+        sources = {
             (key, rank): source
             for key, instance in instances.items()
             for rank, source in enumerate(event_sources(instance, config.kv_events_addrs))
         }
-        self._logs = {key: log for key, log in self._logs.items() if key in wanted}
-        return wanted
+        self._logs = {key: log for key, log in self._logs.items() if key in sources}
+        return sources
 
-    def _forsake(self, instances: Iterable[Instance]) -> None:
+    def _estimate_caches(self, instances: Iterable[Instance]) -> None:
         """Estimate the caches of instances that are not followed any more."""
         for instance in instances:
             with suppress(KeyError):  # it has been removed

@@ -145,12 +145,12 @@ class EventReader(threading.Thread):
     def __init__(self, deliver: Deliver) -> None:
         super().__init__(name="kv-events", daemon=True)
         self._deliver = deliver
-        self._wanted: Mapping[FeedKey, EventSource] = {}
+        self._sources: Mapping[FeedKey, EventSource] = {}
         self._stopped = threading.Event()
 
-    def follow_engines(self, wanted: Mapping[FeedKey, EventSource]) -> None:
+    def follow_engines(self, sources: Mapping[FeedKey, EventSource]) -> None:
         """Subscribe to these engines only."""
-        self._wanted = wanted
+        self._sources = sources
 
     def stop_reading(self) -> None:
         self._stopped.set()
@@ -187,17 +187,17 @@ class EventReader(threading.Thread):
         poller: zmq.Poller,
         subscribed: dict[FeedKey, Subscription],
     ) -> list[tuple[Subscription, FeedReport]]:
-        """Change the subscriptions to the wanted ones. Return a report for each that ends."""
-        wanted, ended = self._wanted, []
+        """Change the subscriptions to the current ones. Return a report for each that ends."""
+        sources, ended = self._sources, []
         for key, subscription in list(subscribed.items()):
-            if wanted.get(key) != subscription.source:
+            if sources.get(key) != subscription.source:
                 del subscribed[key]
                 poller.unregister(subscription.socket)
                 poller.unregister(subscription.monitor)
                 subscription.close_sockets()
                 ended.append((subscription, FeedReport("unsubscribed", {}, {})))
-        for key in wanted.keys() - subscribed.keys():
-            subscribed[key] = subscription = Subscription(context, key, wanted[key], self._stopped)
+        for key in sources.keys() - subscribed.keys():
+            subscribed[key] = subscription = Subscription(context, key, sources[key], self._stopped)
             poller.register(subscription.socket, zmq.POLLIN)
             poller.register(subscription.monitor, zmq.POLLIN)
         return ended

@@ -1,7 +1,7 @@
 """Policies in force: the configured ones, until others are set. All workers have the same."""
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Literal
 
 import orjson
@@ -10,7 +10,7 @@ import structlog
 from epd.errors import Overloaded, RequestRefused
 from epd.policies.plan import Course, Facts
 from epd.policies.registry import Active, choose_policy
-from epd.shared_page import PrivatePage, SharedPage
+from epd.shared_page import SharedPage
 
 UNREAD = -1
 """Number of writes that no page has."""
@@ -29,35 +29,47 @@ class Policies:
         self,
         configured: Written,
         activate: Callable[[Written], Sequence[Active]],
-        page: PrivatePage | SharedPage,
+        page: SharedPage | None = None,
     ) -> None:
         """Start with the policies of the page, or the configured ones.
 
-        `activate` makes policies of their text forms. It raises `ValueError` for invalid ones.
+        Args:
+            configured: policies of the configuration.
+            activate: returns policies of their text forms, or raises `ValueError`.
+            page: page of all workers with the policies that were set; None without others.
         """
         self._configured = configured
         self._activate = activate
         self._page = page
         self._number = UNREAD
+        self._set: Written | None = None
         self._active: Sequence[Active] = ()
         # Courses by kind of request, which cannot differ until the policies change.
         self._courses: dict[Hashable, tuple[str, Course] | None] | None = None
+        self._use(None)
 
     @property
     def active(self) -> Sequence[Active]:
         """The policies in force, in order of priority."""
-        number = self._page.write_count()
-        if number != self._number:
-            content = self._page.read()
-            self._active = self._activate(orjson.loads(content) if content else self._configured)
-            self._courses = {} if all(policy.decides_by_kind for policy in self._active) else None
-            self._number = number
+        self._refresh()
         return self._active
+
+    def _refresh(self) -> None:
+        if self._page is not None and (number := self._page.write_count()) != self._number:
+            content = self._page.read()
+            self._use(orjson.loads(content) if content else None)
+            self._number = number
+
+    def _use(self, written: Written | None) -> None:
+        self._active = self._activate(self._configured if written is None else written)
+        self._courses = {} if all(policy.decides_by_kind for policy in self._active) else None
+        self._set = written
 
     @property
     def source(self) -> Literal["configuration", "api"]:
         """The source of the policies in force."""
-        return "api" if self._page.read() else "configuration"
+        self._refresh()
+        return "configuration" if self._set is None else "api"
 
     def choose_policy(self, facts: Facts) -> tuple[str, Course] | None:
         """Return the deciding policy and the course of a request; None if no policy decides.
@@ -119,11 +131,13 @@ class Policies:
 
     def _write(self, change: _Change) -> None:
         try:
-            with self._page.hold_lock():
+            with nullcontext() if self._page is None else self._page.hold_lock():
                 written = change([policy.written for policy in self.active])
-                if written is not None:
-                    self._activate(written)
-                self._page.write(b"" if written is None else orjson.dumps(written))
+                if self._page is None:
+                    self._use(written)
+                else:
+                    self._activate(self._configured if written is None else written)
+                    self._page.write(b"" if written is None else orjson.dumps(written))
         except ValueError as invalid:
             raise RequestRefused(422, str(invalid), slug="invalid_policy") from None
         except OSError as error:

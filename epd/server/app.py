@@ -6,14 +6,14 @@ This module is the composition root of the proxy: it is the only one that knows 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import cache, partial
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from ec_store.opening import open_proxy_store
-from epd.aio import Background
+from epd.aio import Background, Flights
 from epd.api.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
 from epd.config.proxy_config import active_policies
@@ -79,13 +79,13 @@ from epd.server.app_keys import (
     VISIT,
 )
 from epd.server.instance_routes import ROSTER, Roster
+from epd.server.key_judge import JUDGE, KeyJudge
 from epd.server.middlewares import allow_origins, direct, observe
 from epd.server.openapi import openapi_json
 from epd.server.operator_routes import METRICS, TABLE
 from epd.server.page_routes import BOARD
 from epd.server.policy_routes import POLICIES
-from epd.server.responses import JUDGE, KeyJudge, UnknownRoute, own_headers
-from epd.shared_page import PrivatePage
+from epd.server.responses import UnknownRoute, own_headers
 from epd.transfer.ec import ECTransfer
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.ui.dashboard import Board
@@ -95,6 +95,7 @@ from epd.workers.worker import WorkerSlot
 
 LOG = web.AppKey("log", LogObserver)
 RECENT = web.AppKey("recent", Recent)
+DOCUMENT: web.AppKey[Flights[None, bytes]] = web.AppKey("document", Flights)
 
 GONE = (HealthState.DOWN, "removed")
 """States of an instance after which its engine and its KV blocks may be lost."""
@@ -132,16 +133,15 @@ def create_app(
     app.add_routes([route for _, route in routes])
     app.add_routes([_any("/{anything:.*}", answer_unknown, name=UNKNOWN)])
     app[MODELS] = ModelNames()
-    app[METRICS] = MetricsObserver(app[ADMISSION])
+    pages = () if slot is None else (slot.shared.pages, slot.index)
+    app[METRICS] = MetricsObserver(app[ADMISSION], *pages)
     app[BACKGROUND] = Background(app[METRICS].background_failed)
     app[RECENT] = Recent()
-    if slot is not None:
-        metrics = app[METRICS]
-        metrics.shown = WorkerMetrics(metrics.shown, slot.shared.pages, slot.index)
+    app[DOCUMENT] = Flights()
     app[POLICIES] = Policies(
         config.policies,
         partial(active_policies, config),
-        PrivatePage() if slot is None else slot.shared.policies,
+        None if slot is None else slot.shared.policies,
     )
     app[DRAIN] = Drain()
     app[DIRECT] = direct(app, api_routes.answer_request)
@@ -177,7 +177,7 @@ async def build_components(app: web.Application, slot: WorkerSlot | None) -> Asy
             registry,
             upstream,
             background,
-            PrivatePage() if slot is None else slot.shared.registrations,
+            None if slot is None else slot.shared.registrations,
         ) as registrations,
         probe_periodically(table, upstream, config, background),
         poll_load(table, upstream, config, background, lambda: app[POLICIES].compares_costs),
@@ -223,7 +223,24 @@ async def build_components(app: web.Application, slot: WorkerSlot | None) -> Asy
         app[METRICS].add_source(partial(store_metrics, cache))
         app[METRICS].add_source(partial(conversation_metrics, conversations))
         app[METRICS].add_source(partial(quarantine_metrics, fatal))
+        async with _written_pages(app[METRICS], app[BOARD], background):
+            yield
+
+
+@asynccontextmanager
+async def _written_pages(
+    metrics: MetricsObserver, board: Board, background: Background
+) -> AsyncIterator[None]:
+    """Write what the other workers read of this one, if there are others."""
+    if not isinstance(metrics.shown, WorkerMetrics):
         yield
+        return
+    async with (
+        background.run_task("metrics_page", metrics.shown.keep_writing),
+        background.run_task("ui_page", board.keep_writing),
+    ):
+        yield
+    metrics.shown.write()  # the last requests have ended just now
 
 
 def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
@@ -316,8 +333,10 @@ async def openapi(request: web.Request) -> web.Response:
         200: this document.
     """
     context = request[VISIT].context
-    # The first one takes 0.1 s to make.
-    body = await asyncio.to_thread(openapi_document, context.config.root_path)
+    # It takes 0.1 s to make, on one thread: the standard library's reader of sources is not safe
+    # for several.
+    make = partial(asyncio.to_thread, openapi_document, context.config.root_path)
+    body = await request.app[DOCUMENT].join(None, make)
     return web.Response(body=body, content_type="application/json", headers=own_headers(context))
 
 

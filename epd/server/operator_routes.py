@@ -16,8 +16,9 @@ from epd.routing.table import InstanceTable
 from epd.server.admin import ADMIN, HealthPage, ProfilePage
 from epd.server.app_keys import VISIT
 from epd.server.intake import read
+from epd.server.key_judge import check_key
 from epd.server.policy_routes import POLICIES
-from epd.server.responses import JsonResponse, as_json, check_key, own_headers
+from epd.server.responses import JsonResponse, as_json, own_headers
 from epd.version import __version__
 
 METRICS = web.AppKey("metrics", MetricsObserver)

@@ -1,16 +1,13 @@
 """`epd serve`: the process that serves the application, alone or as one of several workers."""
 
 import asyncio
-import ctypes
-import gc
 import os
-import resource
 import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import structlog
 import uvloop
@@ -33,12 +30,10 @@ from epd.edge.listening import (
 from epd.edge.protocol import Runner
 from epd.http.tls import TlsInvalid
 from epd.observe import logs
-from epd.observe.worker_metrics import WorkerMetrics
 from epd.parser import Commands, Parser
 from epd.server.app import create_app
 from epd.server.app_keys import BACKGROUND, KEYS, OBSERVERS
 from epd.server.operator_routes import METRICS
-from epd.server.page_routes import BOARD
 from epd.tenants import KeysInvalid
 from epd.workers.files import read_from
 from epd.workers.orders import (
@@ -50,17 +45,14 @@ from epd.workers.orders import (
     first_of,
     orders_by_signal,
 )
+from epd.workers.process import collect_rarely, keep_freed_memory, raise_descriptor_limit
 from epd.workers.supervisor import WorkersFailed, supervise
 from epd.workers.worker import WorkerSlot
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Numbers of glibc's `malloc.h`."""
-TRIM_BYTES = 32 * 1024**2
-"""Free memory that the process keeps for the next bodies."""
-MMAP_BYTES = 8 * 1024**2
-"""Size from which each block has pages of its own, which its release returns at once."""
-OPERATORS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-"""Variables by which an operator sets the same."""
+AT_ONCE_S = 0.01
+"""Shortest timeout for aiohttp, in seconds: 0 would mean no limit."""
+NOW_S = 1.0
+"""Upper bound of the clean-up after a second signal, in seconds."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -96,33 +88,6 @@ def _serve(parser: Parser, **flags: Any) -> None:
         parser.errors([str(error)])
     except (CannotListen, WorkersFailed, OSError) as failure:
         sys.exit(f"epd serve: {failure}")
-
-
-def raise_descriptor_limit() -> None:
-    """Raise the limit of descriptors to the hard limit, for this process and its children."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def keep_freed_memory() -> bool:
-    """Keep freed memory for the next bodies; return whether the allocator has this setting.
-
-    By default glibc returns a body's memory to the kernel after a few requests, and the next body
-    has it mapped and zeroed again, page by page.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    if mallopt is None or any(name in os.environ for name in OPERATORS):
-        return False
-    return bool(mallopt(M_TRIM_THRESHOLD, TRIM_BYTES) and mallopt(M_MMAP_THRESHOLD, MMAP_BYTES))
-
-
-YOUNG_OBJECTS = 5000
-"""New objects after which Python collects garbage among them. Its default of 700, which a few
-requests have, takes 2 to 3.4 % of the CPU time (docs/decisions/016-request-path.md)."""
-AT_ONCE_S = 0.01
-"""Shortest timeout for aiohttp, in seconds: 0 would mean no limit."""
-NOW_S = 1.0
-"""Upper bound of the clean-up after a second signal, in seconds."""
 
 
 async def serve(config: ProxyConfig) -> None:
@@ -164,19 +129,10 @@ async def serve_as_worker(
     first = read_from(config, copies)
     pipe, tls = Pipe(orders), server_context(first)
     async with run_server(first, pipe.orders, tls, config, slot) as runner:
-        app = runner.app
-        shared = cast("WorkerMetrics", app[METRICS].shown)
-        writing = [
-            asyncio.create_task(app[BACKGROUND].keep_running(page, writer.keep_writing))
-            for page, writer in (("metrics_page", shared), ("ui_page", app[BOARD]))
-        ]
         for listener in slot.sockets:
-            await Site(runner, tls, app[BACKGROUND], sock=listener).start()
+            await Site(runner, tls, runner.app[BACKGROUND], sock=listener).start()
         structlog.get_logger("epd").info("serving", pid=os.getpid())
         await pipe.orders.close.wait()
-    for task in writing:
-        task.cancel()
-    shared.write()  # the last requests have ended just now
 
 
 def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:
@@ -204,8 +160,7 @@ async def run_server(
     runner = Runner(app, config, app[OBSERVERS])
     reload = partial(_reload, app, orders, tls, files)
     await runner.setup()
-    gc.freeze()  # these objects live on: each full collection would spend 50 ms on them
-    gc.set_threshold(YOUNG_OBJECTS)
+    collect_rarely()
     obeying = [
         asyncio.create_task(app[BACKGROUND].keep_running(order, obey))
         for order, obey in (("drain", partial(_drain, app, orders)), ("reload", reload))

@@ -19,7 +19,7 @@ from epd.discovery.stores import (
 )
 from epd.routing.instances import Instance, Registry, Role
 from epd.routing.table import InstanceTable
-from epd.shared_page import PrivatePage, SharedPage
+from epd.shared_page import SharedPage
 from tests.support.redis_server import RedisServer
 
 LOCKS = """
@@ -36,9 +36,7 @@ WIDE = Instance(Role.PREFILL_DECODE, "http://pd:1", dp_size=4)
 
 @asynccontextmanager
 async def opened(kind: str, folder: Path) -> AsyncIterator[RegistrationStore]:
-    if kind == "process":
-        yield RegistrationsOnPage(PrivatePage())
-    elif kind == "workers":
+    if kind == "workers":
         with closing(SharedPage.new_page()) as page:
             yield RegistrationsOnPage(page)
     else:
@@ -47,7 +45,7 @@ async def opened(kind: str, folder: Path) -> AsyncIterator[RegistrationStore]:
                 yield store
 
 
-@pytest.fixture(params=["process", "workers", "redis"])
+@pytest.fixture(params=["workers", "redis"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RegistrationStore]:
     async with opened(request.param, tmp_path) as opened_store:
         yield opened_store
@@ -80,6 +78,18 @@ def watched(
 ) -> tuple[Registrations, InstanceTable]:
     table = InstanceTable()
     return Registrations(store, Registry(table), interval_s), table
+
+
+async def test_a_process_without_a_store_registers_for_itself() -> None:
+    table = InstanceTable()
+    alone = Registrations(None, Registry(table))
+
+    assert await alone.add(A)
+    assert not await alone.add(A)
+    assert table.of_roles(*Role) == (A,)
+    assert await alone.remove(A.url)
+    assert not await alone.remove(A.url)
+    assert table.of_roles(*Role) == ()
 
 
 async def test_registrations_are_visible_to_other_proxies(store: RegistrationStore) -> None:

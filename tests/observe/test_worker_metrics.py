@@ -126,9 +126,8 @@ class Reading(SharedPage):
 
 async def test_a_scrape_of_several_workers_is_made_on_a_thread(pages: list[SharedPage]) -> None:
     config = ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
-    metrics = MetricsObserver(Admission(config, time.monotonic))
     watched = [Reading(page.descriptor) for page in pages]
-    metrics.shown = WorkerMetrics(metrics.shown, watched, 0)
+    metrics = MetricsObserver(Admission(config, time.monotonic), watched, 0)
     for page in watched:
         page.readers.clear()
     content, _ = await metrics.page_of_all()

@@ -26,7 +26,6 @@ from epd.policies.registry import (
     known_names,
 )
 from epd.routing.instances import Role
-from epd.shared_page import PrivatePage
 
 EPD = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
 E_PD = frozenset({Role.ENCODE, Role.PREFILL_DECODE})
@@ -305,7 +304,7 @@ def test_no_decode_instance_is_needed_where_others_name_it() -> None:
 
 
 def in_force(config: epd.ProxyConfig) -> Policies:
-    return Policies(config.policies, partial(active_policies, config), PrivatePage())
+    return Policies(config.policies, partial(active_policies, config))
 
 
 @pytest.mark.parametrize(
