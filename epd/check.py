@@ -11,7 +11,7 @@ from epd.config.flags import add_flags
 from epd.config.load import Loaded, as_json, as_yaml, load
 from epd.discovery.entries import EntriesInvalid
 from epd.discovery.watching import check_file
-from epd.edge.keys_file import read_keys
+from epd.edge.files import read_keys
 from epd.edge.listening import server_context
 from epd.http.tls import TlsInvalid, upstream_context
 from epd.media.forward_proxy import ProxyInvalid, check_proxies

@@ -23,7 +23,7 @@ from epd.discovery.polling import asking_namespaces, poll_load, probe_periodical
 from epd.edge.access import Access
 from epd.edge.admission import Admission
 from epd.edge.drain import DRAIN, Drain
-from epd.edge.keys_file import read_keys
+from epd.edge.files import Files
 from epd.edge.protocol import DIRECT
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.client import EncoderCache
@@ -74,15 +74,16 @@ from epd.server.app_keys import (
     KEYS,
     MODELS,
     OBSERVERS,
+    TABLE,
     TRACER,
     UNKNOWN,
     VISIT,
 )
-from epd.server.instance_routes import ROSTER, Roster
+from epd.server.instance_routes import KV_TRANSFER, REGISTRATIONS, REGISTRY
 from epd.server.key_judge import JUDGE, KeyJudge
 from epd.server.middlewares import allow_origins, direct, observe
 from epd.server.openapi import openapi_json
-from epd.server.operator_routes import METRICS, TABLE
+from epd.server.operator_routes import METRICS
 from epd.server.page_routes import BOARD
 from epd.server.policy_routes import POLICIES
 from epd.server.responses import UnknownRoute, own_headers
@@ -104,6 +105,7 @@ GONE = (HealthState.DOWN, "removed")
 def create_app(
     config: ProxyConfig,
     observers: Sequence[Observer] | None = None,
+    files: Files | None = None,
     slot: WorkerSlot | None = None,
 ) -> web.Application:
     """Return the proxy as an aiohttp application, to run or to mount in another application.
@@ -116,18 +118,21 @@ def create_app(
         config: configuration, as `epd serve` makes it of its flags.
         observers: receivers of all events, in addition to the observer for `/metrics`; by
             default one that logs them.
+        files: content of the files of keys and certificates; by default they are read here.
         slot: what this process shares with the other workers; None without others.
 
     Raises:
         KeysInvalid: the keys file cannot be used.
+        TlsInvalid: a certificate, a key or a CA cannot be used.
     """
     hide_locals()
+    files = files or Files(config)
     app = web.Application(middlewares=(observe,))
     app[CONFIG] = config
     uses = () if slot is None else (partial(slot.shared.ledger.use_of, slot.index),)
     app[ADMISSION] = Admission(config, time.monotonic, *uses)
-    if (keys := read_keys(config, warns=True)) is not None:
-        app[KEYS] = keys
+    if files.keys is not None:
+        app[KEYS] = files.keys
     routes = (*ROUTES, *allow_origins(app, config, ROUTES, _options))
     app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in routes)
     app.add_routes([route for _, route in routes])
@@ -148,11 +153,13 @@ def create_app(
     app[LOG] = LogObserver(config)
     own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
     app[OBSERVERS] = (*own, *((app[LOG],) if observers is None else observers))
-    app.cleanup_ctx.append(partial(build_components, slot=slot))
+    app.cleanup_ctx.append(partial(build_components, files=files, slot=slot))
     return app
 
 
-async def build_components(app: web.Application, slot: WorkerSlot | None) -> AsyncIterator[None]:
+async def build_components(
+    app: web.Application, files: Files, slot: WorkerSlot | None
+) -> AsyncIterator[None]:
     """Fill the application's slots with all that outlives a request (`cleanup_ctx`)."""
     config, background = app[CONFIG], app[BACKGROUND]
     conversations = Conversations.from_config(config)
@@ -168,7 +175,7 @@ async def build_components(app: web.Application, slot: WorkerSlot | None) -> Asy
     async with (
         tracing(config) as tracer,  # closed last: it exports the spans of the other closes
         watched(app[METRICS].loop_lag, background),
-        Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
+        Upstream.connect(config.connect_timeout_s, tls=files.upstream_tls) as upstream,
         MediaFetcher.open(config) as media,
         _cache(config, background) as cache,
         conversations,
@@ -211,7 +218,7 @@ async def build_components(app: web.Application, slot: WorkerSlot | None) -> Asy
         app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
         app[CONVERSATIONS] = conversations
         app[TABLE] = table
-        app[ROSTER] = Roster(registry, table, registrations, transfer, config)
+        app[REGISTRY], app[REGISTRATIONS], app[KV_TRANSFER] = registry, registrations, transfer
         # Of the URL of a store, only the scheme: the rest may hold a password.
         store = None if config.ec_store is None else urlsplit(config.ec_store).scheme
         boards = () if slot is None else (slot.shared.recents, slot.index)

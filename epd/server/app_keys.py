@@ -12,6 +12,7 @@ from epd.edge.access import Access
 from epd.edge.admission import Admission, AdmittedRequest
 from epd.events import Observer
 from epd.request.context import ModelNames, RequestContext
+from epd.routing.table import InstanceTable
 from epd.tenants import ApiKeys
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ KEYS = web.AppKey("keys", ApiKeys)
 ACCESS = web.AppKey("access", Mapping[object, Access])
 """Class of access of each handler."""
 ADMISSION = web.AppKey("admission", Admission)
+TABLE = web.AppKey("table", InstanceTable)
 BACKGROUND = web.AppKey("background", Background)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 MODELS = web.AppKey("models", ModelNames)

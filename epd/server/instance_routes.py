@@ -4,14 +4,13 @@ The docstrings of the handlers are published (see `openapi.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, NotRequired, TypedDict
 
 from aiohttp import web
 
 from epd.config import ProxyConfig
-from epd.discovery.entries import EntriesInvalid, TransferMismatch, registration
+from epd.discovery.entries import TransferMismatch, registration
 from epd.discovery.membership import Clash, Registrations
 from epd.discovery.stores import StoreFailed
 from epd.errors import BadRequest, Overloaded, RequestRefused
@@ -19,7 +18,7 @@ from epd.routing.health import HealthState
 from epd.routing.instances import Instance, InstanceSource, Registry, Role
 from epd.routing.table import InstanceTable
 from epd.routing.urls import base_url, is_allowed
-from epd.server.app_keys import VISIT
+from epd.server.app_keys import CONFIG, TABLE, VISIT
 from epd.server.intake import may_administer, read_json
 from epd.server.responses import JsonResponse, as_json
 from epd.transfer.kv import KVTransfer
@@ -100,118 +99,9 @@ class Unregistered(TypedDict):
     """Other sources that name the instance, so that it stays."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Roster:
-    """Content of `/instances`: that of vLLM's `disagg_epd_proxy.py`, and details for operators."""
-
-    _registry: Registry
-    _table: InstanceTable
-    _registrations: Registrations
-    _transfer: KVTransfer
-    _config: ProxyConfig
-
-    def instances_page(self, *, detailed: bool) -> InstancesPage:
-        """Return the URLs of the instances by role, and if `detailed` a description of each."""
-        page = InstancesPage(
-            encode=self._urls(Role.ENCODE),
-            prefill=self._urls(Role.PREFILL),
-            decode=self._urls(Role.DECODE),
-            prefill_decode=self._urls(Role.PREFILL_DECODE),
-        )
-        if detailed:
-            page["instances"] = self._rows()
-        return page
-
-    async def register(self, body: bytes | bytearray) -> Registered:
-        """Register the instance that a body describes; errors as in `register_instance`."""
-        self._check_open()
-        transfer = self._config.ec_transfer
-        try:
-            wanted = registration(body)
-            wanted.check_transfer(transfer, pushed=EC_TRANSFERS[transfer].pushed)
-        except EntriesInvalid as error:
-            raise _invalid(error) from None
-        except TransferMismatch as error:
-            raise BadRequest(str(error), slug="unsupported_ec_transfer") from None
-        instance, hosts = wanted.instance, self._config.registration_hosts
-        try:
-            self._transfer.check(instance)
-        except ValueError as error:
-            raise _invalid(error) from None
-        if not all(is_allowed(url, hosts) for url in _addresses_of(instance)):
-            raise RequestRefused(
-                403, "--registration-hosts does not name this host", slug="host_not_allowed"
-            )
-        try:
-            return {"registered": await self._registrations.add(instance)}
-        except Clash as clash:
-            raise RequestRefused(409, str(clash), slug="instance_conflict") from None
-        except StoreFailed as error:
-            raise _unwritten() from error
-
-    async def unregister(self, url: str | None) -> Unregistered:
-        """Remove the registration of a URL; errors as in `unregister_instance`."""
-        self._check_open()
-        try:
-            known = base_url(url or "")
-        except ValueError as error:
-            raise _invalid(f"url: {error}") from None
-        try:
-            answer = Unregistered(removed=await self._registrations.remove(known))
-        except StoreFailed as error:
-            raise _unwritten() from error
-        sources = self._registry.sources(known)
-        if others := [source for source in sources if source is not InstanceSource.API]:
-            answer["still_named_by"] = others
-        return answer
-
-    def _check_open(self) -> None:
-        if not self._config.dynamic_registration:
-            raise RequestRefused(
-                404, "the proxy runs without --dynamic-registration", slug="unknown_route"
-            )
-
-    def _urls(self, role: Role) -> RoleUrls:
-        urls = RoleUrls(live=[], evicted=[])
-        for instance in self._table.of_roles(role):
-            is_live = self._table.state(instance) in LIVE
-            urls["live" if is_live else "evicted"].append(instance.url)
-        return urls
-
-    def _rows(self) -> list[InstanceRow]:
-        members = self._registry.members
-        present = {instance for instance, *_ in members}
-        leaving = [instance for instance in self._table.under_way if instance not in present]
-        return [self._row(*member) for member in members] + [self._row(gone) for gone in leaving]
-
-    def _row(
-        self,
-        instance: Instance,
-        sources: Sequence[InstanceSource] = (),
-        since_s: float | None = None,
-    ) -> InstanceRow:
-        """Return the details of an instance; without the time of its addition, of a removed one."""
-        since = None if since_s is None else datetime.fromtimestamp(since_s, UTC)
-        load = None if since_s is None else self._table.load(instance)
-        report = None if load is None else load.report
-        reported = report and ReportedLoad(waiting=report.waiting, running=report.running)
-        precise = load is not None and load.precise
-        return {
-            "url": instance.url,
-            "role": instance.role,
-            "dp_size": instance.dp_size,
-            "kv_addr": instance.kv_addr,
-            "state": "draining" if since_s is None else self._table.state(instance),
-            "load": self._table.under_way.get(instance, 0),
-            "weight": instance.weight,
-            "reported": reported,
-            "prefix_cache": "precise" if precise else "estimated",
-            "sources": list(sources),
-            "since": since and since.replace(microsecond=0),
-        }
-
-
-ROSTER = web.AppKey("roster", Roster)
+REGISTRY = web.AppKey("registry", Registry)
+REGISTRATIONS = web.AppKey("registrations", Registrations)
+KV_TRANSFER: web.AppKey[KVTransfer] = web.AppKey("kv_transfer")
 
 
 async def list_instances(request: web.Request) -> JsonResponse[InstancesPage]:
@@ -223,8 +113,55 @@ async def list_instances(request: web.Request) -> JsonResponse[InstancesPage]:
     Returns:
         200: instances that get requests and ejected instances, by role.
     """
-    shown = request.app[ROSTER].instances_page(detailed=may_administer(request))
-    return as_json(shown, request[VISIT].context)
+    table = request.app[TABLE]
+    page = InstancesPage(
+        encode=_urls(table, Role.ENCODE),
+        prefill=_urls(table, Role.PREFILL),
+        decode=_urls(table, Role.DECODE),
+        prefill_decode=_urls(table, Role.PREFILL_DECODE),
+    )
+    if may_administer(request):
+        members = request.app[REGISTRY].members
+        present = {instance for instance, *_ in members}
+        leaving = [instance for instance in table.under_way if instance not in present]
+        page["instances"] = [
+            *(_row(table, *member) for member in members),
+            *(_row(table, removed) for removed in leaving),
+        ]
+    return as_json(page, request[VISIT].context)
+
+
+def _urls(table: InstanceTable, role: Role) -> RoleUrls:
+    urls = RoleUrls(live=[], evicted=[])
+    for instance in table.of_roles(role):
+        urls["live" if table.state(instance) in LIVE else "evicted"].append(instance.url)
+    return urls
+
+
+def _row(
+    table: InstanceTable,
+    instance: Instance,
+    sources: Sequence[InstanceSource] = (),
+    since_s: float | None = None,
+) -> InstanceRow:
+    """Return the details of an instance; without the time of its addition, of a removed one."""
+    since = None if since_s is None else datetime.fromtimestamp(since_s, UTC)
+    load = None if since_s is None else table.load(instance)
+    report = None if load is None else load.report
+    reported = report and ReportedLoad(waiting=report.waiting, running=report.running)
+    return {
+        "url": instance.url,
+        "role": instance.role,
+        "dp_size": instance.dp_size,
+        "kv_addr": instance.kv_addr,
+        "state": "draining" if since_s is None else table.state(instance),
+        "load": table.under_way.get(instance, 0),
+        "weight": instance.weight,
+        "reported": reported,
+        "prefix_cache": "precise" if load is not None and load.precise else "estimated",
+        "sources": list(sources),
+        "since": since and since.replace(microsecond=0),
+    }
 
 
 async def register_instance(request: web.Request) -> JsonResponse[Registered]:
@@ -244,8 +181,29 @@ async def register_instance(request: web.Request) -> JsonResponse[Registered]:
             support it.
         Overloaded: the store of registrations cannot be used.
     """
-    answer = await request.app[ROSTER].register(await read_json(request))
-    return as_json(answer, request[VISIT].context)
+    body, app = await read_json(request), request.app
+    config = _dynamic(app[CONFIG])
+    try:
+        entry = registration(body)
+        entry.check_transfer(config.ec_transfer, pushed=EC_TRANSFERS[config.ec_transfer].pushed)
+        instance = entry.instance
+        app[KV_TRANSFER].check(instance)
+    except TransferMismatch as error:
+        raise BadRequest(str(error), slug="unsupported_ec_transfer") from None
+    except ValueError as error:
+        raise _invalid(error) from None
+    hosts = config.registration_hosts
+    if not all(is_allowed(url, hosts) for url in _addresses_of(instance)):
+        raise RequestRefused(
+            403, "--registration-hosts does not name this host", slug="host_not_allowed"
+        )
+    try:
+        is_new = await app[REGISTRATIONS].add(instance)
+    except Clash as clash:
+        raise RequestRefused(409, str(clash), slug="instance_conflict") from None
+    except StoreFailed as error:
+        raise _unwritten() from error
+    return as_json(Registered(registered=is_new), request[VISIT].context)
 
 
 async def unregister_instance(request: web.Request) -> JsonResponse[Unregistered]:
@@ -261,8 +219,29 @@ async def unregister_instance(request: web.Request) -> JsonResponse[Unregistered
         RequestRefused: 422, the URL is invalid.
         Overloaded: the store of registrations cannot be used.
     """
-    url = request.query.get("url")
-    return as_json(await request.app[ROSTER].unregister(url), request[VISIT].context)
+    app = request.app
+    _dynamic(app[CONFIG])
+    try:
+        url = base_url(request.query.get("url", ""))
+    except ValueError as error:
+        raise _invalid(f"url: {error}") from None
+    try:
+        answer = Unregistered(removed=await app[REGISTRATIONS].remove(url))
+    except StoreFailed as error:
+        raise _unwritten() from error
+    sources = app[REGISTRY].sources(url)
+    if others := [source for source in sources if source is not InstanceSource.API]:
+        answer["still_named_by"] = others
+    return as_json(answer, request[VISIT].context)
+
+
+def _dynamic(config: ProxyConfig) -> ProxyConfig:
+    """Return the configuration if instances may register."""
+    if not config.dynamic_registration:
+        raise RequestRefused(
+            404, "the proxy runs without --dynamic-registration", slug="unknown_route"
+        )
+    return config
 
 
 def _addresses_of(instance: Instance) -> list[str]:

@@ -12,9 +12,8 @@ from epd.edge.drain import DRAIN
 from epd.errors import NoInstance, Overloaded
 from epd.observe.metrics import MetricsObserver
 from epd.routing.instances import ANSWERING
-from epd.routing.table import InstanceTable
 from epd.server.admin import ADMIN, HealthPage, ProfilePage
-from epd.server.app_keys import VISIT
+from epd.server.app_keys import TABLE, VISIT
 from epd.server.intake import read
 from epd.server.key_judge import check_key
 from epd.server.policy_routes import POLICIES
@@ -22,7 +21,6 @@ from epd.server.responses import JsonResponse, as_json, own_headers
 from epd.version import __version__
 
 METRICS = web.AppKey("metrics", MetricsObserver)
-TABLE = web.AppKey("table", InstanceTable)
 
 
 async def health(request: web.Request) -> JsonResponse[HealthPage]:

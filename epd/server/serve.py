@@ -2,9 +2,8 @@
 
 import asyncio
 import os
-import ssl
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -17,25 +16,22 @@ from epd.check import add_settings_command, load_or_exit
 from epd.config import ProxyConfig
 from epd.conversations import conversations
 from epd.edge.drain import DRAIN
-from epd.edge.keys_file import read_keys
+from epd.edge.files import Files
 from epd.edge.listening import (
     CannotListen,
     Site,
     binding_errors,
     listening_at,
     log_listening,
-    reload_certificate,
-    server_context,
 )
 from epd.edge.protocol import Runner
 from epd.http.tls import TlsInvalid
 from epd.observe import logs
 from epd.parser import Commands, Parser
 from epd.server.app import create_app
-from epd.server.app_keys import BACKGROUND, KEYS, OBSERVERS
+from epd.server.app_keys import BACKGROUND, OBSERVERS
 from epd.server.operator_routes import METRICS
 from epd.tenants import KeysInvalid
-from epd.workers.files import read_from
 from epd.workers.orders import (
     CLEANUP_S,
     CUT_S,
@@ -103,13 +99,13 @@ async def serve(config: ProxyConfig) -> None:
         TlsInvalid: a certificate or a key cannot be used.
     """
     log = structlog.get_logger("epd")
-    orders, tls = orders_by_signal(config), server_context(config)
+    orders, files = orders_by_signal(config), Files(config)
     with ExitStack() as stack:
         with binding_errors(config):
             where = _where(config, stack)
-        async with run_server(config, orders, tls, config) as runner:
+        async with run_server(config, orders, files) as runner:
             with binding_errors(config):
-                await Site(runner, tls, runner.app[BACKGROUND], **where).start()
+                await Site(runner, files.tls, runner.app[BACKGROUND], **where).start()
             for address in runner.addresses:
                 log_listening(config, address)
             await orders.drain.wait()
@@ -118,19 +114,15 @@ async def serve(config: ProxyConfig) -> None:
             log.info("stopping")
 
 
-async def serve_as_worker(
-    slot: WorkerSlot, config: ProxyConfig, copies: Mapping[str, int], orders: int
-) -> None:
+async def serve_as_worker(slot: WorkerSlot, config: ProxyConfig, files: Files, orders: int) -> None:
     """Serve on the sockets of a slot until the first process orders the end, or has ended.
 
-    Files are read from their copies at the start, and from their paths at each reload. SIGUSR1
-    stops the worker at once. The arguments are those of a `WorkerMain`.
+    SIGUSR1 stops the worker at once. The arguments are those of a `WorkerMain`.
     """
-    first = read_from(config, copies)
-    pipe, tls = Pipe(orders), server_context(first)
-    async with run_server(first, pipe.orders, tls, config, slot) as runner:
+    pipe = Pipe(orders)
+    async with run_server(config, pipe.orders, files, slot) as runner:
         for listener in slot.sockets:
-            await Site(runner, tls, runner.app[BACKGROUND], sock=listener).start()
+            await Site(runner, files.tls, runner.app[BACKGROUND], sock=listener).start()
         structlog.get_logger("epd").info("serving", pid=os.getpid())
         await pipe.orders.close.wait()
 
@@ -144,21 +136,16 @@ def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:
 
 @asynccontextmanager
 async def run_server(
-    config: ProxyConfig,
-    orders: Orders,
-    tls: ssl.SSLContext | None,
-    files: ProxyConfig,
-    slot: WorkerSlot | None = None,
+    config: ProxyConfig, orders: Orders, files: Files, slot: WorkerSlot | None = None
 ) -> AsyncIterator[Runner]:
     """Run the application without a listening address, and obey orders to drain and to reload.
 
-    The end of the context waits for the running requests, up to `drain_timeout_s`. A reload reads
-    the files at the paths in `files`.
+    The end of the context waits for the running requests, up to `drain_timeout_s`.
     """
     keep_freed_memory()
-    app = create_app(config, slot=slot)
+    app = create_app(config, files=files, slot=slot)
     runner = Runner(app, config, app[OBSERVERS])
-    reload = partial(_reload, app, orders, tls, files)
+    reload = partial(_reload, app, orders, files)
     await runner.setup()
     collect_rarely()
     obeying = [
@@ -178,33 +165,18 @@ async def _drain(app: web.Application, orders: Orders) -> None:
     app[DRAIN].begin_drain()
 
 
-async def _reload(
-    app: web.Application, orders: Orders, tls: ssl.SSLContext | None, files: ProxyConfig
-) -> None:
-    def renew_keys() -> None:
-        if (keys := read_keys(files, warns=True)) is not None:
-            app[KEYS].replace(keys)
-
-    # A step that raises has changed nothing.
-    steps: dict[str, Callable[[], None]] = {}
-    if KEYS in app:
-        steps["API keys"] = renew_keys
-    if tls is not None:
-        steps["certificate"] = partial(reload_certificate, tls, files)
+async def _reload(app: web.Application, orders: Orders, files: Files) -> None:
     log = structlog.get_logger("epd")
     while True:
         await orders.reload.wait()
         orders.reload.clear()
-        succeeded = True
-        for what, step in steps.items():
-            try:
-                step()
-            except (KeysInvalid, TlsInvalid) as error:
-                succeeded = False
-                log.error("not reloaded", what=what, reason=str(error))  # noqa: TRY400 - no bug
+        reasons = files.reload()
+        for what, reason in reasons.items():
+            if reason:
+                log.error("not reloaded", what=what, reason=reason)
             else:
                 log.info("reloaded", what=what)
-        app[METRICS].reloaded(succeeded)
+        app[METRICS].reloaded(not any(reasons.values()))
 
 
 async def _end(runner: web.AppRunner, timeout_s: float, now: asyncio.Event) -> None:

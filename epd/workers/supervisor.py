@@ -20,8 +20,8 @@ import structlog
 
 from epd.aio import Background
 from epd.config import ProxyConfig
+from epd.edge.files import Files
 from epd.edge.listening import BACKLOG, binding_errors, listening_at, log_listening
-from epd.workers.files import LastGood
 from epd.workers.orders import (
     CLEANUP_S,
     CUT_S,
@@ -76,24 +76,26 @@ async def supervise(
         WorkersFailed: a worker keeps dying soon after its start.
     """
     log = structlog.get_logger("epd")
-    orders, workers = orders_by_signal(config), WorkerProcesses(worker_main)
+    orders, files = orders_by_signal(config), Files(config)
+    workers = WorkerProcesses(worker_main, config, files)
     with shared_state(config) as shared:
-        with _listening(config) as groups, closing(LastGood(config)) as good:
+        with _listening(config) as groups:
             # This process has no metrics: its failures appear only in its log.
             background = Background(lambda *_: None)
-            reload = partial(_reload, orders, good)
+            reload = partial(_reload, orders, files, workers)
             reloading = asyncio.create_task(background.keep_running("reload", reload))
             for listener in groups[0]:
                 log_listening(config, listener.getsockname(), workers=config.workers)
             keepers = [
                 asyncio.create_task(
                     Keeper(
-                        WorkerSlot(number, sockets, shared), good, orders, workers, hung_beats
+                        WorkerSlot(number, sockets, shared), config, orders, workers, hung_beats
                     ).keep()
                 )
                 for number, sockets in enumerate(groups, start=1)
             ]
             await orders.drain.wait()
+            workers.send_order(DRAIN)
             log.info("draining", cause=orders.cause)
             await orders.close.wait()
             log.info("stopping")
@@ -104,11 +106,12 @@ async def supervise(
         raise failure
 
 
-async def _reload(orders: Orders, good: LastGood) -> None:
+async def _reload(orders: Orders, files: Files, workers: WorkerProcesses) -> None:
     while True:
         await orders.reload.wait()
         orders.reload.clear()
-        good.reload_files()
+        files.reload(warns=False)  # the workers do the same, and log it
+        workers.send_order(RELOAD)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +119,7 @@ class Keeper:
     """Keeps one worker running."""
 
     slot: WorkerSlot
-    good: LastGood
+    config: ProxyConfig
     orders: Orders
     workers: WorkerProcesses
     hung_beats: int
@@ -149,16 +152,17 @@ class Keeper:
 
     async def _run(self) -> str:
         """Run the worker once to its end, and return the cause of its end."""
-        orders, good = self.orders, self.good
-        reloaded = good.reloaded  # a reload during the start must be passed on after it
+        orders = self.orders
         try:
-            process = self.workers.fork_worker(self.slot, good)
+            process = self.workers.fork_worker(self.slot)
         except OSError as error:  # processes or memory are exhausted
             return str(error)
         killing = asyncio.create_task(self._kill_if_hung(process))
-        with closing(await process.open_pipe()) as pipe:
-            await first_of(process.wait(), orders.close.wait(), self._forward(reloaded, pipe))
-        limit_s = good.config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S
+        with closing(process):
+            if orders.drain.is_set():
+                process.send_order(DRAIN)
+            await first_of(process.wait(), orders.close.wait())
+        limit_s = self.config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S
         await first_of(process.wait(), orders.now.wait(), asyncio.sleep(limit_s))
         process.send_signal(signal.SIGUSR1)
         await first_of(process.wait(), asyncio.sleep(GRACE_S))
@@ -179,20 +183,6 @@ class Keeper:
             "worker hangs: killing it", worker=slot.number, without_heartbeat_s=missing * BEAT_S
         )
         process.send_signal(signal.SIGKILL)
-
-    async def _forward(self, reloaded: asyncio.Event, pipe: asyncio.WriteTransport) -> None:
-        async def drain() -> None:
-            await self.orders.drain.wait()
-            pipe.write(DRAIN + b"\n")
-
-        async def reload() -> None:
-            event = reloaded
-            while True:
-                await event.wait()
-                event = self.good.reloaded
-                pipe.write(RELOAD + b"\n")
-
-        await asyncio.gather(drain(), reload())
 
 
 @contextmanager

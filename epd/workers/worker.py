@@ -13,7 +13,7 @@ import mmap
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +24,12 @@ import structlog
 import uvloop
 
 from epd.config import ProxyConfig
+from epd.edge.files import Files
 from epd.observe import logs
 from epd.observe.worker_metrics import keep_counters
 from epd.shared_page import SharedPage
 from epd.tenants import TenantLedger
 from epd.ui.dashboard import clear_page
-from epd.workers.files import LastGood
 from epd.workers.orders import SIGNALS
 
 MAX_STANDARD = 2
@@ -118,9 +118,9 @@ class WorkerSlot:
         self.shared.ledger.forget_requests(self.index)
 
 
-WorkerMain = Callable[[WorkerSlot, ProxyConfig, Mapping[str, int], int], Coroutine[Any, Any, None]]
-"""Coroutine of a worker. Its arguments are the slot, the configuration, the descriptors of copies
-of its files (`LastGood`), and the descriptor of the pipe from which the worker reads its orders."""
+WorkerMain = Callable[[WorkerSlot, ProxyConfig, Files, int], Coroutine[Any, Any, None]]
+"""Coroutine of a worker. Its arguments are the slot, the configuration, the content of its files,
+and the descriptor of the pipe from which the worker reads its orders."""
 
 
 class WorkerProcess:
@@ -129,19 +129,20 @@ class WorkerProcess:
     def __init__(self, pid: int, orders: int) -> None:
         """Represent a process that runs. `orders` is the descriptor of the pipe to it."""
         self._pid = pid
-        self._orders = os.fdopen(orders, "wb", buffering=0)
+        self._orders = orders
+        os.set_blocking(orders, False)
         self._ended = asyncio.Event()
         self._status = 0
 
-    async def open_pipe(self) -> asyncio.WriteTransport:
-        """Open the pipe for orders to the worker, which stops when the pipe is closed.
+    def send_order(self, order: bytes) -> None:
+        """Write an order to the pipe, unless the worker has ended or hangs."""
+        with suppress(OSError):
+            os.write(self._orders, order + b"\n")
 
-        Raises:
-            OSError: memory is exhausted.
-        """
-        loop = asyncio.get_running_loop()
-        pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._orders)
-        return pipe
+    def close(self) -> None:
+        """Close the pipe: the worker stops."""
+        os.close(self._orders)
+        self._orders = -1
 
     async def wait(self) -> int:
         """Wait until the process has ended; return its exit code, or minus the signal's number."""
@@ -163,21 +164,25 @@ class WorkerProcess:
 class WorkerProcesses:
     """Workers that have not ended. All methods are called in the first process."""
 
-    def __init__(self, worker_main: WorkerMain) -> None:
+    def __init__(self, worker_main: WorkerMain, config: ProxyConfig, files: Files) -> None:
         self._worker_main = worker_main
+        self._config = config
+        self._files = files
         self._running: list[WorkerProcess] = []
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
 
-    def fork_worker(self, slot: WorkerSlot, good: LastGood) -> WorkerProcess:
-        """Start a worker with the current configuration.
+    def fork_worker(self, slot: WorkerSlot) -> WorkerProcess:
+        """Start a worker with the current content of the files.
 
         Raises:
             OSError: processes, memory or descriptors are exhausted.
         """
-        config, copies = good.config, good.descriptors
+        config = self._config
         orders, writable = os.pipe()
-        main = partial(_beating, slot, partial(self._worker_main, slot, config, copies, orders))
-        kept = {*slot.descriptors, *copies.values(), orders}
+        main = partial(
+            _beating, slot, partial(self._worker_main, slot, config, self._files, orders)
+        )
+        kept = {*slot.descriptors, orders}
         try:
             pid = os.fork()
             if not pid:
@@ -190,6 +195,11 @@ class WorkerProcesses:
         process = WorkerProcess(pid, writable)
         self._running.append(process)
         return process
+
+    def send_order(self, order: bytes) -> None:
+        """Send an order to all workers that have not ended."""
+        for process in self._running:
+            process.send_order(order)
 
     def _reap(self) -> None:
         self._running = [process for process in self._running if not process.reap_if_ended()]

@@ -18,7 +18,7 @@ from epd.kv_events.addresses import EventSource
 from epd.kv_events.marks import read_mark
 from epd.kv_events.reader import EventReader
 from epd.routing.instances import Role
-from epd.server.operator_routes import TABLE
+from epd.server.app_keys import TABLE
 from tests.requests import image, request, text
 from tests.support.fake_instance import FakeInstance
 from tests.support.fleet import Fleet, Launch, until

@@ -21,7 +21,8 @@ from multidict import CIMultiDict
 from pytest_aiohttp.plugin import AiohttpServer
 
 from epd.server.app import RECENT
-from epd.server.operator_routes import METRICS, TABLE
+from epd.server.app_keys import TABLE
+from epd.server.operator_routes import METRICS
 from epd.server.page_routes import ASSETS
 from epd.shared_page import SharedPage
 from epd.tenants import key_line

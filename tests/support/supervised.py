@@ -5,12 +5,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
 
 from epd.config import ProxyConfig
+from epd.edge.files import Files
 from epd.observe import logs
 from epd.request.context import request_id
 from epd.workers.orders import block_signals
@@ -31,11 +31,9 @@ def pipes_and_sockets() -> list[str]:
     return [target for target in targets if target.startswith(("pipe:", "socket:"))]
 
 
-async def reports(
-    slot: WorkerSlot, config: ProxyConfig, copies: Mapping[str, int], orders: int
-) -> None:
+async def reports(slot: WorkerSlot, config: ProxyConfig, files: Files, orders: int) -> None:
     """Print the state in which the worker starts, and run until the pipe of orders ends."""
-    _ = config, copies
+    _ = config, files
     state = {
         "worker": slot.number,
         "name": process_name(),
@@ -56,27 +54,21 @@ async def reports(
     await ended.wait()
 
 
-async def ends(
-    slot: WorkerSlot, config: ProxyConfig, copies: Mapping[str, int], orders: int
-) -> None:
+async def ends(slot: WorkerSlot, config: ProxyConfig, files: Files, orders: int) -> None:
     """Log a line that waits for its batch, and return."""
-    _ = slot, config, copies, orders
+    _ = slot, config, files, orders
     lines: logs.RequestLines = structlog.get_config()["logger_factory"]
     lines.write(lambda: {"waits": "for its batch"})
 
 
-async def fails(
-    slot: WorkerSlot, config: ProxyConfig, copies: Mapping[str, int], orders: int
-) -> None:
-    _ = slot, config, copies, orders
+async def fails(slot: WorkerSlot, config: ProxyConfig, files: Files, orders: int) -> None:
+    _ = slot, config, files, orders
     raise ValueError("a broken worker")
 
 
-async def hangs(
-    slot: WorkerSlot, config: ProxyConfig, copies: Mapping[str, int], orders: int
-) -> None:
+async def hangs(slot: WorkerSlot, config: ProxyConfig, files: Files, orders: int) -> None:
     """Stop the process: the first worker at once, the second one when its pipe of orders ends."""
-    _ = config, copies
+    _ = config, files
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(orders, ended.set)
     if slot.number == 2:
