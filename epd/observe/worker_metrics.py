@@ -89,11 +89,20 @@ UNASKED_S = 15.0
 class WorkerMetrics(Collector):
     """Collector of one worker's metrics and of the sums over all workers."""
 
-    def __init__(self, own: Collector, pages: Sequence[SharedPage], seat: int) -> None:
-        """Collect `own` and `pages`: those of all workers, of which `seat` is this one's."""
+    def __init__(
+        self,
+        own: Collector,
+        pages: Sequence[SharedPage],
+        index: int,
+        write_s: float = WRITE_S,
+        unasked_s: float = UNASKED_S,
+    ) -> None:
+        """Collect `own` and `pages`: those of all workers, this one's at `index`."""
+        self._write_s = write_s
+        self._unasked_s = unasked_s
         self._own = own
         self._pages = pages
-        self._page = pages[seat]
+        self._page = pages[index]
         self._warned: set[object] = set()
         self._earlier = counted(self._read(self._page))
         self._written = b""
@@ -112,13 +121,13 @@ class WorkerMetrics(Collector):
 
     async def keep_writing(self) -> None:
         """Write the page periodically."""
-        written_s = -UNASKED_S
+        written_s = -self._unasked_s
         while True:
             now_s = time.monotonic()
-            if now_s - written_s >= UNASKED_S or self._page.wanted_within(ASKED_S):
+            if now_s - written_s >= self._unasked_s or self._page.wanted_within(ASKED_S):
                 self.write()
                 written_s = now_s
-            await asyncio.sleep(WRITE_S)
+            await asyncio.sleep(self._write_s)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the sums over all workers, with this worker's current values."""
