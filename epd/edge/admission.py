@@ -189,8 +189,9 @@ class AdmittedRequest:
         """
         more = size - self.size
         if more > 0:
-            self._admission.take_bytes(self._use, more)
-            self.size += more  # which is less now if its own media made the room
+            if (reason := self._admission.find_room(self._use, more)) is not None:
+                raise self._admission.refusal(reason)
+            self.set_size(self.size + more)  # which is less now if its own media made the room
 
     def check_room(self, size: int) -> None:
         """Raise as `grow` does if there is no room for a body of this size. Nothing is counted."""
@@ -285,7 +286,7 @@ class Admission:
         if self._rate is None:
             return
         if wait_s := self._rate.take_token(self.use_of(tenant), self._clock()):
-            raise self._refusal("tenant_rate", wait_s)
+            raise self.refusal("tenant_rate", wait_s)
 
     def request(self, tenant: Tenant) -> AdmittedRequest:
         return AdmittedRequest(self, tenant, self.use_of(tenant))
@@ -302,11 +303,11 @@ class Admission:
         use.begin_request()  # counted before the others' are read: see `TenantLedger`
         try:
             if most is not None and use.total_requests() > most:
-                raise self._refusal("tenant_requests")
+                raise self.refusal("tenant_requests")
             return self.door.enter_queue(tenant)
         except QueueFull:
             use.end_request()
-            raise self._refusal("queue_full") from None
+            raise self.refusal("queue_full") from None
         except TooManyRequests:
             use.end_request()
             raise
@@ -322,14 +323,7 @@ class Admission:
             async with asyncio.timeout(self._config.queue_timeout_s):
                 await ticket.wait()
         if ticket.where != "inside":
-            raise self._refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
-
-    def take_bytes(self, use: TenantUse, size: int) -> None:
-        """Count more bytes of a tenant's bodies. Only `AdmittedRequest.grow` calls this."""
-        if (reason := self.find_room(use, size)) is not None:
-            raise self._refusal(reason)
-        self.body_bytes += size
-        use.body_bytes += size
+            raise self.refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
 
     def find_room(self, use: TenantUse, size: int) -> Reason | None:
         """Make room for more bytes of a tenant, if necessary of the offers, the oldest first.
@@ -355,7 +349,7 @@ class Admission:
             every = sum([offer.size for offer in self.offers.values()])
             reason = self._exceeded(use, size, own, every)
         if reason is not None:
-            raise self._refusal(reason)
+            raise self.refusal(reason)
 
     def _exceeded(self, use: TenantUse, size: int, own: int = 0, every: int = 0) -> Reason | None:
         """Return the limit that more bytes exceed, once these of the tenant, and of all, are free.
@@ -367,7 +361,8 @@ class Admission:
             return "tenant_bytes"
         return "body_bytes" if self.body_bytes + size - every > self._max_bytes else None
 
-    def _refusal(self, reason: Reason, retry_after_s: float = 1.0) -> TryLater:
+    def refusal(self, reason: Reason, retry_after_s: float = 1.0) -> TryLater:
+        """Count a rejection, and return its error."""
         self.refused[reason] += 1
         kind, slug, message = REFUSALS[reason]
         return kind(message, slug=slug, retry_after_s=retry_after_s)

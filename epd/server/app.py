@@ -247,7 +247,6 @@ async def _written_pages(
         background.run_task("ui_page", board.keep_writing),
     ):
         yield
-    metrics.shown.write()  # the last requests have ended just now
 
 
 def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators

@@ -6,7 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import structlog
 import uvloop
@@ -27,6 +27,7 @@ from epd.edge.listening import (
 from epd.edge.protocol import Runner
 from epd.http.tls import TlsInvalid
 from epd.observe import logs
+from epd.observe.worker_metrics import WorkerMetrics
 from epd.parser import Commands, Parser
 from epd.server.app import create_app
 from epd.server.app_keys import BACKGROUND, OBSERVERS
@@ -125,6 +126,8 @@ async def serve_as_worker(slot: WorkerSlot, config: ProxyConfig, files: Files, o
             await Site(runner, files.tls, runner.app[BACKGROUND], sock=listener).start()
         structlog.get_logger("epd").info("serving", pid=os.getpid())
         await pipe.orders.close.wait()
+    # The last requests and releases have ended just now.
+    cast("WorkerMetrics", runner.app[METRICS].shown).write()
 
 
 def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:
