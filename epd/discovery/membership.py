@@ -23,7 +23,8 @@ from epd.discovery.stores import (
     StoreFailed,
 )
 from epd.discovery.watching import Watch, WatchedFile, WatchedNames
-from epd.routing.instances import Instance, InstanceSource, Registry
+from epd.routing.instances import Instance
+from epd.routing.registry import InstanceSource, Registry
 from epd.shared_page import SharedPage
 from epd.state_log import StateLog
 from epd.upstream import Upstream

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 from epd.discovery.dns import DnsState, LookUp, LookUpFailed
 from epd.discovery.entries import EntriesInvalid, read_yaml
-from epd.routing.instances import Instance, InstanceSource, Registry
+from epd.routing.instances import Instance
+from epd.routing.registry import InstanceSource, Registry
 from epd.routing.urls import at_address
 from epd.state_log import StateLog
 from epd.transfer.kv import KVTransfer

@@ -25,10 +25,10 @@ import uvloop
 
 from epd.config import ProxyConfig
 from epd.edge.files import Files
+from epd.edge.tenant_use import TenantLedger
 from epd.observe import logs
 from epd.observe.worker_metrics import keep_counters
 from epd.shared_page import SharedPage
-from epd.tenants import TenantLedger
 from epd.ui.dashboard import clear_page
 from epd.workers.orders import SIGNALS
 
