@@ -3,11 +3,11 @@ import sys
 
 import pytest
 
-from epd.server import serve
+from epd.workers import process
 
 FAULTS = """
 import resource, sys
-from epd.server.serve import keep_freed_memory
+from epd.workers.process import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -47,8 +47,8 @@ def test_freed_bodies_are_used_again_without_page_faults() -> None:
     assert faults < PAGES
 
 
-@pytest.mark.parametrize("name", serve.OPERATORS)
+@pytest.mark.parametrize("name", process.OPERATORS)
 def test_settings_of_the_operator_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "")
 
-    assert not serve.keep_freed_memory()
+    assert not process.keep_freed_memory()

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.observe.worker_metrics import HALF_BYTES, HEAD, NUMBER, PageUnreadable, SharedPage
+from epd.shared_page import HALF_BYTES, HEAD, NUMBER, PageUnreadable, SharedPage
 
 WRITES = """
 import sys
-from epd.observe.worker_metrics import SharedPage
+from epd.shared_page import SharedPage
 page = SharedPage(int(sys.argv[1]))
 number = int(page.read() and page.read().split()[0] or 0)
 print("writes", flush=True)
@@ -137,7 +137,7 @@ def test_shared_page_is_readable_only_by_its_user(page: SharedPage) -> None:
 
 def test_a_page_is_wanted_for_a_while(page: SharedPage, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
-    monkeypatch.setattr("epd.observe.worker_metrics.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("epd.shared_page.time.monotonic", lambda: now_s)
 
     assert not page.wanted_within(math.inf)
     page.write(b"1")

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.request.kv_events import EventFeed, FeedReport
+from epd.kv_events.addresses import event_sources
+from epd.kv_events.feed import EventFeed, FeedReport
+from epd.kv_events.marks import mark_of
 from epd.routing.instances import Instance, Role
-from epd.routing.kv_blocks import event_sources, mark_of
 from epd.routing.prefix import Prefix
 from epd.routing.urls import events_address, named_events_address
 from tests.support.kv_publisher import CLEARED, SIZE, batch, removed, stored
@@ -149,10 +150,8 @@ def test_the_first_group_with_all_blocks_is_followed(engine: Engine) -> None:
     assert dict(engine.report().changes) == BOTH
 
 
-def test_links_that_the_event_loop_does_not_take_are_bounded(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("epd.request.kv_events.MAX_CHANGES", 1)
+def test_links_that_the_event_loop_does_not_take_are_bounded(engine: Engine) -> None:
+    engine.feed = EventFeed(max_changes=1)
     engine.send(stored(HASHES, mark=MARK))
 
     assert engine.report() == FeedReport("gap", {}, {"stored": 1, "gap": 1})

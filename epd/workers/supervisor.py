@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,8 +20,9 @@ import structlog
 
 from epd.aio import Background
 from epd.config import ProxyConfig
-from epd.edge.listening import BACKLOG, binding_errors, listening_at
-from epd.server.orders import (
+from epd.edge.files import Files
+from epd.edge.listening import BACKLOG, binding_errors, listening_at, log_listening
+from epd.workers.orders import (
     CLEANUP_S,
     CUT_S,
     DRAIN,
@@ -28,18 +30,15 @@ from epd.server.orders import (
     RELOAD,
     Orders,
     first_of,
-    listening_url,
     orders_by_signal,
-    topology_name,
 )
-from epd.server.reload import LastGood
-from epd.server.worker import (
+from epd.workers.worker import (
     BEAT_S,
-    Seat,
     Sockets,
     WorkerMain,
     WorkerProcess,
     WorkerProcesses,
+    WorkerSlot,
     shared_state,
 )
 
@@ -61,12 +60,15 @@ class WorkersFailed(Exception):
     """Error: a worker died `MAX_DEATHS` times in a row soon after its start."""
 
 
-async def supervise(config: ProxyConfig, worker_main: WorkerMain) -> None:
+async def supervise(
+    config: ProxyConfig, worker_main: WorkerMain, hung_beats: int = HUNG_BEATS
+) -> None:
     """Keep the workers running until SIGTERM or SIGINT, as `server.serve` does for one process.
 
     Args:
         config: configuration; SIGHUP reloads its files, in the workers too.
         worker_main: coroutine that each worker runs.
+        hung_beats: number of missing heartbeats in a row after which a worker is killed.
 
     Raises:
         CannotListen: the address cannot be bound.
@@ -74,25 +76,26 @@ async def supervise(config: ProxyConfig, worker_main: WorkerMain) -> None:
         WorkersFailed: a worker keeps dying soon after its start.
     """
     log = structlog.get_logger("epd")
-    orders, workers = orders_by_signal(config), WorkerProcesses(worker_main)
+    orders, files = orders_by_signal(config), Files(config)
+    workers = WorkerProcesses(worker_main, config, files)
     with shared_state(config) as shared:
-        with _listening(config) as groups, closing(LastGood(config)) as good:
+        with _listening(config) as groups:
             # This process has no metrics: its failures appear only in its log.
             background = Background(lambda *_: None)
-            reload = partial(_reload, orders, good)
+            reload = partial(_reload, orders, files, workers)
             reloading = asyncio.create_task(background.keep_running("reload", reload))
             for listener in groups[0]:
-                log.info(
-                    "listening",
-                    url=listening_url(config, listener.getsockname()),
-                    topology=topology_name(config),
-                    workers=config.workers,
-                )
+                log_listening(config, listener.getsockname(), workers=config.workers)
             keepers = [
-                asyncio.create_task(_keep(Seat(number, sockets, shared), good, orders, workers))
+                asyncio.create_task(
+                    Keeper(
+                        WorkerSlot(number, sockets, shared), config, orders, workers, hung_beats
+                    ).keep()
+                )
                 for number, sockets in enumerate(groups, start=1)
             ]
             await orders.drain.wait()
+            workers.send_order(DRAIN)
             log.info("draining", cause=orders.cause)
             await orders.close.wait()
             log.info("stopping")
@@ -103,81 +106,83 @@ async def supervise(config: ProxyConfig, worker_main: WorkerMain) -> None:
         raise failure
 
 
-async def _reload(orders: Orders, good: LastGood) -> None:
+async def _reload(orders: Orders, files: Files, workers: WorkerProcesses) -> None:
     while True:
         await orders.reload.wait()
         orders.reload.clear()
-        good.reload_files()
+        files.reload(warns=False)  # the workers do the same, and log it
+        workers.send_order(RELOAD)
 
 
-async def _keep(seat: Seat, good: LastGood, orders: Orders, workers: WorkerProcesses) -> None:
-    """Run a worker, and replace it when it dies, until the order to close."""
-    clock = asyncio.get_running_loop().time
-    deaths = 0
-    try:
-        while not orders.close.is_set():
-            started = clock()
-            end = await _run(seat, good, orders, workers)
-            if orders.close.is_set():
-                return
-            deaths = deaths + 1 if clock() - started < STEADY_S else 1
-            number, delay_s = seat.number, RESTART_S * 2 ** (deaths - 1)
-            if deaths == MAX_DEATHS:
-                raise WorkersFailed(f"worker {number} died {deaths} times in a row, last of {end}")
-            log = structlog.get_logger("epd")
-            log.error("worker died", worker=number, of=end, restart_in_s=delay_s)
-            await first_of(orders.close.wait(), asyncio.sleep(delay_s))
-    finally:
-        orders.stop()
+@dataclass(frozen=True, slots=True, eq=False)
+class Keeper:
+    """Keeps one worker running."""
 
+    slot: WorkerSlot
+    config: ProxyConfig
+    orders: Orders
+    workers: WorkerProcesses
+    hung_beats: int
 
-async def _run(seat: Seat, good: LastGood, orders: Orders, workers: WorkerProcesses) -> str:
-    """Run one worker to its end, and return the cause of its end."""
-    reloaded = good.reloaded  # a reload during the start must be passed on after it
-    try:
-        process = workers.fork_worker(seat, good)
-    except OSError as error:  # processes or memory are exhausted
-        return str(error)
-    killing = asyncio.create_task(_kill_if_hung(seat, process))
-    with closing(await process.open_pipe()) as pipe:
-        await first_of(process.wait(), orders.close.wait(), _forward(orders, good, reloaded, pipe))
-    limit_s = good.config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S
-    await first_of(process.wait(), orders.now.wait(), asyncio.sleep(limit_s))
-    process.send_signal(signal.SIGUSR1)
-    await first_of(process.wait(), asyncio.sleep(GRACE_S))
-    process.send_signal(signal.SIGKILL)
-    code = await process.wait()
-    killing.cancel()
-    seat.bury_pages()
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+    async def keep(self) -> None:
+        """Run the worker, and replace it when it dies, until the order to close.
 
+        Raises:
+            WorkersFailed: it died `MAX_DEATHS` times in a row soon after its start.
+        """
+        clock, closed = asyncio.get_running_loop().time, self.orders.close
+        deaths = 0
+        try:
+            while not closed.is_set():
+                started = clock()
+                end = await self._run()
+                if closed.is_set():
+                    return
+                deaths = deaths + 1 if clock() - started < STEADY_S else 1
+                number, delay_s = self.slot.number, RESTART_S * 2 ** (deaths - 1)
+                if deaths == MAX_DEATHS:
+                    raise WorkersFailed(
+                        f"worker {number} died {deaths} times in a row, last of {end}"
+                    )
+                log = structlog.get_logger("epd")
+                log.error("worker died", worker=number, of=end, restart_in_s=delay_s)
+                await first_of(closed.wait(), asyncio.sleep(delay_s))
+        finally:
+            self.orders.stop()
 
-async def _kill_if_hung(seat: Seat, process: WorkerProcess) -> None:
-    beats, missing = seat.heartbeats(), 0
-    while missing < HUNG_BEATS:
-        await asyncio.sleep(BEAT_S)
-        missing = missing + 1 if seat.heartbeats() == beats else 0
-        beats = seat.heartbeats()
-    log = structlog.get_logger("epd")
-    log.error("worker hangs: killing it", worker=seat.number, without_heartbeat_s=missing * BEAT_S)
-    process.send_signal(signal.SIGKILL)
+    async def _run(self) -> str:
+        """Run the worker once to its end, and return the cause of its end."""
+        orders = self.orders
+        try:
+            process = self.workers.fork_worker(self.slot)
+        except OSError as error:  # processes or memory are exhausted
+            return str(error)
+        killing = asyncio.create_task(self._kill_if_hung(process))
+        with closing(process):
+            if orders.drain.is_set():
+                process.send_order(DRAIN)
+            await first_of(process.wait(), orders.close.wait())
+        limit_s = self.config.drain_timeout_s + CUT_S + CLEANUP_S + GRACE_S
+        await first_of(process.wait(), orders.now.wait(), asyncio.sleep(limit_s))
+        process.send_signal(signal.SIGUSR1)
+        await first_of(process.wait(), asyncio.sleep(GRACE_S))
+        process.send_signal(signal.SIGKILL)
+        code = await process.wait()
+        killing.cancel()
+        self.slot.bury_pages()
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
 
-
-async def _forward(
-    orders: Orders, good: LastGood, reloaded: asyncio.Event, pipe: asyncio.WriteTransport
-) -> None:
-    async def drain() -> None:
-        await orders.drain.wait()
-        pipe.write(DRAIN + b"\n")
-
-    async def reload() -> None:
-        turn = reloaded
-        while True:
-            await turn.wait()
-            turn = good.reloaded
-            pipe.write(RELOAD + b"\n")
-
-    await asyncio.gather(drain(), reload())
+    async def _kill_if_hung(self, process: WorkerProcess) -> None:
+        slot = self.slot
+        beats, missing = slot.heartbeats(), 0
+        while missing < self.hung_beats:
+            await asyncio.sleep(BEAT_S)
+            missing = missing + 1 if slot.heartbeats() == beats else 0
+            beats = slot.heartbeats()
+        structlog.get_logger("epd").error(
+            "worker hangs: killing it", worker=slot.number, without_heartbeat_s=missing * BEAT_S
+        )
+        process.send_signal(signal.SIGKILL)
 
 
 @contextmanager

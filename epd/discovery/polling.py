@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
 from traceback import extract_tb
 from typing import Generic, TypeVar
 
@@ -24,66 +24,64 @@ from epd.upstream import Upstream
 MAX_FAULTS = 1024
 """Upper bound of instances with a remembered last unexpected exception."""
 
+TICK_S = 0.25
+"""Interval of the check for due requests, in seconds."""
+
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Question(Generic[T]):
-    """Request to every instance.
-
-    Attributes:
-        task: name in the log and in the metric of background tasks.
-        due: returns the instances to ask now. Each answer goes to `tell`, exactly once.
-        ask: asks one instance. It handles the expected errors.
-        unexpected: answer to record for an instance if `ask` raises.
-        tell: receives an answer; None if there was no time to ask.
-        tick_s: returns the seconds until the next call of `due`.
-    """
-
-    task: str
-    due: Callable[[], Iterable[Instance]]
-    ask: Callable[[Instance], Awaitable[T | None]]
-    unexpected: T | None
-    tell: Callable[[Instance, T | None], None]
-    tick_s: Callable[[], float]
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class Polling(Generic[T]):
     """Periodic request to all instances, each in a separate task.
 
     An unexpected exception costs the instance one answer and does not affect the others. Each one
     is counted. It is logged with its traceback once for each instance and cause.
+
+    Attributes:
+        task: name in the log and in the metric of background tasks.
+        due: returns the instances to ask now. Each answer goes to `tell`, exactly once.
+        ask: asks one instance. It handles the expected errors.
+        tell: receives an answer; None if there was no time to ask.
+        background: runner of the task.
+        unexpected: answer to record for an instance if `ask` raises.
+        tick_s: interval in which `due` is called, in seconds.
     """
 
-    def __init__(self, question: Question[T], background: Background) -> None:
-        self._question = question
-        self._background = background
-        self._faults: BoundedDict[Instance, tuple[str, str, int | None]] = BoundedDict(MAX_FAULTS)
+    task: str
+    due: Callable[[], Iterable[Instance]]
+    ask: Callable[[Instance], Awaitable[T | None]]
+    tell: Callable[[Instance, T | None], None]
+    background: Background
+    unexpected: T | None = None
+    tick_s: float = TICK_S
+    _faults: BoundedDict[Instance, tuple[str, str, int | None]] = field(
+        default_factory=lambda: BoundedDict(MAX_FAULTS)
+    )
 
     def run_polling(self) -> AbstractAsyncContextManager[None]:
         """Ask in the background until the context exits."""
-        return self._background.run_task(self._question.task, self._run)
+        return self.background.run_task(self.task, self._run)
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
             while True:
-                for instance in self._question.due():
+                for instance in self.due():
                     group.create_task(self._ask(instance))
-                await asyncio.sleep(self._question.tick_s())
+                await asyncio.sleep(self.tick_s)
 
     async def _ask(self, instance: Instance) -> None:
         answer: T | None = None
         try:
-            answer = await self._question.ask(instance)
+            answer = await self.ask(instance)
             self._faults.pop(instance, None)
         except Exception as error:  # noqa: BLE001 - every exception is logged and counted
-            answer = self._question.unexpected
+            answer = self.unexpected
             self._log_exception(instance, error)
         finally:  # after a cancellation too: an instance without an answer is never due again
-            self._question.tell(instance, answer)
+            self.tell(instance, answer)
 
     def _log_exception(self, instance: Instance, error: Exception) -> None:
-        self._background.count_exception(self._question.task)
+        self.background.count_exception(self.task)
         raised = extract_tb(error.__traceback__)[-1]
         cause = type(error).__name__, raised.filename, raised.lineno  # its message may vary
         if self._faults.get(instance) == cause:
@@ -91,15 +89,11 @@ class Polling(Generic[T]):
         self._faults[instance] = cause
         structlog.get_logger("epd").error(
             "asking an instance failed unexpectedly",
-            task=self._question.task,
+            task=self.task,
             instance=instance.url,
             role=instance.role,
             exc_info=error,
         )
-
-
-TICK_S = 0.25
-"""Interval of the check for due probes, in seconds."""
 
 
 def probe_periodically(
@@ -120,8 +114,9 @@ def probe_periodically(
     def record_probe(instance: Instance, well: bool | None) -> None:
         table.record_probe(instance, well=well)
 
-    question = Question("probes", table.probes_due, probe, False, record_probe, lambda: TICK_S)
-    return Polling(question, background).run_polling()
+    return Polling(
+        "probes", table.probes_due, probe, record_probe, background, unexpected=False
+    ).run_polling()
 
 
 MAX_PAGE_BYTES = 4 * 1024**2
@@ -139,24 +134,24 @@ def poll_load(
 
     `compared` returns whether loads of different roles are compared.
     """
+    if not (interval_s := config.load_interval_s):
+        return nullcontext()
 
     def due_instances() -> list[Instance]:
-        every, interval_s = compared(), config.load_interval_s
-        roles = _roles(config, every=every) if interval_s else ()
-        return table.reports_due(roles, interval_s, single=every)
+        every = compared()
+        return table.reports_due(_roles(config, every=every), interval_s, single=every)
 
     async def ask_load(instance: Instance) -> Report | None:
         page = await _page(instance, upstream, config.health_timeout_s)
         return None if page is None else read_report(page)
 
     def record_report(instance: Instance, report: Report | None) -> None:
-        table.record_report(instance, report, config.load_interval_s or TICK_S)
+        table.record_report(instance, report, interval_s)
 
-    def tick_s() -> float:
-        return min(config.load_interval_s / 8 or TICK_S, TICK_S)
-
-    question = Question("reports", due_instances, ask_load, None, record_report, tick_s)
-    return Polling(question, background).run_polling()
+    tick_s = min(interval_s / 8, TICK_S)
+    return Polling(
+        "reports", due_instances, ask_load, record_report, background, tick_s=tick_s
+    ).run_polling()
 
 
 def asking_namespaces(
@@ -166,9 +161,8 @@ def asking_namespaces(
 
     With `load_interval_s` 0, or without a store, no instance is asked.
     """
-
-    def due_instances() -> list[Instance]:
-        return namespaces.due_instances() if config.load_interval_s and config.ec_store else []
+    if not (config.load_interval_s and config.ec_store):
+        return nullcontext()
 
     async def ask_page(instance: Instance) -> tuple[str, bool] | None:
         page = await _page(instance, upstream, config.health_timeout_s)
@@ -180,8 +174,9 @@ def asking_namespaces(
             namespaces.record_namespace(instance, namespace)
             namespaces.record_writes(instance, writes=writes)
 
-    question = Question("namespaces", due_instances, ask_page, None, record_page, lambda: TICK_S)
-    return Polling(question, background).run_polling()
+    return Polling(
+        "namespaces", namespaces.due_instances, ask_page, record_page, background
+    ).run_polling()
 
 
 def _roles(config: RouteSettings, *, every: bool) -> list[Role]:

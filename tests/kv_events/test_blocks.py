@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from xxhash import xxh3_64_intdigest
 
-from epd.routing import kv_blocks
-from epd.routing.kv_blocks import MARK, BlockMap, mark_of, read_mark, sampled_prefix
+from epd.kv_events.blocks import BlockMap
+from epd.kv_events.marks import MARK, mark_of, read_mark, sampled_prefix
 from epd.routing.prefix import NO_PREFIX, Prefix
 
 SIZE = 10
@@ -156,10 +156,8 @@ def test_blocks_of_an_answer_tie_nothing() -> None:
     assert len(engine) == 3
 
 
-def test_the_memory_of_an_engine_is_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(kv_blocks, "MAX_BLOCKS", 50)
-    monkeypatch.setattr(kv_blocks, "MAX_LINKS", 20)
-    engine, held = BlockMap(), dict[int, int | None]()
+def test_the_memory_of_an_engine_is_bounded() -> None:
+    engine, held = BlockMap(max_blocks=50, max_links=20), dict[int, int | None]()
     for number in range(40):
         one = prompt(*[f"{number} {link}" for link in range(3)])
         engine.record_stored(blocks_of(one), None, SIZE, mark_of(one))

@@ -149,21 +149,3 @@ async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
-
-
-def listening_url(config: ProxyConfig, address: Any) -> str:
-    """Return the URL for clients, from the address of a listening socket."""
-    if config.uds is not None:
-        return f"unix:{config.uds}"
-    host, port, *_ = address
-    return f"{'http' if config.ssl_certfile is None else 'https'}://{host}:{port}"
-
-
-def topology_name(config: ProxyConfig) -> str:
-    """Return the number of instances per role, such as `2e1p1d`; `dynamic` if it may change."""
-    if config.dynamic:
-        return "dynamic"
-    encode, decode = len(config.encode_servers_urls), len(config.decode_servers_urls)
-    prefill = len(config.prefill_servers_urls)
-    encodes = f"{encode}e" if encode else ""
-    return f"{encodes}{prefill}p{decode}d" if prefill else f"{encodes}{decode}pd"

@@ -3,7 +3,7 @@
 A fork shares the memory of the imported modules and starts without importing them. It runs the same
 code as the other workers, even if the installed files have changed since.
 
-A worker has a seat: its number, its sockets, and what all workers share. The seat outlives the
+A worker has a slot: its number, its sockets, and what all workers share. The slot outlives the
 worker: the replacement of a worker that died gets the same one.
 """
 
@@ -13,7 +13,7 @@ import mmap
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,13 +24,13 @@ import structlog
 import uvloop
 
 from epd.config import ProxyConfig
-from epd.discovery.membership import shared_store
+from epd.edge.files import Files
 from epd.edge.tenant_use import TenantLedger
 from epd.observe import logs
-from epd.observe.worker_metrics import SharedPage, keep_counters
-from epd.server.orders import SIGNALS
-from epd.server.reload import LastGood
+from epd.observe.worker_metrics import keep_counters
+from epd.shared_page import SharedPage
 from epd.ui.dashboard import clear_page
+from epd.workers.orders import SIGNALS
 
 MAX_STANDARD = 2
 """Largest of the descriptors of standard input, output and error."""
@@ -43,12 +43,12 @@ Sockets = tuple[socket.socket, ...]
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """Memory and stores that all workers share. A worker writes its own metrics and events.
+    """Memory that all workers share. A worker writes its own metrics and events.
 
     Attributes:
         pages: pages with the metrics of each worker, in the order of their numbers, from 1.
         recents: pages with the recent events of each worker, in the same order.
-        registrations: URL of the store of registrations; None without one.
+        registrations: page with the registered instances, without a store of registrations.
         policies: page with the policies that were set.
         ledger: counts of tenants.
         heartbeats: number of heartbeats of each worker, in the same order.
@@ -56,7 +56,7 @@ class SharedState:
 
     pages: Sequence[SharedPage]
     recents: Sequence[SharedPage]
-    registrations: str | None
+    registrations: SharedPage
     policies: SharedPage
     ledger: TenantLedger
     heartbeats: memoryview
@@ -70,19 +70,18 @@ def shared_state(config: ProxyConfig) -> Iterator[SharedState]:
         OSError: memory or descriptors are exhausted.
     """
     with ExitStack() as stack:
-        pages, recents, [policies] = (
+        pages, recents, [registrations, policies] = (
             [stack.enter_context(closing(SharedPage.new_page())) for _ in range(count)]
-            for count in (config.workers, config.workers, 1)
+            for count in (config.workers, config.workers, 2)
         )
         memory = mmap.mmap(-1, TenantLedger.size_bytes(config.workers))  # forked processes share it
         ledger = TenantLedger(memoryview(memory), config.workers)
         heartbeats = memoryview(mmap.mmap(-1, 8 * config.workers)).cast("Q")
-        registrations = stack.enter_context(shared_store(config))
         yield SharedState(pages, recents, registrations, policies, ledger, heartbeats)
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class WorkerSlot:
     """Number, from 1, and sockets of a worker, and what it shares with the others."""
 
     number: int
@@ -90,32 +89,38 @@ class Seat:
     shared: SharedState
 
     @property
+    def index(self) -> int:
+        """Index of the worker in what all workers share."""
+        return self.number - 1
+
+    @property
     def descriptors(self) -> set[int]:
-        pages = (*self.shared.pages, *self.shared.recents, self.shared.policies)
+        shared = self.shared
+        pages = (*shared.pages, *shared.recents, shared.registrations, shared.policies)
         listeners = (listener.fileno() for listener in self.sockets)
         return {*listeners, *(page.descriptor for page in pages)}
 
     def heartbeats(self) -> int:
         """Return the number of heartbeats; it grows each `BEAT_S` while the worker is alive."""
-        count: int = self.shared.heartbeats[self.number - 1]
+        count: int = self.shared.heartbeats[self.index]
         return count
 
     async def keep_beating(self) -> None:
         """Add a heartbeat every `BEAT_S`. Call it on the worker's event loop."""
         while True:
-            self.shared.heartbeats[self.number - 1] += 1
+            self.shared.heartbeats[self.index] += 1
             await asyncio.sleep(BEAT_S)
 
     def bury_pages(self) -> None:
         """Mark the pages of the dead worker, so that the others do not read it as alive."""
-        keep_counters(self.shared.pages[self.number - 1])
-        clear_page(self.shared.recents[self.number - 1])
-        self.shared.ledger.forget_requests(self.number - 1)
+        keep_counters(self.shared.pages[self.index])
+        clear_page(self.shared.recents[self.index])
+        self.shared.ledger.forget_requests(self.index)
 
 
-WorkerMain = Callable[[Seat, ProxyConfig, Mapping[str, int], int], Coroutine[Any, Any, None]]
-"""Coroutine of a worker. Its arguments are the seat, the configuration, the descriptors of copies
-of its files (`LastGood`), and the descriptor of the pipe from which the worker reads its orders."""
+WorkerMain = Callable[[WorkerSlot, ProxyConfig, Files, int], Coroutine[Any, Any, None]]
+"""Coroutine of a worker. Its arguments are the slot, the configuration, the content of its files,
+and the descriptor of the pipe from which the worker reads its orders."""
 
 
 class WorkerProcess:
@@ -124,19 +129,20 @@ class WorkerProcess:
     def __init__(self, pid: int, orders: int) -> None:
         """Represent a process that runs. `orders` is the descriptor of the pipe to it."""
         self._pid = pid
-        self._orders = os.fdopen(orders, "wb", buffering=0)
+        self._orders = orders
+        os.set_blocking(orders, False)
         self._ended = asyncio.Event()
         self._status = 0
 
-    async def open_pipe(self) -> asyncio.WriteTransport:
-        """Open the pipe for orders to the worker, which stops when the pipe is closed.
+    def send_order(self, order: bytes) -> None:
+        """Write an order to the pipe, unless the worker has ended or hangs."""
+        with suppress(OSError):
+            os.write(self._orders, order + b"\n")
 
-        Raises:
-            OSError: memory is exhausted.
-        """
-        loop = asyncio.get_running_loop()
-        pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._orders)
-        return pipe
+    def close(self) -> None:
+        """Close the pipe: the worker stops."""
+        os.close(self._orders)
+        self._orders = -1
 
     async def wait(self) -> int:
         """Wait until the process has ended; return its exit code, or minus the signal's number."""
@@ -158,25 +164,29 @@ class WorkerProcess:
 class WorkerProcesses:
     """Workers that have not ended. All methods are called in the first process."""
 
-    def __init__(self, worker_main: WorkerMain) -> None:
+    def __init__(self, worker_main: WorkerMain, config: ProxyConfig, files: Files) -> None:
         self._worker_main = worker_main
+        self._config = config
+        self._files = files
         self._running: list[WorkerProcess] = []
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
 
-    def fork_worker(self, seat: Seat, good: LastGood) -> WorkerProcess:
-        """Start a worker with the current configuration.
+    def fork_worker(self, slot: WorkerSlot) -> WorkerProcess:
+        """Start a worker with the current content of the files.
 
         Raises:
             OSError: processes, memory or descriptors are exhausted.
         """
-        config, copies = good.config, good.descriptors
+        config = self._config
         orders, writable = os.pipe()
-        main = partial(_beating, seat, partial(self._worker_main, seat, config, copies, orders))
-        kept = {*seat.descriptors, *copies.values(), orders}
+        main = partial(
+            _beating, slot, partial(self._worker_main, slot, config, self._files, orders)
+        )
+        kept = {*slot.descriptors, orders}
         try:
             pid = os.fork()
             if not pid:
-                _run_and_exit(partial(_run_worker, main, config, seat.number, kept))
+                _run_and_exit(partial(_run_worker, main, config, slot.number, kept))
         except OSError:
             os.close(writable)
             raise
@@ -186,12 +196,17 @@ class WorkerProcesses:
         self._running.append(process)
         return process
 
+    def send_order(self, order: bytes) -> None:
+        """Send an order to all workers that have not ended."""
+        for process in self._running:
+            process.send_order(order)
+
     def _reap(self) -> None:
         self._running = [process for process in self._running if not process.reap_if_ended()]
 
 
-async def _beating(seat: Seat, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    beating = asyncio.create_task(seat.keep_beating())
+async def _beating(slot: WorkerSlot, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    beating = asyncio.create_task(slot.keep_beating())
     await main()
     beating.cancel()
 

@@ -15,10 +15,10 @@ from epd import aio as module
 from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.discovery.membership import membership
+from epd.discovery.polling import Polling, poll_load, probe_periodically
 from epd.edge.listening import Handshakes
 from epd.edge.protocol import EdgeServer
 from epd.errors import UpstreamUnreachable
-from epd.request.polling import Polling, Question, poll_load, probe_periodically
 from epd.routing.health import HealthState
 from epd.routing.instances import Instance, Role
 from epd.routing.registry import Registry
@@ -179,16 +179,17 @@ async def test_each_cause_of_an_instance_is_logged_once_until_it_answers(counted
             raise kind(str(len(told)))  # the message differs each time
         return "well"
 
-    question = Question(
+    polling = Polling(
         "questions",
         lambda: instances,
         ask,
-        "raised",
         lambda instance, answer: told.append((instance, answer)),
-        lambda: 0.001,
+        counted,
+        unexpected="raised",
+        tick_s=0.001,
     )
     with capture_logs() as lines:
-        async with Polling(question, counted).run_polling():
+        async with polling.run_polling():
             await until(lambda: len(told) >= 16)
 
     kinds = [type(line["exc_info"]).__name__ for line in lines]
@@ -223,9 +224,9 @@ async def test_instances_are_polled_again_after_a_callback_raised(
         if len(told) == 1:
             raise LookupError
 
-    question = Question("questions", give_out, ask, "raised", tell, lambda: 0.001)
+    polling = Polling("questions", give_out, ask, tell, counted, "raised", 0.001)
     with capture_logs():
-        async with Polling(question, counted).run_polling():
+        async with polling.run_polling():
             await until(lambda: ("http://a", "well") in told)
 
     assert told[:2] == [("http://b", "well"), ("http://a", None)]
@@ -301,7 +302,10 @@ async def test_a_url_that_no_request_can_be_sent_to_is_an_instance_that_cannot_b
 
 
 async def test_metrics_have_every_task_from_its_beginning() -> None:
-    async with Launch()() as fleet, fleet.http.get(f"{fleet.url}/metrics") as reply:
+    async with (
+        Launch()(load_interval_s=1) as fleet,
+        fleet.http.get(f"{fleet.url}/metrics") as reply,
+    ):
         page = await reply.text()
 
     for task in ("loop_lag", "probes", "reports"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from epd.config import ProxyConfig
-from epd.server.worker import Seat, shared_state
+from epd.workers.worker import WorkerSlot, shared_state
 
 
 @contextmanager
@@ -113,6 +113,6 @@ def test_a_dead_worker_leaves_no_requests_of_tenants() -> None:
             use.begin_request()
         assert [use.total_requests() for use in uses] == [2, 2]
 
-        Seat(2, (), shared).bury_pages()
+        WorkerSlot(2, (), shared).bury_pages()
 
         assert uses[0].total_requests() == 1
