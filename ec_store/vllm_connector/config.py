@@ -12,9 +12,9 @@ from pydantic import BaseModel, ByteSize, ConfigDict, NonNegativeInt, PositiveFl
 from ec_store.base import Store
 from ec_store.concurrency import NO_THREAD
 from ec_store.counts import Counts
+from ec_store.engine.fetcher import MEMORY_BYTES
+from ec_store.engine.writer import QUEUE_BYTES
 from ec_store.errors import StoreError
-from ec_store.fetcher import MEMORY_BYTES
-from ec_store.writer import QUEUE_BYTES
 
 
 class ConnectorConfig(BaseModel):

@@ -12,16 +12,16 @@ from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataR
 from ec_store.arena.protocol import Role
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import arena_options
-from ec_store.backchannel import Receiver, Sender
 from ec_store.base import Store
 from ec_store.config import redacted
 from ec_store.counts import Counts
-from ec_store.device.region import Region, SharedRegion
-from ec_store.device.tensors import Loader
-from ec_store.fetcher import Fetcher
+from ec_store.engine.backchannel import Receiver, Sender
+from ec_store.engine.fetcher import Fetcher
+from ec_store.engine.host_memory import HostMemory, Usage, host_gauges, usage_of
+from ec_store.engine.region import Region, SharedRegion
+from ec_store.engine.tensors import Loader
 from ec_store.opening import open_store
 from ec_store.urls import ARENA, fetch_threads
-from ec_store.vllm_connector.accept import Widths
 from ec_store.vllm_connector.config import (
     ConnectorConfig,
     NamespaceRegistration,
@@ -29,7 +29,6 @@ from ec_store.vllm_connector.config import (
     guard_method,
 )
 from ec_store.vllm_connector.consumer import Consumer
-from ec_store.vllm_connector.host_memory import HostMemory, Usage, host_gauges, usage_of
 from ec_store.vllm_connector.metrics import NAMESPACE, StoreConnectorStats, StorePromMetrics
 from ec_store.vllm_connector.namespace import namespace_of
 from ec_store.vllm_connector.producer import (
@@ -39,6 +38,7 @@ from ec_store.vllm_connector.producer import (
     by_value,
     make_region,
 )
+from ec_store.vllm_connector.widths import Widths
 from ec_store.vllm_connector.worker import (
     EntryLoad,
     Item,
@@ -330,7 +330,7 @@ class ECStoreConnector(ECConnectorBase):
 
     @guard_method(lambda: None)
     def build_connector_worker_meta(self, *_: Any, **__: Any) -> None:
-        """Send the step's results to the scheduler through `ec_store.backchannel`, at its end."""
+        """Send the step's results to the scheduler at its end (`ec_store.engine.backchannel`)."""
         if self._loader is not None:
             self._attempt(self._loader.report_copies)
         for part in (self._saver, self._learner):

@@ -11,11 +11,12 @@ from typing import Any, Self
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 
 from ec_store.counts import Counts
-from ec_store.device.tensors import DTYPES
+from ec_store.engine.accept import Acceptance, ItemTarget
+from ec_store.engine.fetch_queue import Want
+from ec_store.engine.fetcher import Fetcher, FetchState
+from ec_store.engine.tensors import DTYPES
 from ec_store.entry import ITEM_BYTES, HeldEntry
-from ec_store.fetch_queue import Want
-from ec_store.fetcher import Fetcher, FetchState
-from ec_store.vllm_connector.accept import MODALITIES, Acceptance, ItemTarget, Widths
+from ec_store.vllm_connector.widths import MODALITIES, Widths
 
 
 class How(enum.Enum):
@@ -100,7 +101,7 @@ class Consumer:
     that none overtakes it indefinitely. An item is held until its tokens are computed.
 
     vLLM identifies an item by its identifier alone, and an entry that does not fit ends the engine
-    (`ec_store.vllm_connector.accept`). So while an entry is pinned, no other request may use its
+    (`ec_store.engine.accept`). So while an entry is pinned, no other request may use its
     identifier with another number of tokens. The later request fails, or encodes its item and pins
     nothing. vLLM's own encoder cache, which has the same keys, fails such a request too.
 

@@ -17,7 +17,7 @@ from vllm import envs
 from vllm.transformers_utils.config import get_config
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict, try_get_local_file
 
-from ec_store.device.tensors import DTYPES
+from ec_store.engine.tensors import DTYPES
 from ec_store.entry import FORMAT
 from ec_store.vllm_connector.checkpoint import PATTERNS, Weights, fingerprint, weight_files
 

@@ -13,12 +13,12 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
 
 from ec_store.arena.store import ArenaStore, HostPlace, PlacedEntry
 from ec_store.bounded import BoundedDict
-from ec_store.device.region import Place, Region
-from ec_store.device.tensors import as_tensor
+from ec_store.engine.fetcher import EntrySource
+from ec_store.engine.host_memory import Turns
+from ec_store.engine.region import Place, Region
+from ec_store.engine.tensors import as_tensor
 from ec_store.entry import Entry, HeldEntry
-from ec_store.fetcher import EntrySource
 from ec_store.keys import EntryKey, key_or_none
-from ec_store.vllm_connector.host_memory import Turns
 from ec_store.vllm_connector.worker import EntryLoad, Item
 
 logger = logging.getLogger("vllm.ec_store")

@@ -12,18 +12,18 @@ from vllm.distributed import parallel_state
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
 from ec_store.arena.store import ArenaStore, HostPlace
-from ec_store.backchannel import Sender
 from ec_store.base import Store
 from ec_store.bounded import BoundedDict
 from ec_store.counts import Counts
-from ec_store.device.region import Place, SharedRegion
-from ec_store.device.tensors import DTYPES, HostCopies, HostTensor, Loader, Output, to_device
+from ec_store.engine.accept import FiniteOnly
+from ec_store.engine.backchannel import Sender
+from ec_store.engine.host_memory import HostMemory, HostOutput, HostWriter
+from ec_store.engine.region import Place, SharedRegion
+from ec_store.engine.tensors import DTYPES, HostCopies, HostTensor, Loader, Output, to_device
+from ec_store.engine.writer import Writer
 from ec_store.entry import Entry
 from ec_store.keys import EntryKey, key_or_none
-from ec_store.vllm_connector.accept import FiniteOnly
 from ec_store.vllm_connector.config import count_exception
-from ec_store.vllm_connector.host_memory import HostMemory, HostOutput, HostWriter
-from ec_store.writer import Writer
 
 MAX_ITEMS = 4096
 """Upper bound of the items that a worker remembers: until they are encoded, and until their results

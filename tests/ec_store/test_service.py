@@ -292,7 +292,7 @@ def test_serve_warns_of_an_open_address_without_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, key: str, warned: bool
 ) -> None:
     printed: list[str] = []
-    monkeypatch.setattr("ec_store.__main__.web.run_app", lambda *_, **__: None)
+    monkeypatch.setattr("ec_store.serve.web.run_app", lambda *_, **__: None)
     monkeypatch.setattr("builtins.print", lambda text, **_: printed.append(text))
     monkeypatch.setenv("EC_STORE_API_KEY", key)
     with pytest.raises(SystemExit):

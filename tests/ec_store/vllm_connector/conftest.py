@@ -32,13 +32,13 @@ def vllm(models: Path) -> Any:
 @pytest.fixture(scope="session")
 def fit(vllm: Any) -> Any:
     """Return the module that checks whether entries fit."""
-    return importlib.import_module("ec_store.vllm_connector.accept")
+    return importlib.import_module("ec_store.engine.accept")
 
 
 @pytest.fixture(scope="session")
 def finite(vllm: Any) -> Any:
     """Return the module that looks for NaN and infinity."""
-    return importlib.import_module("ec_store.vllm_connector.accept")
+    return importlib.import_module("ec_store.engine.accept")
 
 
 @pytest.fixture

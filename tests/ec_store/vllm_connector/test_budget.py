@@ -12,9 +12,9 @@ import pytest
 
 from ec_store import Entry, EntryKey
 from ec_store.counts import Counts
+from ec_store.engine.fetch_queue import buffer_bytes
+from ec_store.engine.fetcher import Fetcher
 from ec_store.entry import payload_bytes
-from ec_store.fetch_queue import buffer_bytes
-from ec_store.fetcher import Fetcher
 from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle
 
 TOKENS, COLUMNS = 4, 256
@@ -371,7 +371,7 @@ def test_exception_while_an_entry_is_taken_over_fails_no_other_request(
     answers = connector._fetcher._answers  # noqa: SLF001
     while not answers:
         time.sleep(0.001)
-    acceptance = import_module("ec_store.vllm_connector.accept").Acceptance
+    acceptance = import_module("ec_store.engine.accept").Acceptance
 
     with monkeypatch.context() as patched:
         patched.setattr(acceptance, "accepts_entry", lambda *_: 1 / 0)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable, open_store
-from ec_store.backchannel import Receiver, Sender
 from ec_store.counts import Counts
+from ec_store.engine.backchannel import Receiver, Sender
 from tests.ec_store.conftest import NoThreads
 from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle, until
 
@@ -101,7 +101,7 @@ def test_after_an_exception_media_are_encoded_locally_or_the_request_fails(
     def acquire(*_: object, **__: object) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr("ec_store.fetcher.Fetcher.acquire", acquire)
+    monkeypatch.setattr("ec_store.engine.fetcher.Fetcher.acquire", acquire)
     request = vllm.request(vllm.feature("a", media=media))
 
     assert connector.ensure_cache_available(request, 0) == media
@@ -122,7 +122,7 @@ def test_an_exception_fails_a_request_if_its_item_is_held_for_another(
     def acquire(*_: object, **__: object) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr("ec_store.fetcher.Fetcher.acquire", acquire)
+    monkeypatch.setattr("ec_store.engine.fetcher.Fetcher.acquire", acquire)
     request = vllm.request(vllm.feature("a", tokens=9))
     assert not connector.ensure_cache_available(request, 0)
     assert connector.take_unavailable_requests() == {"r"}

@@ -31,7 +31,7 @@ ROWS = 1024
 def host(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the module of the host's memory. Its threads look often."""
     del vllm  # requested first: it skips without vLLM
-    module = importlib.import_module("ec_store.vllm_connector.host_memory")
+    module = importlib.import_module("ec_store.engine.host_memory")
     monkeypatch.setattr(module, "TURN_S", 0.005)
     return module
 
@@ -85,8 +85,8 @@ class Ranks:
     """Workers of a consumer in this process, each with a connection of its own."""
 
     def __init__(self, host: Any, server: Server, count: int, engine: str) -> None:
-        tensors = importlib.import_module("ec_store.device.tensors")
-        backchannel = importlib.import_module("ec_store.backchannel")
+        tensors = importlib.import_module("ec_store.engine.tensors")
+        backchannel = importlib.import_module("ec_store.engine.backchannel")
         self.loaders = [tensors.Loader(number) for number in range(count)]
         path = ArenaOptions(server.url.removeprefix("shm://").partition("?")[0], timeout_s=10)
         self.stores = [ArenaStore(path, "reader") for _ in self.loaders]
@@ -505,7 +505,7 @@ def test_the_place_of_a_failed_copy_is_free_once_no_device_can_write_to_it(
     settles: bool,
 ) -> None:
     torch = importlib.import_module("torch")
-    tensors = importlib.import_module("ec_store.device.tensors")
+    tensors = importlib.import_module("ec_store.engine.tensors")
     streams = importlib.import_module("tests.fake_accelerator").FakeStream
 
     def fail(*_: object) -> None:

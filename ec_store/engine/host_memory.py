@@ -16,13 +16,13 @@ import torch
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.memory import Bytes, parts_of
 from ec_store.arena.store import ArenaStore, HostPlace
-from ec_store.backchannel import Sender
-from ec_store.device.region import register
-from ec_store.device.tensors import DTYPES, Loader, Output, as_tensor, new_stream
+from ec_store.engine.accept import FiniteOnly
+from ec_store.engine.backchannel import Sender
+from ec_store.engine.region import register
+from ec_store.engine.tensors import DTYPES, Loader, Output, as_tensor, new_stream
 from ec_store.entry import EntryInfo
 from ec_store.errors import StoreUnavailable
 from ec_store.keys import EntryKey
-from ec_store.vllm_connector.accept import FiniteOnly
 
 logger = logging.getLogger("vllm.ec_store")
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from ec_store.concurrency import Breaker, DaemonPool
 from ec_store.counts import Counts
+from ec_store.engine.fetch_queue import EntryMemory, Fetch, FetchQueue, Phase, Want, buffer_bytes
 from ec_store.entry import HeldEntry
-from ec_store.fetch_queue import EntryMemory, Fetch, FetchQueue, Phase, Want, buffer_bytes
 from ec_store.keys import EntryKey, key_or_none
 
 THREADS = 4

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ec_store.device.memory import check_room
+from ec_store.memory_left import check_room
 
 READ_ONLY = 8
 """`cudaHostRegisterReadOnly` of cudaHostRegister, which a device supports if its attribute

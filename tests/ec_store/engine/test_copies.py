@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh installs it")
 
-from ec_store.device import tensors  # noqa: E402 - only with torch
-from ec_store.device.tensors import HostCopies, to_device  # noqa: E402
+from ec_store.engine import tensors  # noqa: E402 - only with torch
+from ec_store.engine.tensors import HostCopies, to_device  # noqa: E402
 from tests.ec_store.conftest import NoThreads  # noqa: E402
 from tests.fake_accelerator import FakeAccelerator, until  # noqa: E402
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ec_store.device.region import Place, RegionReader, SharedRegion, Slots
+from ec_store.engine.region import Place, RegionReader, SharedRegion, Slots
 
 CLOSE_TIMEOUT_S = 10.0
 

@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ec_store.entry import Entry
-from ec_store.fetch_queue import (
+from ec_store.engine.fetch_queue import (
     LARGE_BYTES,
     OVERHEAD_BYTES,
     PAGE_BYTES,
@@ -16,6 +15,7 @@ from ec_store.fetch_queue import (
     buffer_bytes,
     entry_bytes,
 )
+from ec_store.entry import Entry
 from tests.examples import scaled
 
 LIMIT = 10 * OVERHEAD_BYTES + 1000

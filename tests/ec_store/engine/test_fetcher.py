@@ -16,8 +16,8 @@ import pytest
 
 from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.concurrency import FAILURES, OPEN_S
-from ec_store.fetch_queue import OVERHEAD_BYTES, Want, buffer_bytes, entry_bytes
-from ec_store.fetcher import CHECK_EVERY_S, Fetcher, FetchState
+from ec_store.engine.fetch_queue import OVERHEAD_BYTES, Want, buffer_bytes, entry_bytes
+from ec_store.engine.fetcher import CHECK_EVERY_S, Fetcher, FetchState
 from tests.ec_store.conftest import NoThreads
 from tests.ec_store.entries import entry, unchecked
 
@@ -599,8 +599,8 @@ class _Spy:
 def test_a_process_ends_while_a_fetch_hangs() -> None:
     code = (
         "import time\n"
-        "from ec_store.fetch_queue import Want\n"
-        "from ec_store.fetcher import Fetcher\n"
+        "from ec_store.engine.fetch_queue import Want\n"
+        "from ec_store.engine.fetcher import Fetcher\n"
         "class Hanging:\n"
         "    def get(self, key):\n"
         "        time.sleep(60)\n"

@@ -7,9 +7,9 @@ import pytest
 
 from ec_store import Entry, EntryKey, open_store
 from ec_store.disk.store import SharedDiskStore
+from ec_store.engine.fetch_queue import LARGE_BYTES, OVERHEAD_BYTES, Want, buffer_bytes, entry_bytes
+from ec_store.engine.fetcher import Fetcher, FetchState
 from ec_store.entry import UNUSED_BYTES, Buffers
-from ec_store.fetch_queue import LARGE_BYTES, OVERHEAD_BYTES, Want, buffer_bytes, entry_bytes
-from ec_store.fetcher import Fetcher, FetchState
 from tests.ec_store.entries import entry
 
 MIB = 2**20

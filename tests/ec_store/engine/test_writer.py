@@ -11,7 +11,7 @@ import pytest
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.concurrency import FAILURES, OPEN_S
 from ec_store.counts import MAX_OBSERVATIONS, Counts
-from ec_store.writer import Writer
+from ec_store.engine.writer import Writer
 from tests.ec_store.conftest import NoThreads
 from tests.ec_store.entries import entry
 
