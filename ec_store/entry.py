@@ -55,7 +55,7 @@ class Buffers:
         """Return writable memory of `size` bytes, which is reused after its last view is deleted.
 
         The buffer has the least number of huge pages that the size needs, since
-        `ec_store.engine.fetch_queue` reserves that many. A buffer of up to twice that number is
+        `ec_store.engine.entry_memory` reserves that many. A buffer of up to twice that number is
         shrunk to fit. The cost is one system call for each buffer in the pool, used or not.
         """
         whole = max(1, -(-size // _HUGE_PAGE)) * _HUGE_PAGE

@@ -42,10 +42,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from ec_store import Entry, EntryKey, Store
+from ec_store.engine.sharing import by_value
 from ec_store.engine.tensors import Loader
 from ec_store.entry import payload_bytes
 from ec_store.vllm_connector import ECStoreConnector
-from ec_store.vllm_connector.producer import by_value
 from ec_store.vllm_connector.worker import StepMetadata, load
 
 MODEL = Path(__file__).resolve().parents[1] / ".run" / "models" / "tiny-qwen2.5-vl"

@@ -1,14 +1,15 @@
 """Background writing of entries to a store: the engine does not wait."""
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
-from ec_store.concurrency import Breaker
+from ec_store.concurrency import Breaker, DaemonPool
 from ec_store.counts import Counts
 from ec_store.entry import EntryInfo
 from ec_store.errors import EntryTooLarge, StoreError
@@ -61,11 +62,10 @@ class Writer:
 
     def __post_init__(self) -> None:
         self._breaker = Breaker("writing to the encoder store", clock=self.clock)
-        self._queue: queue.SimpleQueue[tuple[EntryKey, int, Make] | None] = queue.SimpleQueue()
+        self._pool = DaemonPool(1, "ec-write")
         self._lock = threading.Lock()
         self._waiting: dict[EntryKey, int] = {}
         self._logged: set[type[Exception]] = set()
-        self._thread: threading.Thread | None = None
 
     def submit(self, key: EntryKey, size_bytes: int, make: Make) -> bool:
         """Queue an entry for writing, unless the store has one of its key.
@@ -82,42 +82,34 @@ class Writer:
                 return True
             waiting_bytes = sum(self._waiting.values())
             full = waiting_bytes > 0 and waiting_bytes + size_bytes > self.queue_bytes
-            if full or self._breaker.open or not self._has_thread():
+            if full or self._breaker.open:
                 self.counts.add(drops=1)
                 return False
             self._waiting[key] = size_bytes
-        self._queue.put((key, size_bytes, make))
-        return True
+        dropped: list[EntryKey] = []
+        self._pool.queue_job(
+            lambda: self._process(key, size_bytes, make), lambda: dropped.append(key)
+        )
+        if dropped:
+            self.counts.add(drops=1)
+            with self._lock:
+                del self._waiting[key]
+        return not dropped
 
     def close(self) -> None:
         """Write the queued entries, for at most `CLOSE_TIMEOUT_S` seconds."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(CLOSE_TIMEOUT_S)
+        with suppress(TimeoutError, CancelledError):  # cancelled: there is no thread
+            self._pool.submit(lambda: None).result(CLOSE_TIMEOUT_S)
+        self._pool.close()
 
-    def _has_thread(self) -> bool:
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="ec-write", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                self._count_exception(error)
-                return False
-            self._thread = thread
-        return True
-
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            key, size_bytes, make = job
-            stored = self._written(key, size_bytes, make)
-            # `make` refers to the tensor: it is dropped before the wait for the next job.
-            del job, make
-            with self._lock:
-                del self._waiting[key]
-            try:
-                self.done(key, stored)
-            except Exception as error:  # noqa: BLE001 - as in `_written`
-                self._count_exception(error)
+    def _process(self, key: EntryKey, size_bytes: int, make: Make) -> None:
+        stored = self._written(key, size_bytes, make)
+        with self._lock:
+            del self._waiting[key]
+        try:
+            self.done(key, stored)
+        except Exception as error:  # noqa: BLE001 - as in `_written`
+            self._count_exception(error)
 
     def _written(self, key: EntryKey, size_bytes: int, make: Make) -> bool:
         started_s = self.clock()

@@ -18,29 +18,20 @@ from ec_store.counts import Counts
 from ec_store.engine.backchannel import Receiver, Sender
 from ec_store.engine.fetcher import Fetcher
 from ec_store.engine.host_memory import HostMemory, Usage, host_gauges, usage_of
-from ec_store.engine.region import Region, SharedRegion
+from ec_store.engine.region import SharedRegion
+from ec_store.engine.registration import NamespaceRegistration
+from ec_store.engine.sharing import EntryLoad, Sharing, by_value, open_sharing
 from ec_store.engine.tensors import Loader
 from ec_store.opening import open_store
 from ec_store.urls import ARENA, fetch_threads
-from ec_store.vllm_connector.config import (
-    ConnectorConfig,
-    NamespaceRegistration,
-    count_exception,
-    guard_method,
-)
+from ec_store.vllm_connector.config import ConnectorConfig
 from ec_store.vllm_connector.consumer import Consumer
+from ec_store.vllm_connector.guard import count_exception, guard_method
 from ec_store.vllm_connector.metrics import NAMESPACE, StoreConnectorStats, StorePromMetrics
 from ec_store.vllm_connector.namespace import namespace_of
-from ec_store.vllm_connector.producer import (
-    HostSharing,
-    Producer,
-    Sharing,
-    by_value,
-    make_region,
-)
+from ec_store.vllm_connector.producer import Producer
 from ec_store.vllm_connector.widths import Widths
 from ec_store.vllm_connector.worker import (
-    EntryLoad,
     Item,
     Learner,
     Saver,
@@ -87,7 +78,6 @@ class ECStoreConnector(ECConnectorBase):
         self._saver: Saver | None = None
         self._learner: Learner | None = None
         self._loader: Loader | None = None
-        self._region: Region | None = None
         self._sharing: Sharing | None = None
         self._receiver: Receiver | None = None
         self._registration: NamespaceRegistration | None = None
@@ -115,21 +105,17 @@ class ECStoreConnector(ECConnectorBase):
         resolver = PlaceholderMetadataResolver(model_config)
         if self.is_consumer:
             size = config.memory_bytes if config.region_bytes is None else config.region_bytes
-            store, host = self._store, isinstance(self._store, ArenaStore)
-            self._region = make_region(size, vllm_config.parallel_config, host=host)
-            if self._region is not None and isinstance(store, ArenaStore):
-                self._sharing = HostSharing(store, self._region)
-            elif self._region is not None:
-                self._sharing = Sharing(store, self._region)
+            self._sharing = open_sharing(self._store, size, vllm_config.parallel_config)
             self._fetcher = Fetcher(
-                self._sharing or self._store,
+                self._sharing,
                 self.namespace,
                 counts=self.counts,
                 timeout_s=config.timeout_s,
                 promise_timeout_s=config.promise_timeout_s,
                 memory_bytes=config.memory_bytes,
                 threads=config.fetch_threads or fetch_threads(config.store),
-                keeps=not host,  # an entry that is kept could not be evicted
+                # An entry of a host's memory that is kept could not be evicted.
+                keeps=not isinstance(self._store, ArenaStore),
             )
             widths = Widths(vllm_config, config.encoder_output_widths)
             self._consumer = Consumer(self._fetcher, model_config, resolver, widths, self.counts)
@@ -159,7 +145,6 @@ class ECStoreConnector(ECConnectorBase):
             self._consumer,
             self._sharing,
             self._host,
-            self._region,
             self._receiver,
             self._saver,
             self._learner,
@@ -236,11 +221,9 @@ class ECStoreConnector(ECConnectorBase):
 
     @guard_method(dict)
     def _loads(self) -> dict[str, EntryLoad]:
-        if self._consumer is None:
+        if self._consumer is None or self._sharing is None:
             return {}
         entries = self._consumer.end_step()
-        if self._sharing is None:
-            return by_value(entries)
         try:
             return self._sharing.loads(entries)
         except Exception as error:  # noqa: BLE001 - a step without its entries ends the engine
@@ -253,7 +236,7 @@ class ECStoreConnector(ECConnectorBase):
 
         Without it workers still read their entries, and report them in a later step.
         """
-        return None if self._region is None else self._region.shared_region()
+        return None if self._sharing is None else self._sharing.shared_region()
 
     @guard_method(dict)
     def _items(self, scheduler_output: Any) -> dict[str, Item]:

@@ -17,13 +17,15 @@ from ec_store.bounded import BoundedDict
 from ec_store.counts import Counts
 from ec_store.engine.accept import FiniteOnly
 from ec_store.engine.backchannel import Sender
-from ec_store.engine.host_memory import HostMemory, HostOutput, HostWriter
+from ec_store.engine.host_memory import HostMemory
+from ec_store.engine.host_writer import HostOutput, HostWriter
 from ec_store.engine.region import Place, SharedRegion
+from ec_store.engine.sharing import EntryLoad
 from ec_store.engine.tensors import DTYPES, HostCopies, HostTensor, Loader, Output, to_device
 from ec_store.engine.writer import Writer
 from ec_store.entry import Entry
 from ec_store.keys import EntryKey, key_or_none
-from ec_store.vllm_connector.config import count_exception
+from ec_store.vllm_connector.guard import count_exception
 
 MAX_ITEMS = 4096
 """Upper bound of the items that a worker remembers: until they are encoded, and until their results
@@ -31,21 +33,6 @@ are sent to the scheduler."""
 
 MAX_TOLD = 512
 """Upper bound of the results, and of the observations of each name, in one message."""
-
-
-class EntryLoad(NamedTuple):
-    """Entry to put into the encoder cache.
-
-    Attributes:
-        raw: place of the bytes in the shared memory, or in the host's memory; or the bytes, uint8,
-            as a torch tensor, which vLLM sends to several ranks through shared memory of its own
-            (`ShmTensorArena`).
-        dtype: dtype of the tensor, as `Entry.dtype`.
-    """
-
-    raw: torch.Tensor | Place | HostPlace
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class Item(NamedTuple):

@@ -16,7 +16,8 @@ import pytest
 
 from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.concurrency import FAILURES, OPEN_S
-from ec_store.engine.fetch_queue import OVERHEAD_BYTES, Want, buffer_bytes, entry_bytes
+from ec_store.engine.entry_memory import OVERHEAD_BYTES, buffer_bytes, entry_bytes
+from ec_store.engine.fetch_queue import Want
 from ec_store.engine.fetcher import CHECK_EVERY_S, Fetcher, FetchState
 from tests.ec_store.conftest import NoThreads
 from tests.ec_store.entries import entry, unchecked
@@ -124,7 +125,7 @@ def large(mebibytes: int) -> Entry:
     return entry(shape=(mebibytes * MIB // 4, 2))
 
 
-def test_fetched_entry_is_kept_while_it_is_claimed(store: Store, fetching: Make) -> None:
+def test_fetched_entry_is_kept_while_it_is_pinned(store: Store, fetching: Make) -> None:
     store.put(EntryKey(NAMESPACE, "k"), entry())
     asked = fetching(store)
 
@@ -167,9 +168,7 @@ def test_refused_entry_is_missing_at_once(store: Store, fetching: Make, promised
     assert (figures.get("hits", 0), figures["misses"]) == (0, 1)
 
 
-def test_discarded_entry_is_fetched_again_unless_it_is_claimed(
-    store: Store, fetching: Make
-) -> None:
+def test_discarded_entry_is_fetched_again_unless_it_is_pinned(store: Store, fetching: Make) -> None:
     store.put(EntryKey(NAMESPACE, "k"), entry())
     asked = fetching(store)
     asked.fetcher.discard("k")

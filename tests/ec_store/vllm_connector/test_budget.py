@@ -12,7 +12,7 @@ import pytest
 
 from ec_store import Entry, EntryKey
 from ec_store.counts import Counts
-from ec_store.engine.fetch_queue import buffer_bytes
+from ec_store.engine.entry_memory import buffer_bytes
 from ec_store.engine.fetcher import Fetcher
 from ec_store.entry import payload_bytes
 from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle
@@ -358,7 +358,7 @@ def test_requests_that_wait_for_room_cost_one_lookup_each(schedule: Any) -> None
 def test_exception_while_an_entry_is_taken_over_fails_no_other_request(
     vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each request settles its own items; the claims of the failing one are released."""
+    """Each request settles its own items; the pins of the failing one are released."""
     connector = connect(timeout_s=WITHIN_S)
     put(connector, url, "a", vllm.entry())
     go, get = threading.Event(), connector._store.get  # noqa: SLF001

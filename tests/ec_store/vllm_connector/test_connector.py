@@ -548,9 +548,9 @@ def test_entries_of_an_aborted_request_are_forgotten(
         connector.ensure_cache_available(request, 0)
 
     connector.request_finished(first)
-    assert memory.is_claimed("a")
+    assert memory.is_pinned("a")
     connector.request_finished(second)
-    assert not memory.is_claimed("a")
+    assert not memory.is_pinned("a")
     go.set()
 
 

@@ -1,0 +1,62 @@
+"""Thread beside an engine's steps, which repeats a call."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+
+logger = logging.getLogger("vllm.ec_store")
+
+PERIOD_S = 0.5
+"""Seconds between two calls."""
+
+CLOSE_S = 2.0
+
+
+class PeriodicThread:
+    """Thread that repeats a call every `PERIOD_S` seconds, and at once while it returns True."""
+
+    def __init__(self, call: Callable[[], bool]) -> None:
+        self._call = call
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._logged = False
+
+    def start(self, *, device: bool = False) -> None:
+        """Start the thread, unless it was started before.
+
+        Args:
+            device: whether it uses the device of this thread. The scheduler must use none: that
+                would create a context, some 0.4 GB of a rank's memory.
+
+        Raises:
+            RuntimeError: the thread cannot be started; the next call tries again.
+        """
+        if self._thread is None and not self._closed.is_set():
+            index: int | None = None
+            if device and torch.accelerator.current_accelerator(check_available=True):
+                index = torch.accelerator.current_device_index()
+            thread = threading.Thread(target=self._run, args=(index,), name="ec-host", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def close(self) -> None:
+        """End the thread after its present call, for which this waits `CLOSE_S` seconds at most."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    def _run(self, device_index: int | None) -> None:
+        if device_index is not None:
+            torch.accelerator.set_device_index(device_index)
+        while not self._closed.is_set():
+            again = False
+            try:
+                again = self._call()
+            except Exception:
+                if not self._logged:
+                    self._logged = True
+                    logger.exception("the thread of the host's memory failed; it goes on")
+            if not again:
+                self._closed.wait(PERIOD_S)
