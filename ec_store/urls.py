@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 from ec_store.arena.url import arena_options
 from ec_store.config import redacted
 from ec_store.disk.config import DiskConfig
-from ec_store.redis.url import TURNS, redis_options
+from ec_store.redis.url import PERMITS, redis_options
 
 DISK = ("file",)
 ARENA = ("shm",)
@@ -34,7 +34,7 @@ def fetch_threads(url: str) -> int:
     """Return the default number of fetch threads for the store of a valid URL.
 
     Reading from memory keeps a core busy, and a second core for large entries. Waiting for a server
-    keeps none busy; a node keeps as many idle connections (`ec_store.redis.link.MAX_IDLE`).
+    keeps none busy; a node keeps as many idle connections (`ec_store.redis.connection.MAX_IDLE`).
     """
     return 4 if urlsplit(url).scheme in DISK + ARENA else 16
 
@@ -47,7 +47,7 @@ def writing_bytes(url: str) -> int | None:
     """
     if urlsplit(url).scheme not in REDIS:
         return None
-    return 2 * TURNS * redis_options(url).max_entry_bytes
+    return 2 * PERMITS * redis_options(url).max_entry_bytes
 
 
 def unknown_scheme(url: str) -> ValueError:

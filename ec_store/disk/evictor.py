@@ -10,19 +10,18 @@ from itertools import islice
 from typing import NamedTuple
 
 from ec_store.counts import Counts
-from ec_store.disk.claims import leased_digests
-from ec_store.disk.files import NO_ROOM, READ, Folder, StoreClock, close_quietly
-from ec_store.disk.ledger import EVICTING, SWEEPING, Count, Ledger, Usage
-from ec_store.disk.lock import is_locked, lock
-from ec_store.disk.tree import (
+from ec_store.disk.clock import StoreClock
+from ec_store.disk.eviction_policy import (
     EvictionCandidate,
-    Found,
-    Tree,
     choose_victims,
     sample_size,
-    staging_name,
     taken_bytes,
 )
+from ec_store.disk.files import NO_ROOM, READ, Folder, close_quietly
+from ec_store.disk.leases import leased_digests
+from ec_store.disk.ledger import EVICTING, SWEEPING, Count, Ledger, Usage
+from ec_store.disk.lock import is_locked, lock
+from ec_store.disk.tree import Found, Tree, staging_name
 
 CHARGE_S = 10.0
 """Age in seconds up to which a staging file may not be charged yet, or may be published already."""

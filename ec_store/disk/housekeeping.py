@@ -8,19 +8,20 @@ from functools import partial
 from os.path import ismount
 
 from ec_store.counts import Counts
-from ec_store.disk.claims import sweep_claims, sweep_leases
+from ec_store.disk.claims import sweep_claims
+from ec_store.disk.clock import StoreClock
 from ec_store.disk.config import StoreSettings
-from ec_store.disk.evictor import Evictor, Freed, Lacking
-from ec_store.disk.files import StoreClock
-from ec_store.disk.ledger import SWEEPING, Ledger, LedgerLost, Usage
-from ec_store.disk.tree import (
+from ec_store.disk.eviction_policy import (
     BLOCK_BYTES,
     HIGH_WATER,
     FileSystem,
-    Tree,
     excess_bytes,
     taken_bytes,
 )
+from ec_store.disk.evictor import Evictor, Freed, Lacking
+from ec_store.disk.leases import sweep_leases
+from ec_store.disk.ledger import SWEEPING, Ledger, LedgerLost, Usage
+from ec_store.disk.tree import Tree
 from ec_store.errors import EntryTooLarge, StoreUnavailable
 
 logger = logging.getLogger("vllm.ec_store")

@@ -11,26 +11,17 @@ from typing import Self, TypeVar
 
 from ec_store.base import Listed, Store, StoreStats
 from ec_store.counts import Counts
-from ec_store.disk.claims import (
-    add_leases,
-    count_leased,
-    give_back,
-    leased_digests,
-    take_claims,
-)
+from ec_store.disk.claims import give_back, take_claims
 from ec_store.disk.config import DiskConfig, GivenSettings, StoreSettings
-from ec_store.disk.entry_files import (
-    EntryFiles,
-    blob_bytes,
-    list_entries,
-    load_header,
-    valid_registrations,
-)
+from ec_store.disk.entry_files import EntryFiles, blob_bytes, load_header
+from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import NO_ROOM, Folder, close_quietly, is_regular
 from ec_store.disk.housekeeping import Housekeeping
+from ec_store.disk.leases import add_leases, count_leased, leased_digests
+from ec_store.disk.listing import list_entries, valid_registrations
 from ec_store.disk.lock import lock
 from ec_store.disk.opening import DiskOpening
-from ec_store.disk.tree import Tree, staging_name, taken_bytes
+from ec_store.disk.tree import Tree, staging_name
 from ec_store.entry import MAX_HEADER_BYTES, Entry, EntryInfo
 from ec_store.errors import (
     CorruptEntry,

@@ -7,7 +7,7 @@ Keys of a store (docs/redis.md):
 
     {prefix}:{<digest>}:e2     entry: 16 random bytes, the blob of docs/store-format.md
     {prefix}:{<digest>}:c      claim: the owner
-    {prefix}:writing:<number>  turn of a writer of a large entry, see `ec_store.redis.turns`
+    {prefix}:writing:<number>  permit of a writer of a large entry
     {prefix}:namespaces        hash, served model to namespace
 
 The digest in braces is the hash tag: an entry and its claim are in one cluster slot. The 2 is the
@@ -20,11 +20,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ec_store.entry import Buffers, Entry, EntryInfo, checksum, decode, header_length, read_header
+from ec_store.buffers import Buffers
+from ec_store.entry import Entry, EntryInfo, checksum, decode, header_length, read_header
 from ec_store.errors import CorruptEntry
 from ec_store.keys import EntryKey
 from ec_store.redis.client import RedisClient
-from ec_store.redis.link import Command, Reply
+from ec_store.redis.connection import Command, Reply
 
 _ENTRY = re.compile(rb".*:\{([0-9a-f]{64})\}:e2", re.DOTALL)
 

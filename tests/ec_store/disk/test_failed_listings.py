@@ -9,9 +9,9 @@ import pytest
 
 from ec_store import StoreUnavailable
 from ec_store.disk.config import GivenSettings
+from ec_store.disk.eviction_policy import BLOCK_BYTES
 from ec_store.disk.files import Folder
 from ec_store.disk.store import SharedDiskStore
-from ec_store.disk.tree import BLOCK_BYTES
 from tests.ec_store.contract import key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, opened, path_of
 

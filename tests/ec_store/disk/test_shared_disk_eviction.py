@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from ec_store import Entry, EntryTooLarge, StoreUnavailable
-from ec_store.disk import evictor, housekeeping, tree
-from ec_store.disk.claims import LONGEST_S, leased_digests, sweep_leases
+from ec_store.disk import eviction_policy, evictor, housekeeping, tree
 from ec_store.disk.config import GivenSettings
 from ec_store.disk.entry_files import EntryFiles
+from ec_store.disk.eviction_policy import EvictionCandidate, taken_bytes
 from ec_store.disk.files import Folder, Modes
+from ec_store.disk.leases import LONGEST_S, leased_digests, sweep_leases
 from ec_store.disk.ledger import EVICTING, SWEEPING, Ledger, Usage
 from ec_store.disk.store import SharedDiskStore
-from ec_store.disk.tree import EvictionCandidate, taken_bytes
 from tests.ec_store.contract import key, sized
 from tests.ec_store.disk.on_disk import (
     age,
@@ -317,7 +317,7 @@ def choosing(
     monkeypatch: pytest.MonkeyPatch, then: Callable[[Sequence[EvictionCandidate]], None]
 ) -> None:
     """Call `then` once, after victims are chosen and before any is removed."""
-    choose = tree.choose_victims
+    choose = eviction_policy.choose_victims
 
     def chosen(sample: Sequence[EvictionCandidate], **more: Any) -> list[EvictionCandidate]:
         monkeypatch.setattr(evictor, "choose_victims", choose)

@@ -20,14 +20,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
-from ec_store.disk import files as disk_files
+from ec_store.buffers import UNUSED_BYTES, Buffers
+from ec_store.disk import clock as disk_clock
 from ec_store.disk import opening
-from ec_store.disk.claims import SWEPT_BY_LEASES, add_leases, leased_digests
+from ec_store.disk.clock import StoreClock
 from ec_store.disk.config import GivenSettings
 from ec_store.disk.entry_files import EntryFiles
-from ec_store.disk.files import Folder, Modes, StoreClock
+from ec_store.disk.files import Folder, Modes
+from ec_store.disk.leases import SWEPT_BY_LEASES, add_leases, leased_digests
 from ec_store.disk.store import SharedDiskStore
-from ec_store.entry import UNUSED_BYTES, Buffers
 from tests.ec_store.contract import another_release, assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
 from tests.examples import scaled
@@ -391,7 +392,7 @@ def test_clock_that_is_ahead_for_a_moment_removes_no_small_staging_file(
         store.sweep()
         assert staging.exists()
 
-        monkeypatch.setattr(disk_files, "JUMP_LASTS_S", 0)
+        monkeypatch.setattr(disk_clock, "JUMP_LASTS_S", 0)
         days_ahead.append(6)
         store.sweep()
         assert not staging.exists()
@@ -406,7 +407,7 @@ def test_clock_that_stays_ahead_for_an_hour_is_believed(
         days_ahead.append(8)
         assert store.sweep() == 0
 
-        monkeypatch.setattr(disk_files, "JUMP_LASTS_S", 0)
+        monkeypatch.setattr(disk_clock, "JUMP_LASTS_S", 0)
         assert store.get(key()) is None
         assert store.sweep() == 1
 

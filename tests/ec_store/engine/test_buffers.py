@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from ec_store import Entry, EntryKey, open_store
+from ec_store.buffers import UNUSED_BYTES, Buffers
 from ec_store.disk.store import SharedDiskStore
 from ec_store.engine.entry_memory import LARGE_BYTES, OVERHEAD_BYTES, buffer_bytes, entry_bytes
 from ec_store.engine.fetch_queue import Want
 from ec_store.engine.fetcher import Fetcher, FetchState
-from ec_store.entry import UNUSED_BYTES, Buffers
 from tests.ec_store.entries import entry
 
 MIB = 2**20

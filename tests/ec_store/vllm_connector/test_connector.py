@@ -11,7 +11,6 @@ import pytest
 from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable, open_store
 from ec_store.counts import Counts
 from ec_store.engine.backchannel import Receiver, Sender
-from tests.ec_store.conftest import NoThreads
 from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle, until
 
 
@@ -284,49 +283,17 @@ def test_the_served_name_is_registered(connect: Connect, url: str) -> None:
         until(lambda: store.namespaces() == {"tiny": connector.namespace})
 
 
-def test_an_engine_starts_without_its_store_and_uses_it_later(
-    connect: Connect,
-    url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_each_step_starts_the_registration_of_the_namespace_unless_it_runs(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 0.05)
-    blocked = tmp_path / "blocked"
-    blocked.write_text("")
-    connector = connect(store=f"file://{blocked}/store")
-    until(lambda: "the encoder store cannot be used" in caplog.text)
-    assert connector.namespace
+    from ec_store.engine.registration import NamespaceRegistration  # noqa: PLC0415
 
-    blocked.unlink()
-    with open_store(f"file://{blocked}/store") as store:
-        until(lambda: store.namespaces() == {"tiny": connector.namespace})
-    warnings = [line for line in caplog.messages if "cannot be used" in line]
-    assert len(warnings) == 1
-
-
-@pytest.mark.fault(87)
-def test_the_served_name_is_registered_once_a_thread_can_be_started(
-    connect: Connect,
-    url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    no_threads: NoThreads,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 3600)
-    with no_threads():
-        connector = connect()
-        monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 0)
-        connector.build_connector_meta(Step())
-    monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 3600)
+    started: list[int] = []
+    monkeypatch.setattr(NamespaceRegistration, "start", lambda _: started.append(1))
+    connector = connect()
     connector.build_connector_meta(Step())
-    with open_store(url) as store:
-        assert store.namespaces() == {}
 
-        monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 0)
-        connector.build_connector_meta(Step())
-        until(lambda: store.namespaces() == {"tiny": connector.namespace})
-    assert sum("ec-store-register" in line for line in caplog.messages) == 1
+    assert started == [1, 1]
 
 
 def test_requests_are_served_if_the_store_rejects_names(

@@ -31,9 +31,8 @@ ROWS = 1024
 def host(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the module of the host's memory. Its threads look often."""
     del vllm  # requested first: it skips without vLLM
-    module = importlib.import_module("ec_store.engine.host_memory")
-    monkeypatch.setattr(module, "TURN_S", 0.005)
-    return module
+    monkeypatch.setattr(importlib.import_module("ec_store.engine.periodic"), "PERIOD_S", 0.005)
+    return importlib.import_module("ec_store.engine.host_memory")
 
 
 class Server:
