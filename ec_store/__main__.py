@@ -16,7 +16,7 @@ from rich.progress import track
 from ec_store.arena.sockets import SYSTEM, find_sockets, runtime_folder
 from ec_store.base import Listed, MemoryStats, Store
 from ec_store.config import duration_s, octal, redacted, size_bytes, size_text
-from ec_store.disk.config import DiskConfig, GivenSettings
+from ec_store.disk.config import DiskConfig, StoreSettings
 from ec_store.disk.store import SharedDiskStore
 from ec_store.errors import StoreError, StoreMissing
 from ec_store.opening import open_store
@@ -228,14 +228,15 @@ def _configure(store: Store, args: argparse.Namespace) -> int:
         )
         print(text, file=sys.stderr)
         return 2
-    given = GivenSettings(**{each.name: getattr(args, each.name) for each in fields(GivenSettings)})
-    if given == GivenSettings():
+    arguments = {each.name: getattr(args, each.name) for each in fields(StoreSettings)}
+    changes = {name: value for name, value in arguments.items() if value is not None}
+    if not changes:
         # Only a change creates a store: a mistyped path must not look like one.
         with SharedDiskStore.from_url(args.url, create=False, maintain=True) as existing:
             settings = existing.settings
     else:
         created = _is_missing(args.url)
-        settings = store.configure(given)
+        settings = store.configure(**changes)
         if created:
             path = DiskConfig.from_url(args.url).path
             print(f"ec-store: created a store in {path}, which had none", file=sys.stderr)

@@ -5,15 +5,17 @@ import os
 import secrets
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ec_store.disk.config import (
     NAME,
     DiskConfig,
-    GivenSettings,
     SettingsInvalid,
     SettingsLost,
     StoreSettings,
+    ignored_settings,
     read_settings,
 )
 from ec_store.disk.files import NO_ROOM, Folder, Modes
@@ -45,7 +47,7 @@ class DiskOpening:
         test a write in `probe`, and to count the entries of a directory without a ledger.
         `maintain` allows root to open a directory of another user.
         """
-        self._defaults = keeper.settings = config.given.override_settings(StoreSettings())
+        self._defaults = keeper.settings = replace(StoreSettings(), **config.overrides)
         self.in_memory = False
         self._config = config
         self._keeper = keeper
@@ -80,13 +82,13 @@ class DiskOpening:
             self._follow(tree)
         return tree
 
-    def configure(self, given: GivenSettings) -> None:
+    def configure(self, **changes: Any) -> None:
         """Write settings, and reopen the directory. Raises OSError and ValueError."""
         root = self._root(create=True)
         held = None
         with suppress(SettingsInvalid):
             held = read_settings(root)
-        settings = given.override_settings(held or self._defaults)
+        settings = replace(held or self._defaults, **changes)
         root.replace(NAME, settings.to_json(), durable=self._durable)
         self._opened = None
         self.tree(create=True)
@@ -169,7 +171,7 @@ class DiskOpening:
                 kind,
             )
         for folder in tree.folders:
-            folder.check_owner(config.given.dir_mode or 0, trusted=self._any_owner)
+            folder.check_owner(config.overrides.get("dir_mode", 0), trusted=self._any_owner)
         self._apply_settings(held)
         self._counted = not self._create
         if self._create:
@@ -213,7 +215,7 @@ class DiskOpening:
     def _apply_settings(self, settings: StoreSettings) -> None:
         """Apply the store's settings, and log the settings of this process that differ."""
         self._keeper.settings = settings
-        ignored = self._config.given.not_in_force(settings)
+        ignored = ignored_settings(self._config.overrides, settings)
         if ignored and ignored != self._ignored:
             logger.error(
                 "the store in %s was opened with %s: the store's own settings are used. Change "

@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from ec_store.base import Listed, Store, StoreStats
 from ec_store.counts import Counts
 from ec_store.disk.claims import give_back, take_claims
-from ec_store.disk.config import DiskConfig, GivenSettings, StoreSettings
+from ec_store.disk.config import DiskConfig, StoreSettings
 from ec_store.disk.entry_files import EntryFiles, blob_bytes, load_header
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import NO_ROOM, Folder, close_quietly, is_regular
@@ -84,15 +84,15 @@ class SharedDiskStore(Store):
     def in_memory(self) -> bool:
         return self._opening.in_memory
 
-    def configure(self, given: GivenSettings) -> StoreSettings:
-        """Change the store's settings; other processes adopt them within a second.
+    def configure(self, **changes: Any) -> StoreSettings:
+        """Change fields of `StoreSettings`; other processes adopt them within a second.
 
         Raises:
             StoreUnavailable: the store cannot be used or written.
             ValueError: a value is out of range.
         """
         with self._translate_errors("the store cannot be configured"):
-            self._opening.configure(given)
+            self._opening.configure(**changes)
         return self.settings
 
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from ec_store.base import Store
-from ec_store.concurrency import NO_THREAD
+from ec_store.concurrency import DaemonPool
 from ec_store.errors import StoreError
 
 logger = logging.getLogger("vllm.ec_store")
@@ -39,27 +39,24 @@ class NamespaceRegistration:
         self._retry_s = retry_s
         self._clock = clock
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ec-store-register", daemon=True)
-        self._refused_s: float | None = None
+        self._pool = DaemonPool(1, "ec-store-register")
+        self._queued = False
+        self._due_s = clock()
         self.start()
 
     def start(self) -> None:
         """Start the thread; if that fails, the first call after `retry_s` tries again."""
-        if self._thread.ident is not None:
-            return
-        refused_s, now_s = self._refused_s, self._clock()
-        if refused_s is not None and now_s < refused_s + self._retry_s:
-            return
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            self._refused_s = now_s
-            if refused_s is None:
-                logger.warning(NO_THREAD, self._thread.name, error)
+        if not self._queued and self._clock() >= self._due_s:
+            self._queued, self._due_s = True, self._clock() + self._retry_s
+            self._pool.queue_job(self._run, self._refuse)
+
+    def _refuse(self) -> None:
+        self._queued = False
 
     def close(self) -> None:
         """Stop retrying; a call that is running ends by itself."""
         self._closed.set()
+        self._pool.close()
 
     def _run(self) -> None:
         failed = False

@@ -9,9 +9,9 @@ import torch
 
 from ec_store.arena.store import ArenaStore, HostPlace, PlacedEntry
 from ec_store.base import Store
-from ec_store.engine.periodic import PeriodicThread
 from ec_store.engine.region import Place, Region, SharedRegion
 from ec_store.engine.tensors import as_tensor
+from ec_store.engine.threads import PeriodicThread
 from ec_store.entry import HeldEntry
 from ec_store.keys import EntryKey
 

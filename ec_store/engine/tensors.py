@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ec_store.engine.region import Place, RegionReader, SharedRegion, Slots
+from ec_store.engine.threads import start_thread
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -104,16 +105,12 @@ class HostCopies:
         Raises:
             RuntimeError: the device failed, or the thread cannot be started.
         """
-        tensor = tensor.detach()
-        if tensor.device.type == "cpu":
+        tensor, device = tensor.detach(), tensor.device
+        if device.type == "cpu":
             contiguous: HostTensor = tensor.contiguous
             return contiguous
         if self._thread is None:
-            thread = threading.Thread(
-                target=self._run, args=(tensor.device,), name="ec-copy", daemon=True
-            )
-            thread.start()
-            self._thread = thread
+            self._thread = start_thread(lambda: self._run(device), "ec-copy")
         output = Output(tensor)
         # Taken last: if the event failed, the place would stay taken.
         offset = self._slots.take_slot(tensor.nbytes)
@@ -244,13 +241,7 @@ class Loader:
             RuntimeError: the thread cannot be started; the next call tries again.
         """
         if self._mapping is None:
-            device = torch.accelerator.current_accelerator(check_available=True)
-            index = torch.accelerator.current_device_index() if device else None
-            mapping = threading.Thread(
-                target=self._map, args=(shared, index), name="ec-map", daemon=True
-            )
-            mapping.start()
-            self._mapping = mapping
+            self._mapping = start_thread(lambda: self._map(shared), "ec-map", device=True)
 
     def view(self, place: Place) -> torch.Tensor:
         """Return bytes in the shared memory.
@@ -284,9 +275,7 @@ class Loader:
                 if self.reader is not None:
                     self.reader.has_read(number)
 
-    def _map(self, shared: SharedRegion, device_index: int | None) -> None:
-        if device_index is not None:
-            torch.accelerator.set_device_index(device_index)
+    def _map(self, shared: SharedRegion) -> None:
         try:
             reader = RegionReader(shared.handle, self._number)
         except OSError as error:

@@ -67,6 +67,11 @@ class Writer:
         self._waiting: dict[EntryKey, int] = {}
         self._logged: set[type[Exception]] = set()
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Return the bytes of the entries that wait or are being written."""
+        return sum(self._waiting.values())
+
     def submit(self, key: EntryKey, size_bytes: int, make: Make) -> bool:
         """Queue an entry for writing, unless the store has one of its key.
 
@@ -80,7 +85,7 @@ class Writer:
         with self._lock:
             if key in self._waiting:
                 return True
-            waiting_bytes = sum(self._waiting.values())
+            waiting_bytes = self.waiting_bytes
             full = waiting_bytes > 0 and waiting_bytes + size_bytes > self.queue_bytes
             if full or self._breaker.open:
                 self.counts.add(drops=1)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -18,7 +18,6 @@ from ec_store.counts import Counts
 from ec_store.engine.backchannel import Receiver, Sender
 from ec_store.engine.fetcher import Fetcher
 from ec_store.engine.host_memory import HostMemory, Usage, host_gauges, usage_of
-from ec_store.engine.region import SharedRegion
 from ec_store.engine.registration import NamespaceRegistration
 from ec_store.engine.sharing import EntryLoad, Sharing, by_value, open_sharing
 from ec_store.engine.tensors import Loader
@@ -44,6 +43,7 @@ from ec_store.vllm_connector.worker import (
 logger = logging.getLogger("vllm.ec_store")
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ECStoreConnector(ECConnectorBase):
@@ -153,15 +153,17 @@ class ECStoreConnector(ECConnectorBase):
             if part is not None:
                 self._attempt(part.close)
 
-    def _attempt(self, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _attempt(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Make a call that nothing else depends on, so that its failure stops nothing else.
 
         Every call that may start a thread or use the device, and that a step can miss, is one.
+        Return None if the call raises.
         """
         try:
-            call(*args, **kwargs)
+            return call(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - as in `guard_method`
             count_exception(self, call.__qualname__, error)
+            return None
 
     # Methods of the scheduler's side.
 
@@ -180,14 +182,10 @@ class ECStoreConnector(ECConnectorBase):
             return self._consumer.ensure_items(request, num_computed_tokens)
         except Exception as error:  # noqa: BLE001 - as in `guard_method`
             count_exception(self, "ensure_cache_available", error)
-        ready = self._encoded_here(self._consumer, request, num_computed_tokens)
+        ready = self._attempt(self._consumer.encode_here, request, num_computed_tokens)
         if ready is None:
             self._consumer.fail(request)
         return bool(ready)
-
-    @guard_method(lambda: None)
-    def _encoded_here(self, consumer: Consumer, request: Any, computed: int) -> bool | None:
-        return consumer.encode_here(request, computed)
 
     @guard_method(set)
     def take_unavailable_requests(self, *_: Any, **__: Any) -> set[str]:
@@ -212,33 +210,21 @@ class ECStoreConnector(ECConnectorBase):
         if self._sharing is not None:
             self._attempt(self._sharing.start)
         return StepMetadata(
-            self._loads(), self._items(scheduler_output), self._take_widths(), self._shared()
+            self._attempt(self._loads) or {},
+            self._attempt(self._items, scheduler_output) or {},
+            (self._consumer and self._attempt(self._consumer.take_learn)) or {},
+            # Without it workers still read their entries, and report them in a later step.
+            self._sharing and self._attempt(self._sharing.shared_region),
         )
 
-    @guard_method(dict)
-    def _take_widths(self) -> dict[str, str]:
-        return {} if self._consumer is None else self._consumer.take_learn()
-
-    @guard_method(dict)
     def _loads(self) -> dict[str, EntryLoad]:
         if self._consumer is None or self._sharing is None:
             return {}
         entries = self._consumer.end_step()
-        try:
-            return self._sharing.loads(entries)
-        except Exception as error:  # noqa: BLE001 - a step without its entries ends the engine
-            count_exception(self, "_loads", error)
-        return by_value(entries)
+        loads = self._attempt(self._sharing.loads, entries)
+        # A step without its entries ends the engine.
+        return by_value(entries) if loads is None else loads
 
-    @guard_method(lambda: None)
-    def _shared(self) -> SharedRegion | None:
-        """Return the step's description of the shared memory.
-
-        Without it workers still read their entries, and report them in a later step.
-        """
-        return None if self._sharing is None else self._sharing.shared_region()
-
-    @guard_method(dict)
     def _items(self, scheduler_output: Any) -> dict[str, Item]:
         producer = self._producer
         return {} if producer is None else producer.items(scheduler_output.scheduled_new_reqs)

@@ -19,7 +19,6 @@ from ec_store import EntryKey, StoreUnavailable, open_store
 from ec_store.__main__ import main
 from ec_store.aio import CLOSE_S, AsyncStore
 from ec_store.concurrency import DaemonPool
-from ec_store.disk.config import GivenSettings
 from ec_store.disk.store import SharedDiskStore
 from ec_store.errors import StoreMissing
 from ec_store.opening import open_async_store
@@ -322,7 +321,7 @@ async def test_the_service_keeps_the_quota(url: str, tmp_path: Path) -> None:
         for number in range(20):
             store.put(EntryKey("ns", str(number)), entry(shape=(1000, 50)))
         assert (store.stats().bytes or 0) > 2**20
-        store.configure(GivenSettings(max_bytes=2**20))
+        store.configure(max_bytes=2**20)
     app = create_app(AsyncStore(open_store(url)), interval_s=0.05)
     async with TestClient(TestServer(app)) as made:
         async with asyncio.timeout(60):

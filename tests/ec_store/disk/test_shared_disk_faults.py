@@ -24,7 +24,6 @@ from ec_store.buffers import UNUSED_BYTES, Buffers
 from ec_store.disk import clock as disk_clock
 from ec_store.disk import opening
 from ec_store.disk.clock import StoreClock
-from ec_store.disk.config import GivenSettings
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder, Modes
 from ec_store.disk.leases import SWEPT_BY_LEASES, add_leases, leased_digests
@@ -557,7 +556,7 @@ def test_a_lease_that_comes_while_its_entry_is_evicted_keeps_it(
         for name in ("leased", "old"):
             store.put(key(name), entry())
             age(path_of(root, key(name)), HOUR)
-        store.configure(GivenSettings(max_bytes=1))
+        store.configure(max_bytes=1)
         monkeypatch.setattr("ec_store.disk.evictor.leased_digests", lease_at_once)
 
         assert store.evict() == 1
@@ -587,7 +586,7 @@ def test_evictor_looks_for_leases_again_after_it_has_renamed_its_victims(
     with opened(root) as store, opened(root) as other:
         for name in ("leased", "old"):
             store.put(key(name), entry())
-        store.configure(GivenSettings(max_bytes=1))
+        store.configure(max_bytes=1)
         monkeypatch.setattr(Folder, "rename", lease_first)
 
         assert store.evict() == 1
@@ -610,7 +609,7 @@ def test_lease_of_an_entry_that_is_evicted_meanwhile_is_a_miss(
 
     with opened(root) as store, opened(root) as other:
         store.put(key(), entry())
-        other.configure(GivenSettings(max_bytes=1))
+        other.configure(max_bytes=1)
         monkeypatch.setattr("ec_store.disk.store.add_leases", evict_too)
 
         evicted = when == "before the lease is written"

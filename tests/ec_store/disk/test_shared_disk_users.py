@@ -15,7 +15,6 @@ import pytest
 
 from ec_store import StoreUnavailable
 from ec_store.disk import files
-from ec_store.disk.config import GivenSettings
 from ec_store.disk.store import SharedDiskStore
 from tests.ec_store.contract import assert_same, key, sized
 
@@ -97,7 +96,7 @@ def test_users_of_a_group_use_each_others_entries(root: Path) -> None:
 
     def evict() -> None:
         with opened(root) as store:
-            store.configure(GivenSettings(max_bytes=2**20))
+            store.configure(max_bytes=2**20)
             assert store.evict() == 1
             assert [bool(info) for info in store.lookup([key(n) for n in "abcd"])] == [
                 True,

@@ -99,7 +99,7 @@ def test_writer_writes_only_missing_entries(store: Store) -> None:
     key = EntryKey(NAMESPACE, "k")
     assert writer.submit(key, SIZE, make)
     until(lambda: store.get(key) is not None)
-    until(lambda: not writer._waiting)  # noqa: SLF001
+    until(lambda: not writer.waiting_bytes)
     assert writer.submit(key, SIZE, make)
     writer.close()
 
@@ -164,7 +164,7 @@ def test_writer_observes_the_time_of_each_write_also_of_one_that_fails(paused: P
         until(lambda calls=calls: paused.calls > calls)  # type: ignore[misc]
         clock.now += seconds
         paused.go.set()
-        until(lambda: not writer._waiting)  # noqa: SLF001
+        until(lambda: not writer.waiting_bytes)
         paused.go.clear()
     writer.close()
 

@@ -633,7 +633,7 @@ def test_writes_during_a_step_leave_room_for_its_reports(
         saver.expect_items(step.items, {})
         for item in items[1:]:
             saver.save(item.identifier, vllm.tensor())
-            until(lambda: not saver._writer._waiting)  # noqa: SLF001
+            until(lambda: not saver._writer.waiting_bytes)  # noqa: SLF001
         failed = threading.Event()
 
         def fails(*_: object) -> bool:

@@ -31,7 +31,7 @@ ROWS = 1024
 def host(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the module of the host's memory. Its threads look often."""
     del vllm  # requested first: it skips without vLLM
-    monkeypatch.setattr(importlib.import_module("ec_store.engine.periodic"), "PERIOD_S", 0.005)
+    monkeypatch.setattr(importlib.import_module("ec_store.engine.threads"), "PERIOD_S", 0.005)
     return importlib.import_module("ec_store.engine.host_memory")
 
 
@@ -516,7 +516,7 @@ def test_the_place_of_a_failed_copy_is_free_once_no_device_can_write_to_it(
         if not settles:
             patch.setattr(streams, "synchronize", fail)
         producer.save(device.fake.tensor(torch.ones(ROWS, 256)))
-        until(lambda: not producer.worker._saver._writer._waiting)  # noqa: SLF001
+        until(lambda: not producer.worker._saver._writer.waiting_bytes)  # noqa: SLF001
     begun = server.stats().begun_bytes
     figures = producer.close()
 
@@ -541,7 +541,7 @@ def test_an_output_is_dropped_without_a_server_or_room_and_a_later_one_is_stored
                 store.put(key, vllm.entry(0.0, ROWS))
             store.lease(keys, 60)
         producer.save(vllm.tensor(1.0, ROWS))
-        until(lambda: not producer.worker._saver._writer._waiting)  # noqa: SLF001
+        until(lambda: not producer.worker._saver._writer.waiting_bytes)  # noqa: SLF001
         if state == "full":
             store.delete(keys)
     if state == "down":
