@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ec_store.engine.region import Place, RegionReader, SharedRegion, Slots
+from ec_store.engine.region import Place, RegionReader, SharedRegion
+from ec_store.engine.slots import Slots
 from ec_store.engine.threads import start_thread
 
 CLOSE_TIMEOUT_S = 10.0

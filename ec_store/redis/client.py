@@ -27,6 +27,17 @@ RELOAD_S = 1.0
 applied at once: loading the map updates the other slots."""
 
 
+_FAILING_OVER = (
+    redis.BusyLoadingError,
+    redis.ReadOnlyError,
+    redis.exceptions.MovedError,
+    redis.exceptions.AskError,
+    redis.exceptions.ClusterDownError,
+    redis.exceptions.TryAgainError,
+    redis.exceptions.MasterDownError,
+)
+
+
 class Refused(StoreUnavailable):
     """Error of a server that answers but cannot serve: loading, failing over, out of memory."""
 
@@ -310,17 +321,6 @@ def _checked(reply: Reply) -> Reply:
             return b""
         raise reply
     return reply
-
-
-_FAILING_OVER = (
-    redis.BusyLoadingError,
-    redis.ReadOnlyError,
-    redis.exceptions.MovedError,
-    redis.exceptions.AskError,
-    redis.exceptions.ClusterDownError,
-    redis.exceptions.TryAgainError,
-    redis.exceptions.MasterDownError,
-)
 
 
 def _is_stale(error: redis.RedisError) -> bool:

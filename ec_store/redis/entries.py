@@ -1,20 +1,9 @@
-"""Entries in Redis, each as one value: names of the keys, reading, writing and removal.
+"""Entries in Redis, each as one value: reading, writing and removal.
 
 Redis evicts and expires whole values: an entry exists whole or not at all. A large entry is read
 with `GETRANGE`, window by window, into reused memory.
-
-Keys of a store (docs/redis.md):
-
-    {prefix}:{<digest>}:e2     entry: 16 random bytes, the blob of docs/store-format.md
-    {prefix}:{<digest>}:c      claim: the owner
-    {prefix}:writing:<number>  permit of a writer of a large entry
-    {prefix}:namespaces        hash, served model to namespace
-
-The digest in braces is the hash tag: an entry and its claim are in one cluster slot. The 2 is the
-number of the layout: processes of another layout neither read nor remove these entries.
 """
 
-import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -26,38 +15,7 @@ from ec_store.errors import CorruptEntry
 from ec_store.keys import EntryKey
 from ec_store.redis.client import RedisClient
 from ec_store.redis.connection import Command, Reply
-
-_ENTRY = re.compile(rb".*:\{([0-9a-f]{64})\}:e2", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class RedisNames:
-    """Names of the keys of one store."""
-
-    prefix: str
-
-    @property
-    def namespaces(self) -> bytes:
-        """Return the name of the hash of served models."""
-        return f"{self.prefix}:namespaces".encode()
-
-    @property
-    def entries(self) -> bytes:
-        """Return the pattern of all entries' names."""
-        return f"{self.prefix}:{{*}}:e2".encode()
-
-    def entry(self, digest: str) -> bytes:
-        return f"{self.prefix}:{{{digest}}}:e2".encode()
-
-    def claim(self, digest: str) -> bytes:
-        return f"{self.prefix}:{{{digest}}}:c".encode()
-
-
-def entry_digest(name: bytes) -> str | None:
-    """Return the digest in the name of an entry; None for any other name."""
-    match = _ENTRY.fullmatch(name)
-    return match[1].decode() if match else None
-
+from ec_store.redis.names import RedisNames, entry_digest
 
 ID_BYTES = 16
 """Random bytes before each entry, different for every write. They show a reader that an entry was

@@ -20,7 +20,8 @@ from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnava
 from ec_store.keys import EntryKey, owner_bytes
 from ec_store.redis.client import OutOfMemory, RedisClient, Refused
 from ec_store.redis.connection import Command, Reply
-from ec_store.redis.entries import Beginning, RedisEntries, RedisNames, info_of, info_or_none
+from ec_store.redis.entries import Beginning, RedisEntries, info_of, info_or_none
+from ec_store.redis.names import RedisNames
 from ec_store.redis.url import RedisOptions, redis_options
 from ec_store.redis.write_permits import WritePermits
 

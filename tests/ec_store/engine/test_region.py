@@ -13,13 +13,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed: scripts/tes
 
 from ec_store.engine import region as region_module  # noqa: E402 - only with torch
 from ec_store.engine.region import (  # noqa: E402
-    ALIGNMENT,
     HEADER_BYTES,
     MAX_READERS,
     Place,
     Region,
     RegionReader,
 )
+from ec_store.engine.slots import ALIGNMENT  # noqa: E402
 from ec_store.engine.tensors import Loader, to_device  # noqa: E402
 from ec_store.memory_left import SPARE_BYTES  # noqa: E402
 from tests.fake_accelerator import FakeAccelerator, until  # noqa: E402
