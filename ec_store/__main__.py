@@ -246,7 +246,6 @@ def _configure(store: Store, args: argparse.Namespace) -> int:
 
 
 def _is_missing(url: str) -> bool:
-    """Return whether there is no store, not even one that cannot be opened."""
     try:
         SharedDiskStore.from_url(url, create=False).close()
     except StoreError as error:

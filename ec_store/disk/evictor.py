@@ -78,7 +78,6 @@ class Evictor:
     """Remover of entries, which also releases their usage in the ledger."""
 
     def __init__(self, clock: StoreClock, ledger: Ledger, counts: Counts) -> None:
-        """Create the object without access to a store."""
         self.young_s = YOUNG_S
         self._counts = counts
         self._clock = clock
@@ -121,7 +120,6 @@ class Evictor:
         self._correct(tree, count)
 
     def _free_timed(self, tree: Tree, lacking: Lacking, ttl_s: float, *, alone: bool) -> Freed:
-        """Evict, and observe the duration if room was needed."""
         started_s = time.monotonic()
         before = self._ledger.total(tree.root)
         excess = lacking(before)

@@ -179,7 +179,6 @@ class Folder:
         return fd
 
     def read(self, name: str, size: int) -> bytes:
-        """Read the first `size` bytes of a file."""
         fd = self.open(name, READ)
         try:
             return os.read(fd, size)
@@ -230,7 +229,6 @@ class Folder:
         return True
 
     def rename(self, name: str, new: str, into: "Folder | None" = None) -> None:
-        """Rename a file, here or into another folder, and replace a file of the new name."""
         os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=(into or self).fd)
 
     def link(self, name: str, text: str) -> bool:
@@ -250,7 +248,6 @@ class Folder:
         return True
 
     def stat(self, name: str) -> os.stat_result:
-        """Return the status of a name; links are not followed."""
         return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
     def remove(self, name: str) -> bool:

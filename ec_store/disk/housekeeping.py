@@ -132,7 +132,6 @@ class Housekeeping:
     def _lacking(
         self, file_system: FileSystem, coming_bytes: int, ahead_bytes: int, used: Usage
     ) -> int:
-        """Return how many bytes to free for a charged entry, and for `ahead_bytes` more."""
         return max(
             file_system.lacking_bytes(coming_bytes + ahead_bytes),
             used.bytes + ahead_bytes - self.quota_bytes(file_system),
@@ -251,7 +250,6 @@ class Housekeeping:
         return freed
 
     def _warn(self, file_system: FileSystem) -> None:
-        """Log once, until it is resolved, that less than the reserve is free."""
         if self._reserve_kept:
             logger.warning(
                 "the encoder store drops entries: its file system has %d bytes free, %d are "
@@ -308,7 +306,6 @@ class _EvictionWait:
         self._pause_s, self._longest_s = PAUSES_S
 
     def check(self) -> None:
-        """Raise StoreUnavailable after `WAIT_S`."""
         if time.monotonic() >= self._deadline_s:
             raise StoreUnavailable("the store is full, and another process is still evicting")
 

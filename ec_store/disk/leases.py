@@ -53,7 +53,6 @@ def count_leased(folder: Folder, now_s: float) -> int:
 
 
 def _live(folder: Folder, now_s: float) -> list[str]:
-    """Return the names of the folders of leases that have not ended."""
     latest = now_s + 1.25 * LONGEST_S
     return [name for name, ending in _endings(folder) if now_s <= ending <= latest]
 

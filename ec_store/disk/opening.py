@@ -153,7 +153,6 @@ class DiskOpening:
             self._unread = False
 
     def _open(self, *, create: bool) -> Tree:
-        """Open the directory and read its settings, or write them if it is new."""
         config = self._config
         root = self._root(create=create)
         held = self._read_or_write_settings(root, create=create)

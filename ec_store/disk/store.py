@@ -376,7 +376,6 @@ class SharedDiskStore(Store):
         return age_s <= self.settings.ttl and status.st_size <= limit
 
     def _touch(self, fd: int, status: os.stat_result) -> None:
-        """Record a use of an entry now."""
         if time.time() - status.st_mtime > min(TOUCH_EVERY_S, self.settings.ttl / 4):
             with suppress(OSError):  # a reader without write permission
                 os.utime(fd)

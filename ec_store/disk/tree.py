@@ -239,7 +239,6 @@ def _mark_duplicates(found: Sequence[Found]) -> list[Found]:
 
 
 def _is_removed(folder: Folder, error: OSError) -> bool:
-    """Return whether an error was caused by a removed folder."""
     return error.errno == errno.ENOENT and not os.fstat(folder.fd).st_nlink
 
 

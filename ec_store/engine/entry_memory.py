@@ -55,7 +55,6 @@ class EntryMemory:
         return self._pinned.get(identifier) or self._kept.get(identifier)
 
     def is_pinned(self, identifier: str) -> bool:
-        """Return whether an entry, or its reservation, is pinned."""
         return identifier in self._pins
 
     def has_room(self, wanted: Mapping[str, int]) -> bool:

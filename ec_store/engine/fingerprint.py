@@ -148,7 +148,6 @@ def _sampled(file: int, windows: Iterable[tuple[int, int]]) -> str:
 
 
 def _windows(begin: int, end: int, windows: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a tensor that are sampled."""
     length = end - begin
     middle = begin + (length - WINDOW_BYTES) // 2
     if length <= windows * WINDOW_BYTES:
@@ -162,7 +161,6 @@ def _windows(begin: int, end: int, windows: int) -> Iterator[tuple[int, int]]:
 
 
 def _steps(size: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a file without a safetensors header that are sampled."""
     step = max(STEP_BYTES, size // MAX_STEPS)
     for begin in range(0, max(size - TAIL_BYTES, 0), step):
         yield begin, min(begin + WINDOW_BYTES, size)
@@ -170,7 +168,6 @@ def _steps(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _tensors(file: int, path: Path) -> list[Tensor]:
-    """Return the tensors in the header of a safetensors file; ValueError if it is invalid."""
     size = os.fstat(file).st_size
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):

@@ -65,20 +65,17 @@ class Sharing:
         """
         region = self._region
         if region is None:
-            return by_value(entries)
-        loads, sent = {}, []
-        for identifier, entry in entries.items():
-            place = self._find_place(entry, region)
-            if place is not None:
-                sent.append(entry)
-                if not self._logged:
-                    self._logged = True
-                    logger.info(
-                        "all workers have mapped the shared memory: steps refer to entries in it"
-                    )
-            raw = _in_one_tensor(entry) if place is None else place
-            loads[identifier] = EntryLoad(raw, entry.dtype, entry.shape)
-        region.send(sent)
+            return make_loads(entries)
+        places = {
+            identifier: place
+            for identifier, entry in entries.items()
+            if (place := self._find_place(entry, region)) is not None
+        }
+        if places and not self._logged:
+            self._logged = True
+            logger.info("all workers have mapped the shared memory: steps refer to entries in it")
+        loads = make_loads(entries, places)
+        region.send([entries[identifier] for identifier in places])
         return loads
 
     def shared_region(self) -> SharedRegion | None:
@@ -133,10 +130,15 @@ def open_sharing(store: Store, region_bytes: int, parallel_config: Any) -> Shari
     return Sharing(store, region)
 
 
-def by_value(entries: Mapping[str, HeldEntry]) -> dict[str, EntryLoad]:
-    """Return loads with the bytes of entries."""
+def make_loads(
+    entries: Mapping[str, HeldEntry], places: Mapping[str, Place | HostPlace] | None = None
+) -> dict[str, EntryLoad]:
+    """Return loads with the places of entries, and with the bytes of those without a place."""
+    places = places or {}
     return {
-        identifier: EntryLoad(_in_one_tensor(entry), entry.dtype, entry.shape)
+        identifier: EntryLoad(
+            places.get(identifier) or _in_one_tensor(entry), entry.dtype, entry.shape
+        )
         for identifier, entry in entries.items()
     }
 

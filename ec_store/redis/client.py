@@ -275,7 +275,6 @@ class RedisClient:
                 self._loaded(deadline_s)
 
     def _loaded(self, deadline_s: float) -> list[Node | None]:
-        """Load the slot map from the first node that answers."""
         self._moved, self._loaded_s = False, time.monotonic()
         problem: redis.RedisError = redis.ConnectionError("no node is known")
         for node in sorted(self._nodes.values(), key=lambda node: node.failed_s):
@@ -324,7 +323,6 @@ def _checked(reply: Reply) -> Reply:
 
 
 def _is_stale(error: redis.RedisError) -> bool:
-    """Return whether connections may lead to a server that is no longer the master."""
     kinds = (*_FAILING_OVER, redis.ConnectionError, redis.TimeoutError)
     return isinstance(error, kinds) and not isinstance(error, redis.exceptions.AskError)
 

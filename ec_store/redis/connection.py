@@ -169,7 +169,6 @@ class Connection:
 
 
 def _check_not_closed(received: R) -> R:
-    """Return the received bytes; none means that the server closed the connection."""
     if not received:
         raise redis.ConnectionError("the server closed the connection")
     return received
@@ -315,7 +314,6 @@ def _secured(sock: socket.socket, address: Address, options: RedisOptions) -> so
 
 
 def _authenticate(connection: Connection, options: RedisOptions) -> None:
-    """Authenticate, and select the database."""
     password = options.password
     if options.password_file is not None:
         try:

@@ -134,7 +134,6 @@ class RedisEntries:
         return [self._range(digest, 0, HEAD_BYTES) for digest in digests]
 
     def _range(self, digest: str, start: int, size: int) -> Command:
-        """Return the command that reads `size` bytes of an entry from offset `start`."""
         first = ID_BYTES + start
         return ("GETRANGE", self._names.entry(digest), first, first + size - 1)
 
@@ -207,7 +206,6 @@ class RedisEntries:
             self._client.run([("PEXPIRE", self._names.entry(digest), self._ttl_ms)])
 
     def remove_entries(self, digests: Sequence[str]) -> int:
-        """Remove entries, and return how many existed."""
         return sum(self._client.run([("UNLINK", self._names.entry(each)) for each in digests]))
 
     def scan(self) -> Iterator[dict[str, bytes]]:
@@ -220,7 +218,6 @@ class RedisEntries:
             yield {digest: head for digest, head in zip(new, heads, strict=True) if head}
 
     def sizes(self, digests: Sequence[str]) -> list[int]:
-        """Return the size of each entry in bytes, header included; 0 for missing entries."""
         values = self._client.run([("STRLEN", self._names.entry(digest)) for digest in digests])
         return [max(0, size - ID_BYTES) for size in values]
 

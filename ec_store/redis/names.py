@@ -23,12 +23,10 @@ class RedisNames:
 
     @property
     def namespaces(self) -> bytes:
-        """Return the name of the hash of served models."""
         return f"{self.prefix}:namespaces".encode()
 
     @property
     def entries(self) -> bytes:
-        """Return the pattern of all entries' names."""
         return f"{self.prefix}:{{*}}:e2".encode()
 
     def entry(self, digest: str) -> bytes:

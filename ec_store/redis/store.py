@@ -188,7 +188,6 @@ class RedisStore(Store):
             yield replace(row, problem=problem)
 
     def _problem(self, key: EntryKey) -> str | None:
-        """Return why an entry is corrupt; None if it is valid or gone."""
         beginning = self._entries.read_beginning(key.digest)
         if beginning is None:
             return None

@@ -72,7 +72,6 @@ def weight_files(model: Any, load: Any) -> Sequence[Path]:
 
 
 def _downloaded(model: Any, load: Any) -> Sequence[Path]:
-    """Return a hub model's files, as `_loaded`; none if no part of it is on this machine."""
     # A branch may move between two reads; the commit that vLLM has resolved it to does not.
     commit = getattr(model.revision, "resolved", model.revision)
     try:

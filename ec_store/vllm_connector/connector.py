@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
@@ -11,7 +10,7 @@ from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataR
 
 from ec_store.arena.protocol import Role
 from ec_store.arena.store import ArenaStore
-from ec_store.arena.url import arena_options
+from ec_store.arena.url import ArenaOptions
 from ec_store.base import Store
 from ec_store.config import redacted
 from ec_store.counts import Counts
@@ -19,10 +18,10 @@ from ec_store.engine.backchannel import Receiver, Sender
 from ec_store.engine.fetcher import Fetcher
 from ec_store.engine.host_memory import HostMemory, Usage, host_gauges, usage_of
 from ec_store.engine.registration import NamespaceRegistration
-from ec_store.engine.sharing import EntryLoad, Sharing, by_value, open_sharing
+from ec_store.engine.sharing import EntryLoad, Sharing, make_loads, open_sharing
 from ec_store.engine.tensors import Loader
 from ec_store.opening import open_store
-from ec_store.urls import ARENA, fetch_threads
+from ec_store.urls import fetch_threads, parse_url
 from ec_store.vllm_connector.config import ConnectorConfig
 from ec_store.vllm_connector.consumer import Consumer
 from ec_store.vllm_connector.guard import count_exception, guard_method
@@ -91,14 +90,15 @@ class ECStoreConnector(ECConnectorBase):
 
     def _open_store(self, url: str) -> Store:
         """Open the store, with the least rights that this process needs in a host's memory."""
-        if urlsplit(url).scheme not in ARENA:
+        options = parse_url(url)
+        if not isinstance(options, ArenaOptions):
             return open_store(url, lazy=True)
         role: Role = "reader"
         if self.role is ECConnectorRole.SCHEDULER:
             role = "reader" if self.is_consumer else "proxy"
         elif self.is_producer and is_writer():
             role = "writer"
-        return ArenaStore(arena_options(url), role)
+        return ArenaStore(options, role)
 
     def _open_scheduler(self, vllm_config: Any, config: ConnectorConfig) -> None:
         model_config = vllm_config.model_config
@@ -223,7 +223,7 @@ class ECStoreConnector(ECConnectorBase):
         entries = self._consumer.end_step()
         loads = self._attempt(self._sharing.loads, entries)
         # A step without its entries ends the engine.
-        return by_value(entries) if loads is None else loads
+        return make_loads(entries) if loads is None else loads
 
     def _items(self, scheduler_output: Any) -> dict[str, Item]:
         producer = self._producer

@@ -179,7 +179,6 @@ class Consumer:
         return taken
 
     def has(self, identifier: str) -> bool:
-        """Return whether an entry is held for a request."""
         return identifier in self._pinned
 
     def load(self, identifier: str) -> None:
@@ -335,7 +334,6 @@ class Consumer:
             self._learn[part.identifier] = part.feature.modality
 
     def _release_part(self, needs: Needs, part: Part) -> None:
-        """Reset an item to open, and release its pin."""
         name = part.identifier
         if part.how is How.WAITING:
             needs.waiting -= 1

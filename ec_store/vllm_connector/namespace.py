@@ -203,7 +203,6 @@ def _parsed_again(model: Any, source: str, revision: str | None) -> dict[str, An
 
 
 def _processor_files(model: Any) -> dict[str, Any]:
-    """Return the processor's files, downloaded unless vLLM has done so."""
     path = Path(model.model)
     source = str(path.parent if path.is_file() else model.model)
     commit = getattr(model.revision, "resolved", model.revision)
