@@ -1,7 +1,5 @@
 """Registration of a namespace: a store that cannot be used, and threads that cannot be started."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,13 +7,7 @@ import pytest
 from ec_store import open_store
 from ec_store.engine.registration import NamespaceRegistration
 from tests.ec_store.conftest import NoThreads
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+from tests.ec_store.waiting import until
 
 
 def test_a_namespace_is_registered_once_the_store_can_be_used(

@@ -1,9 +1,8 @@
 """Writer: the caller never waits."""
 
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from ec_store.counts import MAX_OBSERVATIONS, Counts
 from ec_store.engine.writer import Writer
 from tests.ec_store.conftest import NoThreads
 from tests.ec_store.entries import entry
+from tests.ec_store.waiting import until
 
 NAMESPACE = "ns"
 SIZE = entry().data.nbytes
@@ -66,13 +66,6 @@ def paused(store: Store) -> Iterator[Paused]:
     made = Paused(store)
     yield made
     made.go.set()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_writer_drops_an_unstorable_entry_and_continues(store: Store) -> None:

@@ -11,7 +11,8 @@ import pytest
 from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable, open_store
 from ec_store.counts import Counts
 from ec_store.engine.backchannel import Receiver, Sender
-from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle, until
+from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle
+from tests.ec_store.waiting import until
 
 
 def test_an_entry_is_fetched_before_its_request_is_scheduled_and_kept(

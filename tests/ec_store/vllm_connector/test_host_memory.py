@@ -21,7 +21,7 @@ from ec_store.arena.protocol import GetStats, Stats, Welcome, encode
 from ec_store.arena.store import ArenaStore, HostPlace
 from ec_store.arena.url import ArenaOptions
 from tests.ec_store.arena.served import MIB, serving
-from tests.ec_store.vllm_connector.steps import until
+from tests.ec_store.waiting import until
 
 ROWS = 1024
 """Rows of an entry of 1 MiB."""
