@@ -271,7 +271,7 @@ def change_while_a_count_waits(
 
         with monkeypatch.context() as patched:
             patched.setattr(Ledger, name, change)
-            patched.setattr("ec_store.disk.evictor.time.sleep", pause)
+            patched.setattr(time, "sleep", pause)
             sweep(other)
         assert pauses == [evictor.RELEASE_S]
 

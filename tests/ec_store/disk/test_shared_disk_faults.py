@@ -22,7 +22,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
 from ec_store.buffers import UNUSED_BYTES, Buffers
 from ec_store.disk import clock as disk_clock
-from ec_store.disk import opening
+from ec_store.disk import evictor, opening
+from ec_store.disk import store as disk_store
 from ec_store.disk.clock import StoreClock
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder, Modes
@@ -557,7 +558,7 @@ def test_a_lease_that_comes_while_its_entry_is_evicted_keeps_it(
             store.put(key(name), entry())
             age(path_of(root, key(name)), HOUR)
         store.configure(max_bytes=1)
-        monkeypatch.setattr("ec_store.disk.evictor.leased_digests", lease_at_once)
+        monkeypatch.setattr(evictor, "leased_digests", lease_at_once)
 
         assert store.evict() == 1
         assert_same(entry(), other.get(key("leased")))
@@ -568,7 +569,7 @@ def test_a_lease_that_comes_while_its_entry_is_evicted_keeps_it(
 @pytest.fixture
 def leases_are_no_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record no further uses, as within a second of the last one: an evictor sees only leases."""
-    monkeypatch.setattr("ec_store.disk.store.TOUCH_EVERY_S", 1e9)
+    monkeypatch.setattr(disk_store, "TOUCH_EVERY_S", 1e9)
 
 
 @pytest.mark.fault(29)
@@ -610,7 +611,7 @@ def test_lease_of_an_entry_that_is_evicted_meanwhile_is_a_miss(
     with opened(root) as store, opened(root) as other:
         store.put(key(), entry())
         other.configure(max_bytes=1)
-        monkeypatch.setattr("ec_store.disk.store.add_leases", evict_too)
+        monkeypatch.setattr(disk_store, "add_leases", evict_too)
 
         evicted = when == "before the lease is written"
         assert (store.lease([key()], 60)[0] is None) == evicted

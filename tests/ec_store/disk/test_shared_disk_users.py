@@ -257,7 +257,7 @@ def test_the_open_waits_for_the_permissions_of_a_new_folder(
     mode = stat.S_IMODE(first.stat().st_mode)
     first.chmod(0o700)
     monkeypatch.setattr(files, "SETTLES_IN_S", 60.0)
-    monkeypatch.setattr("ec_store.disk.files.time.sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     working = start(USERS[1], work)
     assert waits.wait(60)
     first.chmod(mode)
@@ -285,7 +285,7 @@ def test_a_private_folder_is_waited_for_once(root: Path, monkeypatch: pytest.Mon
     by(USERS[0], lambda: opened(root).put(key("made"), sized(10)))
     [first] = [path for path in (root / "entries").iterdir() if path.is_dir()]
     first.chmod(0o700)
-    monkeypatch.setattr("ec_store.disk.files.time.sleep", count)
+    monkeypatch.setattr(time, "sleep", count)
     monkeypatch.setattr(files, "PRIVATE_S", 600.0)
     by(USERS[1], read)
 

@@ -11,7 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh installs it")
 
-from ec_store.engine import region as region_module  # noqa: E402 - only with torch
+from ec_store import memory_left  # noqa: E402 - only with torch
+from ec_store.engine import region as region_module  # noqa: E402
 from ec_store.engine.region import (  # noqa: E402
     HEADER_BYTES,
     MAX_READERS,
@@ -131,7 +132,7 @@ def test_region_larger_than_the_memory_left_raises_before_it_touches_memory(
     """The kernel ends a process that exceeds the limit of its container."""
     touched: list[Any] = []
     monkeypatch.setattr(os, "posix_fallocate", lambda *args: touched.append(args))
-    monkeypatch.setattr("ec_store.memory_left.available_bytes", lambda: SPARE_BYTES + SIZE)
+    monkeypatch.setattr(memory_left, "available_bytes", lambda: SPARE_BYTES + SIZE)
 
     with pytest.raises(OSError, match="memory limit"):
         Region(2 * SIZE, 1)

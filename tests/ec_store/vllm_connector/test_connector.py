@@ -10,7 +10,9 @@ import pytest
 
 from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable, open_store
 from ec_store.counts import Counts
+from ec_store.disk.store import SharedDiskStore
 from ec_store.engine.backchannel import Receiver, Sender
+from ec_store.engine.fetcher import Fetcher
 from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle
 from tests.ec_store.waiting import until
 
@@ -101,7 +103,7 @@ def test_after_an_exception_media_are_encoded_locally_or_the_request_fails(
     def acquire(*_: object, **__: object) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr("ec_store.engine.fetcher.Fetcher.acquire", acquire)
+    monkeypatch.setattr(Fetcher, "acquire", acquire)
     request = vllm.request(vllm.feature("a", media=media))
 
     assert connector.ensure_cache_available(request, 0) == media
@@ -122,7 +124,7 @@ def test_an_exception_fails_a_request_if_its_item_is_held_for_another(
     def acquire(*_: object, **__: object) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr("ec_store.engine.fetcher.Fetcher.acquire", acquire)
+    monkeypatch.setattr(Fetcher, "acquire", acquire)
     request = vllm.request(vllm.feature("a", tokens=9))
     assert not connector.ensure_cache_available(request, 0)
     assert connector.take_unavailable_requests() == {"r"}
@@ -136,7 +138,7 @@ def test_a_persistent_exception_fails_the_request(
     def has_media(*_: object) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr("ec_store.vllm_connector.consumer.Consumer._has_media", has_media)
+    monkeypatch.setattr(type(connector._consumer), "_has_media", has_media)  # noqa: SLF001
     request = vllm.request(vllm.feature("missing"))
     assert settle(connector, request) == {"r"}
 
@@ -303,9 +305,7 @@ def test_requests_are_served_if_the_store_rejects_names(
     def register_namespace(*_: object) -> None:
         raise StoreUnavailable("read-only")
 
-    monkeypatch.setattr(
-        "ec_store.disk.store.SharedDiskStore.register_namespace", register_namespace
-    )
+    monkeypatch.setattr(SharedDiskStore, "register_namespace", register_namespace)
     assert settle(connect(), vllm.request(vllm.feature("a"))) == set()
 
 
@@ -592,7 +592,7 @@ def test_an_exception_in_one_part_does_not_affect_the_others(
     def close(*_: object) -> None:
         raise OSError("bug")
 
-    monkeypatch.setattr("ec_store.vllm_connector.consumer.Consumer.close", close)
+    monkeypatch.setattr(type(connector._consumer), "close", close)  # noqa: SLF001
     monkeypatch.setattr(connector._store, "close", lambda: closed.append(1))  # noqa: SLF001
     connector.shutdown()
     assert closed == [1]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ec_store import EntryKey, open_store
+from ec_store import EntryKey, memory_left, open_store
 from tests.ec_store.conftest import NoThreads
 from tests.ec_store.vllm_connector.steps import Connect
 
@@ -336,7 +336,7 @@ def test_shared_memory_larger_than_the_memory_left_is_not_made(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The kernel would end the process, without a line in the log."""
-    monkeypatch.setattr("ec_store.memory_left.available_bytes", lambda: 2**20)
+    monkeypatch.setattr(memory_left, "available_bytes", lambda: 2**20)
     with vllm.ranks(2):
         connector = connect()
 
