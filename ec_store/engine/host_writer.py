@@ -1,38 +1,27 @@
 """Writing of encoder outputs from their device into the host's memory."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ec_store.arena.store import ArenaStore
 from ec_store.engine.accept import FiniteOnly
 from ec_store.engine.tensors import DTYPES, Output, new_stream
-from ec_store.entry import EntryInfo
 from ec_store.keys import EntryKey
 
 
-class HostOutput(NamedTuple):
-    """Encoder output that is to be written, with modality and metadata of its item."""
-
-    output: Output
-    modality: str
-    metadata: Mapping[str, Any]
-
-
 class HostWriter:
-    """Destination of a `Writer`: outputs are copied from their device into the host's memory."""
+    """Writer of encoder outputs, from their device into the host's memory."""
 
     def __init__(self, store: ArenaStore, accept: FiniteOnly) -> None:
         self._store = store
         self._accept = accept
         self._stream: torch.Stream | None = None
 
-    def lease(self, keys: Sequence[EntryKey], seconds: float) -> Sequence[EntryInfo | None]:
-        """Look entries up and protect them, as `Store.lease`."""
-        return self._store.lease(keys, seconds)
-
-    def put(self, key: EntryKey, made: HostOutput) -> bool | None:
+    def put(
+        self, key: EntryKey, output: Output, modality: str, metadata: Mapping[str, Any]
+    ) -> bool | None:
         """Write an output in place, and store it when its copy has ended.
 
         Returns:
@@ -42,7 +31,7 @@ class HostWriter:
             EntryTooLarge, StoreUnavailable: as `Store.put`.
             RuntimeError: the device failed.
         """
-        tensor = made.output.tensor
+        tensor = output.tensor
         dtype = DTYPES[tensor.dtype]
         write = self._store.begin(key, tensor.nbytes)
         if write is None:
@@ -50,8 +39,8 @@ class HostWriter:
         try:
             if tensor.device.type != "cpu" and self._stream is None:
                 self._stream = new_stream(tensor.device)
-            made.output.copy_to([torch.from_numpy(part) for part in write.parts], self._stream)
-            entry = write.entry(dtype, tuple(tensor.shape), made.modality, made.metadata)
+            output.copy_to([torch.from_numpy(part) for part in write.parts], self._stream)
+            entry = write.entry(dtype, tuple(tensor.shape), modality, metadata)
             accepted = self._accept(entry)
         except BaseException:
             if self._has_ended():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from ec_store.concurrency import Breaker, DaemonPool
 from ec_store.counts import Counts
@@ -22,19 +22,16 @@ LEASE_S = 60.0
 
 logger = logging.getLogger("vllm.ec_store")
 
-Make = Callable[[], Any]
-"""Function that makes what a `Destination` writes; None if it must not be stored."""
+Write = Callable[[], bool | None]
+"""Function that writes an entry, as `Store.put`; None: it must not be stored."""
 Done = Callable[[EntryKey, bool], None]
 
 
-class Destination(Protocol):
-    """Store, or a layer that makes the entries of a store from something else."""
+class LeasingStore(Protocol):
+    """Part of a store that tells whether an entry has to be written."""
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> Sequence[EntryInfo | None]:
         """Look entries up and protect them, as `Store.lease`."""
-
-    def put(self, key: EntryKey, entry: Any) -> bool | None:
-        """Write an entry, as `Store.put`; None: it must not be stored."""
 
 
 @dataclass(eq=False)
@@ -45,7 +42,7 @@ class Writer:
     dropped.
 
     Attributes:
-        store: destination of the entries.
+        store: store that the entries are written to.
         counts: gets `saves`, `known`, `drops`, `exceptions`, `save_bytes`; observes `save_seconds`.
         queue_bytes: upper bound of the bytes that wait; above it entries are dropped. One entry may
             always wait, whatever its size.
@@ -53,7 +50,7 @@ class Writer:
         clock: monotonic clock in seconds.
     """
 
-    store: Destination
+    store: LeasingStore
     _: KW_ONLY
     counts: Counts = field(default_factory=Counts)
     queue_bytes: int = QUEUE_BYTES
@@ -72,11 +69,11 @@ class Writer:
         """Return the bytes of the entries that wait or are being written."""
         return sum(self._waiting.values())
 
-    def submit(self, key: EntryKey, size_bytes: int, make: Make) -> bool:
+    def submit(self, key: EntryKey, size_bytes: int, write: Write) -> bool:
         """Queue an entry for writing, unless the store has one of its key.
 
-        It holds `size_bytes` of memory until it is written. `make` makes it, on the thread, and
-        returns None for an entry that must not be stored, which counts as dropped.
+        It holds `size_bytes` of memory until it is written. `write` runs on the thread. An entry
+        that must not be stored counts as dropped.
 
         Returns:
             False if the entry is dropped and counted: the queue is full, the store keeps failing,
@@ -93,7 +90,7 @@ class Writer:
             self._waiting[key] = size_bytes
         dropped: list[EntryKey] = []
         self._pool.queue_job(
-            lambda: self._process(key, size_bytes, make), lambda: dropped.append(key)
+            lambda: self._process(key, size_bytes, write), lambda: dropped.append(key)
         )
         if dropped:
             self.counts.add(drops=1)
@@ -107,8 +104,8 @@ class Writer:
             self._pool.submit(lambda: None).result(CLOSE_TIMEOUT_S)
         self._pool.close()
 
-    def _process(self, key: EntryKey, size_bytes: int, make: Make) -> None:
-        stored = self._written(key, size_bytes, make)
+    def _process(self, key: EntryKey, size_bytes: int, write: Write) -> None:
+        stored = self._written(key, size_bytes, write)
         with self._lock:
             del self._waiting[key]
         try:
@@ -116,10 +113,10 @@ class Writer:
         except Exception as error:  # noqa: BLE001 - as in `_written`
             self._count_exception(error)
 
-    def _written(self, key: EntryKey, size_bytes: int, make: Make) -> bool:
+    def _written(self, key: EntryKey, size_bytes: int, write: Write) -> bool:
         started_s = self.clock()
         try:
-            stored = self._write(key, size_bytes, make, started_s)
+            stored = self._write(key, size_bytes, write, started_s)
         except EntryTooLarge:
             pass
         except (StoreError, OSError) as error:
@@ -143,12 +140,11 @@ class Writer:
                 "writing to the encoder store failed; the writer continues", exc_info=error
             )
 
-    def _write(self, key: EntryKey, size_bytes: int, make: Make, started_s: float) -> bool:
+    def _write(self, key: EntryKey, size_bytes: int, write: Write, started_s: float) -> bool:
         if self.store.lease([key], LEASE_S)[0] is not None:
             self.counts.add(known=1)
             return True
-        entry = make()
-        written = None if entry is None else self.store.put(key, entry)
+        written = write()
         if written is None:
             self.counts.add(drops=1)
             return False

@@ -18,8 +18,7 @@ def checked(name, globals=None, *rest, **keywords):
     assert not (importer.startswith("ec_store") and name.startswith("aiohttp")), importer
     return imports(name, globals, *rest, **keywords)
 builtins.__import__ = checked
-"""
-"""vLLM imports aiohttp itself."""
+"""  # vLLM imports aiohttp itself
 
 
 def modules() -> list[str]:
