@@ -73,15 +73,15 @@ class StoreSettings:
                 f"{NAME} of the store is empty or cut: rewrite it with `ec-store configure`"
             )
         try:
-            held: dict[str, Any] = json.loads(content)
-            version = held["format"]
+            values: dict[str, Any] = json.loads(content)
+            version = values["format"]
             if version == FORMAT:
                 return cls(
-                    max_bytes=int(held["max_bytes"]),
-                    max_share=float(held["max_share"]),
-                    ttl=float(held["ttl_s"]),
-                    dir_mode=octal(held["dir_mode"]),
-                    file_mode=octal(held["file_mode"]),
+                    max_bytes=int(values["max_bytes"]),
+                    max_share=float(values["max_share"]),
+                    ttl=float(values["ttl_s"]),
+                    dir_mode=octal(values["dir_mode"]),
+                    file_mode=octal(values["file_mode"]),
                 )
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             raise SettingsInvalid(
@@ -94,7 +94,7 @@ class StoreSettings:
         )
 
     def to_json(self) -> bytes:
-        held = {
+        values = {
             "format": FORMAT,
             "max_bytes": self.max_bytes,
             "max_share": self.max_share,
@@ -102,7 +102,7 @@ class StoreSettings:
             "dir_mode": f"{self.dir_mode:o}",
             "file_mode": f"{self.file_mode:o}",
         }
-        return json.dumps(held, indent=1).encode() + b"\n"
+        return json.dumps(values, indent=1).encode() + b"\n"
 
     def shown_settings(self) -> dict[str, str]:
         """Return each setting in the notation of a store URL."""

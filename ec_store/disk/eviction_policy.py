@@ -103,12 +103,12 @@ def choose_victims(
     the store.
     """
     free = sorted(sample, key=lambda entry: entry.used_s)
-    going = [entry for entry in free if now_s - entry.used_s > ttl_s]
+    victims = [entry for entry in free if now_s - entry.used_s > ttl_s]
     most = BATCH if all_seen else math.ceil(len(free) / SAMPLED)
-    left = excess - sum(taken_bytes(entry.size_bytes) for entry in going)
-    for entry in free[len(going) : most]:
+    left = excess - sum(taken_bytes(entry.size_bytes) for entry in victims)
+    for entry in free[len(victims) : most]:
         if left <= 0:
             break
-        going.append(entry)
+        victims.append(entry)
         left -= taken_bytes(entry.size_bytes)
-    return going
+    return victims

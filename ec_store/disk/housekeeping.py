@@ -202,7 +202,7 @@ class Housekeeping:
         with self.ledger.locked(tree.root, SWEEPING) as held:
             if not held:
                 return 0
-            _mark(tree, "swept")
+            _set_marker(tree, "swept")
             self._evictor.sweep(tree, self.settings.ttl)
             self._clean_leftovers(tree)
         return self._counts["evictions"] - before
@@ -267,17 +267,17 @@ class Housekeeping:
         self._tidy_looked_s = time.monotonic()
         with suppress(OSError):
             if self._due(tree, "tidied", every_s):
-                _mark(tree, "tidied")
+                _set_marker(tree, "tidied")
                 self._evictor.free_space(tree, lambda _: 0, self.settings.ttl)
                 self._clean_leftovers(tree)
 
-    def _due(self, tree: Tree, mark: str, every_s: float) -> bool:
-        """Return whether the task of this mark has not run for `every_s` seconds in any process."""
+    def _due(self, tree: Tree, marker: str, every_s: float) -> bool:
+        """Return whether no process has run this marker's task for `every_s` seconds."""
         try:
-            age_s = time.time() - tree.root.stat(mark).st_mtime
+            age_s = time.time() - tree.root.stat(marker).st_mtime
         except FileNotFoundError:
             return True
-        # A new mark may be ahead of the clock; one far ahead is from before the clock was set back.
+        # A new marker may be ahead of the clock; one far ahead is older than a clock set back.
         return every_s <= 0 or abs(age_s) >= every_s
 
     def _clean_leftovers(self, tree: Tree) -> None:
@@ -316,6 +316,6 @@ class _EvictionWait:
         self._pause_s = min(2 * self._pause_s, self._longest_s)
 
 
-def _mark(tree: Tree, name: str) -> None:
+def _set_marker(tree: Tree, name: str) -> None:
     with suppress(OSError):
         tree.root.replace(name, b"")

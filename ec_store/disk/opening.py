@@ -85,10 +85,10 @@ class DiskOpening:
     def configure(self, **changes: Any) -> None:
         """Write settings, and reopen the directory. Raises OSError and ValueError."""
         root = self._root(create=True)
-        held = None
+        settings = None
         with suppress(SettingsInvalid):
-            held = read_settings(root)
-        settings = replace(held or self._defaults, **changes)
+            settings = read_settings(root)
+        settings = replace(settings or self._defaults, **changes)
         root.replace(NAME, settings.to_json(), durable=self._durable)
         self._opened = None
         self.tree(create=True)
@@ -155,8 +155,8 @@ class DiskOpening:
     def _open(self, *, create: bool) -> Tree:
         config = self._config
         root = self._root(create=create)
-        held = self._read_or_write_settings(root, create=create)
-        tree = Tree(config.path, Modes(held.dir_mode, held.file_mode), create=create)
+        settings = self._read_or_write_settings(root, create=create)
+        tree = Tree(config.path, Modes(settings.dir_mode, settings.file_mode), create=create)
         if create and self._durable:
             tree.root.sync()
         kind = file_system_kind(tree.entries.fd)
@@ -171,7 +171,7 @@ class DiskOpening:
             )
         for folder in tree.folders:
             folder.check_owner(config.overrides.get("dir_mode", 0), trusted=self._any_owner)
-        self._apply_settings(held)
+        self._apply_settings(settings)
         self._counted = not self._create
         if self._create:
             with suppress(OSError):
@@ -183,10 +183,10 @@ class DiskOpening:
     def _read_or_write_settings(self, root: Folder, *, create: bool) -> StoreSettings:
         with suppress(SettingsLost):
             content = self._defaults.to_json()
-            held = read_settings(root)
-            if held is None and create and not root.add(NAME, content, durable=self._durable):
-                held = read_settings(root)
-            return held or self._defaults
+            settings = read_settings(root)
+            if settings is None and create and not root.add(NAME, content, durable=self._durable):
+                settings = read_settings(root)
+            return settings or self._defaults
         # Not rewritten: these may be the defaults of a command, and would apply to every process.
         logger.error(
             "config.json of the store in %s is empty or cut, as after a power failure. This "

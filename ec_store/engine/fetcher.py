@@ -82,7 +82,7 @@ class Fetcher:
         self._memory = EntryMemory(self.memory_bytes, keeps=self.keeps)
         self._queue = FetchQueue()
         self._fetches: dict[str, Fetch] = {}
-        self._answers: deque[Fetch] = deque()
+        self._results: deque[Fetch] = deque()
         self._timers: list[tuple[float, int, Fetch]] = []
         self._numbers = count()
         self._hanging = 0
@@ -137,12 +137,12 @@ class Fetcher:
             longer pinned.
         """
         now = self.clock()
-        if not self._answers and now < self._check_s:
+        if not self._results and now < self._check_s:
             return []
         settled: list[tuple[str, FetchState]] = []
         before = self._refusals()
-        while self._answers:
-            settled += self._finish(self._answers.popleft(), now)
+        while self._results:
+            settled += self._finish(self._results.popleft(), now)
         for fetch in self._queue.late_fetches(
             lambda want: not want.overdue and now >= self._deadline(want)
         ):
@@ -222,7 +222,7 @@ class Fetcher:
         except Exception as error:  # noqa: BLE001 - any error counts as the store's failure
             fetch.error = error
         fetch.ended_s = self.clock()
-        self._answers.append(fetch)
+        self._results.append(fetch)
 
     def _drop_next(self) -> None:
         """Answer the first fetch of the queue with a miss: there is no thread to run it."""
@@ -230,7 +230,7 @@ class Fetcher:
         if fetch is not None:
             fetch.ended_s = fetch.taken_s
             fetch.dropped = True
-            self._answers.append(fetch)
+            self._results.append(fetch)
 
     def _finish(self, fetch: Fetch, now: float) -> Iterator[tuple[str, FetchState]]:
         self._queue.end_fetch(fetch)

@@ -45,17 +45,17 @@ class Held:
         self.entries = dict(entries or {})
         self.asked: list[str] = []
         self.failing: Exception | None = None
-        self._answers = threading.Semaphore(0)
+        self._results = threading.Semaphore(0)
 
     def get(self, key: EntryKey) -> Entry | None:
         self.asked.append(key.identifier)
-        self._answers.acquire(timeout=WITHIN_S)
+        self._results.acquire(timeout=WITHIN_S)
         if self.failing:
             raise self.failing
         return self.entries.get(key.identifier)
 
     def answer(self, number: int = 1) -> None:
-        self._answers.release(number)
+        self._results.release(number)
 
     def go(self) -> None:
         self.answer(10_000)
@@ -503,7 +503,7 @@ def test_live_memory_is_bounded_while_results_are_not_polled(fetching: Make, req
         asked.ask(str(number), alive.size_bytes)
 
     assert len(admitted) == 10
-    asked.until(lambda: len(asked.fetcher._answers) + asked.fetched() == 10)  # noqa: SLF001
+    asked.until(lambda: len(asked.fetcher._results) + asked.fetched() == 10)  # noqa: SLF001
     assert alive.most_bytes <= budget
     assert asked.fetcher.gauges()["held_bytes"] <= budget
 

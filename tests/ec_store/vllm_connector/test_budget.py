@@ -310,7 +310,7 @@ def settled_at_once(schedule: Any, number: int) -> tuple[Scheduler, list[Any]]:
     requests = [scheduler.request(f"r{n}", f"a{n}", f"b{n}") for n in range(number)]
     scheduler.step(*requests)
     store.go.set()
-    scheduler.until(lambda: len(scheduler.fetcher._answers) == 2 * number)  # noqa: SLF001
+    scheduler.until(lambda: len(scheduler.fetcher._results) == 2 * number)  # noqa: SLF001
     return scheduler, requests
 
 
@@ -368,7 +368,7 @@ def test_exception_while_an_entry_is_taken_over_fails_no_other_request(
     for request in (first, second):
         assert not connector.ensure_cache_available(request, 0)
     go.set()
-    answers = connector._fetcher._answers  # noqa: SLF001
+    answers = connector._fetcher._results  # noqa: SLF001
     while not answers:
         time.sleep(0.001)
     acceptance = import_module("ec_store.engine.accept").Acceptance
