@@ -10,6 +10,9 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 
+MAX_OBSERVATIONS = 4096
+"""Upper bound of the observations kept for each name until they are taken; the latest stay."""
+
 _renewed: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 """Names of the registered methods, by their objects."""
 
@@ -44,10 +47,6 @@ class ForkLock:
 
     def _renew(self) -> None:
         self.mutex = threading.Lock()
-
-
-MAX_OBSERVATIONS = 4096
-"""Upper bound of the observations kept for each name until they are taken; the latest stay."""
 
 
 class Counts:

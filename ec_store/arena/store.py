@@ -54,15 +54,9 @@ from ec_store.arena.protocol import (
 )
 from ec_store.arena.url import ArenaOptions, arena_options
 from ec_store.base import LONGEST_CLAIM_S, Listed, MemoryStats, Store, StoreStats
+from ec_store.buffers import Buffers
 from ec_store.counts import Counts
-from ec_store.entry import (
-    Buffers,
-    Entry,
-    EntryInfo,
-    HeldEntry,
-    encode_header,
-    parse_header,
-)
+from ec_store.entry import Entry, EntryInfo, HeldEntry, encode_header, parse_header
 from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
 from ec_store.keys import EntryKey, owner_bytes
 

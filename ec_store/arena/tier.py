@@ -21,8 +21,9 @@ from ec_store.arena.index import Refusal, Slot
 from ec_store.arena.memory import Bytes, copy_in, copy_out, parts_of
 from ec_store.arena.protocol import TierStats
 from ec_store.bounded import BoundedDict
+from ec_store.buffers import Buffers
 from ec_store.concurrency import Breaker, DaemonPool
-from ec_store.entry import Buffers, Entry, EntryInfo, checksum, encode_header, parse_header
+from ec_store.entry import Entry, EntryInfo, checksum, encode_header, parse_header
 from ec_store.errors import (
     CorruptEntry,
     EntryTooLarge,

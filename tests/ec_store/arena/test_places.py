@@ -135,7 +135,7 @@ SCHEDULER = """
 import sys, time
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
-from ec_store.device.region import Region
+from ec_store.engine.region import Region
 from tests.ec_store.contract import key
 store, region = ArenaStore(ArenaOptions(sys.argv[1], timeout_s=10), "reader"), Region(0, 2)
 path, size_bytes, token = region.shared_region().handle
@@ -156,7 +156,7 @@ RANK = """
 import sys, time
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
-from ec_store.device.region import Handle, RegionReader
+from ec_store.engine.region import Handle, RegionReader
 socket, number, path, size_bytes, token = sys.argv[1:]
 store = ArenaStore(ArenaOptions(socket, timeout_s=10), "reader")
 store.check()

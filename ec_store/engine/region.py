@@ -23,7 +23,6 @@ that may have places, and a row of 64-bit words for each worker, which only that
   that has read the step of that number can unmap its memory: no step on its way has places there.
 """
 
-import bisect
 import mmap
 import os
 import secrets
@@ -36,65 +35,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ec_store.device.memory import check_room
+from ec_store.engine.slots import Slots
+from ec_store.memory_left import check_room
 
 READ_ONLY = 8
 """`cudaHostRegisterReadOnly` of cudaHostRegister, which a device supports if its attribute
 `hostRegisterReadOnlySupported` says so."""
-
-ALIGNMENT = 4096
-"""Alignment in bytes: places begin on a page, so that no two copies share one."""
-
-
-class Slots:
-    """Allocator of offsets, first fit. Thread-safe.
-
-    A finalizer may release a place, and may run within any other call of this thread. So
-    `free_slot` takes no lock.
-    """
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes - size_bytes % ALIGNMENT
-        self._lock = threading.Lock()
-        self._free: list[tuple[int, int]] = [(0, self.size_bytes)] if self.size_bytes else []
-        self._taken: dict[int, int] = {}
-        self._given: deque[int] = deque()
-
-    def take_slot(self, size_bytes: int) -> int | None:
-        """Allocate a place of this size and return its offset; None if none is free."""
-        wanted = max(1, -(-size_bytes // ALIGNMENT)) * ALIGNMENT
-        with self._lock:
-            self._collect()
-            for index, (start, length) in enumerate(self._free):
-                if length >= wanted:
-                    rest = (start + wanted, length - wanted)
-                    self._free[index : index + 1] = [rest] if rest[1] else []
-                    self._taken[start] = wanted
-                    return start
-        return None
-
-    def free_slot(self, offset: int) -> None:
-        """Release a place, without a lock."""
-        self._given.append(offset)
-
-    def taken_bytes(self) -> int:
-        """Return the bytes in use, in whole pages."""
-        with self._lock:
-            self._collect()
-            return sum(self._taken.values())
-
-    def _collect(self) -> None:
-        while self._given:
-            start = self._given.popleft()
-            end = start + self._taken.pop(start)
-            index = bisect.bisect(self._free, (start, 0))
-            if index < len(self._free) and self._free[index][0] == end:
-                end += self._free.pop(index)[1]
-            if index and sum(self._free[index - 1]) == start:
-                index -= 1
-                start = self._free.pop(index)[0]
-            self._free.insert(index, (start, end - start))
-
 
 HEADER_BYTES = 4096
 TOKEN_BYTES = 16
@@ -102,6 +48,9 @@ NAME_WORDS = 2
 """Words of a memory's name, which has 16 bytes."""
 
 MAX_READERS = (HEADER_BYTES - TOKEN_BYTES - 8) // (8 * (1 + NAME_WORDS))
+
+
+Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Handle(NamedTuple):
@@ -282,9 +231,6 @@ class RegionReader:
     def has_read_all(self) -> bool:
         """Return whether no step is on its way, or being copied, that may have places."""
         return bool(self._last[0] < self._row[0])
-
-
-Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def _words(memory: mmap.mmap) -> tuple[Words, Words]:

@@ -16,8 +16,9 @@ import pytest
 
 from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.concurrency import FAILURES, OPEN_S
-from ec_store.fetch_queue import OVERHEAD_BYTES, Want, buffer_bytes, entry_bytes
-from ec_store.fetcher import CHECK_EVERY_S, Fetcher, FetchState
+from ec_store.engine.entry_memory import OVERHEAD_BYTES, buffer_bytes, entry_bytes
+from ec_store.engine.fetch_queue import Want
+from ec_store.engine.fetcher import CHECK_EVERY_S, Fetcher, FetchState
 from tests.ec_store.conftest import NoThreads
 from tests.ec_store.entries import entry, unchecked
 
@@ -44,17 +45,17 @@ class Held:
         self.entries = dict(entries or {})
         self.asked: list[str] = []
         self.failing: Exception | None = None
-        self._answers = threading.Semaphore(0)
+        self._results = threading.Semaphore(0)
 
     def get(self, key: EntryKey) -> Entry | None:
         self.asked.append(key.identifier)
-        self._answers.acquire(timeout=WITHIN_S)
+        self._results.acquire(timeout=WITHIN_S)
         if self.failing:
             raise self.failing
         return self.entries.get(key.identifier)
 
     def answer(self, number: int = 1) -> None:
-        self._answers.release(number)
+        self._results.release(number)
 
     def go(self) -> None:
         self.answer(10_000)
@@ -124,7 +125,7 @@ def large(mebibytes: int) -> Entry:
     return entry(shape=(mebibytes * MIB // 4, 2))
 
 
-def test_fetched_entry_is_kept_while_it_is_claimed(store: Store, fetching: Make) -> None:
+def test_fetched_entry_is_kept_while_it_is_pinned(store: Store, fetching: Make) -> None:
     store.put(EntryKey(NAMESPACE, "k"), entry())
     asked = fetching(store)
 
@@ -167,9 +168,7 @@ def test_refused_entry_is_missing_at_once(store: Store, fetching: Make, promised
     assert (figures.get("hits", 0), figures["misses"]) == (0, 1)
 
 
-def test_discarded_entry_is_fetched_again_unless_it_is_claimed(
-    store: Store, fetching: Make
-) -> None:
+def test_discarded_entry_is_fetched_again_unless_it_is_pinned(store: Store, fetching: Make) -> None:
     store.put(EntryKey(NAMESPACE, "k"), entry())
     asked = fetching(store)
     asked.fetcher.discard("k")
@@ -504,7 +503,7 @@ def test_live_memory_is_bounded_while_results_are_not_polled(fetching: Make, req
         asked.ask(str(number), alive.size_bytes)
 
     assert len(admitted) == 10
-    asked.until(lambda: len(asked.fetcher._answers) + asked.fetched() == 10)  # noqa: SLF001
+    asked.until(lambda: len(asked.fetcher._results) + asked.fetched() == 10)  # noqa: SLF001
     assert alive.most_bytes <= budget
     assert asked.fetcher.gauges()["held_bytes"] <= budget
 
@@ -599,8 +598,8 @@ class _Spy:
 def test_a_process_ends_while_a_fetch_hangs() -> None:
     code = (
         "import time\n"
-        "from ec_store.fetch_queue import Want\n"
-        "from ec_store.fetcher import Fetcher\n"
+        "from ec_store.engine.fetch_queue import Want\n"
+        "from ec_store.engine.fetcher import Fetcher\n"
         "class Hanging:\n"
         "    def get(self, key):\n"
         "        time.sleep(60)\n"

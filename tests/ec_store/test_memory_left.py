@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ec_store.device.memory import available_bytes
+from ec_store.memory_left import available_bytes
 
 MACHINE = {"proc/meminfo": "MemTotal:  9000 kB\nMemAvailable:  8000 kB\nHugePages_Total:  0\n"}
 MACHINE_BYTES = 8000 * 1024

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from ec_store import Entry, EntryKey, open_store
+from ec_store.buffers import UNUSED_BYTES, Buffers
 from ec_store.disk.store import SharedDiskStore
-from ec_store.entry import UNUSED_BYTES, Buffers
-from ec_store.fetch_queue import LARGE_BYTES, OVERHEAD_BYTES, Want, buffer_bytes, entry_bytes
-from ec_store.fetcher import Fetcher, FetchState
+from ec_store.engine.entry_memory import LARGE_BYTES, OVERHEAD_BYTES, buffer_bytes, entry_bytes
+from ec_store.engine.fetch_queue import Want
+from ec_store.engine.fetcher import Fetcher, FetchState
 from tests.ec_store.entries import entry
 
 MIB = 2**20
@@ -84,11 +85,11 @@ def test_budget_holds_for_entries_of_two_sizes(tmp_path: Path, first: int, then:
         kept = watched.fetch([f"0-{n}" for n in range(budget // first - 1)], first)
         for name in kept:
             watched.fetcher.release(name)
-        claimed = watched.fetch([f"1-{n}" for n in range(32)], then)
+        pinned = watched.fetch([f"1-{n}" for n in range(32)], then)
         watched.fetcher.close()
 
     assert len(kept) == budget // first - 1
-    assert len(claimed) == min(32, budget // (then + 2048))
+    assert len(pinned) == min(32, budget // (then + 2048))
     assert watched.pinned_bytes <= watched.counted_bytes <= budget
     assert watched.mapped_bytes <= 1.1 * budget
 

@@ -1,4 +1,4 @@
-"""Memory of the host in the processes of an engine: mapped, registered with CUDA, written directly.
+"""Memory of the host in the workers of an engine: mapped, and registered with CUDA.
 
 Each process has one connection to the server (`ec_store.arena`). The scheduler's connection pins
 entries, and a worker's connection holds the writes that it has begun. A thread of each process
@@ -7,78 +7,21 @@ looks after the connection, so that no step waits for the server.
 
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.memory import Bytes, parts_of
 from ec_store.arena.store import ArenaStore, HostPlace
-from ec_store.backchannel import Sender
-from ec_store.device.region import register
-from ec_store.device.tensors import DTYPES, Loader, Output, as_tensor, new_stream
-from ec_store.entry import EntryInfo
+from ec_store.engine.backchannel import Sender
+from ec_store.engine.region import register
+from ec_store.engine.tensors import Loader, as_tensor
+from ec_store.engine.threads import PeriodicThread
 from ec_store.errors import StoreUnavailable
-from ec_store.keys import EntryKey
-from ec_store.vllm_connector.accept import FiniteOnly
 
 logger = logging.getLogger("vllm.ec_store")
-
-TURN_S = 0.5
-"""Seconds between two looks at the connection."""
-
-
-CLOSE_S = 2.0
-
-
-class Turns:
-    """Thread that repeats a call every `TURN_S` seconds, and at once while it returns True."""
-
-    def __init__(self, call: Callable[[], bool]) -> None:
-        self._call = call
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._logged = False
-
-    def start(self, *, device: bool = False) -> None:
-        """Start the thread, unless it was started before.
-
-        Args:
-            device: whether it uses the device of this thread. The scheduler must use none: that
-                would create a context, some 0.4 GB of a rank's memory.
-
-        Raises:
-            RuntimeError: the thread cannot be started; the next call tries again.
-        """
-        if self._thread is None and not self._closed.is_set():
-            index: int | None = None
-            if device and torch.accelerator.current_accelerator(check_available=True):
-                index = torch.accelerator.current_device_index()
-            thread = threading.Thread(target=self._run, args=(index,), name="ec-host", daemon=True)
-            thread.start()
-            self._thread = thread
-
-    def close(self) -> None:
-        """End the thread after its present call, for which this waits `CLOSE_S` seconds at most."""
-        self._closed.set()
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
-
-    def _run(self, device_index: int | None) -> None:
-        if device_index is not None:
-            torch.accelerator.set_device_index(device_index)
-        while not self._closed.is_set():
-            again = False
-            try:
-                again = self._call()
-            except Exception:
-                if not self._logged:
-                    self._logged = True
-                    logger.exception("the thread of the host's memory failed; it goes on")
-            if not again:
-                self._closed.wait(TURN_S)
 
 
 class Usage(NamedTuple):
@@ -135,11 +78,11 @@ class HostMemory:
         self._end = 0
         self._sent: Usage | None = None
         self._logged = False
-        self._turns = Turns(self._turn)
+        self._thread = PeriodicThread(self._update)
 
     def start(self) -> None:
-        """Start the thread, as `Turns.start`, with the device of this one."""
-        self._turns.start(device=True)
+        """Start the thread, as `PeriodicThread.start`, with the device of this one."""
+        self._thread.start(device=True)
 
     def parts(self, place: HostPlace) -> list[torch.Tensor]:
         """Return the bytes of an entry, uint8, in order.
@@ -153,10 +96,10 @@ class HostMemory:
         return [as_tensor(part.data) for part in parts]
 
     def close(self) -> None:
-        self._turns.close()
+        self._thread.close()
         self._sender.close()
 
-    def _turn(self) -> bool:
+    def _update(self) -> bool:
         """Do what is due; return whether there is more to do at once."""
         self._connection.settle()
         if self._loader is not None:
@@ -196,7 +139,7 @@ class HostMemory:
             self._told = True
 
     def _unmap(self) -> None:
-        """Withdraw the memory's name; at a later turn drop it, if no step may refer to it.
+        """Withdraw the memory's name; at a later call drop it, if no step may refer to it.
 
         Not at once: the scheduler's process may see the withdrawal some time after it was written.
         """
@@ -234,67 +177,3 @@ class HostMemory:
         usage = usage_of(self._connection, self._registered_bytes)
         if usage != self._sent and self._sender.send({"host": {str(os.getpid()): [*usage]}}):
             self._sent = usage
-
-
-class HostOutput(NamedTuple):
-    """Encoder output that is to be written, with modality and metadata of its item."""
-
-    output: Output
-    modality: str
-    metadata: Mapping[str, Any]
-
-
-class HostWriter:
-    """Destination of a `Writer`: outputs are copied from their device into the host's memory."""
-
-    def __init__(self, store: ArenaStore, accept: FiniteOnly) -> None:
-        self._store = store
-        self._accept = accept
-        self._stream: torch.Stream | None = None
-
-    def lease(self, keys: Sequence[EntryKey], seconds: float) -> Sequence[EntryInfo | None]:
-        """Look entries up and protect them, as `Store.lease`."""
-        return self._store.lease(keys, seconds)
-
-    def put(self, key: EntryKey, made: HostOutput) -> bool | None:
-        """Write an output in place, and store it when its copy has ended.
-
-        Returns:
-            False if an entry of this key exists, None if the output is not accepted.
-
-        Raises:
-            EntryTooLarge, StoreUnavailable: as `Store.put`.
-            RuntimeError: the device failed.
-        """
-        tensor = made.output.tensor
-        dtype = DTYPES[tensor.dtype]
-        write = self._store.begin(key, tensor.nbytes)
-        if write is None:
-            return False
-        try:
-            if tensor.device.type != "cpu" and self._stream is None:
-                self._stream = new_stream(tensor.device)
-            made.output.copy_to([torch.from_numpy(part) for part in write.parts], self._stream)
-            entry = write.entry(dtype, tuple(tensor.shape), made.modality, made.metadata)
-            accepted = self._accept(entry)
-        except BaseException:
-            if self._has_ended():
-                write.abort()
-            raise
-        if not accepted:
-            write.abort()
-            return None
-        return write.commit(entry)
-
-    def _has_ended(self) -> bool:
-        """Return whether no copy is running.
-
-        A device that fails may still be writing: the place of the write stays until this process
-        has ended.
-        """
-        try:
-            if self._stream is not None:
-                self._stream.synchronize()
-        except RuntimeError:
-            return False
-        return True

@@ -68,7 +68,7 @@ def reply_error(text: str) -> redis.RedisError:
     return kind(rest) if kind else redis.ResponseError(text)
 
 
-class Link:
+class Connection:
     """Connection. It can be reused exactly when `owed`, the number of pending replies, is 0.
 
     All sends and receives end by `deadline_s` of the monotonic clock.
@@ -169,7 +169,6 @@ class Link:
 
 
 def _check_not_closed(received: R) -> R:
-    """Return the received bytes; none means that the server closed the connection."""
     if not received:
         raise redis.ConnectionError("the server closed the connection")
     return received
@@ -207,7 +206,7 @@ class Node:
         self.address = address
         self._options = options
         # A deque needs no lock, which a fork could leave locked.
-        self._idle: deque[Link] = deque()
+        self._idle: deque[Connection] = deque()
         self._generation = 0
         self._closed = False
         self._pid = os.getpid()
@@ -215,25 +214,25 @@ class Node:
         """Time of the last failed or aborted call, by the monotonic clock."""
 
     @contextmanager
-    def link(self, deadline_s: float, *, keep: bool = True) -> Iterator[Link]:
+    def connection(self, deadline_s: float, *, keep: bool = True) -> Iterator[Connection]:
         """Open a context with an exclusive connection.
 
         It is kept after the context if every reply was read, unless `keep` is false.
         """
         try:
-            link = self._take(deadline_s)
+            connection = self._take(deadline_s)
         except redis.RedisError:
             self.failed_s = time.monotonic()
             raise
         try:
-            yield link
+            yield connection
         finally:
-            if link.owed:
+            if connection.owed:
                 self.failed_s = time.monotonic()
-            if link.owed or not keep:
-                link.close()
+            if connection.owed or not keep:
+                connection.close()
             else:
-                self._keep(link)
+                self._keep(connection)
 
     def close(self) -> None:
         """Close the idle connections, and those in use at the end of their calls."""
@@ -248,39 +247,39 @@ class Node:
             while self._idle:
                 self._idle.pop().close()
 
-    def _keep(self, link: Link) -> None:
+    def _keep(self, connection: Connection) -> None:
         # Appended before the check: a `close` or `close_connections` after the check finds it.
-        self._idle.append(link)
-        if self._closed or link.generation != self._generation or len(self._idle) > MAX_IDLE:
+        self._idle.append(connection)
+        if self._closed or connection.generation != self._generation or len(self._idle) > MAX_IDLE:
             with suppress(ValueError):  # another thread has taken or closed it
-                self._idle.remove(link)
-                link.close()
+                self._idle.remove(connection)
+                connection.close()
 
-    def _take(self, deadline_s: float) -> Link:
+    def _take(self, deadline_s: float) -> Connection:
         self._own()
         generation = self._generation
         while True:
             try:
-                link = self._idle.pop()
+                connection = self._idle.pop()
             except IndexError:
                 return self._connect(deadline_s, generation)
-            if link.open:
-                link.deadline_s = deadline_s
-                return link
+            if connection.open:
+                connection.deadline_s = deadline_s
+                return connection
 
     def _own(self) -> None:
         if self._pid != os.getpid():
             self._idle, self._pid = deque(), os.getpid()
 
-    def _connect(self, deadline_s: float, generation: int) -> Link:
+    def _connect(self, deadline_s: float, generation: int) -> Connection:
         sock = _connected(self.address, self._options, deadline_s)
         try:
-            link = Link(sock, deadline_s, generation)
-            _authenticate(link, self._options)
+            connection = Connection(sock, deadline_s, generation)
+            _authenticate(connection, self._options)
         except BaseException:
             sock.close()
             raise
-        return link
+        return connection
 
 
 def _connected(address: Address, options: RedisOptions, deadline_s: float) -> socket.socket:
@@ -314,8 +313,7 @@ def _secured(sock: socket.socket, address: Address, options: RedisOptions) -> so
     return context.wrap_socket(sock, server_hostname=address.host)
 
 
-def _authenticate(link: Link, options: RedisOptions) -> None:
-    """Authenticate, and select the database."""
+def _authenticate(connection: Connection, options: RedisOptions) -> None:
     password = options.password
     if options.password_file is not None:
         try:
@@ -328,8 +326,8 @@ def _authenticate(link: Link, options: RedisOptions) -> None:
         commands.append(("AUTH", *user, password))
     if options.db:
         commands.append(("SELECT", options.db))
-    link.send(commands)
+    connection.send(commands)
     for _ in commands:
-        reply = link.read()
+        reply = connection.read()
         if isinstance(reply, redis.ResponseError):
             raise redis.AuthenticationError(str(reply))

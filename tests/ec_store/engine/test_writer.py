@@ -1,19 +1,20 @@
 """Writer: the caller never waits."""
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.concurrency import FAILURES, OPEN_S
 from ec_store.counts import MAX_OBSERVATIONS, Counts
-from ec_store.writer import Writer
+from ec_store.engine.writer import Writer
 from tests.ec_store.conftest import NoThreads
 from tests.ec_store.entries import entry
+from tests.ec_store.waiting import until
 
 NAMESPACE = "ns"
 SIZE = entry().data.nbytes
@@ -68,19 +69,23 @@ def paused(store: Store) -> Iterator[Paused]:
     made.go.set()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+def submit(writer: Writer, key: EntryKey, size: int, make: Callable[[], Entry | None]) -> bool:
+    """Queue the write of an entry that `make` makes; None: it must not be stored."""
+    store: Any = writer.store
+
+    def write() -> bool | None:
+        made = make()
+        return None if made is None else bool(store.put(key, made))
+
+    return writer.submit(key, size, write)
 
 
 def test_writer_drops_an_unstorable_entry_and_continues(store: Store) -> None:
     outcomes: dict[str, bool] = {}
     writer = Writer(store, done=lambda key, stored: outcomes.update({key.identifier: stored}))
     for number in range(FAILURES + 1):
-        assert writer.submit(EntryKey(NAMESPACE, f"refused-{number}"), SIZE, lambda: None)
-    assert writer.submit(EntryKey(NAMESPACE, "k"), SIZE, entry)
+        assert submit(writer, EntryKey(NAMESPACE, f"refused-{number}"), SIZE, lambda: None)
+    assert submit(writer, EntryKey(NAMESPACE, "k"), SIZE, entry)
     writer.close()
 
     assert outcomes == {**{f"refused-{n}": False for n in range(FAILURES + 1)}, "k": True}
@@ -97,10 +102,10 @@ def test_writer_writes_only_missing_entries(store: Store) -> None:
         return entry()
 
     key = EntryKey(NAMESPACE, "k")
-    assert writer.submit(key, SIZE, make)
+    assert submit(writer, key, SIZE, make)
     until(lambda: store.get(key) is not None)
-    until(lambda: not writer._waiting)  # noqa: SLF001
-    assert writer.submit(key, SIZE, make)
+    until(lambda: not writer.waiting_bytes)
+    assert submit(writer, key, SIZE, make)
     writer.close()
 
     assert made == [1]
@@ -114,8 +119,8 @@ def test_a_writer_drops_entries_while_its_thread_cannot_be_started(
     key = EntryKey(NAMESPACE, "k")
     with no_threads():
         writer = Writer(store)
-        assert not writer.submit(key, SIZE, entry)
-    assert writer.submit(key, SIZE, entry)
+        assert not submit(writer, key, SIZE, entry)
+    assert submit(writer, key, SIZE, entry)
     writer.close()
 
     assert (writer.counts["drops"], writer.counts["saves"]) == (1, 1)
@@ -123,7 +128,7 @@ def test_a_writer_drops_entries_while_its_thread_cannot_be_started(
 
 def test_a_full_queue_drops_and_counts_entries_without_blocking(paused: Paused) -> None:
     writer = Writer(paused, queue_bytes=2 * SIZE)
-    taken = [writer.submit(EntryKey(NAMESPACE, str(n)), SIZE, entry) for n in range(6)]
+    taken = [submit(writer, EntryKey(NAMESPACE, str(n)), SIZE, entry) for n in range(6)]
     paused.go.set()
     writer.close()
 
@@ -133,7 +138,7 @@ def test_a_full_queue_drops_and_counts_entries_without_blocking(paused: Paused) 
 
 def test_an_entry_larger_than_the_queue_may_wait_by_itself(paused: Paused) -> None:
     writer = Writer(paused, queue_bytes=1)
-    taken = [writer.submit(EntryKey(NAMESPACE, str(n)), SIZE, entry) for n in range(2)]
+    taken = [submit(writer, EntryKey(NAMESPACE, str(n)), SIZE, entry) for n in range(2)]
     paused.go.set()
     writer.close()
 
@@ -149,7 +154,7 @@ def test_writer_releases_a_tensor_after_its_write(store: Store) -> None:
 
     tensor = Tensor()
     gone = weakref.ref(tensor)
-    writer.submit(EntryKey(NAMESPACE, "k"), SIZE, tensor)
+    submit(writer, EntryKey(NAMESPACE, "k"), SIZE, tensor)
     del tensor
     until(lambda: gone() is None)
     writer.close()
@@ -160,11 +165,11 @@ def test_writer_observes_the_time_of_each_write_also_of_one_that_fails(paused: P
     writer = Writer(paused, clock=clock)
     for failing, seconds in ((None, 2.0), (StoreUnavailable("away"), 0.0), (None, 3.0)):
         paused.failing, calls = failing, paused.calls
-        writer.submit(EntryKey(NAMESPACE, str(seconds)), SIZE, entry)
+        submit(writer, EntryKey(NAMESPACE, str(seconds)), SIZE, entry)
         until(lambda calls=calls: paused.calls > calls)  # type: ignore[misc]
         clock.now += seconds
         paused.go.set()
-        until(lambda: not writer._waiting)  # noqa: SLF001
+        until(lambda: not writer.waiting_bytes)
         paused.go.clear()
     writer.close()
 
@@ -174,8 +179,8 @@ def test_writer_observes_the_time_of_each_write_also_of_one_that_fails(paused: P
 def test_writer_reports_no_write_of_stored_or_unstorable_entries(store: Store) -> None:
     writer = Writer(store)
     store.put(EntryKey(NAMESPACE, "k"), entry())
-    writer.submit(EntryKey(NAMESPACE, "k"), SIZE, entry)
-    writer.submit(EntryKey(NAMESPACE, "refused"), SIZE, lambda: None)
+    submit(writer, EntryKey(NAMESPACE, "k"), SIZE, entry)
+    submit(writer, EntryKey(NAMESPACE, "refused"), SIZE, lambda: None)
     writer.close()
 
     assert (writer.counts["known"], writer.counts["drops"]) == (1, 1)
@@ -191,10 +196,10 @@ def test_a_write_that_fails_is_counted_and_the_next_one_is_tried(
     paused.failing = error
     told: list[tuple[str, bool]] = []
     writer = Writer(paused, done=lambda key, stored: told.append((key.identifier, stored)))
-    writer.submit(EntryKey(NAMESPACE, "a"), SIZE, entry)
+    submit(writer, EntryKey(NAMESPACE, "a"), SIZE, entry)
     until(lambda: writer.counts["drops"] == 1)
     paused.failing = None
-    writer.submit(EntryKey(NAMESPACE, "b"), SIZE, entry)
+    submit(writer, EntryKey(NAMESPACE, "b"), SIZE, entry)
     writer.close()
 
     assert paused.store.get(EntryKey(NAMESPACE, "b")) is not None
@@ -208,15 +213,15 @@ def test_an_unwritable_store_is_skipped_for_a_while(paused: Paused) -> None:
     clock = Clock()
     writer = Writer(paused, clock=clock)
     for number in range(FAILURES):
-        assert writer.submit(EntryKey(NAMESPACE, str(number)), SIZE, entry)
+        assert submit(writer, EntryKey(NAMESPACE, str(number)), SIZE, entry)
         until(lambda number=number: writer.counts["drops"] == number + 1)  # type: ignore[misc]
     calls = paused.calls
     paused.failing = None
 
-    assert not writer.submit(EntryKey(NAMESPACE, "next"), SIZE, entry)
+    assert not submit(writer, EntryKey(NAMESPACE, "next"), SIZE, entry)
     assert paused.calls == calls
     clock.now += OPEN_S + 1
-    assert writer.submit(EntryKey(NAMESPACE, "next"), SIZE, entry)
+    assert submit(writer, EntryKey(NAMESPACE, "next"), SIZE, entry)
     writer.close()
     assert writer.counts["saves"] == 1
 
@@ -226,9 +231,9 @@ def test_an_entry_too_large_is_dropped_and_others_are_written(tmp_path: Path) ->
         writer = Writer(small)
         large = Entry(memoryview(bytes(8192)), "F32", (1, 2048), "image")
         for number in range(2 * FAILURES):
-            writer.submit(EntryKey(NAMESPACE, str(number)), SIZE, lambda: large)
+            submit(writer, EntryKey(NAMESPACE, str(number)), SIZE, lambda: large)
         until(lambda: writer.counts["drops"] == 2 * FAILURES)
-        assert writer.submit(EntryKey(NAMESPACE, "k"), SIZE, entry)
+        assert submit(writer, EntryKey(NAMESPACE, "k"), SIZE, entry)
         writer.close()
 
         assert writer.counts["saves"] == 1
@@ -293,8 +298,8 @@ def test_writer_survives_exceptions_of_entries_and_callbacks(store: Store) -> No
         raise KeyError("float64")
 
     writer = Writer(store, done=done)
-    writer.submit(EntryKey(NAMESPACE, "a"), SIZE, make)
-    writer.submit(EntryKey(NAMESPACE, "b"), SIZE, entry)
+    submit(writer, EntryKey(NAMESPACE, "a"), SIZE, make)
+    submit(writer, EntryKey(NAMESPACE, "b"), SIZE, entry)
     writer.close()
 
     assert told == [False, True]
@@ -314,7 +319,7 @@ def test_a_present_entry_is_leased_against_eviction(store: Store) -> None:
     leasing = Leasing(store)
     leasing.go.set()
     writer = Writer(leasing)
-    writer.submit(key, SIZE, entry)
+    submit(writer, key, SIZE, entry)
     writer.close()
 
     assert (leased, writer.counts["known"]) == ([60.0], 1)

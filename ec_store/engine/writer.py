@@ -1,14 +1,15 @@
 """Background writing of entries to a store: the engine does not wait."""
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from ec_store.concurrency import Breaker
+from ec_store.concurrency import Breaker, DaemonPool
 from ec_store.counts import Counts
 from ec_store.entry import EntryInfo
 from ec_store.errors import EntryTooLarge, StoreError
@@ -21,19 +22,16 @@ LEASE_S = 60.0
 
 logger = logging.getLogger("vllm.ec_store")
 
-Make = Callable[[], Any]
-"""Function that makes what a `Destination` writes; None if it must not be stored."""
+Write = Callable[[], bool | None]
+"""Function that writes an entry, as `Store.put`; None: it must not be stored."""
 Done = Callable[[EntryKey, bool], None]
 
 
-class Destination(Protocol):
-    """Store, or a layer that makes the entries of a store from something else."""
+class LeasingStore(Protocol):
+    """Part of a store that tells whether an entry has to be written."""
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> Sequence[EntryInfo | None]:
         """Look entries up and protect them, as `Store.lease`."""
-
-    def put(self, key: EntryKey, entry: Any) -> bool | None:
-        """Write an entry, as `Store.put`; None: it must not be stored."""
 
 
 @dataclass(eq=False)
@@ -44,7 +42,7 @@ class Writer:
     dropped.
 
     Attributes:
-        store: destination of the entries.
+        store: store that the entries are written to.
         counts: gets `saves`, `known`, `drops`, `exceptions`, `save_bytes`; observes `save_seconds`.
         queue_bytes: upper bound of the bytes that wait; above it entries are dropped. One entry may
             always wait, whatever its size.
@@ -52,7 +50,7 @@ class Writer:
         clock: monotonic clock in seconds.
     """
 
-    store: Destination
+    store: LeasingStore
     _: KW_ONLY
     counts: Counts = field(default_factory=Counts)
     queue_bytes: int = QUEUE_BYTES
@@ -61,17 +59,21 @@ class Writer:
 
     def __post_init__(self) -> None:
         self._breaker = Breaker("writing to the encoder store", clock=self.clock)
-        self._queue: queue.SimpleQueue[tuple[EntryKey, int, Make] | None] = queue.SimpleQueue()
+        self._pool = DaemonPool(1, "ec-write")
         self._lock = threading.Lock()
         self._waiting: dict[EntryKey, int] = {}
         self._logged: set[type[Exception]] = set()
-        self._thread: threading.Thread | None = None
 
-    def submit(self, key: EntryKey, size_bytes: int, make: Make) -> bool:
+    @property
+    def waiting_bytes(self) -> int:
+        """Return the bytes of the entries that wait or are being written."""
+        return sum(self._waiting.values())
+
+    def submit(self, key: EntryKey, size_bytes: int, write: Write) -> bool:
         """Queue an entry for writing, unless the store has one of its key.
 
-        It holds `size_bytes` of memory until it is written. `make` makes it, on the thread, and
-        returns None for an entry that must not be stored, which counts as dropped.
+        It holds `size_bytes` of memory until it is written. `write` runs on the thread. An entry
+        that must not be stored counts as dropped.
 
         Returns:
             False if the entry is dropped and counted: the queue is full, the store keeps failing,
@@ -80,49 +82,41 @@ class Writer:
         with self._lock:
             if key in self._waiting:
                 return True
-            waiting_bytes = sum(self._waiting.values())
+            waiting_bytes = self.waiting_bytes
             full = waiting_bytes > 0 and waiting_bytes + size_bytes > self.queue_bytes
-            if full or self._breaker.open or not self._has_thread():
+            if full or self._breaker.open:
                 self.counts.add(drops=1)
                 return False
             self._waiting[key] = size_bytes
-        self._queue.put((key, size_bytes, make))
-        return True
+        dropped: list[EntryKey] = []
+        self._pool.queue_job(
+            lambda: self._process(key, size_bytes, write), lambda: dropped.append(key)
+        )
+        if dropped:
+            self.counts.add(drops=1)
+            with self._lock:
+                del self._waiting[key]
+        return not dropped
 
     def close(self) -> None:
         """Write the queued entries, for at most `CLOSE_TIMEOUT_S` seconds."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(CLOSE_TIMEOUT_S)
+        with suppress(TimeoutError, CancelledError):  # cancelled: there is no thread
+            self._pool.submit(lambda: None).result(CLOSE_TIMEOUT_S)
+        self._pool.close()
 
-    def _has_thread(self) -> bool:
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="ec-write", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                self._count_exception(error)
-                return False
-            self._thread = thread
-        return True
+    def _process(self, key: EntryKey, size_bytes: int, write: Write) -> None:
+        stored = self._written(key, size_bytes, write)
+        with self._lock:
+            del self._waiting[key]
+        try:
+            self.done(key, stored)
+        except Exception as error:  # noqa: BLE001 - as in `_written`
+            self._count_exception(error)
 
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            key, size_bytes, make = job
-            stored = self._written(key, size_bytes, make)
-            # `make` refers to the tensor: it is dropped before the wait for the next job.
-            del job, make
-            with self._lock:
-                del self._waiting[key]
-            try:
-                self.done(key, stored)
-            except Exception as error:  # noqa: BLE001 - as in `_written`
-                self._count_exception(error)
-
-    def _written(self, key: EntryKey, size_bytes: int, make: Make) -> bool:
+    def _written(self, key: EntryKey, size_bytes: int, write: Write) -> bool:
         started_s = self.clock()
         try:
-            stored = self._write(key, size_bytes, make, started_s)
+            stored = self._write(key, size_bytes, write, started_s)
         except EntryTooLarge:
             pass
         except (StoreError, OSError) as error:
@@ -146,12 +140,11 @@ class Writer:
                 "writing to the encoder store failed; the writer continues", exc_info=error
             )
 
-    def _write(self, key: EntryKey, size_bytes: int, make: Make, started_s: float) -> bool:
+    def _write(self, key: EntryKey, size_bytes: int, write: Write, started_s: float) -> bool:
         if self.store.lease([key], LEASE_S)[0] is not None:
             self.counts.add(known=1)
             return True
-        entry = make()
-        written = None if entry is None else self.store.put(key, entry)
+        written = write()
         if written is None:
             self.counts.add(drops=1)
             return False

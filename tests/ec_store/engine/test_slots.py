@@ -2,7 +2,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from ec_store.device.region import ALIGNMENT, Slots
+from ec_store.engine.slots import ALIGNMENT, Slots
 
 SIZES = st.integers(0, 5 * ALIGNMENT)
 

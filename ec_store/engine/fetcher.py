@@ -11,8 +11,9 @@ from typing import Protocol
 
 from ec_store.concurrency import Breaker, DaemonPool
 from ec_store.counts import Counts
+from ec_store.engine.entry_memory import EntryMemory, buffer_bytes
+from ec_store.engine.fetch_queue import Fetch, FetchQueue, Phase, Want
 from ec_store.entry import HeldEntry
-from ec_store.fetch_queue import EntryMemory, Fetch, FetchQueue, Phase, Want, buffer_bytes
 from ec_store.keys import EntryKey, key_or_none
 
 THREADS = 4
@@ -59,9 +60,9 @@ class Fetcher:
         timeout_s: upper bound of the time on a thread for one entry.
         promise_timeout_s: how long a promised entry is looked up, from the first lookup on. The
             last lookup starts then, or when a thread is free, and may take `timeout_s` more.
-        memory_bytes: memory budget for claimed entries, kept entries, and reservations.
+        memory_bytes: memory budget for pinned entries, kept entries, and reservations.
         threads: number of entries fetched at once.
-        keeps: whether entries stay in memory after their last claim, while there is room.
+        keeps: whether entries stay in memory after their last pin, while there is room.
         clock: monotonic clock in seconds.
     """
 
@@ -81,7 +82,7 @@ class Fetcher:
         self._memory = EntryMemory(self.memory_bytes, keeps=self.keeps)
         self._queue = FetchQueue()
         self._fetches: dict[str, Fetch] = {}
-        self._answers: deque[Fetch] = deque()
+        self._results: deque[Fetch] = deque()
         self._timers: list[tuple[float, int, Fetch]] = []
         self._numbers = count()
         self._hanging = 0
@@ -101,15 +102,15 @@ class Fetcher:
         return self._memory.has_room(sizes)
 
     def acquire(self, identifier: str, want: Want) -> FetchState:
-        """Claim an entry, and fetch it unless it is held or already being fetched.
+        """Pin an entry, and fetch it unless it is held or already being fetched.
 
         Returns:
             READY: the entry is held until `release`. PENDING: the entry is being fetched, and
-            `process_results` reports the result; `release` cancels the claim. MISSING: the entry
-            was not claimed.
+            `process_results` reports the result; `release` cancels the pin. MISSING: the entry
+            was not pinned.
         """
         if self._memory.entry(identifier) is not None:
-            self._memory.claim(identifier)
+            self._memory.pin(identifier)
             return FetchState.READY
         fetch = self._fetches.get(identifier) or self._start(identifier, want)
         if fetch is None:
@@ -118,30 +119,30 @@ class Fetcher:
             self.counts.add(bypassed=1)
             return FetchState.MISSING
         fetch.promised |= want.promised
-        self._memory.claim(identifier)
+        self._memory.pin(identifier)
         return FetchState.PENDING
 
     def release(self, identifier: str) -> None:
-        """Release one claim. A waiting fetch without another claim is cancelled."""
-        self._memory.release(identifier)
+        """Release one pin. A waiting fetch without another pin is cancelled."""
+        self._memory.unpin(identifier)
         fetch = self._fetches.get(identifier)
-        if fetch and not self._memory.is_claimed(identifier) and self._queue.cancel(fetch):
+        if fetch and not self._memory.is_pinned(identifier) and self._queue.cancel(fetch):
             self._forget(fetch)
 
     def process_results(self) -> list[tuple[str, FetchState]]:
         """Process results of the threads, and expired deadlines.
 
         Returns:
-            Identifiers of claimed entries that were pending: READY, still claimed, or MISSING, no
-            longer claimed.
+            Identifiers of pinned entries that were pending: READY, still pinned, or MISSING, no
+            longer pinned.
         """
         now = self.clock()
-        if not self._answers and now < self._check_s:
+        if not self._results and now < self._check_s:
             return []
         settled: list[tuple[str, FetchState]] = []
         before = self._refusals()
-        while self._answers:
-            settled += self._finish(self._answers.popleft(), now)
+        while self._results:
+            settled += self._finish(self._results.popleft(), now)
         for fetch in self._queue.late_fetches(
             lambda want: not want.overdue and now >= self._deadline(want)
         ):
@@ -160,7 +161,7 @@ class Fetcher:
         return self._memory.entry(identifier)
 
     def discard(self, identifier: str) -> None:
-        """Drop a held entry without claims: the next request fetches it again."""
+        """Drop a held entry without pins: the next request fetches it again."""
         self._memory.discard(identifier)
 
     def gauges(self) -> dict[str, float]:
@@ -221,7 +222,7 @@ class Fetcher:
         except Exception as error:  # noqa: BLE001 - any error counts as the store's failure
             fetch.error = error
         fetch.ended_s = self.clock()
-        self._answers.append(fetch)
+        self._results.append(fetch)
 
     def _drop_next(self) -> None:
         """Answer the first fetch of the queue with a miss: there is no thread to run it."""
@@ -229,7 +230,7 @@ class Fetcher:
         if fetch is not None:
             fetch.ended_s = fetch.taken_s
             fetch.dropped = True
-            self._answers.append(fetch)
+            self._results.append(fetch)
 
     def _finish(self, fetch: Fetch, now: float) -> Iterator[tuple[str, FetchState]]:
         self._queue.end_fetch(fetch)
@@ -259,8 +260,8 @@ class Fetcher:
         after the first lookups of all others. So the last lookup is the first one that a thread
         starts after the end of the promise.
         """
-        claimed = self._memory.is_claimed(fetch.identifier)
-        if fetch.refused or not fetch.promised or not claimed:
+        pinned = self._memory.is_pinned(fetch.identifier)
+        if fetch.refused or not fetch.promised or not pinned:
             return False
         if fetch.taken_s >= self._promise_end_s(fetch):  # the lookup began after the promise's end
             return False
@@ -278,8 +279,8 @@ class Fetcher:
         self.counts.add(timeouts=1)
         allowed_s = self._deadline(fetch) - fetch.taken_s
         self._breaker.record_failure(f"no answer within {allowed_s:g} s")
-        if self._memory.is_claimed(fetch.identifier):
-            self._memory.release_all(fetch.identifier)
+        if self._memory.is_pinned(fetch.identifier):
+            self._memory.unpin_all(fetch.identifier)
             yield fetch.identifier, FetchState.MISSING
 
     def _bypass(self) -> Iterator[tuple[str, FetchState]]:
@@ -292,11 +293,11 @@ class Fetcher:
     def _finish_fetch(
         self, fetch: Fetch, entry: HeldEntry | None
     ) -> Iterator[tuple[str, FetchState]]:
-        claimed = self._memory.is_claimed(fetch.identifier)
+        pinned = self._memory.is_pinned(fetch.identifier)
         if entry is None:
-            self._memory.release_all(fetch.identifier)
+            self._memory.unpin_all(fetch.identifier)
         self._forget(fetch, entry)
-        if claimed:
+        if pinned:
             yield fetch.identifier, FetchState.MISSING if entry is None else FetchState.READY
 
     def _forget(self, fetch: Fetch, entry: HeldEntry | None = None) -> None:

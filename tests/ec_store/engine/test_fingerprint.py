@@ -1,6 +1,5 @@
 """Fingerprint of weights: it differs for different encoder weights, at a bounded cost."""
 
-import importlib
 import json
 import os
 from collections.abc import Mapping
@@ -10,6 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from ec_store.engine.fingerprint import (
+    MANY_TENSORS,
+    MAX_STEPS,
+    TAIL_BYTES,
+    encoder_names,
+    fingerprint,
+)
 
 ENCODER = {f"model.visual.blocks.{n}.mlp.up_proj.weight": bytes([n]) * 40_000 for n in range(5)}
 REST = {
@@ -24,12 +31,6 @@ LANGUAGE = {
     "model.language_model.norm.weight": b"n" * 64,
 }
 MODEL = ENCODER | REST | EMBEDDINGS | LANGUAGE
-
-
-@pytest.fixture(scope="session")
-def checkpoint(vllm: Any) -> Any:
-    """Return the module `ec_store.vllm_connector.checkpoint`."""
-    return importlib.import_module("ec_store.vllm_connector.checkpoint")
 
 
 @pytest.fixture
@@ -70,53 +71,51 @@ def sparse(file: Path, sizes: Mapping[str, int]) -> Path:
     return file
 
 
-def test_names_and_number_of_files_do_not_matter(checkpoint: Any, tmp_path: Path) -> None:
-    whole = checkpoint.fingerprint([write(tmp_path / "model.safetensors", MODEL)])
+def test_names_and_number_of_files_do_not_matter(tmp_path: Path) -> None:
+    whole = fingerprint([write(tmp_path / "model.safetensors", MODEL)])
     items = list(MODEL.items())
     first = write(tmp_path / "b.safetensors", dict(items[::2]))
     second = write(tmp_path / "a.safetensors", dict(reversed(items[1::2])))
 
-    assert checkpoint.fingerprint([first, second]).digest == whole.digest
-    assert checkpoint.fingerprint([second, first]).digest == whole.digest
+    assert fingerprint([first, second]).digest == whole.digest
+    assert fingerprint([second, first]).digest == whole.digest
     assert (whole.apart, whole.plain) == (True, False)
 
 
 @pytest.mark.parametrize("name", [*ENCODER, *REST, *EMBEDDINGS])
 def test_one_retrained_tensor_of_the_encoder_changes_the_fingerprint(
-    checkpoint: Any, tmp_path: Path, name: str
+    tmp_path: Path, name: str
 ) -> None:
-    before = checkpoint.fingerprint([write(tmp_path / "a.safetensors", MODEL)])
+    before = fingerprint([write(tmp_path / "a.safetensors", MODEL)])
     retrained = MODEL | {name: bytes(255 - byte for byte in MODEL[name])}
 
-    after = checkpoint.fingerprint([write(tmp_path / "a.safetensors", retrained)])
+    after = fingerprint([write(tmp_path / "a.safetensors", retrained)])
     assert after.digest != before.digest
 
 
 @pytest.mark.parametrize("place", [0, 20_000, 39_999])
-def test_each_sample_of_a_tensor_counts(checkpoint: Any, tmp_path: Path, place: int) -> None:
-    before = checkpoint.fingerprint([write(tmp_path / "a.safetensors", MODEL)])
+def test_each_sample_of_a_tensor_counts(tmp_path: Path, place: int) -> None:
+    before = fingerprint([write(tmp_path / "a.safetensors", MODEL)])
     [name, content] = next(iter(ENCODER.items()))
     changed = bytearray(content)
     changed[place] ^= 1
 
-    after = checkpoint.fingerprint(
-        [write(tmp_path / "a.safetensors", MODEL | {name: bytes(changed)})]
-    )
+    after = fingerprint([write(tmp_path / "a.safetensors", MODEL | {name: bytes(changed)})])
     assert after.digest != before.digest
 
 
-def test_the_language_model_does_not_matter(checkpoint: Any, tmp_path: Path) -> None:
-    before = checkpoint.fingerprint([write(tmp_path / "a.safetensors", MODEL)])
+def test_the_language_model_does_not_matter(tmp_path: Path) -> None:
+    before = fingerprint([write(tmp_path / "a.safetensors", MODEL)])
     quantised = {name: content for name, content in MODEL.items() if name not in LANGUAGE}
     quantised["model.language_model.layers.0.mlp.up_proj.qweight"] = b"4bit"
 
-    after = checkpoint.fingerprint([write(tmp_path / "a.safetensors", quantised)])
+    after = fingerprint([write(tmp_path / "a.safetensors", quantised)])
     assert after.digest == before.digest
 
 
-def test_fingerprint_reports_a_quantised_encoder(checkpoint: Any, tmp_path: Path) -> None:
+def test_fingerprint_reports_a_quantised_encoder(tmp_path: Path) -> None:
     plain, quantised = (
-        checkpoint.fingerprint([write(tmp_path / "a.safetensors", ENCODER | LANGUAGE, dtype)])
+        fingerprint([write(tmp_path / "a.safetensors", ENCODER | LANGUAGE, dtype)])
         for dtype in ("BF16", "F8_E4M3")
     )
 
@@ -148,8 +147,8 @@ def test_fingerprint_reports_a_quantised_encoder(checkpoint: Any, tmp_path: Path
         "language_model.model.embed_tokens.weight",
     ],
 )
-def test_tensors_of_encoders_are_kept(checkpoint: Any, name: str) -> None:
-    assert name in checkpoint.encoder_names([name, "visual.a", "model.layers.0.weight"])
+def test_tensors_of_encoders_are_kept(name: str) -> None:
+    assert name in encoder_names([name, "visual.a", "model.layers.0.weight"])
 
 
 @pytest.mark.parametrize(
@@ -169,33 +168,29 @@ def test_tensors_of_encoders_are_kept(checkpoint: Any, name: str) -> None:
         "language.model.layers.0.weight",
     ],
 )
-def test_tensors_of_language_models_are_left_out(checkpoint: Any, name: str) -> None:
-    assert name not in checkpoint.encoder_names([name, "visual.a"])
+def test_tensors_of_language_models_are_left_out(name: str) -> None:
+    assert name not in encoder_names([name, "visual.a"])
 
 
-def test_layers_of_mistrals_format_are_ignored_only_in_it(checkpoint: Any) -> None:
+def test_layers_of_mistrals_format_are_ignored_only_in_it() -> None:
     names = {"layers.0.attention.wq.weight", "vision_encoder.patch_conv.weight"}
 
-    assert checkpoint.encoder_names(names) == names
+    assert encoder_names(names) == names
     embeddings = "tok_embeddings.weight"
     kept = {"vision_encoder.patch_conv.weight", embeddings}
-    assert checkpoint.encoder_names({*names, embeddings}) == kept
+    assert encoder_names({*names, embeddings}) == kept
 
 
-def test_fingerprint_covers_the_whole_checkpoint_without_a_known_encoder(
-    checkpoint: Any, tmp_path: Path
-) -> None:
+def test_fingerprint_covers_the_whole_checkpoint_without_a_known_encoder(tmp_path: Path) -> None:
     text = LANGUAGE | EMBEDDINGS
-    before = checkpoint.fingerprint([write(tmp_path / "a.safetensors", text)])
+    before = fingerprint([write(tmp_path / "a.safetensors", text)])
     retrained = text | {"lm_head.weight": b"x" * 64}
 
-    after = checkpoint.fingerprint([write(tmp_path / "a.safetensors", retrained)])
+    after = fingerprint([write(tmp_path / "a.safetensors", retrained)])
     assert (before.apart, after.digest != before.digest) == (False, True)
 
 
-def test_reads_of_a_large_checkpoint_are_bounded(
-    checkpoint: Any, tmp_path: Path, reads: list[int]
-) -> None:
+def test_reads_of_a_large_checkpoint_are_bounded(tmp_path: Path, reads: list[int]) -> None:
     """The encoder has 500 tensors of 4 MiB; the language models have 20 GB and 40 GB."""
     encoder = {f"visual.blocks.{n}.weight": 4 * 1024**2 for n in range(500)}
 
@@ -203,7 +198,7 @@ def test_reads_of_a_large_checkpoint_are_bounded(
         language = {f"model.layers.{n}.mlp.weight": 256 * 1024**2 for n in range(layers)}
         reads.clear()
         file = sparse(tmp_path / "model.safetensors", encoder | language)
-        return checkpoint.fingerprint([file]).digest, len(reads), sum(reads)
+        return fingerprint([file]).digest, len(reads), sum(reads)
 
     small, small_reads, small_bytes = read(80)
     large, large_reads, large_bytes = read(160)
@@ -213,21 +208,19 @@ def test_reads_of_a_large_checkpoint_are_bounded(
     assert large_bytes - small_bytes < 80 * 128
 
 
-def test_one_sample_of_each_of_very_many_tensors_is_read(
-    checkpoint: Any, tmp_path: Path, reads: list[int]
-) -> None:
+def test_one_sample_of_each_of_very_many_tensors_is_read(tmp_path: Path, reads: list[int]) -> None:
     def counted(tensors: int) -> int:
         sizes = {f"experts.{n}.weight": 64 * 1024 for n in range(tensors)}
         reads.clear()
-        checkpoint.fingerprint([sparse(tmp_path / "a.safetensors", sizes)])
+        fingerprint([sparse(tmp_path / "a.safetensors", sizes)])
         return len(reads) - 2
 
-    assert counted(checkpoint.MANY_TENSORS) == 3 * checkpoint.MANY_TENSORS
-    assert counted(checkpoint.MANY_TENSORS + 1) == checkpoint.MANY_TENSORS + 1
+    assert counted(MANY_TENSORS) == 3 * MANY_TENSORS
+    assert counted(MANY_TENSORS + 1) == MANY_TENSORS + 1
 
 
 def test_one_changed_tensor_of_a_pickled_checkpoint_is_noticed(
-    checkpoint: Any, tmp_path: Path, reads: list[int]
+    tmp_path: Path, reads: list[int]
 ) -> None:
     """The tensor lies between two samples; its checksum is in the archive's directory."""
     import torch  # noqa: PLC0415 - takes seconds, and may be missing
@@ -236,51 +229,47 @@ def test_one_changed_tensor_of_a_pickled_checkpoint_is_noticed(
         tensors = {f"visual.{n}": torch.zeros(1000) for n in range(2000)}
         tensors["visual.77"] += fill
         torch.save(tensors, tmp_path / "pytorch_model.bin")
-        return checkpoint.fingerprint([tmp_path / "pytorch_model.bin"])
+        return fingerprint([tmp_path / "pytorch_model.bin"])
 
     first = written(0.0)
     read_bytes = sum(reads)
     second, again = written(1.0), written(0.0)
     assert first.digest == again.digest != second.digest
     assert (first.apart, first.plain) == (False, False)
-    assert 0 < read_bytes < 2 * checkpoint.TAIL_BYTES
+    assert 0 < read_bytes < 2 * TAIL_BYTES
 
 
 @pytest.mark.parametrize("size", [0, 1, 1024**2, 3 * 1024**2, 50 * 1024**2])
-def test_files_of_any_size_have_a_fingerprint(
-    checkpoint: Any, tmp_path: Path, reads: list[int], size: int
-) -> None:
+def test_files_of_any_size_have_a_fingerprint(tmp_path: Path, reads: list[int], size: int) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"")
     os.truncate(file, size)
-    before = checkpoint.fingerprint([file])
+    before = fingerprint([file])
     read_bytes = sum(reads)
     with file.open("ab") as more:
         more.write(b"x")
 
-    assert checkpoint.fingerprint([file]).digest != before.digest
-    assert read_bytes <= 2 * checkpoint.TAIL_BYTES
+    assert fingerprint([file]).digest != before.digest
+    assert read_bytes <= 2 * TAIL_BYTES
 
 
-def test_samples_of_a_huge_file_are_bounded(
-    checkpoint: Any, tmp_path: Path, reads: list[int]
-) -> None:
+def test_samples_of_a_huge_file_are_bounded(tmp_path: Path, reads: list[int]) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"")
     os.truncate(file, 140 * 10**9)
 
-    checkpoint.fingerprint([file])
-    assert 0 < len(reads) <= checkpoint.MAX_STEPS + 2
+    fingerprint([file])
+    assert 0 < len(reads) <= MAX_STEPS + 2
 
 
 @given(content=st.binary(max_size=200), length=st.integers(0, 2**64 - 1) | st.integers(0, 200))
 def test_a_damaged_header_is_a_value_error(
-    checkpoint: Any, tmp_path_factory: pytest.TempPathFactory, content: bytes, length: int
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, length: int
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "damaged.safetensors"
     file.write_bytes(length.to_bytes(8, "little") + content)
     try:
-        found = checkpoint.fingerprint([file])
+        found = fingerprint([file])
     except ValueError as error:
         assert str(file) in str(error)
     else:
@@ -301,12 +290,10 @@ def test_a_damaged_header_is_a_value_error(
         [],
     ],
 )
-def test_a_tensor_outside_its_file_is_a_value_error(
-    checkpoint: Any, tmp_path: Path, entry: Any
-) -> None:
+def test_a_tensor_outside_its_file_is_a_value_error(tmp_path: Path, entry: Any) -> None:
     encoded = json.dumps({"visual.a": entry}).encode()
     file = tmp_path / "a.safetensors"
     file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(2))
 
     with pytest.raises(ValueError, match=r"a\.safetensors"):
-        checkpoint.fingerprint([file])
+        fingerprint([file])

@@ -11,17 +11,18 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh installs it")
 
-from ec_store.device import region as region_module  # noqa: E402 - only with torch
-from ec_store.device.memory import SPARE_BYTES  # noqa: E402
-from ec_store.device.region import (  # noqa: E402
-    ALIGNMENT,
+from ec_store import memory_left  # noqa: E402 - only with torch
+from ec_store.engine import region as region_module  # noqa: E402
+from ec_store.engine.region import (  # noqa: E402
     HEADER_BYTES,
     MAX_READERS,
     Place,
     Region,
     RegionReader,
 )
-from ec_store.device.tensors import Loader, to_device  # noqa: E402
+from ec_store.engine.slots import ALIGNMENT  # noqa: E402
+from ec_store.engine.tensors import Loader, to_device  # noqa: E402
+from ec_store.memory_left import SPARE_BYTES  # noqa: E402
 from tests.fake_accelerator import FakeAccelerator, until  # noqa: E402
 
 DATA = memoryview(bytes(range(256)) * 64)
@@ -131,7 +132,7 @@ def test_region_larger_than_the_memory_left_raises_before_it_touches_memory(
     """The kernel ends a process that exceeds the limit of its container."""
     touched: list[Any] = []
     monkeypatch.setattr(os, "posix_fallocate", lambda *args: touched.append(args))
-    monkeypatch.setattr("ec_store.device.memory.available_bytes", lambda: SPARE_BYTES + SIZE)
+    monkeypatch.setattr(memory_left, "available_bytes", lambda: SPARE_BYTES + SIZE)
 
     with pytest.raises(OSError, match="memory limit"):
         Region(2 * SIZE, 1)
@@ -187,7 +188,7 @@ def test_memory_of_another_process_is_not_mapped() -> None:
 
 KILLED = """
 import os, signal, sys
-from ec_store.device.region import Region
+from ec_store.engine.region import Region
 region = Region(2**20, 1)
 view = region.copy_in(memoryview(b"x" * 100))
 path, size, token = region.shared_region().handle

@@ -13,185 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ec_store.device.region import Place, RegionReader, SharedRegion, Slots
+from ec_store.engine.region import Place, RegionReader, SharedRegion
+from ec_store.engine.slots import Slots
+from ec_store.engine.threads import start_thread
 
 CLOSE_TIMEOUT_S = 10.0
-
-HostTensor = Callable[[], torch.Tensor]
-"""Function that waits for the copy and returns it, on any thread."""
-
-
-class _Job(NamedTuple):
-    """One copy from the device to host memory.
-
-    Attributes:
-        ready: event that fires when the tensor has been computed.
-        offset: offset in the ring; None if the tensor is larger than the ring.
-    """
-
-    tensor: torch.Tensor
-    ready: torch.Event
-    offset: int | None
-    copied: Future[torch.Tensor]
-
-
-class HostCopies:
-    """Copier to a ring of pinned memory, on a thread and a stream of its own.
-
-    A tensor on the device is released when its copy has been made, not when the copy has been used:
-    waiting data is in host memory. The first copy allocates the ring, on the thread. The ring is
-    pageable memory if the driver refuses to pin it.
-    """
-
-    def __init__(self, size_bytes: int) -> None:
-        """Create the copier with a ring of this size; a single tensor may be larger."""
-        self._slots = Slots(size_bytes)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._ring: np.ndarray[Any, Any] | None = None
-
-    def start(self, tensor: torch.Tensor) -> HostTensor | None:
-        """Copy a tensor as it is after the work queued on its device so far.
-
-        A tensor on a CPU is not copied. The copy is contiguous; its memory in the ring is free
-        again after its last view is deleted.
-
-        Returns:
-            Function that waits for the copy and returns it; None if the ring has no room.
-
-        Raises:
-            RuntimeError: the device failed, or the thread cannot be started.
-        """
-        tensor = tensor.detach()
-        if tensor.device.type == "cpu":
-            contiguous: HostTensor = tensor.contiguous
-            return contiguous
-        if self._thread is None:
-            thread = threading.Thread(
-                target=self._run, args=(tensor.device,), name="ec-copy", daemon=True
-            )
-            thread.start()
-            self._thread = thread
-        ready = torch.Event(tensor.device)
-        ready.record(torch.accelerator.current_stream(tensor.device))
-        # Taken last: if the event failed, the place would stay taken.
-        offset = self._slots.take_slot(tensor.nbytes)
-        if offset is None and tensor.nbytes <= self._slots.size_bytes:
-            return None
-        copied: Future[torch.Tensor] = Future()
-        self._jobs.put(_Job(tensor, ready, offset, copied))
-        return copied.result
-
-    def close(self) -> None:
-        """Make the queued copies, for at most `CLOSE_TIMEOUT_S` seconds."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join(CLOSE_TIMEOUT_S)
-
-    def _run(self, device: torch.device) -> None:
-        # All that may fail is in the `try`: the writer waits for each copy without a deadline.
-        stream: torch.Stream | None = None
-        while (job := self._jobs.get()) is not None:
-            host: torch.Tensor | None = None
-            try:
-                stream = stream or new_stream(device)
-                host = self._place(job)
-                copy(job, host, stream)
-            except Exception as error:  # noqa: BLE001 - the future raises it
-                if host is None and job.offset is not None:
-                    self._slots.free_slot(job.offset)
-                job.copied.set_exception(error.with_traceback(None))  # it would hold the place
-            else:
-                job.copied.set_result(host)
-            # Dropped before the wait for the next job: they refer to the tensor and to its place.
-            del job, host
-
-    def _place(self, job: _Job) -> torch.Tensor:
-        """Return memory for a copy, which becomes free again after its last view is deleted."""
-        tensor, offset = job.tensor, job.offset
-        if offset is None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        if self._ring is None:
-            self._ring = pinned_memory(self._slots.size_bytes).numpy()
-        place = self._ring[offset : offset + tensor.nbytes]
-        host = torch.from_numpy(place).view(tensor.dtype).view(tensor.shape)
-        # The tensor and all views of it refer to this array.
-        weakref.finalize(place, self._slots.free_slot, offset)
-        return host
-
-
-def new_stream(device: torch.device) -> torch.Stream:
-    """Return a new stream of a device, and set the device as this thread's.
-
-    A thread starts on device 0. Leaving a stream's context restores the thread's device, and in
-    CUDA that creates a context there: some 0.4 GB of another rank's memory.
-    """
-    torch.accelerator.set_device_index(device.index)
-    return torch.Stream(device)
-
-
-def copy(job: _Job, host: torch.Tensor, stream: torch.Stream) -> None:
-    """Make a copy on a stream, and wait for it."""
-    done = torch.Event(job.tensor.device)
-    with stream:
-        stream.wait_event(job.ready)
-        host.copy_(job.tensor, non_blocking=True)
-        done.record(stream)
-    done.synchronize()
-
-
-def pinned_memory(size_bytes: int) -> torch.Tensor:
-    """Return pinned host memory, which a device reads and writes directly.
-
-    If the driver refuses (limits of locked memory, no device), the memory is pageable, which is
-    slower.
-    """
-    try:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
+logger = logging.getLogger("vllm.ec_store")
 
-class _Writable:
-    """Wrapper that presents bytes to numpy as writable: torch warns of read-only arrays."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        array = np.frombuffer(data, np.uint8)
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
-
-
-def as_tensor(data: memoryview) -> torch.Tensor:
-    """Return a tensor that shares the bytes' memory and keeps it alive. It must not be written."""
-    return torch.from_numpy(np.asarray(_Writable(data)))
-
-
-def to_device(parts: Sequence[torch.Tensor], dtype: str, shape: Iterable[int]) -> torch.Tensor:
-    """Return a tensor of these bytes on the device of the model.
-
-    The copies are asynchronous, on the stream of the step that uses it.
-
-    Args:
-        parts: bytes, uint8, in order. Pinned memory is copied directly, and must not change until
-            the copy is done; other memory is copied to pinned memory first.
-        dtype: dtype of the tensor, as `Entry.dtype`.
-        shape: shape of the tensor.
-    """
-    device = torch.accelerator.current_accelerator(check_available=True)
-    size_bytes = sum(part.nbytes for part in parts)
-    raw = torch.empty(size_bytes, dtype=torch.uint8, device=device or "cpu")
-    begin = 0
-    for part in parts:
-        source = part
-        if device is not None and not part.is_pinned():
-            source = pinned_memory(part.nbytes).copy_(part)
-        raw[begin : begin + part.nbytes].copy_(source, non_blocking=True)
-        begin += part.nbytes
-    return raw.view(TORCH_DTYPES[dtype]).reshape(*shape)
+HostTensor = Callable[[], torch.Tensor]
+"""Function that waits for the copy and returns it, on any thread."""
 
 
 class Output:
@@ -233,7 +67,155 @@ class Output:
             stream.synchronize()
 
 
-logger = logging.getLogger("vllm.ec_store")
+class _Job(NamedTuple):
+    """One copy from the device to host memory.
+
+    Attributes:
+        offset: offset in the ring; None if the tensor is larger than the ring.
+    """
+
+    output: Output
+    offset: int | None
+    copied: Future[torch.Tensor]
+
+
+class HostCopies:
+    """Copier to a ring of pinned memory, on a thread and a stream of its own.
+
+    A tensor on the device is released when its copy has been made, not when the copy has been used:
+    waiting data is in host memory. The first copy allocates the ring, on the thread. The ring is
+    pageable memory if the driver refuses to pin it.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        """Create the copier with a ring of this size; a single tensor may be larger."""
+        self._slots = Slots(size_bytes)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ring: np.ndarray[Any, Any] | None = None
+
+    def start(self, tensor: torch.Tensor) -> HostTensor | None:
+        """Copy a tensor as it is after the work queued on its device so far.
+
+        A tensor on a CPU is not copied. The copy is contiguous; its memory in the ring is free
+        again after its last view is deleted.
+
+        Returns:
+            Function that waits for the copy and returns it; None if the ring has no room.
+
+        Raises:
+            RuntimeError: the device failed, or the thread cannot be started.
+        """
+        tensor, device = tensor.detach(), tensor.device
+        if device.type == "cpu":
+            contiguous: HostTensor = tensor.contiguous
+            return contiguous
+        if self._thread is None:
+            self._thread = start_thread(lambda: self._run(device), "ec-copy")
+        output = Output(tensor)
+        # Taken last: if the event failed, the place would stay taken.
+        offset = self._slots.take_slot(tensor.nbytes)
+        if offset is None and tensor.nbytes <= self._slots.size_bytes:
+            return None
+        copied: Future[torch.Tensor] = Future()
+        self._jobs.put(_Job(output, offset, copied))
+        return copied.result
+
+    def close(self) -> None:
+        """Make the queued copies, for at most `CLOSE_TIMEOUT_S` seconds."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self, device: torch.device) -> None:
+        # All that may fail is in the `try`: the writer waits for each copy without a deadline.
+        stream: torch.Stream | None = None
+        while (job := self._jobs.get()) is not None:
+            host: torch.Tensor | None = None
+            try:
+                stream = stream or new_stream(device)
+                host = self._place(job.output.tensor, job.offset)
+                job.output.copy_to([host.reshape(-1).view(torch.uint8)], stream)
+            except Exception as error:  # noqa: BLE001 - the future raises it
+                if host is None and job.offset is not None:
+                    self._slots.free_slot(job.offset)
+                job.copied.set_exception(error.with_traceback(None))  # it would hold the place
+            else:
+                job.copied.set_result(host)
+            # Dropped before the wait for the next job: they refer to the tensor and to its place.
+            del job, host
+
+    def _place(self, tensor: torch.Tensor, offset: int | None) -> torch.Tensor:
+        """Return memory for a copy, which becomes free again after its last view is deleted."""
+        if offset is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        if self._ring is None:
+            self._ring = pinned_memory(self._slots.size_bytes).numpy()
+        place = self._ring[offset : offset + tensor.nbytes]
+        host = torch.from_numpy(place).view(tensor.dtype).view(tensor.shape)
+        # The tensor and all views of it refer to this array.
+        weakref.finalize(place, self._slots.free_slot, offset)
+        return host
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """Return a new stream of a device, and set the device as this thread's.
+
+    A thread starts on device 0. Leaving a stream's context restores the thread's device, and in
+    CUDA that creates a context there: some 0.4 GB of another rank's memory.
+    """
+    torch.accelerator.set_device_index(device.index)
+    return torch.Stream(device)
+
+
+def pinned_memory(size_bytes: int) -> torch.Tensor:
+    """Return pinned host memory, which a device reads and writes directly.
+
+    If the driver refuses (limits of locked memory, no device), the memory is pageable, which is
+    slower.
+    """
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+class _Writable:
+    """Wrapper that presents bytes to numpy as writable: torch warns of read-only arrays."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        array = np.frombuffer(data, np.uint8)
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def as_tensor(data: memoryview) -> torch.Tensor:
+    """Return a tensor that shares the bytes' memory and keeps it alive. It must not be written."""
+    return torch.from_numpy(np.asarray(_Writable(data)))
+
+
+def to_device(parts: Sequence[torch.Tensor], dtype: str, shape: Iterable[int]) -> torch.Tensor:
+    """Return a tensor of these bytes on the device of the model.
+
+    The copies are asynchronous, on the stream of the step that uses it.
+
+    Args:
+        parts: bytes, uint8, in order. Pinned memory is copied directly, and must not change until
+            the copy is done; other memory is copied to pinned memory first.
+        dtype: dtype of the tensor, as `Entry.dtype`.
+        shape: shape of the tensor.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    size_bytes = sum(part.nbytes for part in parts)
+    raw = torch.empty(size_bytes, dtype=torch.uint8, device=device or "cpu")
+    begin = 0
+    for part in parts:
+        source = part
+        if device is not None and not part.is_pinned():
+            source = pinned_memory(part.nbytes).copy_(part)
+        raw[begin : begin + part.nbytes].copy_(source, non_blocking=True)
+        begin += part.nbytes
+    return raw.view(TORCH_DTYPES[dtype]).reshape(*shape)
 
 
 class Loader:
@@ -260,13 +242,7 @@ class Loader:
             RuntimeError: the thread cannot be started; the next call tries again.
         """
         if self._mapping is None:
-            device = torch.accelerator.current_accelerator(check_available=True)
-            index = torch.accelerator.current_device_index() if device else None
-            mapping = threading.Thread(
-                target=self._map, args=(shared, index), name="ec-map", daemon=True
-            )
-            mapping.start()
-            self._mapping = mapping
+            self._mapping = start_thread(lambda: self._map(shared), "ec-map", device=True)
 
     def view(self, place: Place) -> torch.Tensor:
         """Return bytes in the shared memory.
@@ -300,9 +276,7 @@ class Loader:
                 if self.reader is not None:
                     self.reader.has_read(number)
 
-    def _map(self, shared: SharedRegion, device_index: int | None) -> None:
-        if device_index is not None:
-            torch.accelerator.set_device_index(device_index)
+    def _map(self, shared: SharedRegion) -> None:
         try:
             reader = RegionReader(shared.handle, self._number)
         except OSError as error:

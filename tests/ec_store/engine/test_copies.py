@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh installs it")
 
-from ec_store.device import tensors  # noqa: E402 - only with torch
-from ec_store.device.tensors import HostCopies, to_device  # noqa: E402
+from ec_store.engine import tensors  # noqa: E402 - only with torch
+from ec_store.engine.tensors import HostCopies, Output, to_device  # noqa: E402
 from tests.ec_store.conftest import NoThreads  # noqa: E402
 from tests.fake_accelerator import FakeAccelerator, until  # noqa: E402
 
@@ -109,7 +109,7 @@ def test_a_tensor_larger_than_the_ring_is_copied_beside_it(fake: FakeAccelerator
 def test_a_failed_copy_fails_only_its_entry(
     fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = tensors.copy
+    make = Output.copy_to
     failures = iter([RuntimeError("device")])
 
     def failing(*arguments: Any) -> None:
@@ -117,7 +117,7 @@ def test_a_failed_copy_fails_only_its_entry(
             raise error
         make(*arguments)
 
-    monkeypatch.setattr(tensors, "copy", failing)
+    monkeypatch.setattr(Output, "copy_to", failing)
     ring = HostCopies(2 * SIZE)
     broken, whole = (ring.start(fake.tensor(VALUES)) for _ in range(2))
     assert broken
@@ -158,7 +158,7 @@ def test_a_device_that_cannot_be_used_fails_its_copies_and_not_later_ones(
         (torch.accelerator, "current_stream"),
         (torch.accelerator, "set_device_index"),
         (tensors, "pinned_memory"),
-        (tensors, "copy"),
+        (Output, "copy_to"),
     ],
 )
 def test_a_failed_copy_leaves_its_place_in_the_ring(

@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ec_store.entry import Entry
-from ec_store.fetch_queue import (
+from ec_store.engine.entry_memory import (
     LARGE_BYTES,
     OVERHEAD_BYTES,
     PAGE_BYTES,
@@ -16,6 +15,7 @@ from ec_store.fetch_queue import (
     buffer_bytes,
     entry_bytes,
 )
+from ec_store.entry import Entry
 from tests.examples import scaled
 
 LIMIT = 10 * OVERHEAD_BYTES + 1000
@@ -50,7 +50,7 @@ def test_entry_counts_with_all_of_its_buffer() -> None:
 def test_budget_is_reached_and_not_exceeded() -> None:
     memory = EntryMemory(LIMIT)
     memory.reserve("a", LIMIT - 100)
-    memory.claim("a")
+    memory.pin("a")
     assert memory.has_room({"b": 100})
     assert not memory.has_room({"b": 101})
     assert not memory.has_room({"b": 50, "c": 51})
@@ -61,31 +61,31 @@ def test_a_request_larger_than_the_budget_is_admitted_by_itself() -> None:
     memory = EntryMemory(LIMIT)
     assert memory.has_room({"a": 10 * LIMIT})
     memory.reserve("a", 10 * LIMIT)
-    memory.claim("a")
+    memory.pin("a")
     assert not memory.has_room({"b": 1})
     memory.hold_entry("a", sized(LIMIT))
     assert not memory.has_room({"b": 1})
-    memory.release("a")
+    memory.unpin("a")
     assert memory.has_room({"b": 10 * LIMIT})
     assert memory.held_bytes == 0
 
 
-def test_fetch_that_nothing_claims_does_not_keep_the_next_one_out() -> None:
+def test_fetch_that_nothing_pins_does_not_keep_the_next_one_out() -> None:
     """The fetch hangs, and its requests have continued without it."""
     memory = EntryMemory(LIMIT)
     memory.reserve("hangs", LIMIT)
     assert memory.has_room({"b": 1})
     memory.reserve("b", 1)
-    memory.claim("b")
+    memory.pin("b")
     assert not memory.has_room({"c": 1})
 
 
-def test_kept_entry_needs_room_once_it_is_claimed() -> None:
+def test_kept_entry_needs_room_once_it_is_pinned() -> None:
     memory = EntryMemory(LIMIT)
     memory.reserve("kept", LIMIT // 2)
     memory.hold_entry("kept", sized(LIMIT // 2 - OVERHEAD_BYTES))
     memory.reserve("a", LIMIT // 2 + 1)
-    memory.claim("a")
+    memory.pin("a")
 
     assert memory.held_bytes == 0
     assert not memory.has_room({"kept": LIMIT // 2})
@@ -96,11 +96,11 @@ class Model:
     """Expected content of a memory.
 
     Attributes:
-        claims: number of claims by identifier.
+        pins: number of pins by identifier.
         reserved: bytes by identifier.
     """
 
-    claims: dict[str, int] = field(default_factory=dict)
+    pins: dict[str, int] = field(default_factory=dict)
     reserved: dict[str, int] = field(default_factory=dict)
 
 
@@ -116,17 +116,17 @@ class Admission(RuleBasedStateMachine):
     @rule(names=st.sets(NAMES, min_size=1), size=st.integers(1, LIMIT // 3))
     def ask(self, names: set[str], size: int) -> None:
         wanted = dict.fromkeys(names, OVERHEAD_BYTES + size)
-        nothing_claimed = not self.model.claims
+        nothing_pinned = not self.model.pins
         if not self.memory.has_room(wanted):
-            assert not nothing_claimed
+            assert not nothing_pinned
             return
-        self.alone |= nothing_claimed
+        self.alone |= nothing_pinned
         for name in sorted(names, key=lambda one: self.memory.entry(one) is None):
             if self.memory.entry(name) is None and name not in self.model.reserved:
                 self.memory.reserve(name, wanted[name])
                 self.model.reserved[name] = wanted[name]
-            self.memory.claim(name)
-            self.model.claims[name] = self.model.claims.get(name, 0) + 1
+            self.memory.pin(name)
+            self.model.pins[name] = self.model.pins.get(name, 0) + 1
 
     @precondition(lambda self: self.model.reserved)
     @rule(data=st.data(), comes=st.booleans())
@@ -134,18 +134,18 @@ class Admission(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.model.reserved)))
         size = self.model.reserved.pop(name) - OVERHEAD_BYTES
         if not comes:
-            self.memory.release_all(name)
-            self.model.claims.pop(name, None)
+            self.memory.unpin_all(name)
+            self.model.pins.pop(name, None)
         self.memory.hold_entry(name, sized(size - size % 2) if comes else None)
 
-    @precondition(lambda self: self.model.claims)
+    @precondition(lambda self: self.model.pins)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.model.claims)))
-        self.memory.release(name)
-        self.model.claims[name] -= 1
-        if not self.model.claims[name]:
-            del self.model.claims[name]
+        name = data.draw(st.sampled_from(sorted(self.model.pins)))
+        self.memory.unpin(name)
+        self.model.pins[name] -= 1
+        if not self.model.pins[name]:
+            del self.model.pins[name]
 
     @rule(name=NAMES)
     def discard(self, name: str) -> None:
@@ -153,22 +153,22 @@ class Admission(RuleBasedStateMachine):
 
     @invariant()
     def sums_are_right(self) -> None:
-        memory, claims = self.memory, self.model.claims
+        memory, pins = self.memory, self.model.pins
         held = {name: one for name in "abcdefgh" if (one := memory.entry(name)) is not None}
         assert memory.held_bytes == sum(map(entry_bytes, held.values()))
-        pinned = sum(entry_bytes(one) for name, one in held.items() if name in claims)
+        pinned = sum(entry_bytes(one) for name, one in held.items() if name in pins)
         assert memory.pinned_bytes == pinned
         assert memory.reserved_bytes == sum(self.model.reserved.values())
 
     @invariant()
-    def claimed_entries_are_there(self) -> None:
-        for name in self.model.claims:
+    def pinned_entries_are_there(self) -> None:
+        for name in self.model.pins:
             there = self.memory.entry(name) is not None
             assert there != (name in self.model.reserved)
 
     @invariant()
     def budget_holds(self) -> None:
-        """Check the budget; only an admission while nothing was claimed may exceed it."""
+        """Check the budget; only an admission while nothing was pinned may exceed it."""
         taken = self.memory.held_bytes + self.memory.reserved_bytes
         assert taken <= LIMIT or self.alone
         if taken <= LIMIT:

@@ -14,14 +14,14 @@ from ec_store import StoreUnavailable
 from ec_store.redis.client import RedisClient
 from ec_store.redis.entries import RedisEntries
 from ec_store.redis.store import RedisStore
-from ec_store.redis.turns import LARGE_BYTES, WriteTurns
-from ec_store.redis.url import TURNS, redis_options
+from ec_store.redis.url import PERMITS, redis_options
+from ec_store.redis.write_permits import LARGE_BYTES, WritePermits
 from tests.ec_store.contract import assert_same, key, sized
 from tests.support.redis_server import RedisServer
 
 MIB = 2**20
-WRITERS = 5 * TURNS
-TURN_KEYS = [f"epd:ec:writing:{number}" for number in range(TURNS)]
+WRITERS = 5 * PERMITS
+PERMIT_KEYS = [f"epd:ec:writing:{number}" for number in range(PERMITS)]
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def store(server: RedisServer, client: Any) -> Iterator[RedisStore]:
 
 
 @contextmanager
-def turns(server: RedisServer, timeout_s: float) -> Iterator[WriteTurns]:
+def permits(server: RedisServer, timeout_s: float) -> Iterator[WritePermits]:
     with closing(RedisClient(redis_options(server.url()))) as client:
-        yield WriteTurns(client, "epd:ec", timeout_s)
+        yield WritePermits(client, "epd:ec", timeout_s)
 
 
 def test_few_large_entries_are_written_at_once(
@@ -64,7 +64,7 @@ def test_few_large_entries_are_written_at_once(
             put = pool.map(lambda n: stores[n].put(key(f"{n}"), sized(LARGE_BYTES)), range(WRITERS))
             assert list(put) == [True] * WRITERS
 
-    assert max(most) <= TURNS
+    assert max(most) <= PERMITS
     assert client.keys("*writing*") == []
     assert len(client.keys("*:e2")) == WRITERS
 
@@ -73,22 +73,22 @@ def test_few_large_entries_are_written_at_once(
 def test_a_large_entry_without_a_turn_is_dropped_in_time_and_a_small_one_needs_none(
     server: RedisServer, client: Any
 ) -> None:
-    for name in TURN_KEYS:
+    for name in PERMIT_KEYS:
         client.set(name, b"")
     with RedisStore.from_url(server.url("timeout=200ms")) as store:
         with pytest.raises(StoreUnavailable, match="other writers"):
             store.put(key("large"), sized(LARGE_BYTES))
         assert store.put(key("small"), sized(LARGE_BYTES - 2)) is True
         assert store.stats().drops == 1
-        client.delete(TURN_KEYS[2])
+        client.delete(PERMIT_KEYS[2])
         assert store.lookup([key("large")]) == [None]
     with RedisStore.from_url(server.url("timeout=60s")) as store:
         assert store.put(key("large"), sized(LARGE_BYTES)) is True
-    assert client.exists(*TURN_KEYS) == TURNS - 1
+    assert client.exists(*PERMIT_KEYS) == PERMITS - 1
 
 
 def test_a_turn_of_a_killed_writer_expires(server: RedisServer, client: Any) -> None:
-    with turns(server, 30.0) as held, held.hold_turn(LARGE_BYTES):
+    with permits(server, 30.0) as held, held.hold_permit(LARGE_BYTES):
         [name] = client.keys("*writing*")
         assert 0 < client.pttl(name) <= 30_000
 
@@ -96,12 +96,12 @@ def test_a_turn_of_a_killed_writer_expires(server: RedisServer, client: Any) -> 
 def test_an_expired_turn_of_another_writer_is_not_released(
     server: RedisServer, client: Any
 ) -> None:
-    with turns(server, 0.05) as held, held.hold_turn(LARGE_BYTES):
+    with permits(server, 0.05) as held, held.hold_permit(LARGE_BYTES):
         time.sleep(0.1)
-        for name in TURN_KEYS:
+        for name in PERMIT_KEYS:
             client.set(name, b"")
 
-    assert client.exists(*TURN_KEYS) == TURNS
+    assert client.exists(*PERMIT_KEYS) == PERMITS
 
 
 def test_the_server_keeps_no_buffer_for_a_writer(store: RedisStore, client: Any) -> None:
@@ -114,7 +114,7 @@ def test_the_server_keeps_no_buffer_for_a_writer(store: RedisStore, client: Any)
 
 @pytest.mark.fault(89)
 def test_writers_take_no_more_memory_than_documented(tmp_path: Path) -> None:
-    """The rule of docs/redis.md: twice the memory of the largest entry for each turn."""
+    """The rule of docs/redis.md: twice the memory of the largest entry for each permit."""
     size = 8 * MIB - 2048  # the allocator has a class of 8 MiB
     with RedisServer(tmp_path / "redis", {"save": '""'}) as server:
         client: Any = server.client
@@ -134,4 +134,4 @@ def test_writers_take_no_more_memory_than_documented(tmp_path: Path) -> None:
                 beside.append(info["used_memory"] - used - len(names) * 8 * MIB)
 
         assert [future.result() for future in done] == [None] * WRITERS
-        assert max(beside) <= (2 * TURNS + 1) * 8 * MIB
+        assert max(beside) <= (2 * PERMITS + 1) * 8 * MIB
