@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
+import numpy as np
 
 from ec_store.arena.checksums import checksum_of
 from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
@@ -115,11 +116,12 @@ class ArenaStore(Store):
         if write is None:
             return False
         try:
+            header = encode_header(key, entry, "")  # a large copy empties the core's caches
             copy_in(data, write.parts)
         except BaseException:
             write.abort()
             raise
-        return write.commit(entry)
+        return write.store(header)
 
     def begin(
         self, key: EntryKey, size_bytes: int, *, replace: bool = False
@@ -335,10 +337,12 @@ class ArenaStore(Store):
             _verify(found, pin.checksum)
         kept = _Kept()
         weakref.finalize(kept, self._connection.release, arena, pin.number)
+        parts = []
         for part in found:
-            weakref.finalize(part, id, kept)  # `kept` exists while views of any part do
+            viewed = part.view(_PinnedBytes)
+            viewed.kept = kept
+            parts.append(viewed.data.toreadonly())
         place = HostPlace(arena.name, tuple(pin.extents), info.payload_bytes)
-        parts = [part.data.toreadonly() for part in found]
         return PlacedEntry(info.dtype, info.shape, info.modality, info.metadata, place, parts)
 
     def _problem(self, digest: bytes, *, fix: bool) -> str | None:
@@ -414,6 +418,12 @@ class _Kept:
     """Object that exists as long as a pin is needed."""
 
 
+class _PinnedBytes(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Bytes of a pinned entry, which keep its pin: a view of them refers to this array."""
+
+    kept: _Kept
+
+
 class EntryWrite:
     """Write of an entry that was begun. Its bytes belong to it until `commit` or `abort`.
 
@@ -456,8 +466,12 @@ class EntryWrite:
         Raises:
             StoreUnavailable: the server is gone, or the connection was lost since `begin`.
         """
+        return self.store(encode_header(self._key, entry, ""))
+
+    def store(self, header: bytes) -> bool:
+        """Store the entry with its header; results and errors are those of `commit`."""
         try:
-            stored = self._store.end(self, encode_header(self._key, entry, ""))
+            stored = self._store.end(self, header)
         except StoreUnavailable:
             self._store.counts.add(drops=1)
             raise
