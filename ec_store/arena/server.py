@@ -40,6 +40,7 @@ from ec_store.arena.protocol import (
     Forget,
     Frames,
     Hello,
+    Purge,
     Read,
     Reply,
     Request,
@@ -184,6 +185,8 @@ class ArenaServer:
                 self._tier.offer(written)
             elif isinstance(request, Delete):
                 self._tier.remove(request.digests)
+            elif isinstance(request, Purge):
+                self._tier.purge(request.namespace)
         self.settle_waits()
         self._checksums.wake()
         return reply
@@ -201,10 +204,13 @@ class ArenaServer:
 
     def settle_waits(self) -> None:
         """Answer the clients that waited for entries that have changed."""
-        changed = self.arena.index.changed
-        while changed:
-            for session in list(self.waiting.get(changed.pop(), ())):
-                session.settle_wait()
+        index = self.arena.index
+        while index.changed:
+            digest = index.changed.pop()
+            if sessions := self.waiting.get(digest):
+                until_s = index.pending_until_s(digest, self.clock())
+                for session in list(sessions):
+                    session.settle_key(digest, until_s)
 
     def add(self, session: "Session") -> None:
         """Add a connection, which must send a `Hello` first."""
@@ -394,6 +400,10 @@ class Session(asyncio.Protocol):
         self._reads_replies = True
         self._wait: Wait | None = None
         self._until_s = 0.0
+        self._pending_keys: set[bytes] = set()
+        """Keys of the wait that were pending when they were last looked at."""
+        self._look_s = 0.0
+        """Time at which the wait is looked at without a change of its keys."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -456,6 +466,19 @@ class Session(asyncio.Protocol):
         if len(self._pending) <= MAX_PENDING:
             self.transport.resume_reading()
 
+    def settle_key(self, digest: bytes, until_s: float) -> None:
+        """Take note that a key of this client's wait is pending until a time, or is not.
+
+        The cost grows with the keys of the wait only if it may be answered, or must be looked at
+        earlier.
+        """
+        if until_s <= self._server.clock():
+            self._pending_keys.discard(digest)
+            if not self._pending_keys:
+                self.settle_wait()
+        elif until_s < self._look_s:
+            self.settle_wait()
+
     def settle_wait(self) -> None:
         """Answer this client's wait if nothing that it waits for is pending, or after its time.
 
@@ -464,15 +487,17 @@ class Session(asyncio.Protocol):
         if self._wait is None:
             return
         index, now_s = self._server.arena.index, self._server.clock()
-        ends = [index.pending_until_s(digest, now_s) for digest in self._wait.digests]
-        pending = [end_s for end_s in ends if end_s > now_s]
+        ends = {digest: index.pending_until_s(digest, now_s) for digest in self._wait.digests}
+        pending = {digest: end_s for digest, end_s in ends.items() if end_s > now_s}
         if not pending or now_s >= self._until_s:
             self._end_wait()
             self.transport.write(encode(Done()))
             return
         if self._timer is not None:
             self._timer.cancel()
-        delay_s = min(self._until_s, *pending) - now_s
+        self._pending_keys = set(pending)
+        self._look_s = min(self._until_s, *pending.values())
+        delay_s = self._look_s - now_s
         self._timer = asyncio.get_running_loop().call_later(delay_s, self.settle_wait)
 
     def _receive(self, request: Request) -> None:

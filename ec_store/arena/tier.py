@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ec_store.arena.arena import Arena, Coming
+from ec_store.arena.fields import decode_name, encode_name
 from ec_store.arena.index import Refusal, Slot
 from ec_store.arena.memory import Bytes, copy_in, copy_out, parts_of
 from ec_store.arena.protocol import TierStats
@@ -54,6 +55,9 @@ entry is let in if nothing else waits."""
 QUEUE_ENTRIES = 4096
 """Upper bound of the entries that wait to be sent, and of those that wait to be deleted."""
 
+QUEUE_NAMESPACES = 64
+"""Upper bound of the namespaces that wait to be deleted."""
+
 QUEUED_S = 30.0
 """Time in seconds after which an entry that still waits is not sent."""
 
@@ -86,6 +90,9 @@ class Tier(Protocol):
 
     def remove(self, digests: Sequence[str]) -> int:
         """Delete entries by the digests of their keys, and return how many existed."""
+
+    def purge(self, namespace: str) -> int:
+        """Delete a namespace with its entries, and return how many existed."""
 
     def close(self) -> None: ...
 
@@ -130,8 +137,9 @@ class TierTransfers:
         self._running_lookups = 0
         self._fetch_bytes = 0
         self._failed: BoundedDict[bytes, float] = BoundedDict(MAX_FAILED)
-        self._queue: deque[_Sending | _Removal] = deque()
+        self._queue: deque[_Sending | _Removal | _Purge] = deque()
         self._removed: set[bytes] = set()
+        self._purged: set[str] = set()
         self._woken = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -195,6 +203,25 @@ class TierTransfers:
         self._queue.append(_Removal(digests))
         self._woken.set()
 
+    def purge(self, name: bytes) -> None:
+        """Queue a namespace to be deleted, and abandon its fetches.
+
+        Its entries in the tier are misses from now on.
+        """
+        coming = self._arena.coming
+        for digest in [digest for digest, each in coming.items() if each.namespace == name]:
+            del coming[digest]
+        try:
+            namespace = decode_name(name)
+        except UnicodeDecodeError:  # no key has it
+            return
+        if len(self._purged) >= QUEUE_NAMESPACES:
+            self.stats.drops += 1
+            return
+        self._purged.add(namespace)
+        self._queue.append(_Purge(namespace))
+        self._woken.set()
+
     async def _look_up(self, digests: Sequence[bytes]) -> None:
         names = [digest.hex() for digest in digests]
         try:
@@ -210,7 +237,8 @@ class TierTransfers:
             self._running_lookups -= 1
         self._finding.succeeded()
         for digest, info in zip(digests, infos, strict=True):
-            if info is None:
+            # It may have been deleted during the look-up.
+            if info is None or digest in self._removed or info.key.namespace in self._purged:
                 self.stats.misses += 1
             else:
                 self.stats.hits += 1
@@ -222,14 +250,14 @@ class TierTransfers:
         if self._fetch_bytes > 0 and self._fetch_bytes + size_bytes > QUEUE_BYTES:
             self.stats.drops += 1
             return
-        namespace = info.key.namespace.encode("utf-8", "surrogatepass")
+        namespace = encode_name(info.key.namespace)
         slot = Slot(digest, namespace, size_bytes)
         number = self._arena.index.begin(self._arena.own, slot, self._clock())
         if isinstance(number, Refusal):
             self.stats.drops += number in {Refusal.FULL, Refusal.TOO_LARGE}
             return
         self._fetch_bytes += size_bytes
-        coming = Coming(encode_header(info.key, info, ""))
+        coming = Coming(encode_header(info.key, info, ""), namespace)
         self._arena.coming[digest] = coming
         self._run(self._fetch(number, slot, info, coming))
 
@@ -286,10 +314,13 @@ class TierTransfers:
             while self._queue:
                 change = self._queue.popleft()
                 try:
-                    if isinstance(change, _Removal):
-                        await self._remove(change.digests)
-                    else:
-                        await self._send(change)
+                    match change:
+                        case _Sending():
+                            await self._send(change)
+                        case _Removal(digests):
+                            await self._remove(digests)
+                        case _Purge(namespace):
+                            await self._purge(namespace)
                 except Exception:  # what waits behind it must be sent
                     self.stats.errors += 1
                     logger.exception("an entry cannot be sent to the tier of the arena")
@@ -360,6 +391,15 @@ class TierTransfers:
         finally:
             self._removed.difference_update(digests)
 
+    async def _purge(self, namespace: str) -> None:
+        try:
+            await _on(self._changes, lambda: self._tier.purge(namespace))
+        except StoreError as error:
+            self.stats.drops += 1
+            self._fail(self._writing, error)
+        finally:
+            self._purged.discard(namespace)
+
     def _fail(self, breaker: Breaker, reason: object) -> None:
         self.stats.errors += 1
         breaker.record_failure(reason)
@@ -385,6 +425,13 @@ class _Removal:
     """Entries that wait to be deleted."""
 
     digests: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Purge:
+    """Namespace that waits to be deleted."""
+
+    namespace: str
 
 
 async def _on(pool: DaemonPool, call: Callable[[], T]) -> T:

@@ -95,6 +95,13 @@ def until(path: Path, **expected: float) -> None:
         time.sleep(0.01)
 
 
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s, "it has not happened"
+        time.sleep(0.005)
+
+
 def in_child(path: Path, code: str) -> subprocess.Popen[str]:
     """Run code in a process with `store`; return when it has printed a line."""
     start = f"""

@@ -39,9 +39,11 @@ from ec_store.arena.protocol import (
     Headers,
     Hello,
     List,
+    Namespaces,
     Page,
     Pins,
     Read,
+    Register,
     Release,
     Stats,
     Unpin,
@@ -347,6 +349,14 @@ def test_a_message_and_its_keys_have_a_maximum(path: Path, client: ArenaConnecti
     assert "4096" in text_of(raw(path, HELLO, encode(Find([digest] * (MAX_KEYS + 1)))))
     above = encode(Unpin([*longest.numbers, 0]))
     assert f"of at most {MAX_REQUEST_BYTES}" in text_of(raw(path, HELLO, above))
+
+
+def test_a_registered_name_has_a_maximum(path: Path, client: ArenaConnection) -> None:
+    longest, above = b"n" * 4096, b"n" * 4097
+    registered = client.call(Register(longest, longest), Namespaces)[0]
+    assert registered.namespaces == {longest: longest}
+    for request in (Register(above, b"n"), Register(b"m", above)):
+        assert "4096" in text_of(raw(path, HELLO, encode(request)))
 
 
 def test_headers_that_fit_into_no_reply_end_the_connection_alone(

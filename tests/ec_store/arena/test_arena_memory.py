@@ -217,6 +217,22 @@ def test_a_memory_has_huge_pages_where_the_kernel_gives_them(
         os.close(created.fd)
 
 
+def test_a_memory_is_of_its_user_alone() -> None:
+    created = create_memory(4096)
+    assert os.fstat(created.fd).st_mode & 0o777 == 0o600
+    os.close(created.fd)
+
+
+def test_a_process_that_may_not_read_its_mappings_finds_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert memory._smaps(0) == ""  # noqa: SLF001
+
+
 def test_the_mapping_at_an_address_is_described(tmp_path: Path) -> None:
     created = create_memory(4096)
     mapped = map_memory(created.fd, 4096, write=False)

@@ -33,6 +33,7 @@ from ec_store.arena.protocol import (
     Pins,
     Read,
     Register,
+    Release,
     Wait,
     encode,
     read_reply,
@@ -52,6 +53,7 @@ from tests.ec_store.arena.served import (
     serving,
     stats,
     until,
+    wait_for,
 )
 from tests.ec_store.contract import assert_same, key, sized
 
@@ -379,6 +381,52 @@ def test_a_wait_ends_with_the_claim(path: Path, server: ArenaServer, how: str) -
             claimer.close()
         wait.result(10)
     claimer.close()
+    waiter.close()
+
+
+def test_a_change_of_a_key_looks_at_no_other_key_of_those_that_wait(
+    path: Path, server: ArenaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = [bytes.fromhex(key(str(n)).digest) for n in range(100)]
+    claimer = ArenaConnection(str(path), "proxy", 10)
+    claimer.call(ClaimKeys(digests, b"owner", 60), Claimed)
+    waiters = [ArenaConnection(str(path), "proxy", 10) for _ in range(3)]
+    index = server.arena.index
+    looked_at: list[bytes] = []
+    pending_until_s = index.pending_until_s
+
+    def noted(digest: bytes, now_s: float) -> float:
+        looked_at.append(digest)
+        return pending_until_s(digest, now_s)
+
+    with ThreadPoolExecutor(3) as pool:
+        waits = [pool.submit(each.call, Wait(digests, 60), Done, seconds=60) for each in waiters]
+        wait_for(lambda: len(server.waiting[digests[-1]]) == 3)
+        monkeypatch.setattr(index, "pending_until_s", noted)
+        for digest in digests[:-1]:
+            claimer.call(Release([digest], b"owner"), Done)
+        assert looked_at == digests[:-1]
+        assert not any(wait.done() for wait in waits)
+        claimer.call(Release(digests[-1:], b"owner"), Done)
+        for wait in waits:
+            wait.result(10)
+    for each in (claimer, *waiters):
+        each.close()
+
+
+def test_a_wait_ends_for_a_claim_that_ends_before_a_write_that_was_given_up(
+    path: Path, server: ArenaServer
+) -> None:
+    writer = ArenaConnection(str(path), "writer", 10)
+    begun, arena = writer.call(Begin(KEY, b"", 1, False), Begun)
+    writer.call(ClaimKeys([KEY], b"owner", 0.5), Claimed)
+    waiter = ArenaConnection(str(path), "proxy", 10)
+    with ThreadPoolExecutor(1) as pool:
+        wait = pool.submit(waiter.call, Wait([KEY], 60), Done, seconds=60)
+        wait_for(lambda: server.waiting[KEY])
+        writer.call(End(begun.number, b""), Done, within=arena)
+        wait.result(8)  # and not when expired claims are looked for
+    writer.close()
     waiter.close()
 
 
