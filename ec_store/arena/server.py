@@ -84,11 +84,11 @@ OTHER_DESCRIPTORS = 256
 """Descriptors that are left to the process for everything else, such as its HTTP connections."""
 
 MAX_UNREAD_BYTES = 2**20
-"""Upper bound of the replies that a client has not read when it sends a request. One read may
-deliver thousands of requests, so a pause of reading does not bound the replies."""
+"""Bytes of replies that a client has not read above which its requests wait. One read may deliver
+thousands of requests, so a pause of reading does not bound the replies."""
 
 MAX_PENDING = 64
-"""Requests of a client above which no more are read, while one of them waits for the tier."""
+"""Requests of a client that wait above which no more are read."""
 
 NEEDS_MEMORY: Mapping[Role | None, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
 """Requests for which the memory of a client is missing, by its role: but for an entry without
@@ -396,7 +396,8 @@ class Session(asyncio.Protocol):
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)
         self._pending: deque[tuple[Request, asyncio.Task[None] | None]] = deque()
-        """Requests that wait for the tier, each with its look-up, and those behind them."""
+        """Requests that wait for the tier, each with its look-up, or until the client reads its
+        replies, and those behind them."""
         self._reads_replies = True
         self._wait: Wait | None = None
         self._until_s = 0.0
@@ -417,8 +418,8 @@ class Session(asyncio.Protocol):
             for request in map(read_request, self._frames.split(data)):
                 looking = None if self.role is None else self._server.look_up(request)
                 if looking is not None:
-                    looking.add_done_callback(self._serve_pending)
-                if looking is not None or self._pending:
+                    looking.add_done_callback(lambda _: self._serve_pending())
+                if looking is not None or self._pending or self._has_unread:
                     self._pending.append((request, looking))
                 else:
                     self._receive(request)
@@ -427,12 +428,16 @@ class Session(asyncio.Protocol):
         if len(self._pending) > MAX_PENDING:
             self.transport.pause_reading()
 
-    def _serve_pending(self, _: "asyncio.Task[None]") -> None:
-        """Answer requests in their order, up to the next that waits for the tier."""
+    @property
+    def _has_unread(self) -> bool:
+        return self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES
+
+    def _serve_pending(self) -> None:
+        """Answer requests in their order, up to the next that waits."""
         if self.transport.is_closing():
             return  # nothing may be pinned or begun for it any more
         try:
-            while self._pending:
+            while self._pending and not self._has_unread:
                 request, looking = self._pending[0]
                 if looking is not None and not looking.done():
                     break
@@ -463,8 +468,7 @@ class Session(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._reads_replies = True
-        if len(self._pending) <= MAX_PENDING:
-            self.transport.resume_reading()
+        self._serve_pending()
 
     def settle_key(self, digest: bytes, until_s: float) -> None:
         """Take note that a key of this client's wait is pending until a time, or is not.
@@ -510,8 +514,6 @@ class Session(asyncio.Protocol):
             return
         if self._wait is not None:
             raise BadMessage("a request while it waits")
-        if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-            raise BadMessage("it reads no replies")
         if not isinstance(request, Wait):
             if (reply := self._server.answer(self, request)) is not None:
                 self.transport.write(encode(reply))

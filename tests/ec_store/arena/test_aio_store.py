@@ -195,12 +195,11 @@ async def test_a_request_that_waits_to_be_sent_is_not_sent_for_a_caller_that_lef
 async def test_many_long_replies_do_not_end_the_connection(
     path: Path, server: ArenaServer, store: ArenaStore
 ) -> None:
-    """The server disconnects a client that sends on while it has 1 MiB of replies to read."""
     keys = [key(str(n)) for n in range(64)]
     for each in keys:
-        store.put(each, entry(metadata={"grid": "x" * 4000}))
+        store.put(each, entry(metadata={"grid": "x" * 40_000}))
     async with opened(path) as aio:
-        found = await asyncio.gather(*(aio.lookup(keys) for _ in range(200)))
+        found = await asyncio.gather(*(aio.lookup(keys) for _ in range(20)))
 
     assert all(info is not None for infos in found for info in infos)
 
