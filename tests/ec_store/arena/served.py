@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ec_store import EntryKey
 from ec_store.arena.connection import ArenaConnection, MappedArena
@@ -184,7 +184,7 @@ def refused(
 
 
 class Serve:
-    """Process of `ec-store serve`."""
+    """Process of `ec-store serve`, which a `with` statement starts and kills."""
 
     def __init__(
         self,
@@ -219,6 +219,13 @@ class Serve:
     def _limit(self) -> None:
         if self._open_files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, self._open_files)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None

@@ -70,11 +70,6 @@ HELLO = encode(Hello(VERSION, "writer"))
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "arena.sock"
-
-
-@pytest.fixture
 def server(path: Path) -> Iterator[ArenaServer]:
     with serving(path, 8 * MIB, client_bytes=2 * MIB) as server:
         yield server

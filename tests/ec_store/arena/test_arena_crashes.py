@@ -74,19 +74,6 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "arena.sock"
-
-
-@pytest.fixture
-def served(path: Path) -> Iterator[Serve]:
-    served = Serve(path)
-    served.start()
-    yield served
-    served.kill()
-
-
 def kill_at(step: int) -> Callable[..., Any]:
     """Return a trace function that kills this process at a step."""
     steps = itertools.count()

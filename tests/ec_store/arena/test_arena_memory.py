@@ -32,11 +32,6 @@ from tests.ec_store.contract import assert_same, key, sized
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # <linux/falloc.h>
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "arena.sock"
-
-
 def punch(fd: int, offset: int, size: int) -> None:
     """Take pages of a memory away, which no seal forbids that lets clients write."""
     libc = ctypes.CDLL(None, use_errno=True)

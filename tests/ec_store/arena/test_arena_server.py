@@ -7,7 +7,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -61,23 +61,6 @@ from tests.ec_store.contract import assert_same, key, sized
 
 R = TypeVar("R")
 KEY = bytes.fromhex(key().digest)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "arena.sock"
-
-
-@pytest.fixture
-def server(path: Path) -> Iterator[ArenaServer]:
-    with serving(path, 8 * MIB, segment_bytes=MIB) as server:
-        yield server
-
-
-@pytest.fixture
-def store(path: Path, server: ArenaServer) -> Iterator[ArenaStore]:
-    with opened(path) as store:
-        yield store
 
 
 @pytest.mark.fault(124)
@@ -518,24 +501,17 @@ def once_answered(call: Callable[[], R]) -> R:
 class TestProcess:
     """`ec-store serve` as a process."""
 
-    @pytest.fixture
-    def serve(self, path: Path) -> Iterator[Serve]:
-        served = Serve(path)
-        served.start()
-        yield served
-        served.kill()
-
     @pytest.mark.fault(120)
     def test_a_restarted_server_is_found_and_old_entries_stay_readable(
-        self, path: Path, serve: Serve
+        self, path: Path, served: Serve
     ) -> None:
         with opened(path) as store:
             store.put(key(), sized(MIB, 1))
             found = store.get(key())
-            serve.kill()
+            served.kill()
             with pytest.raises(StoreUnavailable):
                 store.get(key())
-            serve.start()
+            served.start()
 
             assert store.get(key()) is None
             assert store.put(key(), sized(MIB, 2)) is True
@@ -543,22 +519,22 @@ class TestProcess:
             assert_same(sized(MIB, 1), found)
 
     @pytest.mark.fault(120)
-    def test_the_first_call_after_a_restart_is_answered(self, path: Path, serve: Serve) -> None:
+    def test_the_first_call_after_a_restart_is_answered(self, path: Path, served: Serve) -> None:
         with opened(path) as store:
             store.put(key(), sized(100))
-            serve.kill()
-            serve.start()
+            served.kill()
+            served.start()
 
             assert store.lookup([key()]) == [None]
 
     @pytest.mark.fault(120)
     def test_a_write_across_a_restart_fails_and_spoils_nothing(
-        self, path: Path, serve: Serve
+        self, path: Path, served: Serve
     ) -> None:
         connection = ArenaConnection(str(path), "writer", 10)
         begun, arena = connection.call(Begin(KEY, b"", 100, False), Begun)
-        serve.kill()
-        serve.start()
+        served.kill()
+        served.start()
         with pytest.raises(StoreUnavailable):
             connection.call(End(begun.number, b"header"), Done, within=arena)
         with pytest.raises(StoreUnavailable, match="was lost"):
@@ -568,17 +544,19 @@ class TestProcess:
         connection.close()
 
     @pytest.mark.fault(121)
-    def test_a_stopped_server_is_unavailable_and_comes_back(self, path: Path, serve: Serve) -> None:
+    def test_a_stopped_server_is_unavailable_and_comes_back(
+        self, path: Path, served: Serve
+    ) -> None:
         with opened(path, timeout_s=0.3) as store:
             store.put(key(), sized(100))
-            serve.signal(signal.SIGSTOP)
+            served.signal(signal.SIGSTOP)
             with pytest.raises(StoreUnavailable):
                 store.get(key())
-            serve.signal(signal.SIGCONT)
+            served.signal(signal.SIGCONT)
             assert_same(sized(100), once_answered(partial(store.get, key())))
 
     @pytest.mark.fault(121)
-    def test_every_call_at_a_stopped_server_fails(self, path: Path, serve: Serve) -> None:
+    def test_every_call_at_a_stopped_server_fails(self, path: Path, served: Serve) -> None:
         with opened(path) as store:
             store.put(key(), sized(100))
         calls: list[Callable[[ArenaStore], object]] = [
@@ -604,39 +582,39 @@ class TestProcess:
                 if connected:
                     for store in stores:
                         once_answered(store.check)
-                serve.signal(signal.SIGSTOP)
+                served.signal(signal.SIGSTOP)
                 for call, store in zip(calls, stores, strict=True):
                     with pytest.raises(StoreUnavailable):
                         call(store)
-                serve.signal(signal.SIGCONT)
+                served.signal(signal.SIGCONT)
                 for store in stores:
                     once_answered(store.check)  # reports that its earlier copies have ended
                 until(path, begun_bytes=0, pinned_bytes=0, gone_bytes=0)
         until(path, clients=1, begun_bytes=0, pinned_bytes=0, gone_bytes=0)
 
     def test_the_server_frees_what_an_unanswered_request_pinned_or_began(
-        self, path: Path, serve: Serve
+        self, path: Path, served: Serve
     ) -> None:
         with opened(path, timeout_s=0.3) as store:
             store.put(key(), sized(MIB))
-            serve.signal(signal.SIGSTOP)
+            served.signal(signal.SIGSTOP)
             with pytest.raises(StoreUnavailable):
                 store.get(key())
-            serve.signal(signal.SIGCONT)
+            served.signal(signal.SIGCONT)
             until(path, clients=1, gone_bytes=MIB)  # one: that of `stats`
             assert store.lookup([key()]) != [None]
             assert stats(path).gone_bytes == 0
 
-            serve.signal(signal.SIGSTOP)
+            served.signal(signal.SIGSTOP)
             with pytest.raises(StoreUnavailable):
                 store.put(key("other"), sized(MIB))
-            serve.signal(signal.SIGCONT)
+            served.signal(signal.SIGCONT)
             until(path, clients=1, gone_bytes=MIB)
             assert store.put(key("other"), sized(MIB)) is True
             assert stats(path).gone_bytes == 0
 
     @pytest.mark.fault(129)
-    def test_two_servers_never_share_a_path(self, path: Path, serve: Serve) -> None:
+    def test_two_servers_never_share_a_path(self, path: Path, served: Serve) -> None:
         with opened(path) as store:
             store.put(key(), sized(100))
             ended = refused(f"shm://{path}")
