@@ -23,7 +23,7 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
-from ec_store.arena.url import check_folder
+from ec_store.arena.sockets import check_folder
 from ec_store.counts import after_fork
 from ec_store.errors import StoreUnavailable
 

@@ -38,7 +38,7 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
-from ec_store.arena.url import check_folder
+from ec_store.arena.sockets import check_folder
 from ec_store.counts import ForkLock, after_fork
 from ec_store.errors import StoreUnavailable
 

@@ -5,27 +5,21 @@ ends, what it had pinned or begun stays until the process is gone: a device may 
 """
 
 import asyncio
-import errno
-import fcntl
 import logging
 import os
 import resource
 import secrets
 import socket
-import struct
 import time
-import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Self, cast
+from typing import cast
 
 from ec_store.arena.arena import Arena
 from ec_store.arena.checksums import Checksums
 from ec_store.arena.index import ArenaIndex, Client
 from ec_store.arena.memory import ArenaMemory, map_memory
+from ec_store.arena.peers import Peer
 from ec_store.arena.protocol import (
     MAX_REQUEST_BYTES,
     VERSION,
@@ -51,7 +45,6 @@ from ec_store.arena.protocol import (
     read_request,
 )
 from ec_store.arena.tier import Tier, TierTransfers
-from ec_store.arena.url import check_folder
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -93,9 +86,6 @@ MAX_PENDING = 64
 NEEDS_MEMORY: Mapping[Role | None, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
 """Requests for which the memory of a client is missing, by its role: but for an entry without
 payload, as the proxies write for clients' names of media."""
-
-_SO_PEERPIDFD = 77  # <asm-generic/socket.h>
-_CREDENTIALS = struct.Struct("=iII")  # pid, uid and gid of unix(7)
 
 
 class ArenaServer:
@@ -282,7 +272,7 @@ class ArenaServer:
         loop = asyncio.get_running_loop()
         self._timers["expire"] = loop.call_later(EXPIRE_EVERY_S, self._expire)
 
-    def _drop(self, peer: "Peer") -> None:
+    def _drop(self, peer: Peer) -> None:
         peer.close()
         self._connections[peer.uid] -= 1
         if not self._connections[peer.uid]:
@@ -329,51 +319,6 @@ class ArenaServer:
         connecting = loop.create_task(loop.connect_accepted_socket(lambda: session, connection))
         self._connecting.add(connecting)
         connecting.add_done_callback(self._connecting.discard)
-
-
-@dataclass(slots=True, eq=False)
-class Peer:
-    """Process at the other end of a connection.
-
-    Attributes:
-        pid: its PID when it connected; 0: it is in a PID namespace that this process does not see.
-        uid: user that it was started by.
-        pidfd: descriptor of it, which is readable once it has ended; None: the kernel gives none.
-    """
-
-    pid: int
-    uid: int
-    pidfd: int | None
-    timer: asyncio.TimerHandle | None = None
-
-    @classmethod
-    def of(cls, connection: socket.socket) -> Self:
-        """Return the peer of a connection.
-
-        Raises:
-            OSError: the process is gone, or this one has no descriptor left.
-        """
-        credentials = connection.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-        )
-        pid, uid, _ = _CREDENTIALS.unpack(credentials)
-        try:
-            return cls(pid, uid, connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
-        except OSError as error:
-            if error.errno != errno.ENOPROTOOPT:
-                raise
-        pidfd: int | None = None
-        with suppress(
-            OSError
-        ):  # if its number belongs to another process by now, bytes stay longer
-            pidfd = os.pidfd_open(pid)
-        return cls(pid, uid, pidfd)
-
-    def close(self) -> None:
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-        if self.timer is not None:
-            self.timer.cancel()
 
 
 class Session(asyncio.Protocol):
@@ -534,41 +479,6 @@ class Session(asyncio.Protocol):
             self._wait = None
         if self._timer is not None:
             self._timer.cancel()
-
-
-def bind(path: Path, mode: int) -> socket.socket:
-    """Return the socket of a path, as the only server of it. It refuses connections until `start`.
-
-    The kernel checks the permissions of the socket and of its folder when a client connects. A
-    socket that a killed server has left is replaced.
-
-    Args:
-        path: path of the socket; a file beside it is locked.
-        mode: permissions of the socket, such as 0600.
-
-    Raises:
-        OSError: another server listens there, or the path cannot be used: it is another file, say,
-            or every user may write to its folder.
-    """
-    check_folder(path.parent)
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    lock = os.open(f"{path}.lock", flags, 0o600)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(errno.EADDRINUSE, "another server listens there") from None
-        if path.is_socket():
-            path.unlink()
-        listener.bind(str(path))
-        path.chmod(mode)
-    except OSError:
-        listener.close()
-        os.close(lock)
-        raise
-    weakref.finalize(listener, os.close, lock)
-    return listener
 
 
 def raise_open_files() -> int:

@@ -15,21 +15,24 @@ from ec_store.arena.checksums import checksum_of
 from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
 from ec_store.arena.extents import Extent
 from ec_store.arena.fields import (
-    decode_name,
+    claim_requests,
     digest_chunks,
     encode_name,
     entry_infos,
+    find_requests,
+    found_or_claimed,
     key_digest,
+    namespaces_of,
+    of_each,
+    release_requests,
 )
 from ec_store.arena.index import Refusal
 from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
-    LONGEST_S,
     BadMessage,
     Begin,
     Begun,
     Claimed,
-    ClaimKeys,
     Delete,
     Discard,
     Done,
@@ -45,7 +48,6 @@ from ec_store.arena.protocol import (
     Purge,
     Read,
     Register,
-    Release,
     Reply,
     Request,
     Role,
@@ -54,7 +56,7 @@ from ec_store.arena.protocol import (
     Wait,
 )
 from ec_store.arena.url import ArenaOptions, arena_options
-from ec_store.base import LONGEST_CLAIM_S, Listed, MemoryStats, Store, StoreStats
+from ec_store.base import Listed, MemoryStats, Store, StoreStats
 from ec_store.counts import Counts
 from ec_store.entry import (
     Buffers,
@@ -65,7 +67,7 @@ from ec_store.entry import (
     parse_header,
 )
 from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
-from ec_store.keys import EntryKey, owner_bytes
+from ec_store.keys import EntryKey
 
 R = TypeVar("R", bound=Reply)
 
@@ -197,29 +199,18 @@ class ArenaStore(Store):
         wait: bool = True,  # noqa: ARG002 - the server decides at once
     ) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with this store's connection too."""
-        return [
-            held
-            for request in self._claims(keys, owner, seconds, find=False)
-            for held in self._ask(request, Claimed).held
-        ]
+        return self._claim(keys, owner, seconds, find=False)[0]
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         """Claim missing entries (see `Store.claim_or_find`), in one round trip."""
-        headers: list[bytes] = []
-        claims: list[bool] = []
-        for request in self._claims(keys, owner, seconds, find=True):
-            reply = self._ask(request, Claimed)
-            headers += reply.headers
-            claims += reply.held
-        infos = entry_infos(keys, headers)
-        return [info or held for info, held in zip(infos, claims, strict=True)]
+        claims, headers = self._claim(keys, owner, seconds, find=True)
+        return found_or_claimed(keys, headers, claims)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        named = owner_bytes(owner)
-        for digests in digest_chunks(keys):
-            self._ask(Release(digests, named), Done)
+        for request in release_requests(keys, owner):
+            self._ask(request, Done)
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         return sum(self._ask(Delete(digests), Done).number for digests in digest_chunks(keys))
@@ -259,8 +250,7 @@ class ArenaStore(Store):
         self._ask(Register(encode_name(model), encode_name(namespace)), Namespaces)
 
     def namespaces(self) -> Mapping[str, str]:
-        named = self._ask(Register(b"", b""), Namespaces).namespaces
-        return {decode_name(model): decode_name(namespace) for model, namespace in named.items()}
+        return namespaces_of(self._ask(Register(b"", b""), Namespaces))
 
     def check(self) -> None:
         self._ask(Find([]), Headers)
@@ -366,20 +356,22 @@ class ArenaStore(Store):
             self._connection.release(arena, pin.number)
 
     def _find(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        seconds = min(seconds, LONGEST_S)
-        headers = [
-            header
-            for digests in digest_chunks(keys)
-            for header in self._ask(Find(digests, seconds), Headers).headers
-        ]
+        headers: list[bytes] = []
+        for request in find_requests(keys, seconds):
+            headers += of_each(request, self._ask(request, Headers).headers)
         return entry_infos(keys, headers)
 
-    def _claims(
+    def _claim(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, *, find: bool
-    ) -> Iterator[ClaimKeys]:
-        named, seconds = owner_bytes(owner), min(seconds, LONGEST_CLAIM_S)
-        for digests in digest_chunks(keys):
-            yield ClaimKeys(digests, named, seconds, find)
+    ) -> tuple[list[bool], list[bytes]]:
+        """Return the claims; with `find` also the headers."""
+        claims: list[bool] = []
+        headers: list[bytes] = []
+        for request in claim_requests(keys, owner, seconds, find=find):
+            reply = self._ask(request, Claimed)
+            claims += of_each(request, reply.held)
+            headers += of_each(request, reply.headers) if find else []
+        return claims, headers
 
     def _rows(self) -> Iterator[Row]:
         after = b""

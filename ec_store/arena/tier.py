@@ -137,7 +137,7 @@ class TierTransfers:
         self._running_lookups = 0
         self._fetch_bytes = 0
         self._failed: BoundedDict[bytes, float] = BoundedDict(MAX_FAILED)
-        self._queue: deque[_Sending | _Removal | _Purge] = deque()
+        self._queue: deque[_Sending | _Deletion] = deque()
         self._removed: set[bytes] = set()
         self._purged: set[str] = set()
         self._woken = asyncio.Event()
@@ -200,7 +200,9 @@ class TierTransfers:
             self.stats.drops += len(digests)
             return
         self._removed.update(digests)
-        self._queue.append(_Removal(digests))
+        names = list({digest.hex() for digest in digests})
+        end = partial(self._removed.difference_update, digests)
+        self._queue.append(_Deletion(partial(self._tier.remove, names), len(digests), end))
         self._woken.set()
 
     def purge(self, name: bytes) -> None:
@@ -219,7 +221,8 @@ class TierTransfers:
             self.stats.drops += 1
             return
         self._purged.add(namespace)
-        self._queue.append(_Purge(namespace))
+        end = partial(self._purged.discard, namespace)
+        self._queue.append(_Deletion(partial(self._tier.purge, namespace), 1, end))
         self._woken.set()
 
     async def _look_up(self, digests: Sequence[bytes]) -> None:
@@ -314,13 +317,10 @@ class TierTransfers:
             while self._queue:
                 change = self._queue.popleft()
                 try:
-                    match change:
-                        case _Sending():
-                            await self._send(change)
-                        case _Removal(digests):
-                            await self._remove(digests)
-                        case _Purge(namespace):
-                            await self._purge(namespace)
+                    if isinstance(change, _Deletion):
+                        await self._delete(change)
+                    else:
+                        await self._send(change)
                 except Exception:  # what waits behind it must be sent
                     self.stats.errors += 1
                     logger.exception("an entry cannot be sent to the tier of the arena")
@@ -381,24 +381,14 @@ class TierTransfers:
         entry = Entry(data.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
         return self._tier.put(info.key, entry)
 
-    async def _remove(self, digests: Sequence[bytes]) -> None:
-        names = list({digest.hex() for digest in digests})
+    async def _delete(self, deletion: "_Deletion") -> None:
         try:
-            await _on(self._changes, lambda: self._tier.remove(names))
+            await _on(self._changes, deletion.call)
         except StoreError as error:
-            self.stats.drops += len(digests)
+            self.stats.drops += deletion.drops
             self._fail(self._writing, error)
         finally:
-            self._removed.difference_update(digests)
-
-    async def _purge(self, namespace: str) -> None:
-        try:
-            await _on(self._changes, lambda: self._tier.purge(namespace))
-        except StoreError as error:
-            self.stats.drops += 1
-            self._fail(self._writing, error)
-        finally:
-            self._purged.discard(namespace)
+            deletion.end()
 
     def _fail(self, breaker: Breaker, reason: object) -> None:
         self.stats.errors += 1
@@ -421,17 +411,17 @@ class _Sending:
 
 
 @dataclass(frozen=True, slots=True)
-class _Removal:
-    """Entries that wait to be deleted."""
+class _Deletion:
+    """Call that deletes entries of the tier, which waits.
 
-    digests: Sequence[bytes]
+    Attributes:
+        drops: what a failure counts.
+        end: called after it, whether it failed or not.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class _Purge:
-    """Namespace that waits to be deleted."""
-
-    namespace: str
+    call: Callable[[], int]
+    drops: int
+    end: Callable[[], None]
 
 
 async def _on(pool: DaemonPool, call: Callable[[], T]) -> T:

@@ -19,7 +19,8 @@ from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
 from ec_store.arena.protocol import GetStats, Pin, Pins, Read, Stats
-from ec_store.arena.server import ArenaServer, bind
+from ec_store.arena.server import ArenaServer
+from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.tier import Tier
 from ec_store.arena.url import ArenaOptions

@@ -23,6 +23,7 @@ from ec_store.arena.connection import MAX_WAITS, ArenaConnection, WaitingConnect
 from ec_store.arena.extents import PAGE_BYTES, ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory, map_memory
+from ec_store.arena.peers import Peer
 from ec_store.arena.protocol import (
     MAX_KEYS,
     MAX_REQUEST_BYTES,
@@ -57,11 +58,9 @@ from ec_store.arena.server import (
     MAX_REFUSED,
     OTHER_DESCRIPTORS,
     ArenaServer,
-    Peer,
-    bind,
 )
+from ec_store.arena.sockets import bind, check_folder
 from ec_store.arena.store import ArenaStore
-from ec_store.arena.url import check_folder
 from ec_store.errors import StoreUnavailable
 from tests.ec_store.arena.served import MIB, Serve, opened, raw, serving, stats, until
 from tests.ec_store.contract import key, sized

@@ -26,7 +26,8 @@ from ec_store.arena.extents import PAGE_BYTES, ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
 from ec_store.arena.protocol import Wait
-from ec_store.arena.server import ArenaServer, bind
+from ec_store.arena.server import ArenaServer
+from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
 from ec_store.errors import StoreUnavailable
 from tests.ec_store.arena.served import MIB, Serve, opened, stats, until

@@ -40,7 +40,8 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
-from ec_store.arena.server import ArenaServer, bind
+from ec_store.arena.server import ArenaServer
+from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
 from ec_store.errors import EntryTooLarge, StoreUnavailable
 from tests.ec_store.arena.served import (
@@ -125,7 +126,7 @@ def test_bytes_stay_for_a_time_without_a_descriptor_of_the_process(
     def refuse(_: int) -> int:
         raise OSError(errno.EINVAL, "0 is no process")
 
-    monkeypatch.setattr("ec_store.arena.server._SO_PEERPIDFD", 2**16 - 1)
+    monkeypatch.setattr("ec_store.arena.peers._SO_PEERPIDFD", 2**16 - 1)
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with serving(path, 8 * MIB, gone_s=0.5), opened(path) as store:
         store.put(key(), sized(MIB))
@@ -142,7 +143,7 @@ def test_bytes_stay_for_a_time_without_a_descriptor_of_the_process(
 def test_bytes_stay_on_a_kernel_without_descriptors_of_peers(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ec_store.arena.server._SO_PEERPIDFD", 2**16 - 1)
+    monkeypatch.setattr("ec_store.arena.peers._SO_PEERPIDFD", 2**16 - 1)
     with serving(path, 8 * MIB, gone_s=0.1), opened(path) as store:
         store.put(key(), sized(MIB, 1))
         child = in_child(

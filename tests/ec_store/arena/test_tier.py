@@ -27,6 +27,7 @@ from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
+from ec_store.arena.peers import Peer
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
     VERSION,
@@ -49,7 +50,8 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
-from ec_store.arena.server import ArenaServer, Peer, Session, bind
+from ec_store.arena.server import ArenaServer, Session
+from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.entry import EntryInfo, encode_header
