@@ -56,7 +56,7 @@ QUEUE_ENTRIES = 4096
 """Upper bound of the entries that wait to be sent, and of those that wait to be deleted."""
 
 QUEUE_NAMESPACES = 64
-"""Upper bound of the namespaces that wait to be deleted."""
+"""Upper bound of the deletions of namespaces that wait."""
 
 QUEUED_S = 30.0
 """Time in seconds after which an entry that still waits is not sent."""
@@ -139,7 +139,7 @@ class TierTransfers:
         self._failed: BoundedDict[bytes, float] = BoundedDict(MAX_FAILED)
         self._queue: deque[_Sending | _Deletion] = deque()
         self._removed: set[bytes] = set()
-        self._purged: set[str] = set()
+        self._purged: list[str] = []
         self._woken = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -220,8 +220,8 @@ class TierTransfers:
         if len(self._purged) >= QUEUE_NAMESPACES:
             self.stats.drops += 1
             return
-        self._purged.add(namespace)
-        end = partial(self._purged.discard, namespace)
+        self._purged.append(namespace)
+        end = partial(self._purged.remove, namespace)
         self._queue.append(_Deletion(partial(self._tier.purge, namespace), 1, end))
         self._woken.set()
 
