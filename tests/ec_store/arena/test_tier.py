@@ -598,6 +598,14 @@ def test_a_purged_namespace_is_purged_in_the_tier(redis: RedisServer, a: Host, b
     assert [row.info and row.info.key for row in b.store.ls()] == [other]
 
 
+def test_purges_that_wait_for_the_tier_have_a_maximum(a: Host) -> None:
+    a.tier.removals.clear()
+    for _ in range(tier.QUEUE_NAMESPACES + 3):
+        a.store.purge("namespace")
+
+    assert a.counts.drops == 3
+
+
 def test_an_entry_that_is_deleted_during_its_look_up_does_not_come(a: Host, b: Host) -> None:
     a.store.put(key(), entry())
     a.until(sent=1)
