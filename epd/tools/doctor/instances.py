@@ -23,9 +23,10 @@ from epd.http.connection import Broken, Unreachable
 from epd.http.http1 import request_head, target_of
 from epd.http.pool import Pool
 from epd.json_or_none import json_or_none
-from epd.routing.instances import ANSWERING, Change, Instance, InstanceSource, Registry, Role
+from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.kv_blocks import EventSource, event_sources
-from epd.routing.load import read_namespaces
+from epd.routing.registry import Change, InstanceSource, Registry
+from epd.routing.reports import read_namespaces
 from epd.routing.table import InstanceTable
 from epd.routing.urls import at_address
 from epd.tools.doctor.facts import (

@@ -20,7 +20,7 @@ from prometheus_client.samples import Sample
 
 from epd.edge.access import is_loopback
 from epd.routing.instances import Instance
-from epd.routing.load import KV_BYTES, KV_SECONDS
+from epd.routing.reports import KV_BYTES, KV_SECONDS
 from epd.tools.doctor.facts import Finding, ok, warn
 
 EXTERNAL_TOKENS = "vllm:external_prefix_cache_hits_total"
