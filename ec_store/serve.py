@@ -21,7 +21,8 @@ from ec_store.aio import AsyncStore
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
-from ec_store.arena.server import ArenaServer, bind, raise_open_files
+from ec_store.arena.server import ArenaServer, raise_open_files
+from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.tier import Tier
 from ec_store.base import Store

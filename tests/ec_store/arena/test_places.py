@@ -27,20 +27,9 @@ KEPT = [*range(0, 6, 2), 6, 7]
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "arena.sock"
-
-
-@pytest.fixture
 def server(path: Path) -> Iterator[ArenaServer]:
     with serving(path, 8 * MIB, segment_bytes=4 * MIB) as server:
         yield server
-
-
-@pytest.fixture
-def store(path: Path, server: ArenaServer) -> Iterator[ArenaStore]:
-    with ArenaStore(ArenaOptions(str(path), timeout_s=10, verify=1)) as store:
-        yield store
 
 
 def stats(store: ArenaStore) -> Stats:
