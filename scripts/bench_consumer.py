@@ -42,10 +42,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from ec_store import Entry, EntryKey, Store
-from ec_store.device.tensors import Loader
+from ec_store.engine.sharing import make_loads
+from ec_store.engine.tensors import Loader
 from ec_store.entry import payload_bytes
 from ec_store.vllm_connector import ECStoreConnector
-from ec_store.vllm_connector.producer import by_value
 from ec_store.vllm_connector.worker import StepMetadata, load
 
 MODEL = Path(__file__).resolve().parents[1] / ".run" / "models" / "tiny-qwen2.5-vl"
@@ -197,7 +197,7 @@ def _load(rounds: int = 60) -> None:
             entry, copy = entries[number % count], copies[(number + 1) % count]
             before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
             step = partial(StepMetadata, items={}, learn={}, shared=None)
-            loaded = _timed(lambda: load(loader, step(loads=by_value({"a": entry})), {}))  # noqa: B023
+            loaded = _timed(lambda: load(loader, step(loads=make_loads({"a": entry})), {}))  # noqa: B023
             faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
             plain = _timed(lambda: np.copyto(copy, np.frombuffer(entry.data, np.uint8)))  # noqa: B023
             taken.append((loaded / size * 1e6, plain / size * 1e6))

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from ec_store.device.region import Place, Region, RegionReader, SharedRegion
-from ec_store.device.tensors import as_tensor
+from ec_store.engine.region import Place, Region, RegionReader, SharedRegion
+from ec_store.engine.tensors import as_tensor
 
 PAGE = 4096
 ARENA, SHARED, EMPTY = "arena", "shared memory", "empty"

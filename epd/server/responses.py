@@ -1,85 +1,18 @@
-"""Responses: headers of all responses, error responses, and the check of keys by instances."""
+"""Responses: headers of all responses, JSON of the proxy itself, and errors."""
 
-import asyncio
-import hashlib
 import re
-from collections.abc import Awaitable, Callable, Mapping
-from http import HTTPStatus
+from collections.abc import Mapping
 from typing import Generic, TypeVar, get_args
 
 import orjson
 from aiohttp import HttpVersion11, web
 
-from ec_store.bounded import BoundedDict
-from epd.aio import Flights
 from epd.edge.aiohttp_private import http_date
 from epd.edge.protocol import SERVER
 from epd.errors import ProxyError, RequestRefused, UpstreamRejected
-from epd.events import ItemResult, stage_seconds
-from epd.request.context import RequestContext
-from epd.server.app_keys import KEYS, VISIT, Visit
-
-DENIED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
-"""HTTP statuses with which an instance rejects a key."""
-
-ACCEPTED_S = 10.0
-"""Time to live of a key's acceptance in the cache, in seconds."""
-
-MAX_KEYS = 1024
-"""Upper bound of the accepted keys in the cache."""
-
-
-class KeyJudge:
-    """Check of a client's key by a request to an instance.
-
-    An acceptance is cached under the key's digest; a rejection is not cached. Instances without
-    `--api-key` accept every request.
-    """
-
-    def __init__(self, ask: Callable[[Mapping[str, str]], Awaitable[object]]) -> None:
-        """Check keys by `ask`, which raises `UpstreamRejected` if an instance answers an error."""
-        self._ask = ask
-        self._until_s: BoundedDict[bytes, float] = BoundedDict(MAX_KEYS)
-        self._asking: Flights[bytes, None] = Flights()
-
-    async def check(self, headers: Mapping[str, str]) -> None:
-        """Return if the instances accept the key in these headers.
-
-        Raises:
-            UpstreamRejected: an instance rejects the key (401 or 403).
-            ProxyError: no instance could be reached.
-        """
-        key = hashlib.sha256(headers.get("Authorization", "").encode("utf-8", "surrogateescape"))
-        digest = key.digest()
-        if self._until_s.get(digest, 0.0) <= asyncio.get_running_loop().time():
-            await self._asking.join(digest, lambda: self._judge(digest, headers))
-
-    async def _judge(self, digest: bytes, headers: Mapping[str, str]) -> None:
-        try:
-            await self._ask(headers)
-        except UpstreamRejected as error:
-            # vLLM checks the key first: any other 4xx means that it accepted the key.
-            if error.status in DENIED or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                raise
-        self._until_s[digest] = asyncio.get_running_loop().time() + ACCEPTED_S
-
-
-JUDGE = web.AppKey("judge", KeyJudge)
-
-
-async def check_key(request: web.Request) -> None:
-    """Check the client's key at an instance before the proxy answers a request by itself.
-
-    With a keys file the proxy has checked the key already. A request that is forwarded to an
-    instance needs no such check: the instance checks the key.
-
-    Raises:
-        ProxyError: the instance rejects the key, or no instance could be reached.
-    """
-    visit = request[VISIT]
-    if visit.app.get(KEYS) is None:
-        await visit.app[JUDGE].check(visit.context.headers)
-
+from epd.events import ItemResult, RequestRecord, stage_seconds
+from epd.server.app_keys import Visit
+from epd.server.key_judge import DENIED
 
 SAME_FOR_ALL = {"x-epd-stage": "decode", "x-epd-error": "decode_rejected"}
 """Headers of the response to a rejected key, independent of the stage that rejected it."""
@@ -112,16 +45,16 @@ class UnknownRoute(RequestRefused):
         super().__init__(404, message, slug="unknown_route")
 
 
-def _identity(context: RequestContext) -> dict[str, str]:
-    own = {"X-Request-Id": context.record.request_id, "Server": SERVER}
-    if context.record.trace_id is not None:
-        own["X-Trace-Id"] = context.record.trace_id
+def _identity(record: RequestRecord) -> dict[str, str]:
+    own = {"X-Request-Id": record.request_id, "Server": SERVER}
+    if record.trace_id is not None:
+        own["X-Trace-Id"] = record.trace_id
     return own
 
 
-def own_headers(context: RequestContext) -> dict[str, str]:
+def own_headers(record: RequestRecord) -> dict[str, str]:
     """Return the headers of a response. The response to a rejected key does not use them."""
-    record, own = context.record, _identity(context)
+    own = _identity(record)
     if record.stages:
         spans = stage_seconds(record.stages)
         own["Server-Timing"] = ", ".join(
@@ -145,13 +78,13 @@ class JsonResponse(web.Response, Generic[Body]):
     """Response with a JSON body of this type, from which `openapi.py` makes its schema."""
 
 
-def as_json(body: Body, context: RequestContext, status: int = 200) -> JsonResponse[Body]:
+def as_json(body: Body, record: RequestRecord, status: int = 200) -> JsonResponse[Body]:
     """Return a response that the proxy itself answers, as indented JSON."""
     return JsonResponse(
         status=status,
         body=orjson.dumps(body, option=orjson.OPT_INDENT_2),
         content_type="application/json",
-        headers=own_headers(context),
+        headers=own_headers(record),
     )
 
 
@@ -228,20 +161,18 @@ async def end_broken_response(
     """
     if visit.answered is not None:
         return stream
-    if not visit.context.record.stream:
+    if not visit.record.stream:
         if request.transport is not None:
             request.transport.abort()
     else:
-        event = visit.context.endpoint.error_event(error)
-        visit.context.record.answer_bytes += len(event)
+        event = visit.endpoint.error_event(error)
+        visit.record.add_answer(len(event))
         await stream.write(event)
         await stream.write_eof()
     return stream
 
 
-def error_response(
-    request: web.Request, error: ProxyError, context: RequestContext
-) -> web.Response:
+def error_response(request: web.Request, error: ProxyError, visit: Visit) -> web.Response:
     """Return an error in the shape of its endpoint.
 
     The response to a rejected key hides the stage, the item and the work done so far. The proxy
@@ -249,14 +180,14 @@ def error_response(
     whether another client has sent the same media.
     """
     if error.status in DENIED:
-        headers = error.headers | _identity(context)
+        headers = error.headers | _identity(visit.record)
         if isinstance(error, UpstreamRejected):
             error, headers = error.at_param(None), headers | SAME_FOR_ALL
     else:
-        headers = error.headers | own_headers(context)
+        headers = error.headers | own_headers(visit.record)
     response = web.Response(
         status=error.status,
-        body=context.endpoint.error(error),
+        body=visit.endpoint.error(error),
         content_type="application/json",
         headers=headers,
     )

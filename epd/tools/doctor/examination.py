@@ -9,6 +9,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from epd.check import add_settings_command, load_or_exit
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
 from epd.http.pool import Pool
@@ -18,7 +19,6 @@ from epd.request.kv_peers import PeerRegistry
 from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
-from epd.server.reload import add_settings_command, load_or_exit
 from epd.tools.doctor import judge
 from epd.tools.doctor.environment import has_no_device, judge_host, judge_logs, look_at_store
 from epd.tools.doctor.facts import (

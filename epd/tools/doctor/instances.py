@@ -16,15 +16,15 @@ from urllib.parse import urlsplit
 from epd.config import ProxyConfig
 from epd.discovery.dns import LookUpFailed
 from epd.discovery.entries import EntriesInvalid, read_yaml
-from epd.discovery.membership import open_store
-from epd.discovery.stores import StoreFailed, read_file
+from epd.discovery.stores import RegistrationsInRedis, StoreFailed
+from epd.discovery.watching import read_file
 from epd.errors import ProxyError
 from epd.http.connection import Broken, Unreachable
 from epd.http.http1 import request_head, target_of
 from epd.http.pool import Pool
 from epd.json_or_none import json_or_none
+from epd.kv_events.addresses import EventSource, event_sources
 from epd.routing.instances import ANSWERING, Instance, Role
-from epd.routing.kv_blocks import EventSource, event_sources
 from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.reports import read_namespaces
 from epd.routing.table import InstanceTable
@@ -210,7 +210,7 @@ async def _registered(config: ProxyConfig, findings: list[Finding]) -> Sequence[
         findings.append(warn("registration", seen, advice))
         return ()
     try:
-        async with open_store(config.registration_store) as store:
+        async with RegistrationsInRedis.connected(config.registration_store) as store:
             return await store.read() or ()
     except StoreFailed as error:
         advice = "repair --registration-store: until then no instance can register"

@@ -13,7 +13,7 @@ import secrets
 import time
 import wave
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ from epd.api.items import Body
 from epd.config import ProxyConfig
 from epd.conversations.turn import ReplyCapture
 from epd.errors import ProxyError, UpstreamRejected
-from epd.request.context import RequestContext
 from epd.request.kv_peers import PeerRegistry
+from epd.request.request import Request
 from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
 from epd.routing.table import Reservation
@@ -43,8 +43,8 @@ from epd.tools.doctor.kv_bandwidth import (
 )
 from epd.transfer import Params, with_params
 from epd.transfer.ec import ECTransfer
-from epd.transfer.encoded import Consumed, EncodedItem, OutputFacts, consumer_body
-from epd.transfer.kv import KVTransfer, Pair
+from epd.transfer.encoded import EncodedItem, OutputFacts, Prompt, consumer_body
+from epd.transfer.kv import Handover, KVTransfer
 from epd.transfer.nixl import kept_params
 
 SIDE = 64
@@ -156,9 +156,9 @@ class Trials:
             item = next(CHAT.items(body))
             try:
                 asked = self._encoded.encode_params(consumer, 1)
-                context = self._context()
+                request = self._request()
                 timeout_s = self._config.encode_timeout_s
-                replied = await self._stages.encode(instance, body, item, asked, context, timeout_s)
+                replied = await self._stages.encode(instance, body, item, asked, request, timeout_s)
                 encoded = self._encoded.encoded(replied, asked)
             except UpstreamRejected as error:
                 refused = refused or error
@@ -182,38 +182,42 @@ class Trials:
         self, prefill: Instance, decode: Instance, body: Body
     ) -> Mapping[str, Trial]:
         """Prefill a request at one instance and decode it at another; return the results."""
-        context = self._context()
-        pair = Pair(context.request_id, prefill, 0 if prefill.dp_size > 1 else None, decode)
+        request = self._request()
+        handover = Handover(request.id, prefill, 0 if prefill.dp_size > 1 else None, decode)
         try:
-            pair = pair._replace(peer=await self._peers.params_for(pair))
-            if self._transfer.decode_concurrent(pair):
-                return await self._at_once(pair, decode, body, context)
-            prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
+            handover.peer = await self._peers.params_for(handover)
+            if self._transfer.decode_concurrent(handover):
+                return await self._at_once(handover, decode, body, request)
+            await self._stages.prefill(self._transfer, handover, Prompt(body), request)
         except ProxyError as error:
             return {PREFILL: _failed(error)}
-        sent = with_params(body, prefilled.params)
-        return {PREFILL: Trial(), DECODE: await self._answered(decode, sent, pair.request_id)}
+        sent = with_params(body, handover.params)
+        return {PREFILL: Trial(), DECODE: await self._answered(decode, sent, handover)}
 
     async def _at_once(
-        self, pair: Pair, decode: Instance, body: Body, context: RequestContext
+        self, handover: Handover, decode: Instance, body: Body, request: Request
     ) -> Mapping[str, Trial]:
         """Send a request to both instances at the same time: each waits for the other."""
-        sent = with_params(body, self._transfer.decode_params(pair, {}))
-        decoding = asyncio.create_task(self._answered(decode, sent, pair.request_id))
+        sent = with_params(body, self._transfer.decode_params(handover, {}))
+        decoding = asyncio.create_task(self._answered(decode, sent, handover))
         try:
-            await self._stages.prefill(self._transfer, pair, Consumed(body), context)
+            await self._stages.prefill(self._transfer, handover, Prompt(body), request)
             return {PREFILL: Trial(), DECODE: await decoding}
         finally:
             decoding.cancel()
             await asyncio.gather(decoding, return_exceptions=True)
 
     async def _answered(
-        self, instance: Instance, body: Body, request_id: str | None = None, rank: int | None = None
+        self,
+        instance: Instance,
+        body: Body,
+        handover: Handover | None = None,
+        rank: int | None = None,
     ) -> Trial:
-        context = self._context()
+        request = self._request()
         try:
-            opened = await self._stages.decode(instance, Consumed(body), context, rank, request_id)
-            with opened.reply as reply:
+            reply, _ = await self._stages.decode(instance, Prompt(body), request, rank, handover)
+            with reply:
                 content = await reply.read(idle_s=ANSWERS_S)
             params = reply_field(content, "kv_transfer_params", stage="decode")
         except ProxyError as error:
@@ -230,15 +234,15 @@ class Trials:
         rank = 0 if prefill.dp_size > 1 else None
         try:
             asked = {"model": model, "prompt": WORDS}
-            context = self._context(of_tokens=True)
-            tokens = (await self._stages.prompt_tokens(prefill, asked, context))[:TOKENS]
-            pair = Pair("", prefill, rank, decode)
-            first = await self._turn(pair, decode, _asking_tokens(model, tokens), None)
-            pair = pair._replace(earlier=kept_params(first.params or {}, decode.url))
-            if pair.earlier is None:
+            request = self._request(of_tokens=True)
+            tokens = (await self._stages.prompt_tokens(prefill, asked, request))[:TOKENS]
+            handover = Handover("", prefill, rank, decode)
+            first = await self._turn(handover, decode, _asking_tokens(model, tokens), None)
+            handover.earlier = kept_params(first.params or {}, decode.url)
+            if handover.earlier is None:
                 return Trial("decode named no blocks of a prompt of tokens")
             second = [*tokens, *first.answer, *tokens[-1:]]
-            await self._turn(pair, decode, _asking_tokens(model, second), READ_S)
+            await self._turn(handover, decode, _asking_tokens(model, second), READ_S)
         except TimeoutError:
             return Trial(f"no answer in {READ_S:g} s")
         except ProxyError as error:
@@ -255,11 +259,11 @@ class Trials:
         """
         if read_transfers(await self._stages.metrics(decode.url)) is None:
             return None
-        pair = Pair("", prefill, 0 if prefill.dp_size > 1 else None, decode)
-        context = self._context(of_tokens=True)
+        handover = Handover("", prefill, 0 if prefill.dp_size > 1 else None, decode)
+        request = self._request(of_tokens=True)
         asked = {"model": model, "prompt": WORDS}
-        tokens = (await self._stages.prompt_tokens(prefill, asked, context))[:TOKENS]
-        small = await self._window(pair, decode, model, tokens)
+        tokens = (await self._stages.prompt_tokens(prefill, asked, request))[:TOKENS]
+        small = await self._window(handover, decode, model, tokens)
         if small is None:
             return PairFacts(prefill, decode)
         counted_at, window = small
@@ -267,14 +271,14 @@ class Trials:
         many = [*islice(cycle(tokens), max(len(tokens), min(wanted, max_tokens - 1)))]
         large: list[Window] = []
         while len(large) < REPEATS and not (large and large[-1].is_alone):
-            found = await self._window(pair, decode, model, many)
+            found = await self._window(handover, decode, model, many)
             if found is None:
                 break
             large.append(found[1])
         return PairFacts(prefill, decode, counted_at, window, large)
 
     async def _window(
-        self, pair: Pair, decode: Instance, model: str, tokens: Sequence[int]
+        self, handover: Handover, decode: Instance, model: str, tokens: Sequence[int]
     ) -> tuple[Instance, Window] | None:
         """Return the instance that counted the transfers of a prompt, and what it counted.
 
@@ -283,20 +287,20 @@ class Trials:
         Raises:
             ProxyError: an instance failed.
         """
-        context, body = self._context(of_tokens=True), _asking_tokens(model, tokens)
-        pair = pair._replace(request_id=context.request_id)
+        request, body = self._request(of_tokens=True), _asking_tokens(model, tokens)
+        handover = replace(handover, request_id=request.id)
         began_s = time.monotonic()
-        prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
+        await self._stages.prefill(self._transfer, handover, Prompt(body), request)
         prefilled_s = time.monotonic()
-        before = await self._counts(pair.prefill, decode)
+        before = await self._counts(handover.prefill, decode)
         asked_s = time.monotonic()
-        sent = with_params(body, prefilled.params)
-        opened = await self._stages.decode(decode, Consumed(sent), context)
-        with opened.reply as reply:
+        sent = with_params(body, handover.params)
+        reply, _ = await self._stages.decode(decode, Prompt(sent), request)
+        with reply:
             await reply.read(idle_s=ANSWERS_S)
         decoded_s = time.monotonic()
         while time.monotonic() < decoded_s + COUNTED_S:
-            after = await self._counts(pair.prefill, decode)
+            after = await self._counts(handover.prefill, decode)
             all_tokens = after.tokens - before.tokens
             for instance, counted in after.transfers.items():
                 earlier = before.transfers.get(instance)
@@ -323,7 +327,7 @@ class Trials:
         )
 
     async def _turn(
-        self, pair: Pair, decode: Instance, body: Body, prefill_s: float | None
+        self, handover: Handover, decode: Instance, body: Body, prefill_s: float | None
     ) -> ReplyCapture:
         """Return what decode reports about its blocks and their tokens at the end of a turn.
 
@@ -331,21 +335,21 @@ class Trials:
             ProxyError: an instance failed.
             TimeoutError: prefill took longer than `prefill_s` seconds; None: no limit.
         """
-        context = self._context(of_tokens=True)
-        pair = pair._replace(request_id=context.request_id)
+        request = self._request(of_tokens=True)
+        handover = replace(handover, request_id=request.id)
         async with asyncio.timeout(prefill_s):
-            prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
-        sent = with_params(body, prefilled.params)
-        opened = await self._stages.decode(decode, Consumed(sent), context)
+            await self._stages.prefill(self._transfer, handover, Prompt(body), request)
+        sent = with_params(body, handover.params)
+        reply, _ = await self._stages.decode(decode, Prompt(sent), request)
         heard = ReplyCapture(cut_tokens=False)
-        with opened.reply as reply:
+        with reply:
             heard.capture_fields(await reply.read(idle_s=ANSWERS_S))
         return heard
 
-    def _context(self, *, of_tokens: bool = False) -> RequestContext:
+    def _request(self, *, of_tokens: bool = False) -> Request:
         request_id = f"doctor-{secrets.token_hex(8)}"
         endpoint = Completions() if of_tokens else CHAT
-        return RequestContext(request_id, self._headers, self._config, endpoint)
+        return Request(request_id, self._headers, self._config, endpoint)
 
 
 def text(model: str) -> Body:
