@@ -12,7 +12,7 @@ from epd.parser import Parser
 COMMANDS: Mapping[str, str] = {
     "serve": "epd.server.serve",
     "check": "epd.server.reload",
-    "doctor": "epd.tools.doctor.examination",
+    "doctor": "epd.tools.doctor.command",
     "hash-key": "epd.tenants",
     "up": "epd.tools.fleet.command",
     "bench": "epd.tools.bench",

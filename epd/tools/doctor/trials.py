@@ -31,7 +31,6 @@ from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
 from epd.routing.table import Reservation
 from epd.tools.doctor.facts import Trial
-from epd.tools.doctor.judge import DECODE, PREFILL
 from epd.tools.doctor.kv_bandwidth import (
     MAX_BYTES,
     PairFacts,
@@ -65,7 +64,7 @@ blocks in vain never answers."""
 
 
 REPEATS = 3
-"""Upper bound of the large trials of KV transfers, if other transfers take place."""
+"""Maximum number of large trials of KV transfers, if other transfers take place."""
 
 COUNTED_S, COUNTED_EVERY_S = 3.0, 0.1
 """Time within which the metrics have a transfer after the answer, and the interval of the readings.
@@ -130,6 +129,8 @@ class Trials:
     _peers: PeerRegistry
     _headers: Mapping[str, str]
     _config: ProxyConfig
+    _read_s: float = READ_S
+    _counted_s: float = COUNTED_S
 
     @property
     def reads_back(self) -> bool:
@@ -175,12 +176,18 @@ class Trials:
     async def consume(self, instance: Instance, tried: Tried) -> Trial:
         """Send a request with the key of an encoder output in place of the media."""
         rank = None if tried.consumer is None else tried.consumer.rank
-        return await self._answered(instance, tried.by_key(), rank=rank)
+        trial, _ = await self._answered(instance, tried.by_key(), rank=rank)
+        return trial
 
     async def transfer(
-        self, prefill: Instance, decode: Instance, body: Body
-    ) -> Mapping[str, Trial]:
-        """Prefill a request at one instance and decode it at another; return the results."""
+        self, prefill: Instance, decode: Instance, model: str
+    ) -> tuple[Trial, Trial | None, bool]:
+        """Prefill a request at one instance and decode it at another.
+
+        Return the results of prefill and of decode, None if prefill failed, and whether decode
+        keeps its blocks for the next turn of a conversation.
+        """
+        body = _asking(model, {"type": "text", "text": "Hello."})
         context = self._context()
         pair = Pair(context.request_id, prefill, 0 if prefill.dp_size > 1 else None, decode)
         try:
@@ -189,35 +196,50 @@ class Trials:
                 return await self._at_once(pair, decode, body, context)
             prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
         except ProxyError as error:
-            return {PREFILL: _failed(error)}
+            return _failed(error), None, False
         sent = with_params(body, prefilled.params)
-        return {PREFILL: Trial(), DECODE: await self._answered(decode, sent, pair.request_id)}
+        return Trial(), *await self._answered(decode, sent, pair.request_id)
 
     async def _at_once(
         self, pair: Pair, decode: Instance, body: Body, context: RequestContext
-    ) -> Mapping[str, Trial]:
+    ) -> tuple[Trial, Trial, bool]:
         """Send a request to both instances at the same time: each waits for the other."""
         sent = with_params(body, self._transfer.decode_params(pair, {}))
         decoding = asyncio.create_task(self._answered(decode, sent, pair.request_id))
         try:
             await self._stages.prefill(self._transfer, pair, Consumed(body), context)
-            return {PREFILL: Trial(), DECODE: await decoding}
+            return Trial(), *await decoding
         finally:
             decoding.cancel()
             await asyncio.gather(decoding, return_exceptions=True)
 
     async def _answered(
         self, instance: Instance, body: Body, request_id: str | None = None, rank: int | None = None
-    ) -> Trial:
-        context = self._context()
+    ) -> tuple[Trial, bool]:
+        """Return the result of a request, and whether the instance keeps its blocks."""
         try:
-            opened = await self._stages.decode(instance, Consumed(body), context, rank, request_id)
-            with opened.reply as reply:
-                content = await reply.read(idle_s=ANSWERS_S)
+            content = await self._decode(instance, body, self._context(), request_id, rank)
             params = reply_field(content, "kv_transfer_params", stage="decode")
         except ProxyError as error:
-            return _failed(error)
-        return Trial(keeps=kept_params(params, instance.url) is not None)
+            return _failed(error), False
+        return Trial(), kept_params(params, instance.url) is not None
+
+    async def _decode(
+        self,
+        instance: Instance,
+        body: Body,
+        context: RequestContext,
+        request_id: str | None = None,
+        rank: int | None = None,
+    ) -> bytes:
+        """Return the answer to a request.
+
+        Raises:
+            ProxyError: the instance failed.
+        """
+        opened = await self._stages.decode(instance, Consumed(body), context, rank, request_id)
+        with opened.reply as reply:
+            return await reply.read(idle_s=ANSWERS_S)
 
     async def read_back(self, prefill: Instance, decode: Instance, model: str) -> Trial:
         """Send a prompt, then a longer one with the blocks that decode keeps of the first.
@@ -237,9 +259,9 @@ class Trials:
             if pair.earlier is None:
                 return Trial("decode named no blocks of a prompt of tokens")
             second = [*tokens, *first.answer, *tokens[-1:]]
-            await self._turn(pair, decode, _asking_tokens(model, second), READ_S)
+            await self._turn(pair, decode, _asking_tokens(model, second), self._read_s)
         except TimeoutError:
-            return Trial(f"no answer in {READ_S:g} s")
+            return Trial(f"no answer in {self._read_s:g} s")
         except ProxyError as error:
             return _failed(error)
         return Trial()
@@ -277,7 +299,7 @@ class Trials:
     ) -> tuple[Instance, Window] | None:
         """Return the instance that counted the transfers of a prompt, and what it counted.
 
-        None: it counted none within `COUNTED_S`.
+        None: it counted none within `_counted_s` seconds.
 
         Raises:
             ProxyError: an instance failed.
@@ -289,24 +311,18 @@ class Trials:
         prefilled_s = time.monotonic()
         before = await self._counts(pair.prefill, decode)
         asked_s = time.monotonic()
-        sent = with_params(body, prefilled.params)
-        opened = await self._stages.decode(decode, Consumed(sent), context)
-        with opened.reply as reply:
-            await reply.read(idle_s=ANSWERS_S)
+        await self._decode(decode, with_params(body, prefilled.params), context)
         decoded_s = time.monotonic()
-        while time.monotonic() < decoded_s + COUNTED_S:
+        while time.monotonic() < decoded_s + self._counted_s:
             after = await self._counts(pair.prefill, decode)
             all_tokens = after.tokens - before.tokens
             for instance, counted in after.transfers.items():
                 earlier = before.transfers.get(instance)
-                if earlier is None or counted.count <= earlier.count or all_tokens <= 0:
+                if earlier is None or counted.number <= earlier.number or all_tokens <= 0:
                     continue
+                durations_s = prefilled_s - began_s, decoded_s - asked_s
                 return instance, Window(
-                    counted.since(earlier),
-                    len(tokens),
-                    all_tokens,
-                    prefilled_s - began_s,
-                    decoded_s - asked_s,
+                    counted.since(earlier), len(tokens), all_tokens, *durations_s
                 )
             await asyncio.sleep(COUNTED_EVERY_S)
         return None
@@ -334,22 +350,15 @@ class Trials:
         pair = pair._replace(request_id=context.request_id)
         async with asyncio.timeout(prefill_s):
             prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
-        sent = with_params(body, prefilled.params)
-        opened = await self._stages.decode(decode, Consumed(sent), context)
-        heard = ReplyCapture(cut_tokens=False)
-        with opened.reply as reply:
-            heard.capture_fields(await reply.read(idle_s=ANSWERS_S))
-        return heard
+        content = await self._decode(decode, with_params(body, prefilled.params), context)
+        fields = ReplyCapture(cut_tokens=False)
+        fields.capture_fields(content)
+        return fields
 
     def _context(self, *, of_tokens: bool = False) -> RequestContext:
         request_id = f"doctor-{secrets.token_hex(8)}"
         endpoint = Completions() if of_tokens else CHAT
         return RequestContext(request_id, self._headers, self._config, endpoint)
-
-
-def text(model: str) -> Body:
-    """Return a request without media."""
-    return _asking(model, {"type": "text", "text": "Hello."})
 
 
 def _asking(model: str, part: Mapping[str, Any]) -> Body:
