@@ -14,7 +14,7 @@ COMMANDS: Mapping[str, str] = {
     "check": "epd.server.reload",
     "doctor": "epd.tools.doctor.command",
     "hash-key": "epd.tenants",
-    "up": "epd.tools.fleet.command",
+    "up": "epd.tools.up.command",
     "bench": "epd.tools.bench",
     "top": "epd.tools.top",
 }

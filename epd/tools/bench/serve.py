@@ -36,7 +36,7 @@ from epd.tools.bench.runs import (
     run_of,
 )
 from epd.tools.bench.targets import BenchModel, BenchTarget, Items, NoFigures, TargetFailed
-from epd.tools.fleet.process import leave_contexts_on_signals
+from epd.tools.up.signals import leave_contexts_on_signals
 
 AUTO, ALL = "auto", "all"
 

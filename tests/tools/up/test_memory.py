@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from epd.tools.fleet.memory import CONTEXT_BYTES, VLLM_SHARE
-from epd.tools.fleet.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
-from epd.tools.fleet.plan import FleetPlan, plan_fleet
-from epd.tools.fleet.settings import FleetSettings
+from epd.tools.up.memory import CONTEXT_BYTES, VLLM_SHARE
+from epd.tools.up.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
+from epd.tools.up.plan import FleetPlan, plan_fleet
+from epd.tools.up.settings import FleetSettings
 
 GIB = 2**30
-SIZES = ModelSizes(weights=16 * GIB, encoders=GIB, token=2**17, estimated=False)
+SIZES = ModelSizes(weights=16 * GIB, encoders=GIB, token=2**17)
 VISION = {
     "depth": 32,
     "hidden_size": 1280,
@@ -23,60 +23,21 @@ VISION = {
     "spatial_merge_size": 2,
     "out_hidden_size": 3584,
 }
-TEXT = {
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-}
-QWEN_7B: Mapping[str, Any] = MappingProxyType(
-    {**TEXT, "vision_config": VISION, "tie_word_embeddings": False}
-)
+TEXT = {"hidden_size": 3584}
+QWEN_7B: Mapping[str, Any] = MappingProxyType({**TEXT, "vision_config": VISION})
 """Configuration of Qwen2.5-VL-7B, as far as sizes depend on it."""
-
-
-def test_weights_are_estimated_from_a_configuration() -> None:
-    """The parameters were counted in transformers' Qwen2_5_VLForConditionalGeneration."""
-    sizes = model_sizes(QWEN_7B)
-    nested = {"text_config": TEXT, "vision_config": VISION, "tie_word_embeddings": False}
-
-    assert sizes.weights == pytest.approx(2 * 8_292_166_656, rel=0.01)
-    assert sizes.encoders == pytest.approx(2 * 676_550_144, rel=0.01)
-    assert sizes.estimated
-    assert model_sizes(nested) == model_sizes({"thinker_config": nested}) == sizes
-
-
-@pytest.mark.parametrize(
-    ("quantization", "bits"),
-    [
-        ({"quant_method": "fp8"}, 8),
-        ({"quant_method": "awq", "bits": 4}, 4),
-        ({"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 4),
-        ({"quant_method": "new"}, 16),
-    ],
-)
-def test_quantized_layers_are_estimated_as_such(quantization: dict[str, Any], bits: int) -> None:
-    text = dict(TEXT, vocab_size=0)
-    full = model_sizes({"text_config": text}).weights
-    quantized = model_sizes({"text_config": text, "quantization_config": quantization}).weights
-
-    assert quantized == pytest.approx(full * bits / 16)
-
-
-def test_each_expert_of_a_layer_counts() -> None:
-    dense = dict(TEXT, vocab_size=0, intermediate_size=800)
-    experts = dict(TEXT, vocab_size=0, num_experts=8, moe_intermediate_size=100)
-
-    assert model_sizes(experts).weights == model_sizes(dense).weights
 
 
 def test_activations_grow_with_the_encoder() -> None:
     wide = dict(VISION, intermediate_size=6840)
 
-    assert model_sizes({"vision_config": wide}).token > model_sizes(QWEN_7B).token > 0
-    assert model_sizes(TEXT).token == 0
+    nested = {"text_config": TEXT, "vision_config": VISION}
+    token = model_sizes(QWEN_7B, {}).token
+
+    assert model_sizes({"vision_config": wide}, {}).token > token > 0
+    assert model_sizes(TEXT, {}).token == 0
+    assert model_sizes(nested, {}) == model_sizes({"thinker_config": nested}, {})
+    assert model_sizes(nested, {}).token == token
 
 
 def write_checkpoint(file: Path, **tensors: tuple[str, int]) -> None:
@@ -98,10 +59,10 @@ def test_a_checkpoint_has_the_bytes_that_vllm_loads(tmp_path: Path) -> None:
         talker__weight=("BF16", 999),
     )
     tensors = checkpoint_tensors(tmp_path)
+    assert tensors is not None
     sizes = model_sizes(QWEN_7B, tensors)
 
-    assert (sizes.weights, sizes.encoders, sizes.estimated) == (550, 100, False)
-    assert sizes.token == model_sizes(QWEN_7B).token
+    assert (sizes.weights, sizes.encoders) == (550, 100)
 
 
 @pytest.mark.parametrize("files", [(), ("model-1.safetensors",)])
@@ -251,10 +212,6 @@ def test_media_that_are_prepared_on_the_device_take_memory_there() -> None:
                 r"instances need 1\.5 of the memory of device 0: encode-8200 0\.1; "
                 r"prefill-8300 0\.7; decode-8400 0\.7\. Use more devices"
             ),
-        ),
-        (
-            {"device_memory": "60GiB", "sizes": ModelSizes(30 * GIB, GIB, 1.0, estimated=True)},
-            "weights are estimates from config.json",
         ),
     ],
 )

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from epd.routing.instances import Role
-from epd.tools.fleet import guard
-from epd.tools.fleet.engine import Engine
-from epd.tools.fleet.process import Process, ProcessDied, free_ports, stop, wait_until_ready
-from epd.tools.fleet.settings import Topology
-from epd.tools.fleet.stack import Stack
+from epd.tools.up import guard
+from epd.tools.up.engine import Engine
+from epd.tools.up.ports import free_ports
+from epd.tools.up.process import Process, ProcessDied, stop, wait_until_ready
+from epd.tools.up.settings import Topology
+from epd.tools.up.stack import Stack
 
 SERVER = """
 import subprocess, sys, http.server
@@ -130,13 +131,12 @@ def test_progress_of_a_server_is_read_from_its_log(tmp_path: Path, log: str, doi
 
 
 def test_progress_of_a_server_is_reported_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("epd.tools.fleet.process.PROGRESS_S", 0.2)
     reports: list[str] = []
     process = start(tmp_path, "import time; time.sleep(60)")
     with pytest.raises(TimeoutError):
-        wait_until_ready([process], 3, reports.append)
+        wait_until_ready([process], 1, reports.append, progress_s=0.2)
     stop([process])
 
     assert re.fullmatch(r"server after \d+ s: its log is empty", reports[0])
@@ -144,9 +144,8 @@ def test_progress_of_a_server_is_reported_once(
 
 
 def test_the_last_server_is_reported_only_when_the_others_are_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("epd.tools.fleet.process.PROGRESS_S", 0.2)
     reports: list[str] = []
     processes = []
     for name in ("first", "last"):
@@ -154,7 +153,7 @@ def test_the_last_server_is_reported_only_when_the_others_are_ready(
         processes.append(start(tmp_path / name, "import time; time.sleep(60)"))
         processes[-1].name = name
     with pytest.raises(TimeoutError, match="first, last"):
-        wait_until_ready(processes, 3, reports.append)
+        wait_until_ready(processes, 1, reports.append, progress_s=0.2)
     stop(processes)
 
     assert reports
@@ -172,18 +171,17 @@ def test_a_server_that_never_serves_is_reported(tmp_path: Path) -> None:
 
 def test_a_server_that_never_starts_is_reported(tmp_path: Path) -> None:
     process = start(tmp_path)
-    with pytest.raises(TimeoutError, match=r"not ready after 3 s: .*later"):
-        wait_until_ready([process], 3, lambda _: None, lambda _ready: ["later"])
+    with pytest.raises(TimeoutError, match=r"not ready after 1 s: .*later"):
+        wait_until_ready([process], 1, lambda _: None, lambda _ready: ["later"])
     stop([process])
 
 
 def test_a_server_that_ignores_sigterm_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("epd.tools.fleet.process.STOP_TIMEOUT_S", 0.5)
     process = start(tmp_path, how="stubborn")
     wait_until_ready([process], 30, lambda _: None)
-    stop([process])
+    stop([process], timeout_s=0.5)
 
     assert group_is_gone(process.pid)
 
@@ -310,8 +308,8 @@ def test_stopping_twice_at_once_leaves_nothing(tmp_path: Path) -> None:
 import signal
 import sys
 from pathlib import Path
-from tests.tools.fleet.test_fleet import start
-from epd.tools.fleet.process import stop, wait_until_ready
+from tests.tools.up.test_fleet import start
+from epd.tools.up.process import stop, wait_until_ready
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 process = start(Path({str(tmp_path)!r}), how="stubborn")
 wait_until_ready([process], 30, lambda _: None)
@@ -403,7 +401,7 @@ def test_the_guard_signals_no_group_of_another_program(reused: bool) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from epd.tools.fleet.process import Guard, Process
+from epd.tools.up.process import Guard, Process
 
 log, *command = sys.argv[1:]
 process = Process("server", "http://127.0.0.1:1", command, {}, Path(log), Guard())

@@ -10,9 +10,9 @@ from math import floor
 
 from ec_store.config import size_text
 from epd.routing.instances import Role
-from epd.tools.fleet.engine import Engine
-from epd.tools.fleet.model_config import flag_value
-from epd.tools.fleet.model_sizes import ModelSizes
+from epd.tools.up.engine import Engine
+from epd.tools.up.model_sizes import ModelSizes
+from epd.tools.up.vllm_flags import flag_value
 
 VLLM_SHARE = 0.92
 """vLLM's default of `--gpu-memory-utilization` (`CacheConfig`, `vllm/config/cache.py`)."""
@@ -88,8 +88,7 @@ class Memory:
             return "shares of the devices' memory; --device-memory 80GiB plans in GiB"
         if self.sizes is None:
             return "the sizes of the model are not known: shares of encode instances are assumed"
-        weights = "weights are estimates from config.json, " if self.sizes.estimated else ""
-        return f"{weights}activations and CUDA are estimates"
+        return "activations and CUDA are estimates"
 
     def _devices(self) -> Sequence[str]:
         return list(dict.fromkeys(device for engine in self.engines for device in engine.devices))
@@ -160,11 +159,9 @@ class Memory:
             for name, need in needs.items()
         )
         has = "" if total is None else f", {size_text(total)}"
-        estimated = self.sizes is not None and self.sizes.estimated and total is not None
         return (
             f"instances need {_amount(sum(need.share for need in needs.values()), total)} of the "
-            f"memory of device {device}{has}: {each}"
-            f"{'; weights are estimates from config.json' if estimated else ''}. Use more devices "
+            f"memory of device {device}{has}: {each}. Use more devices "
             "(--gpus), a smaller step (--encode-flags '--max-num-batched-tokens N'), or choose "
             "shares (--gpu-memory-utilization-…)"
         )
