@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -390,6 +391,8 @@ def test_the_guard_signals_no_group_of_another_program(reused: bool) -> None:
         foreign = foreign_group(server.pid)
         assert foreign is not None
         server = foreign
+    else:  # the guard waits for a server that has ended and is not reaped
+        threading.Thread(target=server.wait, daemon=True).start()
     watching.stdin.close()
     assert watching.wait(60) == 0
 
