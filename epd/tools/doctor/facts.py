@@ -182,8 +182,6 @@ class StoreFacts(NamedTuple):
         is_writable: whether the proxy can write names and claims.
         entry: state of the output that an encode instance just wrote: `read`, `found` (present,
             but not readable) or `missing`; None: no output to look up.
-        elsewhere: namespace that has the missing output, if it is another than the encode
-            instance reports.
         max_bytes: quota in bytes.
         writing_bytes: memory of a server for the entries that are being written to it; None for a
             directory.
@@ -197,7 +195,6 @@ class StoreFacts(NamedTuple):
     round_trip_s: float = 0.0
     is_writable: bool = True
     entry: str | None = None
-    elsewhere: str | None = None
     bytes: int | None = None
     max_bytes: int | None = None
     writing_bytes: int | None = None
@@ -212,5 +209,5 @@ class StoreFacts(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Whether it lacks a new entry because its file system has no room."""
-        lost = self.entry == "missing" and self.elsewhere is None
-        return lost and self.free_bytes is not None and self.free_bytes < FULL_BYTES
+        free_bytes = FULL_BYTES if self.free_bytes is None else self.free_bytes
+        return self.entry == "missing" and free_bytes < FULL_BYTES

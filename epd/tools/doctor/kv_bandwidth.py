@@ -41,32 +41,30 @@ WHOLE = 10
 
 
 class Transfers(NamedTuple):
-    """Transfers that an instance has counted: since its start, or within a window.
+    """Transfers between two instances, and to others: since their start, or within a window.
 
     Attributes:
         number: transfers, each between two ranks.
         transfer_s: sum of their durations in seconds.
+        tokens: prompt tokens that decode got by them, and by transfers from other instances.
     """
 
     number: float
     bytes: float
     transfer_s: float
+    tokens: float
 
     def since(self, before: Self) -> Self:
-        """Return the transfers after another reading of the same instance."""
+        """Return the transfers after another reading of the same instances."""
         return type(self)(*(now - then for now, then in zip(self, before, strict=True)))
 
 
-def read_transfers(page: bytes) -> Transfers | None:
-    """Return the transfers of all engines on a metrics page; None without a NIXL connector."""
-    count = KV_SECONDS.removesuffix(b"_sum") + b"_count"
-    number, size, transfer_s = (_values(page, name) for name in (count, KV_BYTES, KV_SECONDS))
-    return Transfers(sum(number), sum(size), sum(transfer_s)) if number else None
-
-
-def read_tokens(page: bytes) -> float:
-    """Return the prompt tokens that the engines of a metrics page got from other instances."""
-    return sum(_values(page, EXTERNAL_TOKENS.encode()))
+def read_transfers(decode: bytes, prefill: bytes = b"") -> Transfers | None:
+    """Return the transfers on two metrics pages; None without a NIXL connector."""
+    names = (KV_SECONDS.removesuffix(b"_sum") + b"_count", KV_BYTES, KV_SECONDS)
+    number, size, seconds = ([*_values(decode, name), *_values(prefill, name)] for name in names)
+    tokens = _values(decode, EXTERNAL_TOKENS.encode())
+    return Transfers(sum(number), sum(size), sum(seconds), sum(tokens)) if number else None
 
 
 def _values(page: bytes, name: bytes) -> list[float]:
@@ -80,20 +78,18 @@ class Window(NamedTuple):
 
     Attributes:
         tokens: prompt tokens of the trial.
-        all_tokens: prompt tokens that decode got meanwhile, of all requests.
         prefill_s, decode_s: durations of the trial's requests in seconds.
     """
 
     transfers: Transfers
     tokens: int
-    all_tokens: float
     prefill_s: float
     decode_s: float
 
     @property
     def is_alone(self) -> bool:
         """Whether decode got no tokens of other requests."""
-        return self.all_tokens <= self.tokens
+        return self.transfers.tokens <= self.tokens
 
 
 class Measured(NamedTuple):
@@ -117,9 +113,9 @@ def measure(window: Window, own: float) -> Measured:
     The trial has as many tokens as fit, so its transfers last at least as long as the mean of all.
     Its part of the bytes is that of its tokens.
     """
-    number, size, transfer_s = window.transfers
+    number, size, transfer_s, tokens = window.transfers
     transfer_s = max(transfer_s, RESOLUTION_S)
-    share = min(1.0, window.tokens / window.all_tokens) if window.all_tokens else 1.0
+    share = min(1.0, window.tokens / tokens)
     return Measured(share * size, transfer_s / number, transfer_s / own, int(number - own))
 
 
@@ -128,7 +124,6 @@ class PairFacts:
     """Trials of one pair of instances.
 
     Attributes:
-        counted_at: the instance that counts the transfers.
         small: a trial with few tokens, after a first one that opened the connections.
         large: trials with as many tokens as fit.
         in_host_memory: whether the KV blocks are known to be in the host's memory.
@@ -137,7 +132,6 @@ class PairFacts:
 
     prefill: Instance
     decode: Instance
-    counted_at: Instance | None = None
     small: Window | None = None
     large: Sequence[Window] = ()
     in_host_memory: bool = False

@@ -25,8 +25,6 @@ LOOKS = 9
 """Number of lookups. Their median is the round trip time."""
 ARRIVES_S = 5.0
 """Maximum time until a new entry appears: encode instances write in the background."""
-SEARCH_S = 2.0
-"""Deadline for the search of all namespaces for a missing entry."""
 WITHIN_S = 10.0
 """Deadline for all operations on the store."""
 
@@ -47,15 +45,12 @@ async def read_store(
     try:
         async with asyncio.timeout(WITHIN_S), await open_async_store(url, create=False) as store:
             entry = None if made is None else await _entry(store, made, arrives_s)
-            lost = made if entry == "missing" else None
-            elsewhere = None if lost is None else await _other_namespace(store, lost)
             stats = await store.stats()
             return StoreFacts(
                 budget_s,
                 round_trip_s=await _round_trip_s(store),
                 is_writable=await _writable(store),
                 entry=entry,
-                elsewhere=elsewhere,
                 bytes=stats.bytes,
                 max_bytes=stats.max_bytes,
                 writing_bytes=writing_bytes(url),
@@ -79,17 +74,6 @@ async def _entry(store: AsyncStore, made: OutputFacts, arrives_s: float) -> str:
             return "missing"
         await asyncio.sleep(0.1)
     return "found" if await store.get(key) is None else "read"
-
-
-async def _other_namespace(store: AsyncStore, made: OutputFacts) -> str | None:
-    """Return another namespace that has the output; None: not found within `SEARCH_S`."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(SEARCH_S):
-            async for listed in store.ls():
-                key = None if listed.info is None else listed.info.key
-                if key is not None and key.identifier == made.identifier:
-                    return key.namespace
-    return None
 
 
 async def _round_trip_s(store: AsyncStore) -> float:

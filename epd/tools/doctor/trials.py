@@ -15,7 +15,7 @@ import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 
@@ -36,7 +36,6 @@ from epd.tools.doctor.kv_bandwidth import (
     PairFacts,
     Transfers,
     Window,
-    read_tokens,
     read_transfers,
 )
 from epd.transfer import Params, with_params
@@ -69,13 +68,6 @@ REPEATS = 3
 COUNTED_S, COUNTED_EVERY_S = 3.0, 0.1
 """Time within which the metrics have a transfer after the answer, and the interval of the readings.
 vLLM counts a transfer with a later step of its scheduler."""
-
-
-class Counts(NamedTuple):
-    """Transfers that instances have counted, and the tokens that decode has got by them."""
-
-    transfers: Mapping[Instance, Transfers]
-    tokens: float
 
 
 def picture() -> Mapping[str, Any]:
@@ -274,7 +266,7 @@ class Trials:
         Prompts have as many tokens as fit into `max_tokens` and `MAX_BYTES` of blocks. If other
         transfers take place, they are repeated. None: the instances count no transfers.
         """
-        if read_transfers(await self._stages.metrics(decode.url)) is None:
+        if await self._transfers(prefill, decode) is None:
             return None
         pair = Pair("", prefill, 0 if prefill.dp_size > 1 else None, decode)
         context = self._context(of_tokens=True)
@@ -283,23 +275,21 @@ class Trials:
         small = await self._window(pair, decode, model, tokens)
         if small is None:
             return PairFacts(prefill, decode)
-        counted_at, window = small
-        wanted = math.ceil(MAX_BYTES * window.all_tokens / max(1.0, window.transfers.bytes))
-        many = [*islice(cycle(tokens), max(len(tokens), min(wanted, max_tokens - 1)))]
+        _, size, _, all_tokens = small.transfers
+        fitting = math.ceil(MAX_BYTES * all_tokens / max(1.0, size))
+        many = [*islice(cycle(tokens), max(len(tokens), min(fitting, max_tokens - 1)))]
         large: list[Window] = []
         while len(large) < REPEATS and not (large and large[-1].is_alone):
-            found = await self._window(pair, decode, model, many)
-            if found is None:
+            window = await self._window(pair, decode, model, many)
+            if window is None:
                 break
-            large.append(found[1])
-        return PairFacts(prefill, decode, counted_at, window, large)
+            large.append(window)
+        return PairFacts(prefill, decode, small, large)
 
     async def _window(
         self, pair: Pair, decode: Instance, model: str, tokens: Sequence[int]
-    ) -> tuple[Instance, Window] | None:
-        """Return the instance that counted the transfers of a prompt, and what it counted.
-
-        None: it counted none within `_counted_s` seconds.
+    ) -> Window | None:
+        """Return the transfers of a prompt; None: none are counted within `_counted_s` seconds.
 
         Raises:
             ProxyError: an instance failed.
@@ -308,34 +298,22 @@ class Trials:
         pair = pair._replace(request_id=context.request_id)
         began_s = time.monotonic()
         prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
-        prefilled_s = time.monotonic()
-        before = await self._counts(pair.prefill, decode)
-        asked_s = time.monotonic()
+        prefill_s = time.monotonic() - began_s
+        before = await self._transfers(pair.prefill, decode)
+        began_s = time.monotonic()
         await self._decode(decode, with_params(body, prefilled.params), context)
         decoded_s = time.monotonic()
         while time.monotonic() < decoded_s + self._counted_s:
-            after = await self._counts(pair.prefill, decode)
-            all_tokens = after.tokens - before.tokens
-            for instance, counted in after.transfers.items():
-                earlier = before.transfers.get(instance)
-                if earlier is None or counted.number <= earlier.number or all_tokens <= 0:
-                    continue
-                durations_s = prefilled_s - began_s, decoded_s - asked_s
-                return instance, Window(
-                    counted.since(earlier), len(tokens), all_tokens, *durations_s
-                )
+            after = await self._transfers(pair.prefill, decode)
+            found = None if before is None or after is None else after.since(before)
+            if found is not None and found.number > 0 and found.tokens > 0:
+                return Window(found, len(tokens), prefill_s, decoded_s - began_s)
             await asyncio.sleep(COUNTED_EVERY_S)
         return None
 
-    async def _counts(self, prefill: Instance, decode: Instance) -> Counts:
-        pages = {
-            instance: await self._stages.metrics(instance.url) for instance in (decode, prefill)
-        }
-        read = {instance: read_transfers(page) for instance, page in pages.items()}
-        return Counts(
-            {instance: found for instance, found in read.items() if found is not None},
-            read_tokens(pages[decode]),
-        )
+    async def _transfers(self, prefill: Instance, decode: Instance) -> Transfers | None:
+        pages = [await self._stages.metrics(instance.url) for instance in (decode, prefill)]
+        return read_transfers(*pages)
 
     async def _turn(
         self, pair: Pair, decode: Instance, body: Body, prefill_s: float | None

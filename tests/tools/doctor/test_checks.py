@@ -285,7 +285,6 @@ def mount(kind: str) -> Mount | None:
         ({"round_trip_s": 0.011}, WARN, "11.0 ms per lookup, of a budget of 20 ms"),
         ({"is_writable": False}, WARN, "cannot write"),
         ({"entry": "missing"}, FAIL, "does not have the entry"),
-        ({"entry": "missing", "elsewhere": "a:2"}, FAIL, "another namespace than"),
         ({"entry": "found"}, FAIL, "cannot read the entry"),
         ({"bytes": 1, "max_bytes": 12, "free_bytes": 10}, WARN, "only 11 B"),
         ({"writing_bytes": 2**20}, WARN, "no maxmemory"),
