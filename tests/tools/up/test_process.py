@@ -309,7 +309,7 @@ def test_stopping_twice_at_once_leaves_nothing(tmp_path: Path) -> None:
 import signal
 import sys
 from pathlib import Path
-from tests.tools.up.test_fleet import start
+from tests.tools.up.test_process import start
 from epd.tools.up.process import stop, wait_until_ready
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 process = start(Path({str(tmp_path)!r}), how="stubborn")
