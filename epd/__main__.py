@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, str] = {
     "up": "epd.tools.up.command",
     "bench": "epd.tools.bench",
     "top": "epd.tools.top",
+    "observe": "epd.tools.observe.command",
 }
 """Modules with the functions `add_parser` that add the commands, in the order of `--help`."""
 

@@ -1,0 +1,89 @@
+"""Sizes of encoder outputs, from a model's `config.json`. Pure.
+
+They are estimates. A picture has as many output tokens as it has merged patches, once it has been
+scaled into the limits of the image processor (`smart_resize` in transformers' Qwen2-VL processor),
+or a number that the configuration states for every picture.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Config = Mapping[str, Any]
+
+VALUE_BYTES = 2
+"""Bytes of a value: encoder outputs are in bfloat16 or float16."""
+
+FIXED = ("mm_tokens_per_image", "image_seq_length", "image_seq_len")
+"""Fields with the number of tokens of every picture: Gemma 3, LLaVA, Idefics 3."""
+
+MAX_EDGE = 16384
+"""Largest value of a processor's size that is the length of an edge; larger ones are pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntrySizes:
+    """Rule for the sizes of a model's encoder outputs.
+
+    Attributes:
+        token_bytes: bytes of an output token.
+        token_pixels: pixels of a token, if their number depends on the picture; else 0.
+        fixed_tokens: tokens of every picture; 0 if they depend on it.
+        least_pixels: a smaller picture is scaled up to this size.
+        most_pixels: a larger picture is scaled down to this size.
+    """
+
+    token_bytes: float
+    token_pixels: float
+    fixed_tokens: float
+    least_pixels: float = 0.0
+    most_pixels: float = math.inf
+
+    def image_bytes(self, pixels: float) -> float:
+        """Return the bytes of a picture's output."""
+        if self.fixed_tokens:
+            return self.fixed_tokens * self.token_bytes
+        scaled = min(max(pixels, self.least_pixels), self.most_pixels)
+        return max(1.0, scaled / self.token_pixels) * self.token_bytes
+
+
+def entry_sizes(config: Config, processor: Config) -> EntrySizes | None:
+    """Return the rule of a model; None if its configuration does not determine one.
+
+    Args:
+        config: the model's `config.json`.
+        processor: its `preprocessor_config.json`; empty without one.
+    """
+    config = _part(config, "thinker_config") or config
+    vision = _part(config, "vision_config")
+    text = _part(config, "text_config") or _part(config, "llm_config") or config
+    width = _number(vision, "out_hidden_size") or _number(text, "hidden_size")
+    if not width:
+        return None
+    levels = vision.get("deepstack_visual_indexes")
+    outputs = 1 + (len(levels) if isinstance(levels, list) else 0)
+    token_bytes = VALUE_BYTES * outputs * width
+    for field in FIXED:
+        if tokens := _number(config, field) or _number(processor, field):
+            return EntrySizes(token_bytes, 0.0, tokens)
+    patch = _number(vision, "patch_size") or _number(vision, "spatial_patch_size")
+    merge = _number(vision, "spatial_merge_size") or _number(config, "spatial_merge_size") or 1
+    if not patch:
+        return None
+    size = _part(processor, "size")
+    least = _number(processor, "min_pixels") or _number(size, "shortest_edge")
+    most = _number(processor, "max_pixels") or _number(size, "longest_edge")
+    if 0 < most <= MAX_EDGE:
+        least, most = 0.0, most * most
+    return EntrySizes(token_bytes, (patch * merge) ** 2, 0.0, least, most or math.inf)
+
+
+def _part(config: Config, name: str) -> Config:
+    part = config.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _number(config: Config, name: str) -> float:
+    value = config.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0

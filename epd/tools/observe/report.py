@@ -1,0 +1,319 @@
+"""Report of a run: what came again, what a store would have answered, and the verdict. Pure."""
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from epd.tools.observe.counting import Traffic
+
+MEGA = 10**6
+GIB = 2**30
+
+LEAST_HIT_RATE = 0.1
+"""Hit rate below which the verdict is against a store: each miss is written once more, and one
+encode of ten is saved at most."""
+
+NEARLY_ALL = 0.9
+"""Share of the most possible hits for which the smallest sufficient store is recommended; and share
+of repeats within a conversation above which an engine's own caches may answer most."""
+
+BUSY = 0.1
+"""Share of a server's time in encodes above which encode instances pay by sparing decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """What the relay knows of the run.
+
+    Attributes:
+        seconds: length of the run.
+        requests: forwarded requests, of all kinds.
+        failed: those that no server answered.
+        too_large: those that were too large to be counted.
+        dropped: those that were not counted because counting was behind.
+        servers: number of servers.
+        encode_ms: the user's milliseconds of an encode of one megapixel; None without them.
+    """
+
+    seconds: float
+    requests: int
+    failed: int
+    too_large: int
+    dropped: int
+    servers: int
+    encode_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModalityLine:
+    """Media of one kind."""
+
+    modality: str
+    items: int
+    repeat_share: float
+    sent_bytes: int
+    megapixels: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLine:
+    """What a store of one size had answered.
+
+    Attributes:
+        size: bytes, or number of entries; None for a store without a limit.
+        hit_rate: share of the items.
+        unsent_bytes: bytes of media, in base64, that no engine had received.
+        encode_s: estimated seconds of encodes; None without the user's figure.
+    """
+
+    size: float | None
+    hit_rate: float
+    hits: float
+    unsent_bytes: float
+    encode_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Report of a run. Figures of repeats are estimates if `sampled_share` is below 1.
+
+    Attributes:
+        unit: of the sizes of stores: `bytes` or `entries`.
+        same_conversation: share of the repeats within a conversation.
+        other_server: share of the repeats that went to another server than the time before.
+    """
+
+    relayed: Relayed
+    counted: int
+    with_media: int
+    unreadable: int
+    items: int
+    distinct: float
+    unsized: int
+    sampled_share: float
+    unit: str
+    modalities: Sequence[ModalityLine]
+    stores: Sequence[StoreLine]
+    same_conversation: float
+    other_server: float
+    verdict: Sequence[str]
+
+
+def make_report(traffic: Traffic, relayed: Relayed) -> Report:
+    """Return the report of what was counted so far."""
+    distances = traffic.distances
+    items = distances.references
+    sampled = traffic.sampled_repeats or 1.0
+    modalities = [
+        ModalityLine(
+            name,
+            kind.items,
+            min(kind.repeats / kind.items, 1.0),
+            kind.sent_bytes,
+            kind.pixels / MEGA,
+        )
+        for name, kind in sorted(traffic.kinds.items())
+    ]
+    stores = [_store_line(traffic, size, relayed.encode_ms) for size in distances.sizes]
+    pixels = sum(kind.pixels for kind in traffic.kinds.values())
+    report = Report(
+        relayed=relayed,
+        counted=traffic.requests - traffic.unreadable,
+        with_media=traffic.with_media,
+        unreadable=traffic.unreadable,
+        items=items,
+        distinct=distances.first,
+        unsized=traffic.unsized,
+        sampled_share=distances.share,
+        unit="entries" if traffic.sizes is None else "bytes",
+        modalities=modalities,
+        stores=stores,
+        same_conversation=traffic.same_conversation / sampled,
+        other_server=traffic.other_server / sampled,
+        verdict=(),
+    )
+    return replace(report, verdict=tuple(_verdict(report, pixels)))
+
+
+def as_json(report: Report) -> dict[str, object]:
+    """Return the report as JSON values."""
+    return asdict(report)
+
+
+def _store_line(traffic: Traffic, size: float, encode_ms: float | None) -> StoreLine:
+    hits = traffic.distances.hits(size)
+    answered = traffic.answered.get(size)
+    # The sample gives the means; the number of hits is adjusted.
+    scale = hits / answered.items if answered is not None and answered.items else 0.0
+    unsent = scale * answered.sent_bytes if answered is not None else 0.0
+    pixels = scale * answered.pixels if answered is not None else 0.0
+    return StoreLine(
+        None if size == float("inf") else size,
+        hits / traffic.distances.references if traffic.distances.references else 0.0,
+        hits,
+        unsent,
+        None if encode_ms is None else pixels / MEGA * encode_ms / 1000,
+    )
+
+
+def _verdict(report: Report, pixels: float) -> Iterator[str]:
+    """Yield the sentences of the verdict."""
+    if not report.items:
+        yield "No request had media. An encoder cache brings nothing here."
+        return
+    unlimited, unit = report.stores[-1], report.unit
+    if unlimited.hit_rate < LEAST_HIT_RATE:
+        yield (
+            f"{unlimited.hit_rate:.0%} of the media came again. A store of any size does not pay "
+            "here: plain vLLM is the better choice."
+        )
+        yield _on_encode_instances(report, pixels, unlimited)
+        return
+    sufficient = (
+        line for line in report.stores if line.hit_rate >= NEARLY_ALL * unlimited.hit_rate
+    )
+    store = next(sufficient)
+    yield (
+        f"{unlimited.hit_rate:.0%} of the media came again. A store of "
+        f"{size_text(store.size, unit)} would have answered {store.hit_rate:.0%} of all media, and "
+        f"{bytes_text(store.unsent_bytes)} would not have been sent to an engine."
+    )
+    if store.encode_s is not None:
+        yield (
+            f"It would have saved {store.encode_s:.0f} s of encodes in "
+            f"{report.relayed.seconds:.0f} s, by your {report.relayed.encode_ms:g} ms for each of "
+            "its megapixels."
+        )
+    if report.same_conversation - report.other_server > NEARLY_ALL:
+        yield (
+            "Nearly all repeats are turns of a conversation at the same server. Its prefix cache "
+            "answers those that it still has, so the gain is less than this."
+        )
+    elif report.relayed.servers > 1:
+        yield (
+            f"{report.other_server:.0%} of the repeats went to another server than the time "
+            "before: no cache within an engine answers them, one store for all servers does."
+        )
+    yield _on_encode_instances(report, pixels, store)
+    yield _next_command(store, unit)
+
+
+def _on_encode_instances(report: Report, pixels: float, store: StoreLine) -> str:
+    """Return whether encode instances would pay beside this store."""
+    encode_ms, seconds = report.relayed.encode_ms, report.relayed.seconds
+    if encode_ms is None or not pixels:
+        return (
+            "Whether encode instances would pay is not known: give --encode-ms, the milliseconds "
+            "of an encode of one megapixel on your GPU."
+        )
+    encodes_s = pixels / MEGA * encode_ms / 1000 - (store.encode_s or 0.0)
+    busy = encodes_s / max(seconds, 1e-9) / report.relayed.servers
+    if busy < BUSY:
+        return f"Encode instances would not pay: encodes take {busy:.1%} of each server's time."
+    return (
+        f"Encode instances would pay: encodes that are left take {busy:.0%} of each server's time, "
+        "in which its requests in decode wait."
+    )
+
+
+def _next_command(store: StoreLine, unit: str) -> str:
+    memory = f" --ec-store-memory {store.size / GIB:g}GiB" if unit == "bytes" and store.size else ""
+    return f"Next: epd up --model MODEL{memory}, and send it the same requests."
+
+
+def size_text(size: float | None, unit: str) -> str:
+    """Return the size of a store as people write it."""
+    if size is None:
+        return "any size"
+    return f"{size / GIB:g} GiB" if unit == "bytes" else f"{size:,.0f} entries"
+
+
+def bytes_text(size: float) -> str:
+    """Return a number of bytes in the largest unit of which there is one."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def as_markdown(report: Report) -> str:
+    """Return the report as Markdown."""
+    relayed = report.relayed
+    lines = [
+        "# What an encoder cache would bring",
+        "",
+        *(f"- {sentence}" for sentence in report.verdict),
+        "",
+        (
+            f"{relayed.requests} requests in {relayed.seconds:.0f} s to {relayed.servers} servers; "
+            f"{report.counted} counted, {report.with_media} with media. Not counted: "
+            f"{relayed.too_large} too large, {relayed.dropped} while counting was behind, "
+            f"{report.unreadable} in a form that this project rejects. "
+            f"{relayed.failed} had no complete answer."
+        ),
+        "",
+        (
+            f"{report.items} media, about {report.distinct:.0f} different ones. Of the repeats "
+            f"{report.same_conversation:.0%} came within a conversation, and "
+            f"{report.other_server:.0%} went to another server than the time before."
+        ),
+    ]
+    if report.sampled_share < 1:
+        lines += ["", f"Repeats are estimated from {report.sampled_share:.1%} of the media."]
+    if report.unsized:
+        lines += ["", f"{report.unsized} media have no known entry size; they count as the mean."]
+    lines += ["", "| media | number | came again | in requests | megapixels |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    lines += [
+        f"| {line.modality} | {line.items} | {line.repeat_share:.0%} | "
+        f"{bytes_text(line.sent_bytes)} | {line.megapixels:.1f} |"
+        for line in report.modalities
+    ]
+    lines += ["", "| store | hit rate | not sent to engines | encodes saved |"]
+    lines.append("| --- | --- | --- | --- |")
+    lines += [
+        f"| {size_text(line.size, report.unit)} | {line.hit_rate:.1%} | "
+        f"{bytes_text(line.unsent_bytes)} | "
+        f"{'not known' if line.encode_s is None else f'{line.encode_s:.0f} s'} |"
+        for line in report.stores
+    ]
+    return "\n".join(lines) + "\n"
+
+
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
+<meta http-equiv="refresh" content="5"><meta name="viewport" content="width=device-width">
+<title>epd observe</title><style>
+:root{{color-scheme:light dark}}
+body{{font:16px/1.5 system-ui;max-width:52rem;margin:2rem auto;padding:0 1rem}}
+table{{border-collapse:collapse;margin:1rem 0;width:100%}}
+td,th{{border-bottom:1px solid #8884;padding:.3rem .6rem;text-align:left}}
+meter{{width:8rem}}</style>
+<h1>What an encoder cache would bring</h1><ul>{verdict}</ul>
+<p>{requests} requests, {items} media, about {distinct} different ones.</p>
+<table><tr><th>store<th>hit rate<th><th>not sent to engines<th>encodes saved{stores}</table>
+<table><tr><th>media<th>number<th>came again<th>in requests<th>megapixels{modalities}</table>
+<p><a href="observe.md">Markdown</a> <a href="observe.json">JSON</a></p></html>
+"""
+
+
+def as_page(report: Report) -> str:
+    """Return the report as a page that renews itself."""
+    stores = [
+        f"<tr><td>{size_text(line.size, report.unit)}<td>{line.hit_rate:.1%}"
+        f"<td><meter value={line.hit_rate:.3f}></meter><td>{bytes_text(line.unsent_bytes)}"
+        f"<td>{'not known' if line.encode_s is None else f'{line.encode_s:.0f} s'}"
+        for line in report.stores
+    ]
+    modalities = [
+        f"<tr><td>{line.modality}<td>{line.items}<td>{line.repeat_share:.0%}"
+        f"<td>{bytes_text(line.sent_bytes)}<td>{line.megapixels:.1f}"
+        for line in report.modalities
+    ]
+    return PAGE.format(
+        verdict="".join(f"<li>{html.escape(sentence)}" for sentence in report.verdict),
+        requests=report.relayed.requests,
+        items=report.items,
+        distinct=f"{report.distinct:.0f}",
+        stores="".join(stores),
+        modalities="".join(modalities),
+    )
