@@ -23,7 +23,7 @@ from epd.tools.doctor.instances import IDLE_S, InstanceReader, try_subscription
 from epd.tools.doctor.kv_bandwidth import PairFacts
 from epd.tools.doctor.sources import read_sources
 from epd.tools.doctor.store import ARRIVES_S, read_store
-from epd.tools.doctor.trials import COUNTED_S, READ_S, Trials, Tried
+from epd.tools.doctor.trials import COUNTED_S, READ_S, TrialOutput, Trials
 from epd.transfer.encoded import OutputFacts
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.upstream import KEEP_ALIVE_S, Upstream
@@ -61,7 +61,7 @@ class Examination:
         self._instances = instances
         self._model = model
         self._trials = trials
-        self.output: Tried | None = None
+        self.output: TrialOutput | None = None
         self.pairs: list[PairFacts] = []
 
     def _of_roles(self, *roles: Role) -> Sequence[InstanceFacts]:
@@ -70,8 +70,8 @@ class Examination:
     async def try_encode(self) -> None:
         """Let each encode instance encode, and each consumer find the first output."""
         for encoder in self._of_roles(Role.ENCODE):
-            tried = await self._encode(encoder)
-            if tried is not None and not tried.encoded.metadata:
+            output = await self._encode(encoder)
+            if output is not None and not output.encoded.metadata:
                 encoder.add_trial(facts.RAW, Trial())
         if self.output is not None and self.output.encoded.metadata:
             # An engine that sends blocks to an address crashes on a request without one.
@@ -90,20 +90,20 @@ class Examination:
             table.reserve_place(instance) for instance in consumers for _ in range(instance.dp_size)
         ]
         for encoder, rank in _pairs(self._of_roles(Role.ENCODE), ranks):
-            tried = await self._encode(encoder, rank)
-            if tried is not None and tried.encoded.metadata:
-                trial = await self._trials.consume(rank.instance, tried)
+            output = await self._encode(encoder, rank)
+            if output is not None and output.encoded.metadata:
+                trial = await self._trials.consume(rank.instance, output)
                 consumers[rank.instance].add_trial(facts.CONSUME, trial)
 
     async def _encode(
         self, encoder: InstanceFacts, consumer: Reservation | None = None
-    ) -> Tried | None:
-        trial, tried = await self._trials.encode(encoder.instance, self._model, consumer)
+    ) -> TrialOutput | None:
+        trial, output = await self._trials.encode(encoder.instance, self._model, consumer)
         encoder.add_trial(facts.ENCODE, trial)
-        if tried is not None and tried.encoded.namespace is not None:
-            encoder.namespaces |= {tried.encoded.namespace}
-        self.output = self.output or tried
-        return tried
+        if output is not None and output.encoded.namespace is not None:
+            encoder.namespaces |= {output.encoded.namespace}
+        self.output = self.output or output
+        return output
 
     async def try_handovers(self) -> None:
         """Let each prefill instance hand over to a decode instance, and each decode continue."""

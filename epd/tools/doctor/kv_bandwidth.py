@@ -107,8 +107,8 @@ class Measured(NamedTuple):
     others: int
 
 
-def measure(window: Window, own: float) -> Measured:
-    """Return the bytes and the duration of a trial that starts `own` transfers at once.
+def measure(window: Window, ranks: float) -> Measured:
+    """Return the bytes and the duration of a trial between `ranks` pairs of ranks.
 
     The trial has as many tokens as fit, so its transfers last at least as long as the mean of all.
     Its part of the bytes is that of its tokens.
@@ -116,7 +116,7 @@ def measure(window: Window, own: float) -> Measured:
     number, size, transfer_s, tokens = window.transfers
     transfer_s = max(transfer_s, RESOLUTION_S)
     share = min(1.0, window.tokens / tokens)
-    return Measured(share * size, transfer_s / number, transfer_s / own, int(number - own))
+    return Measured(share * size, transfer_s / number, transfer_s / ranks, int(number - ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +185,11 @@ class PairFacts:
         if self.small is None or not self.large:
             return None
         windows = [self.small, *self.large]
-        own = min((trial.transfers.number for trial in windows if trial.is_alone), default=1)
+        ranks = min((trial.transfers.number for trial in windows if trial.is_alone), default=1)
         best = min(
             reversed(self.large), key=lambda trial: (not trial.is_alone, trial.transfers.number)
         )
-        return measure(best, own), measure(self.small, own), best.tokens
+        return measure(best, ranks), measure(self.small, ranks), best.tokens
 
     def _undecided(self, found: Measured, delay: Measured) -> str:
         """Return why the bandwidth is not judged; empty if it is."""

@@ -90,7 +90,7 @@ def new_sound() -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tried:
+class TrialOutput:
     """Output of an encode instance for the picture or sound of a trial.
 
     Attributes:
@@ -136,7 +136,7 @@ class Trials:
 
     async def encode(
         self, instance: Instance, model: str, consumer: Reservation | None = None
-    ) -> tuple[Trial, Tried | None]:
+    ) -> tuple[Trial, TrialOutput | None]:
         """Send a picture to an encode instance; if the model rejects pictures, a sound.
 
         With a transfer that pushes, the output goes to `consumer`. Return the result and the
@@ -162,13 +162,13 @@ class Trials:
             if (lacking := self._encoded.missing_field(replied)) is not None:
                 return Trial(f"encodes, but its ec_transfer_params have no {lacking}"), None
             params = self._encoded.consumer_params([encoded])
-            return Trial(), Tried(body, encoded, params, consumer)
+            return Trial(), TrialOutput(body, encoded, params, consumer)
         return _failed(refused) if refused else Trial(), None
 
-    async def consume(self, instance: Instance, tried: Tried) -> Trial:
+    async def consume(self, instance: Instance, output: TrialOutput) -> Trial:
         """Send a request with the key of an encoder output in place of the media."""
-        rank = None if tried.consumer is None else tried.consumer.rank
-        trial, _ = await self._answered(instance, tried.by_key(), rank=rank)
+        rank = None if output.consumer is None else output.consumer.rank
+        trial, _ = await self._answered(instance, output.by_key(), rank=rank)
         return trial
 
     async def transfer(
