@@ -7,8 +7,8 @@ bypasses it: every lookup is a miss, and requests are served as without a store.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from typing import Any, Literal, Self, TypeVar
@@ -16,6 +16,7 @@ from typing import Any, Literal, Self, TypeVar
 import structlog
 
 from ec_store.aio import AsyncStore
+from ec_store.base import Store
 from ec_store.bounded import BoundedDict
 from ec_store.concurrency import Breaker
 from ec_store.entry import EntryInfo
@@ -24,7 +25,8 @@ from ec_store.keys import EntryKey
 from ec_store.opening import ProxyStore
 from epd.aio import Background, Work
 from epd.config.sections.transfers import TransferSettings
-from epd.encoder_cache.lookup import MOST_KEYS, AtOnce, Lookup
+from epd.encoder_cache.at_once import AtOnce
+from epd.encoder_cache.lookup import Lookup
 
 REFRESH_S = 5.0
 """Interval of reading the namespaces, and of retries to open the store."""
@@ -66,6 +68,8 @@ Operation = Literal[
     "delete",
 ]
 """Operations of the store."""
+READS = frozenset[Operation]({"get_name"})
+"""Operations by `EncoderCache.call` that read. Reads and writes have breakers of their own."""
 Result = Literal["ok", "timeout", "error", "skipped"]
 """Results of an operation. `skipped`: the store is not open, or is bypassed after failures."""
 
@@ -83,7 +87,13 @@ class EncoderCache:
     """
 
     def __init__(
-        self, open_store: OpenStore, config: TransferSettings, background: Background
+        self,
+        open_store: OpenStore,
+        config: TransferSettings,
+        background: Background,
+        *,
+        refresh_s: float = REFRESH_S,
+        at_once: AtOnce | None = None,
     ) -> None:
         """Create the client without opening the store. `open_store` opens an existing one."""
         self._background = background
@@ -94,35 +104,31 @@ class EncoderCache:
         self._opened: ProxyStore | None = None
         self._store: ProxyStore | None = None
         self._problem: str | None = None
-        self._at_once = AtOnce()
+        self._refresh_s = refresh_s
+        self._at_once = at_once or AtOnce()
         self._reading = Breaker("reading from the encoder store", warn=_warn)
         self._writing = Breaker("writing to the encoder store", warn=_warn)
         self._namespaces: Mapping[str, str] = {}
         self._learned: BoundedDict[str, str] = BoundedDict(MAX_LEARNED)
+        self._ready = asyncio.Event()
         self._refresh_now = asyncio.Event()
         self._leased: BoundedDict[EntryKey, float] = BoundedDict(MAX_LEASED)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @classmethod
-    @asynccontextmanager
-    async def connect(
-        cls, open_store: OpenStore, config: TransferSettings, background: Background
-    ) -> AsyncIterator[Self]:
-        """Return a cache that opens its store in the background, until the context exits."""
-        cache = cls(open_store, config, background)
-        ready = asyncio.Event()
-        cache.keep_running("encoder_cache", partial(cache._refresh, ready))
+    async def __aenter__(self) -> Self:
+        """Open the store in the background, and wait a short time for it."""
+        self.keep_running("encoder_cache", self._refresh)
         with suppress(TimeoutError):
             async with asyncio.timeout(OPEN_WITHIN_S):
-                await ready.wait()
-        try:
-            yield cache
-        finally:
-            for task in cache._tasks:
-                task.cancel()
-            await asyncio.gather(*cache._tasks, return_exceptions=True)
-            if cache._opened is not None:
-                await cache._opened.close()
+                await self._ready.wait()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._opened is not None:
+            await self._opened.close()
 
     @property
     def open_circuits(self) -> Mapping[str, bool]:
@@ -138,38 +144,74 @@ class EncoderCache:
         request cannot be served without an answer.
         """
         look = Lookup(keys)
-        return look.found or {} if await self.run_lookup(look, patient=patient) else None
+        await self.run_lookup(look, patient=patient)
+        return look.found
 
-    async def run_lookup(self, look: Lookup, *, patient: bool = False) -> bool:
-        """Run a lookup. Return whether the store answered. Found entries are leased soon after.
+    async def run_lookup(self, look: Lookup, *, patient: bool = False) -> None:
+        """Run a lookup, as far as the store answers. Found entries are leased soon after.
 
         Claims may take longer than a lookup: after a lookup in time, they get `PATIENT_S`.
         """
         if not look.keys:
-            return True
+            look.found = {}
+            return
         if self._store is None or self._reading.open:
             self.operations["lookup", "skipped"] += 1
-            return False
+            return
         if self._writing.open:
-            look.claim_nothing()
-        if store := self._fast_store(len(look.keys)):
-            return self._look_up_on_loop(look, store)
-        visiting = _begin_lookup(look, self._store)
+            look.skip_claims()
+        failure: Exception | None = None
         try:
-            await _ended(visiting, PATIENT_S if patient else self._config.ec_store_budget_s)
-            if look.found is not None and not visiting.done():
-                await _ended(visiting, PATIENT_S)
+            if fast := self._fast_store(len(look.keys)):
+                self._call_on_loop(fast, partial(look.run, wait=False))
+            else:
+                await self._look_up_in_time(look, self._store, patient=patient)
+        except (StoreError, ValueError) as error:
+            failure = error
+        self._count_lookup(look, failure)
+        if look.found:
+            self.found_bytes += sum([info.size_bytes for info in look.found.values()])
+            self._lease_again(look.found)
+
+    def _count_lookup(self, look: Lookup, failure: Exception | None) -> None:
+        """Count a lookup and its claims, and inform the breakers."""
+        if look.found is None:
+            self.operations["lookup", "error" if failure else "timeout"] += 1
+            self._reading.record_failure(failure or LATE)
+            return
+        self.operations["lookup", "ok"] += 1
+        self._reading.succeeded()
+        if look.problem is not None or look.abandoned:
+            self.operations["claim", "error" if look.problem else "timeout"] += 1
+            self._writing.record_failure(look.problem or LATE)
+        elif look.settled:
+            self.operations["claim", "ok"] += 1
+            self._writing.succeeded()
+        elif look.skipped_claims and len(look.found) < len(look.keys):
+            self.operations["claim", "skipped"] += 1
+
+    async def _look_up_in_time(self, look: Lookup, store: ProxyStore, *, patient: bool) -> None:
+        """Run a lookup that is abandoned if it is late, or if its request is cancelled."""
+        visit: asyncio.Future[None]
+        if isinstance(store, AsyncStore):
+            visit = store.begin_visit(look.run)
+        else:
+            visit = asyncio.ensure_future(look.ask(store))
+        try:
+            await _ended(visit, PATIENT_S if patient else self._config.ec_store_budget_s)
+            if look.found is not None and not visit.done():
+                await _ended(visit, PATIENT_S)
         finally:
-            if visiting.done():
-                _seen(visiting)  # the request may be cancelled at this very moment
+            if visit.done():
+                _seen(visit)  # the request may be cancelled at this very moment
             else:
                 look.abandon_visit()
-                visiting.add_done_callback(_seen)
+                visit.add_done_callback(_seen)
         # Skipped for a cancelled request, which carries no information about the store.
-        if isinstance(self._store, AsyncStore):
+        if isinstance(store, AsyncStore):
             self._at_once.took_on_thread(look.took_s, time.monotonic())
-        failure = visiting.exception() if visiting.done() else None
-        return self._judged(look, failure, late=not visiting.done())
+        if visit.done():
+            visit.result()
 
     def _fast_store(self, keys: int) -> AsyncStore | None:
         """Return the store if calls for this many keys run on the event loop, which they block."""
@@ -178,39 +220,15 @@ class EncoderCache:
             return None
         return store if self._at_once.allows_inline(keys, time.monotonic()) else None
 
-    def _look_up_on_loop(self, look: Lookup, store: AsyncStore) -> bool:
-        failure = None
+    def _call_on_loop(self, store: AsyncStore, call: Callable[[Store], None]) -> None:
+        begun_s = time.monotonic()
         try:
-            store.at_once(look.run_at_once)
-        except (StoreError, ValueError) as error:
-            failure = error
-        self._at_once.took_on_loop(look.took_s or 0.0, time.monotonic())
-        return self._judged(look, failure, late=False)
+            store.at_once(call)
+        finally:
+            ended_s = time.monotonic()
+            self._at_once.took_on_loop(ended_s - begun_s, ended_s)
 
-    def _judged(self, look: Lookup, failure: BaseException | None, *, late: bool) -> bool:
-        """Return whether a lookup has an answer, and inform the breakers."""
-        if failure is not None and not isinstance(failure, StoreError | ValueError):
-            raise failure
-        if look.found is None:
-            self.operations["lookup", "error" if failure else "timeout"] += 1
-            self._reading.record_failure(failure or LATE)
-            return False
-        self.operations["lookup", "ok"] += 1
-        self._reading.succeeded()
-        if look.problem is not None or late:
-            self.operations["claim", "error" if look.problem else "timeout"] += 1
-            self._writing.record_failure(look.problem or LATE)
-        elif look.settled:
-            self.operations["claim", "ok"] += 1
-            self._writing.succeeded()
-        elif look.kept_from_claiming and len(look.found) < len(look.keys):
-            self.operations["claim", "skipped"] += 1
-        if look.found:
-            self.found_bytes += sum([info.size_bytes for info in look.found.values()])
-            self._keep(list(look.found))
-        return True
-
-    def _keep(self, keys: Sequence[EntryKey]) -> None:
+    def _lease_again(self, keys: Iterable[EntryKey]) -> None:
         """Lease entries with less than `ec_store_lease_s` left of their lease."""
         until_s = asyncio.get_running_loop().time() + self._config.ec_store_lease_s
         short = [key for key in keys if self._leased.get(key, 0.0) < until_s]
@@ -224,30 +242,22 @@ class EncoderCache:
         """
         lease_s = 1.5 * self._config.ec_store_lease_s
         until_s = asyncio.get_running_loop().time() + lease_s
-        infos = await self.write("lease", lambda store: store.lease(keys, lease_s))
+        infos = await self.call("lease", lambda store: store.lease(keys, lease_s))
         for info in infos or ():
             if info is not None:
                 self._leased[info.key] = until_s
 
     async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        """Release claims: `MOST_KEYS` at a time if that blocks the event loop, else all at once."""
-        while keys:
-            fast = self._fast_store(1)
-            some = keys[:MOST_KEYS] if fast else keys
-            await self.write("release", partial(self._released, some, owner, fast))
-            keys = keys[len(some) :]
+        """Release claims, on the event loop if a lookup of them would run there."""
 
-    async def _released(
-        self, keys: Sequence[EntryKey], owner: str, fast: AsyncStore | None, store: ProxyStore
-    ) -> None:
-        if fast is None:
-            return await store.release(keys, owner)
-        begun_s = time.monotonic()
-        fast.at_once(lambda opened: opened.release(keys, owner))
-        ended_s = time.monotonic()
-        self._at_once.took_on_loop(ended_s - begun_s, ended_s)
-        await asyncio.sleep(0)  # let other requests run between two groups
-        return None
+        async def release_claims(store: ProxyStore) -> None:
+            if fast := self._fast_store(len(keys)):
+                self._call_on_loop(fast, lambda opened: opened.release(keys, owner))
+            else:
+                await store.release(keys, owner)
+
+        if keys:
+            await self.call("release", release_claims)
 
     def learn_namespace(self, model: str | None, namespace: str) -> None:
         """Learn the namespace of a model from an encode instance.
@@ -260,18 +270,6 @@ class EncoderCache:
             self._refresh_now.set()
         self._learned[model] = namespace
 
-    def keys(
-        self, model: str | None, identifiers: Sequence[str], namespace: str | None = None
-    ) -> list[EntryKey]:
-        """Return the keys of entries; an empty list if their namespace is unknown.
-
-        The namespace is that of the reading instance, or else the model's.
-        """
-        namespace = namespace or self.namespace(model)
-        if namespace is None:
-            return []
-        return [EntryKey(namespace, identifier) for identifier in identifiers]
-
     def namespace(self, model: str | None) -> str | None:
         """Return the store's namespace of a served model; None if unknown."""
         if model is not None and (own := self._namespaces.get(model) or self._learned.get(model)):
@@ -281,21 +279,11 @@ class EncoderCache:
         known = set(self._namespaces.values())
         return known.pop() if len(known) == 1 else None
 
-    async def read(
+    async def call(
         self, operation: Operation, call: Callable[[ProxyStore], Awaitable[T]]
     ) -> T | None:
-        """Return the store's answer to a read; None if it did not answer."""
-        return await self._ask(operation, call, self._reading)
-
-    async def write(
-        self, operation: Operation, call: Callable[[ProxyStore], Awaitable[T]]
-    ) -> T | None:
-        """Return the store's answer to a write, which has its own breaker; None without one."""
-        return await self._ask(operation, call, self._writing)
-
-    async def _ask(
-        self, operation: Operation, call: Callable[[ProxyStore], Awaitable[T]], breaker: Breaker
-    ) -> T | None:
+        """Return the store's answer; None if it did not answer, or is bypassed."""
+        breaker = self._reading if operation in READS else self._writing
         if self._store is None or breaker.open:
             self.operations[operation, "skipped"] += 1
             return None
@@ -314,17 +302,19 @@ class EncoderCache:
         breaker.succeeded()
         return answer
 
-    async def _refresh(self, ready: asyncio.Event) -> None:
+    async def _refresh(self) -> None:
         """Open the store, and read the namespaces periodically."""
         while True:
-            again_s = REFRESH_S
+            again_s = self._refresh_s
             operation: Operation = "open" if self._store is None else "namespaces"
             try:
                 if self._store is None:
                     # The URL must name an existing store: an empty one at a mistyped path would
                     # always miss.
-                    self._store = await self._checked()
-                async with asyncio.timeout(REFRESH_S):
+                    self._opened = self._opened or await self._open_store()
+                    await self._opened.check()
+                    self._store = self._opened
+                async with asyncio.timeout(self._refresh_s):
                     self._namespaces = await self._store.namespaces()
                 self.operations[operation, "ok"] += 1
                 self._log_usable()
@@ -334,17 +324,11 @@ class EncoderCache:
                 if isinstance(error, StoreMissing):
                     again_s = MISSING_EVERY_S
                 self._log_unusable(error, again_s)
-            ready.set()
+            self._ready.set()
             self._refresh_now.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(again_s):
                     await self._refresh_now.wait()
-
-    async def _checked(self) -> ProxyStore:
-        if self._opened is None:
-            self._opened = await self._open_store()
-        await self._opened.check()
-        return self._opened
 
     def _log_usable(self) -> None:
         if self._problem is not None:
@@ -374,14 +358,7 @@ class EncoderCache:
         task.add_done_callback(self._tasks.discard)
 
 
-def _begin_lookup(look: Lookup, store: ProxyStore) -> "asyncio.Future[None]":
-    """Start a lookup that goes on if its request is late or cancelled."""
-    if isinstance(store, AsyncStore):
-        return store.begin_visit(look.run)
-    return asyncio.ensure_future(look.ask(store))
-
-
-async def _ended(visiting: "asyncio.Future[None]", timeout_s: float) -> None:
+async def _ended(visit: "asyncio.Future[None]", timeout_s: float) -> None:
     """Wait for the end of a visit, with a timeout: a cheaper `asyncio.wait` for one future."""
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
@@ -391,18 +368,18 @@ async def _ended(visiting: "asyncio.Future[None]", timeout_s: float) -> None:
             waiter.set_result(None)
 
     timer = loop.call_later(timeout_s, wake)
-    visiting.add_done_callback(wake)
+    visit.add_done_callback(wake)
     try:
         await waiter
     finally:
         timer.cancel()
-        visiting.remove_done_callback(wake)
+        visit.remove_done_callback(wake)
 
 
-def _seen(visiting: "asyncio.Future[None]") -> None:
+def _seen(visit: "asyncio.Future[None]") -> None:
     """Retrieve an exception without a waiter, so that asyncio does not log it."""
-    if not visiting.cancelled():
-        visiting.exception()
+    if not visit.cancelled():
+        visit.exception()
 
 
 def _warn(text: str) -> None:

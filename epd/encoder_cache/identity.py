@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from ec_store.bounded import BoundedDict
 from epd.api.body import dump_json
-from epd.api.items import Body
+from epd.api.items import MM_KWARGS, Body, MMItem
 from epd.errors import BadRequest
 from epd.media.parts import FRAMES, Inline
 from epd.tenants import Scope
@@ -51,6 +51,17 @@ class OutputKey(NamedTuple):
     def is_verbatim(self) -> bool:
         """Whether engines name the output by the item's key, possibly with a prefix."""
         return self.named and not self.kwargs
+
+
+def output_key(body: Body, item: MMItem) -> OutputKey | None:
+    """Return the output that an item of a request needs; None if an engine makes the item's key."""
+    if item.content_key is None:
+        return None
+    kwargs = {name: body[name] for name in MM_KWARGS if body.get(name)}
+    encoded = dump_json(kwargs, sort_keys=True) if kwargs else b""
+    model = body.get("model")
+    model = model if isinstance(model, str) else None
+    return OutputKey(model, item.content_key, item.is_named, encoded)
 
 
 class Identifiers:

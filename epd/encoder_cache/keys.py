@@ -1,138 +1,22 @@
 """The key of each item, derived from its content or from the client's name for it.
 
-The encoder store has the clients' names for their media, with the key behind each name.
+The encoder store has the clients' names, with the key behind each (`epd.encoder_cache.names`).
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
 
-from ec_store.bounded import BoundedDict
 from ec_store.concurrency import DaemonPool
-from ec_store.entry import Entry, EntryInfo
-from ec_store.errors import StoreUnavailable
-from ec_store.keys import EntryKey
 from epd.api.body import NO_CUTS, Cuts
 from epd.api.items import MODALITY, Body, MMItem
 from epd.config.sections import ConfigFields
 from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.identity import content_key, name_key
+from epd.encoder_cache.names import ClientNames, Name
 from epd.errors import BadRequest, MediaFetchFailed, UnknownMedia, no_store
 from epd.media.parts import Inline, Known, check_image, check_inside, source
 from epd.tenants import Scope, Tenant
 from epd.transfer.encoded import EncodedItem, metadata_uuid
-
-NOTHING = memoryview(b"")
-"""The tensor of a name, which is an entry with only metadata."""
-
-MAX_STALE = 65536
-"""Upper bound of the names that are known to have a stale value in the store."""
-
-
-class Name(NamedTuple):
-    """The meaning of a client's name for its media.
-
-    Attributes:
-        key: key under which a consumer finds the output.
-        own: whether the key is a digest that includes the tenant. A hash by an engine does not.
-    """
-
-    key: str
-    own: bool
-
-
-class ClientNames:
-    """The stored names, visible to every proxy on the store. Belongs to one event loop.
-
-    If overwriting a name fails, its old value would be the wrong picture. The proxy ignores that
-    value from then on. If the old value is unknown, it ignores every value until it has written the
-    name.
-    """
-
-    def __init__(self, cache: EncoderCache) -> None:
-        self._cache = cache
-        self._stale: BoundedDict[EntryKey, Mapping[str, Any] | None] = BoundedDict(MAX_STALE)
-
-    async def store_name(
-        self, model: str | None, name: str, modality: str, stands_for: Name
-    ) -> None:
-        """Store the meaning of a name. It expires as unused entries do."""
-        keys = self._keys(model, [name])
-        if not keys:
-            return
-        [key] = keys
-        metadata = stands_for._asdict()
-        infos = await self._cache.read("get_name", lambda store: store.lookup(keys))
-        before = infos[0].metadata if infos and infos[0] is not None else None
-        if before == metadata:
-            self._stale.pop(key, None)
-            return
-        entry = Entry(NOTHING, "F32", (0,), modality, metadata)
-        written: bool | None = None
-        try:
-            written = await self._cache.write(
-                "put_name", lambda store: store.put(key, entry, replace=True)
-            )
-        finally:
-            if written:
-                self._stale.pop(key, None)
-            else:
-                self._stale[key] = before
-
-    async def recall_names(self, model: str | None, names: Sequence[str]) -> Mapping[str, Name]:
-        """Return the meanings of the known names. Raise `StoreUnavailable` without an answer."""
-        keys = self._keys(model, names)
-        infos: Sequence[EntryInfo | None] | None = []
-        if keys:
-            infos = await self._cache.read("get_name", lambda store: store.lookup(keys))
-        if infos is None:
-            raise StoreUnavailable("the encoder store did not answer")
-        known = {info.key: info.metadata for info in infos if info is not None}
-        if known:
-            self._cache.run_later(self._cache.lease(list(known)))
-        return {
-            key.identifier: Name(str(metadata.get("key")), bool(metadata.get("own")))
-            for key, metadata in known.items()
-            if key not in self._stale or self._stale[key] not in (None, metadata)
-        }
-
-    async def drop_name(self, model: str | None, name: str, unless: str | None) -> None:
-        """Delete a name, unless it stands for this key. Without an answer, the name is ignored."""
-        with suppress(StoreUnavailable):
-            known = (await self.recall_names(model, [name])).get(name)
-            if known is not None and known.key == unless:
-                return
-        with suppress(StoreUnavailable):
-            await self.delete_names(model, [name])
-
-    async def delete_names(
-        self, model: str | None, names: Sequence[str], identifiers: Sequence[str] = ()
-    ) -> None:
-        """Delete names and entries.
-
-        Raises:
-            StoreUnavailable: the store did not answer. This proxy ignores the names nevertheless.
-        """
-        keys = self._keys(model, names)
-        removed = keys + self._cache.keys(model, identifiers)
-        deleted: int | None = None
-        try:
-            deleted = await self._cache.write("delete", lambda store: store.delete(removed))
-        finally:
-            for key in keys:
-                if deleted is None:
-                    self._stale[key] = None
-                else:
-                    self._stale.pop(key, None)
-        if deleted is None:
-            raise StoreUnavailable("the encoder store did not answer")
-
-    def _keys(self, model: str | None, names: Sequence[str]) -> list[EntryKey]:
-        """Return the keys of names; an empty list if their namespace is unknown."""
-        namespace = self._cache.namespace(model)
-        return [] if namespace is None else [EntryKey(f"{namespace}#names", name) for name in names]
-
 
 IN_THREAD = 4 * 1024**2
 """Base64 characters in a request above which its media are hashed on a thread. Hashing this many
@@ -183,13 +67,12 @@ class Keys:
                 paths[item.media_param] = media.path
         if paths:
             await self._check_files(paths, config)
-        known = await self._named_items(body, named, tenant, config) if named else {}
+        keyed = await self._named_items(body, named, tenant, config) if named else {}
         scope = config.scope_of(tenant)
         if sum([len(media.base64) for media in inline.values()]) > IN_THREAD:
-            keyed = await asyncio.to_thread(_content_keys, scope, inline, config)
+            keyed |= await asyncio.to_thread(_content_keys, scope, inline, config)
         else:
-            keyed = _content_keys(scope, inline, config)
-        keyed |= {item: item.with_key(key) for item, key in known.items()}
+            keyed |= _content_keys(scope, inline, config)
         return tuple([keyed.get(item, item) for item in items])
 
     async def _check_files(self, paths: Mapping[str, str], config: ConfigFields) -> None:
@@ -247,33 +130,27 @@ class Keys:
             raise no_store("the proxy has no encoder store; set --ec-store")
         scope = config.name_scope_of(tenant)
         names = [name_key(scope, modality, uuid) for modality in {*MODALITY.values()}]
-        try:
-            known = await self._names.recall_names(model, names)
-            if not known:
-                raise UnknownMedia("no media are stored under this uuid", param="uuid")
-            alone = config.isolation == "tenant"
-            own = [name.key for name in known.values() if name.own and alone]
-            await self._names.delete_names(model, list(known), own)
-        except StoreUnavailable as error:
-            raise no_store("the encoder store did not answer; retry later") from error
+        known = await self._names.recall_names(model, names)
+        if not known:
+            raise UnknownMedia("no media are stored under this uuid", param="uuid")
+        alone = config.isolation == "tenant"
+        identifiers = [name.key for name in known.values() if name.own and alone]
+        await self._names.delete_names(model, list(known), identifiers)
 
     async def _named_items(
         self, body: Body, uuids: Mapping[MMItem, str], tenant: Tenant, config: ConfigFields
-    ) -> Mapping[MMItem, str]:
+    ) -> dict[MMItem, MMItem]:
         scope = config.name_scope_of(tenant)
         names = {item: name_key(scope, item.modality, uuid) for item, uuid in uuids.items()}
         found: Mapping[str, Name] = {}
         if self._names is not None:
-            try:
-                found = await self._names.recall_names(body.get("model"), list({*names.values()}))
-            except StoreUnavailable as error:
-                raise no_store("the encoder store did not answer; retry later") from error
+            found = await self._names.recall_names(body.get("model"), list({*names.values()}))
         for item, name in names.items():
             if name not in found:
                 raise UnknownMedia(
                     "no media are stored under this uuid; send them again", param=item.param_path
                 )
-        return {item: found[name].key for item, name in names.items()}
+        return {item: item.with_key(found[name].key) for item, name in names.items()}
 
 
 def _content_keys(
@@ -288,15 +165,11 @@ def _content_keys(
     for item, media in inline.items():
         key = content_key(scope, item.modality, media)
         if item.modality == "image" and key not in pixels:
-            pixels[key] = _pixels(item, media, config)
+            try:
+                pixels[key] = check_image(
+                    media, min_side=config.min_image_side, max_pixels=config.max_image_pixels
+                )
+            except BadRequest as error:
+                raise error.at_param(item.param_path) from None
         keyed[item] = item.with_key(key, pixels.get(key, 0))
     return keyed
-
-
-def _pixels(item: MMItem, media: Inline, config: ConfigFields) -> int:
-    try:
-        return check_image(
-            media, min_side=config.min_image_side, max_pixels=config.max_image_pixels
-        )
-    except BadRequest as error:
-        raise error.at_param(item.param_path) from None

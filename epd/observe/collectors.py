@@ -9,7 +9,7 @@ from epd.edge.admission import REFUSALS, Admission
 from epd.encoder_cache.client import EncoderCache
 from epd.observe import metric_defs
 from epd.routing.fatal import FatalRequests
-from epd.routing.forecast import encode_work_s, pending_tokens
+from epd.routing.forecast import encode_work_s
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.kv_blocks import EventCounts
@@ -53,7 +53,9 @@ def instance_metrics(table: InstanceTable) -> Iterator[Metric]:
     )
     yield metric_defs.ENCODE_BACKLOG.metric_family(_per_healthy(table, encode_work_s, Role.ENCODE))
     prefills = (Role.PREFILL,) if table.has(Role.PREFILL) else ANSWERING
-    yield metric_defs.PREFILL_BACKLOG.metric_family(_per_healthy(table, pending_tokens, *prefills))
+    yield metric_defs.PREFILL_BACKLOG.metric_family(
+        _per_healthy(table, lambda loads: sum(load.pending_tokens for load in loads), *prefills)
+    )
     prompts = [(labels, table.load(instance).prompts) for instance, labels in instances]
     prompts = [(labels, found) for labels, found in prompts if found.tokens]
     yield metric_defs.PREFIX_TOKENS.metric_family(

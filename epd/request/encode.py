@@ -4,34 +4,50 @@ The steps for one item, each taken unless an earlier one has the output:
 
     method                   step                              source of the output
     Encoder._lookup          lookup, which claims misses       the store has it
-    Encoder._plan_items      place, by the request's policy    prefill or decode encodes it
+    Encoder._missing_items   place, by the request's policy    prefill or decode encodes it
     Encoder._encode_item     flight, shared by this process    another request encodes it
     Encoder._encode_once     claim, shared by all proxies      another proxy encodes it
-    EncodeTries.encode_item  instance, and the next one        an encode instance encodes it
+    Encoder._try_instances   instance, and the next one        an encode instance encodes it
     Encoder._fall_back       after the last failure            prefill or decode encodes it
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from ec_store.keys import EntryKey
 from epd.aio import Flights, gather_first
-from epd.api.items import MMItem
-from epd.encoder_cache.claims import Claims
-from epd.encoder_cache.identity import Identifiers, OutputKey
-from epd.errors import ProxyError, UnknownMedia, drop_tracebacks, no_store
-from epd.request.encode_tries import (
-    EncodeLimits,
-    EncodeTask,
-    EncodeTries,
-    flight_key,
+from epd.api.body import dump_json
+from epd.api.chat import TEMPLATE, has_system_message
+from epd.api.items import MMItem, feature_count
+from epd.encoder_cache.claims import Claims, EncodeClaim
+from epd.encoder_cache.identity import Identifiers, OutputKey, output_key
+from epd.encoder_cache.lookup import Lookup
+from epd.errors import (
+    NoInstance,
+    ProxyError,
+    UnknownMedia,
+    UpstreamDied,
+    UpstreamFailed,
+    UpstreamTimeout,
+    drop_tracebacks,
+    no_store,
 )
-from epd.request.placement import OVERLOADED, Placement
-from epd.request.stage_inputs import EncodeJob, ItemPlan, StoreLookup
+from epd.request.item_tokens import TokenCounts, media_tokens
+from epd.request.placement import OVERLOADED, PendingItem, Placement
+from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
+from epd.request.stage_inputs import EncodeJob
+from epd.request.stages import Stages
+from epd.routing.balance import Choice
+from epd.routing.fatal import FatalRequests
+from epd.routing.instances import Instance, Role
+from epd.routing.namespaces import Namespaces
+from epd.routing.retries import Retries
+from epd.routing.table import InstanceTable, Work
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, OutputFacts, from_entry
 
@@ -42,31 +58,55 @@ AT_ONCE = 16
 """Maximum number of concurrent encodes of one request. Connections are shared with all other
 requests, and few fleets have more encode instances."""
 
+MAX_RETRIES = 32
+"""Maximum number of further tries of one request's items together. The death of an instance fails
+at most the items that are sent at the same time."""
 
-class SharedOutput(NamedTuple):
-    """Encoder output of one item, shared by all requests that need it.
+
+@dataclass(slots=True, eq=False)
+class EncodeStage:
+    """Encode stage of one request, with the limits of all its items and their tries.
 
     Attributes:
-        encoded: the output.
-        item: the item that was sent to an encode instance; None if the store has the output.
-        span: span of the request to that instance; None without tracing.
+        job: the items.
+        lookup: the items in the store; None if there is no store, or if it did not answer.
+        until_s: deadline, on the event loop's clock.
+        sharing: what requests with the same output must have in common to share its encode.
+        falls_back: whether prefill or decode may encode items after failures.
+        fits: predicate of the instances with the consumer's namespace; None for all.
+        retries: number of further tries that are left.
     """
 
-    encoded: OutputFacts
-    item: MMItem | None = None
-    span: "Span | None" = None
+    job: EncodeJob
+    lookup: Lookup | None
+    until_s: float
+    sharing: Hashable
+    falls_back: bool
+    fits: Callable[[Instance], bool] | None
+    retries: int = MAX_RETRIES
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self.until_s - asyncio.get_running_loop().time())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoder:
     """Provider of the encoder outputs of requests. Belongs to one event loop."""
 
-    _claims: Claims | None
+    _table: InstanceTable
+    _choice: Choice
+    _stages: Stages
+    _namespaces: Namespaces
     _transfer: ECTransfer
+    _fatal: FatalRequests
+    _token_counts: TokenCounts
     _placement: Placement
-    _tries: EncodeTries
+    _claims: Claims | None
     _identifiers: Identifiers = field(default_factory=Identifiers)
-    _flights: Flights[object, SharedOutput] = field(default_factory=Flights)
+    _flights: Flights[Hashable, "tuple[EncodedItem, Span | None]"] = field(default_factory=Flights)
+    _retries: Retries = field(default_factory=Retries)
 
     async def encode(self, job: EncodeJob) -> list[EncodedItem]:
         """Return the source and the known facts of each item's output; encode missing ones.
@@ -81,109 +121,113 @@ class Encoder:
         if self._placement.skips_encode(job):
             return [EncodedItem(item, OutputFacts(), "local") for item in items]
         record.hits, record.waits = {}, 0
-        async with self._lookup(job) as lookup:
+        pending = [PendingItem(item, output_key(job.request.body, item)) for item in items]
+        encoded = list[EncodedItem]()
+        async with self._lookup(job, pending) as lookup:
             record.at = "encode"
-            plans = self._plan_items(job, lookup)
-            tasks = self._encode_tasks(job, lookup, plans)
-            if len(tasks) == 1:
-                encoded_now = [await self._encode_item(tasks[0])]
-            else:
-                encoded_now = await gather_first(self._encode_item, tasks, AT_ONCE)
-        encoded_items = _in_order(items, encoded_now, lookup, plans)
-        results = [encoded_item.result for encoded_item in encoded_items]
-        record.items = {result: results.count(result) for result in results}
+            if any(item.stored is None for item in pending):
+                stage = self._begin_stage(job, lookup)
+                missing = self._missing_items(stage, pending)
+                encode_item = partial(self._encode_item, stage)
+                if len(missing) > 1:
+                    encoded = await gather_first(encode_item, missing, AT_ONCE)
+                else:
+                    encoded = [await encode_item(item) for item in missing]
+        others = iter(encoded)
+        encoded_items = [item.known_output or next(others) for item in pending]
+        record.items = Counter([encoded_item.result for encoded_item in encoded_items])
         if "hit" in record.items:
             hits = [item.item.modality for item in encoded_items if item.result == "hit"]
             record.hits = Counter(hits)
         return encoded_items
 
     @asynccontextmanager
-    async def _lookup(self, job: EncodeJob) -> AsyncIterator[StoreLookup]:
-        """Look up the items in the store, and hold the claims of missing ones until the exit."""
-        output_keys = {item: job.output_key(item) for item in job.request.media_items}
+    async def _lookup(
+        self, job: EncodeJob, items: Sequence[PendingItem]
+    ) -> AsyncIterator[Lookup | None]:
+        """Look up the items in the store, and hold the claims of missing ones until the exit.
+
+        None means that there is no store, or that it did not answer.
+        """
         if self._claims is None:
-            yield StoreLookup(output_keys)
+            yield None
             return
-        identifiers = {
-            item: identifier
-            for item, output_key in output_keys.items()
-            if not (job.reencode and item.has_media)
-            and output_key is not None
-            and (identifier := self._identifiers.identifier_of(output_key))
-        }
-        if not identifiers:
-            yield StoreLookup(output_keys, answered=True)
+        namespace = job.namespace or self._claims.cache.namespace(job.request.body.get("model"))
+        for pending in items:
+            skipped = job.reencode and pending.item.has_media
+            if skipped or namespace is None or pending.output_key is None:
+                continue
+            if identifier := self._identifiers.identifier_of(pending.output_key):
+                pending.entry_key = EntryKey(namespace, identifier)
+        keys = [*dict.fromkeys(pending.entry_key for pending in items if pending.entry_key)]
+        if not keys:
+            yield Lookup([])
             return
-        with self._claims.start_lookup(
-            job.request.body.get("model"),
-            list({*identifiers.values()}),
-            patient=not job.has_all_media,
-            namespace=job.namespace,
-        ) as pending:
-            with job.context.time_stage("store", "lookup"):
-                result = await pending.lookup_result()
-            if result is None:
-                yield StoreLookup(output_keys, identifiers)
-                return
-            infos = {key.identifier: info for key, info in (result.found or {}).items()}
-            found = {
-                item: from_entry(infos[identifier])
-                for item, identifier in identifiers.items()
-                if identifier in infos and infos[identifier].modality == item.modality
-            }
-            yield StoreLookup(
-                output_keys,
-                identifiers,
-                answered=True,
-                found=found,
-                is_encoded_elsewhere=pending.is_encoded_elsewhere,
-            )
+        with job.context.time_stage("store", "lookup"):
+            lookup = await self._claims.look_up(keys, patient=not job.has_all_media)
+        for pending in items:
+            info = lookup.found and pending.entry_key and lookup.found.get(pending.entry_key)
+            if info and info.modality == pending.item.modality:
+                pending.stored = from_entry(info)
+        try:
+            yield None if lookup.found is None else lookup
+        finally:
+            self._claims.end_lookup(lookup)
 
-    def _plan_items(self, job: EncodeJob, lookup: StoreLookup) -> Mapping[MMItem, ItemPlan]:
-        under_way = partial(self._is_under_way, job, lookup)
-        plans = self._placement.plan_items(job, lookup, under_way)
-        if places := [plan.place.labels for plan in plans.values() if plan.place]:
-            job.context.record.places = Counter(places)
-        if any(plan.place is OVERLOADED for plan in plans.values()):
-            job.context.record.degraded.add("encode-local")
-        return plans
+    def _begin_stage(self, job: EncodeJob, lookup: Lookup | None) -> EncodeStage:
+        """Return the encode stage of a request. Its time begins now.
 
-    def _is_under_way(self, job: EncodeJob, lookup: StoreLookup, item: MMItem) -> bool:
-        """Return whether this or another proxy on the same store is encoding an item."""
-        if (output_key := lookup.output_keys[item]) is None:
-            return False
-        if flight_key(job, output_key, skips_claims=job.skips_claims(lookup)) in self._flights:
-            return True
-        identifier = lookup.identifiers.get(item)
-        return identifier is not None and lookup.is_encoded_elsewhere(identifier)
+        Only requests with the same Authorization and the same template share an encode, all of them
+        with a system message or none: a 401, or a refusal by a template, must not fail the others.
+        """
+        body, authorization = job.request.body, job.context.headers.get("Authorization")
+        fields = {name: body[name] for name in TEMPLATE if name in body}
+        template = dump_json(fields) if fields else None
+        ignores_claims = job.reencode or lookup is None
+        return EncodeStage(
+            job,
+            lookup,
+            until_s=asyncio.get_running_loop().time() + job.context.config.encode_timeout_s,
+            sharing=(
+                job.namespace,
+                authorization,
+                template,
+                has_system_message(body),
+                ignores_claims,
+            ),
+            falls_back=self._placement.may_leave(job),
+            fits=self._placement.fits(job),
+        )
 
-    def _encode_tasks(
-        self, job: EncodeJob, lookup: StoreLookup, plans: Mapping[MMItem, ItemPlan]
-    ) -> list[EncodeTask]:
-        """Return the tasks for the items that an encode instance encodes.
+    def _missing_items(self, stage: EncodeStage, items: Sequence[PendingItem]) -> list[PendingItem]:
+        """Place the items that are not stored. Return those that encode instances encode.
 
         Raises:
-            ProxyError: an item has no media.
+            ProxyError: one of them has no media.
         """
-        loop, config = asyncio.get_running_loop(), job.context.config
-        limits = EncodeLimits(loop.time() + config.encode_timeout_s)
-        missing = [item for item, plan in plans.items() if not plan.at_consumer]
-        if (unknown := next((item for item in missing if not item.has_media), None)) is not None:
-            raise _unknown(unknown, lookup)
-        return [
-            EncodeTask(
-                job,
-                item,
-                lookup.output_keys[item],
-                plans[item],
-                skips_claims=job.skips_claims(lookup),
-                limits=limits,
-            )
-            for item in missing
-        ]
+        record = stage.job.context.record
+        self._placement.place_items(stage.job, items, partial(self._is_under_way, stage))
+        if places := [pending.place for pending in items if pending.place is not None]:
+            record.places = Counter([place.labels for place in places])
+            if OVERLOADED in places:
+                record.degraded.add("encode-local")
+        missing = [pending for pending in items if pending.known_output is None]
+        for pending in missing:
+            if not pending.item.has_media:
+                raise _unknown(pending.item, stage.lookup)
+        return missing
 
-    async def _encode_item(self, task: EncodeTask) -> EncodedItem:
-        """Return the output of an item that is not stored.
+    def _is_under_way(self, stage: EncodeStage, pending: PendingItem) -> bool:
+        """Return whether this or another proxy on the same store is encoding an item."""
+        if (pending.output_key, stage.sharing) in self._flights:
+            return True
+        key, lookup = pending.entry_key, stage.lookup
+        if self._claims is None or key is None or lookup is None:
+            return False
+        return self._claims.is_encoded_elsewhere(key, lookup)
+
+    async def _encode_item(self, stage: EncodeStage, pending: PendingItem) -> EncodedItem:
+        """Return an item that is not stored, after its encode.
 
         Requests that need an output at the same time share its encode. Two kinds of output are not
         shared: one that is pushed to a consumer, and one with a key that an engine makes.
@@ -191,26 +235,173 @@ class Encoder:
         Raises:
             ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
-        item, output_key, context = task.item, task.output_key, task.job.context
+        item, context = pending.item, stage.job.context
         try:
-            if output_key is None or self._transfer.pushed:
-                encoded = await self._tries.encode_item(task)
-                shared = SharedOutput(encoded, item)
-            else:
-                flight = flight_key(task.job, output_key, skips_claims=task.skips_claims)
-                under_way = flight in self._flights
-                with context.wait_span(item) if under_way else nullcontext() as waiting:
-                    work = partial(self._encode_once, task, output_key, waiting)
-                    shared = await self._flights.try_join(flight, work)
-                    if waiting is not None and shared.span is not None:
-                        waiting.link(shared.span)
+            if pending.output_key is None or self._transfer.pushed:
+                return EncodedItem(item, await self._try_instances(stage, pending), "encoded")
+            flight = pending.output_key, stage.sharing
+            waits = flight in self._flights
+            with context.wait_span(item) if waits else nullcontext() as waiting:
+                work = partial(self._encode_once, stage, pending, pending.output_key, waiting)
+                encoded_item, span = await self._flights.try_join(flight, work)
+                if waiting is not None and span is not None:
+                    waiting.link(span)
         except ProxyError as failure:
-            return self._fall_back(task, failure)
-        own = shared.item is item  # and not the result of another request
-        context.record.waits += not own
-        return EncodedItem(item, shared.encoded, "encoded" if own else "hit")
+            return self._fall_back(stage, pending, failure)
+        if encoded_item.item is not item:  # the result of another request
+            encoded_item = EncodedItem(item, encoded_item.encoded, "hit")
+        context.record.waits += encoded_item.result == "hit"
+        return encoded_item
 
-    def _fall_back(self, task: EncodeTask, failure: ProxyError) -> EncodedItem:
+    async def _encode_once(
+        self,
+        stage: EncodeStage,
+        pending: PendingItem,
+        output: OutputKey,
+        earlier_wait: "Span | None",
+    ) -> "tuple[EncodedItem, Span | None]":
+        """Return an item after its encode, which is skipped if another proxy already encodes it.
+
+        The second value is the span of the request to an encode instance, if it is traced. The span
+        of the wait for another request's encode that failed ends here.
+        """
+        if earlier_wait is not None:
+            earlier_wait.end_span()
+        item, context, key = pending.item, stage.job.context, pending.entry_key
+        if self._claims is None or key is None or stage.lookup is None or stage.job.reencode:
+            encoded = await self._try_instances(stage, pending)
+        else:
+            with EncodeClaim(self._claims, key) as claim:
+                if not claim.is_held:
+                    with context.wait_span(item):
+                        # Half of the time is left for an encode of this proxy.
+                        found = await claim.wait_for_turn(stage.left_s / 2)
+                    if found is not None and found.modality == item.modality:
+                        return EncodedItem(item, from_entry(found), "hit"), None
+                encoded = await self._try_instances(stage, pending)
+                claim.entry_coming = encoded.identifier is not None
+        if self._claims is not None and encoded.namespace is not None:
+            self._claims.cache.learn_namespace(output.model, encoded.namespace)
+        if encoded.identifier is not None:
+            self._identifiers.learn_identifier(output, encoded.identifier)
+        span = None if context.span is None else context.span.latest_child("encode", item)
+        return EncodedItem(item, encoded, "encoded"), span
+
+    async def _try_instances(self, stage: EncodeStage, pending: PendingItem) -> OutputFacts:
+        """Return the output of an item from an encode instance, or from the next after a failure.
+
+        Raises:
+            UpstreamTimeout: the deadline of the request's encode stage has passed.
+            ProxyError: all tries failed, or the item itself is invalid.
+        """
+        item, context = pending.item, stage.job.context
+        tried: list[Instance] = []
+        server_errors = 0
+        started_s = asyncio.get_running_loop().time()
+        with self._retries.tries(MAX_ENCODES) as tries:
+            while True:
+                if not stage.left_s:
+                    raise UpstreamTimeout(
+                        "the encode stage of the request did not end in time",
+                        slug="encode_timeout",
+                        stage="encode",
+                    )
+                try:
+                    instance = context.watched.choose_instance(
+                        "encode",
+                        lambda fits: self._choice.best_instance(
+                            tried,
+                            balance=context.config.encode_balance,
+                            item=item.identity,
+                            session=context.session,
+                            prefer=pending.instance,
+                            fits=fits,
+                        ),
+                        stage.fits,
+                    )
+                    tried.append(instance)
+                    return await self._send(stage, pending, tried)
+                except ProxyError as error:
+                    server_errors += error.engine_failed
+                    if error.retryable:  # nor may prefill or decode encode such an item
+                        self._fatal.check(context.watched, [item.identity])
+                    failure = EncodeFailure(
+                        error,
+                        tries=len(tried),
+                        server_errors=server_errors,
+                        elapsed_s=asyncio.get_running_loop().time() - started_s,
+                        others=context.watched.pins is None
+                        and self._choice.has_untried(tried, stage.fits),
+                        falls_back=stage.falls_back,
+                        patience_s=stage.left_s,
+                    )
+                    delay_s = None if context.is_spent else encode_delay_s(failure)
+                    if delay_s is None or not stage.retries:
+                        raise
+                    stage.retries -= 1
+                    await tries.next_try(error, delay_s, 0.0 if stage.falls_back else stage.left_s)
+
+    async def _send(
+        self,
+        stage: EncodeStage,
+        pending: PendingItem,
+        tried: Sequence[Instance],
+    ) -> OutputFacts:
+        """Return the output of an item from one request to the last of the `tried` instances.
+
+        Raises:
+            ProxyError: the instance failed, or rejected the item; or instances have died of it.
+        """
+        job, item, instance = stage.job, pending.item, tried[-1]
+        context, body = job.context, job.request.body
+        self._fatal.check(context.watched, [item.identity])
+        # New for each request: an instance that failed may still push its output later.
+        params = self._transfer.encode_params(job.consumer_reservation, feature_count(body, item))
+        using = self._table.track_request(instance, work=Work(0, pending.tokens))
+        try:
+            with using:
+                timeout_s = self._timeout_s(stage, item, tried)
+                replied = await self._stages.encode(
+                    instance, body, item, params, context, timeout_s
+                )
+                output = self._transfer.encoded(replied, params)
+        except UpstreamFailed as failure:
+            context.doubts.add(failure, using, item)
+            if not isinstance(failure, UpstreamDied):
+                raise context.watched.final_error(failure, instance) from failure.__cause__
+            error = self._fatal.after(failure, instance, context.watched, (item.identity,))
+            raise error from failure.__cause__
+        context.doubts.settle(instance, item)
+        self._fatal.record_survival(context.watched, (item.identity,), body=False)
+        reported = media_tokens(output.metadata)
+        self._token_counts.learn_tokens(body.get("model"), item.modality, item.pixels, reported)
+        if output.namespace is not None:
+            self._namespaces.record_namespace(instance, output.namespace)
+        # The consumer cannot find an output that is written to another namespace.
+        findable = job.namespace is None or output.namespace in {None, job.namespace}
+        return output if findable else OutputFacts()
+
+    def _timeout_s(self, stage: EncodeStage, item: MMItem, tried: Sequence[Instance]) -> float:
+        """Return the time limit of a request: half of what is left while another one may follow.
+
+        An instance that has to fetch media may need all of it.
+        """
+        may_follow = (
+            not item.is_remote
+            and len(tried) < MAX_ENCODES
+            and stage.retries
+            and stage.job.context.watched.pins is None
+            and any(
+                candidate.instance not in tried
+                and (stage.fits is None or stage.fits(candidate.instance))
+                for candidate in self._table.usable_candidates(Role.ENCODE)
+            )
+        )
+        return stage.left_s / 2 if may_follow else stage.left_s
+
+    def _fall_back(
+        self, stage: EncodeStage, pending: PendingItem, failure: ProxyError
+    ) -> EncodedItem:
         """Return an item that prefill or decode encodes after a failure.
 
         Raises:
@@ -218,75 +409,19 @@ class Encoder:
         """
         # `gather_first` replaces the context of what is raised below, which leads to this failure.
         drop_tracebacks(failure)
-        error = self._tries.error_after_last_try(failure)
-        if not self._placement.may_fall_back(task.job, error):
-            raise error.at_param(task.item.param_path) from error.__cause__
-        task.job.context.record.degraded.add("encode-local")
-        return EncodedItem(task.item, OutputFacts(), "local", task.plan.tokens)
-
-    async def _encode_once(
-        self,
-        task: EncodeTask,
-        output_key: OutputKey,
-        earlier_wait: "Span | None",
-    ) -> SharedOutput:
-        """Return the output of an item: encode it, unless another proxy already does.
-
-        The span of the wait for another request's encode that failed ends here.
-        """
-        if earlier_wait is not None:
-            earlier_wait.end_span()
-        item, context = task.item, task.job.context
-        identifier = self._identifiers.identifier_of(output_key)
-        if self._claims is None or identifier is None or task.skips_claims:
-            encoded = await self._tries.encode_item(task)
-            return self._learn_output(task, output_key, encoded)
-        # Half of the time is left for an encode of this proxy.
-        wait_s, namespace = task.limits.left_s / 2, task.job.namespace
-        with self._claims.queue_claim(output_key.model, identifier, wait_s, namespace) as claim:
-            with context.wait_span(item) if claim.must_ask else nullcontext():
-                found = await claim.wait_turn()
-            if found is not None and found.modality == item.modality:
-                return SharedOutput(from_entry(found))
-            encoded = await self._tries.encode_item(task)
-            claim.entry_coming = encoded.identifier is not None
-            return self._learn_output(task, output_key, encoded)
-
-    def _learn_output(
-        self, task: EncodeTask, output_key: OutputKey, encoded: OutputFacts
-    ) -> SharedOutput:
-        """Remember the names in the output of an encode instance, and return the output."""
-        if self._claims is not None and encoded.namespace is not None:
-            self._claims.cache.learn_namespace(output_key.model, encoded.namespace)
-        if encoded.identifier is not None:
-            self._identifiers.learn_identifier(output_key, encoded.identifier)
-        span = task.job.context.span
-        latest = None if span is None else span.latest_child("encode", task.item)
-        return SharedOutput(encoded, task.item, latest)
+        error, failed = failure, isinstance(failure, UpstreamFailed | UpstreamTimeout)
+        if failed and not self._table.any_serving(Role.ENCODE):
+            error = NoInstance("no encode instance is reachable", slug="no_encoder", stage="encode")
+            error.__cause__ = failure.__cause__ or failure
+        context = stage.job.context
+        if context.is_spent or not (error.retryable and stage.falls_back):
+            raise error.at_param(pending.item.param_path) from error.__cause__
+        context.record.degraded.add("encode-local")
+        return EncodedItem(pending.item, OutputFacts(), "local", pending.tokens)
 
 
-def _in_order(
-    items: Sequence[MMItem],
-    encoded_now: Sequence[EncodedItem],
-    lookup: StoreLookup,
-    plans: Mapping[MMItem, ItemPlan],
-) -> list[EncodedItem]:
-    """Return the stored, the encoded and the remaining items in the order of the request."""
-    if len(encoded_now) == len(items):
-        return [*encoded_now]
-    others, found = iter(encoded_now), lookup.found
-    return [
-        EncodedItem(item, found[item], "hit")
-        if item in found
-        else EncodedItem(item, OutputFacts(), "local", plans[item].tokens)
-        if plans[item].at_consumer
-        else next(others)
-        for item in items
-    ]
-
-
-def _unknown(item: MMItem, lookup: StoreLookup) -> ProxyError:
-    if not lookup.answered:
+def _unknown(item: MMItem, lookup: Lookup | None) -> ProxyError:
+    if lookup is None:
         return no_store("the encoder store did not answer; retry later, or send the media")
     return UnknownMedia(
         "no media are stored under this uuid; send them again", param=item.param_path

@@ -24,7 +24,7 @@ PIXELS_PER_TOKEN = 28 * 28
 MAX_LEARNED = 64
 """Upper bound of the pairs of a model and a modality with learned counts."""
 
-OF_LATE = 0.1
+LATEST_WEIGHT = 0.1
 """Weight of the latest count in a moving mean."""
 
 
@@ -74,4 +74,4 @@ class TokenCounts:
 
 def _add(means: dict[int, float], size: int, value: float) -> None:
     mean = means.get(size, value)
-    means[size] = mean + OF_LATE * (value - mean)
+    means[size] = mean + LATEST_WEIGHT * (value - mean)

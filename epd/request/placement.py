@@ -1,23 +1,26 @@
 """Where the items of a request are encoded: on encode instances, or by its consumer. No I/O.
 
 It is decided in three steps: for the whole request (`Placement.skips_encode`), for each item that
-is not in the store (`Placement.plan_items`), and after the encode of an item has failed
-(`Placement.may_fall_back`). In the second step the policy decides by the items' sizes, by the load
+is not in the store (`Placement.place_items`), and after the encode of an item has failed
+(`Placement.may_leave`). In the second step the policy decides by the items' sizes, by the load
 and by the speeds of the instances (`epd.policies.plan.ItemRule`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from ec_store.keys import EntryKey
 from epd.api.items import MMItem
-from epd.errors import ProxyError
+from epd.encoder_cache.identity import OutputKey
 from epd.policies.plan import ItemFacts, ItemPlace, ItemRule
 from epd.request.item_tokens import TokenCounts
-from epd.request.stage_inputs import EncodeJob, ItemPlan, StoreLookup
+from epd.request.stage_inputs import EncodeJob
 from epd.routing.forecast import Forecast
+from epd.routing.instances import Instance
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
+from epd.transfer.encoded import EncodedItem, OutputFacts
 
 REQUIRED = ItemPlace(local=False, reason="required")
 """Place of an item that a consumer must not encode: outputs are pushed, entries of the request may
@@ -30,13 +33,52 @@ request or of none: it would have to preprocess the stored ones too."""
 UNDER_WAY = ItemPlace(local=False, reason="under_way")
 """Place of an item that is being encoded for another request."""
 
-
 OVERLOADED = ItemPlace(local=True, reason="overloaded")
 """Place of an item that no encode instance is expected to encode in time."""
 
-
 FITS_SHARE = 0.75
 """Share of the time of an item's first try within which its encode must be predicted to end."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingItem:
+    """What is known of an item before its encode.
+
+    Attributes:
+        item: the item.
+        output_key: the output that it needs; None if an engine makes the item's key.
+        entry_key: key under which it was looked up in the store; None if it was not.
+        stored: its output in the store; None for a miss.
+        tokens: predicted number of its encoder tokens; 0 if it is stored.
+        place: where it is encoded; None without a policy that decides.
+        instance: URL of the encode instance that is expected to encode it first; None if unknown.
+    """
+
+    item: MMItem
+    output_key: OutputKey | None
+    entry_key: EntryKey | None = None
+    stored: OutputFacts | None = None
+    tokens: int = 0
+    place: ItemPlace | None = None
+    instance: str | None = None
+
+    @property
+    def known_output(self) -> EncodedItem | None:
+        """The item after its encode; None if an encode instance has to encode it."""
+        if self.stored is not None:
+            return EncodedItem(self.item, self.stored, "hit")
+        if self.at_consumer:
+            return EncodedItem(self.item, OutputFacts(), "local", self.tokens)
+        return None
+
+    @property
+    def at_consumer(self) -> bool:
+        """Whether prefill or decode encodes it."""
+        return self.place is not None and self.place.local
+
+
+UnderWay = Callable[[PendingItem], bool]
+"""Returns whether an item is being encoded for another request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,114 +102,116 @@ class Placement:
         no_receiver = self._pushed and job.consumer_reservation is None
         return not (job.course.encode and job.context.endpoint.encodes) or no_receiver
 
-    def plan_items(
+    def may_leave(self, job: EncodeJob) -> bool:
+        """Return whether prefill or decode may encode an item that no encode instance encodes.
+
+        They may only if all items of the request have media.
+        """
+        allowed = job.context.config.on_encode_failure == "local" and not self._pushed
+        return allowed and job.has_all_media
+
+    def fits(self, job: EncodeJob) -> Callable[[Instance], bool] | None:
+        """Return the predicate of the instances with the consumer's namespace; None for all."""
+        if job.namespace is None:
+            return None
+        return partial(self._namespaces.shares_namespace, namespace=job.namespace)
+
+    def place_items(
+        self, job: EncodeJob, items: Sequence[PendingItem], is_under_way: UnderWay
+    ) -> None:
+        """Set the tokens and the place of the items that are not in the store."""
+        missing = [pending for pending in items if pending.stored is None]
+        if not missing:
+            return
+        model = job.request.body.get("model")
+        for pending in missing:
+            item = pending.item
+            pending.tokens = self._token_counts.predict_tokens(model, item.modality, item.pixels)
+        rule = job.course.items
+        if rule is not None and (forced := self._forced_place(job, items)) is not None:
+            for pending in missing:
+                pending.place = forced
+        elif rule is not None:
+            self._apply_rule(job, rule, missing, is_under_way)
+        if self.may_leave(job) and not job.reencode:
+            self._shed(job, missing, is_under_way)
+
+    def _apply_rule(
         self,
         job: EncodeJob,
-        lookup: StoreLookup,
-        under_way: Callable[[MMItem], bool],
-    ) -> dict[MMItem, ItemPlan]:
-        """Return plans for the items that are not in the store.
-
-        `under_way` tells whether an item is being encoded for another request.
-        """
-        items, rule = job.request.media_items, job.course.items
-        plans = {item: self._sized(job, item) for item in items if item not in lookup.found}
-        if rule is None or not plans:
-            return self._shed(job, plans, under_way)
-        if (place := self._forced_place(job, lookup)) is not None:
-            return {item: plan._replace(place=place) for item, plan in plans.items()}
+        rule: ItemRule,
+        missing: Sequence[PendingItem],
+        is_under_way: UnderWay,
+    ) -> None:
         forecast = self._forecast(job)
         consumers_write = self._namespaces.consumers_write()
-        for item, plan in plans.items():
-            if under_way(item):
-                plans[item] = plan._replace(place=UNDER_WAY)
+        for pending in missing:
+            if is_under_way(pending):
+                pending.place = UNDER_WAY
             else:
-                stored = consumers_write and item in lookup.identifiers
-                plans[item] = _placed(rule, forecast, item, plan, stored=stored)
-        return self._shed(job, plans, under_way)
+                _place_item(rule, forecast, pending, consumers_write=consumers_write)
 
-    def _shed(
-        self, job: EncodeJob, plans: dict[MMItem, ItemPlan], under_way: Callable[[MMItem], bool]
-    ) -> dict[MMItem, ItemPlan]:
+    def _forced_place(self, job: EncodeJob, items: Sequence[PendingItem]) -> ItemPlace | None:
+        """Return the place of all items of a request that gives the policy no choice."""
+        if self._pushed or job.reencode or not job.has_all_media:
+            return REQUIRED
+        shrinks = job.context.config.decode_media == "metadata"
+        if shrinks and any(pending.stored and pending.stored.metadata for pending in items):
+            return BESIDE_STORED
+        return None
+
+    def _shed(self, job: EncodeJob, missing: Sequence[PendingItem], is_under_way: UnderWay) -> None:
         """Leave the items to the consumer that no encode instance is expected to encode in time.
 
         A first try has half of `--encode-timeout-s` if there are several instances. Predictions
         err: a queue that just fits would be cut off again and again.
         """
-        config = job.context.config
-        waiting = [item for item, plan in plans.items() if not plan.at_consumer]
-        allowed = config.on_encode_failure == "local" and not (self._pushed or job.reencode)
-        if not (waiting and allowed and job.has_all_media):
-            return plans
+        waiting = [pending for pending in missing if not pending.at_consumer]
+        if not waiting:
+            return
         forecast = self._forecast(job)
-        limit_s = FITS_SHARE * config.encode_timeout_s / (2 if forecast.several else 1)
-        if forecast.longest_s(sum(plans[item].tokens for item in waiting)) <= limit_s:
-            return plans
-        for item in waiting:
-            plan = plans[item]
-            queue = forecast.best_queue(plan.tokens, item.identity)
-            if queue is None or under_way(item):
+        timeout_s = job.context.config.encode_timeout_s
+        limit_s = FITS_SHARE * timeout_s / (2 if forecast.several else 1)
+        if forecast.longest_s(sum(pending.tokens for pending in waiting)) <= limit_s:
+            return
+        for pending in waiting:
+            queue = forecast.best_queue(pending.tokens, pending.item.identity)
+            if queue is None or is_under_way(pending):
                 continue
-            if queue.finish_s(plan.tokens) > limit_s:
-                plans[item] = plan._replace(place=OVERLOADED)
+            if queue.finish_s(pending.tokens) > limit_s:
+                pending.place = OVERLOADED
             else:
-                queue.add_item(plan.tokens)
-        return plans
-
-    def may_fall_back(self, job: EncodeJob, error: ProxyError) -> bool:
-        """Return whether prefill or decode may encode an item after all tries have failed.
-
-        They may only if all items of the request have media.
-        """
-        allowed = job.context.config.on_encode_failure == "local" and not self._pushed
-        spent = job.context.is_spent
-        return allowed and error.retryable and job.has_all_media and not spent
-
-    def _forced_place(self, job: EncodeJob, lookup: StoreLookup) -> ItemPlace | None:
-        """Return the place of all items of a request that gives the policy no choice."""
-        if self._pushed or job.reencode or not job.has_all_media:
-            return REQUIRED
-        shrinks = job.context.config.decode_media == "metadata"
-        if shrinks and any(encoded.metadata for encoded in lookup.found.values()):
-            return BESIDE_STORED
-        return None
+                queue.add_item(pending.tokens)
 
     def _forecast(self, job: EncodeJob) -> Forecast:
-        fits = None
         consumer = None if job.consumer_reservation is None else job.consumer_reservation.instance
-        if job.namespace is not None:
-            fits = partial(self._namespaces.shares_namespace, namespace=job.namespace)
-        return Forecast(self._table, consumer, fits)
-
-    def _sized(self, job: EncodeJob, item: MMItem) -> ItemPlan:
-        model = job.request.body.get("model")
-        return ItemPlan(self._token_counts.predict_tokens(model, item.modality, item.pixels))
+        return Forecast(self._table, consumer, self.fits(job))
 
 
-def _placed(
-    rule: ItemRule, forecast: Forecast, item: MMItem, plan: ItemPlan, *, stored: bool
-) -> ItemPlan:
-    """Return the plan of an item with its place, which counts in the forecast of the next item."""
-    queue = forecast.best_queue(plan.tokens, item.identity)
+def _place_item(
+    rule: ItemRule, forecast: Forecast, pending: PendingItem, *, consumers_write: bool
+) -> None:
+    """Place an item by a rule. It then counts in the forecast of the next item."""
+    item, tokens = pending.item, pending.tokens
+    queue = forecast.best_queue(tokens, item.identity)
     measured = queue is not None and forecast.speed is not None
     token_s = queue.speed.token_s if queue is not None else 0.0
     place = rule.place_item(
         ItemFacts(
             modality=item.modality,
             pixels=item.pixels,
-            tokens=plan.tokens,
-            stored=stored,
-            encode_s=queue.finish_s(plan.tokens) if queue is not None and measured else None,
-            own_s=plan.tokens * token_s,
-            local_queue_s=forecast.local.tokens * token_s,
-            local_requests=forecast.local.requests,
+            tokens=tokens,
+            stored=consumers_write and pending.entry_key is not None,
+            encode_s=queue.finish_s(tokens) if queue is not None and measured else None,
+            own_s=tokens * token_s,
+            local_queue_s=forecast.local_tokens * token_s,
+            local_requests=forecast.local_requests,
         )
     )
-    plan = plan._replace(place=place)
+    pending.place = place
     if place.local:
-        forecast.leave_item(plan.tokens)
+        forecast.leave_item(tokens)
     elif queue is not None:
-        queue.add_item(plan.tokens)
+        queue.add_item(tokens)
         if measured and place.soonest:
-            plan = plan._replace(instance=queue.instance.url)
-    return plan
+            pending.instance = queue.instance.url

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from ec_store.entry import EntryInfo
+from ec_store.keys import EntryKey
 from epd.api.body import parse_object
 from epd.api.endpoint import check_model
 from epd.api.items import MM_KWARGS, MODALITY, Body, Modality
@@ -86,11 +87,9 @@ class Warmup:
         deadline_s = clock() + STORED_WITHIN_S
         while None not in wanted and clock() < deadline_s:
             keys = {
-                key
+                EntryKey(namespace, str(encoded_item.encoded.identifier))
                 for encoded_item in encoded
-                for key in cache.keys(
-                    model, [str(encoded_item.encoded.identifier)], encoded_item.encoded.namespace
-                )
+                if (namespace := encoded_item.encoded.namespace or cache.namespace(model))
             }
             found = await cache.find_entries(list(keys), patient=True)
             if found is not None and len(found) == len(keys) >= len(wanted):

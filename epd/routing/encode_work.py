@@ -18,7 +18,7 @@ from typing import NamedTuple
 DECAY = 0.95
 """Weight of the earlier answers after a new one: the last 20 count."""
 
-KEPT_S = 600.0
+EXPIRES_AFTER_S = 600.0
 """Time after the last answer at which a speed expires, in seconds. The instance then gets an item
 again, even if the policy would avoid it."""
 
@@ -111,7 +111,7 @@ class EncodeWork:
         count, x, y = DECAY * count + 1.0, DECAY * x + tokens, DECAY * y + seconds
         self._sums = count, x, y, DECAY * xx + tokens * tokens, DECAY * xy + tokens * seconds
         self._speed, self.mean_tokens = None, x / count
-        self._until_s = now_s + KEPT_S
+        self._until_s = now_s + EXPIRES_AFTER_S
 
     def forget_speed(self) -> None:
         """Forget the speed: the instance has been restarted, or may have been."""

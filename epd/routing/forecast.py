@@ -6,7 +6,6 @@ an encode too.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from epd.routing.encode_work import ASSUMED, Speed, mean_speed
 from epd.routing.instances import CONSUMERS, Instance, Role
@@ -36,24 +35,14 @@ class EncodeQueue:
         self._tokens += tokens
 
 
-class ConsumerLoad(NamedTuple):
-    """Load of the consumer that would encode an item.
-
-    Attributes:
-        requests: number of requests that wait or run at one of its engines.
-        tokens: tokens of items that one of its engines encodes for this proxy.
-    """
-
-    requests: float
-    tokens: float
-
-
 class Forecast:
     """Forecast for the items of one request. Each item counts in the forecast of the next one.
 
     Attributes:
         speed: mean speed of the encode instances; None if none of them is known.
-        local: load of the consumer, including items of this request.
+        local_requests: number of requests that wait or run at an engine of the consumer.
+        local_tokens: tokens of items that an engine of the consumer encodes for this proxy, items
+            of this request included.
     """
 
     def __init__(
@@ -74,7 +63,7 @@ class Forecast:
         ]
         self.speed = mean_speed([load.encode.speed for _, load in usable])
         self._queues = [EncodeQueue(*candidate, self.speed or ASSUMED) for candidate in usable]
-        self.local = _local(table, consumer)
+        self.local_requests, self.local_tokens = _consumer_load(table, consumer)
 
     def best_queue(self, tokens: int, key: str) -> EncodeQueue | None:
         """Return the queue in which an item is encoded first; None without an instance.
@@ -107,20 +96,21 @@ class Forecast:
 
     def leave_item(self, tokens: int) -> None:
         """Plan an item for the consumer."""
-        self.local = self.local._replace(tokens=self.local.tokens + tokens)
+        self.local_tokens += tokens
 
 
-def _local(table: InstanceTable, consumer: Instance | None) -> ConsumerLoad:
+def _consumer_load(table: InstanceTable, consumer: Instance | None) -> tuple[float, float]:
+    """Return the requests and the encoder tokens at an engine of the consumer."""
     loads: Sequence[Load] = [
         candidate.load
         for candidate in table.usable_candidates(*CONSUMERS)
         if consumer is None or candidate.instance == consumer
     ]
     if not loads:
-        return ConsumerLoad(0.0, 0.0)
+        return 0.0, 0.0
     load = min(loads, key=lambda consumer_load: consumer_load.pressure)
     requests = load.value - (consumer is not None)  # its place counts as load already
-    return ConsumerLoad(max(0, requests) / len(load.seats), load.encode.tokens / len(load.seats))
+    return max(0, requests) / len(load.seats), load.encode.tokens / len(load.seats)
 
 
 def encode_work_s(loads: Sequence[Load]) -> float:
@@ -129,8 +119,3 @@ def encode_work_s(loads: Sequence[Load]) -> float:
     return sum(
         (load.encode.speed or usual).work_s(load.under_way, load.encode.tokens) for load in loads
     )
-
-
-def pending_tokens(loads: Sequence[Load]) -> float:
-    """Return the estimated tokens of this proxy's prompts that are not prefilled."""
-    return sum(load.pending_tokens for load in loads)

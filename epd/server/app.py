@@ -38,7 +38,6 @@ from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
 from epd.request.context import ModelNames
 from epd.request.encode import Encoder
-from epd.request.encode_tries import EncodeTries
 from epd.request.item_tokens import TokenCounts
 from epd.request.kv_peers import PeerRegistry, Releases
 from epd.request.kv_readback import Readbacks
@@ -208,11 +207,17 @@ def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
 ) -> Encoder:
     claims = None if cache is None or transfer.pushed else Claims(cache)
     counts = TokenCounts()
-    placement = Placement(table, namespaces, counts, transfer.pushed)
-    tries = EncodeTries(
-        table, Choice(table, Role.ENCODE), stages, namespaces, transfer, fatal, counts
+    return Encoder(
+        table,
+        Choice(table, Role.ENCODE),
+        stages,
+        namespaces,
+        transfer,
+        fatal,
+        counts,
+        Placement(table, namespaces, counts, transfer.pushed),
+        claims,
     )
-    return Encoder(claims, transfer, placement, tries)
 
 
 def _fatal_requests(app: web.Application, table: InstanceTable) -> FatalRequests:
@@ -244,7 +249,7 @@ def _cache(
     url = config.ec_store
     if url is None:
         return nullcontext()
-    return EncoderCache.connect(partial(open_proxy_store, url), config, background)
+    return EncoderCache(partial(open_proxy_store, url), config, background)
 
 
 def _kv_events(

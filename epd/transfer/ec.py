@@ -54,16 +54,16 @@ class ECTransfer:
         """
         return None
 
-    def encoded(self, replied: OutputFacts, asked: Params | None) -> OutputFacts:  # noqa: ARG002
+    def encoded(self, reply: OutputFacts, sent_params: Params | None) -> OutputFacts:  # noqa: ARG002
         """Return the known facts about an item's outputs.
 
         If the reply lacks a field of `handle`, the metadata are dropped: the consumer cannot get
-        the outputs, and needs the media. `asked` are the parameters of the encode request.
+        the outputs, and needs the media. `sent_params` are the parameters of the encode request.
 
         Raises:
             UpstreamFailed: the instance did not do what the request asked for.
         """
-        return replied._replace(metadata={}) if self.missing_field(replied) else replied
+        return reply._replace(metadata={}) if self.missing_field(reply) else reply
 
     def missing_field(self, encoded: OutputFacts) -> str | None:
         """Return the first field of `handle` that an output's report lacks; None if it has all."""
@@ -119,25 +119,25 @@ class ECMooncake(ECTransfer):
         ids = [{"transfer_id": uuid.uuid4().hex} for _ in range(features)]
         return {"consumer_zmq": addresses[consumer.rank or 0], "ec_items": ids}
 
-    def encoded(self, replied: OutputFacts, asked: Params | None) -> OutputFacts:
+    def encoded(self, reply: OutputFacts, sent_params: Params | None) -> OutputFacts:
         """Return the encode instance's reply, with the id of each output's push.
 
         The ids of the request apply, each to the feature at its index. The reply has one id per
         key, and one key may stand for several pushes.
         """
-        if not replied.params:
+        if not reply.params:
             raise EncodeMismatch("they are missing; start the instance with ECMooncakeConnector")
-        asked_ids = [str(item["transfer_id"]) for item in (asked or {}).get("ec_items", ())]
+        sent_ids = [str(item["transfer_id"]) for item in (sent_params or {}).get("ec_items", ())]
         features = sorted(
-            replied.params.items(), key=lambda feature: feature[1].get("modality") != "video"
+            reply.params.items(), key=lambda feature: feature[1].get("modality") != "video"
         )
         params = {
-            key: {**entry, "transfer_id": _transfer_id(entry, asked_ids)} for key, entry in features
+            key: {**entry, "transfer_id": _transfer_id(entry, sent_ids)} for key, entry in features
         }
         ids = [entry["transfer_id"] for entry in params.values() if entry["transfer_id"]]
         if len(set(ids)) < len(ids):
             raise EncodeMismatch("two features have the same index")
-        return replied._replace(params=params)
+        return reply._replace(params=params)
 
     def consumer_params(self, encoded: Iterable[OutputFacts]) -> Params:
         """Return the id of each push with the key of its output, in the order of the items."""

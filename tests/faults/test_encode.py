@@ -279,7 +279,8 @@ async def test_other_encodes_are_cancelled_if_one_item_is_invalid(launch: Launch
         fleet.e.chat = fails_one
         sent = request(image(b"good"), image(b"fine"), image(b"bad!"))
 
-        assert (await asyncio.wait_for(fleet.chat(sent), 20))[0] == 502
+        status, reply = await asyncio.wait_for(fleet.chat(sent), 20)
+        assert (status, reply["error"]["param"]) == (502, "messages[0].content[2]")
         await until(lambda: fleet.e.aborted == 2)
 
 

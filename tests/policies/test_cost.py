@@ -225,7 +225,7 @@ def test_cost_is_faster_than_both_in_a_mix() -> None:
 
 def test_balance_chooses_the_encode_instance_unless_costs_are_compared() -> None:
     static, compared = (
-        EncodeFleet(rule, encoders=2).run(MIXED).plan_item(LARGE)
+        EncodeFleet(rule, encoders=2).run(MIXED).place_item(LARGE)
         for rule in (Cost(encode_below_pixels=1), Cost(pd_slowdown=1000))
     )
 

@@ -17,8 +17,7 @@ from ec_store.arena.server import ArenaServer, Session
 from epd.encoder_cache.lookup import Lookup
 from tests.ec_store.arena.served import serving
 from tests.ec_store.arena.test_aio_store import in_process
-from tests.proxy.test_claims import (  # noqa: F401
-    lasting_claims,
+from tests.encoder_cache.test_claims import (  # noqa: F401
     test_a_cache_can_close_while_it_learns_a_namespace,
     test_a_claim_goes_back_when_an_instance_has_had_time_to_write,
     test_a_claim_is_kept_while_an_instance_may_still_write,
@@ -50,7 +49,15 @@ from tests.proxy.test_media import (  # noqa: F401
     test_raw_and_named_items_of_a_request,
 )
 from tests.requests import image, request
-from tests.support.backed import NAMESPACE, Backed, cache_settings, caching, items_of, opened_cache
+from tests.support.backed import (
+    NAMESPACE,
+    Backed,
+    cache_settings,
+    caching,
+    items_of,
+    opened_cache,
+    refresh_stores,
+)
 from tests.support.fake_instance import decodes, encodes
 from tests.support.fleet import Fleet, Launch, until
 
@@ -138,7 +145,7 @@ async def test_a_lookup_needs_no_thread(backed: Backed, url: str) -> None:
     async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         before = set(threading.enumerate())
         look = Lookup(KEYS, "owner", 10.0)
-        assert await cache.run_lookup(look)
+        await cache.run_lookup(look)
         await cache.release(KEYS, "owner")
 
         assert look.claimed == KEYS
@@ -151,7 +158,7 @@ async def test_a_claim_of_another_proxy_is_not_taken(backed: Backed, url: str) -
     backed.store.claim(KEYS[1:2], "another", 60)
     async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         look = Lookup(KEYS, "owner", 10.0)
-        assert await cache.run_lookup(look)
+        await cache.run_lookup(look)
 
         assert list(look.found or ()) == KEYS[:1]
         assert look.claimed == KEYS[2:]
@@ -167,12 +174,13 @@ async def test_a_lookup_without_a_waiter_leaves_no_claim(path: Path, how: str) -
         settings = cache_settings(60, budget_s=0.05 if how == "late" else 60)
         async with opened_cache(f"shm://{path}?timeout=20s", settings) as cache:
             other = Lookup([EntryKey(NAMESPACE, "held")], "owner", 3600)
-            assert await cache.run_lookup(other, patient=True)
+            await cache.run_lookup(other, patient=True)
             child.signal(signal.SIGSTOP)
             look = Lookup(KEYS, "owner", 3600)
             looking = asyncio.create_task(cache.run_lookup(look))
             if how == "late":
-                assert await looking is False
+                await looking
+                assert look.found is None
             else:
                 await asyncio.sleep(0.05)
                 looking.cancel()
@@ -188,7 +196,7 @@ async def test_a_lookup_without_a_waiter_leaves_no_claim(path: Path, how: str) -
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the proxy use a store again soon after failures."""
     monkeypatch.setattr("ec_store.concurrency.OPEN_S", 0.2)
-    monkeypatch.setattr("epd.encoder_cache.client.REFRESH_S", 0.2)
+    refresh_stores(monkeypatch, 0.2)
 
 
 async def is_hit(fleet: Fleet, backed: Backed) -> None:
@@ -246,12 +254,10 @@ async def test_a_server_that_is_killed_and_started_again_is_used_again(
             await is_hit(fleet, backed)
 
 
-async def test_a_store_without_a_server_is_logged_and_then_used(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("epd.encoder_cache.client.REFRESH_S", 0.05)
+async def test_a_store_without_a_server_is_logged_and_then_used(path: Path) -> None:
     with capture_logs() as lines, ExitStack() as stack:
-        async with opened_cache(f"shm://{path}", cache_settings(lease_s=60)) as cache:
+        settings = cache_settings(lease_s=60)
+        async with opened_cache(f"shm://{path}", settings, refresh_s=0.05) as cache:
             await until(lambda: cache.operations["open", "error"] > 2)
             assert await cache.find_entries(KEYS) is None
             stack.enter_context(serving(path))

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from ec_store import Entry, EntryKey, open_store
-from epd.encoder_cache.claims import Claims
+from ec_store.disk.store import SharedDiskStore
+from epd.encoder_cache.claims import Claims, EncodeClaim
 from epd.observe.logs import LogObserver
+from epd.server import app as proxy_app
 from epd.server.app_keys import CONFIG
 from tests.requests import Part, image, input_audio, request, text, video
 from tests.support.backed import (
@@ -30,10 +33,10 @@ from tests.support.backed import (
     media_types,
     opened_cache,
     parts_of,
+    refresh_stores,
 )
 from tests.support.fake_instance import (
     STREAM,
-    Handler,
     chunk,
     decodes,
     encodes,
@@ -63,20 +66,6 @@ async def test_a_picture_seen_before_costs_no_encode_and_no_upload(
         assert "ec_transfer_params" not in fleet.d.calls[1].body
         first_part, second_part = (call.parts[1] for call in fleet.d.calls)
         assert first_part == second_part
-
-
-async def test_each_distinct_picture_is_encoded_once(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    async with caching(launch, backed, url) as fleet:
-        for content in (b"1", b"2", b"1", b"2"):
-            await items_of(fleet, request(image(content)))
-            await asyncio.gather(*backed.writes)
-
-        assert encoded(fleet) == 2
-        uuids = [call.parts[0]["uuid"] for call in fleet.d.calls]
-        assert uuids[:2] == uuids[2:]
-        assert uuids[0] != uuids[1]
 
 
 async def test_a_conversation_of_ten_turns_encodes_each_picture_once(
@@ -362,18 +351,15 @@ async def test_requests_are_served_without_the_store(
 
 
 @pytest.mark.fault(16)
-async def test_a_missing_store_is_logged_once_and_not_created(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("epd.encoder_cache.client.REFRESH_S", 1.0)
+async def test_a_missing_store_is_logged_once_and_not_created(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     url = folder.as_uri()
     key = EntryKey(NAMESPACE, "picture")
     with capture_logs() as lines:
-        async with opened_cache(url, cache_settings(lease_s=1)) as cache:
+        async with opened_cache(url, cache_settings(lease_s=1), refresh_s=1.0) as cache:
             await until(lambda: cache.operations["open", "error"] > 1)
             assert await cache.find_entries([key]) is None
-            assert (await cache.write("claim", lambda store: store.claim([key], "o", 1))) is None
+            assert (await cache.call("claim", lambda store: store.claim([key], "o", 1))) is None
             assert not folder.exists()
 
             make_store(url, key)
@@ -418,8 +404,8 @@ async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
         await items_of(fleet, request(image()))
         await asyncio.gather(*backed.writes)
         # A store in memory cannot hang, and may be used on the event loop.
-        monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.in_memory", False)
-        monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.lookup", lookup)
+        monkeypatch.setattr(SharedDiskStore, "in_memory", False)
+        monkeypatch.setattr(SharedDiskStore, "lookup", lookup)
         try:
             done = [await items_of(fleet, request(image())) for _ in range(8)]
         finally:
@@ -432,7 +418,7 @@ async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
 async def test_the_namespace_is_followed_when_it_changes(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.encoder_cache.client.REFRESH_S", 0.05)
+    refresh_stores(monkeypatch, 0.05)
     async with caching(launch, backed, url) as fleet:
         await items_of(fleet, request(image()))
         await asyncio.gather(*backed.writes)
@@ -599,17 +585,6 @@ async def test_one_picture_does_not_overload_its_instance(launch: Launch) -> Non
         assert max(calls) <= 11
 
 
-@pytest.mark.parametrize("fault", [refuses(500), refuses(503), refuses(429), hangs])
-async def test_an_item_is_encoded_by_another_instance(launch: Launch, fault: Handler) -> None:
-    """Rows 1 to 7 of docs/faults.md."""
-    timeout_s = 1 if fault is hangs else 30
-    async with launch(encode=2, encode_timeout_s=timeout_s, encode_balance="round_robin") as fleet:
-        fleet.encode[0].chat = fault
-        assert await items_of(fleet, request(image())) == {"encoded": 1}
-        assert [len(one.calls) for one in fleet.encode] == [1, 1]
-        assert media_types(fleet.d) == [["image_embeds"]]
-
-
 async def test_an_item_is_sent_to_three_instances_at_most(launch: Launch) -> None:
     async with launch(encode=5, on_encode_failure="fail") as fleet:
         for instance in fleet.encode:
@@ -618,16 +593,6 @@ async def test_an_item_is_sent_to_three_instances_at_most(launch: Launch) -> Non
 
         assert status == 502
         assert encoded(fleet) == 3
-
-
-async def test_an_item_at_fault_is_sent_to_no_other_instance(launch: Launch) -> None:
-    async with launch(encode=3) as fleet:
-        for instance in fleet.encode:
-            instance.chat = refuses(400, "no picture")
-        status, reply = await fleet.chat(request(image()))
-
-        assert (status, reply["error"]["message"]) == (400, "no picture")
-        assert encoded(fleet) == 1
 
 
 async def test_an_item_that_cannot_be_encoded_is_sent_raw(
@@ -663,24 +628,6 @@ async def test_an_encode_without_an_entry_blocks_no_other_request(
             await items_of(fleet, request(image()))
 
         assert asyncio.get_running_loop().time() - started < 10
-
-
-@pytest.mark.fault(21)
-async def test_an_item_that_a_consumer_cannot_load_is_encoded_again(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    async with caching(launch, backed, url) as fleet:
-        await items_of(fleet, request(image()))
-        await asyncio.gather(*backed.writes)
-
-        async def loads_nothing(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            if any(part["type"] == "image_embeds" for part in parts_of(body)):
-                return await refuses(500, "Internal server error")(request, body)
-            return await decodes(request, body)
-
-        fleet.d.chat = loads_nothing
-        assert await items_of(fleet, request(image())) == {"encoded": 1}
-        assert encoded(fleet) == 2
 
 
 async def test_options_that_do_not_change_the_key_do_not_hide_it(
@@ -741,9 +688,8 @@ async def test_errors_name_the_failed_item_of_each_client(launch: Launch) -> Non
 async def test_a_claim_of_a_disconnected_client_is_released(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The claim does not expire, and claims are still tended ten times a second.
-    monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 3600.0)
-    monkeypatch.setattr("epd.encoder_cache.claims.TENDS", 36_000)
+    lasting = partial(Claims, claim_s=3600.0, tend_s=0.1)  # the claim does not expire
+    monkeypatch.setattr(proxy_app, "Claims", lasting)
     claim = type(backed.store).claim
 
     def slow(*args: Any, **options: Any) -> list[bool]:
@@ -757,7 +703,7 @@ async def test_a_claim_of_a_disconnected_client_is_released(
         await backed.forget()
         await asyncio.sleep(0.2)
         with monkeypatch.context() as slowly:
-            slowly.setattr("ec_store.disk.store.SharedDiskStore.claim", slow)
+            slowly.setattr(SharedDiskStore, "claim", slow)
             client = asyncio.create_task(items_of(fleet, request(image())))
             await asyncio.sleep(0.2)
             client.cancel()
@@ -780,14 +726,14 @@ async def test_an_abandoned_renewal_does_not_release_a_claim_in_use(
         released.append(time.monotonic())
         release(*args)
 
-    monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 0.3)
-    monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.release", recorded)
+    monkeypatch.setattr(SharedDiskStore, "release", recorded)
     async with opened_cache(url, cache_settings(lease_s=1)) as cache:
-        with Claims(cache).queue_claim("m", "item", 1) as turn:
-            await turn.wait_turn()
-            monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.claim", slow)
+        claims = Claims(cache, claim_s=0.3, tend_s=0.015)
+        with EncodeClaim(claims, EntryKey(NAMESPACE, "item")) as item:
+            await item.wait_for_turn(1)
+            monkeypatch.setattr(SharedDiskStore, "claim", slow)
             await asyncio.sleep(0.2)  # a renewal has begun
-            turn.entry_coming = True
+            item.entry_coming = True
         await until(lambda: released)
         await asyncio.sleep(1.5)
 

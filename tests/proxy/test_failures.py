@@ -90,19 +90,6 @@ async def test_an_unreachable_encode_stage_is_an_error(launch: Launch) -> None:
         assert "Connect" in done.reason
 
 
-async def test_first_failed_encode_cancels_the_others(launch: Launch) -> None:
-    async with launch(encode=3, encode_balance="round_robin") as fleet:
-        fleet.encode[0].chat = hangs
-        fleet.encode[1].chat = refuses(400, "second")
-        fleet.encode[2].chat = hangs
-        items = (image(b"1"), image(b"2"), image(b"3"))
-        status, reply = await asyncio.wait_for(fleet.chat(request(*items)), 20)
-
-        assert (status, reply["error"]["message"]) == (400, "second")
-        assert reply["error"]["param"] == "messages[0].content[1]"
-        await until(lambda: fleet.encode[0].aborted == fleet.encode[2].aborted == 1)
-
-
 @pytest.mark.parametrize(
     ("fault", "status", "slug"),
     [
@@ -529,18 +516,6 @@ async def test_reserved_fields_of_a_client_are_not_forwarded(launch: Launch) -> 
         for call in fleet.e.calls + fleet.p.calls + fleet.d.calls:
             assert "evil" not in str(call.body)
             assert "theirs" not in str(call.body)
-
-
-@pytest.mark.fault(12)
-async def test_ambiguous_metadata_is_refused(launch: Launch) -> None:
-    async def two_features(_: web.Request, __: dict[str, Any]) -> web.Response:
-        return web.json_response({"ec_transfer_params": {"a": {}, "b": {}}})
-
-    async with launch() as fleet:
-        fleet.e.chat = two_features
-        async with fleet.post(request(image())) as reply:
-            assert reply.status == 502
-            assert reply.headers["x-epd-error"] == "encode_metadata"
 
 
 async def test_a_slow_client_does_not_time_out_the_stream(launch: Launch) -> None:

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.errors import UpstreamUnreachable
-from epd.routing.encode_work import KEPT_S, EncodeWork, Speed, mean_speed
-from epd.routing.forecast import Forecast, encode_work_s, pending_tokens
+from epd.routing.encode_work import EXPIRES_AFTER_S, EncodeWork, Speed, mean_speed
+from epd.routing.forecast import Forecast, encode_work_s
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Report
 from epd.routing.table import InstanceTable, Work
@@ -98,7 +98,7 @@ def test_failed_request_is_not_learned_and_leaves_no_tokens() -> None:
 def test_speed_expires_and_is_learned_again_without_the_old_answers() -> None:
     clock = Clock()
     table = learned(clock, E1)
-    clock.now_s += KEPT_S
+    clock.now_s += EXPIRES_AFTER_S
     expired = table.load(E1).encode.speed
     answer(table, clock, 100, 1.0, E1)
 
@@ -215,9 +215,12 @@ def test_consumer_counts_its_requests_and_its_local_items() -> None:
         busy, chosen = Forecast(table), Forecast(table, PD)
     busy.leave_item(50)
 
-    assert forecast.local == (0, 0)
-    assert busy.local == (2, 350)
-    assert chosen.local == (1, 300)  # the request's own place is not another request
+    assert (forecast.local_requests, forecast.local_tokens) == (0, 0)
+    assert (busy.local_requests, busy.local_tokens) == (2, 350)
+    assert (chosen.local_requests, chosen.local_tokens) == (
+        1,
+        300,
+    )  # the request's own place is not another request
 
 
 def test_consumer_with_ranks_counts_by_engine() -> None:
@@ -226,16 +229,16 @@ def test_consumer_with_ranks_counts_by_engine() -> None:
     with table.track_request(ranks, work=Work(encode_tokens=400)):
         forecast = Forecast(table)
 
-    assert forecast.local == (0.25, 100)
+    assert (forecast.local_requests, forecast.local_tokens) == (0.25, 100)
 
 
 def test_local_encode_ends_with_the_answer() -> None:
     table = InstanceTable([PD])
     using = table.track_request(PD, work=Work(prompt_tokens=70, encode_tokens=30)).begin_request()
     load = table.load(PD)
-    during = load.encode.tokens, pending_tokens([load])
+    during = load.encode.tokens, load.pending_tokens
     using.record_answer()
-    after = load.encode.tokens, pending_tokens([load])
+    after = load.encode.tokens, load.pending_tokens
     using.end_request()
 
     assert (during, after) == ((30, 70), (0, 0))

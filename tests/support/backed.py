@@ -3,11 +3,12 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from ec_store import Entry, EntryKey, Store
@@ -15,6 +16,7 @@ from ec_store.opening import open_proxy_store
 from epd.aio import Background
 from epd.config.sections.transfers import TransferSettings
 from epd.encoder_cache.client import EncoderCache
+from epd.server import app as proxy_app
 from tests.requests import Part
 from tests.support import fake_instance
 from tests.support.fake_instance import (
@@ -38,9 +40,15 @@ def cache_settings(lease_s: float, budget_s: float = BUDGET_S) -> TransferSettin
     return TransferSettings(ec_store_lease_s=lease_s, ec_store_budget_s=budget_s)
 
 
-def opened_cache(url: str, config: TransferSettings) -> AbstractAsyncContextManager[EncoderCache]:
-    """Return the proxy's client of a store, without a proxy."""
-    return EncoderCache.connect(partial(open_proxy_store, url), config, Background(lambda *_: None))
+def opened_cache(url: str, config: TransferSettings, **options: Any) -> EncoderCache:
+    """Return the proxy's client of a store, without a proxy: a context manager."""
+    opened = partial(open_proxy_store, url)
+    return EncoderCache(opened, config, Background(lambda *_: None), **options)
+
+
+def refresh_stores(monkeypatch: pytest.MonkeyPatch, refresh_s: float) -> None:
+    """Let proxies read the namespaces, and open a store that is away, at this interval."""
+    monkeypatch.setattr(proxy_app, "EncoderCache", partial(EncoderCache, refresh_s=refresh_s))
 
 
 class Backed:

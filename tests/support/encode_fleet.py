@@ -13,12 +13,13 @@ from functools import partial
 from typing import NamedTuple
 
 import epd
+from ec_store import EntryKey
 from epd.api.items import MMItem
 from epd.policies.plan import Course, ItemRule
 from epd.request.context import RequestContext
 from epd.request.item_tokens import PIXELS_PER_TOKEN, TokenCounts
-from epd.request.placement import Placement
-from epd.request.stage_inputs import EncodeJob, ItemPlan, KeyedRequest, StoreLookup
+from epd.request.placement import PendingItem, Placement
+from epd.request.stage_inputs import EncodeJob, KeyedRequest
 from epd.routing.balance import Choice
 from epd.routing.encode_work import Speed
 from epd.routing.instances import Instance, Role
@@ -120,20 +121,20 @@ class EncodeFleet:
         if not asked.tokens:
             self._decode(asked, 0)
             return
-        plan = self.plan_item(asked.tokens)
-        assert plan.tokens == asked.tokens
-        if plan.at_consumer:
+        pending = self.place_item(asked.tokens)
+        assert pending.tokens == asked.tokens
+        if pending.at_consumer:
             self.left += 1
             self._decode(asked, asked.tokens)
             return
-        chosen = self._encodes.best_instance(prefer=plan.instance)
-        using = self.table.track_request(chosen, work=Work(0, plan.tokens)).begin_request()
+        chosen = self._encodes.best_instance(prefer=pending.instance)
+        using = self.table.track_request(chosen, work=Work(0, pending.tokens)).begin_request()
         begins_s = max(self.now_s, self._free_s[chosen])
         self._free_s[chosen] = ends_s = begins_s + SPEED.work_s(1, asked.tokens)
         self._run_at(ends_s, partial(self._encoded, asked, using))
 
-    def plan_item(self, tokens: int) -> ItemPlan:
-        """Return the plan for a picture of this many tokens, of a request that arrives now."""
+    def place_item(self, tokens: int) -> PendingItem:
+        """Return a picture of this many tokens with its place, of a request that arrives now."""
         item = MMItem(
             ("messages", 0, "content", 0),
             "image_url",
@@ -143,8 +144,9 @@ class EncodeFleet:
         )
         context = RequestContext("r", {}, CONFIG)
         job = EncodeJob(KeyedRequest({"model": "m"}, [item]), context, Course(items=self.rule))
-        lookup = StoreLookup(identifiers={item: "key"}, answered=True)
-        return self._placement.plan_items(job, lookup, lambda _: False)[item]
+        pending = PendingItem(item, None, EntryKey("n", "key"))
+        self._placement.place_items(job, [pending], lambda _: False)
+        return pending
 
     def _encoded(self, asked: Asked, using: InFlight) -> None:
         using.end_request()

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.encoder_cache.lookup import MOST_KEYS, SLOW_S, STALLED_S, THREADS_S, AtOnce
+from epd.encoder_cache.at_once import MOST_KEYS, SLOW_S, STALLED_S, THREADS_S, AtOnce
 
 FAST_S = SLOW_S / 100
 

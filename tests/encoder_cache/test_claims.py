@@ -12,34 +12,45 @@ from structlog.testing import capture_logs
 from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
 from ec_store.aio import AsyncStore
 from ec_store.disk.store import SharedDiskStore
-from epd.encoder_cache.claims import Claims, ClaimWait
+from epd.encoder_cache.claims import Claims, EncodeClaim
 from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.lookup import Lookup
 from tests.support.backed import NAMESPACE, Backed, cache_settings, opened_cache
 from tests.support.fleet import until
 
-KEYS = [EntryKey(NAMESPACE, name) for name in ("a", "b")]
+KEYS = [EntryKey(NAMESPACE, name) for name in "ab"]
 VISITS = ("lookup", "claim", "claim_or_find", "release", "lease")
 
 
+LASTING: dict[str, Any] = {"claim_s": 3600.0, "tend_s": 0.1, "written_within_s": 3600.0}
+"""Options of claims that last until they are released, at once or when an entry may be written."""
+
+
 @asynccontextmanager
-async def claiming(url: str) -> AsyncIterator[Claims]:
+async def claiming(url: str, **options: Any) -> AsyncIterator[Claims]:
     async with opened_cache(url, cache_settings(lease_s=1)) as cache:
-        yield Claims(cache)
+        yield Claims(cache, **options)
 
 
 @asynccontextmanager
-async def looked(claims: Claims, *identifiers: str) -> AsyncIterator[Lookup | None]:
-    with claims.start_lookup("m", identifiers) as looking:
-        yield await looking.lookup_result()
+async def looked(claims: Claims, *names: str) -> AsyncIterator[Lookup]:
+    lookup = await claims.look_up([key(name) for name in names])
+    try:
+        yield lookup
+    finally:
+        claims.end_lookup(lookup)
 
 
 @asynccontextmanager
-async def come(
-    claims: Claims, identifier: str, wait_s: float = 0.0
-) -> AsyncIterator[tuple[ClaimWait, EntryInfo | None]]:
-    with claims.queue_claim("m", identifier, wait_s) as turn:
-        yield turn, await turn.wait_turn()
+async def encoding(
+    claims: Claims, name: str, wait_s: float = 0.0
+) -> AsyncIterator[tuple[EncodeClaim, EntryInfo | None]]:
+    with EncodeClaim(claims, key(name)) as claim:
+        yield claim, None if claim.is_held else await claim.wait_for_turn(wait_s)
+
+
+def key(name: str) -> EntryKey:
+    return EntryKey(NAMESPACE, name)
 
 
 def free(store: Store, *keys: EntryKey) -> bool:
@@ -72,54 +83,41 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-@pytest.fixture
-def lasting_claims(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let claims last until they are released, at once or when an entry may have been written."""
-    monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 3600.0)
-    monkeypatch.setattr("epd.encoder_cache.claims.TENDS", 36_000)
-    monkeypatch.setattr("epd.encoder_cache.claims.WRITTEN_WITHIN_S", 3600.0)
-
-
 async def test_lookup_claims_missing_entries_without_a_second_call(
     backed: Backed, url: str, calls: list[str]
 ) -> None:
     async with claiming(url) as claims, looked(claims, "a", "b") as look:
-        assert look is not None
         assert list(look.claimed) == KEYS
         asked = len(calls)
-        async with come(claims, "a") as (_, found):
+        async with encoding(claims, "a") as (_, found):
             assert found is None
             assert len(calls) == asked
 
         assert not free(backed.store, KEYS[0])
 
 
-@pytest.mark.usefixtures("lasting_claims")
 async def test_claims_go_back_at_once_where_nothing_was_made(backed: Backed, url: str) -> None:
-    async with claiming(url) as claims:
-        async with looked(claims, "a", "b"), come(claims, "a"):
+    async with claiming(url, **LASTING) as claims:
+        async with looked(claims, "a", "b"), encoding(claims, "a"):
             pass
 
         await until(lambda: free(backed.store, *KEYS), timeout_s=30)
 
 
-@pytest.mark.usefixtures("lasting_claims")
 async def test_a_claim_is_kept_while_an_instance_may_still_write(backed: Backed, url: str) -> None:
-    async with claiming(url) as claims:
-        async with looked(claims, "a", "b"), come(claims, "a") as (turn, _):
+    async with claiming(url, **LASTING) as claims:
+        async with looked(claims, "a", "b"), encoding(claims, "a") as (turn, _):
             turn.entry_coming = True
         await until(lambda: free(backed.store, KEYS[1]), timeout_s=30)
 
         assert not free(backed.store, KEYS[0])
 
 
-@pytest.mark.usefixtures("lasting_claims")
 async def test_a_claim_goes_back_when_an_instance_has_had_time_to_write(
-    backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
+    backed: Backed, url: str
 ) -> None:
-    monkeypatch.setattr("epd.encoder_cache.claims.WRITTEN_WITHIN_S", 0.1)
-    async with claiming(url) as claims:
-        async with looked(claims, "a"), come(claims, "a") as (turn, _):
+    async with claiming(url, **LASTING | {"written_within_s": 0.1}) as claims:
+        async with looked(claims, "a"), encoding(claims, "a") as (turn, _):
             turn.entry_coming = True
 
         await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
@@ -128,36 +126,36 @@ async def test_a_claim_goes_back_when_an_instance_has_had_time_to_write(
 @pytest.mark.usefixtures("backed")
 async def test_only_items_of_other_requests_and_proxies_are_encoded_elsewhere(url: str) -> None:
     async with claiming(url) as ours, claiming(url) as theirs, looked(theirs, "b"):
-        with ours.start_lookup("m", ["a", "b"]) as first:
-            await first.lookup_result()
-            assert [first.is_encoded_elsewhere(name) for name in "ab"] == [False, True]
-            async with come(ours, "a"):
-                with ours.start_lookup("m", ["a", "c"]) as second:  # which claims nothing
-                    await second.lookup_result()
-                    assert [second.is_encoded_elsewhere(name) for name in "ac"] == [True, False]
-        with ours.start_lookup("m", ["d"]), ours.start_lookup("m", ["d", "e"]) as later:
-            await later.lookup_result()  # while the other lookup has no answer
 
-            assert [later.is_encoded_elsewhere(name) for name in "de"] == [True, False]
+        def elsewhere(lookup: Lookup, names: str) -> list[bool]:
+            return [ours.is_encoded_elsewhere(key(name), lookup) for name in names]
+
+        async with looked(ours, "a", "b") as first:
+            assert elsewhere(first, "ab") == [False, True]
+            async with encoding(ours, "a"), looked(ours, "a", "c") as second:  # claims nothing
+                assert elsewhere(second, "ac") == [True, False]
+        begun = asyncio.create_task(ours.look_up([key("d")]))
+        await asyncio.sleep(0)
+        async with looked(ours, "d", "e") as later:  # while the other lookup has no answer
+            assert elsewhere(later, "de") == [True, False]
+        ours.end_lookup(await begun)
 
 
 async def test_the_second_waiter_repeats_the_lookup(backed: Backed, url: str) -> None:
     """The first request may have had the item encoded since the second looked it up."""
     async with claiming(url) as claims, looked(claims, "a"), looked(claims, "a") as second:
-        assert second is not None
         assert not second.claimed
-        async with come(claims, "a") as (turn, _):
+        async with encoding(claims, "a") as (turn, _):
             turn.entry_coming = True
         put(backed.store, KEYS[0])
-        async with come(claims, "a") as (_, found):
+        async with encoding(claims, "a") as (_, found):
             assert found is not None
 
 
 async def test_a_claim_is_renewed_while_it_is_held(
-    backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+    backed: Backed, url: str, calls: list[str]
 ) -> None:
-    monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 3.0)
-    async with claiming(url) as claims, looked(claims, "a"):
+    async with claiming(url, claim_s=3.0, tend_s=0.15) as claims, looked(claims, "a"):
         await until(lambda: calls.count("claim") > 1, timeout_s=30)
         assert not free(backed.store, KEYS[0])
 
@@ -166,7 +164,6 @@ async def test_a_claim_is_renewed_while_it_is_held(
 async def test_claims_are_maintained_after_an_unexpected_exception(
     backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.encoder_cache.claims.CLAIM_S", 0.2)
     monkeypatch.setattr("epd.aio.FIRST_DELAY_S", 0.01)
     raised: list[str] = []
 
@@ -178,13 +175,13 @@ async def test_claims_are_maintained_after_an_unexpected_exception(
 
     released = EncoderCache.release
     monkeypatch.setattr(EncoderCache, "release", release)
-    async with claiming(url) as claims:
+    async with claiming(url, claim_s=0.2, tend_s=0.01) as claims:
         with capture_logs() as logs:
             async with looked(claims, "a"):
                 await until(lambda: raised)
-                async with come(claims, "b") as (place, _):
+                async with encoding(claims, "b") as (place, _):
                     place.entry_coming = True
-            await until(lambda: not claims.is_used(KEYS[1], Lookup(KEYS, "x", 1)))
+            await until(lambda: not claims.is_used(KEYS[1]))
         assert [log["task"] for log in logs if "task" in log] == ["claims"]
 
 
@@ -197,10 +194,9 @@ async def test_a_store_that_takes_no_claims_is_still_looked_into(
     put(backed.store, KEYS[0])
     monkeypatch.setattr(SharedDiskStore, "claim", away)
     async with claiming(url) as claims, looked(claims, "a", "b") as look:
-        assert look is not None
         assert list(look.found or {}) == KEYS[:1]
         assert not look.claimed
-        async with asyncio.timeout(90), come(claims, "b", 3600) as (_, found):
+        async with asyncio.timeout(90), encoding(claims, "b", 3600) as (_, found):
             assert found is None
 
 
@@ -241,7 +237,7 @@ async def test_an_entry_found_again_is_not_leased_again(
     put(backed.store, KEYS[0])
     async with opened_cache(url, cache_settings(lease_s=3600)) as cache:
         for _ in range(20):
-            assert await cache.find_entries(cache.keys("m", ["a"]))
+            assert await cache.find_entries(KEYS[:1])
             await asyncio.sleep(0.01)
 
         assert calls.count("lookup") >= 20
