@@ -13,7 +13,7 @@ COMMANDS: Mapping[str, str] = {
     "serve": "epd.server.serve",
     "check": "epd.server.reload",
     "doctor": "epd.tools.doctor.command",
-    "hash-key": "epd.tenants",
+    "hash-key": "epd.hash_key",
     "up": "epd.tools.up.command",
     "bench": "epd.tools.bench",
     "top": "epd.tools.top",

@@ -24,7 +24,15 @@ FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 60.0
 """Upper bound of the delay. A task that ran for this long starts again with the first delay."""
 
+AGAIN_S = 0.05
+"""Delay after which a task that still runs is cancelled again."""
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+V = TypeVar("V")
+
 Work = Callable[[], Awaitable[None]]
+Start = Callable[[], Coroutine[Any, Any, V]]
 
 
 class Background:
@@ -52,13 +60,13 @@ class Background:
     @asynccontextmanager
     async def run_task(self, task: str, work: Work) -> AsyncIterator[None]:
         """Run a task, as `keep_running` does, until the context exits, which waits for its end."""
-        kept = asyncio.create_task(self.keep_running(task, work))
+        running = asyncio.create_task(self.keep_running(task, work))
         try:
             yield
         finally:
-            kept.cancel()
+            running.cancel()
             with suppress(asyncio.CancelledError):
-                await kept
+                await running
 
     async def keep_running(self, task: str, work: Work) -> None:
         """Call `work` until it returns; after an exception, call it again.
@@ -83,10 +91,6 @@ class Background:
                 return
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
-
-
-AGAIN_S = 0.05
-"""Delay after which a task that still runs is cancelled again."""
 
 
 @contextmanager
@@ -124,10 +128,6 @@ def cancel_after(limit_s: float) -> Iterator[None]:
         timer.cancel()
         for _ in range(cancelled):
             task.uncancel()
-
-
-T = TypeVar("T")
-V = TypeVar("V")
 
 
 class StrictTaskGroup(asyncio.TaskGroup):
@@ -195,11 +195,6 @@ async def gather_first(
             drop_tracebacks(other)
         raise first from first.__cause__
     return [task.result() for task in tasks]
-
-
-K = TypeVar("K", bound=Hashable)
-
-Start = Callable[[], Coroutine[Any, Any, V]]
 
 
 @dataclass(slots=True)

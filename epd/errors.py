@@ -29,37 +29,6 @@ INSIDES = re.compile(r"0x[0-9a-fA-F]{6,}|(?:/[\w.~-]+){2,}")
 shape may come from other software."""
 
 
-def reported_retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds for which an instance asks for no further request; None without them."""
-    seconds = headers.get("Retry-After", "")
-    return float(seconds) if RETRY_AFTER.fullmatch(seconds) else None
-
-
-def openai_error(reply: bytes) -> dict[str, Any] | None:
-    """Return the `error` object of an answer in the OpenAI shape; None for another shape."""
-    match json_or_none(reply):
-        case {"error": {"message": str()} as error}:
-            return dict(error)
-        case _:
-            return None
-
-
-def plain_message(status: int, reply: bytes) -> str:
-    """Return the message of an answer in another shape, without addresses and paths of the host.
-
-    A page of HTML is not from vLLM, but from another server at this address, or from a proxy.
-    """
-    match json_or_none(reply):
-        # Errors of FastAPI, and vLLM's answer to a wrong API key.
-        case {"detail": str() as message} | {"error": str() as message} if message:
-            text = message
-        case _:
-            text = reply[:MAX_UPSTREAM_TEXT].decode("utf-8", "replace").strip()
-    if text.startswith("<"):
-        return f"the instance answered {status} with a page of HTML, as no vLLM server does"
-    return INSIDES.sub("…", text) or f"the instance answered {status}"
-
-
 Stage = Literal["proxy", "queue", "store", "encode", "prefill", "decode", "release"]
 
 TYPES = {
@@ -95,6 +64,37 @@ NOT_CLIENTS = frozenset({408, 429})
 
 SPENT = frozenset({500, 502, 504})
 """Statuses of errors that remain after the proxy's own retries, where a retry could help."""
+
+
+def reported_retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds for which an instance asks for no further request; None without them."""
+    seconds = headers.get("Retry-After", "")
+    return float(seconds) if RETRY_AFTER.fullmatch(seconds) else None
+
+
+def openai_error(reply: bytes) -> dict[str, Any] | None:
+    """Return the `error` object of an answer in the OpenAI shape; None for another shape."""
+    match json_or_none(reply):
+        case {"error": {"message": str()} as error}:
+            return dict(error)
+        case _:
+            return None
+
+
+def plain_message(status: int, reply: bytes) -> str:
+    """Return the message of an answer in another shape, without addresses and paths of the host.
+
+    A page of HTML is not from vLLM, but from another server at this address, or from a proxy.
+    """
+    match json_or_none(reply):
+        # Errors of FastAPI, and vLLM's answer to a wrong API key.
+        case {"detail": str() as message} | {"error": str() as message} if message:
+            text = message
+        case _:
+            text = reply[:MAX_UPSTREAM_TEXT].decode("utf-8", "replace").strip()
+    if text.startswith("<"):
+        return f"the instance answered {status} with a page of HTML, as no vLLM server does"
+    return INSIDES.sub("…", text) or f"the instance answered {status}"
 
 
 class Outcome(enum.Enum):

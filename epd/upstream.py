@@ -34,6 +34,17 @@ from epd.version import __version__
 
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
+MAX_ANSWER_BYTES = 16 * 1024**2
+"""Maximum size of an answer of an encode or prefill instance, and of an error."""
+
+KEEP_ALIVE_S = 2.0
+"""Time for which an idle connection is pooled: under half of vLLM's
+(`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that the proxy does not reuse one that vLLM has just
+closed."""
+
+OURS = f"User-Agent: epd/{__version__}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
+"""Headers of every request."""
+
 FAILURES = (Unreachable, Broken, TimeoutError)
 """Errors that `epd.http.connection` raises."""
 
@@ -73,10 +84,6 @@ def stage_error(
 def underlying_error(error: Exception) -> BaseException:
     """Return the underlying error of a connection's own error."""
     return error.__cause__ or error
-
-
-MAX_ANSWER_BYTES = 16 * 1024**2
-"""Maximum size of an answer of an encode or prefill instance, and of an error."""
 
 
 def too_large(stage: Stage, limit: int) -> AnswerTooLarge:
@@ -132,8 +139,8 @@ class Reply:
 
     def __post_init__(self) -> None:
         # The connection may serve another request once it is released.
-        self.status = self._connection.status
-        self.headers = self._connection.headers
+        self.status = self._connection.answer.status
+        self.headers = self._connection.answer.headers
         html = self.headers.get("Content-Type", "").startswith("text/html")
         self.ok = is_success(self.status) and not html
 
@@ -170,9 +177,6 @@ class Reply:
         """
         if self._body is not None:
             return self._body
-        if self._connection.complete and not self._ahead and self._connection.held_bytes <= limit:
-            self._body = self._connection.take_body()
-            return self._body
         size = 0
 
         def may_hold(more: int) -> bool:
@@ -193,14 +197,13 @@ class Reply:
             UpstreamFailed: the body was cut off.
             UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
-        if self._connection.complete and not self._ahead and may_hold(self._connection.held_bytes):
+        answer = self._connection.answer
+        if answer.complete and not self._ahead and may_hold(answer.held):
             self._body = self._connection.take_body()
             return self._body
         parts, held = list[bytes](), True
         while (
-            held
-            and (self._ahead or not self._connection.has_ended)
-            and (chunk := await self.chunk(idle_s))
+            held and (self._ahead or not answer.has_ended) and (chunk := await self.chunk(idle_s))
         ):
             parts.append(chunk)
             held = may_hold(len(chunk))
@@ -218,7 +221,7 @@ class Reply:
             UpstreamFailed: the connection broke.
             UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
-        if self._connection.complete or self._connection.held_bytes:
+        if self._connection.answer.complete or self._connection.answer.held:
             return
         try:
             await self._connection.wait_body(self._deadline_s(idle_s))
@@ -264,7 +267,7 @@ class Reply:
         if self._ahead:
             ahead, self._ahead = self._ahead, b""
             if not sink(ahead):
-                return self._connection.has_ended
+                return self._connection.answer.has_ended
         try:
             return await self._connection.pour_body(sink, idle_s)
         except FAILURES as error:
@@ -278,15 +281,6 @@ class Reply:
         computed = not self.is_stream
         broken = f"{self._stage}_died"
         return stage_error(error, self._stage, broken=broken, late=self._late, computed=computed)
-
-
-KEEP_ALIVE_S = 2.0
-"""Time for which an idle connection is pooled: under half of vLLM's
-(`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that the proxy does not reuse one that vLLM has just
-closed."""
-
-OURS = f"User-Agent: epd/{__version__}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
-"""Headers of every request."""
 
 
 class Upstream:
@@ -340,7 +334,7 @@ class Upstream:
         until_s = asyncio.get_running_loop().time() + head_timeout_s
         request = _request(url, headers, body, stage)
         connection = await self._exchange(request, stage, until_s, on_sent)
-        release = partial(self._pool.give_back, request.target.origin, connection)
+        release = partial(self._pool.give_back, connection)
         return Reply(connection, stage, math.inf, f"{stage}_stalled", release)
 
     async def fetch(
@@ -361,7 +355,7 @@ class Upstream:
         until_s = asyncio.get_running_loop().time() + timeout_s
         request = _request(url, headers, body, stage)
         connection = await self._exchange(request, stage, until_s)
-        release = partial(self._pool.give_back, request.target.origin, connection)
+        release = partial(self._pool.give_back, connection)
         with Reply(connection, stage, until_s, f"{stage}_timeout", release) as reply:
             return Answer(reply.status, reply.headers, await reply.read(idle_s=timeout_s))
 
@@ -393,7 +387,7 @@ class Upstream:
                 connection = await _send_again(self._pool, request, until_s, error)
         except FAILURES as error:
             raise stage_error(error, stage, broken=f"{stage}_failed") from underlying_error(error)
-        if connection.headers.get("Content-Encoding", "identity").lower() != "identity":
+        if connection.answer.headers.get("Content-Encoding", "identity").lower() != "identity":
             connection.abort()
             raise UpstreamFailed(
                 f"the {stage} instance's answer has an unsupported encoding",
@@ -422,7 +416,7 @@ class Upstream:
                 raise failure from error
             return False
         connection.abort()
-        return is_success(connection.status)
+        return is_success(connection.answer.status)
 
 
 @dataclass(slots=True)
@@ -457,7 +451,7 @@ async def _send_again(pool: Pool, request: _Request, until_s: float, broken: Bro
 
 async def _send_on_new(pool: Pool, request: _Request, until_s: float) -> Connection:
     connection = await pool.connect(request.target.origin, until_s)
-    connection.kept = False
+    connection.reusable = False
     try:
         await connection.send_request(
             request.head("Connection: close\r\n"), request.body or (), until_s

@@ -52,6 +52,28 @@ Pieces = Sequence[bytes | memoryview]
 
 NO_CUTS: Cuts = MappingProxyType({})
 
+JSON = "application/json"
+JSON_TYPE = re.compile(r"application/[a-z0-9!#$&^_.-]+\+json")
+
+MAX_DEPTH = 128
+"""Maximum nesting of a body. orjson reads 1024 levels but writes only 254, so it could not write
+every body that it has read. Other parsers recurse."""
+
+MAX_VALUES = 200_000
+"""Maximum number of values in a body: enough for a bias of every token of a vocabulary. Small
+values take many times their size in memory, and parsing them blocks the event loop."""
+
+MAX_CONTAINERS = 50_000
+"""Maximum number of lists and objects in a body: ten thousand messages of several parts. They cost
+most: an empty object has two bytes of JSON and takes over 64 bytes of memory, and the garbage
+collector visits each."""
+
+DIGITS = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
+LONG = b"0" * 19
+"""Digits of the shortest integer that has more than 64 bits, translated by `DIGITS`."""
+
+T = TypeVar("T")
+
 
 def cut_media(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
     """Return a body without its media, and the media.
@@ -130,29 +152,6 @@ def pieces(written: bytes, cuts: Cuts) -> Pieces:
         number, rest = part[:NUMBER_DIGITS], part[NUMBER_DIGITS:]
         found += cuts[(token + number).decode()], rest
     return found
-
-
-T = TypeVar("T")
-
-JSON = "application/json"
-JSON_TYPE = re.compile(r"application/[a-z0-9!#$&^_.-]+\+json")
-
-MAX_DEPTH = 128
-"""Maximum nesting of a body. orjson reads 1024 levels but writes only 254, so it could not write
-every body that it has read. Other parsers recurse."""
-
-MAX_VALUES = 200_000
-"""Maximum number of values in a body: enough for a bias of every token of a vocabulary. Small
-values take many times their size in memory, and parsing them blocks the event loop."""
-
-MAX_CONTAINERS = 50_000
-"""Maximum number of lists and objects in a body: ten thousand messages of several parts. They cost
-most: an empty object has two bytes of JSON and takes over 64 bytes of memory, and the garbage
-collector visits each."""
-
-DIGITS = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
-LONG = b"0" * 19
-"""Digits of the shortest integer that has more than 64 bits, translated by `DIGITS`."""
 
 
 def check_json_type(content_type: str) -> None:

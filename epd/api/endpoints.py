@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 
 from epd.api import passthrough
-from epd.api.chat import CHAT, Completions, Responses
+from epd.api.chat import CHAT
+from epd.api.completions import Completions
 from epd.api.endpoint import Endpoint
 from epd.api.messages import CountTokens, Messages
+from epd.api.responses import Responses
 
 ENDPOINTS: Mapping[str, Endpoint] = {
     endpoint.path: endpoint

@@ -55,6 +55,10 @@ MAX_NAME = 64
 """Maximum length of an unknown field's name in an error, in characters."""
 
 
+SCORED = ("queries", "documents", "items", "data_1", "data_2", "text_1", "text_2", "query")
+"""Fields with the compared texts and media in a request for scores or a ranking."""
+
+
 class PassedOn(Endpoint):
     """Endpoint that decode answers without a stage before it."""
 
@@ -184,10 +188,6 @@ def _written_xargs(text: str) -> FormPart:
         raise BadRequest(f"{XARGS} must be a JSON object: {error.message}", param=XARGS) from None
     check_xargs({XARGS: xargs})
     return FormPart(XARGS, dump_json(xargs))
-
-
-SCORED = ("queries", "documents", "items", "data_1", "data_2", "text_1", "text_2", "query")
-"""Fields with the compared texts and media in a request for scores or a ranking."""
 
 
 class Score(PassedOn):

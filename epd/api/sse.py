@@ -16,6 +16,10 @@ from epd.errors import openai_error
 MAX_EVENT_BYTES = 16 * 1024**2
 """Maximum size of an event."""
 
+ENGINE_DIED = b"EngineCore encountered an issue"
+"""Text in every answer of a vLLM server after the death of its engine
+(`vllm/v1/engine/exceptions.py`, `EngineDeadError`). The server ends a moment later."""
+
 _LF, _CR = b"\n\r"
 
 # Two ends of line in a row. A lone CR must not match where it is half of a CRLF.
@@ -119,18 +123,19 @@ class EventAligner:
         failed: whether it has announced an error.
     """
 
-    def __init__(self, grammar: Grammar = OPENAI) -> None:
+    def __init__(self, grammar: Grammar = OPENAI, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self.done = False
         self.ended = False
         self.failed = False
         self._grammar = grammar
-        self._held = bytearray()
+        self._max_event_bytes = max_event_bytes
+        self._partial = bytearray()
 
     def feed(self, chunk: bytes) -> bytes:
         """Return the whole events up to here that were not returned before, byte for byte.
 
         Raises:
-            ValueError: an event is larger than `MAX_EVENT_BYTES`.
+            ValueError: an event is larger than `max_event_bytes`.
         """
         # Most chunks are one event of this form, which no grammar treats as an error or an end. A
         # search of each for the words of the grammar would cost twice as much.
@@ -140,11 +145,11 @@ class EventAligner:
             and chunk.find(_LF) == len(chunk) - 2
             and chunk[-1] == _LF
             and _CR not in chunk
-            and not self._held
+            and not self._partial
         ):
             return chunk
         # vLLM sends whole events. A copy of each would cost more than all other steps.
-        whole = not self._held and chunk.endswith(b"\n\n")
+        whole = not self._partial and chunk.endswith(b"\n\n")
         events = chunk if whole else self._whole_events(chunk)
         grammar = self._grammar
         self.done = self.done or (
@@ -158,24 +163,19 @@ class EventAligner:
 
     def _whole_events(self, chunk: bytes) -> bytes:
         # A blank line may begin in the bytes searched before, at most three bytes from their end.
-        start = max(0, len(self._held) - 3)
-        self._held += chunk
+        start = max(0, len(self._partial) - 3)
+        self._partial += chunk
         end = 0
-        if self._held.endswith(b"\n\n"):  # as vLLM ends each event
-            end = len(self._held)
+        if self._partial.endswith(b"\n\n"):  # as vLLM ends each event
+            end = len(self._partial)
         else:
-            for match in _BLANK_LINE.finditer(self._held, start):
+            for match in _BLANK_LINE.finditer(self._partial, start):
                 end = match.end()
-        if len(self._held) - end > MAX_EVENT_BYTES:
+        if len(self._partial) - end > self._max_event_bytes:
             raise ValueError("event too large")
-        events = bytes(self._held[:end])
-        del self._held[:end]
+        events = bytes(self._partial[:end])
+        del self._partial[:end]
         return events
-
-
-ENGINE_DIED = b"EngineCore encountered an issue"
-"""Text in every answer of a vLLM server after the death of its engine
-(`vllm/v1/engine/exceptions.py`, `EngineDeadError`). The server ends a moment later."""
 
 
 def engine_died(reply: bytes) -> bool:

@@ -27,6 +27,18 @@ from epd.transfer.nixl import BLOCKS_TTL_S, engine_of, kept_params
 logger = structlog.get_logger("epd")
 
 
+T = TypeVar("T")
+
+Result = Literal["hit", "miss", "stale", "changed", "failed", "rested", "unknown"]
+"""The fate of the previous turn's entry. `hit`: prefill read its blocks. `miss`: there was no
+entry, or one without blocks. `stale`: it expired, or decode was gone or restarted. `changed`: the
+prompt does not begin with its tokens, or that is unknown. `failed`: prefill could not read the
+blocks. `rested`: prefill was not asked, because of an earlier failure. `unknown`: the store did not
+answer."""
+
+RESULTS: tuple[Result, ...] = ("hit", "miss", "stale", "changed", "failed", "rested", "unknown")
+
+
 def warn_of(config: TransferSettings) -> None:
     """Warn if conversations live longer than decode's blocks by default."""
     ttl_s = config.conversation_ttl
@@ -38,18 +50,6 @@ def warn_of(config: TransferSettings) -> None:
         next=f"choose less than {BLOCKS_TTL_S:g}, or give decode a decoder_kv_blocks_ttl above "
         "it by more than 5",
     )
-
-
-T = TypeVar("T")
-
-Result = Literal["hit", "miss", "stale", "changed", "failed", "rested", "unknown"]
-"""The fate of the previous turn's entry. `hit`: prefill read its blocks. `miss`: there was no
-entry, or one without blocks. `stale`: it expired, or decode was gone or restarted. `changed`: the
-prompt does not begin with its tokens, or that is unknown. `failed`: prefill could not read the
-blocks. `rested`: prefill was not asked, because of an earlier failure. `unknown`: the store did not
-answer."""
-
-RESULTS: tuple[Result, ...] = ("hit", "miss", "stale", "changed", "failed", "rested", "unknown")
 
 
 class Conversations:

@@ -26,7 +26,8 @@ from epd.discovery.stores import (
     folder_of,
 )
 from epd.discovery.watching import StoredAnswers, Watch, WatchedFile, WatchedNames
-from epd.routing.instances import Instance, InstanceSource, Registry
+from epd.routing.instances import Instance
+from epd.routing.registry import InstanceSource, Registry
 from epd.state_log import StateLog
 from epd.upstream import Upstream
 

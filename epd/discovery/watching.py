@@ -17,7 +17,8 @@ from epd.discovery.dns import DnsState, LookUp, LookUpFailed
 from epd.discovery.entries import EntriesInvalid, read_yaml
 from epd.discovery.stores import LockedFolder, read_file
 from epd.json_or_none import json_or_none
-from epd.routing.instances import Instance, InstanceSource, Registry
+from epd.routing.instances import Instance
+from epd.routing.registry import InstanceSource, Registry
 from epd.routing.urls import at_address, is_address
 from epd.state_log import StateLog
 from epd.transfer.kv import KVTransfer

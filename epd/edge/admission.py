@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
 from epd.config.sections import ConfigFields
+from epd.edge.tenant_use import RateLimiter, TenantUse
 from epd.errors import Overloaded, TooManyRequests, TryLater
-from epd.tenants import RateLimiter, Tenant, TenantUse
+from epd.tenants import Tenant
 
 
 @dataclass(slots=True, eq=False)

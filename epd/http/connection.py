@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from http import HTTPStatus
 from typing import cast
 
-from multidict import CIMultiDict
-
-from epd.http.http1 import AnswerReader, Malformed
+from epd.http.http1 import AnswerReader, Malformed, Origin
 
 PIECE_BYTES = 256 * 1024
 """Size of the batches of a large request. Larger ones block the event loop in TLS or in a copy."""
@@ -78,19 +76,22 @@ class Connection(asyncio.Protocol):
     `TimeoutError` if nothing is received in time: until `until_s`, on the event loop's clock.
 
     Attributes:
+        origin: its server.
+        answer: the answer to the current request, as far as it has been received.
         reused: whether the current request is not its first.
-        kept: whether it may be reused.
+        reusable: whether it may be reused.
         idle_since_s: start of its idle time, on the event loop's clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, origin: Origin) -> None:
+        self.origin = origin
         self.reused = False
-        self.kept = True
+        self.reusable = True
         self.idle_since_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._answer = AnswerReader()
-        self._asked = False
+        self.answer = AnswerReader()
+        self._requested = False
         self._sent_s: float | None = None
         self._failure: Exception | None = None
         self._writable = True
@@ -102,29 +103,6 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def status(self) -> int:
-        """The status of the answer; 0 before its head."""
-        return self._answer.status
-
-    @property
-    def headers(self) -> CIMultiDict[str]:
-        return self._answer.headers
-
-    @property
-    def complete(self) -> bool:
-        return self._answer.complete
-
-    @property
-    def held_bytes(self) -> int:
-        """Number of received body bytes that have not been taken."""
-        return self._answer.held
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the whole answer has been received and taken."""
-        return self._answer.complete and not self._answer.held
-
-    @property
     def is_stale(self) -> bool:
         """Whether it failed in the way of a connection that the server closed while it was idle.
 
@@ -133,14 +111,14 @@ class Connection(asyncio.Protocol):
         """
         sent_s = self._sent_s
         just_sent = sent_s is None or self._loop.time() - sent_s < STALE_S
-        return self.reused and not self._answer.begun and just_sent
+        return self.reused and not self.answer.begun and just_sent
 
     @property
     def is_usable(self) -> bool:
         return (
-            self.kept
+            self.reusable
             and self._reading  # else the next answer would not be read
-            and (not self._asked or self._answer.reusable)
+            and (not self._requested or self.answer.reusable)
             and not self._transport.is_closing()
             and not self._transport.get_write_buffer_size()
         )
@@ -153,9 +131,9 @@ class Connection(asyncio.Protocol):
         on_sent: Callable[[], None] | None = None,
     ) -> None:
         """Send a request, call `on_sent`, and wait for the head of the answer."""
-        self.reused, self._asked = self._asked, True
+        self.reused, self._requested = self._requested, True
         self._sent_s = None
-        self._answer.start_answer()
+        self.answer.start_answer()
         self._check_open()
         size = sum(map(len, body))
         if size <= JOINED_BYTES:
@@ -169,16 +147,16 @@ class Connection(asyncio.Protocol):
         self._sent_s = self._loop.time()
         if on_sent is not None:
             on_sent()
-        while not self._answer.status:
+        while not self.answer.status:
             await self._wait(until_s)
 
     async def _send(self, batch: Sequence[memoryview], until_s: float) -> None:
         # A server that has answered already may not read the rest of the body, so do not wait.
-        while not self._writable and not self._answer.status:
+        while not self._writable and not self.answer.status:
             await self._wait(until_s)
         # RFC 9112, 9.5: send no more after an error. A complete answer needs no more either.
-        if self._answer.status >= HTTPStatus.BAD_REQUEST or self._answer.complete:
-            self.kept = False
+        if self.answer.status >= HTTPStatus.BAD_REQUEST or self.answer.complete:
+            self.reusable = False
             return
         self._check_open()
         self._transport.writelines(batch)
@@ -194,13 +172,13 @@ class Connection(asyncio.Protocol):
 
     async def wait_body(self, until_s: float) -> None:
         """Wait for the first byte of the body, or for its end, without taking it."""
-        while not (self._answer.held or self._answer.complete):
+        while not (self.answer.held or self.answer.complete):
             await self._wait(until_s)
 
     async def chunk(self, until_s: float) -> bytes:
         """Return the next received part of the body; empty at its end."""
         while not (data := self.take_body()):
-            if self._answer.complete:
+            if self.answer.complete:
                 return b""
             await self._wait(until_s)
         return data
@@ -216,24 +194,24 @@ class Connection(asyncio.Protocol):
                 await self._wait(self._loop.time() + idle_s)
         finally:
             self._sink = None
-        return self.has_ended
+        return self.answer.has_ended
 
     def _pour_received(self) -> bool:
         """Pass the received part to the sink. Return whether it accepts more without a wake-up."""
         sink = self._sink
         if sink is None:
             return False
-        if self._answer.held:
+        if self.answer.held:
             data = self.take_body()
             self._until_s = self._loop.time() + self._idle_s
             if not sink(data):
                 self._sink = None
                 return False
-        return not self._answer.complete
+        return not self.answer.complete
 
     def take_body(self) -> bytes:
         """Return the received part of the body that has not been taken."""
-        data = self._answer.take_body()
+        data = self.answer.take_body()
         if not self._reading:
             self._reading = True
             self._transport.resume_reading()
@@ -282,17 +260,17 @@ class Connection(asyncio.Protocol):
         _enable_keepalive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
-        if not self._asked or self._answer.complete:  # no request is waiting for it
+        if not self._requested or self.answer.complete:  # no request is waiting for it
             self.abort()
             return
         try:
-            self._answer.feed(data)
+            self.answer.feed(data)
         except Malformed as error:
             self._failure = error
             self.abort()
         if self._pour_received() and self._failure is None:
             return
-        if self._answer.held > READ_BUFFER_BYTES and self._reading:
+        if self.answer.held > READ_BUFFER_BYTES and self._reading:
             self._reading = False
             self._transport.pause_reading()
         self._wake()
@@ -302,7 +280,7 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._failure is None and (exc is not None or not self._answer.connection_ended()):
+        if self._failure is None and (exc is not None or not self.answer.connection_ended()):
             self._failure = exc or ConnectionResetError("the connection was closed")
         self._wake()
 

@@ -133,6 +133,11 @@ class AnswerReader:
         self._fields: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the whole answer has been received and taken."""
+        return self.complete and not self.held
+
     def feed(self, data: bytes) -> None:
         """Parse the next received data. Raise `Malformed` if it is not a valid answer."""
         self.begun = True

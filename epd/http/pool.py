@@ -5,6 +5,7 @@ import math
 import ssl
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 
 from epd.http.addresses import Addresses
 from epd.http.connection import Connection, Unreachable
@@ -15,19 +16,17 @@ LAST_LOOK_S = 0.05
 
 
 class Pool:
-    """Idle connections by origin. Belongs to one event loop.
-
-    Attributes:
-        connect_timeout_s: timeout of a connect, including lookup and TLS handshake; may be changed
-            at any time.
-    """
+    """Idle connections by origin. Belongs to one event loop."""
 
     def __init__(
         self, tls: ssl.SSLContext, *, connect_timeout_s: float, keep_alive_s: float
     ) -> None:
-        """Start without connections; an idle one is closed after `keep_alive_s` seconds."""
+        """Start without connections; an idle one is closed after `keep_alive_s` seconds.
+
+        `connect_timeout_s` limits a connect, including lookup and TLS handshake.
+        """
         self._tls = tls
-        self.connect_timeout_s = connect_timeout_s
+        self._connect_timeout_s = connect_timeout_s
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
         self._addresses = Addresses()
@@ -59,7 +58,7 @@ class Pool:
             TimeoutError: it was not established until `until_s`, on the event loop's clock.
         """
         now_s = self._loop.time()
-        within_s = now_s + self.connect_timeout_s
+        within_s = now_s + self._connect_timeout_s
         due_s = max(min(within_s, until_s), now_s)
         limit = asyncio.timeout(None)
         timer = self._loop.call_at(due_s, self._expire, limit, due_s)
@@ -80,35 +79,35 @@ class Pool:
         connection that was established in time would count as a failure of the instance.
         """
         now_s = self._loop.time()
-        late_s = min(now_s - due_s, self.connect_timeout_s)
+        late_s = min(now_s - due_s, self._connect_timeout_s)
         limit.reschedule(now_s + max(late_s, LAST_LOOK_S))
 
     async def _connect(self, origin: Origin) -> Connection:
-        tls = name = None
+        connecting, tls, name = partial(Connection, origin), None, None
         if origin.tls:
             tls, name = self._tls, self._server_names.get(origin, origin.host).rstrip(".")
         if not origin.named:
             _, connection = await self._loop.create_connection(
-                Connection, origin.host, origin.port, ssl=tls, server_hostname=name
+                connecting, origin.host, origin.port, ssl=tls, server_hostname=name
             )
             return connection
         opened = await self._addresses.connect(origin.host, origin.port)
         try:
             _, connection = await self._loop.create_connection(
-                Connection, sock=opened, ssl=tls, server_hostname=name
+                connecting, sock=opened, ssl=tls, server_hostname=name
             )
         except BaseException:
             opened.close()
             raise
         return connection
 
-    def give_back(self, origin: Origin, connection: Connection) -> None:
+    def give_back(self, connection: Connection) -> None:
         """Keep a connection for the next request if it can be reused; else close it."""
         if self._closed or not connection.is_usable:
             connection.abort()
             return
         connection.idle_since_s = self._loop.time()
-        self._idle.setdefault(origin, deque()).append(connection)
+        self._idle.setdefault(connection.origin, deque()).append(connection)
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(self._keep_alive_s, self._sweep)
 

@@ -76,12 +76,11 @@ class MediaCache:
     """Entries within a budget of bytes; the least recently used is evicted first.
 
     Attributes:
-        max_bytes: the budget; a change takes effect with the next entry.
         size_bytes: size of all entries.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+        self._max_bytes = max_bytes
         self._entries: OrderedDict[CacheKey, CachedMedia] = OrderedDict()
         self.size_bytes = 0
 
@@ -97,7 +96,7 @@ class MediaCache:
         self.drop(key)
         self._entries[key] = entry
         self.size_bytes += entry.cost_bytes
-        while self.size_bytes > self.max_bytes:
+        while self.size_bytes > self._max_bytes:
             self.drop(next(iter(self._entries)))
 
     def drop(self, key: CacheKey) -> None:

@@ -6,7 +6,6 @@ import re
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Self
@@ -33,19 +32,16 @@ from epd.media.cache import (
     revalidation_headers,
 )
 from epd.media.forward_proxy import ProxyInvalid, forward_proxy
+from epd.media.held_bytes import HeldBytes
 from epd.media.names import LOOKUP_S, CheckedResolver, HostNames, NoAllowedAddress
 from epd.media.parts import GROUP, GROUP_BYTES, Remote, source
-from epd.media.policy import NO_ADDRESS, NO_NAME_OR_ADDRESS, HeldBytes, check_url, refused_url
+from epd.media.policy import NO_ADDRESS, NO_NAME_OR_ADDRESS, check_url, refused_url
 from epd.media.slots import REQUEST_SLOTS, DownloadSlots
 from epd.version import __version__
 
 MAX_REDIRECTS = 3
 CONNECT_S = 3.0
-"""Timeout of a connect to one address, including the TLS handshake, in seconds."""
 SILENT_S = 5.0
-"""Time for which an origin may send nothing, before its answer or within it, in seconds."""
-OPEN_S = LOOKUP_S + CONNECT_S + SILENT_S
-"""Time limit of a connect with its lookup, to all addresses or through a forward proxy."""
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 TRANSIENT = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
@@ -59,7 +55,7 @@ class NotAtOrigin(MediaFetchFailed):
 
 
 class MediaFetcher:
-    """Fetches and caches `http` and `https` media, if the proxy is configured to fetch."""
+    """Fetches and caches `http` and `https` media. Exists only with `--media-fetch proxy`."""
 
     def __init__(
         self,
@@ -78,13 +74,32 @@ class MediaFetcher:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, config: ConfigFields, resolver: AbstractResolver | None = None
+        cls,
+        config: ConfigFields,
+        resolver: AbstractResolver | None = None,
+        *,
+        connect_s: float = CONNECT_S,
+        silent_s: float = SILENT_S,
     ) -> AsyncIterator[Self]:
-        """Return a fetcher with connection pools of its own, which are closed at the exit."""
+        """Return a fetcher with connection pools of its own, which are closed at the exit.
+
+        Args:
+            config: the configuration.
+            resolver: resolver of host names; None for the machine's.
+            connect_s: timeout of a connect to one address, including the TLS handshake, in seconds.
+            silent_s: time for which an origin may send nothing, before its answer or within it.
+        """
         names = resolver or HostNames()
+        timeout = aiohttp.ClientTimeout(
+            total=None,
+            # With its lookup, to all addresses or through a forward proxy.
+            connect=LOOKUP_S + connect_s + silent_s,
+            sock_connect=connect_s,
+            sock_read=silent_s,
+        )
         async with (
-            _session(CheckedResolver(config, names)) as direct,
-            _session(names) as proxied,
+            _session(CheckedResolver(config, names), timeout) as direct,
+            _session(names, timeout) as proxied,
         ):
             fetcher = cls(direct, proxied, config)
             try:
@@ -93,28 +108,39 @@ class MediaFetcher:
                 await fetcher._flights.close()
 
     async def inline_media(
-        self, body: Body, items: Sequence[MMItem], config: ConfigFields, cuts: Cuts, held: HeldBytes
+        self, body: Body, items: Sequence[MMItem], cuts: Cuts, held: HeldBytes
     ) -> tuple[Body, Cuts]:
         """Return the body with `data:` URLs in place of `http` and `https` ones, and its cuts.
 
         At most `REQUEST_SLOTS` URLs are fetched at a time. The total size of all items is limited
-        like that of a body with media. With `--media-fetch engine` the body is returned unchanged.
-        The scope of `held` separates the cache entries of tenants.
+        like that of a body with media. The scope of `held` separates the cache entries of tenants.
 
         Raises:
             ProxyError: an item failed; the other fetches are cancelled.
         """
-        if config.media_fetch == "engine" or not (remote := _remote(items)):
+        remote = {  # `file:` URLs are left to the engines
+            item: found.url
+            for item in items
+            if isinstance(found := source(item), Remote) and found.path is None
+        }
+        if not remote:
             return body, cuts
-        total = _Total(config.worker_max_body_bytes, held)
+        size, limit = 0, self._config.worker_max_body_bytes
         same: dict[tuple[str, str], list[MMItem]] = {}
         for item, url in remote.items():
             same.setdefault((url, item.modality), []).append(item)
 
         async def fetch_items(items: list[MMItem]) -> Media:
+            nonlocal size
             try:
                 medium = await self.fetch(remote[items[0]], items[0].modality, held)
-                total.add(medium.size * len(items))
+                size += medium.size * len(items)
+                if size > limit:
+                    raise BadRequest(
+                        f"the total size of the request's media exceeds {limit} bytes as base64",
+                        slug="media_too_large",
+                    )
+                held.add(medium.size * len(items))
             except ProxyError as error:
                 raise error.at_param(items[0].media_param) from error.__cause__
             return medium
@@ -167,7 +193,6 @@ class MediaFetcher:
             self._cache.drop(key)
             raise
         if may_keep(entry.headers, key.scope):
-            self._cache.max_bytes = self._config.media_cache_bytes
             self._cache.put(key, entry)
         else:
             self._cache.drop(key)
@@ -184,8 +209,11 @@ class MediaFetcher:
             headers = revalidation_headers(ours.headers) if ours else {}
             headers["Accept"] = f"{key.modality}/*"
             async with self._answer(url, headers) as response:
-                cache_headers = _cache_headers(response)
-                location = response.headers.get("Location")
+                received = response.headers
+                cache_headers: Headers = {
+                    name: ",".join(received.getall(name)) for name in HEADERS if name in received
+                }
+                location = received.get("Location")
                 if response.status in REDIRECTS and location:
                     # The result is at most as fresh as the redirects to it.
                     kept = may_keep(cache_headers, key.scope)
@@ -244,44 +272,14 @@ class MediaFetcher:
                 raise _too_large(limit)
             rest += chunk
             whole = len(rest) // GROUP_BYTES * GROUP_BYTES  # whole groups can be concatenated
-            if (now := _base64_size(max(size, min(length, 2 * size)))) > counted:
+            groups = -(-max(size, min(length, 2 * size)) // GROUP_BYTES)
+            if (now := groups * GROUP) > counted:
                 held.add(now - counted)
                 counted = now
             text += base64.b64encode(rest[:whole])
             rest = rest[whole:]
         text += base64.b64encode(rest)
         return Media(_data_url_head(response, modality), text)
-
-
-@dataclass(slots=True)
-class _Total:
-    """The total size of a request's media."""
-
-    limit: int
-    held: HeldBytes
-    size: int = 0
-
-    def add(self, size: int) -> None:
-        self.size += size
-        if self.size > self.limit:
-            raise BadRequest(
-                f"the total size of the request's media exceeds {self.limit} bytes as base64",
-                slug="media_too_large",
-            )
-        self.held.add(size)
-
-
-def _remote(items: Sequence[MMItem]) -> dict[MMItem, str]:
-    """Return the URLs of the items to fetch. `file:` URLs are left to the engines."""
-    return {
-        item: media.url
-        for item in items
-        if isinstance(media := source(item), Remote) and media.path is None
-    }
-
-
-def _base64_size(size: int) -> int:
-    return -(-size // GROUP_BYTES) * GROUP
 
 
 def _now() -> float:
@@ -298,11 +296,6 @@ def _check_head(response: aiohttp.ClientResponse) -> None:
         raise MediaFetchFailed("the origin's answer has an unsupported encoding")
 
 
-def _cache_headers(response: aiohttp.ClientResponse) -> Headers:
-    headers = response.headers
-    return {name: ",".join(headers.getall(name)) for name in HEADERS if name in headers}
-
-
 def _data_url_head(response: aiohttp.ClientResponse, modality: str) -> str:
     media_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     known = MEDIA_TYPE.fullmatch(media_type) and media_type.startswith(f"{modality}/")
@@ -313,7 +306,7 @@ def _too_large(limit: int) -> BadRequest:
     return BadRequest(f"the media exceed {limit} bytes", slug="media_too_large")
 
 
-def _session(resolver: AbstractResolver) -> aiohttp.ClientSession:
+def _session(resolver: AbstractResolver, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
             resolver=resolver,
@@ -321,9 +314,7 @@ def _session(resolver: AbstractResolver) -> aiohttp.ClientSession:
             use_dns_cache=False,
             limit=0,  # `DownloadSlots` limits the downloads
         ),
-        timeout=aiohttp.ClientTimeout(
-            total=None, connect=OPEN_S, sock_connect=CONNECT_S, sock_read=SILENT_S
-        ),
+        timeout=timeout,
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"User-Agent": f"epd/{__version__}", "Accept-Encoding": "identity"},
         # aiohttp would decompress data after the head, of any size, before it can be rejected.

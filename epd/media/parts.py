@@ -22,6 +22,10 @@ FIRST_BYTES, WINDOW_BYTES = 64, 768
 among the first ones, and that of a JPEG without EXIF among the next."""
 
 
+FRAMES = "video/jpeg"
+"""Media type of a video that is a list of pictures in base64."""
+
+
 class Inline(NamedTuple):
     """Media inside the request.
 
@@ -56,10 +60,6 @@ class Known:
     """Media that the client has sent before, under this `uuid`."""
 
     uuid: str
-
-
-FRAMES = "video/jpeg"
-"""Media type of a video that is a list of pictures in base64."""
 
 
 def source(item: MMItem, cuts: Cuts = NO_CUTS) -> Inline | Remote | Known:

@@ -1,14 +1,11 @@
-"""The policy for remote media that the proxy fetches: URLs, hosts, addresses and memory.
+"""The policy for remote media that the proxy fetches: URLs, hosts and addresses.
 
 There is only one parser: the checked `yarl.URL` is the object that aiohttp requests. A second
 parser between check and use could bypass the policy (CVE-2026-24779).
 """
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
-from typing import Protocol
+from ipaddress import ip_address, ip_network
 
 from yarl import URL
 
@@ -26,35 +23,36 @@ NO_NAME_OR_ADDRESS = (
 NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?", re.IGNORECASE)
 """A last label that makes resolvers read a name as an IPv4 address (`127.1`, `0x7f.1`)."""
 
-
-def _networks(*texts: str) -> tuple[IPv4Network | IPv6Network, ...]:
-    return tuple(map(ip_network, texts))
-
-
 GLOBAL_UNICAST = ip_network("2000::/3")
 """The assigned range of IPv6. IPv4-mapped (`::ffff:0:0/96`) and NAT64 (`64:ff9b::/96`,
 `64:ff9b:1::/48`) addresses, which represent an IPv4 address, are outside."""
 
-NOT_PUBLIC = _networks(
-    # IANA's special-purpose registries, copied here because `ipaddress.is_global` differs between
-    # patch releases of Python.
-    *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
-    *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16"),
-    *("198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
-    # Protocol assignments with Teredo, documentation, 6to4.
-    *("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"),
-    # Azure's platform channel has a public address.
-    "168.63.129.16/32",
+# IANA's special-purpose registries, copied here because `ipaddress.is_global` differs between patch
+# releases of Python.
+NOT_PUBLIC = tuple(
+    ip_network(text)
+    for text in (
+        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
+        *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16"),
+        *("198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
+        # Protocol assignments with Teredo, documentation, 6to4.
+        *("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"),
+        # Azure's platform channel has a public address.
+        "168.63.129.16/32",
+    )
 )
 
-INSIDE = _networks(
-    *("10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),
-    *("::1/128", "fc00::/7"),
+INSIDE = tuple(
+    ip_network(text)
+    for text in (
+        *("10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),
+        *("::1/128", "fc00::/7"),
+    )
 )
 """Networks that `--allow-private-media` adds. Link-local, where clouds serve credentials, is
 excluded."""
 
-CLOUD_METADATA = _networks("100.100.100.200/32", "fd00:ec2::/32")
+CLOUD_METADATA = tuple(ip_network(text) for text in ("100.100.100.200/32", "fd00:ec2::/32"))
 """Metadata services of Alibaba and AWS, which serve credentials, in otherwise private ranges."""
 
 
@@ -114,55 +112,3 @@ def _parsed(text: str, base: URL | None) -> URL:
         return (url if base is None else base.join(url)).with_fragment(None)
     except ValueError:
         raise refused_url("not a valid URL") from None
-
-
-class HeldBytes(Protocol):
-    """The memory counter of one request, or of one download."""
-
-    @property
-    def scope(self) -> str:
-        """Name of the tenant."""
-
-    def add(self, size: int) -> None:
-        """Count additional bytes. Raise `TryLater` if the memory limit is reached."""
-
-    def try_add(self, size: int) -> bool:
-        """Count additional bytes if there is room for them. Return whether there is."""
-
-    def remove(self, size: int) -> None:
-        """Stop counting some bytes."""
-
-    def may_give_up(self, size: int, give_up: Callable[[], None]) -> None:
-        """Offer counted bytes to requests that find no room; `give_up` then frees them."""
-
-    def withdraw_offer(self) -> None:
-        """End the offer of `may_give_up`, if there is one."""
-
-    def separate_count(self) -> AbstractContextManager["HeldBytes"]:
-        """Return a separate counter for the same tenant, valid until its context exits."""
-
-
-class UncountedBytes:
-    """A counter without a limit."""
-
-    def __init__(self, scope: str = "") -> None:
-        self.scope = scope
-
-    def add(self, size: int) -> None:
-        """Ignore the bytes: there is no limit."""
-
-    def try_add(self, size: int) -> bool:  # noqa: ARG002 - of the protocol
-        """Return True: there is no limit."""
-        return True
-
-    def remove(self, size: int) -> None:
-        """Ignore the bytes: they are not counted."""
-
-    def may_give_up(self, size: int, give_up: Callable[[], None]) -> None:
-        """Ignore the offer: nothing lacks room."""
-
-    def withdraw_offer(self) -> None:
-        """Do nothing: there is no offer."""
-
-    def separate_count(self) -> AbstractContextManager[HeldBytes]:
-        return nullcontext(self)

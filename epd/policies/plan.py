@@ -24,6 +24,15 @@ DecodeFrom = Literal["table", "header", "picker"]
 endpoint picker over HTTP."""
 
 
+MAX_TOKENS = 2**31 - 1
+"""Upper bound of a prompt's tokens, above that of any model."""
+
+MAX_PIXELS = 2**40
+"""Upper bound of a picture's pixels, above the largest that an engine accepts."""
+
+Factor = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True)
 class Facts:
     """The known facts about a request and the fleet before any sending.
@@ -201,10 +210,6 @@ class PrefillLocalDecodeRemote:
         return Course(encode, prefill=facts.prefills, prefill_url=self.local_prefill_url)
 
 
-MAX_TOKENS = 2**31 - 1
-"""Upper bound of a prompt's tokens, above that of any model."""
-
-
 @dataclass(frozen=True, slots=True)
 class PDOnly:
     """Serves a request on one instance if its prompt is short or has only text.
@@ -234,12 +239,6 @@ class PDOnly:
         if self.skip_prefill_for_text or facts.prompt_tokens < self.skip_prefill_below_tokens:
             return Course(encode=False, prefill=False)
         return None
-
-
-MAX_PIXELS = 2**40
-"""Upper bound of a picture's pixels, above the largest that an engine accepts."""
-
-Factor = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,12 @@ OWN: Mapping[str, type[Policy]] = {
     "prefill_local_decode_remote": PrefillLocalDecodeRemote,
 }
 
+MAX_POLICIES = 16
+MAX_LENGTH = 1024
+"""Maximum length of a written policy, in characters."""
+
+Settings = Mapping[str, Any]
+
 
 class PolicyInvalid(ValueError):
     """The text of a policy is invalid, or the policy cannot be used."""
@@ -77,13 +83,6 @@ def find_policy(name: str) -> type[Policy]:
     if isinstance(policy, type) and is_dataclass(policy) and hasattr(policy, "course"):
         return cast("type[Policy]", policy)
     raise PolicyInvalid(f"{where} is not a dataclass with a method course")
-
-
-MAX_POLICIES = 16
-MAX_LENGTH = 1024
-"""Maximum length of a written policy, in characters."""
-
-Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +121,9 @@ class Active(NamedTuple):
         course = self.policy.course(facts)
         if course is None or (course.decode_from and course.decode_choice):
             return course
-        return Course(
-            course.encode,
-            course.prefill,
-            course.prefill_url,
-            course.decode_from or self.common.decode_from,
-            course.decode_choice or self.common.decode_choice,
-            course.items,
+        return course._replace(
+            decode_from=course.decode_from or self.common.decode_from,
+            decode_choice=course.decode_choice or self.common.decode_choice,
         )
 
 
@@ -219,9 +214,6 @@ def _built(name: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
         raise PolicyInvalid(f"{name}: {where}{message}") from None
 
 
-PATH = "/v1/chat/completions"
-
-
 def check_suited(policies: Sequence[Active], roles: frozenset[Role], *, pushed: bool) -> None:
     """Reject policies that would fail all requests of a kind, with fixed roles of the instances.
 
@@ -233,7 +225,8 @@ def check_suited(policies: Sequence[Active], roles: frozenset[Role], *, pushed: 
     """
     served = False
     for items in (0, 1):
-        decided = choose_policy(policies, Facts(PATH, prefills=True, items=items, roles=roles))
+        facts = Facts("/v1/chat/completions", prefills=True, items=items, roles=roles)
+        decided = choose_policy(policies, facts)
         if decided is None:
             continue
         served, (name, course) = True, decided

@@ -30,9 +30,9 @@ from epd.edge.engine_headers import SESSION
 from epd.errors import ProxyError, Stage, slug_of
 from epd.events import Observer, RequestRecord, StageDone
 from epd.json_or_none import json_or_none
-from epd.media.policy import HeldBytes, UncountedBytes
+from epd.media.held_bytes import HeldBytes, UncountedBytes
 from epd.routing.doubts import Doubts
-from epd.routing.fatal import Watched
+from epd.routing.watched import Watched
 from epd.tenants import ANONYMOUS, Tenant
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class RequestContext:
     cuts: Cuts = field(default_factory=dict)
     gave_up_media: bool = False
     text_bytes: int = 0
-    held: HeldBytes = field(default_factory=UncountedBytes)
+    held: HeldBytes = field(default=UncountedBytes())
     models: ModelNames = field(default_factory=ModelNames)
     model: str | None = None
     session: str = ""

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import structlog
 
 from ec_store.bounded import BoundedDict
-from epd.api.prompts import Prompt, prompt_of
 from epd.conversations.conversations import Conversations
+from epd.conversations.prompts import PromptQuestion, prompt_of
 from epd.conversations.turn import Basis, HeldBlocks, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
 from epd.request.context import RequestContext
@@ -166,7 +166,7 @@ class Readbacks:
     async def _params(
         self,
         held: HeldBlocks,
-        prompt: Prompt,
+        prompt: PromptQuestion,
         turn: Turn,
         prefill: Instance,
         context: RequestContext,
@@ -216,7 +216,7 @@ def _warn(prefill: Instance, earlier: Params, rest: Cooldown) -> None:
     )
 
 
-def _basis(prompt: Prompt, items: Sequence[EncodedItem]) -> Basis | None:
+def _basis(prompt: PromptQuestion, items: Sequence[EncodedItem]) -> Basis | None:
     """Return what the blocks of a request depend on; None if an engine made the key of an item."""
     keys = [encoded.encoded.identifier or encoded.item.engine_name for encoded in items]
     return None if None in keys else Basis(prompt.form, tuple(filter(None, keys)))

@@ -16,8 +16,8 @@ from epd.config.sections.routing import RouteSettings
 from epd.errors import Overloaded, ProxyError
 from epd.routing import BalanceName, ItemBalanceName
 from epd.routing.instances import ANSWERING, Instance, Role
-from epd.routing.load import Report, read_namespace, read_report, writes_outputs
 from epd.routing.namespaces import Namespaces
+from epd.routing.reports import Report, read_namespace, read_report, writes_outputs
 from epd.routing.table import InstanceTable
 from epd.upstream import Upstream
 

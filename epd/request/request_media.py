@@ -24,7 +24,7 @@ class RequestMedia:
     """Preparation of requests with media: fetch, keys, and the body for prefill and decode."""
 
     _table: InstanceTable
-    _fetcher: MediaFetcher
+    _fetcher: MediaFetcher | None
     _keys: Keys
     _transfer: ECTransfer
     _fatal: FatalRequests
@@ -49,11 +49,12 @@ class RequestMedia:
             ProxyError: a fetch failed, or an item is invalid.
         """
         if items:
-            inlined, context.cuts = await self._fetcher.inline_media(
-                body, items, context.config, context.cuts, context.held
-            )
-            if inlined is not body:
-                body, items = inlined, tuple(context.endpoint.items(inlined))
+            if self._fetcher is not None:
+                inlined, context.cuts = await self._fetcher.inline_media(
+                    body, items, context.cuts, context.held
+                )
+                if inlined is not body:
+                    body, items = inlined, tuple(context.endpoint.items(inlined))
             items = await self._keys.keyed_items(
                 body, items, context.tenant, context.config, context.cuts
             )

@@ -10,13 +10,11 @@ from epd.errors import NoInstance
 from epd.routing import BalanceName, ItemBalanceName
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Load
-from epd.routing.prefix import NO_PREFIX, Prefix, cheapest_seat
-from epd.routing.rendezvous import distances, upper_bound
+from epd.routing.prefix import NO_PREFIX, Prefix
+from epd.routing.rendezvous import cheapest_engine, distances, upper_bound
 from epd.routing.table import Candidate, InstanceTable
 
 MAX_OWED = 4096
-"""Upper bound of the instances that a round-robin remembers, removed ones included."""
-
 _share, _pressure = attrgetter("share"), attrgetter("pressure")
 
 
@@ -34,12 +32,14 @@ class RoundRobin:
     its credit, selects the highest credit, and subtracts the sum of all weights from it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_owed: int = MAX_OWED) -> None:
+        """Start without credit. Remember at most `max_owed` instances, removed ones included."""
+        self._max_owed = max_owed
         self._owed: dict[Load, float] = {}
 
     def pick_load(self, loads: Sequence[Load], key: str = "") -> Load:  # noqa: ARG002
         owed = self._owed
-        if len(owed) > MAX_OWED:  # many have been removed
+        if len(owed) > self._max_owed:  # many have been removed
             owed = self._owed = {load: owed.get(load, 0.0) for load in loads}
         total, best, most = 0.0, loads[0], -math.inf
         for load in loads:
@@ -162,12 +162,12 @@ class Choice:
             if candidate.instance.url == prefer and load.value <= upper_bound(loads)(load):
                 return candidate.instance
         if prefix.links:
-            seats = {
-                seat: candidate.instance
+            instances = {
+                engine: candidate.instance
                 for candidate in candidates
-                for seat in candidate.load.seats
+                for engine in candidate.load.engines
             }
-            return seats[cheapest_seat([*seats], prefix)]
+            return instances[cheapest_engine([*instances], prefix)]
         if balance not in self._balances:
             self._balances[balance] = BALANCES[balance]()
         picked = self._balances[balance].pick_load(loads, session if balance == "session" else item)

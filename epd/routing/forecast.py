@@ -110,7 +110,7 @@ def _consumer_load(table: InstanceTable, consumer: Instance | None) -> tuple[flo
         return 0.0, 0.0
     load = min(loads, key=lambda consumer_load: consumer_load.pressure)
     requests = load.value - (consumer is not None)  # its place counts as load already
-    return max(0, requests) / len(load.seats), load.encode.tokens / len(load.seats)
+    return max(0, requests) / len(load.engines), load.encode.tokens / len(load.engines)
 
 
 def encode_work_s(loads: Sequence[Load]) -> float:

@@ -8,63 +8,19 @@ A late answer is no failure by itself: requests may queue, or need long. An inst
 makes no progress while it has requests, and others do. Progress is an answer that begins or ends
 normally, or a change of the counters that it reports (`epd.routing.load.Report`).
 
-For display, an instance also has a condition: one word for its state and for the result of its own
-health check.
-
-Pure: the caller passes the time and the results of probes and health checks.
+Pure: the caller passes the time and the results of probes.
 """
 
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from epd.errors import Outcome
 
 BUSY_S = 1.0
 """Time for which an overloaded instance gets no requests if it sends no `Retry-After`, in
 seconds."""
-
-
-class HealthState(enum.StrEnum):
-    """The health state of an instance."""
-
-    HEALTHY = "healthy"
-    EJECTED = "ejected"
-    """Reachable but failing; gets no requests for a time."""
-    DOWN = "down"
-    """Unreachable; gets no requests until a probe succeeds."""
-    TRIAL = "trial"
-    """Possibly recovered; gets one request at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class HealthPolicy:
-    """The limits at which an instance is ejected, probed and readmitted.
-
-    Attributes:
-        eject_after: failures in a row that eject; or `FAILED_SHARE` of the latest `WINDOW` times as
-            many requests.
-        eject_s: length of an ejection, multiplied by the number of recent ejections.
-        max_eject_s: upper bound of an ejection. An instance healthy for this long starts again from
-            `eject_s`.
-        probe_interval_s: interval of probes while an instance is up, varied by `PROBE_JITTER` as
-            are the delays below.
-        down_after: failed probes in a row after which an instance is down.
-        min_backoff_s: delay of the first probe of an instance that is down; doubled each time.
-        max_backoff_s: upper bound of that delay; `probe_interval_s` until the first answer.
-    """
-
-    eject_after: int = 5
-    eject_s: float = 30.0
-    max_eject_s: float = 300.0
-    probe_interval_s: float = 5.0
-    down_after: int = 3
-    min_backoff_s: float = 1.0
-    max_backoff_s: float = 30.0
-
-
-DEFAULT_HEALTH = HealthPolicy()
 
 FAILURES = frozenset({Outcome.BAD, Outcome.LATE, Outcome.UNREACHABLE, Outcome.REFUSED})
 
@@ -82,16 +38,50 @@ HANG_AFTER = 3
 HANG_S = 30.0
 """Time without progress, while it reports running requests, that ejects, in seconds."""
 
+DOWN_AFTER = 3
+"""Number of failed probes in a row after which an instance is down."""
+
 PROBE_JITTER = 0.1
 """Share by which the delay between two probes varies in either direction. Without it, all
 instances, workers and proxies that start together would probe at the same moments."""
+
+
+class HealthState(enum.StrEnum):
+    """The health state of an instance."""
+
+    HEALTHY = "healthy"
+    EJECTED = "ejected"
+    """Reachable but failing; gets no requests for a time."""
+    DOWN = "down"
+    """Unreachable; gets no requests until a probe succeeds."""
+    TRIAL = "trial"
+    """Possibly recovered; gets one request at a time."""
+
+
+class HealthPolicy(NamedTuple):
+    """The settings of the same names (`epd.config.sections.limits`).
+
+    Attributes:
+        eject_after: failures in a row that eject; or `FAILED_SHARE` of the latest `WINDOW` times as
+            many requests.
+        eject_max_s: upper bound of an ejection. An instance healthy for this long starts again from
+            `eject_s`.
+        probe_backoff_max_s: upper bound of the delay of probes while an instance is down; until its
+            first answer, that is `probe_interval_s`.
+    """
+
+    eject_after: int = 5
+    eject_s: float = 30.0
+    eject_max_s: float = 300.0
+    probe_interval_s: float = 5.0
+    probe_backoff_s: float = 1.0
+    probe_backoff_max_s: float = 30.0
 
 
 class Health:
     """The health of one instance.
 
     Attributes:
-        policy: the limits; may be replaced at any time.
         met: whether it has ever answered a probe or a request.
         proven: whether the last request that it answered or failed had succeeded.
         failing: whether that request had failed; neither before the first one.
@@ -113,7 +103,7 @@ class Health:
         `now_s` is the time of a monotonic clock, as in all calls. `random` returns a number from 0
         to 1, for the jitter of probes.
         """
-        self.policy = policy
+        self._policy = policy
         self.met = self.proven = self.failing = False
         self.cause = ""
         self.progress_s = -math.inf
@@ -125,6 +115,7 @@ class Health:
         self._failures = self._failed_probes = self._ejections = self._under_way = self._changes = 0
         self._late = 0
         self._latest = 0  # a bit for each request, 1 for a failure; the lowest is the last one
+        self._window = (1 << WINDOW * policy.eject_after) - 1  # the bits that count
 
     def state(self, now_s: float) -> HealthState:
         if self._state is HealthState.EJECTED and now_s >= self._until_s:
@@ -160,7 +151,7 @@ class Health:
         if state in {HealthState.HEALTHY, HealthState.TRIAL}:
             self._eject(now_s, f"no progress for {HANG_S:.0f} s")
         elif state is HealthState.EJECTED:
-            self._until_s = max(self._until_s, now_s + self.policy.probe_interval_s)
+            self._until_s = max(self._until_s, now_s + self._policy.probe_interval_s)
 
     def record_answer(self, now_s: float) -> None:
         """Record the start of a good answer, or a good end: a trial is passed.
@@ -202,7 +193,7 @@ class Health:
                 self._latest = (self._latest << 1) & self._window
                 self.record_answer(now_s)
             case Outcome.BUSY:
-                rest_s = BUSY_S if rest_s is None else min(rest_s, self.policy.max_eject_s)
+                rest_s = BUSY_S if rest_s is None else min(rest_s, self._policy.eject_max_s)
                 self._busy_until_s = now_s + rest_s
                 self.record_answer(now_s)
             case Outcome.BAD | Outcome.UNREACHABLE:
@@ -253,18 +244,16 @@ class Health:
         if well and self._state is HealthState.DOWN:
             self._become(HealthState.HEALTHY if started else HealthState.TRIAL, now_s)
         # An ejected instance that fails a probe too returns only after a successful probe.
-        elif not well and (
-            self._state is HealthState.EJECTED or self._failed_probes >= self.policy.down_after
-        ):
+        elif not well and (self._state is HealthState.EJECTED or self._failed_probes >= DOWN_AFTER):
             self._become(HealthState.DOWN, now_s, "failed health checks")
 
     def _next_probe_s(self) -> float:
         if self._state is not HealthState.DOWN:
-            return self.policy.probe_interval_s
-        doublings = min(max(0, self._failed_probes - self.policy.down_after), 32)
+            return self._policy.probe_interval_s
+        doublings = min(max(0, self._failed_probes - DOWN_AFTER), 32)
         # An instance that has never answered may be starting: it is used soon after it is ready.
-        most_s = self.policy.max_backoff_s if self.met else self.policy.probe_interval_s
-        return min(self.policy.min_backoff_s * 2.0**doublings, most_s)
+        most_s = self._policy.probe_backoff_max_s if self.met else self._policy.probe_interval_s
+        return min(self._policy.probe_backoff_s * 2.0**doublings, most_s)
 
     def _record_late(self, now_s: float, *, others_work: bool) -> None:
         self._late += 1
@@ -277,7 +266,12 @@ class Health:
         self.proven, self.failing = False, True
         self._failures += 1
         state = self.state(now_s)
-        few = state is HealthState.HEALTHY and not self._fails_often()
+        if state is HealthState.HEALTHY:
+            self._latest = (self._latest << 1 | 1) & self._window
+        often = self._latest.bit_count() >= FAILED_SHARE * self._window.bit_count()
+        few = state is HealthState.HEALTHY and not (
+            often or self._failures >= self._policy.eject_after
+        )
         if few or state in {HealthState.EJECTED, HealthState.DOWN}:
             return
         if unreachable:
@@ -285,26 +279,15 @@ class Health:
         else:
             self._eject(now_s, "failed requests")
 
-    def _fails_often(self) -> bool:
-        """Count a failure. Return whether there are enough to eject the instance."""
-        self._latest = (self._latest << 1 | 1) & self._window
-        often = self._latest.bit_count() >= FAILED_SHARE * self._window.bit_count()
-        return often or self._failures >= self.policy.eject_after
-
-    @property
-    def _window(self) -> int:
-        """A bit mask of the recent requests that count."""
-        return (1 << WINDOW * self.policy.eject_after) - 1
-
     def _go_down(self, now_s: float, cause: str) -> None:
         self._become(HealthState.DOWN, now_s, cause)
-        self._probe_s = min(self._probe_s, now_s + self.policy.min_backoff_s)
+        self._probe_s = min(self._probe_s, now_s + self._policy.probe_backoff_s)
 
     def _eject(self, now_s: float, cause: str) -> None:
-        if self._state is HealthState.HEALTHY and now_s - self._since_s >= self.policy.max_eject_s:
+        if self._state is HealthState.HEALTHY and now_s - self._since_s >= self._policy.eject_max_s:
             self._ejections = 0
         self._ejections += 1
-        rest_s = min(self.policy.eject_s * self._ejections, self.policy.max_eject_s)
+        rest_s = min(self._policy.eject_s * self._ejections, self._policy.eject_max_s)
         self._until_s = now_s + rest_s
         self._become(HealthState.EJECTED, now_s, cause)
         self._probe_s = min(self._probe_s, now_s)
@@ -318,55 +301,3 @@ class Health:
         self._failures = self._latest = self._under_way = self._late = 0
         self._changes += 1
         self._on_change(state)
-
-
-class Condition(enum.StrEnum):
-    """Condition of an instance: the result of its health check, and whether it gets requests."""
-
-    HEALTHY = "healthy"
-    """It passes, and gets requests."""
-    PAUSED = "paused"
-    """It passes, and gets no requests: it sent a `Retry-After`, or its weight is 0."""
-    TRIAL = "trial"
-    """It passes, and gets one request at a time until one succeeds."""
-    RECOVERING = "recovering"
-    """It passes again, and gets requests after its next probe."""
-    SUSPECT = "suspect"
-    """It passes but failed requests. It gets requests, because too few other instances are left."""
-    EJECTED = "ejected"
-    """It passes but failed requests. It gets none for a while."""
-    FAILING = "failing"
-    """It does not pass but gets requests: too few probes and requests have failed yet."""
-    DOWN = "down"
-    """It does not pass, and gets no requests unless no other instance is left."""
-
-
-WORST = tuple(Condition)
-"""All conditions, from the best to the worst."""
-
-WELL = frozenset({Condition.HEALTHY, Condition.PAUSED})
-"""Conditions without a problem."""
-
-UNANSWERED = frozenset({Condition.FAILING, Condition.DOWN})
-"""Conditions of an instance that does not pass its health check."""
-
-
-def condition(state: HealthState, *, answers: bool, routed: bool) -> Condition:
-    """Return the condition of an instance.
-
-    Args:
-        state: its state in the instance table.
-        answers: whether it has just passed its health check.
-        routed: whether the next request may go to it.
-    """
-    if not answers:
-        return Condition.FAILING if routed and state is not HealthState.DOWN else Condition.DOWN
-    match state:
-        case HealthState.HEALTHY:
-            return Condition.HEALTHY if routed else Condition.PAUSED
-        case HealthState.TRIAL:
-            return Condition.TRIAL
-        case HealthState.DOWN:
-            return Condition.RECOVERING
-        case HealthState.EJECTED:
-            return Condition.SUSPECT if routed else Condition.EJECTED

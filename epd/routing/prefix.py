@@ -1,4 +1,4 @@
-"""Prefix affinity: which instance has the beginning of a prompt in its prefix cache. No I/O.
+"""Prompts as chains, and the known content of an engine's prefix cache. No I/O.
 
 An engine computes a prompt only from the first block on that its prefix cache lacks. A prompt is a
 chain of links, each a digest of the whole prompt up to the end of the link. So two prompts have a
@@ -13,9 +13,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
-
-from epd.routing.rendezvous import LoadedSeat, distances, upper_bound
+from typing import NamedTuple
 
 MAX_LINKS = 16_384
 """Upper bound of the links that are kept for one engine: some 3 MB of memory."""
@@ -23,22 +21,9 @@ MAX_LINKS = 16_384
 MAX_TOKENS = 500_000
 """Upper bound of the tokens of these links, for an engine that does not report its size."""
 
-KEPT_S = 300.0
+LINK_TTL_S = 300.0
 """Time after its last use at which a link expires, in seconds: other clients of the engine evict
 blocks too."""
-
-COMPUTED_FACTOR = 8
-"""Weight of a token that a prompt makes an engine compute, against one that waits there already.
-
-A token that another engine has in its cache also evicts a token of other prompts, and delays all
-later prompts. With a weight of 1 a busy fleet computes so much again that its queues grow. From 4
-on they stay short, and with several proxies from 8 on (`tests/request/test_prefix_fleet.py`).
-"""
-
-FEW_REQUESTS = 4
-"""Number of unfinished requests below which an engine is not overloaded, however idle the others
-are. A second engine computes a prompt again, which costs it more than a few requests in one batch.
-"""
 
 
 class Prefix(NamedTuple):
@@ -81,8 +66,8 @@ class PrefixCache:
         tokens: tokens of the estimated links.
         precise: whether events of the engine keep the content up to date.
         pending: tokens that the engine has to compute for prompts of this proxy.
-        asked: tokens of all prompts so far.
-        matched: the part of `asked` that was in the cache.
+        prompt_tokens: tokens of all prompts so far.
+        matched: the part of `prompt_tokens` that was in the cache.
     """
 
     _clock: Callable[[], float]
@@ -92,7 +77,7 @@ class PrefixCache:
     tokens: int = 0
     precise: bool = False
     pending: int = 0
-    asked: int = 0
+    prompt_tokens: int = 0
     matched: int = 0
 
     def __len__(self) -> int:
@@ -114,7 +99,7 @@ class PrefixCache:
 
     def hold(self, prefix: Prefix) -> None:
         """Add the links of a prompt, or mark them as used."""
-        known, expires_s, end = self._links, self._clock() + KEPT_S, prefix.tokens
+        known, expires_s, end = self._links, self._clock() + LINK_TTL_S, prefix.tokens
         for index in range(len(prefix.links) - 1, -1, -1):
             link, before = prefix.links[index], prefix.ends[index - 1] if index else 0
             if link in self._reported:
@@ -151,7 +136,7 @@ class PrefixCache:
 
     def estimate_reported(self) -> None:
         """Estimate from now on what the engine has reported: events are missing."""
-        expires_s = self._clock() + KEPT_S
+        expires_s = self._clock() + LINK_TTL_S
         for link, tokens in self._reported.items():
             self._links[link] = tokens, expires_s
             self.tokens += tokens
@@ -163,14 +148,11 @@ class PrefixCache:
         """Count a prompt that the engine gets now. Return the tokens that it has to compute."""
         matched = prefix.tokens_of(self.match(prefix))
         computed = prefix.tokens - matched
-        self.asked += prefix.tokens
+        self.prompt_tokens += prefix.tokens
         self.matched += matched
         self.pending += computed
         self.hold(prefix)
         return computed
-
-    def end_prompt(self, computed: int) -> None:
-        self.pending -= computed
 
     def _evict(self) -> None:
         """Remove what has expired, and what exceeds the bounds."""
@@ -181,49 +163,3 @@ class PrefixCache:
                 return
             known.popitem(last=False)
             self.tokens -= tokens
-
-
-class CachedSeat(LoadedSeat, Protocol):
-    """A seat with a prefix cache."""
-
-    @property
-    def cache(self) -> PrefixCache: ...
-
-
-S = TypeVar("S", bound=CachedSeat)
-
-
-def cheapest_seat(seats: Sequence[S], prefix: Prefix) -> S:
-    """Return the seat with the lowest cost of a prompt, among those that are not overloaded.
-
-    Overloaded are seats at the load bound, unless they have fewer than `FEW_REQUESTS`.
-
-    The cost is the number of tokens of the prompt that the seat's cache lacks, `COMPUTED_FACTOR`
-    times, and of the tokens that wait there. The tokens that every cache lacks cost nothing at
-    their home, which rendezvous hashing finds by the session, or else by the first link that is new
-    to all. Proxies that know nothing of each other therefore send the same new prefix to the same
-    seat, and only a seat with the larger part of a prompt attracts it more than its home.
-
-    Requests of other clients at a seat count as the mean of this proxy's. The prompt is not empty.
-    """
-    most = upper_bound(seats)
-    seats = [seat for seat in seats if seat.value < max(most(seat), FEW_REQUESTS)]
-    links = [seat.cache.match(prefix) for seat in seats]
-    known = max(links)
-    first = prefix.links[min(known, len(prefix.links) - 1)].to_bytes(8, "big")
-    far = distances(seats, prefix.session.encode("utf-8", "surrogatepass") or first)
-    tokens, ends = prefix.tokens, prefix.ends
-    lacking = [tokens - ends[found - 1] if found else tokens for found in links]
-    lacking[far.index(min(far))] -= min(lacking)
-    under_way = sum(seat.under_way for seat in seats)
-    each = sum(seat.cache.pending for seat in seats) / under_way if under_way else 0.0
-    costs = [
-        (
-            (COMPUTED_FACTOR * lacks + seat.cache.pending + each * (seat.value - seat.under_way))
-            / seat.share,
-            seat.pressure,
-            away,
-        )
-        for seat, lacks, away in zip(seats, lacking, far, strict=True)
-    ]
-    return seats[costs.index(min(costs))]

@@ -16,7 +16,6 @@ LEAST = 3
 HELD_S = 1.0
 """Maximum time for which a retry counts, in seconds. A whole answer takes as long as its tokens."""
 PATIENCE_S = 30.0
-"""Maximum wait for a place in the budget, in seconds."""
 JITTER_S = 0.05
 """Upper bound of the random delay before the first retry; doubled for each further one (full
 jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/)."""
@@ -33,8 +32,10 @@ class Retries:
         jitter_s: returns a random delay between two numbers of seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        """Start without requests. A retry waits at most `patience_s` seconds for its place."""
         self.requests = 0
+        self._patience_s = patience_s
         # A generator of its own: other code in the process may seed the module's one.
         self.jitter_s = random.Random().uniform  # noqa: S311 - no secret
         self._again = 0
@@ -49,12 +50,12 @@ class Retries:
         self._admit()
 
     async def wait_admission(self, patience_s: float = math.inf) -> bool:
-        """Wait for a place in the budget; return False after `patience_s`, at most `PATIENCE_S`."""
+        """Wait for a place in the budget; return False after `patience_s`, or the budget's own."""
         place = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         self._admit()
         try:
-            async with asyncio.timeout(min(patience_s, PATIENCE_S)):
+            async with asyncio.timeout(min(patience_s, self._patience_s)):
                 await place
         except TimeoutError:
             return place.done() and not place.cancelled()
@@ -97,7 +98,7 @@ class Tries:
 
         Raises:
             ProxyError: `error` itself: the maximum of tries is reached, or no place in the budget
-                was released within `patience_s` seconds, or `PATIENCE_S`.
+                was released within `patience_s` seconds, or the patience of the budget.
         """
         self._leave()
         if not self._left:

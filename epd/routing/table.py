@@ -12,10 +12,11 @@ from functools import partial
 from typing import NamedTuple, Self
 
 from epd.errors import Outcome, ProxyError
-from epd.routing.health import DEFAULT_HEALTH, HANG_S, Health, HealthPolicy, HealthState
+from epd.routing.health import HANG_S, Health, HealthPolicy, HealthState
 from epd.routing.instances import CONSUMERS, TRANSFERS_KV, Instance, Role
-from epd.routing.load import Load, Ranks, Report
+from epd.routing.load import Load
 from epd.routing.prefix import NO_PREFIX, Prefix
+from epd.routing.reports import Report
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +116,7 @@ class InFlight(Reservation):
     def _end_work(self, error: BaseException | None = None) -> None:
         """Remove the prompt and its items from those that wait for prefill and encode."""
         if self._computed:
-            self._load.cache_of(self.rank).end_prompt(self._computed)
+            self._load.cache_of(self.rank).pending -= self._computed
             self._computed = 0
         if self._sent_s is not None:
             load, tokens = self._load, self._work.encode_tokens
@@ -157,8 +158,9 @@ class InFlight(Reservation):
 
         Without reported counters, its open answers may be progress.
         """
-        may_have = self._load.answering and not self._load.reports_progress
-        return bool(may_have) or self._health.progress_s > self._begun_s
+        report = self._load.report
+        may_have = self._load.answering > 0 and (report is None or report.progress is None)
+        return may_have or self._health.progress_s > self._begun_s
 
     def blame_instance(self) -> None:
         """Count the 500 of the ended request as a failure of its instance."""
@@ -186,7 +188,7 @@ class InstanceTable:
     def __init__(
         self,
         instances: Iterable[Instance] = (),
-        policy: HealthPolicy = DEFAULT_HEALTH,
+        policy: HealthPolicy = HealthPolicy(),  # noqa: B008 - immutable
         *,
         on_change: Callable[[Instance, HealthState, str], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
@@ -239,23 +241,22 @@ class InstanceTable:
         candidate = self._members.pop(instance.key, None)
         if candidate is None:
             return
-        seats = self._by_role[instance.role]
-        seats.remove(candidate)
-        if not seats:
+        candidates = self._by_role[instance.role]
+        candidates.remove(candidate)
+        if not candidates:
             self.roles -= {instance.role}
         self.changes += 1
-        candidate.load.drop_report()
-        candidate.load.forget_engines()
+        candidate.load.leave()
         self._keep_leaving(instance, candidate.load)
         self._removed.add(instance.key)
 
     def set_weight(self, old: Instance, new: Instance) -> None:
         """Give an instance of the table the weight of `new`, which is equal in all else."""
         before = self._members[old.key]
-        before.load.weight = new.weight
+        before.load.set_weight(new.weight)
         self._members[new.key] = candidate = before._replace(instance=new)
-        seats = self._by_role[new.role]
-        seats[seats.index(before)] = candidate
+        candidates = self._by_role[new.role]
+        candidates[candidates.index(before)] = candidate
 
     def of_roles(self, *roles: Role) -> tuple[Instance, ...]:
         return tuple(candidate.instance for candidate in self.all(*roles))
@@ -418,7 +419,7 @@ class InstanceTable:
         """
         now_s = self._clock()
         for member in self._members.values():
-            member.load.expire(now_s)
+            member.load.expire_report(now_s)
         return [
             candidate.instance
             for role in roles
@@ -427,7 +428,7 @@ class InstanceTable:
                 single
                 or role in TRANSFERS_KV
                 or len(self._by_role[role]) > 1
-                or candidate.load.ranks is not None
+                or candidate.load.ranks
             )
             and candidate.health.state(now_s) is not HealthState.DOWN
             and candidate.load.report_due(now_s, interval_s)
@@ -453,5 +454,4 @@ class InstanceTable:
 
 def _load(instance: Instance, clock: Callable[[], float]) -> Load:
     several = instance.dp_size > 1 and instance.role in CONSUMERS
-    ranks = Ranks(instance.dp_size, clock) if several else None
-    return Load(instance.url, instance.weight, ranks, clock)
+    return Load(instance.url, instance.weight, instance.dp_size if several else 0, clock)

@@ -21,6 +21,18 @@ REDIS_PARAMETERS = {
 password where it is not protected."""
 
 
+EVENTS_AT = re.compile(
+    r"tcp://(\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})(?:\?replay=([0-9]{1,5}))?"
+)
+EVENTS_IN = re.compile(r"ipc://[!-~]{1,107}")
+EVENTS_OF = re.compile(r"(https?://.+)=((?:tcp|ipc)://.*)")
+
+MIN_WEIGHT = 0.001
+MAX_WEIGHT = 1000.0
+
+NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
+
+
 def base_url(url: str) -> str:
     """Return a valid base URL such as `http://host:8001`, host in lower case, no final slash.
 
@@ -70,13 +82,6 @@ def zmq_address(address: str) -> str:
     if not plain or not parts.hostname or not parts.port or any(c <= " " for c in address):
         raise ValueError(f"{address!r} is not an address such as tcp://host:19019")
     return address
-
-
-EVENTS_AT = re.compile(
-    r"tcp://(\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})(?:\?replay=([0-9]{1,5}))?"
-)
-EVENTS_IN = re.compile(r"ipc://[!-~]{1,107}")
-EVENTS_OF = re.compile(r"(https?://.+)=((?:tcp|ipc)://.*)")
 
 
 def events_address(address: str) -> str:
@@ -146,10 +151,6 @@ def _redis_url(url: str, expected: str) -> str:
     return url
 
 
-MIN_WEIGHT = 0.001
-MAX_WEIGHT = 1000.0
-
-
 def check_weight(weight: float) -> float:
     """Return a valid weight: 0, or one within the bounds."""
     if weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT:
@@ -170,9 +171,6 @@ def weight_of(written: str) -> tuple[str, float]:
     if not equals:
         raise ValueError("is not URL=WEIGHT, such as http://host:8001=2")
     return service_url(url), check_weight(number)
-
-
-NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 
 
 def check_pattern(pattern: str) -> str:

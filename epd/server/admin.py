@@ -17,7 +17,8 @@ from epd.observe.metric_defs import CONVERSATIONS, CONVERSATIONS_EVICTED, Figure
 from epd.observe.metrics import MetricsObserver
 from epd.request.recovery import retry_delay_s
 from epd.routing.balance import Choice
-from epd.routing.health import UNANSWERED, WELL, WORST, Condition, HealthState, condition
+from epd.routing.condition import UNANSWERED, WELL, WORST, Condition, condition
+from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable

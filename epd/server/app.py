@@ -53,9 +53,10 @@ from epd.request.warmup import Warmup
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.health import HealthState
-from epd.routing.instances import ANSWERING, Change, Instance, InstanceSource, Registry, Role
+from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.kv_blocks import EventCounts
 from epd.routing.namespaces import Namespaces
+from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable
 from epd.server import api_routes, operator_routes
 from epd.server.admin import ADMIN, Admin
@@ -142,14 +143,18 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
         on_change=lambda instance, state, cause: changed(instance, state, cause=cause),
     )
     transfer = KV_TRANSFERS[config.kv_transfer]()
-    fatal = _fatal_requests(app, table)
+    fatal = FatalRequests(
+        config.suspect_s,
+        lambda instance: app[DRAIN].began or table.is_draining(instance),
+        time.monotonic,
+    )
     namespaces = Namespaces(table)
     registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
     async with (
         tracing(config) as tracer,  # closed last: it exports the spans of the other closes
         watched(app[METRICS].loop_lag, background),
         Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
-        MediaFetcher.open(config) as media,
+        MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
         _cache(config, background) as cache,
         conversations,
         membership(config, registry, upstream, background) as registrations,
@@ -217,14 +222,6 @@ def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
         counts,
         Placement(table, namespaces, counts, transfer.pushed),
         claims,
-    )
-
-
-def _fatal_requests(app: web.Application, table: InstanceTable) -> FatalRequests:
-    return FatalRequests(
-        lambda: app[CONFIG].suspect_s,
-        lambda instance: app[DRAIN].began or table.is_draining(instance),
-        time.monotonic,
     )
 
 

@@ -11,7 +11,8 @@ from epd.discovery.membership import Clash, Registrations
 from epd.discovery.stores import StoreFailed
 from epd.errors import BadRequest, Overloaded, RequestRefused
 from epd.routing.health import HealthState
-from epd.routing.instances import Instance, InstanceSource, Registry, Role
+from epd.routing.instances import Instance, Role
+from epd.routing.registry import InstanceSource, Registry
 from epd.routing.table import InstanceTable
 from epd.routing.urls import base_url, is_allowed
 from epd.transfer.kv import KVTransfer

@@ -15,8 +15,8 @@ from aiohttp.typedefs import Handler
 
 from epd.api.body import check_json_type
 from epd.api.items import Body
-from epd.api.prompts import CONVERSATION, conversation_id
 from epd.config.sections import ConfigFields
+from epd.conversations.prompts import CONVERSATION, conversation_id
 from epd.conversations.turn import Turn
 from epd.edge import engine_headers
 from epd.edge.access import (
@@ -32,7 +32,8 @@ from epd.edge.drain import DRAIN
 from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
 from epd.request.context import RequestContext
-from epd.routing.fatal import Watched, fingerprint
+from epd.routing.fatal import fingerprint
+from epd.routing.watched import Watched
 from epd.server.app_keys import ADMISSION, KEYS, VISIT, Visit
 from epd.tenants import ANONYMOUS
 

@@ -25,11 +25,11 @@ import uvloop
 
 from epd.config import ProxyConfig
 from epd.discovery.membership import shared_store
+from epd.edge.tenant_use import TenantLedger
 from epd.observe import logs
 from epd.observe.worker_metrics import SharedPage, keep_counters
 from epd.server.orders import SIGNALS
 from epd.server.reload import LastGood
-from epd.tenants import TenantLedger
 from epd.ui.dashboard import clear_page
 
 MAX_STANDARD = 2

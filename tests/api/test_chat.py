@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from epd.api import items
 from epd.api.chat import CHAT
-from epd.api.endpoint import RESERVED
 from epd.errors import BadRequest
 from tests.requests import image, input_audio, request, text
 
@@ -73,20 +72,6 @@ def test_with_parts_replaces_those_parts_and_shares_the_rest() -> None:
     assert body == before
 
 
-def test_prefill_body_asks_for_one_token_and_keeps_the_prompt() -> None:
-    body = request(text(), stream=True, max_tokens=9, min_tokens=2, stream_options={}, seed=1)
-    prefill = CHAT.prefill(body, {"do_remote_decode": True})
-
-    assert prefill == {
-        "model": "m",
-        "messages": body["messages"],
-        "seed": 1,
-        "stream": False,
-        "max_tokens": 1,
-        "kv_transfer_params": {"do_remote_decode": True},
-    }
-
-
 def test_metadata_is_flat_per_item() -> None:
     [item] = CHAT.items(request(image()))
     part = items.metadata_part(item, {"image_grid_thw": [[1, 36, 54]], "n": [5]}, "key")
@@ -96,15 +81,3 @@ def test_metadata_is_flat_per_item() -> None:
         "image_embeds": {"image_grid_thw": [1, 36, 54], "n": [5]},
         "uuid": "key",
     }
-
-
-@pytest.mark.fault(56)
-@pytest.mark.security("S5")
-@pytest.mark.parametrize("field", RESERVED)
-def test_reserved_fields_are_dropped(field: str) -> None:
-    assert field not in CHAT.parse(b'{"messages": [], "%s": {}}' % field.encode())
-
-
-@pytest.mark.fault(51)
-def test_the_last_of_duplicate_keys_wins_for_all() -> None:
-    assert CHAT.parse(b'{"messages": [], "a": 1, "a": 2}')["a"] == 2

@@ -347,12 +347,16 @@ def test_prompts_that_are_not_tokens_are_not_prefilled_separately() -> None:
 
 @pytest.mark.parametrize(
     ("endpoint", "limit"),
-    [(RESPONSES, "max_output_tokens"), (MESSAGES, "max_tokens"), (COMPLETIONS, "max_tokens")],
+    [
+        (RESPONSES, "max_output_tokens"),
+        *((endpoint, "max_tokens") for endpoint in (CHAT, MESSAGES, COMPLETIONS)),
+    ],
 )
 def test_prefill_and_release_ask_for_one_token(endpoint: Endpoint, limit: str) -> None:
-    body = {"a": 1, "stream": True, "stream_options": {}, limit: 9, "kv_transfer_params": KV}
+    client = {"a": 1, "stream": True, "stream_options": {}, "min_tokens": 2, limit: 9}
+    body = {**client, "kv_transfer_params": KV}
 
-    assert endpoint.prefill({"a": 1, limit: 9}, KV) == {
+    assert endpoint.prefill(client, KV) == {
         "a": 1,
         "stream": False,
         limit: 1,

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from epd.api import sse
 from epd.api.sse import ANTHROPIC, OPENAI, RESPONSES, EventAligner, Grammar
 
 EVENTS = [
@@ -133,9 +132,8 @@ def test_a_stream_has_ended_after_its_last_event(stream: bytes, ended: bool) -> 
     assert aligner.ended is ended
 
 
-def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 10)
-    aligner = EventAligner()
+def test_an_event_without_end_is_refused() -> None:
+    aligner = EventAligner(max_event_bytes=10)
     aligner.feed(b"data: 1234")
     with pytest.raises(ValueError, match="too large"):
         aligner.feed(b"5")

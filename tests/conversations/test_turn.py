@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.api.prompts import ALIKE, NEUTRAL, prompt_of
+from epd.conversations.prompts import ALIKE, NEUTRAL, prompt_of
 from epd.conversations.turn import CHUNK, Fingerprint, ReplyCapture
 from epd.encoder_cache.identity import conversation_key
 from epd.routing.balance import Choice

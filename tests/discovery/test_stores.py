@@ -20,7 +20,8 @@ from epd.discovery.stores import (
     RegistrationStore,
     StoreFailed,
 )
-from epd.routing.instances import Instance, Registry, Role
+from epd.routing.instances import Instance, Role
+from epd.routing.registry import Registry
 from epd.routing.table import InstanceTable
 from tests.support.redis_server import RedisServer
 

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from epd.routing.load import read_namespace
+from epd.routing.reports import read_namespace
 from scripts.matrix.media import frames
 from tests.e2e.asking import PICTURES, SOUNDS, picture, sound
 from tests.e2e.served import ENCODED, Served, metric

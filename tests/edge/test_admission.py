@@ -18,8 +18,9 @@ from hypothesis.stateful import (
 
 from epd.config import ProxyConfig
 from epd.edge.admission import Admission, FairQueue, QueueFull, Slot
+from epd.edge.tenant_use import RateLimiter, TenantUse
 from epd.errors import Overloaded, TooManyRequests, TryLater
-from epd.tenants import RateLimiter, Tenant, TenantUse
+from epd.tenants import Tenant
 
 ALICE, BOB, CAROL = (Tenant(name) for name in ("alice", "bob", "carol"))
 TENANTS = (ALICE, BOB, CAROL)

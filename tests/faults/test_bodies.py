@@ -162,6 +162,7 @@ async def test_media_are_no_text_and_have_one_key_however_they_are_escaped(
         assert first == second
 
 
+@pytest.mark.fault(51)
 async def test_the_last_of_duplicate_keys_counts_for_all_instances(launch: Launch) -> None:
     """Instances receive the body as the proxy parsed it, without duplicate keys."""
     raw_bodies: list[bytes] = []
@@ -183,6 +184,7 @@ async def test_the_last_of_duplicate_keys_counts_for_all_instances(launch: Launc
         assert len(raw_bodies) == 1
         for key in (b'"seed"', b'"model"', b'"messages"', b'"role"', b'"content"'):
             assert raw_bodies[0].count(key) == 1
+        assert fleet.d.calls[0].body["seed"] == fleet.p.calls[0].body["seed"] == 2
         for call in (fleet.p.calls[0], fleet.d.calls[0]):
             assert (call.body["seed"], call.body["model"]) == (2, "b")
             assert call.body["messages"][0]["role"] == "system"

@@ -7,6 +7,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,8 +55,11 @@ KEPT = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @asynccontextmanager
-async def pooling(keep_alive_s: float = LONG_S) -> AsyncIterator[Pool]:
-    pool = Pool(ssl.create_default_context(), connect_timeout_s=LONG_S, keep_alive_s=keep_alive_s)
+async def pooling(
+    keep_alive_s: float = LONG_S, connect_timeout_s: float = LONG_S
+) -> AsyncIterator[Pool]:
+    tls = ssl.create_default_context()
+    pool = Pool(tls, connect_timeout_s=connect_timeout_s, keep_alive_s=keep_alive_s)
     try:
         yield pool
     finally:
@@ -86,7 +90,7 @@ class Asking:
     async def read(self) -> bytes:
         connection = await self.ask()
         body = b"".join([piece async for piece in pieces(connection)])
-        self.pool.give_back(self.origin, connection)
+        self.pool.give_back(connection)
         return body
 
 
@@ -167,7 +171,7 @@ async def test_an_idle_connection_is_not_kept_when_it(more: Step) -> None:
 )
 async def test_an_incomplete_answer_ends_its_connection(begun: bytes) -> None:
     async with asking([read_request(), send(begun), hold()]) as here:
-        here.pool.give_back(here.origin, await here.ask())
+        here.pool.give_back(await here.ask())
 
         assert here.pool.take_connection(here.origin) is None
         await until(lambda: here.server.aborted)
@@ -179,7 +183,7 @@ async def test_an_unread_answer_ends_its_connection() -> None:
     async with asking(script) as here:
         connection = await here.ask()
         await until(lambda: not connection.is_usable)
-        here.pool.give_back(here.origin, connection)
+        here.pool.give_back(connection)
 
         assert here.pool.take_connection(here.origin) is None
 
@@ -187,9 +191,9 @@ async def test_an_unread_answer_ends_its_connection() -> None:
 async def test_a_closed_pool_keeps_nothing() -> None:
     async with asking([read_request(), send(answer(b"1")), hold()]) as here:
         idle, busy = await here.ask(), await here.ask()
-        here.pool.give_back(here.origin, idle)
+        here.pool.give_back(idle)
         await here.pool.close()
-        here.pool.give_back(here.origin, busy)
+        here.pool.give_back(busy)
 
         assert here.pool.take_connection(here.origin) is None
         await until(lambda: here.server.aborted == 2)
@@ -298,8 +302,10 @@ async def test_a_connection_is_made_in_time_for_itself_and_for_its_request(
     connect_s: float, request_s: float, failure: type[Exception]
 ) -> None:
     """The host accepts the connection, and never answers the TLS handshake."""
-    async with Scripted([hold()]).running() as server, pooling() as pool:
-        pool.connect_timeout_s = connect_s
+    async with (
+        Scripted([hold()]).running() as server,
+        pooling(connect_timeout_s=connect_s) as pool,
+    ):
         origin = Origin("127.0.0.1", target_of(server.url).origin.port, tls=True, named=False)
         with pytest.raises(failure):
             async with asyncio.timeout(LONG_S) as limit:
@@ -310,7 +316,7 @@ async def test_a_connection_is_made_in_time_for_itself_and_for_its_request(
 async def test_connections_have_keep_alive_probes_for_dead_hosts() -> None:
     async with asking([hold()]) as here:
         transport, connection = await asyncio.get_running_loop().create_connection(
-            Connection, here.origin.host, here.origin.port
+            partial(Connection, here.origin), here.origin.host, here.origin.port
         )
         here.connections.append(connection)
         with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as opened:
@@ -419,7 +425,7 @@ async def test_a_large_body_waits_until_it_is_taken() -> None:
         connection = await asked
 
         assert here.server.exchanges[0].body == body
-        here.pool.give_back(here.origin, connection)
+        here.pool.give_back(connection)
         assert here.pool.take_connection(here.origin) is connection
 
 
@@ -433,7 +439,7 @@ async def test_an_answer_may_come_before_the_body_is_taken() -> None:
     script = [read_head(), send(answer(b"no", 413)), hold()]
     async with asking([*script[:2], wait(LONG_S)]) as here:
         connection = await here.ask(b"x" * 64 * PIECE_BYTES)
-        assert (connection.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
+        assert (connection.answer.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
         assert not connection.is_usable
 
 
@@ -450,10 +456,10 @@ async def test_connection_stops_sending_a_body_after_a_rejection(length: int) ->
     rejection = answer(b"no", 413, length=length)
     async with asking([read_head(), send(rejection), wait(0.2), count]) as here:
         connection = await here.ask(body)
-        assert (connection.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
+        assert (connection.answer.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
         await asyncio.sleep(0.5)
         assert not connection.is_usable
-        here.pool.give_back(here.origin, connection)
+        here.pool.give_back(connection)
         await until(lambda: here.server.exchanges[0].done or here.server.aborted)
     assert got < len(body)
 
@@ -547,7 +553,7 @@ async def test_a_cancelled_pour_sends_nothing_more_to_its_sink() -> None:
         count = len(got)
         await asyncio.sleep(0.1)
         assert len(got) == count
-        here.pool.give_back(here.origin, connection)
+        here.pool.give_back(connection)
         await until(lambda: here.server.aborted)
 
 
@@ -575,8 +581,7 @@ def test_a_connection_made_during_a_stall_of_the_process_is_not_late(name: str) 
     """The loop of the proxy, uvloop, runs timers before it looks at sockets."""
 
     async def connect(port: int) -> None:
-        async with pooling() as pool:
-            pool.connect_timeout_s = 0.3
+        async with pooling(connect_timeout_s=0.3) as pool:
             origin = Origin(name, port, tls=False, named=name == "localhost")
             (await pool.connect(origin)).abort()  # the name is known from now on
             connecting = asyncio.create_task(pool.connect(origin))

@@ -138,7 +138,7 @@ def families() -> list[Metric]:
     observer.add_source(partial(kv_event_metrics, table, dict))
     observer.add_source(partial(store_metrics, cache))
     observer.add_source(partial(conversation_metrics, conversations))
-    fatal = FatalRequests(lambda: 300.0, lambda _: False, time.monotonic)
+    fatal = FatalRequests(300.0, lambda _: False, time.monotonic)
     observer.add_source(partial(quarantine_metrics, fatal))
     return list(WithHitRatio(observer.shown).collect())
 

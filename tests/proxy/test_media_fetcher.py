@@ -11,8 +11,9 @@ from aiohttp import web
 
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
-from epd.media.fetch import MediaFetcher
-from epd.media.policy import UncountedBytes
+from epd.media import slots
+from epd.media.fetch import CONNECT_S, SILENT_S, MediaFetcher
+from epd.media.held_bytes import UncountedBytes
 from tests.requests import data_url
 from tests.support.fake_origin import ALLOWED, FakeNames, FakeOrigin
 from tests.support.fleet import until
@@ -38,10 +39,16 @@ class Fetching:
 
 
 @asynccontextmanager
-async def fetching(names: FakeNames | None = None, **more: object) -> AsyncIterator[Fetching]:
+async def fetching(
+    names: FakeNames | None = None,
+    *,
+    connect_s: float = CONNECT_S,
+    silent_s: float = SILENT_S,
+    **more: object,
+) -> AsyncIterator[Fetching]:
     config = {"encode_servers_urls": "http://e", "decode_servers_urls": "http://d"}
     live = ProxyConfig.model_validate(config | ALLOWED | more)
-    async with MediaFetcher.open(live, names) as fetcher:
+    async with MediaFetcher.open(live, names, connect_s=connect_s, silent_s=silent_s) as fetcher:
         yield Fetching(fetcher)
 
 
@@ -283,14 +290,13 @@ async def test_the_time_limit_is_for_the_whole(
     await until(lambda: origin.aborted == 1)
 
 
-async def test_an_origin_that_stays_silent_is_not_waited_for_until_the_time_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("epd.media.fetch.SILENT_S", 0.1)
-    monkeypatch.setattr("epd.media.fetch.CONNECT_S", 0.1)
+async def test_an_origin_that_stays_silent_is_not_waited_for_until_the_time_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        async with fetching(media_timeout_s=1000) as fetcher, asyncio.timeout(20):
+        async with (
+            fetching(connect_s=0.1, silent_s=0.1, media_timeout_s=1000) as fetcher,
+            asyncio.timeout(20),
+        ):
             for scheme in ("http", "https"):
                 error = await failure(fetcher.fetch(f"{scheme}://127.0.0.1:{port}/", "image"))
                 assert (error.status, error.slug) == (422, "media_fetch_failed")
@@ -304,7 +310,7 @@ async def test_the_wait_for_a_slot_does_not_count_as_time_of_the_origin(
         await asyncio.sleep(1.2)
         return web.Response(body=b"picture", content_type="image/png")
 
-    monkeypatch.setattr("epd.media.slots.TENANT_SLOTS", 1)
+    monkeypatch.setattr(slots, "TENANT_SLOTS", 1)
     origin.answer = slow
     async with fetching(media_timeout_s=2) as fetcher:
         urls = [f"{origin.url}/{number}" for number in range(2)]

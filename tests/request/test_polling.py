@@ -20,7 +20,8 @@ from epd.edge.protocol import EdgeServer
 from epd.errors import UpstreamUnreachable
 from epd.request.polling import Polling, Question, poll_load, probe_periodically
 from epd.routing.health import HealthState
-from epd.routing.instances import Instance, Registry, Role
+from epd.routing.instances import Instance, Role
+from epd.routing.registry import Registry
 from epd.routing.table import InstanceTable
 from epd.upstream import Upstream
 from tests.support.fake_instance import FakeInstance, decodes

@@ -24,18 +24,18 @@ from epd.request.prefix import PIECE_BYTES, request_prefix
 from epd.request.recovery import Attempt
 from epd.request.stage_inputs import KeyedRequest, StageInput
 from epd.routing.balance import Choice
+from epd.routing.engine_load import EngineLoad
 from epd.routing.instances import Instance, Role
-from epd.routing.load import Load, Report
+from epd.routing.load import Load
 from epd.routing.prefix import (
-    FEW_REQUESTS,
-    KEPT_S,
+    LINK_TTL_S,
     MAX_LINKS,
     NO_PREFIX,
     Prefix,
     PrefixCache,
-    cheapest_seat,
 )
-from epd.routing.rendezvous import LOAD_FACTOR
+from epd.routing.rendezvous import FEW_REQUESTS, LOAD_FACTOR, cheapest_engine
+from epd.routing.reports import Report
 from epd.routing.table import InstanceTable
 from epd.tenants import Scope, Tenant
 from epd.transfer.encoded import EncodedItem, OutputFacts
@@ -285,7 +285,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.held |= dict.fromkeys(prompt.links, self.clock.now_s)
         assert self.cache.match(prompt) == len(prompt.links)
 
-    @rule(seconds=st.sampled_from([1.0, KEPT_S / 2, KEPT_S]))
+    @rule(seconds=st.sampled_from([1.0, LINK_TTL_S / 2, LINK_TTL_S]))
     def wait(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
@@ -296,21 +296,21 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(names=some_prompt)
     def count_prompt(self, names: list[str]) -> None:
-        prompt, asked, matched = chain(*names), self.cache.asked, self.cache.matched
+        prompt, asked, matched = chain(*names), self.cache.prompt_tokens, self.cache.matched
         computed = self.cache.begin_prompt(prompt)
         self.prompts.append(prompt)
         self.held |= dict.fromkeys(prompt.links, self.clock.now_s)
-        assert self.cache.asked == asked + prompt.tokens
+        assert self.cache.prompt_tokens == asked + prompt.tokens
         assert self.cache.matched == matched + prompt.tokens - computed
         assert self.cache.pending == computed
-        self.cache.end_prompt(computed)
+        self.cache.pending -= computed
 
     @invariant()
     def is_bounded(self) -> None:
         for prompt in self.prompts:
             known = self.cache.match(prompt)
             for link in prompt.links[:known]:
-                assert self.clock.now_s < self.held[link] + KEPT_S
+                assert self.clock.now_s < self.held[link] + LINK_TTL_S
         assert self.cache.tokens == 10 * len(self.cache) <= self.cache.limit
         every = {link for one in self.prompts for link in one.links[: self.cache.match(one)]}
         assert len(every) == len(self.cache)
@@ -368,16 +368,16 @@ class ChoiceMachine(RuleBasedStateMachine):
     @rule(names=some_prompt, session=st.sampled_from(["", "s"]))
     def begin(self, names: list[str], session: str) -> None:
         prompt = chain(*names)._replace(session=session)
-        seats = [seat for one in self.table.all(Role.PREFILL) for seat in one.load.seats]
+        seats = [seat for one in self.table.all(Role.PREFILL) for seat in one.load.engines]
         each = LOAD_FACTOR * (sum(one.value for one in seats) + 1) / sum(s.share for s in seats)
         chosen = self.choice.best_instance(balance="content", prefix=prompt)
         using = self.table.track_request(chosen, prefix=prompt).begin_request()
         load = self.table.load(chosen)
-        if load.ranks is None:
+        if not load.ranks:
             assert load.value < max(each * load.share, FEW_REQUESTS) + 1
         else:
-            most = LOAD_FACTOR * load.value / len(load.seats)
-            assert load.ranks.seats[using.rank or 0].value < max(most, FEW_REQUESTS) + 1
+            most = LOAD_FACTOR * load.value / len(load.engines)
+            assert load.ranks[using.rank or 0].value < max(most, FEW_REQUESTS) + 1
         self.running.append(using)
 
     @precondition(lambda self: self.running)
@@ -391,7 +391,7 @@ class ChoiceMachine(RuleBasedStateMachine):
     @invariant()
     def no_prompt_waits_where_nothing_runs(self) -> None:
         for one in self.table.all(Role.PREFILL):
-            for seat in one.load.seats:
+            for seat in one.load.engines:
                 assert seat.cache.pending >= 0
                 assert seat.under_way or not seat.cache.pending
 
@@ -399,15 +399,15 @@ class ChoiceMachine(RuleBasedStateMachine):
 TestChoiceMachine = ChoiceMachine.TestCase
 
 
-def seats(count: int = 4) -> list[Load]:
+def engines(count: int = 4) -> list[EngineLoad]:
     return [Load(f"http://x{number}:1", clock=Clock()) for number in range(count)]
 
 
 @given(names=some_prompt, order=st.permutations(range(4)))
 def test_proxies_that_know_nothing_agree(names: list[str], order: list[int]) -> None:
-    own, others = seats(), seats()
-    first = cheapest_seat(own, chain(*names))
-    second = cheapest_seat([others[one] for one in order], chain(*names))
+    own, others = engines(), engines()
+    first = cheapest_engine(own, chain(*names))
+    second = cheapest_engine([others[one] for one in order], chain(*names))
 
     assert own.index(first) == others.index(second)
 
@@ -425,42 +425,42 @@ def test_an_engine_with_few_requests_is_not_overloaded() -> None:
 
 
 def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
-    loads = seats()
+    loads = engines()
     loads[1].cache.hold(chain("a", "b"))
     loads[2].cache.hold(chain("a", "b", "c", "d"))
 
-    assert cheapest_seat(loads, chain("a", "b", "c", "d", "e")) is loads[2]
-    assert cheapest_seat(loads, chain("a", "b")) in loads[1:3]
+    assert cheapest_engine(loads, chain("a", "b", "c", "d", "e")) is loads[2]
+    assert cheapest_engine(loads, chain("a", "b")) in loads[1:3]
 
 
 def test_new_prompts_with_a_common_beginning_are_spread() -> None:
-    loads = seats()
+    loads = engines()
     loads[0].cache.hold(chain("system"))
-    chosen = {cheapest_seat(loads, chain("system", f"{one}", "b", "c")).seed for one in range(40)}
+    chosen = {cheapest_engine(loads, chain("system", f"{one}", "b", "c")).seed for one in range(40)}
 
     assert len(chosen) == len(loads)
 
 
 def test_a_prompt_leaves_a_long_queue() -> None:
-    loads, prompt = seats(), chain("a", tokens=100)
+    loads, prompt = engines(), chain("a", tokens=100)
     loads[0].cache.hold(prompt)
-    assert cheapest_seat(loads, prompt) is loads[0]
+    assert cheapest_engine(loads, prompt) is loads[0]
     loads[0].cache.pending = 100_000
 
-    assert cheapest_seat(loads, prompt) is not loads[0]
+    assert cheapest_engine(loads, prompt) is not loads[0]
 
 
 def test_requests_of_others_count_as_a_queue() -> None:
-    loads, prompt = seats(2), chain("a", tokens=1)
+    loads, prompt = engines(2), chain("a", tokens=1)
     for load in loads:
         load.cache.hold(prompt)
         load.begin_request()
         load.cache.pending = 1000
         load.begin_request()
-    loads[0].report_due(0.0, 1.0)
-    loads[0].record_report(Report(0, 3, {}), 0.0, 1.0)
+    loads[0].report_requested()
+    loads[0].set_reported(3)
 
-    assert cheapest_seat(loads, prompt) is loads[1]
+    assert cheapest_engine(loads, prompt) is loads[1]
 
 
 ONES = [Instance(Role.PREFILL, f"http://p{number}:1") for number in range(3)]

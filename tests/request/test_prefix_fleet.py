@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from epd.routing.prefix import FEW_REQUESTS
-from epd.routing.rendezvous import LOAD_FACTOR
+from epd.routing.rendezvous import FEW_REQUESTS, LOAD_FACTOR
 from tests.support.prefix_fleet import Asked, Fleet, groups, popular
 
 GAP_S = 2.0

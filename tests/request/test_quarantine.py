@@ -6,8 +6,9 @@ import pytest
 
 from epd.errors import SuspectedFatal, UpstreamDied
 from epd.request.quarantine import MAX_WAITING, Quarantine
-from epd.routing.fatal import MAX_TENANT_DEATHS, SAME_DEATH_S, FatalRequests, Watched
+from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance, Role
+from epd.routing.watched import MAX_TENANT_DEATHS, SAME_DEATH_S, Watched
 
 D = Instance(Role.DECODE, "http://d:1")
 POISON = 1
@@ -23,7 +24,7 @@ class Clock:
 def after_deaths() -> tuple[FatalRequests, Quarantine]:
     """Return a ledger with enough deaths for a quarantine."""
     clock = Clock()
-    fatal = FatalRequests(lambda: 300.0, lambda _: False, clock)
+    fatal = FatalRequests(300.0, lambda _: False, clock)
     for number in range(MAX_TENANT_DEATHS):
         clock.now_s += 2 * SAME_DEATH_S
         watched = Watched("t", f"body {number}", kind=POISON)

@@ -19,8 +19,9 @@ from epd.routing.balance import (
     RoundRobin,
 )
 from epd.routing.instances import Instance, Role
-from epd.routing.load import Load, Report
+from epd.routing.load import Load
 from epd.routing.rendezvous import LOAD_FACTOR, OUTLIER
+from epd.routing.reports import Report
 from epd.routing.table import InstanceTable
 from epd.routing.urls import MAX_WEIGHT, MIN_WEIGHT
 
@@ -90,9 +91,8 @@ def test_turns_stay_fair_where_instances_come_and_go() -> None:
     assert max(had.values()) < 1600
 
 
-def test_turns_do_not_remember_all_that_ever_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.routing.balance.MAX_OWED", 8)
-    balance = RoundRobin()
+def test_turns_do_not_remember_all_that_ever_were() -> None:
+    balance = RoundRobin(max_owed=8)
     for _ in range(50):
         loads = idle(1, 1, 1)
         assert {balance.pick_load(loads) for _ in range(3)} == set(loads)
@@ -161,13 +161,13 @@ def test_keys_are_spread_and_stay_when_an_instance_goes() -> None:
 def test_keys_are_spread_by_weight_and_only_those_move_that_have_to() -> None:
     balance, loads = Rendezvous(), idle(*WEIGHTS)
     loads = [*loads, *idle(1, 1, 1, 1)[3:]]
-    loads[3].weight = 2.0
+    loads[3].set_weight(2.0)
     before = {key: balance.pick_load(loads, key) for key in KEYS}
     had = Counter(before.values())
     for load in loads:
         assert had[load] == pytest.approx(len(KEYS) * load.share / 10, rel=0.15)
 
-    loads[3].weight = 4.0
+    loads[3].set_weight(4.0)
     after = {key: balance.pick_load(loads, key) for key in KEYS}
 
     assert all(after[key] in {before[key], loads[3]} for key in KEYS)

@@ -8,7 +8,7 @@ from epd.errors import UpstreamUnreachable
 from epd.routing.encode_work import EXPIRES_AFTER_S, EncodeWork, Speed, mean_speed
 from epd.routing.forecast import Forecast, encode_work_s
 from epd.routing.instances import Instance, Role
-from epd.routing.load import Report
+from epd.routing.reports import Report
 from epd.routing.table import InstanceTable, Work
 
 E1, E2 = (Instance(Role.ENCODE, f"http://e{number}:1") for number in (1, 2))

@@ -7,16 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.errors import SuspectedFatal, UpstreamDied
-from epd.routing.fatal import (
-    ANSWERS_PER_DEATH,
-    MAX_SUSPECTS,
-    MAX_TENANT_DEATHS,
-    SAME_DEATH_S,
-    FatalRequests,
-    Watched,
-    fingerprint,
-)
+from epd.routing.fatal import MAX_SUSPECTS, FatalRequests, fingerprint
 from epd.routing.instances import Instance, Role
+from epd.routing.tenant_deaths import ANSWERS_PER_DEATH
+from epd.routing.watched import MAX_TENANT_DEATHS, SAME_DEATH_S, Watched
 
 ONE, OTHER, THIRD = (Instance(Role.DECODE, f"http://d{number}:1") for number in range(3))
 REJECT_S = 300.0
@@ -30,9 +24,7 @@ class Deaths:
     draining: set[Instance] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.ledger = FatalRequests(
-            lambda: REJECT_S, self.draining.__contains__, lambda: self.now_s
-        )
+        self.ledger = FatalRequests(REJECT_S, self.draining.__contains__, lambda: self.now_s)
 
     def die(self, instance: Instance, *items: str, body: str = "b", tenant: str = "t") -> bool:
         """Record a death; return whether the request is rejected from now on."""

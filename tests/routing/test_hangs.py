@@ -7,7 +7,7 @@ import pytest
 from epd.errors import UpstreamRejected, UpstreamTimeout
 from epd.routing.health import HANG_AFTER, HANG_S, HealthState
 from epd.routing.instances import Instance, Role
-from epd.routing.load import Report
+from epd.routing.reports import Report
 from epd.routing.table import InFlight, InstanceTable
 
 A, B = (Instance(Role.DECODE, f"http://d{number}:1") for number in range(2))

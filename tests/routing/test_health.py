@@ -1,7 +1,5 @@
 """Health of an instance: when it is ejected, and when it returns."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +17,7 @@ from epd.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from epd.routing.health import Health, HealthPolicy, HealthState
+from epd.routing.health import DOWN_AFTER, Health, HealthPolicy, HealthState
 
 POLICY = HealthPolicy()
 
@@ -187,8 +185,8 @@ def test_a_refused_connection_marks_an_instance_down_until_a_probe_succeeds(one:
     one.probe(well=True)
     one.ends(Outcome.REFUSED)
     assert one.state() is HealthState.DOWN
-    assert one.wait_for_probe() == POLICY.min_backoff_s
-    for _ in range(POLICY.down_after):
+    assert one.wait_for_probe() == POLICY.probe_backoff_s
+    for _ in range(DOWN_AFTER):
         one.health.record_probe(one.now_s, well=False)
         assert one.health.cause == "connection refused"
         one.wait_for_probe()
@@ -210,7 +208,7 @@ def test_further_refused_connections_neither_repeat_the_change_nor_advance_the_p
     one.ends(Outcome.REFUSED)
 
     assert one.became == [HealthState.DOWN]
-    assert one.wait_for_probe() > POLICY.min_backoff_s
+    assert one.wait_for_probe() > POLICY.probe_backoff_s
 
 
 def test_connections_refused_before_an_outage_do_not_count_after_it(one: Watched) -> None:
@@ -297,9 +295,9 @@ def test_probes_that_failed_before_an_answer_do_not_count_after_it(outage: int, 
         one.wait_for_probe()
         one.health.record_probe(one.now_s, well=False)
 
-    assert one.state() is (HealthState.DOWN if later >= POLICY.down_after else HealthState.HEALTHY)
-    if later == POLICY.down_after:
-        assert one.wait_for_probe() == POLICY.min_backoff_s
+    assert one.state() is (HealthState.DOWN if later >= DOWN_AFTER else HealthState.HEALTHY)
+    if later == DOWN_AFTER:
+        assert one.wait_for_probe() == POLICY.probe_backoff_s
 
 
 @pytest.mark.fault(14)
@@ -329,12 +327,14 @@ def test_an_observer_that_raises_does_not_end_the_probes() -> None:
     def raises(_: HealthState) -> None:
         raise LookupError
 
-    health = Health(replace(POLICY, down_after=1), 0.0, raises, lambda: 0.5)
+    health = Health(POLICY, 0.0, raises, lambda: 0.5)
     assert health.probe_due(0.0)
+    for _ in range(DOWN_AFTER - 1):
+        health.record_probe(0.0, well=False)
     with pytest.raises(LookupError):
         health.record_probe(0.0, well=False)
 
-    assert health.probe_due(POLICY.min_backoff_s)
+    assert health.probe_due(POLICY.probe_backoff_s)
 
 
 def test_an_ejected_instance_that_fails_a_probe_is_down(one: Watched) -> None:

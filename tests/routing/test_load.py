@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd.routing.instances import Instance, Role
-from epd.routing.load import KEPT_INTERVALS, KVMoved, Load, Ranks, Report
+from epd.routing.load import REPORT_TTL_INTERVALS, Load
+from epd.routing.reports import KVMoved, Report
 from epd.routing.table import InstanceTable
 
 INTERVAL_S = 1.0
@@ -22,7 +23,7 @@ class Accounts(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.load = Load(URL, ranks=Ranks(2))
+        self.load = Load(URL, ranks=2)
         self.now_s = self.until_s = 0.0
         self.here = [0, 0]
         self.elsewhere = [0, 0]
@@ -77,7 +78,7 @@ class Accounts(RuleBasedStateMachine):
             max(0, said - most) for said, most in zip(self.page, self.most_ranks, strict=True)
         ]
         assert self.known <= self.others_then
-        self.until_s = self.now_s + KEPT_INTERVALS * INTERVAL_S
+        self.until_s = self.now_s + REPORT_TTL_INTERVALS * INTERVAL_S
         self.asked, self.page = False, None
 
     @precondition(lambda self: self.asked)
@@ -88,11 +89,11 @@ class Accounts(RuleBasedStateMachine):
 
     @rule()
     def advance_time(self) -> None:
-        self._pass(KEPT_INTERVALS * INTERVAL_S)
+        self._pass(REPORT_TTL_INTERVALS * INTERVAL_S)
 
     def _pass(self, seconds: float) -> None:
         self.now_s += seconds
-        self.load.expire(self.now_s)
+        self.load.expire_report(self.now_s)
         if self.now_s >= self.until_s:
             self.known, self.known_ranks = 0, [0, 0]
 
@@ -104,9 +105,8 @@ class Accounts(RuleBasedStateMachine):
 
     @invariant()
     def the_next_rank_is_one_with_least_to_do(self) -> None:
-        assert self.load.ranks is not None
         totals = [self.here[rank] + self.known_ranks[rank] for rank in range(2)]
-        assert totals[self.load.ranks.next_rank()] == min(totals)
+        assert totals[self.load.next_rank() or 0] == min(totals)
 
 
 TestAccounts = Accounts.TestCase
@@ -137,13 +137,33 @@ def test_no_request_from_here_is_counted_twice_and_none_is_left_out(
 
 
 def test_a_rank_that_begins_more_while_it_is_asked_is_not_counted_twice() -> None:
-    ranks = Ranks(2)
-    ranks.report_requested()
-    ranks.begin_request(1)
-    ranks.record_report({0: 1, 1: 1})
+    load = Load(URL, ranks=2)
+    load.report_due(0.0, INTERVAL_S)
+    load.begin_request(1)
+    load.record_report(report(2, {0: 1, 1: 1}), 0.0, INTERVAL_S)
 
     # One each: rank 0's is from elsewhere.
-    assert [ranks.next_rank() for _ in range(4)] == [0, 1, 0, 1]
+    assert [load.next_rank() for _ in range(4)] == [0, 1, 0, 1]
+
+
+@given(st.integers(1, 8), st.lists(st.booleans(), max_size=60))
+def test_ranks_are_loaded_evenly(count: int, steps: list[bool]) -> None:
+    load, running = Load(URL, ranks=count), list[int]()
+    for begins in steps:
+        if begins:
+            rank = load.next_rank()
+            assert rank is not None
+            assert running.count(rank) == min(running.count(one) for one in range(count))
+            load.begin_request(rank)
+            running.append(rank)
+        elif running:
+            load.end_request(running.pop(0))
+
+
+def test_ranks_without_load_take_turns() -> None:
+    load = Load(URL, ranks=2)
+
+    assert [load.next_rank() for _ in range(3)] == [0, 1, 0]
 
 
 def test_an_instance_without_a_report_is_asked_ever_less_often() -> None:
@@ -184,11 +204,11 @@ def test_instances_are_not_all_asked_at_the_same_time_for_long() -> None:
 
 
 def test_ranks_use_the_proxys_own_counts_if_a_report_is_missing() -> None:
-    ranks = Ranks(2)
-    ranks.report_requested()
-    ranks.record_report({0: 50, 2: 0})
+    load = Load(URL, ranks=2)
+    load.report_due(0.0, INTERVAL_S)
+    load.record_report(report(50, {0: 50, 2: 0}), 0.0, INTERVAL_S)
 
-    assert [ranks.next_rank() for _ in range(4)] == [0, 1, 0, 1]
+    assert [load.next_rank() for _ in range(4)] == [0, 1, 0, 1]
 
 
 class Clock:
@@ -247,7 +267,7 @@ def test_a_down_instance_is_not_polled_and_its_report_is_dropped() -> None:
         table.record_report(one, report(7), INTERVAL_S)
     for _ in range(3):
         table.record_probe(A, well=False)
-    clock.now_s = KEPT_INTERVALS * INTERVAL_S
+    clock.now_s = REPORT_TTL_INTERVALS * INTERVAL_S
 
     assert table.reports_due([Role.DECODE], INTERVAL_S) == [B]
     assert table.load(A).report is None

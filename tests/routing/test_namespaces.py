@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from epd.errors import NoInstance, UpstreamUnreachable
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
-from epd.routing.load import NAMESPACE, read_namespace, writes_outputs
 from epd.routing.namespaces import INTERVAL_S, Namespaces
+from epd.routing.reports import NAMESPACE, read_namespace, writes_outputs
 from epd.routing.table import InstanceTable
 
 E1, E2, E3 = (Instance(Role.ENCODE, f"http://e{n}") for n in (1, 2, 3))

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epd.errors import UpstreamUnreachable
 from epd.routing.health import HealthPolicy, HealthState
-from epd.routing.instances import CLASHES, Change, Instance, InstanceSource, Registry, Role
-from epd.routing.load import Ranks
+from epd.routing.instances import Instance, Role
+from epd.routing.registry import CLASHES, Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable
 from tests.examples import scaled
 
@@ -187,25 +187,6 @@ class RegistryMachine(RuleBasedStateMachine):
 
 TestRegistryMachine = RegistryMachine.TestCase
 TestRegistryMachine.settings = settings(max_examples=scaled(40))
-
-
-@given(st.integers(1, 8), st.lists(st.booleans(), max_size=60))
-def test_ranks_are_loaded_evenly(count: int, steps: list[bool]) -> None:
-    ranks, running = Ranks(count), list[int]()
-    for begins in steps:
-        if begins:
-            rank = ranks.next_rank()
-            assert running.count(rank) == min(running.count(one) for one in range(count))
-            ranks.begin_request(rank)
-            running.append(rank)
-        elif running:
-            ranks.end_request(running.pop(0))
-
-
-def test_ranks_without_load_take_turns() -> None:
-    ranks = Ranks(2)
-
-    assert [ranks.next_rank() for _ in range(3)] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,8 @@ async def test_few_are_tried_again_at_once_and_all_in_the_end(requests: int, mos
     assert 0 < seen <= most
 
 
-async def test_a_retry_that_waits_too_long_fails_with_the_first_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(retries, "PATIENCE_S", 0.05)
-    loop, go_on = Retries(), asyncio.Event()
+async def test_a_retry_that_waits_too_long_fails_with_the_first_error() -> None:
+    loop, go_on = Retries(patience_s=0.05), asyncio.Event()
     held = 0
 
     async def holds() -> None:

@@ -38,7 +38,7 @@ def test_commands_of_the_proxy_import_no_tools(command: str) -> None:
         ("up", "epd.tools.up.command"),
         ("bench", "epd.tools.bench"),
         ("top", "epd.tools.top"),
-        ("hash-key", "epd.tenants"),
+        ("hash-key", "epd.hash_key"),
     ],
 )
 def test_other_commands_do_not_import_the_proxy(command: str, module: str) -> None:

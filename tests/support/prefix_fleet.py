@@ -21,8 +21,8 @@ from epd.routing import BalanceName
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
 from epd.routing.kv_blocks import BlockMap, mark_of, sampled_prefix
-from epd.routing.load import Report
 from epd.routing.prefix import Prefix, PrefixCache
+from epd.routing.reports import Report
 from epd.routing.table import InFlight, InstanceTable
 
 CACHE_TOKENS = 200_000

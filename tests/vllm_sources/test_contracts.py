@@ -18,7 +18,7 @@ from epd.errors import BadRequest
 from epd.media.parts import FRAMES
 from epd.request.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from epd.routing.instances import Role
-from epd.routing.load import KV_BYTES, KV_SECONDS, RUNNING, WAITING
+from epd.routing.reports import KV_BYTES, KV_SECONDS, RUNNING, WAITING
 from epd.tools.doctor.kv_bandwidth import EXTERNAL_TOKENS
 from epd.tools.engine_ends import MEMORY_CAUSES
 from epd.tools.up.engine import FETCHES_ONCE, SETTLED, Engine

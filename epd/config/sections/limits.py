@@ -99,14 +99,7 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     @property
     def health(self) -> HealthPolicy:
         """Return the policy for ejections and probes of instances."""
-        return HealthPolicy(
-            eject_after=self.eject_after,
-            eject_s=self.eject_s,
-            max_eject_s=self.eject_max_s,
-            probe_interval_s=self.probe_interval_s,
-            min_backoff_s=self.probe_backoff_s,
-            max_backoff_s=self.probe_backoff_max_s,
-        )
+        return HealthPolicy(*(getattr(self, name) for name in HealthPolicy._fields))
 
 
 class MediaSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

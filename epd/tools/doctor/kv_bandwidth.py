@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from epd.edge.access import is_loopback
 from epd.routing.instances import Instance
-from epd.routing.load import KV_BYTES, KV_SECONDS
+from epd.routing.reports import KV_BYTES, KV_SECONDS
 
 EXTERNAL_TOKENS = "vllm:external_prefix_cache_hits_total"
 """Counter of the prompt tokens that an engine got from another one."""

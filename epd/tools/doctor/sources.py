@@ -12,7 +12,8 @@ from epd.discovery.dns import LookUpFailed
 from epd.discovery.entries import EntriesInvalid, read_yaml
 from epd.discovery.membership import open_store
 from epd.discovery.stores import StoreFailed, read_file
-from epd.routing.instances import ANSWERING, Change, Instance, InstanceSource, Registry, Role
+from epd.routing.instances import ANSWERING, Instance, Role
+from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable
 from epd.routing.urls import at_address
 from epd.tools.doctor.facts import SourceDefect

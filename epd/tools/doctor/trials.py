@@ -20,7 +20,8 @@ from typing import Any
 from PIL import Image
 
 from epd.api.body import reply_field
-from epd.api.chat import CHAT, Completions
+from epd.api.chat import CHAT
+from epd.api.completions import Completions
 from epd.api.items import Body
 from epd.config import ProxyConfig
 from epd.conversations.turn import ReplyCapture

@@ -16,7 +16,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from epd.routing.load import writes_outputs
+from epd.routing.reports import writes_outputs
 from epd.tools.doctor.facts import Preparation, read_preparation
 from tests.deploy.expressions import asked, queries
 from tests.deploy.tools import DASHBOARD, rules

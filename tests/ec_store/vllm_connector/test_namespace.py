@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ec_store import open_store
-from epd.routing.load import read_namespace
+from epd.routing.reports import read_namespace
 from tests.ec_store.vllm_connector.steps import Connect
 
 TEXT = {

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.tenants import MAX_SHARED, RateLimiter, SharedUse, TenantLedger, TenantUse
+from epd.edge.tenant_use import MAX_SHARED, RateLimiter, SharedUse, TenantLedger, TenantUse
 
 WORKERS = 3
 

@@ -1,6 +1,7 @@
 import pytest
 
-from epd.routing.health import UNANSWERED, Condition, HealthState, condition
+from epd.routing.condition import UNANSWERED, Condition, condition
+from epd.routing.health import HealthState
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.routing.load import MAX_REQUESTS, MAX_SAMPLES, KVMoved, Report, read_report
+from epd.routing.reports import MAX_REQUESTS, MAX_SAMPLES, KVMoved, Report, read_report
 
 REAL = Path(__file__).with_name("vllm_metrics.txt").read_bytes()
 """Metrics page of vLLM 0.32, shortened: three requests run."""
