@@ -1,6 +1,7 @@
 """Events as values: the core emits them; observers log, count or trace them. Pure."""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -72,7 +73,7 @@ class StageDone(NamedTuple):
         seconds: time until the answer was read. For decode's streams, until the first byte. In the
             queue, until admission.
         error: slug of the error, `cancelled`, or None.
-        model_name: the instances' name of the request's model (`epd.request.context`).
+        model_name: the instances' name of the request's model (`epd.request.model_names`).
         modality: modality of the encoded item.
         rejected: whether the request itself is invalid, so that no instance failed.
     """
@@ -90,6 +91,8 @@ class StageDone(NamedTuple):
 @dataclass(slots=True)
 class RequestRecord:
     """The history of a client's request. Observers receive it when the request has ended.
+
+    Its methods append to it. Nothing else writes its fields.
 
     Attributes:
         request_id: the client's id of the request, or else the id sent to the instances.
@@ -117,7 +120,7 @@ class RequestRecord:
         saved_bytes: bytes of their media, as in the request, that no instance received.
         retries: number of retries, invisible to the client.
         degraded: stages that were replaced by another stage.
-        model_name: the instances' name of the request's model (`epd.request.context`).
+        model_name: the instances' name of the request's model (`epd.request.model_names`).
         prefilled_s: arrival of prefill's answer, on the monotonic clock.
         first_token_s: time from the request's head to decode's first event of tokens. For an answer
             without a stream, to the end of the answer.
@@ -160,6 +163,93 @@ class RequestRecord:
     stream: bool = False
     answer_bytes: int = 0
     ended: bool = False
+
+    def wait_for(self, target: Waiting) -> None:
+        self.at = target
+
+    def add_policy(self, name: str) -> None:
+        """Add the policy that decided the stages."""
+        self.policy = name
+
+    def add_stage(self, event: StageDone) -> None:
+        """Add a finished stage, unless the request ended before it."""
+        if not self.ended:
+            self.stages.append(event)
+
+    def add_retry(self) -> None:
+        self.retries += 1
+
+    def add_degraded(self, stage: Degraded) -> None:
+        self.degraded.add(stage)
+
+    def begin_encode(self) -> None:
+        self.hits, self.waits = {}, 0
+
+    def add_places(self, places: Sequence[tuple[str, str]]) -> None:
+        """Add the places of the items for which the policy decides, with the reasons."""
+        self.places = Counter(places)
+
+    def add_wait(self) -> None:
+        """Add an item that waited for another request's encode."""
+        self.waits += 1
+
+    def add_items(self, items: Sequence[tuple[ItemResult, Modality]]) -> None:
+        """Add all items of the request."""
+        self.items = Counter([result for result, _ in items])
+        self.hits = Counter([modality for result, modality in items if result == "hit"])
+
+    def add_media(self, metadata: int, raw: int, saved_bytes: int) -> None:
+        """Add the form of the items in this attempt, in place of that in the one before."""
+        self.media = {"metadata": metadata, "raw": raw}
+        self.saved_bytes = saved_bytes
+
+    def add_prefix(self, tokens: int | None) -> None:
+        self.prefix_tokens = tokens
+
+    def add_prefilled(self, now_s: float) -> None:
+        self.prefilled_s = now_s
+
+    def begin_stream(self) -> None:
+        self.stream = True
+
+    def begin_gaps(self) -> Histogram:
+        """Return the empty histogram of the gaps of a stream."""
+        self.gaps = Histogram(GAPS_S)
+        return self.gaps
+
+    def add_first_token(self, now_s: float) -> None:
+        """Add decode's first event of tokens. Decode has read the blocks of prefill by then."""
+        self.first_token_s = now_s - self.started_s
+        if self.gaps is not None and self.prefilled_s is not None:
+            self.kv_wait_s = now_s - self.prefilled_s
+
+    def add_answer(self, size_bytes: int) -> None:
+        self.answer_bytes += size_bytes
+
+    def set_answer(self, size_bytes: int) -> None:
+        """Set the size of an answer that is sent whole."""
+        self.answer_bytes = size_bytes
+
+    def set_tenant(self, name: str) -> None:
+        self.tenant = name
+
+    def set_path(self, route: str) -> None:
+        """Set the path of the route, if it is found after the request began."""
+        self.path = route
+
+    def end(
+        self,
+        now_s: float,
+        status: int | None,
+        error: str | None,
+        reason: str | None,
+        model_name: str,
+    ) -> None:
+        """Make the record final. The status is None if the client did not get the whole answer."""
+        self.seconds = now_s - self.started_s
+        if status is not None:
+            self.status = status
+        self.error, self.reason, self.model_name, self.ended = error, reason, model_name, True
 
 
 @dataclass(frozen=True, slots=True)

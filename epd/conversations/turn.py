@@ -254,6 +254,14 @@ class Turn:
         held, self._held = self._held, None
         return held
 
+    def set_basis(self, basis: Basis | None) -> None:
+        """Set the dependencies of the blocks; None if they cannot be reused."""
+        self.basis = basis
+
+    def set_instances(self, decode: str, prefill: str | None) -> None:
+        """Set the URLs of the instances that serve this turn."""
+        self.decode, self.prefill = decode, prefill
+
     def with_tokens(self, body: Body) -> Body:
         """Return the decode request, which asks for the tokens if they are needed."""
         wanted = bool(body.get("return_token_ids"))

@@ -12,7 +12,6 @@ The steps for one item, each taken unless an earlier one has the output:
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -31,16 +30,15 @@ from epd.errors import (
     NoInstance,
     ProxyError,
     UnknownMedia,
-    UpstreamDied,
     UpstreamFailed,
     UpstreamTimeout,
     drop_tracebacks,
     no_store,
 )
+from epd.request.encode_job import EncodeJob
 from epd.request.item_tokens import TokenCounts, media_tokens
 from epd.request.placement import OVERLOADED, PendingItem, Placement
 from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
-from epd.request.stage_inputs import EncodeJob
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
@@ -117,14 +115,14 @@ class Encoder:
         Raises:
             ProxyError: an item failed; encodes of the others that no request shares are cancelled.
         """
-        items, record = job.request.media_items, job.context.record
+        items, record = job.request.items, job.request.record
         if self._placement.skips_encode(job):
             return [EncodedItem(item, OutputFacts(), "local") for item in items]
-        record.hits, record.waits = {}, 0
+        record.begin_encode()
         pending = [PendingItem(item, output_key(job.request.body, item)) for item in items]
         encoded = list[EncodedItem]()
         async with self._lookup(job, pending) as lookup:
-            record.at = "encode"
+            record.wait_for("encode")
             if any(item.stored is None for item in pending):
                 stage = self._begin_stage(job, lookup)
                 missing = self._missing_items(stage, pending)
@@ -135,10 +133,7 @@ class Encoder:
                     encoded = [await encode_item(item) for item in missing]
         others = iter(encoded)
         encoded_items = [item.known_output or next(others) for item in pending]
-        record.items = Counter([encoded_item.result for encoded_item in encoded_items])
-        if "hit" in record.items:
-            hits = [item.item.modality for item in encoded_items if item.result == "hit"]
-            record.hits = Counter(hits)
+        record.add_items([(known.result, known.item.modality) for known in encoded_items])
         return encoded_items
 
     @asynccontextmanager
@@ -163,7 +158,7 @@ class Encoder:
         if not keys:
             yield Lookup([])
             return
-        with job.context.time_stage("store", "lookup"):
+        with job.request.record.time_stage("store", "lookup"):
             lookup = await self._claims.look_up(keys, patient=not job.has_all_media)
         for pending in items:
             info = lookup.found and pending.entry_key and lookup.found.get(pending.entry_key)
@@ -180,14 +175,14 @@ class Encoder:
         Only requests with the same Authorization and the same template share an encode, all of them
         with a system message or none: a 401, or a refusal by a template, must not fail the others.
         """
-        body, authorization = job.request.body, job.context.headers.get("Authorization")
+        body, authorization = job.request.body, job.request.headers.get("Authorization")
         fields = {name: body[name] for name in TEMPLATE if name in body}
         template = dump_json(fields) if fields else None
         ignores_claims = job.reencode or lookup is None
         return EncodeStage(
             job,
             lookup,
-            until_s=asyncio.get_running_loop().time() + job.context.config.encode_timeout_s,
+            until_s=asyncio.get_running_loop().time() + job.request.config.encode_timeout_s,
             sharing=(
                 job.namespace,
                 authorization,
@@ -205,12 +200,12 @@ class Encoder:
         Raises:
             ProxyError: one of them has no media.
         """
-        record = stage.job.context.record
+        record = stage.job.request.record
         self._placement.place_items(stage.job, items, partial(self._is_under_way, stage))
         if places := [pending.place for pending in items if pending.place is not None]:
-            record.places = Counter([place.labels for place in places])
+            record.add_places([place.labels for place in places])
             if OVERLOADED in places:
-                record.degraded.add("encode-local")
+                record.add_degraded("encode-local")
         missing = [pending for pending in items if pending.known_output is None]
         for pending in missing:
             if not pending.item.has_media:
@@ -235,13 +230,13 @@ class Encoder:
         Raises:
             ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
-        item, context = pending.item, stage.job.context
+        item, request = pending.item, stage.job.request
         try:
             if pending.output_key is None or self._transfer.pushed:
                 return EncodedItem(item, await self._try_instances(stage, pending), "encoded")
             flight = pending.output_key, stage.sharing
             waits = flight in self._flights
-            with context.wait_span(item) if waits else nullcontext() as waiting:
+            with request.record.wait_span(item) if waits else nullcontext() as waiting:
                 work = partial(self._encode_once, stage, pending, pending.output_key, waiting)
                 encoded_item, span = await self._flights.try_join(flight, work)
                 if waiting is not None and span is not None:
@@ -250,7 +245,8 @@ class Encoder:
             return self._fall_back(stage, pending, failure)
         if encoded_item.item is not item:  # the result of another request
             encoded_item = EncodedItem(item, encoded_item.encoded, "hit")
-        context.record.waits += encoded_item.result == "hit"
+        if encoded_item.result == "hit":
+            request.record.add_wait()
         return encoded_item
 
     async def _encode_once(
@@ -267,13 +263,13 @@ class Encoder:
         """
         if earlier_wait is not None:
             earlier_wait.end_span()
-        item, context, key = pending.item, stage.job.context, pending.entry_key
+        item, request, key = pending.item, stage.job.request, pending.entry_key
         if self._claims is None or key is None or stage.lookup is None or stage.job.reencode:
             encoded = await self._try_instances(stage, pending)
         else:
             with EncodeClaim(self._claims, key) as claim:
                 if not claim.is_held:
-                    with context.wait_span(item):
+                    with request.record.wait_span(item):
                         # Half of the time is left for an encode of this proxy.
                         found = await claim.wait_for_turn(stage.left_s / 2)
                     if found is not None and found.modality == item.modality:
@@ -284,7 +280,11 @@ class Encoder:
             self._claims.cache.learn_namespace(output.model, encoded.namespace)
         if encoded.identifier is not None:
             self._identifiers.learn_identifier(output, encoded.identifier)
-        span = None if context.span is None else context.span.latest_child("encode", item)
+        span = (
+            None
+            if request.record.span is None
+            else request.record.span.latest_child("encode", item)
+        )
         return EncodedItem(item, encoded, "encoded"), span
 
     async def _try_instances(self, stage: EncodeStage, pending: PendingItem) -> OutputFacts:
@@ -294,7 +294,7 @@ class Encoder:
             UpstreamTimeout: the deadline of the request's encode stage has passed.
             ProxyError: all tries failed, or the item itself is invalid.
         """
-        item, context = pending.item, stage.job.context
+        item, request = pending.item, stage.job.request
         tried: list[Instance] = []
         server_errors = 0
         started_s = asyncio.get_running_loop().time()
@@ -307,13 +307,13 @@ class Encoder:
                         stage="encode",
                     )
                 try:
-                    instance = context.watched.choose_instance(
+                    instance = request.watched.choose_instance(
                         "encode",
                         lambda fits: self._choice.best_instance(
                             tried,
-                            balance=context.config.encode_balance,
+                            balance=request.config.encode_balance,
                             item=item.identity,
-                            session=context.session,
+                            session=request.session,
                             prefer=pending.instance,
                             fits=fits,
                         ),
@@ -324,18 +324,18 @@ class Encoder:
                 except ProxyError as error:
                     server_errors += error.engine_failed
                     if error.retryable:  # nor may prefill or decode encode such an item
-                        self._fatal.check(context.watched, [item.identity])
+                        self._fatal.check(request.watched, [item.identity])
                     failure = EncodeFailure(
                         error,
                         tries=len(tried),
                         server_errors=server_errors,
                         elapsed_s=asyncio.get_running_loop().time() - started_s,
-                        others=context.watched.pins is None
+                        others=request.watched.pins is None
                         and self._choice.has_untried(tried, stage.fits),
                         falls_back=stage.falls_back,
                         patience_s=stage.left_s,
                     )
-                    delay_s = None if context.is_spent else encode_delay_s(failure)
+                    delay_s = None if request.is_spent else encode_delay_s(failure)
                     if delay_s is None or not stage.retries:
                         raise
                     stage.retries -= 1
@@ -353,8 +353,8 @@ class Encoder:
             ProxyError: the instance failed, or rejected the item; or instances have died of it.
         """
         job, item, instance = stage.job, pending.item, tried[-1]
-        context, body = job.context, job.request.body
-        self._fatal.check(context.watched, [item.identity])
+        request, body = job.request, job.request.body
+        self._fatal.check(request.watched, [item.identity])
         # New for each request: an instance that failed may still push its output later.
         params = self._transfer.encode_params(job.consumer_reservation, feature_count(body, item))
         using = self._table.track_request(instance, work=Work(0, pending.tokens))
@@ -362,17 +362,16 @@ class Encoder:
             with using:
                 timeout_s = self._timeout_s(stage, item, tried)
                 replied = await self._stages.encode(
-                    instance, body, item, params, context, timeout_s
+                    instance, body, item, params, request, timeout_s
                 )
                 output = self._transfer.encoded(replied, params)
         except UpstreamFailed as failure:
-            context.doubts.add(failure, using, item)
-            if not isinstance(failure, UpstreamDied):
-                raise context.watched.final_error(failure, instance) from failure.__cause__
-            error = self._fatal.after(failure, instance, context.watched, (item.identity,))
+            request.doubts.add(failure, using, item)
+            blamed = (item.identity,)
+            error = self._fatal.final_error(failure, instance, request.watched, blamed)
             raise error from failure.__cause__
-        context.doubts.settle(instance, item)
-        self._fatal.record_survival(context.watched, (item.identity,), body=False)
+        request.doubts.settle(instance, item)
+        self._fatal.record_survival(request.watched, (item.identity,), body=False)
         reported = media_tokens(output.metadata)
         self._token_counts.learn_tokens(body.get("model"), item.modality, item.pixels, reported)
         if output.namespace is not None:
@@ -390,7 +389,7 @@ class Encoder:
             not item.is_remote
             and len(tried) < MAX_ENCODES
             and stage.retries
-            and stage.job.context.watched.pins is None
+            and stage.job.request.watched.pins is None
             and any(
                 candidate.instance not in tried
                 and (stage.fits is None or stage.fits(candidate.instance))
@@ -413,10 +412,10 @@ class Encoder:
         if failed and not self._table.any_serving(Role.ENCODE):
             error = NoInstance("no encode instance is reachable", slug="no_encoder", stage="encode")
             error.__cause__ = failure.__cause__ or failure
-        context = stage.job.context
-        if context.is_spent or not (error.retryable and stage.falls_back):
+        request = stage.job.request
+        if request.is_spent or not (error.retryable and stage.falls_back):
             raise error.at_param(pending.item.param_path) from error.__cause__
-        context.record.degraded.add("encode-local")
+        request.record.add_degraded("encode-local")
         return EncodedItem(pending.item, OutputFacts(), "local", pending.tokens)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ec_store.bounded import BoundedDict
 from epd.api.chat import OPTIONAL, has_system_message, with_system_message
 from epd.api.items import Body
-from epd.request.context import MAX_LENGTH
+from epd.request.model_names import MAX_LENGTH
 from epd.routing.instances import Instance
 
 LEARNED_S = 60.0

@@ -17,15 +17,14 @@ from epd.conversations.conversations import Conversations
 from epd.conversations.prompts import PromptQuestion, prompt_of
 from epd.conversations.turn import Basis, HeldBlocks, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
-from epd.request.context import RequestContext
-from epd.request.stage_inputs import PreparedRequest
+from epd.request.request import Request
 from epd.request.stages import Stages
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance
 from epd.routing.table import InstanceTable
 from epd.transfer import Params
-from epd.transfer.encoded import EncodedItem
-from epd.transfer.kv import KVTransfer, Pair
+from epd.transfer.encoded import EncodedItem, Prompt
+from epd.transfer.kv import Handover, KVTransfer
 from epd.transfer.nixl import engine_of, shorten_params
 
 REST_S = 60.0
@@ -113,80 +112,77 @@ class Readbacks:
     _rests: Cooldowns = field(default_factory=Cooldowns)
     _block_tokens: BoundedDict[str, int] = field(default_factory=lambda: BoundedDict(MAX_ENGINES))
 
-    async def begin_turn(self, context: RequestContext) -> None:
+    async def begin_turn(self, turn: Turn) -> None:
         """Look up the previous turn, right before the choice of the instance that continues it.
 
         A turn's blocks are used once. A request that fails earlier leaves them for the next one.
         """
-        if context.turn is not None:
-            some = self._table.of_roles(*ANSWERING)
-            usable = {
-                instance.url for instance in some if self._table.state(instance) != HealthState.DOWN
-            }
-            await self._conversations.begin_turn(context.turn, usable)
+        decodes = self._table.of_roles(*ANSWERING)
+        usable = {decode.url for decode in decodes if self._table.state(decode) != HealthState.DOWN}
+        await self._conversations.begin_turn(turn, usable)
 
-    async def previous_params(self, prepared: PreparedRequest, prefill: Instance) -> Params | None:
+    async def previous_params(
+        self, request: Request, turn: Turn, prompt: Prompt, prefill: Instance
+    ) -> Params | None:
         """Return `kv_transfer_params` of the previous turn; None if this prefill can use none.
 
         Only the first attempt of a request receives them. The prefill instance also tokenizes the
         prompt.
         """
-        context = prepared.stage_input.context
-        turn = context.turn
-        if turn is None or not self._transfer.bidirectional:
+        if not self._transfer.bidirectional:
             return None
-        held = turn.take_blocks()
-        prompt = prompt_of(prepared.consumed.body, context.endpoint.tokenized)
-        turn.basis = None if prompt is None else _basis(prompt, prepared.encodings.encoded_items)
-        if held is None:
+        blocks = turn.take_blocks()
+        question = prompt_of(prompt.body, request.endpoint.tokenized)
+        basis = None if question is None else _basis(question, prompt.encoded_items)
+        turn.set_basis(basis)
+        if blocks is None:
             return None
-        if not self._rests.may_read(prefill.url, held.engine):
+        if not self._rests.may_read(prefill.url, blocks.engine):
             self._conversations.results["rested"] += 1
             return None
         params = None
-        if prompt is not None and turn.basis is not None and turn.basis.may_continue(held):
-            params = await self._params(held, prompt, turn, prefill, context)
+        if question is not None and basis is not None and basis.may_continue(blocks):
+            params = await self._params(blocks, question, turn, prefill, request)
         if params is None:
             self._conversations.results["changed"] += 1
         return params
 
-    def record_result(self, pair: Pair, error: ProxyError | None = None) -> None:
-        """Record the result of a prefill, if it was asked to read blocks."""
-        if (earlier := pair.earlier) is None:
-            return
+    def record_result(self, handover: Handover, error: ProxyError | None = None) -> None:
+        """Record the result of a prefill that was asked to read blocks."""
+        earlier = handover.earlier or {}
         self._conversations.results["hit" if error is None else "failed"] += 1
         if error is None:
-            self._rests.read(pair.prefill.url)
+            self._rests.read(handover.prefill.url)
         elif error.worked:  # else it never tried to read them
             hung = isinstance(error, UpstreamTimeout)
-            rest = self._rests.record_failure(pair.prefill.url, engine_of(earlier), hung=hung)
+            rest = self._rests.record_failure(handover.prefill.url, engine_of(earlier), hung=hung)
             if rest is not None and hung:
-                _warn(pair.prefill, earlier, rest)
+                _warn(handover.prefill, earlier, rest)
 
     async def _params(
         self,
-        held: HeldBlocks,
-        prompt: PromptQuestion,
+        blocks: HeldBlocks,
+        question: PromptQuestion,
         turn: Turn,
         prefill: Instance,
-        context: RequestContext,
+        request: Request,
     ) -> Params | None:
         """Return parameters for the shared prefix; None if it is too short or unknown."""
         try:
-            tokens = prompt.tokens or await self._stages.prompt_tokens(
-                prefill, prompt.question, context
+            tokens = question.tokens or await self._stages.prompt_tokens(
+                prefill, question.question, request
             )
-            shared = self._conversations.shared_prefix_len(held, tokens)
+            shared = self._conversations.shared_prefix_len(blocks, tokens)
             if shared < LEAST:
                 return None
-            if shared >= held.params["remote_num_tokens"]:
-                return held.params
-            size = await self._block_size(turn.prefers_decode, held.engine)
+            if shared >= blocks.params["remote_num_tokens"]:
+                return blocks.params
+            size = await self._block_size(turn.prefers_decode, blocks.engine)
         except UpstreamDied:
             raise
         except (ProxyError, ValueError):
             return None
-        return None if size is None else shorten_params(held.params, shared, size)
+        return None if size is None else shorten_params(blocks.params, shared, size)
 
     async def _block_size(self, decode: str | None, engine: str) -> int | None:
         """Return the tokens per block of a decode instance; None if its metrics do not state them.
@@ -216,7 +212,7 @@ def _warn(prefill: Instance, earlier: Params, rest: Cooldown) -> None:
     )
 
 
-def _basis(prompt: PromptQuestion, items: Sequence[EncodedItem]) -> Basis | None:
+def _basis(question: PromptQuestion, items: Sequence[EncodedItem]) -> Basis | None:
     """Return what the blocks of a request depend on; None if an engine made the key of an item."""
     keys = [encoded.encoded.identifier or encoded.item.engine_name for encoded in items]
-    return None if None in keys else Basis(prompt.form, tuple(filter(None, keys)))
+    return None if None in keys else Basis(question.form, tuple(filter(None, keys)))

@@ -4,61 +4,62 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from epd.api.items import Body, MMItem
+from epd.api.prompts import BYTES_PER_TOKEN
 from epd.encoder_cache.keys import Keys
 from epd.errors import Overloaded, ProxyError
-from epd.request.context import RequestContext
+from epd.request.courses import Courses
+from epd.request.decoders import Decoders
+from epd.request.early_consumers import EarlyConsumers
 from epd.request.encode import Encoder
-from epd.request.kv_peers import KVHandover, Releases
-from epd.request.prefill_decode import DecodeAnswer, PrefillDecodeStages
+from epd.request.encode_job import EncodeJob
+from epd.request.prefill_decode import DecodeAnswer, PrefillDecode
 from epd.request.prefix import marked_prompt, request_prefix
 from epd.request.quarantine import Quarantine
 from epd.request.recovery import (
     MAX_ATTEMPTS,
     NO_ENCODINGS,
+    NO_PROMPT,
     Attempt,
-    AttemptProgress,
     Encodings,
     FailedAttempt,
-    RecoveryState,
     next_attempt,
 )
-from epd.request.request_media import RequestMedia, request_work
-from epd.request.stage_inputs import (
-    NO_TARGETS,
-    EarlyTargets,
-    EncodeJob,
-    KeyedRequest,
-    PreparedRequest,
-    StageInput,
-)
-from epd.request.targets import Courses, Decoders
-from epd.routing.instances import Instance, Role
-from epd.routing.namespaces import Namespaces
+from epd.request.releases import Releases
+from epd.request.request import Request
+from epd.request.request_media import RequestMedia
+from epd.routing.fatal import FatalRequests
+from epd.routing.instances import CONSUMERS, Role
+from epd.routing.prefix import Prefix
 from epd.routing.retries import Retries
-from epd.routing.table import InstanceTable
-from epd.transfer.ec import ECTransfer
-from epd.transfer.encoded import Consumed, EncodedItem
+from epd.routing.table import InstanceTable, Reservation, Work
+from epd.transfer.encoded import EncodedItem, Prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """Pipeline that runs requests through the stages."""
+    """Pipeline that runs requests through the stages.
+
+    `_early` is None if no consumer must be known before the encode. `_pushed` tells whether the
+    transfer pushes outputs to it, and `_by_content` whether instances are chosen by the content of
+    prompts.
+    """
 
     _table: InstanceTable
-    _namespaces: Namespaces
     _courses: Courses
     _media: RequestMedia
     _keys: Keys
     _encoder: Encoder
-    _transfer: ECTransfer
-    _prefill_decode: PrefillDecodeStages
+    _prefill_decode: PrefillDecode
+    _early: EarlyConsumers | None
     _decoders: Decoders
     _releases: Releases
+    _fatal: FatalRequests
     _quarantine: Quarantine
+    _pushed: bool
+    _by_content: bool
     _retries: Retries = field(default_factory=Retries)
 
-    async def run(self, body: Body, context: RequestContext) -> DecodeAnswer:
+    async def run(self, request: Request) -> DecodeAnswer:
         """Return decode's answer with a 2xx status: a context manager that the caller enters.
 
         Its exit ends all requests to instances, also after a cancellation. A connection with an
@@ -68,171 +69,143 @@ class Pipeline:
             BadRequest: the request is invalid.
             ProxyError: a stage failed.
         """
-        items = self._media.items(body, context)
-        facts, course = self._courses.choose_course(body, len(items), context)
-        course = self._decoders.resolve_header(course, context)
-        request = await self._media.keyed(body, items, context)
-        context.watched.kind = _kind(body, items, context)
-        attempt = Attempt(course, facts)
-        async with self._quarantine.context_for(context.watched):
+        attempt = self._courses.first_attempt(request)
+        if request.items:
+            request = await self._media.keyed(request)
+        self._fatal.check(request.watched, [item.identity for item in request.items])
+        async with self._quarantine.context_for(request.watched):
             with self._retries.tries(MAX_ATTEMPTS) as tries:
                 while True:
-                    result = await self._run_attempt(self._stage_input(request, attempt, context))
-                    if not isinstance(result, FailedAttempt):
-                        return result
-                    if (following := self._attempt_after(result, context)) is None:
-                        raise result.error
-                    if context.gave_up_media:
+                    outcome = await self._run_attempt(request, attempt)
+                    if isinstance(outcome, DecodeAnswer):
+                        return outcome
+                    request.media.memory.withdraw_offer()
+                    following = None if request.is_spent else next_attempt(outcome)
+                    if following is None:
+                        raise outcome.error
+                    if request.media.given_up:
                         raise Overloaded(
                             "the request failed, and its media made room for other requests: send "
                             "it again"
-                        ) from result.error
-                    await tries.next_try(result.error)
+                        ) from outcome.error
+                    await tries.next_try(outcome.error)
                     attempt = following
-                    del result  # and the bodies that the failed attempt made
-                    context.record.retries += 1
+                    del outcome  # and the bodies that the failed attempt made
+                    request.record.add_retry()
 
-    async def _run_attempt(self, stage_input: StageInput) -> DecodeAnswer | FailedAttempt:
+    async def _run_attempt(
+        self, request: Request, attempt: Attempt
+    ) -> DecodeAnswer | FailedAttempt:
         """Send a request through its stages once: encode, prefill, decode.
 
         Return decode's answer; or the error of a step, with the results of the steps before.
         """
-        stages, progress = self._prefill_decode, AttemptProgress()
+        stages, prompt = self._prefill_decode, NO_PROMPT
+        first = prefix = encodings = prefill = handover = decode = None
+        attempt = attempt.for_fleet(
+            has_prefill=self._table.has(Role.PREFILL),
+            may_prefill_locally=request.config.on_prefill_failure == "local",
+        )
         try:
-            targets = await self._early_targets(stage_input)
-            encodings = self._earlier_encodings(stage_input, targets)
+            if self._early is not None:
+                first, prefix = await self._early.choose(request, attempt)
+            encodings = self._known_encodings(request, attempt, first)
             if encodings is None:
-                job = self._encode_job(stage_input, targets)
-                with targets.consumer_reservation or nullcontext():
+                job = self._encode_job(request, attempt, first)
+                with job.consumer_reservation or nullcontext():
                     encoded_items = await self._encoder.encode(job)
-                    await self._remember_names(stage_input, encoded_items)
+                    await self._remember_names(request, attempt, encoded_items)
                 encodings = Encodings(encoded_items, job.namespace)
-            progress.encodings = encodings
-            prepared = self._prepared(stage_input, encodings)
-            progress.consumed = prepared.consumed
-            prefill_place = await stages.choose_prefill(prepared, targets)
-            if prefill_place is None:
-                decode = targets.consumer or targets.decode or await stages.choose_decode(prepared)
-                progress.decode = decode
-                return await stages.decode(prepared, decode, rank=targets.consumer_rank)
-            progress.prefill = prefill_place.instance
-            pair = progress.pair = await stages.make_pair(prepared, prefill_place)
-            choose, at_once = self._decoders.choose_release_instance, stages.at_once(pair)
-            with KVHandover(self._releases, choose, prepared, pair) as handover:
+            prompt = self._prompt(request, attempt, encodings, prefix)
+            first = first or await stages.choose_first(request, attempt, prompt.prefix)
+            if first.instance.role is not Role.PREFILL:
+                decode = first.instance
+                return await stages.decode(request, attempt, prompt, decode, rank=first.rank)
+            prefill = first.instance
+            handover = await stages.make_handover(request, attempt, prompt, first)
+            try:
+                at_once = stages.at_once(handover)
                 if not at_once:
-                    await stages.prefill(handover)
-                decode = pair.decode or await stages.choose_decode(prepared, pair)
-                progress.decode = decode
-                if at_once:
-                    return await stages.prefill_and_decode(handover, decode)
-                return await stages.decode(prepared, decode, handover)
+                    await stages.prefill(request, attempt, prompt, handover)
+                decode = handover.decode = handover.decode or await self._decoders.pick_instance(
+                    request, attempt, prompt.prefix, prefill
+                )
+                both_or_decode = stages.prefill_and_decode if at_once else stages.decode
+                return await both_or_decode(request, attempt, prompt, decode, handover)
+            except BaseException as error:
+                self._releases.release_unread(request, attempt, prompt, handover, error)
+                raise
         except ProxyError as error:
-            return FailedAttempt(stage_input.attempt, error, progress)
+            failed = FailedAttempt(attempt, error, encodings, prompt, prefill, handover, decode)
+            return self._with_options(failed, request)
 
-    async def encode(self, body: Body, context: RequestContext) -> list[EncodedItem]:
+    async def encode(self, request: Request) -> list[EncodedItem]:
         """Encode the items of a request that asks for nothing else, and remember their keys.
 
         Raises:
             BadRequest: an item is invalid.
             ProxyError: an item failed.
         """
-        items = self._media.items(body, context)
-        request = await self._media.keyed(body, items, context)
-        job = EncodeJob(request, context, namespace=self._namespace(None))
-        context.watched.kind = _kind(body, items, context)
-        async with self._quarantine.context_for(context.watched):
+        if request.items:
+            request = await self._media.keyed(request)
+        self._fatal.check(request.watched, [item.identity for item in request.items])
+        job = EncodeJob(request, namespace=self._namespace(None))
+        async with self._quarantine.context_for(request.watched):
             encoded_items = await self._encoder.encode(job)
-        await self._keys.remember_names(request.body, encoded_items, context.tenant, context.config)
+        await self._keys.remember_names(request.body, encoded_items, request.tenant, request.config)
         return encoded_items
 
-    async def forget_uuid(self, uuid: str, model: str | None, context: RequestContext) -> None:
-        """Forget the key of a client's uuid: see `Keys.forget_uuid`."""
-        await self._keys.forget_uuid(uuid, model, context.tenant, context.config)
-
-    def _stage_input(
-        self, request: KeyedRequest, attempt: Attempt, context: RequestContext
-    ) -> StageInput:
-        """Return the input of the stages. Without a prefill instance, decode also prefills."""
-        local = context.config.on_prefill_failure == "local"
-        if attempt.course.prefill and local and not self._table.has(Role.PREFILL):
-            attempt = attempt._replace(without_prefill=True)
-        return StageInput(request, attempt, context)
-
-    async def _early_targets(self, stage_input: StageInput) -> EarlyTargets:
-        """Choose the instance that will consume the encoder outputs, if it must be known early.
-
-        It must in two cases: the transfer pushes outputs to the consumer, or consumers have
-        different namespaces, so that an output is usable in only one of them.
-        """
-        encodes = stage_input.attempt.course.encode
-        differ = encodes and len(self._namespaces.of_consumers()) > 1
-        if not stage_input.request.media_items or not (self._transfer.pushed or differ):
-            return NO_TARGETS
-        body, prefix = Consumed(stage_input.request.body), request_prefix(stage_input)
-        unencoded = PreparedRequest(stage_input, NO_ENCODINGS, body, prefix)
-        return await self._prefill_decode.choose_early_targets(unencoded)
-
-    def _earlier_encodings(
-        self, stage_input: StageInput, targets: EarlyTargets
+    def _known_encodings(
+        self, request: Request, attempt: Attempt, first: Reservation | None
     ) -> Encodings | None:
-        """Return the encoder outputs of an earlier attempt; None if there are no usable ones."""
-        if not stage_input.request.media_items:
+        """Return usable encoder outputs of an earlier attempt; None if there are none."""
+        if not request.items:
             return NO_ENCODINGS
-        earlier, namespace = stage_input.attempt.encodings, self._namespace(targets.consumer)
-        if earlier is None or earlier.namespace != namespace:
-            return None
-        return None if self._transfer.pushed else earlier
+        known = attempt.encodings
+        usable = known is not None and known.namespace == self._namespace(first)
+        return known if usable and not self._pushed else None
 
-    def _encode_job(self, stage_input: StageInput, targets: EarlyTargets) -> EncodeJob:
-        return EncodeJob(
-            stage_input.request,
-            stage_input.context,
-            stage_input.attempt.course,
-            targets.consumer_reservation,
-            self._namespace(targets.consumer),
-            stage_input.attempt.reencode,
-        )
+    def _encode_job(
+        self, request: Request, attempt: Attempt, first: Reservation | None
+    ) -> EncodeJob:
+        consumer = first if first is not None and first.instance.role in CONSUMERS else None
+        namespace = self._namespace(first)
+        return EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode)
 
     async def _remember_names(
-        self, stage_input: StageInput, encoded_items: Sequence[EncodedItem]
+        self, request: Request, attempt: Attempt, encoded_items: Sequence[EncodedItem]
     ) -> None:
-        if stage_input.attempt.encodings is None:
-            body, context = stage_input.request.body, stage_input.context
-            named = [encoded for encoded in encoded_items if encoded.item.uuid is not None]
-            await self._keys.remember_names(body, named, context.tenant, context.config)
+        """Remember the clients' names of the items, once for each request."""
+        if attempt.encodings is None:
+            named = [known for known in encoded_items if known.item.uuid is not None]
+            await self._keys.remember_names(request.body, named, request.tenant, request.config)
 
-    def _namespace(self, consumer: Instance | None) -> str | None:
+    def _namespace(self, first: Reservation | None) -> str | None:
         """Return the namespace in which the consumer looks up outputs; None if unknown."""
-        if consumer is not None:
-            return self._namespaces.namespace_of(consumer)
-        known = self._namespaces.of_consumers()
-        return next(iter(known)) if len(known) == 1 else None
+        return None if self._early is None else self._early.namespace(first)
 
-    def _prepared(self, stage_input: StageInput, encodings: Encodings) -> PreparedRequest:
-        consumed = self._media.consumed(stage_input, encodings)
-        prefix = request_prefix(stage_input, encodings.encoded_items)
-        if prefix.links and stage_input.context.config.kv_events:
-            consumed = marked_prompt(consumed, prefix)
-        work = request_work(stage_input, encodings)
-        return PreparedRequest(stage_input, encodings, consumed, prefix, work)
+    def _prompt(
+        self, request: Request, attempt: Attempt, encodings: Encodings, prefix: Prefix | None
+    ) -> Prompt:
+        """Return the request for prefill and decode; `prefix` is its content, if known already."""
+        if attempt.without_prefill:
+            request.record.add_degraded("prefill-local")
+        if request.items:
+            prompt = self._media.prompt(request, attempt, encodings.encoded_items)
+        else:
+            prompt = Prompt(request.body, work=Work(request.text_bytes // BYTES_PER_TOKEN))
+        if not self._by_content:
+            return prompt
+        prefix = prefix or request_prefix(request, encodings.encoded_items)
+        if prefix.links and request.config.kv_events:
+            prompt = marked_prompt(prompt, prefix)
+        return prompt._replace(prefix=prefix)
 
-    def _attempt_after(self, failed: FailedAttempt, context: RequestContext) -> Attempt | None:
-        """Return the attempt after a failed one; None if the client gets the error."""
-        context.held.withdraw_offer()
-        if context.is_spent:
-            return None
-        course, decodes = failed.attempt.course, failed.failed_decodes
-        return next_attempt(
-            RecoveryState(
-                failed,
-                other_prefills=self._prefill_decode.other_prefills(failed),
-                other_decodes=self._decoders.has_untried(course, decodes),
-                may_prefill_locally=context.config.on_prefill_failure == "local",
-            )
+    def _with_options(self, failed: FailedAttempt, request: Request) -> FailedAttempt:
+        """Return a failed attempt with what is left to try."""
+        attempt = failed.attempt
+        return failed._replace(
+            other_prefills=self._prefill_decode.has_untried_prefill(attempt, failed.tried_prefills),
+            other_decodes=self._decoders.has_untried(attempt.course, failed.failed_decodes),
+            may_prefill_locally=request.config.on_prefill_failure == "local",
         )
-
-
-def _kind(body: Body, items: Sequence[MMItem], context: RequestContext) -> int:
-    """Return a digest of the parts of a request that its variants share."""
-    modalities = frozenset([item.modality for item in items])
-    return hash((context.endpoint.path, *body, modalities, context.text_bytes.bit_length()))

@@ -14,8 +14,8 @@ from ec_store.keys import EntryKey
 from epd.api.items import MMItem
 from epd.encoder_cache.identity import OutputKey
 from epd.policies.plan import ItemFacts, ItemPlace, ItemRule
+from epd.request.encode_job import EncodeJob
 from epd.request.item_tokens import TokenCounts
-from epd.request.stage_inputs import EncodeJob
 from epd.routing.forecast import Forecast
 from epd.routing.instances import Instance
 from epd.routing.namespaces import Namespaces
@@ -100,14 +100,14 @@ class Placement:
         no consumer can receive them.
         """
         no_receiver = self._pushed and job.consumer_reservation is None
-        return not (job.course.encode and job.context.endpoint.encodes) or no_receiver
+        return not (job.course.encode and job.request.endpoint.encodes) or no_receiver
 
     def may_leave(self, job: EncodeJob) -> bool:
         """Return whether prefill or decode may encode an item that no encode instance encodes.
 
         They may only if all items of the request have media.
         """
-        allowed = job.context.config.on_encode_failure == "local" and not self._pushed
+        allowed = job.request.config.on_encode_failure == "local" and not self._pushed
         return allowed and job.has_all_media
 
     def fits(self, job: EncodeJob) -> Callable[[Instance], bool] | None:
@@ -155,7 +155,7 @@ class Placement:
         """Return the place of all items of a request that gives the policy no choice."""
         if self._pushed or job.reencode or not job.has_all_media:
             return REQUIRED
-        shrinks = job.context.config.decode_media == "metadata"
+        shrinks = job.request.config.decode_media == "metadata"
         if shrinks and any(pending.stored and pending.stored.metadata for pending in items):
             return BESIDE_STORED
         return None
@@ -170,7 +170,7 @@ class Placement:
         if not waiting:
             return
         forecast = self._forecast(job)
-        timeout_s = job.context.config.encode_timeout_s
+        timeout_s = job.request.config.encode_timeout_s
         limit_s = FITS_SHARE * timeout_s / (2 if forecast.several else 1)
         if forecast.longest_s(sum(pending.tokens for pending in waiting)) <= limit_s:
             return

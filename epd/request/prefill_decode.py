@@ -1,25 +1,34 @@
 """Prefill and decode of one attempt, after its items are encoded."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from epd.aio import StrictTaskGroup
-from epd.errors import NoInstance, ProxyError, SuspectedFatal, UpstreamDied, slug_of
-from epd.request.kv_peers import KVHandover, PeerRegistry
+from epd.api.usage import Usage
+from epd.conversations.turn import Turn
+from epd.errors import NoInstance, ProxyError, Stage, SuspectedFatal, UpstreamDied, slug_of
+from epd.request.decoders import Decoders
+from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
-from epd.request.recovery import FailedAttempt
-from epd.request.stage_inputs import EarlyTargets, PreparedRequest
-from epd.request.stages import Opened, Prefilled, Stages
-from epd.request.targets import Decoders
+from epd.request.recovery import Attempt
+from epd.request.request import Request
+from epd.request.stages import Stages
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
-from epd.routing.instances import CONSUMERS, Instance, Role
+from epd.routing.instances import Instance, Role
+from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
-from epd.transfer.kv import KVTransfer, Pair
+from epd.routing.watched import Watched
+from epd.transfer import with_params
+from epd.transfer.encoded import Prompt
+from epd.transfer.kv import Handover, KVTransfer
 from epd.upstream import Reply
+
+if TYPE_CHECKING:
+    from epd.spans import Span
 
 T = TypeVar("T")
 
@@ -28,135 +37,141 @@ DIES_WITHIN_S = 1.0
 seconds."""
 
 
+def needs_prefill(request: Request, attempt: Attempt) -> bool:
+    """Return whether a prefill instance computes the prompt, and not decode itself."""
+    planned = attempt.course.prefill and not attempt.without_prefill
+    return planned and request.endpoint.can_prefill(request.body)
+
+
 @dataclass(slots=True, eq=False)
 class DecodeAnswer:
-    """Decode's answer, as `Stages.decode` opened it. It must be closed, or used as a context.
+    """Decode's answer, opened. It must be closed, or used as a context.
 
-    The request at its instance, `_using`, has begun. `_ended` gets the answer's error, or None.
+    It refers to no body: that of the request can be freed.
+
+    Attributes:
+        reply: head of the answer, and its body as it arrives.
+        span: span of the request to decode, until the answer has been relayed; None without
+            tracing.
+        turn: the conversation turn; None for a request outside a conversation.
+        usage: prefill's numbers for the client's answer; None if decode prefilled.
+        engine_died: whether the stream reported the death of its engine.
     """
 
-    _opened: Opened
+    reply: Reply
+    span: "Span | None"
+    turn: Turn | None
+    usage: Usage | None
     _using: InFlight
-    _ended: Callable[[BaseException | None], None]
+    _fatal: FatalRequests
+    _watched: Watched
+    _local_identities: Sequence[str]
+    engine_died: bool = False
 
     def close(self, error: BaseException | None) -> None:
         """Close the answer, and judge its instance by the error."""
-        if self._opened.span is not None:
-            self._opened.span.end_span(slug_of(error))
-        self._opened.reply.close()
+        if self.span is not None:
+            self.span.end_span(slug_of(error))
+        self.reply.close()
         self._using.end_request(error)
-        self._ended(error)
+        if error is None and self.engine_died:
+            error = UpstreamDied("the engine died in its stream", stage="decode")
+        watched, items = self._watched, self._local_identities
+        if error is None:
+            self._fatal.record_survival(watched, items)
+        elif isinstance(error, ProxyError):
+            self._fatal.final_error(error, self._using.instance, watched, items)
 
-    def __enter__(self) -> Reply:
-        return self._opened.reply
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PrefillDecodeStages:
-    """Runner of prefill and decode of an attempt, after its encode."""
+class PrefillDecode:
+    """Runner of prefill and decode of an attempt."""
 
     _table: InstanceTable
     _prefills: Choice
     _stages: Stages
     _transfer: KVTransfer
-    _peers: PeerRegistry
+    _peers: PeerRegistry | None
     _decoders: Decoders
     _readbacks: Readbacks
     _fatal: FatalRequests
 
-    def other_prefills(self, failed: FailedAttempt) -> bool:
+    def has_untried_prefill(self, attempt: Attempt, tried: Sequence[Instance]) -> bool:
         """Return whether there is an eligible prefill instance that has not had the request."""
-        tried, prefill = failed.attempt.avoided_prefills, failed.progress.prefill
-        if prefill is not None:
-            tried = (*tried, prefill)
-        return failed.attempt.course.prefill_url is None and self._prefills.has_untried(tried)
+        return attempt.course.prefill_url is None and self._prefills.has_untried(tried)
 
-    async def choose_early_targets(self, prepared: PreparedRequest) -> EarlyTargets:
-        """Choose the consumer of a request, with its data-parallel rank, before the encode.
+    async def choose_first(self, request: Request, attempt: Attempt, prefix: Prefix) -> Reservation:
+        """Choose the instance that computes the prompt: prefill, or decode alone.
 
         Raises:
-            NoInstance: no instance is available.
+            ProxyError: no instance is available, or the choice failed.
         """
-        await self._readbacks.begin_turn(prepared.stage_input.context)
-        if self._needs_prefill(prepared):
-            prefix = prepared.prefill_prefix
-            return EarlyTargets(
-                self._table.reserve_place(self._prefill_instance(prepared), prefix=prefix)
+        if request.turn is not None:
+            await self._readbacks.begin_turn(request.turn)
+        if needs_prefill(request, attempt):
+            prefix = _for_prefill(request, prefix)
+            return self._table.reserve_place(
+                self._prefill_instance(request, attempt, prefix), prefix=prefix
             )
-        if not self._table.has(Role.PREFILL_DECODE):
-            return EarlyTargets()  # a decode instance loads no outputs, and is chosen later
-        decode = await self.choose_decode(prepared)
-        if decode.role in CONSUMERS:
-            return EarlyTargets(self._table.reserve_place(decode, prefix=prepared.decode_prefix))
-        return EarlyTargets(decode=decode)  # keep the choice: a picker is called only once
+        decode = await self._decoders.pick_instance(request, attempt, prefix)
+        return self._table.reserve_place(decode, prefix=_for_decode(request, prefix))
 
-    async def choose_prefill(
-        self, prepared: PreparedRequest, targets: EarlyTargets
-    ) -> Reservation | None:
-        """Return a place at the prefill instance; None if decode serves the request alone.
-
-        Raises:
-            NoInstance: no instance is available.
-        """
-        await self._readbacks.begin_turn(prepared.stage_input.context)
-        if not self._needs_prefill(prepared):
-            return None
-        instance = targets.consumer or self._prefill_instance(prepared)
-        rank, prefix = targets.consumer_rank, prepared.prefill_prefix
-        return self._table.reserve_place(instance, rank, prefix=prefix)
-
-    async def make_pair(self, prepared: PreparedRequest, place: Reservation) -> Pair:
+    async def make_handover(
+        self, request: Request, attempt: Attempt, prompt: Prompt, first: Reservation
+    ) -> Handover:
         """Collect what prefill and decode need to know of each other.
 
         Raises:
             ProxyError: no instance is available, or a request to one failed.
         """
-        attempt, context = prepared.stage_input.attempt, prepared.stage_input.context
-        prefill = place.instance
-        request_id = context.child_id() if attempt.resent else context.request_id
-        try:
-            earlier = await self._readbacks.previous_params(prepared, prefill)
-        except UpstreamDied as error:
-            raise self._counted(error, prefill, prepared) from error.__cause__
-        pair = Pair(request_id, prefill, place.rank, earlier=earlier)
+        request_id = request.child_id() if attempt.resent else request.id
+        handover = Handover(request_id, first.instance, first.rank)
+        if request.turn is not None:
+            try:
+                handover.earlier = await self._readbacks.previous_params(
+                    request, request.turn, prompt, handover.prefill
+                )
+            except UpstreamDied as error:
+                final = self._final_error(error, handover.prefill, request, prompt)
+                raise final from error.__cause__
         if attempt.course.decode_choice == "early" or self._transfer.eager:
-            pair = pair._replace(decode=await self.choose_decode(prepared, pair))
-        return pair._replace(peer=await self._peers.params_for(pair))
+            handover.decode = await self._decoders.pick_instance(
+                request, attempt, prompt.prefix, handover.prefill
+            )
+        if self._peers is not None:
+            handover.peer = await self._peers.params_for(handover)
+        return handover
 
-    async def choose_decode(self, prepared: PreparedRequest, pair: Pair | None = None) -> Instance:
-        """Choose the decode instance. Without a pair, it prefills the request.
+    def at_once(self, handover: Handover) -> bool:
+        """Return whether prefill and decode run at the same time."""
+        return self._transfer.decode_concurrent(handover)
 
-        Raises:
-            ProxyError: no instance is available, or the choice failed.
-        """
-        attempt, context = prepared.stage_input.attempt, prepared.stage_input.context
-        return await self._decoders.pick_instance(
-            attempt, context, pair and pair.prefill, prefix=prepared.decode_prefix
-        )
-
-    def at_once(self, pair: Pair) -> bool:
-        """Return whether prefill and decode of this pair run at the same time."""
-        return self._transfer.decode_concurrent(pair)
-
-    async def prefill(self, handover: KVHandover) -> None:
+    async def prefill(
+        self, request: Request, attempt: Attempt, prompt: Prompt, handover: Handover
+    ) -> None:
         """Send the request to prefill. If decode is chosen already, reserve its place.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        decode = handover.pair.decode
+        decode = handover.decode
         with nullcontext() if decode is None else self._table.reserve_place(decode):
-            handover.prefilled = await self._prefilled(handover)
-        handover.params = handover.prefilled.params
+            await self._prefill(request, attempt, prompt, handover)
+        handover.prefilled = True
 
-    async def decode(
+    async def decode(  # noqa: PLR0913 - all describe one request
         self,
-        prepared: PreparedRequest,
+        request: Request,
+        attempt: Attempt,
+        prompt: Prompt,
         instance: Instance,
-        handover: KVHandover | None = None,
+        handover: Handover | None = None,
         *,
         rank: int | None = None,
     ) -> DecodeAnswer:
@@ -165,79 +180,89 @@ class PrefillDecodeStages:
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        consumed, work, context = prepared.consumed, prepared.work, prepared.stage_input.context
-        request_id = on_head = prefill = None
+        work, prefill = prompt.work, None
         if handover is not None:
-            consumed, work = handover.begin_decode(instance), NO_WORK
-            request_id, prefill = handover.pair.request_id, handover.pair.prefill
-            on_head = handover.record_answer
+            work, prefill = NO_WORK, handover.prefill
+            body = with_params(prompt.body, handover.params)
+            if handover.prefilled and request.turn is not None and request.endpoint.tokenized:
+                body = request.turn.with_tokens(body)
+            prompt = prompt._replace(body=body)
         using = self._table.track_request(
-            instance,
-            rank=rank,
-            prefix=prepared.decode_prefix,
-            work=work,
+            instance, rank=rank, prefix=_for_decode(request, prompt.prefix), work=work
         ).begin_request()
         if handover is None:
-            context.record.prefix_tokens = using.matched
-            context.prefill_usage = {}
+            request.record.add_prefix(using.matched)
         try:
-            opened = await self._stages.decode(
-                instance, consumed, context, using.rank, request_id, on_head=on_head
-            )
+            reply, span = await self._stages.decode(instance, prompt, request, using.rank, handover)
         except BaseException as error:
             using.end_request(error)
             if not isinstance(error, ProxyError):
                 raise
-            loads = prepared.may_lack_state("decode", loads_blocks=handover is not None)
-            context.doubts.add(error, using, loads=loads)
-            if prefill is not None and not error.rejects_request:
-                self._peers.forget_instance(prefill)
-            raise self._counted(error, instance, prepared) from error.__cause__
+            loads = _may_lack_state("decode", attempt, prompt, loads_blocks=handover is not None)
+            request.doubts.add(error, using, loads=loads)
+            if handover is not None:
+                self._forget_peer(handover, error)
+            raise self._final_error(error, instance, request, prompt) from error.__cause__
         using.record_answer()
-        context.doubts.settle(instance)
-        if context.turn is not None:
-            context.turn.decode = instance.url
-            context.turn.prefill = None if prefill is None else prefill.url
-        return DecodeAnswer(opened, using, self._judging(instance, prepared))
+        request.doubts.settle(instance)
+        if request.turn is not None:
+            request.turn.set_instances(instance.url, None if prefill is None else prefill.url)
+        return DecodeAnswer(
+            reply,
+            span,
+            request.turn,
+            None if handover is None else handover.usage,
+            using,
+            self._fatal,
+            request.watched,
+            prompt.local_identities,
+        )
 
-    async def prefill_and_decode(self, handover: KVHandover, instance: Instance) -> DecodeAnswer:
+    async def prefill_and_decode(
+        self,
+        request: Request,
+        attempt: Attempt,
+        prompt: Prompt,
+        decode: Instance,
+        handover: Handover,
+    ) -> DecodeAnswer:
         """Decode while prefill runs. Decode's head may precede its tokens by a long time.
 
         Raises:
             ProxyError: the first failure of the two.
         """
-        handover.params = self._transfer.decode_params(handover.pair, {})
+        handover.params = self._transfer.decode_params(handover, {})
         halves = Halves()
         with ExitStack() as stack:
             try:
                 async with StrictTaskGroup() as group:
-                    prefill = self._prefilled(handover)
+                    prefill = self._prefill(request, attempt, prompt, handover)
                     prefilling = group.create_task(halves.run("prefill", prefill))
-                    decode = self.decode(handover.prepared, instance, handover)
-                    opening = group.create_task(halves.run("decode", decode))
+                    decoding = self.decode(request, attempt, prompt, decode, handover)
+                    opening = group.create_task(halves.run("decode", decoding))
                     stack.callback(_close, opening)
                     await asyncio.wait((prefilling, opening))
             except ExceptionGroup as failed:
                 first = failed.exceptions[0]
                 of_prefill = isinstance(first, ProxyError) and first.stage == "prefill"
-                if not of_prefill and _is_done(prefilling):
-                    handover.prefilled = prefilling.result()
+                handover.prefilled = not of_prefill and _is_done(prefilling)
                 raise first from first.__cause__
             stack.pop_all()
-        return opening.result()
+        answer = opening.result()
+        answer.usage = handover.usage
+        return answer
 
-    def _prefill_instance(self, prepared: PreparedRequest) -> Instance:
-        attempt, context = prepared.stage_input.attempt, prepared.stage_input.context
+    def _prefill_instance(self, request: Request, attempt: Attempt, prefix: Prefix) -> Instance:
         url = attempt.course.prefill_url
         if url is None:
-            return context.watched.choose_instance(
+            return request.watched.choose_instance(
                 "prefill",
                 lambda fits: self._prefills.best_instance(
                     attempt.avoided_prefills,
-                    balance=context.config.prefill_balance,
-                    session=context.session,
-                    prefix=prepared.prefill_prefix,
-                    prefer=None if context.turn is None else context.turn.prefers_prefill,
+                    balance=request.config.prefill_balance,
+                    session=request.session,
+                    prefix=prefix,
+                    prefer=None if request.turn is None else request.turn.prefers_prefill,
                     fits=fits,
                 ),
             )
@@ -249,63 +274,61 @@ class PrefillDecodeStages:
             )
         return local
 
-    def _needs_prefill(self, prepared: PreparedRequest) -> bool:
-        attempt, context = prepared.stage_input.attempt, prepared.stage_input.context
-        wanted = attempt.course.prefill and not attempt.without_prefill
-        return wanted and context.endpoint.can_prefill(prepared.consumed.body)
-
-    async def _prefilled(self, handover: KVHandover) -> Prefilled:
-        prepared, pair = handover.prepared, handover.pair
-        context = prepared.stage_input.context
+    async def _prefill(
+        self, request: Request, attempt: Attempt, prompt: Prompt, handover: Handover
+    ) -> None:
+        instance = handover.prefill
         using = self._table.track_request(
-            pair.prefill,
-            rank=pair.prefill_rank,
-            prefix=prepared.prefill_prefix,
-            work=prepared.work,
+            instance,
+            rank=handover.prefill_rank,
+            prefix=_for_prefill(request, prompt.prefix),
+            work=prompt.work,
         )
         try:
             with using:
-                context.record.prefix_tokens = using.matched
-                prefilled = await self._stages.prefill(
-                    self._transfer, pair, prepared.consumed, context
-                )
+                request.record.add_prefix(using.matched)
+                replied = await self._stages.prefill(self._transfer, handover, prompt, request)
         except ProxyError as error:
-            loads = prepared.may_lack_state("prefill", loads_blocks=pair.earlier is not None)
-            context.doubts.add(error, using, loads=loads)
-            if not error.rejects_request:
-                self._peers.forget_instance(pair.prefill)
-            self._readbacks.record_result(pair, error)
-            raise self._counted(error, pair.prefill, prepared) from error.__cause__
-        context.doubts.settle(pair.prefill)
-        self._peers.learn_facts(pair, prefilled.replied)
-        self._readbacks.record_result(pair)
-        return prefilled
+            loads_blocks = handover.earlier is not None
+            loads = _may_lack_state("prefill", attempt, prompt, loads_blocks=loads_blocks)
+            request.doubts.add(error, using, loads=loads)
+            self._forget_peer(handover, error)
+            if handover.earlier is not None:
+                self._readbacks.record_result(handover, error)
+            raise self._final_error(error, instance, request, prompt) from error.__cause__
+        request.doubts.settle(instance)
+        if self._peers is not None:
+            self._peers.learn_facts(handover, replied)
+        if handover.earlier is not None:
+            self._readbacks.record_result(handover)
 
-    def _counted(
-        self, error: ProxyError, instance: Instance, prepared: PreparedRequest
+    def _forget_peer(self, handover: Handover, error: ProxyError) -> None:
+        """Drop the facts about prefill's connector: it may have been replaced."""
+        if self._peers is not None and not error.rejects_request:
+            self._peers.forget_instance(handover.prefill)
+
+    def _final_error(
+        self, error: ProxyError, instance: Instance, request: Request, prompt: Prompt
     ) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
-        watched = prepared.stage_input.context.watched
-        if not isinstance(error, UpstreamDied):
-            return watched.final_error(error, instance)
-        return self._fatal.after(error, instance, watched, prepared.encodings.local_identities)
+        items = prompt.local_identities
+        return self._fatal.final_error(error, instance, request.watched, items)
 
-    def _judging(
-        self, instance: Instance, prepared: PreparedRequest
-    ) -> Callable[[BaseException | None], None]:
-        """Return a callback for the end of an opened answer, without a reference to the request."""
-        watched = prepared.stage_input.context.watched
-        encoded_here = prepared.encodings.local_identities
 
-        def record_result(error: BaseException | None) -> None:
-            if error is None and watched.engine_died:
-                error = UpstreamDied("the engine died in its stream", stage="decode")
-            if isinstance(error, UpstreamDied):
-                self._fatal.after(error, instance, watched, encoded_here)
-            elif error is None:
-                self._fatal.record_survival(watched, encoded_here)
+def _for_prefill(request: Request, prefix: Prefix) -> Prefix:
+    return prefix if request.config.prefill_balance == "content" else NO_PREFIX
 
-        return record_result
+
+def _for_decode(request: Request, prefix: Prefix) -> Prefix:
+    return prefix if request.config.decode_balance == "content" else NO_PREFIX
+
+
+def _may_lack_state(stage: Stage, attempt: Attempt, prompt: Prompt, *, loads_blocks: bool) -> bool:
+    """Return whether a 500 of this stage may mean that an entry or KV blocks are missing.
+
+    Only the first 500 of a stage may.
+    """
+    return (prompt.depends or loads_blocks) and stage not in attempt.failures
 
 
 class Halves:

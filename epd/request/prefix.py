@@ -18,10 +18,10 @@ from epd.api.body import dump_json
 from epd.api.items import MM_KWARGS, Body, Path
 from epd.api.prompts import BYTES_PER_TOKEN
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
-from epd.request.stage_inputs import StageInput
+from epd.request.request import Request
 from epd.routing.kv_blocks import mark_of, sampled_prefix
 from epd.routing.prefix import NO_PREFIX, Prefix
-from epd.transfer.encoded import Consumed, EncodedItem
+from epd.transfer.encoded import EncodedItem, Prompt
 
 PIECE_BYTES = 1024
 """Size of the pieces of long text."""
@@ -62,14 +62,12 @@ FEWEST = 2
 """Number of the fields of most messages and parts: role and content, type and text."""
 
 
-def request_prefix(stage_input: StageInput, encoded: Sequence[EncodedItem] = ()) -> Prefix:
-    """Return the prompt of a request; `NO_PREFIX` if no instance is chosen by its content.
+def request_prefix(request: Request, encoded: Sequence[EncodedItem] = ()) -> Prefix:
+    """Return the prompt of a request; `NO_PREFIX` if its endpoint generates no tokens.
 
     `encoded` is empty before the encode.
     """
-    request, context = stage_input.request, stage_input.context
-    balances = context.config.prefill_balance, context.config.decode_balance
-    if "content" not in balances or not context.endpoint.generates:
+    if not request.endpoint.generates:
         return NO_PREFIX
     media: dict[Path, tuple[str, int]] = {}
     if encoded:
@@ -78,22 +76,22 @@ def request_prefix(stage_input: StageInput, encoded: Sequence[EncodedItem] = ())
             tokens = media_tokens(known.encoded.metadata) or TYPICAL_TOKENS[item.modality]
             media[item.path] = item.identity, tokens
     else:
-        for item in request.media_items:
+        for item in request.items:
             media[item.path] = item.identity, TYPICAL_TOKENS[item.modality]
     chain = Chain(request.body, media)
-    prefix = Prefix(chain.links, chain.ends, context.session)
-    return sampled_prefix(prefix) if context.config.kv_events else prefix
+    prefix = Prefix(chain.links, chain.ends, request.session)
+    return sampled_prefix(prefix) if request.config.kv_events else prefix
 
 
-def marked_prompt(consumed: Consumed, prefix: Prefix) -> Consumed:
-    """Return the request with the mark of its prompt, by which KV events name it.
+def marked_prompt(prompt: Prompt, prefix: Prefix) -> Prompt:
+    """Return the prompt with its mark, by which KV events name it.
 
     The mark takes the place of the client's session, which vLLM only repeats in these events.
     """
     mark = mark_of(prefix)
-    if SESSION in consumed.body:
-        consumed = consumed._replace(body={**consumed.body, SESSION: mark})
-    return consumed._replace(mark=mark)
+    if SESSION in prompt.body:
+        prompt = prompt._replace(body={**prompt.body, SESSION: mark})
+    return prompt._replace(mark=mark)
 
 
 class Chain:

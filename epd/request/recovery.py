@@ -5,15 +5,14 @@ docs/decisions/011-trying-again.md.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NamedTuple
 
 from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
 from epd.policies.plan import Course, Facts
 from epd.routing.instances import Instance
-from epd.transfer.encoded import Consumed, EncodedItem
-from epd.transfer.kv import Pair
+from epd.transfer.encoded import EncodedItem, Prompt
+from epd.transfer.kv import Handover
 
 MAX_PREFILLS = 2
 """Failures of prefill after which it is not retried; unreachable instances do not count."""
@@ -61,15 +60,6 @@ class Encodings(NamedTuple):
     encoded_items: Sequence[EncodedItem] = ()
     namespace: str | None = None
 
-    @property
-    def local_identities(self) -> Sequence[str]:
-        """Identities of the items that prefill or decode encode themselves."""
-        return [
-            encoded_item.item.identity
-            for encoded_item in self.encoded_items
-            if encoded_item.result == "local"
-        ]
-
 
 NO_ENCODINGS = Encodings()
 
@@ -109,69 +99,52 @@ class Attempt(NamedTuple):
     unnamed: bool = False
     without_prefill: bool = False
 
+    def for_fleet(self, *, has_prefill: bool, may_prefill_locally: bool) -> "Attempt":
+        """Return the attempt that this fleet can serve: without prefill, decode does its work."""
+        if self.course.prefill and may_prefill_locally and not has_prefill:
+            return self._replace(without_prefill=True)
+        return self
 
-NOT_PREPARED = Consumed({})
 
-
-@dataclass(slots=True)
-class AttemptProgress:
-    """Results of the steps of an attempt, as far as it came.
-
-    Attributes:
-        encodings: encoder outputs of the items; None if a step up to the encode failed.
-        consumed: the request for prefill and decode; `NOT_PREPARED` until the items are encoded.
-        prefill: the prefill instance that was chosen; None if none was.
-        pair: the prefill instance with its facts for decode; None until it is made.
-        decode: the decode instance that was chosen; None if none was.
-    """
-
-    encodings: Encodings | None = None
-    consumed: Consumed = NOT_PREPARED
-    prefill: Instance | None = None
-    pair: Pair | None = None
-    decode: Instance | None = None
-
-    @property
-    def reads_back(self) -> bool:
-        """Whether prefill was asked to read decode's blocks of the previous turn."""
-        return self.pair is not None and self.pair.earlier is not None
+NO_PROMPT = Prompt({})
 
 
 class FailedAttempt(NamedTuple):
-    """Failure of an attempt, with the results of the steps before."""
-
-    attempt: Attempt
-    error: ProxyError
-    progress: AttemptProgress
-
-    @property
-    def failed_decodes(self) -> tuple[Instance, ...]:
-        """The decode instances that this attempt avoids, and the one that failed in it."""
-        avoided, decode = self.attempt.avoided_decodes, self.progress.decode
-        return avoided if decode is None or self.error.stage != "decode" else (*avoided, decode)
-
-
-class RecoveryState(NamedTuple):
-    """Failed attempt, and the remaining options.
+    """Failed attempt: what its steps before the failure gathered, and the remaining options.
 
     Attributes:
+        encodings: encoder outputs of the items; None if a step up to the encode failed.
+        prompt: the request for prefill and decode; `NO_PROMPT` until the items are encoded.
+        prefill: the prefill instance that was chosen; None if none was.
+        handover: the prefill instance with its facts for decode; None until it is made.
+        decode: the decode instance that was chosen; None if none was.
         other_prefills: whether there is a prefill instance that has not had the request.
         other_decodes: whether there is such a decode instance.
         may_prefill_locally: whether decode may do prefill's work (`--on-prefill-failure local`).
     """
 
-    failed: FailedAttempt
-    other_prefills: bool
-    other_decodes: bool
-    may_prefill_locally: bool
+    attempt: Attempt
+    error: ProxyError
+    encodings: Encodings | None = None
+    prompt: Prompt = NO_PROMPT
+    prefill: Instance | None = None
+    handover: Handover | None = None
+    decode: Instance | None = None
+    other_prefills: bool = False
+    other_decodes: bool = False
+    may_prefill_locally: bool = False
 
     @property
-    def error(self) -> ProxyError:
-        return self.failed.error
+    def tried_prefills(self) -> tuple[Instance, ...]:
+        """The prefill instances that this attempt avoids, and the one that was chosen in it."""
+        avoided = self.attempt.avoided_prefills
+        return avoided if self.prefill is None else (*avoided, self.prefill)
 
     @property
-    def progress(self) -> AttemptProgress:
-        return self.failed.progress
+    def failed_decodes(self) -> tuple[Instance, ...]:
+        """The decode instances that this attempt avoids, and the one that failed in it."""
+        avoided, decode = self.attempt.avoided_decodes, self.decode
+        return avoided if decode is None or self.error.stage != "decode" else (*avoided, decode)
 
     def failed_at(self, stage: Stage) -> bool:
         return self.error.stage == stage
@@ -179,9 +152,14 @@ class RecoveryState(NamedTuple):
     @property
     def failures(self) -> tuple[Stage, ...]:
         """The stages that have failed, including this one if its instance was reached."""
-        before = self.failed.attempt.failures
+        before = self.attempt.failures
         unreached = isinstance(self.error, UpstreamUnreachable)
         return before if unreached else (*before, self.error.stage)
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether prefill was asked to read decode's blocks of the previous turn."""
+        return self.handover is not None and self.handover.earlier is not None
 
     @property
     def can_repeat(self) -> bool:
@@ -192,21 +170,19 @@ class RecoveryState(NamedTuple):
     @property
     def base_attempt(self) -> Attempt:
         """The next attempt, unless a rule changes more: it avoids the instances chosen before."""
-        attempt, progress, decodes = self.failed.attempt, self.progress, self.failed.failed_decodes
-        prefills = () if progress.prefill is None else (progress.prefill,)
-        doubtful = attempt.doubtful
+        attempt, decodes, doubtful = self.attempt, self.failed_decodes, self.attempt.doubtful
         if self.error.engine_failed and self.failed_at("decode"):
             doubtful = decodes[-1]
-        elif self.error.engine_failed and progress.consumed.depends:
-            doubtful = progress.prefill
+        elif self.error.engine_failed and self.prompt.depends:
+            doubtful = self.prefill
         return attempt._replace(
-            avoided_prefills=attempt.avoided_prefills + prefills,
+            avoided_prefills=self.tried_prefills,
             avoided_decodes=decodes,
             failures=self.failures,
             doubtful=doubtful,
             # An attempt that failed before its encode has no encoder outputs to reuse.
-            encodings=attempt.encodings if progress.encodings is None else progress.encodings,
-            resent=attempt.resent or bool(prefills),
+            encodings=attempt.encodings if self.encodings is None else self.encodings,
+            resent=attempt.resent or self.prefill is not None,
         )
 
 
@@ -215,91 +191,90 @@ class Rule(NamedTuple):
 
     condition: str
     follows: str
-    applies: Callable[[RecoveryState], bool]
-    attempt: Callable[[RecoveryState], Attempt]
+    applies: Callable[[FailedAttempt], bool]
+    attempt: Callable[[FailedAttempt], Attempt]
 
 
-def _read_back_failed(failure: RecoveryState) -> bool:
-    return failure.failed_at("prefill") and failure.progress.reads_back and failure.error.worked
+def _read_back_failed(failure: FailedAttempt) -> bool:
+    return failure.failed_at("prefill") and failure.reads_back and failure.error.worked
 
 
-def _metadata_refused(failure: RecoveryState) -> bool:
-    attempt, progress = failure.failed.attempt, failure.progress
+def _metadata_refused(failure: FailedAttempt) -> bool:
+    attempt, encodings = failure.attempt, failure.encodings
     return (
         failure.error.answered == HTTPStatus.BAD_REQUEST
-        and progress.consumed.bare > 0
+        and failure.prompt.bare > 0
         and not (attempt.raw or attempt.reencode)
-        and progress.encodings is not None
-        and all(encoded_item.item.has_media for encoded_item in progress.encodings.encoded_items)
+        and encodings is not None
+        and all(encoded_item.item.has_media for encoded_item in encodings.encoded_items)
     )
 
 
-def _entry_lost(failure: RecoveryState) -> bool:
-    depends, attempt = failure.progress.consumed.depends, failure.failed.attempt
+def _entry_lost(failure: FailedAttempt) -> bool:
+    depends, attempt = failure.prompt.depends, failure.attempt
     return failure.error.engine_failed and depends and not attempt.reencode
 
 
-def _media_lost(failure: RecoveryState) -> bool:
+def _media_lost(failure: FailedAttempt) -> bool:
     """Return whether the consumer may have had neither an entry nor, in its cache, the media."""
-    progress, attempt = failure.progress, failure.failed.attempt
     prefills = failure.failures.count("prefill")
     if failure.failed_at("prefill") and prefills >= MAX_PREFILLS and failure.may_prefill_locally:
         return False
-    consumer_failed = failure.failed_at("prefill") or progress.pair is None
+    consumer_failed = failure.failed_at("prefill") or failure.handover is None
     lost = consumer_failed and failure.error.engine_failed and not failure.error.died
-    consumed = progress.consumed
-    return lost and consumed.named and not (consumed.depends or attempt.unnamed)
+    prompt = failure.prompt
+    return lost and prompt.named and not (prompt.depends or failure.attempt.unnamed)
 
 
-def _prefill_again(failure: RecoveryState) -> bool:
+def _prefill_again(failure: FailedAttempt) -> bool:
     few = failure.failures.count("prefill") < MAX_PREFILLS
     # Unreachable instances do not count, but the attempts at decode are reserved.
-    chosen = len(failure.failed.attempt.avoided_prefills) + 1
+    chosen = len(failure.attempt.avoided_prefills) + 1
     few &= chosen < MAX_ATTEMPTS - MAX_DECODES or not failure.may_prefill_locally
     # Not on the only instance, which has just died of the request, if decode can prefill.
     only = failure.error.died and not failure.other_prefills and failure.may_prefill_locally
     return failure.failed_at("prefill") and few and not only and failure.can_repeat
 
 
-def _prefill_locally(failure: RecoveryState) -> bool:
+def _prefill_locally(failure: FailedAttempt) -> bool:
     return failure.failed_at("prefill") and failure.may_prefill_locally and failure.error.retryable
 
 
-def _may_decode_again(failure: RecoveryState) -> bool:
+def _may_decode_again(failure: FailedAttempt) -> bool:
     few = failure.failures.count("decode") < MAX_DECODES
     return failure.failed_at("decode") and few
 
 
-def _blocks_lost(failure: RecoveryState) -> bool:
+def _blocks_lost(failure: FailedAttempt) -> bool:
     # As with vLLM's `kv_load_failure_policy` "fail".
-    prefilled = failure.progress.pair is not None
+    prefilled = failure.handover is not None
     return _may_decode_again(failure) and failure.error.engine_failed and prefilled
 
 
-def _decode_again(failure: RecoveryState) -> bool:
+def _decode_again(failure: FailedAttempt) -> bool:
     return _may_decode_again(failure) and failure.can_repeat
 
 
-def _doubtful_prefill_is_left(failure: RecoveryState) -> bool:
-    attempt = failure.failed.attempt
+def _doubtful_prefill_is_left(failure: FailedAttempt) -> bool:
+    attempt = failure.attempt
     left = attempt.doubtful in attempt.avoided_prefills and not failure.error.engine_failed
     return failure.failed_at("prefill") and failure.error.retryable and left
 
 
-def _doubtful_decode_is_left(failure: RecoveryState) -> bool:
-    attempt, late = failure.failed.attempt, isinstance(failure.error, UpstreamTimeout)
+def _doubtful_decode_is_left(failure: FailedAttempt) -> bool:
+    attempt, late = failure.attempt, isinstance(failure.error, UpstreamTimeout)
     left = attempt.doubtful in attempt.avoided_decodes and not failure.error.engine_failed
     return failure.failed_at("decode") and failure.error.retryable and left and not late
 
 
-def _encoded_again(failure: RecoveryState) -> Attempt:
+def _encoded_again(failure: FailedAttempt) -> Attempt:
     """Return the next attempt, which does not reuse the encoder outputs.
 
     The instance that lacked one is not avoided if all others have had the request: they failed for
     other reasons.
     """
     attempt = failure.base_attempt._replace(reencode=True, encodings=None)
-    before = failure.failed.attempt
+    before = failure.attempt
     if failure.failed_at("prefill") and not failure.other_prefills:
         return attempt._replace(avoided_prefills=before.avoided_prefills)
     if failure.failed_at("decode") and not failure.other_decodes:
@@ -307,12 +282,12 @@ def _encoded_again(failure: RecoveryState) -> Attempt:
     return attempt
 
 
-def _not_counted(failure: RecoveryState) -> Attempt:
+def _not_counted(failure: FailedAttempt) -> Attempt:
     """Return the next attempt, without counting this one as a failure of its stage."""
-    return failure.base_attempt._replace(failures=failure.failed.attempt.failures)
+    return failure.base_attempt._replace(failures=failure.attempt.failures)
 
 
-def _without_doubt(failure: RecoveryState) -> Attempt:
+def _without_doubt(failure: FailedAttempt) -> Attempt:
     attempt = failure.base_attempt
     prefills, decodes = (
         tuple(instance for instance in avoided if instance != attempt.doubtful)
@@ -327,8 +302,8 @@ RULES = (
         "prefill computes them; the same instance may be chosen",
         _read_back_failed,
         lambda failure: _not_counted(failure)._replace(
-            avoided_prefills=failure.failed.attempt.avoided_prefills,
-            doubtful=failure.failed.attempt.doubtful,
+            avoided_prefills=failure.attempt.avoided_prefills,
+            doubtful=failure.attempt.doubtful,
         ),
     ),
     Rule(
@@ -349,7 +324,7 @@ RULES = (
         "and cannot read the entry, encodes them",
         _media_lost,
         lambda failure: failure.base_attempt._replace(
-            unnamed=True, doubtful=failure.failed.attempt.doubtful
+            unnamed=True, doubtful=failure.attempt.doubtful
         ),
     ),
     Rule(
@@ -394,7 +369,7 @@ RULES = (
 row."""
 
 
-def next_attempt(failure: RecoveryState) -> Attempt | None:
+def next_attempt(failure: FailedAttempt) -> Attempt | None:
     """Return the attempt that follows a failure; None: the client gets the error."""
     if failure.error.stage not in {"prefill", "decode"}:
         return None

@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from epd.api.body import reply_field
 from epd.api.chat import CHAT, encode_body, has_system_message
@@ -29,12 +29,12 @@ from epd.errors import (
     reported_retry_after_s,
 )
 from epd.json_or_none import json_or_none
-from epd.request.context import RequestContext
 from epd.request.encode_form import EncodeForm, Refusals
+from epd.request.request import Request
 from epd.routing.instances import CONSUMERS, Instance
 from epd.transfer import Params
-from epd.transfer.encoded import Consumed, OutputFacts, read_encoded
-from epd.transfer.kv import KVTransfer, Pair
+from epd.transfer.encoded import OutputFacts, Prompt, read_encoded
+from epd.transfer.kv import Handover, KVTransfer
 from epd.upstream import Answer, Reply, Upstream, too_large
 
 if TYPE_CHECKING:
@@ -68,31 +68,6 @@ RELEASE_TIMEOUT_S = 5.0
 """Timeout of a decode instance's answer to a release."""
 
 
-class Prefilled(NamedTuple):
-    """Reply of prefill.
-
-    Attributes:
-        replied: `kv_transfer_params` of the reply; empty without them.
-        params: `kv_transfer_params` for the decode request; None for none.
-    """
-
-    replied: Params
-    params: Params | None
-
-
-class Opened(NamedTuple):
-    """Opened answer of decode.
-
-    Attributes:
-        reply: head of the answer, and its body as it arrives.
-        span: span of the request to decode, until the answer has been relayed; None without
-            tracing.
-    """
-
-    reply: Reply
-    span: "Span | None"
-
-
 class Stages:
     """Client that sends the requests of all stages over one upstream client."""
 
@@ -106,7 +81,7 @@ class Stages:
         body: Body,
         item: MMItem,
         params: Params | None,
-        context: RequestContext,
+        request: Request,
         timeout_s: float,
     ) -> OutputFacts:
         """Encode one item.
@@ -120,11 +95,11 @@ class Stages:
             ProxyError: the instance failed, or rejected the item.
         """
         remote = item.is_remote
-        with context.time_stage("encode", instance.url, item) as timed:
-            headers = context.headers_for(context.child_id(), timed.span)
+        with request.record.time_stage("encode", instance.url, item) as timed:
+            headers = request.headers_for(request.child_id(), timed.span)
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
             form = EncodeForm(self._refusals, instance, has_system_message(body))
-            request = form.first(encode_body(body, item, params))
+            sent = form.first(encode_body(body, item, params))
             clock = asyncio.get_running_loop().time
             until_s = clock() + timeout_s
             try:
@@ -133,89 +108,97 @@ class Stages:
                         instance.url + CHAT.path,
                         stage="encode",
                         headers=headers,
-                        body=encode_json(request, context.cuts),
+                        body=encode_json(sent, request.media.cuts),
                         timeout_s=until_s - clock(),
                     )
-                    other = form.after(request, answer.status)
+                    other = form.after(sent, answer.status)
                     if other is None:
                         break
-                    request = other
+                    sent = other
             except UpstreamTimeout as error:
-                share = timeout_s / context.config.encode_timeout_s
+                share = timeout_s / request.config.encode_timeout_s
                 if remote and share >= LATE_SHARE:  # the media's host may have caused the delay
                     raise _fetch_failed("encode") from error
                 if share < FULL_SHARE:
                     error.outcome = Outcome.LATE if share >= LATE_SHARE else Outcome.NOTHING
                 raise
             timed.record_status(answer.status)
-            accepted = _accepted(answer, "encode", context, fetches=remote)
-            form.record_success(request)
-            if "model" in request:
-                context.learn_model(accepted)
+            accepted = _accepted(answer, "encode", request, fetches=remote)
+            form.record_success(sent)
+            if "model" in sent:
+                request.record.learn_model(accepted)
             return read_encoded(accepted, item.modality)
 
     async def prefill(
-        self, transfer: KVTransfer, pair: Pair, sent: Consumed, context: RequestContext
-    ) -> Prefilled:
-        """Prefill the request for one decode.
+        self, transfer: KVTransfer, handover: Handover, prompt: Prompt, request: Request
+    ) -> Params:
+        """Prefill a prompt for one decode. Return the `kv_transfer_params` of the reply.
+
+        The handover gets what decode and the client need of the reply.
 
         Raises:
             ProxyError: the instance failed, or its reply lacks required parameters of its blocks.
         """
-        endpoint, instance = context.endpoint, pair.prefill
-        prefill_body = endpoint.prefill(sent.body, transfer.prefill_params(pair))
-        with context.time_stage("prefill", instance.url) as timed:
+        endpoint, instance, record = request.endpoint, handover.prefill, request.record
+        body = endpoint.prefill(prompt.body, transfer.prefill_params(handover))
+        with record.time_stage("prefill", instance.url) as timed:
             answer = await self._upstream.fetch(
                 instance.url + endpoint.path,
                 stage="prefill",
-                headers=context.headers_for(
-                    pair.request_id, timed.span, pair.prefill_rank, mark=sent.mark
+                headers=request.headers_for(
+                    handover.request_id, timed.span, handover.prefill_rank, mark=prompt.mark
                 ),
-                body=endpoint.encode_body(prefill_body, context.cuts),
-                timeout_s=context.config.prefill_timeout_s,
+                body=endpoint.encode_body(body, request.media.cuts),
+                timeout_s=request.config.prefill_timeout_s,
             )
             timed.record_status(answer.status)
-            accepted = _accepted(answer, "prefill", context, fetches=sent.fetches)
-            context.learn_model(accepted)
+            accepted = _accepted(answer, "prefill", request, fetches=prompt.fetches)
+            record.learn_model(accepted)
             replied = reply_field(accepted, "kv_transfer_params", stage="prefill")
-            params = transfer.decode_params(pair, replied)
-            context.prefill_usage = prefill_usage(accepted)
-        context.record.prefilled_s = time.monotonic()
-        return Prefilled(replied, params)
+            handover.params = transfer.decode_params(handover, replied)
+            handover.usage = prefill_usage(accepted)
+        record.add_prefilled(time.monotonic())
+        return replied
 
-    async def decode(  # noqa: PLR0913 - all describe one request
+    async def decode(
         self,
         instance: Instance,
-        sent: Consumed,
-        context: RequestContext,
+        prompt: Prompt,
+        request: Request,
         rank: int | None = None,
-        request_id: str | None = None,
-        *,
-        on_head: Callable[[], None] | None = None,
-    ) -> Opened:
+        handover: Handover | None = None,
+    ) -> "tuple[Reply, Span | None]":
         """Open decode's answer: its status is 2xx, and its body has begun.
 
         An answer that is no stream is read to its end, or until it is too large to be held.
 
         Args:
             instance: the decode instance.
-            sent: the request.
-            context: context of the client's request.
+            prompt: the request, with the `kv_transfer_params` of the handover.
+            request: the client's request.
             rank: data-parallel rank; None to let the instance choose.
-            request_id: None for the id of the client's request.
-            on_head: callback for the head of a 2xx answer, before the wait for the body.
+            handover: KV blocks that decode reads; None if it prefills itself.
+
+        Returns:
+            The head of the answer, with its body as it arrives, and the span of the request to
+            decode, until the answer has been relayed; None without tracing.
 
         Raises:
             UpstreamRejected: the instance answered with another status.
             ProxyError: the instance failed.
         """
-        endpoint, body, idle_s = context.endpoint, sent.body, context.config.idle_timeout_s
-        body = _for_role(body, instance)
-        with context.time_stage("decode", instance.url) as timed:
-            headers = context.headers_for(
-                request_id, timed.span, rank, endpoint.content_type(body), mark=sent.mark
+        endpoint, record, idle_s = (
+            request.endpoint,
+            request.record,
+            request.config.idle_timeout_s,
+        )
+        body = _for_role(prompt.body, instance)
+        request_id = request.id if handover is None else handover.request_id
+        with record.time_stage("decode", instance.url) as timed:
+            headers = request.headers_for(
+                request_id, timed.span, rank, endpoint.content_type(body), mark=prompt.mark
             )
-            reply = await self._open_decode(instance.url + endpoint.path, headers, body, context)
+            reply = await self._open_decode(instance.url + endpoint.path, headers, body, request)
             timed.record_status(reply.status)
             if timed.span is not None:
                 timed.span.event("head")
@@ -223,47 +206,46 @@ class Stages:
                 with reply:
                     content = await reply.read(idle_s=idle_s)
                 answer = Answer(reply.status, reply.headers, content)
-                raise _refusal(answer, context, fetches=sent.fetches)
-            if on_head is not None:
-                on_head()
+                raise _refusal(answer, request, fetches=prompt.fetches)
+            if handover is not None:
+                handover.accepted = True
             # The client has seen no byte before the first one of a stream, or the last one of
             # another answer that can be held. Until then another instance can serve the request.
             try:
                 if reply.is_stream:
                     await reply.wait_body(idle_s)
-                    if context.record.media:
+                    if request.items:
                         await _check_beginning(reply, endpoint.grammar)
                 else:
-                    await _read_held(reply, context)
+                    await _read_held(reply, request)
             except BaseException:
                 reply.close()
                 raise
-            context.record.at = "answer"
-            context.answering = timed.span
-            return Opened(reply, timed.span)
+            record.wait_for("answer")
+            return reply, timed.span
 
     async def _open_decode(
-        self, url: str, headers: Mapping[str, str], body: Body, context: RequestContext
+        self, url: str, headers: Mapping[str, str], body: Body, request: Request
     ) -> Reply:
         """Send a request to decode, and offer its media as soon as only a retry needs them."""
-        pieces = context.endpoint.encode_body(body, context.cuts)
+        pieces = request.endpoint.encode_body(body, request.media.cuts)
         offer: asyncio.TimerHandle | None = None
 
         def offer_later() -> None:
             nonlocal offer
             loop = asyncio.get_running_loop()
-            offer = loop.call_later(OFFER_AFTER_S, context.offer_media, pieces)
+            offer = loop.call_later(OFFER_AFTER_S, request.media.offer, pieces)
 
-        sends_media = bool(context.cuts) and len(pieces) > 1
-        if context.cuts and not sends_media:
-            context.offer_media()
+        sends_media = bool(request.media.cuts) and len(pieces) > 1
+        if request.media.cuts and not sends_media:
+            request.media.offer()
         try:
             return await self._upstream.open(
                 url,
                 stage="decode",
                 headers=headers,
                 body=pieces,
-                head_timeout_s=_head_timeout_s(body, context.config),
+                head_timeout_s=_head_timeout_s(body, request.config),
                 on_sent=offer_later if sends_media else None,
             )
         finally:
@@ -271,7 +253,7 @@ class Stages:
                 offer.cancel()
 
     async def prompt_tokens(
-        self, instance: Instance, question: Body, context: RequestContext
+        self, instance: Instance, question: Body, request: Request
     ) -> list[int]:
         """Return the tokens of a prompt, as an instance computes them (`POST /tokenize`).
 
@@ -281,8 +263,8 @@ class Stages:
         answer = await self._upstream.fetch(
             instance.url + "/tokenize",
             stage="prefill",
-            headers=context.headers_for(context.child_id()),
-            body=encode_json(question, context.cuts),
+            headers=request.headers_for(request.child_id()),
+            body=encode_json(question, request.media.cuts),
             timeout_s=QUESTION_TIMEOUT_S,
         )
         match json_or_none(answer.body) if answer.ok else None:
@@ -305,7 +287,7 @@ class Stages:
         )
         return answer.body if answer.ok else b""
 
-    async def release(self, instance: Instance, body: Body, context: RequestContext) -> None:
+    async def release(self, instance: Instance, body: Body, request: Request) -> None:
         """Ask decode to release the KV blocks of an abandoned prefill.
 
         Decode then notifies the prefill instance, which would otherwise keep the request's KV
@@ -316,14 +298,14 @@ class Stages:
         Raises:
             ProxyError: the release failed.
         """
-        endpoint = context.endpoint
-        with context.time_stage("release", instance.url) as timed:
+        endpoint = request.endpoint
+        with request.record.time_stage("release", instance.url) as timed:
             opened = await self._upstream.open(
                 instance.url + endpoint.path,
                 stage="release",
-                headers=context.headers_for(context.child_id(), timed.span),
+                headers=request.headers_for(request.child_id(), timed.span),
                 body=endpoint.encode_body(
-                    endpoint.release(_for_role(body, instance)), context.cuts
+                    endpoint.release(_for_role(body, instance)), request.media.cuts
                 ),
                 head_timeout_s=RELEASE_TIMEOUT_S,
             )
@@ -348,7 +330,7 @@ def _for_role(body: Body, instance: Instance) -> Body:
     return {name: value for name, value in body.items() if name != "ec_transfer_params"}
 
 
-async def _read_held(reply: Reply, context: RequestContext) -> None:
+async def _read_held(reply: Reply, request: Request) -> None:
     """Read an answer that is no stream, and count its bytes as they arrive.
 
     An answer beyond `HELD_BYTES`, or without room, is read only in part. Those of turns of which
@@ -357,7 +339,7 @@ async def _read_held(reply: Reply, context: RequestContext) -> None:
     Raises:
         ProxyError: the answer was cut off, or a turn's is too large (502) or has no room (503).
     """
-    turn, held, size = context.turn, context.held, 0
+    turn, memory, size = request.turn, request.media.memory, 0
     always_whole = turn is not None and turn.heard is not None
 
     def may_hold(more: int) -> bool:
@@ -365,16 +347,16 @@ async def _read_held(reply: Reply, context: RequestContext) -> None:
         if always_whole:
             if size + more > MAX_DECODE_BYTES:
                 raise too_large("decode", MAX_DECODE_BYTES)
-            held.add(more)
-        elif size + more > HELD_BYTES or not held.try_add(more):
+            memory.add(more)
+        elif size + more > HELD_BYTES or not memory.try_add(more):
             return False
         size += more
         return True
 
     try:
-        await reply.read_ahead(context.config.idle_timeout_s, may_hold)
+        await reply.read_ahead(request.config.idle_timeout_s, may_hold)
     except BaseException:
-        held.remove(size)
+        memory.remove(size)
         raise
 
 
@@ -399,7 +381,7 @@ def _head_timeout_s(body: Body, config: LimitSettings) -> float:
     return config.first_byte_timeout_s if is_stream(body) else config.request_timeout_s
 
 
-def _refusal(answer: Answer, context: RequestContext, *, fetches: bool) -> ProxyError:
+def _refusal(answer: Answer, request: Request, *, fetches: bool) -> ProxyError:
     """Return the error of decode's answer; the client receives its own status and message."""
     status = answer.status
     if not HTTPStatus.BAD_REQUEST <= status <= MAX_STATUS:
@@ -408,12 +390,12 @@ def _refusal(answer: Answer, context: RequestContext, *, fetches: bool) -> Proxy
         )
     return (
         _explained(answer, "decode", fetches=fetches)
-        or _denied(status, "decode", context)
+        or _denied(status, "decode", request)
         or UpstreamRejected(status, answer.body, stage="decode", headers=answer.headers)
     )
 
 
-def _accepted(answer: Answer, stage: Stage, context: RequestContext, *, fetches: bool) -> bytes:
+def _accepted(answer: Answer, stage: Stage, request: Request, *, fetches: bool) -> bytes:
     """Return the body of a 2xx answer; raise an error for any other.
 
     `fetches` tells whether the instance had to fetch media for it.
@@ -430,7 +412,7 @@ def _accepted(answer: Answer, stage: Stage, context: RequestContext, *, fetches:
             retry_after_s=reported_retry_after_s(answer.headers),
         )
     if answer.status // 100 == 4:  # noqa: PLR2004
-        raise _denied(answer.status, stage, context) or UpstreamRejected(
+        raise _denied(answer.status, stage, request) or UpstreamRejected(
             answer.status, answer.body, stage=stage, headers=answer.headers
         )
     raise UpstreamFailed(
@@ -462,9 +444,9 @@ def _fetch_failed(stage: Stage) -> MediaFetchFailed:
     )
 
 
-def _denied(status: int, stage: Stage, context: RequestContext) -> UpstreamDenied | None:
+def _denied(status: int, stage: Stage, request: Request) -> UpstreamDenied | None:
     """Return the operator's error for a rejected key, unless it was the client's own key."""
-    if context.clients_key or status not in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+    if request.clients_key or status not in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
         return None
     return UpstreamDenied(
         f"the {stage} instance rejected the proxy's API key", slug=f"{stage}_auth", stage=stage

@@ -6,12 +6,11 @@ from contextlib import suppress
 
 from aiohttp import hdrs, web
 
-from epd.api.sse import EventAligner, engine_died
+from epd.api.sse import EventAligner, Grammar, engine_died
 from epd.api.usage import with_usage
 from epd.errors import ProxyError, UpstreamFailed
-from epd.events import GAPS_S, Histogram
-from epd.request.context import RequestContext
-from epd.upstream import Reply
+from epd.request.prefill_decode import DecodeAnswer
+from epd.request.recorder import Recorder
 
 AFTER_END_S = 1.0
 """Silence after an error in a stream after which its connection is closed, in seconds."""
@@ -28,25 +27,27 @@ class StreamRelay:
 
     def __init__(
         self,
-        reply: Reply,
+        answer: DecodeAnswer,
         stream: web.StreamResponse,
         transport: asyncio.WriteTransport,
-        context: RequestContext,
+        grammar: Grammar,
+        record: Recorder,
     ) -> None:
-        """Relay `reply`, decode's answer, to `stream`, which is prepared.
+        """Relay decode's answer to `stream`, which is prepared.
 
-        The context records the first event and the gaps between events. A conversation turn filters
+        The record gets the first event and the gaps between events. A conversation turn filters
         the events.
         """
-        self._reply = reply
+        self._answer = answer
+        self._reply = answer.reply
         self._stream = stream
         self._transport = transport
-        self._context = context
-        self._aligner = EventAligner(context.endpoint.grammar)
-        self._output = context.endpoint.grammar.output
-        self._hear = None if context.turn is None else context.turn.capture_fields
+        self._record = record
+        self._aligner = EventAligner(grammar)
+        self._output = grammar.output
+        self._capture = None if answer.turn is None else answer.turn.capture_fields
         self._failure: UpstreamFailed | None = None
-        self._gaps = context.record.gaps = Histogram(GAPS_S)
+        self._gaps = record.begin_gaps()
         self._last_s: float | None = None
         self._chunked = hdrs.TRANSFER_ENCODING in stream.headers
 
@@ -112,25 +113,27 @@ class StreamRelay:
             )
             return b""
         if self._aligner.failed and engine_died(events):
-            self._context.watched.engine_died = True
+            self._answer.engine_died = True
         if events:
-            self._timed(events)
-        answer = events if self._hear is None else self._hear(events)
-        if usage := self._context.prefill_usage:
-            answer = with_usage(answer, usage)
-        self._context.record.answer_bytes += len(answer)
-        return answer
+            self._time_events(events)
+        relayed = events if self._capture is None else self._capture(events)
+        if usage := self._answer.usage:
+            relayed = with_usage(relayed, usage)
+        self._record.add_answer(len(relayed))
+        return relayed
 
-    def _timed(self, events: bytes) -> None:
+    def _time_events(self, events: bytes) -> None:
         last_s = self._last_s
         if last_s is None:
-            self._context.learn_model(events)
+            self._record.learn_model(events)
         # Comments carry no tokens. After the first tokens, only events that may be comments are
         # searched.
         if (last_s is None or events[0] in b":\r\n") and not self._output.search(events):
             return
         self._last_s = now_s = time.monotonic()
-        if last_s is None:
-            self._context.first_event(now_s)
-        else:
+        if last_s is not None:
             self._gaps.add(now_s - last_s)
+            return
+        self._record.add_first_token(now_s)
+        if self._answer.span is not None:
+            self._answer.span.event("first_token")

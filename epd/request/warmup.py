@@ -13,7 +13,7 @@ from epd.api.items import MM_KWARGS, MODALITY, Body, Modality
 from epd.encoder_cache.client import EncoderCache
 from epd.errors import BadRequest, ProxyError, no_store
 from epd.events import ItemResult
-from epd.request.context import RequestContext
+from epd.request.request import Request
 from epd.transfer.encoded import EncodedItem, metadata_uuid
 
 FIELDS = frozenset({"model", "content", "priority", *MM_KWARGS})
@@ -26,7 +26,7 @@ POLL_S = 0.02
 MAX_NAME = 64
 """Maximum length of an unknown field's name in an error, in characters."""
 
-Encode = Callable[[Body, RequestContext], Awaitable[Sequence[EncodedItem]]]
+Encode = Callable[[Request], Awaitable[Sequence[EncodedItem]]]
 """`Pipeline.encode`."""
 
 
@@ -58,10 +58,10 @@ class Warmup:
     _encode: Encode
     _cache: EncoderCache | None
 
-    async def push(self, body: Body, context: RequestContext) -> MediaPage:
+    async def push(self, make_request: Callable[[], Request]) -> MediaPage:
         """Return the answer to `POST /v1/media`, once all items are stored.
 
-        The body is the request, as `parse` returns it.
+        `make_request` makes the request of the body that `parse` returns.
 
         Raises:
             BadRequest: a part is invalid.
@@ -71,12 +71,13 @@ class Warmup:
         if self._cache is None:
             raise no_store("the proxy has no encoder store; set --ec-store")
         try:
-            encoded = await self._encode(body, context)
+            request = make_request()
+            encoded = await self._encode(request)
         except ProxyError as error:
             param = error.param and error.param.removeprefix("messages[0].")
             raise error.at_param(param) from error.__cause__
-        found = await self._stored(self._cache, body.get("model"), encoded)
-        data = [_described(encoded_item, body, found) for encoded_item in encoded]
+        found = await self._stored(self._cache, request.body.get("model"), encoded)
+        data = [_described(encoded_item, request.body, found) for encoded_item in encoded]
         return {"object": "list", "data": data}
 
     async def _stored(

@@ -14,7 +14,7 @@ import structlog
 from xxhash import xxh3_128_hexdigest
 
 from ec_store.bounded import BoundedDict
-from epd.errors import Stage, SuspectedFatal, UpstreamDied
+from epd.errors import ProxyError, Stage, SuspectedFatal, UpstreamDied
 from epd.routing.instances import Instance
 from epd.routing.tenant_deaths import TenantDeaths
 from epd.routing.watched import MAX_DEATHS, Deaths, Watched
@@ -136,6 +136,14 @@ class FatalRequests:
             next="look for the cause of death in the logs of the instances",
         )
         return _suspected(self._reject_s, error.stage)
+
+    def final_error(
+        self, error: ProxyError, instance: Instance, watched: Watched, items: Sequence[str] = ()
+    ) -> ProxyError:
+        """Return the final error of a request to an instance, and count its death as `after`."""
+        if isinstance(error, UpstreamDied):
+            return self.after(error, instance, watched, items)
+        return watched.final_error(error, instance)
 
     def record_survival(
         self, watched: Watched, items: Iterable[str] = (), *, body: bool = True

@@ -46,7 +46,6 @@ class Watched:
     Attributes:
         fingerprint: digest of the body.
         deaths: deaths of instances that served it, in all stages; None for no death.
-        engine_died: whether decode's stream reported the death of its engine.
         kind: digest of what similar requests share; 0 if unknown.
         most_deaths: number of deaths after which it is sent to no further instance.
         pins: URLs of the only instances to which it may be sent, by stage; None for all.
@@ -56,7 +55,6 @@ class Watched:
     tenant: str = ""
     fingerprint: str = ""
     deaths: Deaths | None = None
-    engine_died: bool = False
     kind: int = 0
     most_deaths: int = MAX_DEATHS
     pins: dict[Stage, str] | None = None

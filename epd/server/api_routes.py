@@ -3,29 +3,32 @@
 The docstrings of the handlers are published in `/openapi.json` (see `openapi.py`).
 """
 
+import time
 from http import HTTPStatus
 from typing import Literal, TypedDict
 
 from aiohttp import HttpVersion11, web
 
-from epd.api.body import NO_CUTS, cut_and_parsed
+from epd.api.body import cut_and_parsed
 from epd.api.usage import whole_with_usage
 from epd.conversations.conversations import Conversations
 from epd.edge import engine_headers
 from epd.edge.drain import DRAIN
+from epd.encoder_cache.keys import Keys
 from epd.errors import RequestRefused
 from epd.request import warmup
-from epd.request.context import RequestContext
 from epd.request.pipeline import Pipeline
+from epd.request.prefill_decode import DecodeAnswer
 from epd.request.stream import StreamRelay
 from epd.server.admin import ADMIN
 from epd.server.app_keys import VISIT, Visit
-from epd.server.intake import read_json, request_body, watch
+from epd.server.intake import make_request, read_json, read_request
 from epd.server.responses import JsonResponse, WholeResponse, as_json, check_key, own_headers
 from epd.upstream import Reply
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
 WARMUP = web.AppKey("warmup", warmup.Warmup)
+MEDIA_KEYS = web.AppKey("media keys", Keys)
 CONVERSATIONS = web.AppKey("conversations", Conversations)
 
 GUARDED = ("/v1/", "/v2/")
@@ -50,79 +53,86 @@ class MediaDeleted(TypedDict):
 async def answer_request(request: web.Request) -> web.StreamResponse:
     """Answer `POST` to a generation endpoint, streaming or not."""
     visit = request[VISIT]
-    context = visit.context
-    if not context.endpoint.path.startswith(GUARDED):
+    if not visit.endpoint.path.startswith(GUARDED):
         await check_key(request)
-    opened = await visit.app[PIPELINE].run(await request_body(request, visit), context)
-    # Decode has the whole request and the proxy does not send it again: the body can be freed.
-    context.cuts = NO_CUTS
+    answer = await visit.app[PIPELINE].run(await read_request(request, visit))
+    # Decode has the whole request, and nothing refers to its body any more.
     visit.admitted.release()
-    with opened as reply:
-        headers = _answer_headers(reply, context)
-        if reply.is_stream:
-            return await _streamed(request, visit, reply, headers)
-        visit.admitted.set_size(reply.read_bytes)
-        if not reply.is_whole:
-            return await _relayed(request, visit, reply, headers)
-        whole = await reply.read(idle_s=context.config.idle_timeout_s)
-        context.record_whole(whole)
-        if context.turn is not None:
-            whole = context.turn.capture_fields(whole)
-            await visit.app[CONVERSATIONS].store_turn(context.turn)
-        whole = whole_with_usage(whole, context.prefill_usage)
-        context.record.answer_bytes = len(whole)
+    with answer:
+        headers = _answer_headers(answer.reply, visit)
+        if answer.reply.is_stream:
+            return await _streamed(request, visit, answer, headers)
+        visit.admitted.set_size(answer.reply.read_bytes)
+        if not answer.reply.is_whole:
+            return await _relayed(request, visit, answer, headers)
+        whole = await answer.reply.read(idle_s=visit.config.idle_timeout_s)
+        _record_whole(visit, whole)
+        if answer.turn is not None:
+            whole = answer.turn.capture_fields(whole)
+            await visit.app[CONVERSATIONS].store_turn(answer.turn)
+        if answer.usage:
+            whole = whole_with_usage(whole, answer.usage)
+        visit.record.set_answer(len(whole))
         # A response to a page of another origin gets its CORS headers by a signal.
-        if reply.status == HTTPStatus.OK and not visit.app.on_response_prepare:
+        if answer.reply.status == HTTPStatus.OK and not visit.app.on_response_prepare:
             return WholeResponse(whole, headers)
-        return web.Response(status=reply.status, body=whole, headers=headers)
+        return web.Response(status=answer.reply.status, body=whole, headers=headers)
 
 
 async def _streamed(
-    request: web.Request, visit: Visit, reply: Reply, headers: dict[str, str]
+    request: web.Request, visit: Visit, answer: DecodeAnswer, headers: dict[str, str]
 ) -> web.StreamResponse:
-    app, context = visit.app, visit.context
-    context.record.stream = True
+    visit.record.begin_stream()
     headers["Cache-Control"] = "no-cache"
-    stream = await _begin_response(request, visit, reply.status, headers)
+    stream = await _begin_response(request, visit, answer.reply.status, headers)
     if request.transport is None:
         raise ConnectionResetError("the client has disconnected")
-    relay = StreamRelay(reply, stream, request.transport, context)
-    await relay.run(context.config.idle_timeout_s)
-    if context.turn is not None:
-        await app[CONVERSATIONS].store_turn(context.turn)
-    await stream.write_eof()
-    visit.answered = stream.status
+    grammar = visit.endpoint.grammar
+    relay = StreamRelay(answer, stream, request.transport, grammar, visit.record)
+    await relay.run(visit.config.idle_timeout_s)
+    await _end_response(visit, answer, stream)
     await relay.drain_reply()
     return stream
 
 
 async def _relayed(
-    request: web.Request, visit: Visit, reply: Reply, headers: dict[str, str]
+    request: web.Request, visit: Visit, answer: DecodeAnswer, headers: dict[str, str]
 ) -> web.StreamResponse:
     """Relay an answer that is too large to be held, as fast as the client reads it.
 
     Its last bytes are held back if numbers in its usage are to be replaced.
     """
-    app, context = visit.app, visit.context
-    usage, tail = context.prefill_usage, b""
+    reply, usage, tail = answer.reply, answer.usage, b""
     length = reply.headers.get("Content-Length")
     if length is not None and not usage:  # other numbers may have more digits
         headers["Content-Length"] = length
     stream = await _begin_response(request, visit, reply.status, headers)
-    context.record_whole(b"")
-    while chunk := await reply.chunk(context.config.idle_timeout_s):
-        context.record.answer_bytes += len(chunk)
+    _record_whole(visit, b"")
+    while chunk := await reply.chunk(visit.config.idle_timeout_s):
+        visit.record.add_answer(len(chunk))
         if usage:
             chunk = tail + chunk
             chunk, tail = chunk[:-TAIL_BYTES], chunk[-TAIL_BYTES:]
         await stream.write(chunk)
-    if tail:
+    if usage and tail:
         await stream.write(whole_with_usage(tail, usage))
-    if context.turn is not None:
-        await app[CONVERSATIONS].store_turn(context.turn)
+    await _end_response(visit, answer, stream)
+    return stream
+
+
+async def _end_response(visit: Visit, answer: DecodeAnswer, stream: web.StreamResponse) -> None:
+    """Store the turn, and only then end the response: the client may send the next turn at once."""
+    if answer.turn is not None:
+        await visit.app[CONVERSATIONS].store_turn(answer.turn)
     await stream.write_eof()
     visit.answered = stream.status
-    return stream
+
+
+def _record_whole(visit: Visit, whole: bytes) -> None:
+    """Record a complete answer of decode that is no stream."""
+    if visit.endpoint.generates:
+        visit.record.add_first_token(time.monotonic())
+    visit.record.learn_model(whole)
 
 
 async def _begin_response(
@@ -136,8 +146,8 @@ async def _begin_response(
     return stream
 
 
-def _answer_headers(reply: Reply, context: RequestContext) -> dict[str, str]:
-    headers, content_type = own_headers(context), reply.headers.get("Content-Type", "")
+def _answer_headers(reply: Reply, visit: Visit) -> dict[str, str]:
+    headers, content_type = own_headers(visit.record), reply.headers.get("Content-Type", "")
     headers["Content-Type"] = content_type if content_type.isprintable() else ""
     return headers | engine_headers.passed_back(reply.headers)
 
@@ -151,14 +161,13 @@ async def push_media(request: web.Request) -> JsonResponse[warmup.MediaPage]:
     Raises:
         RequestRefused: 503, the proxy has no encoder store, or the outputs did not reach it.
     """
-    context = request[VISIT].context
+    visit = request[VISIT]
     await check_key(request)  # for stored media, no instance would check the key
     raw = await read_json(request)
-    watch(context, raw)
-    body, context.cuts, _ = cut_and_parsed(raw, warmup.parse, context.config.max_text_bytes)
-    context.model = body.get("model")
-    answer = await request.app[WARMUP].push(body, context)
-    return as_json(answer, context)
+    body, cuts, _ = cut_and_parsed(raw, warmup.parse, visit.config.max_text_bytes)
+    visit.record.begin_request(body.get("model"))
+    page = await request.app[WARMUP].push(lambda: make_request(request, raw, body, cuts))
+    return as_json(page, visit.record)
 
 
 async def forget_media(request: web.Request) -> JsonResponse[MediaDeleted]:
@@ -167,11 +176,12 @@ async def forget_media(request: web.Request) -> JsonResponse[MediaDeleted]:
     Returns:
         200: the name is deleted.
     """
-    context = request[VISIT].context
+    visit = request[VISIT]
     await check_key(request)
-    uuid, context.model = request.match_info["uuid"], request.query.get("model")
-    await request.app[PIPELINE].forget_uuid(uuid, context.model, context)
-    return as_json(MediaDeleted(id=uuid, object="media.deleted", deleted=True), context)
+    uuid, model = request.match_info["uuid"], request.query.get("model")
+    visit.record.begin_request(model)
+    await request.app[MEDIA_KEYS].forget_uuid(uuid, model, visit.tenant, visit.config)
+    return as_json(MediaDeleted(id=uuid, object="media.deleted", deleted=True), visit.record)
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -196,10 +206,10 @@ async def get_tokenizer_info(request: web.Request) -> web.Response:
 
 
 async def _of_decode(request: web.Request, path: str) -> web.Response:
-    context = request[VISIT].context
-    answer = await request.app[ADMIN].of_decode(path, context.headers)
+    visit = request[VISIT]
+    answer = await request.app[ADMIN].of_decode(path, visit.headers)
     return web.Response(
-        body=answer.body, content_type="application/json", headers=own_headers(context)
+        body=answer.body, content_type="application/json", headers=own_headers(visit.record)
     )
 
 

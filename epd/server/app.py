@@ -36,19 +36,23 @@ from epd.observe.collectors import (
 from epd.observe.logs import LogObserver, hide_locals
 from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
-from epd.request.context import ModelNames
+from epd.request.courses import Courses
+from epd.request.decoders import Decoders
+from epd.request.early_consumers import EarlyConsumers
 from epd.request.encode import Encoder
 from epd.request.item_tokens import TokenCounts
-from epd.request.kv_peers import PeerRegistry, Releases
+from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
+from epd.request.model_names import ModelNames
+from epd.request.picker import Picker
 from epd.request.pipeline import Pipeline
 from epd.request.placement import Placement
 from epd.request.polling import asking_namespaces, poll_load, probe_periodically
-from epd.request.prefill_decode import PrefillDecodeStages
+from epd.request.prefill_decode import PrefillDecode
 from epd.request.quarantine import Quarantine
+from epd.request.releases import Releases
 from epd.request.request_media import RequestMedia
 from epd.request.stages import Stages
-from epd.request.targets import Courses, Decoders, Picker
 from epd.request.warmup import Warmup
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
@@ -60,7 +64,7 @@ from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable
 from epd.server import api_routes, operator_routes
 from epd.server.admin import ADMIN, Admin
-from epd.server.api_routes import CONVERSATIONS, PIPELINE, WARMUP
+from epd.server.api_routes import CONVERSATIONS, MEDIA_KEYS, PIPELINE, WARMUP
 from epd.server.app_keys import (
     ACCESS,
     ADMISSION,
@@ -162,28 +166,37 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
         poll_load(table, upstream, config, background, lambda: app[POLICIES].compares_costs),
         asking_namespaces(namespaces, upstream, config, background),
         _kv_events(table, config, background) as event_counts,
-        Releases.run_releases(stages := Stages(upstream), transfer, fatal) as releases,
+        Releases.run_releases(
+            stages := Stages(upstream),
+            transfer,
+            fatal,
+            (decoders := Decoders(table, Picker(upstream))).choose_release_instance,
+        ) as releases,
     ):
-        decoders = Decoders(table, Picker(upstream))
-        peers = PeerRegistry(table, transfer, upstream, config)
+        peers = PeerRegistry(table, transfer, upstream, config) if transfer.has_peers else None
         readbacks = Readbacks(table, stages, transfer, conversations)
-        prefill_decode = PrefillDecodeStages(
+        prefill_decode = PrefillDecode(
             table, Choice(table, Role.PREFILL), stages, transfer, peers, decoders, readbacks, fatal
         )
         ec_transfer = EC_TRANSFERS[config.ec_transfer]()
-        keys = Keys(cache)
+        by_content = "content" in {config.prefill_balance, config.decode_balance}
+        early = EarlyConsumers(table, namespaces, prefill_decode, ec_transfer.pushed, by_content)
+        app[MEDIA_KEYS] = keys = Keys(cache)
         app[PIPELINE] = Pipeline(
             table,
-            namespaces,
-            Courses(table, app[POLICIES].choose_policy),
-            RequestMedia(table, media, keys, ec_transfer, fatal),
+            Courses(table, app[POLICIES].choose_policy, decoders),
+            RequestMedia(table, media, keys, ec_transfer),
             keys,
             _encoder(table, namespaces, stages, ec_transfer, fatal, cache),
-            ec_transfer,
             prefill_decode,
+            # Only instances of a store have namespaces.
+            early if ec_transfer.pushed or cache is not None else None,
             decoders,
             releases,
+            fatal,
             Quarantine(fatal),
+            ec_transfer.pushed,
+            by_content,
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
         app[ADMIN] = Admin(table, upstream, config, app[METRICS])
@@ -277,7 +290,7 @@ async def answer_unknown(request: web.Request) -> web.StreamResponse:
     for route in request.app.router.resources():
         if route.name != UNKNOWN and (own := (await route.resolve(request))[1]):
             methods |= own
-            request[VISIT].context.record.path = route.canonical
+            request[VISIT].record.set_path(route.canonical)
     if not methods:
         raise UnknownRoute(request.rel_url.raw_path)
     raise web.HTTPMethodNotAllowed(request.method, methods)
@@ -289,10 +302,12 @@ async def openapi(request: web.Request) -> web.Response:
     Returns:
         200: this document.
     """
-    context = request[VISIT].context
+    visit = request[VISIT]
     # The first one takes 0.1 s to make.
-    body = await asyncio.to_thread(openapi_document, context.config.root_path)
-    return web.Response(body=body, content_type="application/json", headers=own_headers(context))
+    body = await asyncio.to_thread(openapi_document, visit.config.root_path)
+    return web.Response(
+        body=body, content_type="application/json", headers=own_headers(visit.record)
+    )
 
 
 _get, _put, _post, _delete, _options, _any = (

@@ -7,26 +7,33 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from epd.aio import Background
+from epd.api.endpoint import Endpoint
 from epd.config import ProxyConfig
 from epd.edge.access import Access
 from epd.edge.admission import Admission, AdmittedRequest
 from epd.events import Observer
-from epd.request.context import ModelNames, RequestContext
-from epd.tenants import ApiKeys
+from epd.request.model_names import ModelNames
+from epd.request.recorder import Recorder
+from epd.tenants import ANONYMOUS, ApiKeys, Tenant
 
 if TYPE_CHECKING:
     from epd.spans import Tracer
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Visit:
-    """State of one request in the server.
+    """State of one request in the server, from its head on.
 
     Attributes:
         app: application that serves the request.
-        context: context of the request in the stages.
         access: class of access of its route.
         api: whether the tenant's limits apply to the request.
+        id: id that the instances see.
+        endpoint: the requested endpoint.
+        headers: headers for the instances, without the request id.
+        clients_key: whether the instances receive the client's own key, and not the proxy's.
+        record: record of its progress.
+        tenant: owner of the request; set once its key is checked.
         admitted: place and bytes of the request in this process; set at its admission.
         stream: response, if it is a stream.
         answered: status; set once the client has the whole response, so that a later disconnect
@@ -34,9 +41,15 @@ class Visit:
     """
 
     app: web.Application
-    context: RequestContext
+    config: ProxyConfig
     access: Access
     api: bool
+    id: str
+    endpoint: Endpoint
+    headers: Mapping[str, str]
+    clients_key: bool
+    record: Recorder
+    tenant: Tenant = ANONYMOUS
     admitted: AdmittedRequest = field(init=False)
     stream: web.StreamResponse | None = None
     answered: int | None = None

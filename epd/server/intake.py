@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.typedefs import Handler
 
-from epd.api.body import check_json_type
-from epd.api.items import Body
+from epd.api.body import Cuts, check_json_type
+from epd.api.items import Body, at_most, check_mm_kwargs
 from epd.config.sections import ConfigFields
 from epd.conversations.prompts import CONVERSATION, conversation_id
 from epd.conversations.turn import Turn
@@ -31,7 +31,8 @@ from epd.edge.admission import Admission, AdmittedRequest, Slot
 from epd.edge.drain import DRAIN
 from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
-from epd.request.context import RequestContext
+from epd.request.recorder import Recorder
+from epd.request.request import CutMedia, Request
 from epd.routing.fatal import fingerprint
 from epd.routing.watched import Watched
 from epd.server.app_keys import ADMISSION, KEYS, VISIT, Visit
@@ -64,23 +65,23 @@ async def serve_request(request: web.Request, handler: Handler, visit: Visit) ->
 
     Only `POST` requests to the API need a place: health and metrics must answer under overload.
     """
-    app, context, config = visit.app, visit.context, visit.context.config
+    app, config = visit.app, visit.config
     costly = visit.api and request.method == "POST"
-    until_s = context.record.started_s + _limit_s(request, config) if costly else math.inf
+    until_s = visit.record.started_s + _limit_s(request, config) if costly else math.inf
     with app[DRAIN].bound_request(until_s):
         _authenticate(request, visit)
         admission = app[ADMISSION]
-        with admission.request(context.tenant) as admitted:
-            context.held = visit.admitted = admitted
+        with admission.request(visit.tenant) as admitted:
+            visit.admitted = admitted
             if visit.api:
-                admission.keep_pace(context.tenant)
+                admission.keep_pace(visit.tenant)
             if costly:
                 size, limit = request.content_length or 0, config.worker_max_body_bytes
                 if size > limit:
                     raise _too_large(limit)
                 ticket = admitted.enter_queue()
                 if ticket.where == "queue":
-                    await _queued(request, admission, ticket, context)
+                    await _queued(request, admission, ticket, visit.record)
                 if size:
                     admitted.check_room(size)
             return await handler(request)
@@ -99,14 +100,14 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
     if visit.access is Access.ADMIN:
         _check_admin(request)
     elif visit.access is Access.REGISTRAR:
-        check_registrar(visit.context.config.admin_api_key, request.headers)
+        check_registrar(visit.config.admin_api_key, request.headers)
     elif visit.access is Access.TENANT and keys is not None:
-        header = visit.context.endpoint.key_header
+        header = visit.endpoint.key_header
         tenant = keys.tenant_of(client_key(request.headers, header))
         if tenant is None:
-            raise Unauthorized(_key_error(header, visit.context.client_headers))
-        visit.context.tenant = tenant
-        visit.context.record.tenant = tenant.name
+            raise Unauthorized(_key_error(header, request.headers))
+        visit.tenant = tenant
+        visit.record.set_tenant(tenant.name)
 
 
 def _key_error(header: str, headers: Mapping[str, str]) -> str:
@@ -119,7 +120,7 @@ def _key_error(header: str, headers: Mapping[str, str]) -> str:
 
 
 def _check_admin(request: web.Request) -> None:
-    config = request[VISIT].context.config
+    config = request[VISIT].config
     key = config.admin_api_key
     check_admin(key, request.headers, private=key is None and _is_private(request, config))
 
@@ -150,15 +151,15 @@ def may_administer(request: web.Request) -> bool:
 
 
 async def _queued(
-    request: web.Request, admission: Admission, ticket: Slot, context: RequestContext
+    request: web.Request, admission: Admission, ticket: Slot, record: Recorder
 ) -> None:
     watcher = asyncio.create_task(_watch(request))
     try:
-        with context.time_stage("queue", "proxy"):
+        with record.time_stage("queue", "proxy"):
             await admission.wait_place(ticket)
     finally:
         watcher.cancel()
-    context.record.at = "proxy"
+    record.wait_for("proxy")
 
 
 async def _watch(request: web.Request) -> None:
@@ -176,31 +177,71 @@ async def _watch(request: web.Request) -> None:
     transport.abort()  # aiohttp then cancels the request
 
 
-async def request_body(request: web.Request, visit: Visit) -> Body:
-    """Return a request's body as the stages get it, and set the fields of its context.
+async def read_request(request: web.Request, visit: Visit) -> Request:
+    """Return a request of the API, as the stages get it, after reading its body.
 
     Raises:
         ProxyError: the request is rejected.
     """
-    context = visit.context
-    config, endpoint = context.config, context.endpoint
+    config, endpoint, tenant = visit.config, visit.endpoint, visit.tenant
     raw = await read(request)
-    watch(context, raw)
     content_type = request.headers.get("Content-Type", "")
     body, cuts, text_bytes = endpoint.read(raw, content_type, config.max_text_bytes)
-    context.cuts, context.text_bytes = cuts, text_bytes
     body = endpoint.at_interval(body, config.stream_interval)
-    context.model = body.get("model")
-    if context.span is not None:
-        context.span.record_request(endpoint.operation, context.model)
-    if endpoint.salted and context.tenant is not ANONYMOUS:  # without keys, all clients share
-        body = with_salt(body, config.scope_of(context.tenant))
-    body = _for_engines(request.headers, context, body)
+    visit.record.begin_request(body.get("model"), endpoint.operation)
+    if endpoint.salted and tenant is not ANONYMOUS:  # without keys, all clients share
+        body = with_salt(body, config.scope_of(tenant))
+    body, headers = _for_engines(request.headers, visit, body)
+    turn = None
     if CONVERSATION in body:
-        body, context.turn = _turn(context, body)
-        if context.turn is not None:
-            context.session = context.session or context.turn.key
-    return body
+        body, turn = _turn(visit, body)
+    return make_request(request, raw, body, cuts, text_bytes, headers=headers, turn=turn)
+
+
+def make_request(  # noqa: PLR0913 - the parts of a body
+    request: web.Request,
+    raw: bytes | bytearray,
+    body: Body,
+    cuts: Cuts,
+    text_bytes: int = 0,
+    *,
+    headers: Mapping[str, str] | None = None,
+    turn: Turn | None = None,
+) -> Request:
+    """Return the request with this body, which was read as `raw`.
+
+    Raises:
+        BadRequest: a media item is invalid, or there are too many.
+    """
+    visit = request[VISIT]
+    config, endpoint = visit.config, visit.endpoint
+    if not config.trust_request_mm_kwargs:
+        check_mm_kwargs(body)
+    items = at_most(endpoint.items(body), config.max_items)
+    modalities = frozenset([item.modality for item in items])
+    session = request.headers.get(config.session_header, "")
+    return Request(
+        visit.id,
+        visit.headers if headers is None else headers,
+        config,
+        endpoint,
+        body,
+        items,
+        text_bytes,
+        visit.tenant,
+        visit.clients_key,
+        request.headers,
+        session if session or turn is None else turn.key,
+        turn,
+        CutMedia(cuts, visit.admitted),
+        visit.record,
+        Watched(
+            visit.tenant.name,
+            fingerprint(raw, SEED),
+            # What variants of a request share.
+            kind=hash((endpoint.path, *body, modalities, text_bytes.bit_length())),
+        ),
+    )
 
 
 async def read(request: web.Request) -> bytes | bytearray:
@@ -217,7 +258,7 @@ async def read(request: web.Request) -> bytes | bytearray:
             415, "the body must have no Content-Encoding", slug="unsupported_encoding"
         )
     visit = request[VISIT]
-    limit = visit.context.config.worker_max_body_bytes
+    limit = visit.config.worker_max_body_bytes
     if request.content.is_eof():  # the body arrived with the head
         body = request.content.read_nowait()
         _count(len(body), limit, visit.admitted)
@@ -226,7 +267,7 @@ async def read(request: web.Request) -> bytes | bytearray:
         raise _too_large(limit)
     await _ask_for(request)
     try:
-        return await _collect(request, visit.context.config, visit.admitted)
+        return await _collect(request, visit.config, visit.admitted)
     except TimeoutError:
         raise RequestRefused(408, "the body did not arrive in time", slug="body_timeout") from None
 
@@ -281,18 +322,15 @@ async def _ask_for(request: web.Request) -> None:
         request.writer.output_size = 0  # it is not part of the response
 
 
-def watch(context: RequestContext, raw: bytes | bytearray) -> None:
-    """Identify a request by its body, in case that an instance dies of it."""
-    context.watched = Watched(context.tenant.name, fingerprint(raw, SEED))
-
-
-def _for_engines(client_headers: Headers, context: RequestContext, body: Body) -> Body:
-    """Forward the client's headers for engines; return the body with the request's priority.
+def _for_engines(
+    client_headers: Headers, visit: Visit, body: Body
+) -> tuple[Body, Mapping[str, str]]:
+    """Return the body with the request's priority, and the headers for the instances.
 
     Only a trusted tenant may set a priority and see an instance's load: a priority puts a request
     before those of other tenants, and the load shows their activity.
     """
-    endpoint, trusted = context.endpoint, context.config.trusts_tenant(context.tenant)
+    endpoint, trusted = visit.endpoint, visit.config.trusts_tenant(visit.tenant)
     headers = engine_headers.sent_on(client_headers, trusted=trusted)
     priority = engine_headers.priority_of(client_headers)
     if not trusted:
@@ -303,12 +341,10 @@ def _for_engines(client_headers: Headers, context: RequestContext, body: Body) -
             body = {**body, PRIORITY: priority}
         else:
             headers[engine_headers.PRIORITY] = str(priority)
-    if headers:
-        context.headers = {**context.headers, **headers}
-    return body
+    return body, {**visit.headers, **headers} if headers else visit.headers
 
 
-def _turn(context: RequestContext, body: Body) -> tuple[Body, Turn | None]:
+def _turn(visit: Visit, body: Body) -> tuple[Body, Turn | None]:
     """Return the body without its conversation's name, and its turn; None without a conversation.
 
     Raises:
@@ -316,6 +352,7 @@ def _turn(context: RequestContext, body: Body) -> tuple[Body, Turn | None]:
     """
     name = conversation_id(body)
     body = {key: value for key, value in body.items() if key != CONVERSATION}
-    if name is None or not context.endpoint.generates:
+    if name is None or not visit.endpoint.generates:
         return body, None
-    return body, Turn(conversation_key(context.config.name_scope_of(context.tenant), body, name))
+    scope = visit.config.name_scope_of(visit.tenant)
+    return body, Turn(conversation_key(scope, body, name))

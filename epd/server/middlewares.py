@@ -25,9 +25,9 @@ from epd.errors import (
     WrongMethod,
     drop_tracebacks,
 )
-from epd.events import RequestRecord
 from epd.observe.logs import REQUEST_ID as LOGGED
-from epd.request.context import RequestContext, request_id
+from epd.request.recorder import Recorder
+from epd.request.request import request_id
 from epd.server.app_keys import (
     ACCESS,
     CONFIG,
@@ -81,7 +81,7 @@ async def respond(
     The handler is called once the request is admitted. `route` is the route's path, or `UNKNOWN`.
     """
     visit = request[VISIT] = _new_visit(request, app, access, route)
-    logged = LOGGED.set(visit.context.record.request_id)
+    logged = LOGGED.set(visit.record.request_id)
     response, error = None, None
     try:
         response = await serve_request(request, handler, visit)
@@ -92,9 +92,9 @@ async def respond(
         if visit.stream is not None and visit.stream.prepared:
             response = await end_broken_response(request, visit, visit.stream, error)
         else:
-            response = error_response(request, error, visit.context)
+            response = error_response(request, error, visit)
     finally:
-        _emit_record(request, visit, response, error)
+        _end_record(request, visit, response, error)
         LOGGED.reset(logged)
         drop_tracebacks(error)
     if app[DRAIN].began and not response.prepared:
@@ -102,31 +102,23 @@ async def respond(
     return response
 
 
-def _emit_record(
+def _end_record(
     request: web.Request,
     visit: Visit,
     response: web.StreamResponse | None,
     error: ProxyError | None,
 ) -> None:
-    context, record = visit.context, visit.context.record
-    record.seconds = time.monotonic() - record.started_s
     status = visit.answered if response is None else response.status
+    slug = reason = None
     if status is None:
         connection = request.protocol
         stalled = isinstance(connection, ServerConnection) and connection.stalled
-        record.error = "client_stalled" if stalled else "client_closed"
-    else:
-        record.status = status
-        if error is not None:
-            record.error, record.reason = error.slug, reason_of(error)
+        slug = "client_stalled" if stalled else "client_closed"
+    elif error is not None:
+        slug, reason = error.slug, reason_of(error)
     if isinstance(response, web.Response) and isinstance(response.body, bytes | bytearray):
-        record.answer_bytes = len(response.body)
-    record.model_name = context.model_name
-    record.ended = True
-    if context.span is not None:
-        context.span.end_request(record)
-    for observer in context.observers:
-        observer.request_done(record)
+        visit.record.set_answer(len(response.body))
+    visit.record.end_request(status, slug, reason)
 
 
 async def _error_of(failure: Exception, request: web.Request) -> ProxyError:
@@ -162,28 +154,30 @@ def _new_visit(request: web.Request, app: web.Application, access: Access, route
     engine_id = request_id(client_id)
     own_keys = keyed or (config.admin_api_key is not None and access in ADMINISTRATIVE)
     presented = "Authorization" in headers or endpoint.key_header in headers
-    context = RequestContext(
+    record = Recorder(
+        client_id or engine_id,
+        request.method,
+        route,
         engine_id,
-        _forwarded(headers, config, span, endpoint.key_header, own_keys=own_keys),
-        config,
-        endpoint,
-        # True if the instances get the client's own key, or no key.
-        clients_key=not keyed and (presented or config.openai_api_key is None),
+        trace_id=None if span is None else span.trace_id,
+        started_s=started_s,
+        endpoint=endpoint.path,
         observers=app[OBSERVERS],
-        record=RequestRecord(
-            client_id or engine_id,
-            request.method,
-            route,
-            engine_id,
-            trace_id=None if span is None else span.trace_id,
-            started_s=started_s,
-        ),
         models=app[MODELS],
-        session=headers.get(config.session_header, ""),
         span=span,
-        client_headers=headers,
     )
-    return Visit(app, context, access, access is Access.TENANT and route != UNKNOWN)
+    return Visit(
+        app,
+        config,
+        access,
+        access is Access.TENANT and route != UNKNOWN,
+        engine_id,
+        endpoint,
+        _forwarded(headers, config, span, endpoint.key_header, own_keys=own_keys),
+        # True if the instances get the client's own key, or no key.
+        not keyed and (presented or config.openai_api_key is None),
+        record,
+    )
 
 
 def _endpoint_above(path: str) -> Endpoint:
@@ -280,12 +274,12 @@ async def _preflight(rules: CrossOrigin, request: web.Request) -> web.Response:
         case None:
             raise web.HTTPMethodNotAllowed(request.method, await _methods(request))
         case Preflight((), headers):
-            own = {**own_headers(request[VISIT].context), **headers}
+            own = {**own_headers(request[VISIT].record), **headers}
             return web.Response(text="OK", headers=own)
         case Preflight(refused, headers):
             message = f"Disallowed CORS {', '.join(refused)}"
             error = RequestRefused(400, message, slug="cors_refused")
-            answer = error_response(request, error, request[VISIT].context)
+            answer = error_response(request, error, request[VISIT])
             answer.headers.update(headers)
             return answer
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from epd.api.body import check_json_type, parse_json
+from epd.api.body import JSON, check_json_type, parse_json
 from epd.config import ProxyConfig
 from epd.edge.drain import DRAIN
 from epd.errors import BadRequest, NoInstance, Overloaded, RequestRefused
@@ -72,8 +72,8 @@ async def root(request: web.Request) -> web.Response:
     Returns:
         302: to `/ui`.
     """
-    context = request[VISIT].context
-    headers = {"Location": f"{context.config.root_path or ''}/ui", **own_headers(context)}
+    visit = request[VISIT]
+    headers = {"Location": f"{visit.config.root_path or ''}/ui", **own_headers(visit.record)}
     return web.Response(status=302, headers=headers)
 
 
@@ -96,7 +96,7 @@ def _file(name: str, request: web.Request) -> web.Response:
         body=ASSETS[name],
         content_type=TYPES[name.rpartition(".")[2]],
         charset="utf-8",
-        headers=HEADERS | own_headers(request[VISIT].context),
+        headers=HEADERS | own_headers(request[VISIT].record),
     )
 
 
@@ -111,7 +111,7 @@ async def page_state(request: web.Request) -> web.Response:
     return web.Response(
         body=await request.app[BOARD].document(),
         content_type="application/json",
-        headers={"Cache-Control": "no-store"} | own_headers(request[VISIT].context),
+        headers={"Cache-Control": "no-store"} | own_headers(request[VISIT].record),
     )
 
 
@@ -129,7 +129,7 @@ async def health(request: web.Request) -> JsonResponse[HealthPage]:
         503: a stage has no instance that answers.
     """
     status, body = await request.app[ADMIN].health()
-    return as_json(body, request[VISIT].context, status)
+    return as_json(body, request[VISIT].record, status)
 
 
 class Versions(TypedDict):
@@ -149,7 +149,7 @@ async def version(request: web.Request) -> JsonResponse[Versions]:
     """
     await check_key(request)
     instances = await request.app[ADMIN].versions()
-    return as_json(Versions(version=__version__, instances=instances), request[VISIT].context)
+    return as_json(Versions(version=__version__, instances=instances), request[VISIT].record)
 
 
 class Readiness(TypedDict):
@@ -175,7 +175,7 @@ async def ready(request: web.Request) -> JsonResponse[Readiness]:
     table, policies = request.app[TABLE], request.app[POLICIES]
     if not (table.serves_answered(*ANSWERING) or policies.decodes_elsewhere):
         raise NoInstance("no decode instance can be reached", slug="no_decode")
-    return as_json(Readiness(status="ready"), request[VISIT].context)
+    return as_json(Readiness(status="ready"), request[VISIT].record)
 
 
 async def ping(request: web.Request) -> JsonResponse[Readiness]:
@@ -199,7 +199,7 @@ async def metrics(request: web.Request) -> web.Response:
     """
     accept = request.headers.get("Accept", "")
     page, content_type = await request.app[METRICS].page_of_all(accept)
-    headers = own_headers(request[VISIT].context) | {"Content-Type": content_type}
+    headers = own_headers(request[VISIT].record) | {"Content-Type": content_type}
     return web.Response(body=page, headers=headers)
 
 
@@ -213,7 +213,7 @@ async def list_instances(request: web.Request) -> JsonResponse[InstancesPage]:
         200: instances that get requests and ejected instances, by role.
     """
     shown = request.app[ROSTER].instances_page(detailed=may_administer(request))
-    return as_json(shown, request[VISIT].context)
+    return as_json(shown, request[VISIT].record)
 
 
 async def register_instance(request: web.Request) -> JsonResponse[Registered]:
@@ -234,7 +234,7 @@ async def register_instance(request: web.Request) -> JsonResponse[Registered]:
         Overloaded: the store of registrations cannot be used.
     """
     body = await read_json(request)
-    return as_json(await request.app[ROSTER].register(bytes(body)), request[VISIT].context)
+    return as_json(await request.app[ROSTER].register(bytes(body)), request[VISIT].record)
 
 
 async def unregister_instance(request: web.Request) -> JsonResponse[Unregistered]:
@@ -251,7 +251,7 @@ async def unregister_instance(request: web.Request) -> JsonResponse[Unregistered
         Overloaded: the store of registrations cannot be used.
     """
     url = request.query.get("url")
-    return as_json(await request.app[ROSTER].unregister(url), request[VISIT].context)
+    return as_json(await request.app[ROSTER].unregister(url), request[VISIT].record)
 
 
 async def list_policies(request: web.Request) -> JsonResponse[PoliciesPage]:
@@ -263,7 +263,7 @@ async def list_policies(request: web.Request) -> JsonResponse[PoliciesPage]:
     Returns:
         200: policies in force.
     """
-    return as_json(request.app[POLICIES].policies_page(), request[VISIT].context)
+    return as_json(request.app[POLICIES].policies_page(), request[VISIT].record)
 
 
 async def set_policies(request: web.Request) -> JsonResponse[PoliciesPage]:
@@ -280,7 +280,7 @@ async def set_policies(request: web.Request) -> JsonResponse[PoliciesPage]:
         Overloaded: another process is changing the policies.
     """
     body = await read_json(request)
-    return as_json(request.app[POLICIES].replace(bytes(body)), request[VISIT].context)
+    return as_json(request.app[POLICIES].replace(bytes(body)), request[VISIT].record)
 
 
 async def add_policy(request: web.Request) -> JsonResponse[PoliciesPage]:
@@ -298,7 +298,7 @@ async def add_policy(request: web.Request) -> JsonResponse[PoliciesPage]:
         Overloaded: another process is changing the policies.
     """
     body = await read_json(request)
-    return as_json(request.app[POLICIES].add(bytes(body)), request[VISIT].context)
+    return as_json(request.app[POLICIES].add(bytes(body)), request[VISIT].record)
 
 
 async def remove_policy(request: web.Request) -> JsonResponse[PoliciesPage]:
@@ -322,7 +322,7 @@ async def remove_policy(request: web.Request) -> JsonResponse[PoliciesPage]:
             pass
         case _:  # a mistyped query must not remove all policies
             raise BadRequest("the query must be name=… or empty", slug="invalid_policy")
-    return as_json(request.app[POLICIES].remove(name), request[VISIT].context)
+    return as_json(request.app[POLICIES].remove(name), request[VISIT].record)
 
 
 async def start_profile(request: web.Request) -> JsonResponse[ProfilePage]:
@@ -358,6 +358,6 @@ async def _profile(command: str, request: web.Request) -> JsonResponse[ProfilePa
     if body:
         check_json_type(request.headers.get("Content-Type", ""))
         parse_json(body)
-    context = request[VISIT].context
-    headers = context.headers_for(context.request_id)
-    return as_json(await request.app[ADMIN].profile(command, headers, bytes(body)), context)
+    visit = request[VISIT]
+    headers = {**visit.headers, "Content-Type": JSON, "X-Request-Id": visit.id}
+    return as_json(await request.app[ADMIN].profile(command, headers, bytes(body)), visit.record)

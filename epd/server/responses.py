@@ -15,8 +15,7 @@ from epd.aio import Flights
 from epd.edge.aiohttp_private import http_date
 from epd.edge.protocol import SERVER
 from epd.errors import ProxyError, RequestRefused, UpstreamRejected
-from epd.events import ItemResult, stage_seconds
-from epd.request.context import RequestContext
+from epd.events import ItemResult, RequestRecord, stage_seconds
 from epd.server.app_keys import KEYS, VISIT, Visit
 
 DENIED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
@@ -78,7 +77,7 @@ async def check_key(request: web.Request) -> None:
     """
     visit = request[VISIT]
     if visit.app.get(KEYS) is None:
-        await visit.app[JUDGE].check(visit.context.headers)
+        await visit.app[JUDGE].check(visit.headers)
 
 
 SAME_FOR_ALL = {"x-epd-stage": "decode", "x-epd-error": "decode_rejected"}
@@ -112,16 +111,16 @@ class UnknownRoute(RequestRefused):
         super().__init__(404, message, slug="unknown_route")
 
 
-def _identity(context: RequestContext) -> dict[str, str]:
-    own = {"X-Request-Id": context.record.request_id, "Server": SERVER}
-    if context.record.trace_id is not None:
-        own["X-Trace-Id"] = context.record.trace_id
+def _identity(record: RequestRecord) -> dict[str, str]:
+    own = {"X-Request-Id": record.request_id, "Server": SERVER}
+    if record.trace_id is not None:
+        own["X-Trace-Id"] = record.trace_id
     return own
 
 
-def own_headers(context: RequestContext) -> dict[str, str]:
+def own_headers(record: RequestRecord) -> dict[str, str]:
     """Return the headers of a response. The response to a rejected key does not use them."""
-    record, own = context.record, _identity(context)
+    own = _identity(record)
     if record.stages:
         spans = stage_seconds(record.stages)
         own["Server-Timing"] = ", ".join(
@@ -145,13 +144,13 @@ class JsonResponse(web.Response, Generic[Body]):
     """Response with a JSON body of this type, from which `openapi.py` makes its schema."""
 
 
-def as_json(body: Body, context: RequestContext, status: int = 200) -> JsonResponse[Body]:
+def as_json(body: Body, record: RequestRecord, status: int = 200) -> JsonResponse[Body]:
     """Return a response that the proxy itself answers, as indented JSON."""
     return JsonResponse(
         status=status,
         body=orjson.dumps(body, option=orjson.OPT_INDENT_2),
         content_type="application/json",
-        headers=own_headers(context),
+        headers=own_headers(record),
     )
 
 
@@ -228,20 +227,18 @@ async def end_broken_response(
     """
     if visit.answered is not None:
         return stream
-    if not visit.context.record.stream:
+    if not visit.record.stream:
         if request.transport is not None:
             request.transport.abort()
     else:
-        event = visit.context.endpoint.error_event(error)
-        visit.context.record.answer_bytes += len(event)
+        event = visit.endpoint.error_event(error)
+        visit.record.add_answer(len(event))
         await stream.write(event)
         await stream.write_eof()
     return stream
 
 
-def error_response(
-    request: web.Request, error: ProxyError, context: RequestContext
-) -> web.Response:
+def error_response(request: web.Request, error: ProxyError, visit: Visit) -> web.Response:
     """Return an error in the shape of its endpoint.
 
     The response to a rejected key hides the stage, the item and the work done so far. The proxy
@@ -249,14 +246,14 @@ def error_response(
     whether another client has sent the same media.
     """
     if error.status in DENIED:
-        headers = error.headers | _identity(context)
+        headers = error.headers | _identity(visit.record)
         if isinstance(error, UpstreamRejected):
             error, headers = error.at_param(None), headers | SAME_FOR_ALL
     else:
-        headers = error.headers | own_headers(context)
+        headers = error.headers | own_headers(visit.record)
     response = web.Response(
         status=error.status,
-        body=context.endpoint.error(error),
+        body=visit.endpoint.error(error),
         content_type="application/json",
         headers=headers,
     )

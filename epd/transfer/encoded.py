@@ -9,6 +9,8 @@ from epd.api.body import reply_field
 from epd.api.items import MM_KWARGS, Body, MMItem, metadata_part, raw_part, with_parts
 from epd.errors import EncodeMismatch, UnknownMedia
 from epd.events import ItemResult
+from epd.routing.prefix import NO_PREFIX, Prefix
+from epd.routing.table import NO_WORK, Work
 from epd.transfer import Params
 
 METADATA_ONLY = ("image", "audio")
@@ -112,29 +114,44 @@ class EncodedItem(NamedTuple):
     tokens: int = 0
 
 
-class Consumed(NamedTuple):
-    """The request for prefill and decode.
+class Prompt(NamedTuple):
+    """What prefill and decode are sent, before the `kv_transfer_params`.
 
     Attributes:
+        encoded_items: encoder outputs of the items.
         depends: whether the request fails if an encoder output is missing, because items have no
             media, or because the consumer waits for a push.
         fetches: whether the instance must fetch media.
         bare: number of items without media.
         named: whether media are sent under a name.
         mark: name of the prompt in the KV events of instances; empty for none.
+        prefix: content of the prompt, if instances are chosen by it.
+        work: predicted work of the instance that prefills.
     """
 
     body: Body
+    encoded_items: Sequence[EncodedItem] = ()
     depends: bool = False
     fetches: bool = False
     bare: int = 0
     named: bool = False
     mark: str = ""
+    prefix: Prefix = NO_PREFIX
+    work: Work = NO_WORK
+
+    @property
+    def local_identities(self) -> Sequence[str]:
+        """Identities of the items that prefill or decode encode themselves."""
+        return [
+            encoded_item.item.identity
+            for encoded_item in self.encoded_items
+            if encoded_item.result == "local"
+        ]
 
 
 def consumer_body(
     body: Body, items: Sequence[EncodedItem], params: Params, *, raw: bool, named: bool = True
-) -> Consumed:
+) -> Prompt:
     """Return the request for prefill and decode with its encoded items.
 
     Items are sent metadata-only if this is known to give the same answer for all of them, and raw
@@ -146,7 +163,7 @@ def consumer_body(
         UnknownMedia: an item must be sent raw but has no media.
     """
     if not items:
-        return Consumed(body)
+        return Prompt(body)
     uuids = metadata_uuids(items, body, raw=raw)
     parts = {}
     for encoded_item in items:
@@ -161,8 +178,9 @@ def consumer_body(
                 param=item.param_path,
             )
     body = with_parts(body, parts)
-    return Consumed(
+    return Prompt(
         {**body, "ec_transfer_params": params} if params else body,
+        items,
         depends=bool(uuids),
         fetches=any(item.is_remote and item not in uuids for item in parts),
         bare=len(uuids),

@@ -11,8 +11,10 @@ The base class is here too; `mooncake.py` and `nixl.py` have the connectors with
 
 import re
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
+from epd.api.usage import Usage
 from epd.errors import UpstreamFailed
 from epd.routing.instances import Instance, Role
 from epd.transfer import Params
@@ -22,15 +24,20 @@ HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 """Pattern of the hosts that may be sent to instances, also in headers."""
 
 
-class Pair(NamedTuple):
-    """A prefill instance, and the decode instance that gets its KV blocks.
+@dataclass(slots=True, eq=False)
+class Handover:
+    """KV blocks of a prompt, from a prefill instance to the decode instance that reads them.
 
     Attributes:
         request_id: unique id of this attempt of a request.
         prefill_rank: data-parallel rank of the prefill; None if the instance chooses it.
-        decode: the decode instance; None if it is chosen after prefill has answered.
+        decode: the decode instance; None until it is chosen, before or after prefill has answered.
         peer: facts about the prefill instance's connector; None if unknown.
         earlier: decode's `kv_transfer_params` of the conversation's previous turn, or None.
+        params: `kv_transfer_params` of the decode request; None for none.
+        usage: prefill's numbers for the client's answer.
+        prefilled: whether prefill has answered, before the request for decode was made.
+        accepted: whether decode has begun a 2xx answer.
     """
 
     request_id: str
@@ -39,6 +46,10 @@ class Pair(NamedTuple):
     decode: Instance | None = None
     peer: Params | None = None
     earlier: Params | None = None
+    params: Params | None = None
+    usage: Usage = field(default_factory=dict)
+    prefilled: bool = False
+    accepted: bool = False
 
 
 class KVTransfer(ABC):
@@ -51,6 +62,7 @@ class KVTransfer(ABC):
         name: name of the transfer in error messages.
         eager: whether decode must be chosen before the prefill request is sent.
         bidirectional: whether prefill can read decode's blocks of an earlier turn.
+        has_peers: whether decode needs facts about prefill's connector (`Handover.peer`).
         released: whether prefill keeps its blocks until decode has requested them.
         named_apart: whether no two instances may have the same `kv_addr`.
         addressed: roles of the instances that may have a `kv_addr`.
@@ -59,6 +71,7 @@ class KVTransfer(ABC):
     name: ClassVar[str]
     eager: ClassVar[bool] = False
     bidirectional: ClassVar[bool] = False
+    has_peers: ClassVar[bool] = False
     released: ClassVar[bool] = True
     named_apart: ClassVar[bool] = False
     addressed: ClassVar[frozenset[Role]] = frozenset()
@@ -84,26 +97,26 @@ class KVTransfer(ABC):
         return None
 
     def parse_peer(self, answer: Any) -> Params:  # noqa: ARG002
-        """Return the facts for `Pair.peer` from the parsed JSON at `peer_url`.
+        """Return the facts for `Handover.peer` from the parsed JSON at `peer_url`.
 
         Raises:
             UpstreamFailed: the JSON is not in the connector's format.
         """
         return {}
 
-    def facts_of_reply(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
+    def facts_of_reply(self, handover: Handover, replied: Params) -> Params | None:  # noqa: ARG002
         """Return the facts about prefill's rank in its reply, for later requests; None for none."""
         return None
 
-    def decode_concurrent(self, pair: Pair) -> bool:  # noqa: ARG002
+    def decode_concurrent(self, handover: Handover) -> bool:  # noqa: ARG002
         """Return whether decode gets its request together with prefill, and waits for blocks."""
         return False
 
     @abstractmethod
-    def prefill_params(self, pair: Pair) -> Params | None:
+    def prefill_params(self, handover: Handover) -> Params | None:
         """Return the `kv_transfer_params` of the prefill request; None for none."""
 
-    def decode_params(self, pair: Pair, replied: Params) -> Params | None:  # noqa: ARG002
+    def decode_params(self, handover: Handover, replied: Params) -> Params | None:  # noqa: ARG002
         """Return the `kv_transfer_params` of the decode request; None for none.
 
         `replied` are those of prefill: empty before its reply, or if it has none.
@@ -142,10 +155,10 @@ class WithoutParams(KVTransfer):
     name = "none"
     released = False
 
-    def prefill_params(self, pair: Pair) -> None:  # noqa: ARG002
+    def prefill_params(self, handover: Handover) -> None:  # noqa: ARG002
         return
 
-    def decode_params(self, pair: Pair, replied: Params) -> None:  # noqa: ARG002
+    def decode_params(self, handover: Handover, replied: Params) -> None:  # noqa: ARG002
         return
 
 
@@ -168,20 +181,20 @@ class LMCache(KVTransfer):
         if instance.kv_addr:
             host_and_ports(instance.kv_addr, 2)
 
-    def prefill_params(self, pair: Pair) -> Params | None:
+    def prefill_params(self, handover: Handover) -> Params | None:
         """Return the address to which prefill writes the blocks; None without one."""
-        if pair.decode is None or not pair.decode.kv_addr:
+        if handover.decode is None or not handover.decode.kv_addr:
             return None
-        host, init, alloc = host_and_ports(pair.decode.kv_addr, 2)
+        host, init, alloc = host_and_ports(handover.decode.kv_addr, 2)
         return {
             "disagg_spec": {
-                "req_id": pair.request_id,
+                "req_id": handover.request_id,
                 "receiver_host": host,
                 "receiver_init_port": [int(port) for port in init.split("+")],
                 "receiver_alloc_port": [int(port) for port in alloc.split("+")],
             }
         }
 
-    def decode_params(self, pair: Pair, replied: Params) -> None:  # noqa: ARG002
+    def decode_params(self, handover: Handover, replied: Params) -> None:  # noqa: ARG002
         """Return None: decode finds the blocks by their tokens."""
         return

@@ -12,7 +12,7 @@ from epd.errors import UpstreamFailed
 from epd.routing.instances import Instance, Role
 from epd.routing.urls import service_url
 from epd.transfer import Params
-from epd.transfer.kv import KVTransfer, Pair
+from epd.transfer.kv import Handover, KVTransfer
 
 BOOTSTRAP_PORT = 8998
 """Default port of a prefill instance's bootstrap server (`VLLM_MOONCAKE_BOOTSTRAP_PORT`)."""
@@ -26,6 +26,7 @@ class Mooncake(KVTransfer):
     """Transfer in which decode reads the blocks of the engine that the bootstrap server names."""
 
     name = "mooncake"
+    has_peers = True
     addressed = frozenset({Role.PREFILL})
 
     def check(self, instance: Instance) -> None:
@@ -49,25 +50,25 @@ class Mooncake(KVTransfer):
             engines[rank] = engine_id
         return engines
 
-    def decode_concurrent(self, pair: Pair) -> bool:  # noqa: ARG002
+    def decode_concurrent(self, handover: Handover) -> bool:  # noqa: ARG002
         """Return True: prefill's reply has nothing that decode needs."""
         return True
 
-    def prefill_params(self, pair: Pair) -> Params:
+    def prefill_params(self, handover: Handover) -> Params:
         """Return the parameters that make prefill keep its blocks under the transfer id."""
         return {
             "do_remote_decode": True,
             "do_remote_prefill": False,
-            "transfer_id": _transfer_id(pair),
+            "transfer_id": _transfer_id(handover),
         }
 
-    def decode_params(self, pair: Pair, replied: Params) -> Params:  # noqa: ARG002
+    def decode_params(self, handover: Handover, replied: Params) -> Params:  # noqa: ARG002
         return {
             "do_remote_decode": False,
             "do_remote_prefill": True,
-            "remote_bootstrap_addr": _bootstrap(pair.prefill),
-            "remote_engine_id": _engine_id(pair),
-            "transfer_id": _transfer_id(pair),
+            "remote_bootstrap_addr": _bootstrap(handover.prefill),
+            "remote_engine_id": _engine_id(handover),
+            "transfer_id": _transfer_id(handover),
         }
 
 
@@ -78,16 +79,16 @@ def _bootstrap(prefill: Instance) -> str:
     return f"http://[{host}]:{BOOTSTRAP_PORT}" if ":" in host else f"http://{host}:{BOOTSTRAP_PORT}"
 
 
-def _transfer_id(pair: Pair) -> str:
-    return f"xfer-{pair.request_id}"
+def _transfer_id(handover: Handover) -> str:
+    return f"xfer-{handover.request_id}"
 
 
-def _engine_id(pair: Pair) -> str:
-    engines = pair.peer or {}
-    if pair.prefill_rank is None and len(engines) == 1:
+def _engine_id(handover: Handover) -> str:
+    engines = handover.peer or {}
+    if handover.prefill_rank is None and len(engines) == 1:
         [engine_id] = engines.values()
     else:
-        engine_id = engines.get(str(pair.prefill_rank))
+        engine_id = engines.get(str(handover.prefill_rank))
     if engine_id is None:
         raise UpstreamFailed(
             f"the prefill instance has {len(engines)} data-parallel ranks, but the proxy is "

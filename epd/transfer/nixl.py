@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from epd.errors import UpstreamFailed
 from epd.transfer import Params, with_reachable_host
-from epd.transfer.kv import KVTransfer, Pair
+from epd.transfer.kv import Handover, KVTransfer
 
 MAX_HOST = 253
 
@@ -45,14 +45,14 @@ class Nixl(KVTransfer):
     name = "nixl"
     bidirectional = True
 
-    def prefill_params(self, pair: Pair) -> Params:
+    def prefill_params(self, handover: Handover) -> Params:
         """Return the parameters that keep prefill's blocks, and name those of the previous turn."""
-        if pair.earlier is None:
+        if handover.earlier is None:
             return KEEP
-        return {**pair.earlier, "do_remote_decode": True, "do_remote_prefill": False}
+        return {**handover.earlier, "do_remote_decode": True, "do_remote_prefill": False}
 
-    def decode_params(self, pair: Pair, replied: Params) -> Params | None:
-        return _with_host(pair, super().decode_params(pair, replied))
+    def decode_params(self, handover: Handover, replied: Params) -> Params | None:
+        return _with_host(handover, super().decode_params(handover, replied))
 
 
 class NixlPush(KVTransfer):
@@ -69,6 +69,7 @@ class NixlPush(KVTransfer):
     """
 
     name = "nixl-push"
+    has_peers = True
     released = False
 
     COORDINATES: ClassVar = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
@@ -77,7 +78,7 @@ class NixlPush(KVTransfer):
     SIZES: ClassVar = ("pp_size", "dcp_size")
     """Fields that decode needs too, if the reply has them."""
 
-    def facts_of_reply(self, pair: Pair, replied: Params) -> Params | None:
+    def facts_of_reply(self, handover: Handover, replied: Params) -> Params | None:
         """Return the coordinates of prefill's data-parallel rank; each rank has its own.
 
         None if the instance chooses the rank, because the next request may get another one. None
@@ -85,34 +86,34 @@ class NixlPush(KVTransfer):
         """
         if any(replied.get(name) is None for name in self.COORDINATES):
             return None
-        if pair.prefill_rank is None and RANK.search(str(replied["remote_engine_id"])):
+        if handover.prefill_rank is None and RANK.search(str(replied["remote_engine_id"])):
             return None
         return {name: replied[name] for name in (*self.COORDINATES, *self.SIZES) if name in replied}
 
-    def decode_concurrent(self, pair: Pair) -> bool:
-        return pair.peer is not None
+    def decode_concurrent(self, handover: Handover) -> bool:
+        return handover.peer is not None
 
-    def prefill_params(self, pair: Pair) -> Params:  # noqa: ARG002
+    def prefill_params(self, handover: Handover) -> Params:  # noqa: ARG002
         return KEEP
 
-    def decode_params(self, pair: Pair, replied: Params) -> Params | None:
+    def decode_params(self, handover: Handover, replied: Params) -> Params | None:
         """Return the coordinates of prefill, at which decode registers its blocks.
 
         Raises:
             UpstreamFailed: prefill's reply has no parameters, or its coordinates differ from those
                 that decode got: the instance has been replaced.
         """
-        if pair.peer is None:
-            return _with_host(pair, super().decode_params(pair, replied))
-        if replied and self.facts_of_reply(pair, replied) != pair.peer:
+        if handover.peer is None:
+            return _with_host(handover, super().decode_params(handover, replied))
+        if replied and self.facts_of_reply(handover, replied) != handover.peer:
             raise UpstreamFailed(
                 "the prefill instance has been replaced", slug="prefill_replaced", stage="prefill"
             )
         return {
             "do_remote_decode": False,
             "do_remote_prefill": True,
-            **with_reachable_host(pair.peer, pair.prefill.url),
-            "remote_request_id": pair.request_id,
+            **with_reachable_host(handover.peer, handover.prefill.url),
+            "remote_request_id": handover.request_id,
         }
 
 
@@ -121,13 +122,13 @@ class Multi(Nixl):
 
     name = "multi"
 
-    def decode_params(self, pair: Pair, replied: Params) -> Params | None:
-        return super().decode_params(pair, replied) if replied else None
+    def decode_params(self, handover: Handover, replied: Params) -> Params | None:
+        return super().decode_params(handover, replied) if replied else None
 
 
-def _with_host(pair: Pair, params: Params | None) -> Params | None:
-    """Return the parameters of a pair's prefill, with a host that decode can reach."""
-    return None if params is None else with_reachable_host(params, pair.prefill.url)
+def _with_host(handover: Handover, params: Params | None) -> Params | None:
+    """Return the parameters of a handover's prefill, with a host that decode can reach."""
+    return None if params is None else with_reachable_host(params, handover.prefill.url)
 
 
 def kept_params(params: Params, decode: str) -> Params | None:

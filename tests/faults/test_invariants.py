@@ -64,7 +64,7 @@ async def test_a_bug_is_noticed(launch: Launch, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(AssertionError, match="the proxy failed"):
             await fleet.chat(request(text()))
 
-    monkeypatch.setattr("epd.server.api_routes.request_body", bug)
+    monkeypatch.setattr("epd.server.api_routes.read_request", bug)
     with pytest.raises(AssertionError, match="internal_error"):
         async with launch() as fleet:
             await chat(fleet)

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from epd.request import stages
-from epd.request.context import RequestContext
+from epd.request.request import Request
 from epd.server.app_keys import ADMISSION
 from tests.requests import image, png, request, text
 from tests.support.fake_instance import Handler, chunk, decodes, drops, hangs, refuses
@@ -119,7 +119,7 @@ async def test_failed_requests_leave_no_reference_cycles(
     launch: Launch, config: dict[str, Any], role: str, fault: Handler | None, status: int
 ) -> None:
     """The body of a request in a cycle would remain until a garbage collection."""
-    others = contexts()  # of other tests in this process, such as their parameters
+    others = requests()  # of other tests in this process, such as their parameters
     async with launch(**config) as fleet:
         if fault is not None:
             getattr(fleet, role).chat = fault
@@ -127,23 +127,23 @@ async def test_failed_requests_leave_no_reference_cycles(
             picture = image(png(9, 9) + b"%d" % number)
             assert (await fleet.chat(request(picture)))[0] == status
         # The client's connection holds the last one.
-        await until(lambda: contexts() <= others + 1)
+        await until(lambda: requests() <= others + 1)
 
 
 @pytest.mark.usefixtures("uncollected")
 async def test_items_rejected_at_the_same_time_leave_no_reference_cycles(launch: Launch) -> None:
-    others = contexts()
+    others = requests()
     async with launch() as fleet:
         fleet.e.chat = refuses(400)
         for number in range(4):
             pictures = [image(png(9, 9) + b"%d %d" % (number, place)) for place in range(4)]
             assert (await fleet.chat(request(*pictures)))[0] == 400
-        await until(lambda: contexts() <= others + 1)
+        await until(lambda: requests() <= others + 1)
 
 
-def contexts() -> int:
+def requests() -> int:
     # `isinstance` would read `__class__` of proxy objects, which may import or warn.
-    return sum(type(one) is RequestContext for one in gc.get_objects())
+    return sum(type(one) is Request for one in gc.get_objects())
 
 
 @pytest.mark.parametrize("topology", [(1, 0, 1), (1, 1, 1)])

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from epd.request.context import child_id, request_id
+from epd.request.request import child_id, request_id
 
 
 def test_request_ids_have_their_length_and_begin_with_the_clients() -> None:
@@ -25,7 +25,7 @@ def test_request_ids_do_not_depend_on_the_global_random_seed() -> None:
 
 FORKS = """
 import os
-from epd.request.context import request_id
+from epd.request.request import request_id
 child = os.fork()
 os.write(1, f"{request_id(None)}\\n".encode())  # at once: the two do not wait for each other
 if child:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.request.context import LOOKED_AT_BYTES, MAX_ASKED, MAX_NAMES, OTHER, ModelNames
+from epd.request.model_names import LOOKED_AT_BYTES, MAX_ASKED, MAX_NAMES, OTHER, ModelNames
 
 NAMES = st.text(max_size=12) | st.sampled_from(["m", "a/b-7B", "x" * 300, '"', "\n", "other"])
 

@@ -16,13 +16,10 @@ from epd.api.endpoints import ENDPOINTS
 from epd.api.items import Body
 from epd.encoder_cache.identity import with_salt
 from epd.errors import UpstreamUnreachable
-from epd.policies.plan import Course, Facts
-from epd.request.context import RequestContext
 from epd.request.item_tokens import media_tokens
 from epd.request.prefix import MAX_LINKS as MAX_OF_PROMPT
 from epd.request.prefix import PIECE_BYTES, request_prefix
-from epd.request.recovery import Attempt
-from epd.request.stage_inputs import KeyedRequest, StageInput
+from epd.request.request import Request
 from epd.routing.balance import Choice
 from epd.routing.engine_load import EngineLoad
 from epd.routing.instances import Instance, Role
@@ -54,10 +51,7 @@ def prefix_of(body: Body, path: str = CHAT, metadata: dict[str, Any] | None = No
         replace(item, content_key=str(item.part["image_url"])) for item in endpoint.items(body)
     ]
     encoded = [EncodedItem(item, OutputFacts(metadata=metadata or {}), "hit") for item in items]
-    facts = Facts(path, prefills=True, items=len(items), roles=frozenset())
-    keyed = KeyedRequest(body, items)
-    context = RequestContext("r", {}, CONFIG, endpoint)
-    return request_prefix(StageInput(keyed, Attempt(Course(), facts), context), encoded)
+    return request_prefix(Request("r", {}, CONFIG, endpoint, body, items), encoded)
 
 
 def common(one: Prefix, other: Prefix) -> int:
@@ -213,13 +207,7 @@ def test_isolated_tenants_have_no_link_in_common(
     assert shared == prefix_of(body)
 
 
-def test_prefixes_are_computed_only_for_the_content_balance() -> None:
-    facts = Facts(CHAT, prefills=True, items=0, roles=frozenset())
-    config = epd.ProxyConfig(encode_servers_urls=(), decode_servers_urls=("http://d:1",))
-    context = RequestContext("r", {}, config)
-    stage_input = StageInput(KeyedRequest({}), Attempt(Course(), facts), context)
-
-    assert request_prefix(stage_input) is NO_PREFIX
+def test_an_endpoint_that_generates_nothing_has_no_prefixes() -> None:
     assert prefix_of({"text_1": "a", "text_2": "b"}, "/v1/score") is NO_PREFIX
 
 

@@ -32,18 +32,16 @@ from epd.request.recovery import (
     MAX_DECODES,
     RULES,
     Attempt,
-    AttemptProgress,
     EncodeFailure,
     Encodings,
     FailedAttempt,
-    RecoveryState,
     encode_delay_s,
     next_attempt,
 )
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
-from epd.transfer.encoded import Consumed, EncodedItem, OutputFacts
-from epd.transfer.kv import Pair
+from epd.transfer.encoded import EncodedItem, OutputFacts, Prompt
+from epd.transfer.kv import Handover
 from tests.requests import image, request, text
 
 P1, P2 = (Instance(Role.PREFILL, f"http://p{number}:1") for number in (1, 2))
@@ -57,24 +55,27 @@ def item(*, has_media: bool = True) -> MMItem:
     return found
 
 
-def failure(error: ProxyError, **more: Any) -> RecoveryState:
+def failure(error: ProxyError, **more: Any) -> FailedAttempt:
     """Return a failure of the first attempt at P1 and D1, with an encoder output in the request."""
     facts = Facts("/v1/chat/completions", prefills=True, items=1, roles=TABLE.roles)
     attempt = Attempt(Course(), facts)._replace(**more.pop("attempt", {}))
     depends, bare = more.pop("depends", True), more.pop("bare", 1)
-    named = more.pop("named", False)
+    prompt = Prompt({}, depends=depends, bare=bare, named=more.pop("named", False))
     reads_back = more.pop("reads_back", False)
-    progress = AttemptProgress(
-        more.pop("encodings", Encodings((EncodedItem(item(), OutputFacts(), "encoded"),))),
-        Consumed({}, depends=depends, bare=bare, named=named),
-        more.pop("prefill", P1),
-        decode=more.pop("decode", D1 if error.stage == "decode" else None),
-    )
+    handover = None
     if more.pop("prefilled", False) or reads_back:
-        progress.pair = Pair("id", P1, earlier={"remote_engine_id": "e"} if reads_back else None)
-    failed_attempt = FailedAttempt(attempt, error, progress)
+        handover = Handover("id", P1, earlier={"remote_engine_id": "e"} if reads_back else None)
     others = {"other_prefills": True, "other_decodes": True, "may_prefill_locally": True} | more
-    return RecoveryState(failed_attempt, **others)
+    return FailedAttempt(
+        attempt,
+        error,
+        others.pop("encodings", Encodings((EncodedItem(item(), OutputFacts(), "encoded"),))),
+        prompt,
+        others.pop("prefill", P1),
+        handover,
+        others.pop("decode", D1 if error.stage == "decode" else None),
+        **others,
+    )
 
 
 def failed(stage: Stage, answered: int | None = None) -> UpstreamFailed:
@@ -96,7 +97,7 @@ DOUBTFUL_PREFILL: dict[str, Any] = {
     "failures": ("prefill",),
 }
 
-ROWS: list[tuple[int, RecoveryState, dict[str, Any]]] = [
+ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
     (
         1,
         failure(failed("prefill"), reads_back=True),
@@ -240,7 +241,7 @@ ROWS: list[tuple[int, RecoveryState, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("row", "case", "changes"), ROWS)
 def test_a_row_makes_the_next_attempt(
-    row: int, case: RecoveryState, changes: dict[str, Any]
+    row: int, case: FailedAttempt, changes: dict[str, Any]
 ) -> None:
     applies = [number for number, rule in enumerate(RULES, 1) if rule.applies(case)]
     assert applies[0] == row
@@ -251,9 +252,9 @@ def test_a_row_makes_the_next_attempt(
     unsaid: dict[str, Any] = {
         "avoided_prefills": (P1,),
         "resent": True,
-        "encodings": None if changes.get("reencode") else case.progress.encodings,
+        "encodings": None if changes.get("reencode") else case.encodings,
     }
-    assert attempt == case.failed.attempt._replace(**unsaid | changes)
+    assert attempt == case.attempt._replace(**unsaid | changes)
 
 
 def test_an_instance_that_was_not_reached_has_not_read_blocks_back() -> None:
@@ -264,7 +265,7 @@ def test_an_instance_that_was_not_reached_has_not_read_blocks_back() -> None:
 
 
 def test_decode_prefills_before_unreachable_instances_use_up_all_attempts() -> None:
-    attempt, chosen = failure(unreachable("prefill")).failed.attempt, 0
+    attempt, chosen = failure(unreachable("prefill")).attempt, 0
     while not attempt.without_prefill:
         chosen += 1
         error = UpstreamUnreachable("x", stage="prefill")
@@ -347,7 +348,7 @@ def test_every_row_has_a_case() -> None:
         failure(failed("prefill"), attempt={"failures": ("prefill",)}, may_prefill_locally=False),
     ],
 )
-def test_the_client_gets_the_error(case: RecoveryState) -> None:
+def test_the_client_gets_the_error(case: FailedAttempt) -> None:
     assert next_attempt(case) is None
 
 
@@ -401,7 +402,7 @@ def test_an_attempt_keeps_the_encoder_outputs_of_the_one_before() -> None:
     attempt = next_attempt(case)
 
     assert attempt is not None
-    assert attempt.encodings is case.progress.encodings
+    assert attempt.encodings is case.encodings
 
 
 @pytest.mark.parametrize("known", [None, Encodings(namespace="n")])
@@ -546,7 +547,7 @@ def test_a_faulty_item_is_not_encoded_again(error: ProxyError, others: bool) -> 
 
 def test_an_attempt_is_immutable() -> None:
     case = failure(failed("prefill"))
-    before = case.failed.attempt._replace()
+    before = case.attempt._replace()
 
     assert next_attempt(case) != before
-    assert case.failed.attempt == before
+    assert case.attempt == before

@@ -8,11 +8,8 @@ import epd
 from epd.api.endpoints import ENDPOINTS
 from epd.api.items import MMItem
 from epd.encoder_cache.keys import Keys
-from epd.policies.plan import Course, Facts
-from epd.request.context import RequestContext
-from epd.request.recovery import Attempt, Encodings
-from epd.request.request_media import request_work
-from epd.request.stage_inputs import KeyedRequest, StageInput
+from epd.request.request import Request
+from epd.request.request_media import media_work
 from epd.routing.table import Work
 from epd.tenants import ANONYMOUS
 from epd.transfer.encoded import EncodedItem, OutputFacts
@@ -30,10 +27,8 @@ def item_of(part: Part) -> MMItem:
 
 def work_of(*encoded: EncodedItem, text_bytes: int) -> Work:
     """Return the predicted work of a request with these items."""
-    facts = Facts(CHAT, prefills=True, items=len(encoded), roles=frozenset())
-    context = RequestContext("r", {}, CONFIG, text_bytes=text_bytes)
-    keyed = KeyedRequest({}, [one.item for one in encoded])
-    return request_work(StageInput(keyed, Attempt(Course(), facts), context), Encodings(encoded))
+    items = [one.item for one in encoded]
+    return media_work(Request("r", {}, CONFIG, items=items, text_bytes=text_bytes), encoded)
 
 
 def test_text_counts_by_its_bytes() -> None:

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.api.endpoints import ENDPOINTS
-from epd.config import ProxyConfig
+from epd.api.sse import OPENAI
 from epd.http.connection import Sink
-from epd.request.context import RequestContext
+from epd.request.prefill_decode import DecodeAnswer
+from epd.request.recorder import Recorder
 from epd.request.stream import StreamRelay
+from epd.routing.watched import Watched
 from epd.upstream import Reply
 
 EVENT = b"data: 1\n\n"
@@ -93,22 +95,26 @@ STREAMS = {
 }
 """Event with tokens and last event, for each grammar."""
 
-CONFIG = ProxyConfig.model_construct()
+
+def answer_of(reply: Reply) -> DecodeAnswer:
+    nothing: Any = None
+    return DecodeAnswer(reply, None, None, None, nothing, nothing, Watched(), ())
 
 
 async def relayed(path: str, chunks: list[bytes]) -> tuple[bytes, list[tuple[bytes, bool, int]]]:
     """Return all written bytes, and after each chunk: bytes, first token seen, number of gaps."""
-    context, client = RequestContext("id", {}, CONFIG, ENDPOINTS[path]), Transport()
+    record, client = Recorder("", "POST", ""), Transport()
     moments: list[tuple[bytes, bool, int]] = []
 
     def look() -> None:
-        gaps = context.record.gaps
+        gaps = record.gaps
         assert gaps is not None
-        begun = context.record.first_token_s is not None
+        begun = record.first_token_s is not None
         moments.append((client.written, begun, sum(gaps.counts)))
 
     reply = cast("Reply", Chunked(chunks, look))
-    await StreamRelay(reply, web.StreamResponse(), client, context).run(1.0)
+    stream, grammar = web.StreamResponse(), ENDPOINTS[path].grammar
+    await StreamRelay(answer_of(reply), stream, client, grammar, record).run(1.0)
     return client.written, moments
 
 
@@ -156,7 +162,7 @@ async def test_a_stream_is_relayed_unchanged_wherever_it_is_cut(
 async def test_a_client_that_has_left_is_written_nothing_more() -> None:
     client = Transport()
     reply = cast("Reply", Leaving(client))
-    relay = StreamRelay(reply, Stream(), client, RequestContext("id", {}, CONFIG))
+    relay = StreamRelay(answer_of(reply), Stream(), client, OPENAI, Recorder("", "POST", ""))
 
     with pytest.raises(ConnectionResetError):
         await relay.run(1.0)

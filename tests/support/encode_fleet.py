@@ -16,10 +16,10 @@ import epd
 from ec_store import EntryKey
 from epd.api.items import MMItem
 from epd.policies.plan import Course, ItemRule
-from epd.request.context import RequestContext
+from epd.request.encode_job import EncodeJob
 from epd.request.item_tokens import PIXELS_PER_TOKEN, TokenCounts
 from epd.request.placement import PendingItem, Placement
-from epd.request.stage_inputs import EncodeJob, KeyedRequest
+from epd.request.request import Request
 from epd.routing.balance import Choice
 from epd.routing.encode_work import Speed
 from epd.routing.instances import Instance, Role
@@ -142,8 +142,8 @@ class EncodeFleet:
             content_key="key",
             pixels=tokens * PIXELS_PER_TOKEN,
         )
-        context = RequestContext("r", {}, CONFIG)
-        job = EncodeJob(KeyedRequest({"model": "m"}, [item]), context, Course(items=self.rule))
+        request = Request("r", {}, CONFIG, body={"model": "m"}, items=[item])
+        job = EncodeJob(request, Course(items=self.rule))
         pending = PendingItem(item, None, EntryKey("n", "key"))
         self._placement.place_items(job, [pending], lambda _: False)
         return pending

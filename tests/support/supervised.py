@@ -12,7 +12,7 @@ import structlog
 
 from epd.config import ProxyConfig
 from epd.observe import logs
-from epd.request.context import request_id
+from epd.request.request import request_id
 from epd.server import workers
 from epd.server.orders import block_signals
 from epd.server.worker import Seat

@@ -18,7 +18,7 @@ from epd.transfer.encoded import (
     consumer_body,
     read_encoded,
 )
-from epd.transfer.kv import Pair
+from epd.transfer.kv import Handover
 from epd.transfer.nixl import Nixl
 from tests.requests import Part, image, input_audio, request, text, video
 
@@ -259,11 +259,11 @@ def test_items_of_a_request_are_sent_all_as_metadata_or_all_raw(
         assert embeds == [possible and (any(named) or not raw)] * len(items)
 
 
-PAIR = Pair("id", Instance(Role.PREFILL, "http://p"))
+HANDOVER = Handover("id", Instance(Role.PREFILL, "http://p"))
 
 
 def replied(reply: bytes) -> Params | None:
-    return Nixl().decode_params(PAIR, reply_field(reply, "kv_transfer_params", stage="prefill"))
+    return Nixl().decode_params(HANDOVER, reply_field(reply, "kv_transfer_params", stage="prefill"))
 
 
 def test_a_prefill_reply() -> None:

@@ -1,5 +1,6 @@
 """KV transfers: parameters for each instance, and which instances each accepts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from epd.errors import UpstreamFailed
 from epd.routing.instances import Instance, Role
-from epd.transfer.kv import KVTransfer, LMCache, Pair
+from epd.transfer.kv import Handover, KVTransfer, LMCache
 from epd.transfer.mooncake import Mooncake
 from epd.transfer.nixl import KEEP, Multi, Nixl, NixlPush
 from epd.transfer.registry import KV_TRANSFERS
@@ -33,16 +34,16 @@ def decode(kv_addr: str = "") -> Instance:
 
 def test_a_conversations_next_turn_names_the_blocks_of_the_last() -> None:
     last = {"remote_engine_id": "d", "do_remote_prefill": True, "do_remote_decode": False}
-    told = Nixl().prefill_params(Pair("r", prefill(), earlier=last))
+    told = Nixl().prefill_params(Handover("r", prefill(), earlier=last))
 
     assert told == last | {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def test_a_multi_connector_carries_the_parameters_of_its_parts() -> None:
-    pair = Pair("r", prefill())
+    handover = Handover("r", prefill())
 
-    assert Multi().decode_params(pair, {"remote_port": 1}) == {"remote_port": 1}
-    assert Multi().decode_params(pair, {}) is None
+    assert Multi().decode_params(handover, {"remote_port": 1}) == {"remote_port": 1}
+    assert Multi().decode_params(handover, {}) is None
 
 
 EVERYWHERE = ["0.0.0.0", "::", "0:0:0:0:0:0:0:0", ""]  # noqa: S104 - a server may report it
@@ -51,11 +52,11 @@ EVERYWHERE = ["0.0.0.0", "::", "0:0:0:0:0:0:0:0", ""]  # noqa: S104 - a server m
 @pytest.mark.parametrize("transfer", [Nixl(), NixlPush(), Multi()], ids=lambda one: one.name)
 @pytest.mark.parametrize(("host", "told"), [*((one, "p") for one in EVERYWHERE), ("h", "h")])
 def test_decode_gets_a_reachable_host(transfer: KVTransfer, host: str, told: str) -> None:
-    replied, pair = COORDINATES | {"remote_host": host}, Pair("r", prefill())
+    replied, handover = COORDINATES | {"remote_host": host}, Handover("r", prefill())
 
-    assert transfer.decode_params(pair, replied) == replied | {"remote_host": told}
-    if (peer := transfer.facts_of_reply(pair, replied)) is not None:
-        said = transfer.decode_params(pair._replace(peer=peer), replied)
+    assert transfer.decode_params(handover, replied) == replied | {"remote_host": told}
+    if (peer := transfer.facts_of_reply(handover, replied)) is not None:
+        said = transfer.decode_params(replace(handover, peer=peer), replied)
         assert said is not None
         assert said["remote_host"] == told
 
@@ -73,29 +74,31 @@ COORDINATES = {
 def test_a_push_learns_coordinates_and_nothing_of_the_request() -> None:
     replied = COORDINATES | {"remote_block_ids": [[1]], "remote_request_id": "x", "more": 1}
 
-    assert NixlPush().facts_of_reply(Pair("r", prefill()), replied) == COORDINATES
+    assert NixlPush().facts_of_reply(Handover("r", prefill()), replied) == COORDINATES
 
 
 @pytest.mark.parametrize("missing", ["remote_engine_id", "remote_host", "remote_port", "tp_size"])
 def test_a_push_learns_nothing_from_half_of_them(missing: str) -> None:
-    assert NixlPush().facts_of_reply(Pair("r", prefill()), COORDINATES | {missing: None}) is None
+    assert (
+        NixlPush().facts_of_reply(Handover("r", prefill()), COORDINATES | {missing: None}) is None
+    )
 
 
 def test_a_push_learns_nothing_from_a_rank_that_the_instance_chose() -> None:
     replied = COORDINATES | {"remote_engine_id": "e_dp1"}
 
-    assert NixlPush().facts_of_reply(Pair("r", prefill()), replied) is None
-    assert NixlPush().facts_of_reply(Pair("r", prefill(), 1), replied) == replied
+    assert NixlPush().facts_of_reply(Handover("r", prefill()), replied) is None
+    assert NixlPush().facts_of_reply(Handover("r", prefill(), 1), replied) == replied
 
 
 def test_a_push_after_prefill_carries_its_reply() -> None:
-    transfer, pair, replied = NixlPush(), Pair("r", prefill()), COORDINATES | {"more": 1}
+    transfer, handover, replied = NixlPush(), Handover("r", prefill()), COORDINATES | {"more": 1}
 
-    assert not transfer.decode_concurrent(pair)
-    assert transfer.prefill_params(pair) == KEEP
-    assert transfer.decode_params(pair, replied) == replied
+    assert not transfer.decode_concurrent(handover)
+    assert transfer.prefill_params(handover) == KEEP
+    assert transfer.decode_params(handover, replied) == replied
     with pytest.raises(UpstreamFailed):
-        transfer.decode_params(pair, {})
+        transfer.decode_params(handover, {})
 
 
 @pytest.mark.parametrize(
@@ -111,10 +114,10 @@ def test_a_push_after_prefill_carries_its_reply() -> None:
 def test_a_bootstrap_server_has_the_configured_address(
     kv_addr: str, url: str, bootstrap: str
 ) -> None:
-    pair = Pair("r", prefill(kv_addr, url), peer={"0": "e"})
+    handover = Handover("r", prefill(kv_addr, url), peer={"0": "e"})
 
-    assert Mooncake().peer_url(pair.prefill) == f"{bootstrap}/query"
-    assert Mooncake().decode_params(pair, {})["remote_bootstrap_addr"] == bootstrap
+    assert Mooncake().peer_url(handover.prefill) == f"{bootstrap}/query"
+    assert Mooncake().decode_params(handover, {})["remote_bootstrap_addr"] == bootstrap
 
 
 @pytest.mark.parametrize(
@@ -131,12 +134,12 @@ def test_a_bootstrap_server_has_the_configured_address(
 def test_the_engine_of_a_rank(
     rank: int | None, engines: dict[str, str], engine_id: str | None
 ) -> None:
-    pair = Pair("r", prefill(), rank, peer=engines)
+    handover = Handover("r", prefill(), rank, peer=engines)
     if engine_id is None:
         with pytest.raises(UpstreamFailed):
-            Mooncake().decode_params(pair, {})
+            Mooncake().decode_params(handover, {})
     else:
-        assert Mooncake().decode_params(pair, {})["remote_engine_id"] == engine_id
+        assert Mooncake().decode_params(handover, {})["remote_engine_id"] == engine_id
 
 
 @given(json_values)
@@ -150,9 +153,9 @@ def test_any_answer_of_a_bootstrap_server_is_read_or_refused(said: Any) -> None:
 
 
 def test_prefill_gets_the_address_of_decodes_lmcache() -> None:
-    pair = Pair("r", prefill(), decode=decode("10.0.0.1:7300+7301:7400+7401"))
+    handover = Handover("r", prefill(), decode=decode("10.0.0.1:7300+7301:7400+7401"))
 
-    assert LMCache().prefill_params(pair) == {
+    assert LMCache().prefill_params(handover) == {
         "disagg_spec": {
             "req_id": "r",
             "receiver_host": "10.0.0.1",

@@ -13,7 +13,7 @@ import secrets
 import time
 import wave
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -26,8 +26,8 @@ from epd.api.items import Body
 from epd.config import ProxyConfig
 from epd.conversations.turn import ReplyCapture
 from epd.errors import ProxyError, UpstreamRejected
-from epd.request.context import RequestContext
 from epd.request.kv_peers import PeerRegistry
+from epd.request.request import Request
 from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
 from epd.routing.table import Reservation
@@ -41,8 +41,8 @@ from epd.tools.doctor.kv_bandwidth import (
 )
 from epd.transfer import Params, with_params
 from epd.transfer.ec import ECTransfer
-from epd.transfer.encoded import Consumed, EncodedItem, OutputFacts, consumer_body
-from epd.transfer.kv import KVTransfer, Pair
+from epd.transfer.encoded import EncodedItem, OutputFacts, Prompt, consumer_body
+from epd.transfer.kv import Handover, KVTransfer
 from epd.transfer.nixl import kept_params
 
 SIDE = 64
@@ -149,9 +149,9 @@ class Trials:
             item = next(CHAT.items(body))
             try:
                 asked = self._encoded.encode_params(consumer, 1)
-                context = self._context()
+                request = self._request()
                 timeout_s = self._config.encode_timeout_s
-                replied = await self._stages.encode(instance, body, item, asked, context, timeout_s)
+                replied = await self._stages.encode(instance, body, item, asked, request, timeout_s)
                 encoded = self._encoded.encoded(replied, asked)
             except UpstreamRejected as error:
                 refused = refused or error
@@ -181,37 +181,41 @@ class Trials:
         keeps its blocks for the next turn of a conversation.
         """
         body = _asking(model, {"type": "text", "text": "Hello."})
-        context = self._context()
-        pair = Pair(context.request_id, prefill, 0 if prefill.dp_size > 1 else None, decode)
+        request = self._request()
+        handover = Handover(request.id, prefill, 0 if prefill.dp_size > 1 else None, decode)
         try:
-            pair = pair._replace(peer=await self._peers.params_for(pair))
-            if self._transfer.decode_concurrent(pair):
-                return await self._at_once(pair, decode, body, context)
-            prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
+            handover.peer = await self._peers.params_for(handover)
+            if self._transfer.decode_concurrent(handover):
+                return await self._at_once(handover, decode, body, request)
+            await self._stages.prefill(self._transfer, handover, Prompt(body), request)
         except ProxyError as error:
             return _failed(error), None, False
-        sent = with_params(body, prefilled.params)
-        return Trial(), *await self._answered(decode, sent, pair.request_id)
+        sent = with_params(body, handover.params)
+        return Trial(), *await self._answered(decode, sent, handover)
 
     async def _at_once(
-        self, pair: Pair, decode: Instance, body: Body, context: RequestContext
+        self, handover: Handover, decode: Instance, body: Body, request: Request
     ) -> tuple[Trial, Trial, bool]:
         """Send a request to both instances at the same time: each waits for the other."""
-        sent = with_params(body, self._transfer.decode_params(pair, {}))
-        decoding = asyncio.create_task(self._answered(decode, sent, pair.request_id))
+        sent = with_params(body, self._transfer.decode_params(handover, {}))
+        decoding = asyncio.create_task(self._answered(decode, sent, handover))
         try:
-            await self._stages.prefill(self._transfer, pair, Consumed(body), context)
+            await self._stages.prefill(self._transfer, handover, Prompt(body), request)
             return Trial(), *await decoding
         finally:
             decoding.cancel()
             await asyncio.gather(decoding, return_exceptions=True)
 
     async def _answered(
-        self, instance: Instance, body: Body, request_id: str | None = None, rank: int | None = None
+        self,
+        instance: Instance,
+        body: Body,
+        handover: Handover | None = None,
+        rank: int | None = None,
     ) -> tuple[Trial, bool]:
         """Return the result of a request, and whether the instance keeps its blocks."""
         try:
-            content = await self._decode(instance, body, self._context(), request_id, rank)
+            content = await self._decode(instance, body, self._request(), handover, rank)
             params = reply_field(content, "kv_transfer_params", stage="decode")
         except ProxyError as error:
             return _failed(error), False
@@ -221,8 +225,8 @@ class Trials:
         self,
         instance: Instance,
         body: Body,
-        context: RequestContext,
-        request_id: str | None = None,
+        request: Request,
+        handover: Handover | None = None,
         rank: int | None = None,
     ) -> bytes:
         """Return the answer to a request.
@@ -230,8 +234,8 @@ class Trials:
         Raises:
             ProxyError: the instance failed.
         """
-        opened = await self._stages.decode(instance, Consumed(body), context, rank, request_id)
-        with opened.reply as reply:
+        reply, _ = await self._stages.decode(instance, Prompt(body), request, rank, handover)
+        with reply:
             return await reply.read(idle_s=ANSWERS_S)
 
     async def read_back(self, prefill: Instance, decode: Instance, model: str) -> Trial:
@@ -244,15 +248,15 @@ class Trials:
         rank = 0 if prefill.dp_size > 1 else None
         try:
             asked = {"model": model, "prompt": WORDS}
-            context = self._context(of_tokens=True)
-            tokens = (await self._stages.prompt_tokens(prefill, asked, context))[:TOKENS]
-            pair = Pair("", prefill, rank, decode)
-            first = await self._turn(pair, decode, _asking_tokens(model, tokens), None)
-            pair = pair._replace(earlier=kept_params(first.params or {}, decode.url))
-            if pair.earlier is None:
+            request = self._request(of_tokens=True)
+            tokens = (await self._stages.prompt_tokens(prefill, asked, request))[:TOKENS]
+            handover = Handover("", prefill, rank, decode)
+            first = await self._turn(handover, decode, _asking_tokens(model, tokens), None)
+            handover.earlier = kept_params(first.params or {}, decode.url)
+            if handover.earlier is None:
                 return Trial("decode named no blocks of a prompt of tokens")
             second = [*tokens, *first.answer, *tokens[-1:]]
-            await self._turn(pair, decode, _asking_tokens(model, second), self._read_s)
+            await self._turn(handover, decode, _asking_tokens(model, second), self._read_s)
         except TimeoutError:
             return Trial(f"no answer in {self._read_s:g} s")
         except ProxyError as error:
@@ -269,11 +273,11 @@ class Trials:
         """
         if await self._transfers(prefill, decode) is None:
             return None
-        pair = Pair("", prefill, 0 if prefill.dp_size > 1 else None, decode)
-        context = self._context(of_tokens=True)
+        handover = Handover("", prefill, 0 if prefill.dp_size > 1 else None, decode)
+        request = self._request(of_tokens=True)
         asked = {"model": model, "prompt": WORDS}
-        tokens = (await self._stages.prompt_tokens(prefill, asked, context))[:TOKENS]
-        small = await self._window(pair, decode, model, tokens)
+        tokens = (await self._stages.prompt_tokens(prefill, asked, request))[:TOKENS]
+        small = await self._window(handover, decode, model, tokens)
         if small is None:
             return PairFacts(prefill, decode)
         _, size, _, all_tokens = small.transfers
@@ -281,31 +285,31 @@ class Trials:
         many = [*islice(cycle(tokens), max(len(tokens), min(fitting, max_tokens - 1)))]
         large: list[Window] = []
         while len(large) < REPEATS and not (large and large[-1].is_alone):
-            window = await self._window(pair, decode, model, many)
+            window = await self._window(handover, decode, model, many)
             if window is None:
                 break
             large.append(window)
         return PairFacts(prefill, decode, small, large)
 
     async def _window(
-        self, pair: Pair, decode: Instance, model: str, tokens: Sequence[int]
+        self, handover: Handover, decode: Instance, model: str, tokens: Sequence[int]
     ) -> Window | None:
         """Return the transfers of a prompt; None: none are counted within `_counted_s` seconds.
 
         Raises:
             ProxyError: an instance failed.
         """
-        context, body = self._context(of_tokens=True), _asking_tokens(model, tokens)
-        pair = pair._replace(request_id=context.request_id)
+        request, body = self._request(of_tokens=True), _asking_tokens(model, tokens)
+        handover = replace(handover, request_id=request.id)
         began_s = time.monotonic()
-        prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
+        await self._stages.prefill(self._transfer, handover, Prompt(body), request)
         prefill_s = time.monotonic() - began_s
-        before = await self._transfers(pair.prefill, decode)
+        before = await self._transfers(handover.prefill, decode)
         began_s = time.monotonic()
-        await self._decode(decode, with_params(body, prefilled.params), context)
+        await self._decode(decode, with_params(body, handover.params), request)
         decoded_s = time.monotonic()
         while time.monotonic() < decoded_s + self._counted_s:
-            after = await self._transfers(pair.prefill, decode)
+            after = await self._transfers(handover.prefill, decode)
             found = None if before is None or after is None else after.since(before)
             if found is not None and found.number > 0 and found.tokens > 0:
                 return Window(found, len(tokens), prefill_s, decoded_s - began_s)
@@ -317,7 +321,7 @@ class Trials:
         return read_transfers(*pages)
 
     async def _turn(
-        self, pair: Pair, decode: Instance, body: Body, prefill_s: float | None
+        self, handover: Handover, decode: Instance, body: Body, prefill_s: float | None
     ) -> ReplyCapture:
         """Return what decode reports about its blocks and their tokens at the end of a turn.
 
@@ -325,19 +329,19 @@ class Trials:
             ProxyError: an instance failed.
             TimeoutError: prefill took longer than `prefill_s` seconds; None: no limit.
         """
-        context = self._context(of_tokens=True)
-        pair = pair._replace(request_id=context.request_id)
+        request = self._request(of_tokens=True)
+        handover = replace(handover, request_id=request.id)
         async with asyncio.timeout(prefill_s):
-            prefilled = await self._stages.prefill(self._transfer, pair, Consumed(body), context)
-        content = await self._decode(decode, with_params(body, prefilled.params), context)
+            await self._stages.prefill(self._transfer, handover, Prompt(body), request)
+        content = await self._decode(decode, with_params(body, handover.params), request)
         fields = ReplyCapture(cut_tokens=False)
         fields.capture_fields(content)
         return fields
 
-    def _context(self, *, of_tokens: bool = False) -> RequestContext:
+    def _request(self, *, of_tokens: bool = False) -> Request:
         request_id = f"doctor-{secrets.token_hex(8)}"
         endpoint = Completions() if of_tokens else CHAT
-        return RequestContext(request_id, self._headers, self._config, endpoint)
+        return Request(request_id, self._headers, self._config, endpoint)
 
 
 def _asking(model: str, part: Mapping[str, Any]) -> Body:

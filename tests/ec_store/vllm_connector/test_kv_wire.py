@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from epd.routing.instances import Instance, Role
-from epd.transfer.kv import Pair
+from epd.transfer.kv import Handover
 from epd.transfer.mooncake import Mooncake
 from epd.transfer.nixl import NixlPush
 
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 PREFILL = Instance(Role.PREFILL, "http://p:8000")
-PAIR = Pair("r:1:ab", PREFILL)
+HANDOVER = Handover("r:1:ab", PREFILL)
 
 
 def loaded(name: str) -> Any:
@@ -70,10 +71,10 @@ def test_mooncake_bootstrap_servers_answer_is_read() -> None:
 
 
 def test_mooncake_decode_pulls_the_blocks_of_prefill() -> None:
-    transfer, pair = Mooncake(), PAIR._replace(peer={"0": "engine-0"})
+    transfer, handover = Mooncake(), replace(HANDOVER, peer={"0": "engine-0"})
     decode, prefill = mooncake(producer=False), mooncake(producer=True)
-    decode.update_state_after_alloc(asked(transfer.decode_params(pair, {})), BLOCKS, 16)
-    prefill.update_state_after_alloc(asked(transfer.prefill_params(pair)), BLOCKS, 0)
+    decode.update_state_after_alloc(asked(transfer.decode_params(handover, {})), BLOCKS, 16)
+    prefill.update_state_after_alloc(asked(transfer.prefill_params(handover)), BLOCKS, 0)
     [pulled] = decode.build_connector_meta(None).reqs_to_recv["engine-0"].values()
     [(sent, _)] = prefill.build_connector_meta(None).reqs_to_send.values()
 
@@ -103,10 +104,10 @@ PEER = {"remote_engine_id": "e", "remote_host": "10.0.0.1", "remote_port": 5600,
 
 
 def test_a_push_is_registered_at_the_prefill_instance() -> None:
-    transfer, pair = NixlPush(), PAIR._replace(peer=PEER)
+    transfer, handover = NixlPush(), replace(HANDOVER, peer=PEER)
     registrations: dict[str, Any] = {}
     decode = push(_push_pending_registrations=registrations)
-    request = asked(transfer.decode_params(pair, {}))
+    request = asked(transfer.decode_params(handover, {}))
     decode.update_state_after_alloc(request, BLOCKS, 16)
     [registered] = registrations.values()
     at = {name: registered[f"remote_{name}"] for name in ("engine_id", "host", "port", "tp_size")}
@@ -139,12 +140,12 @@ def test_a_push_prefill_keeps_its_blocks_and_sends_its_engine_id() -> None:
     parallel = prefill.vllm_config.parallel_config
     parallel.decode_context_parallel_size = parallel.pipeline_parallel_size = 1
     status = importlib.import_module("vllm.v1.request").RequestStatus.FINISHED_LENGTH_CAPPED
-    request = asked(NixlPush().prefill_params(PAIR))
+    request = asked(NixlPush().prefill_params(HANDOVER))
     request.status, request.num_computed_tokens = status, 16
     kept, replied = prefill.request_finished(request, ([1, 2],))
 
     assert kept
-    assert NixlPush().facts_of_reply(PAIR, replied) == {
+    assert NixlPush().facts_of_reply(HANDOVER, replied) == {
         "remote_engine_id": "decode",
         "remote_host": "10.0.0.2",
         "remote_port": 5601,

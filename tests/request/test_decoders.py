@@ -6,9 +6,9 @@ import pytest
 
 import epd
 from epd.policies.plan import Course, DecodeFrom, Facts
-from epd.request.context import RequestContext
+from epd.request.decoders import Decoders
 from epd.request.recovery import Attempt
-from epd.request.targets import Decoders
+from epd.request.request import Request
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
 
@@ -38,6 +38,6 @@ async def test_host_and_port_are_enough_for_instances_with_and_without_tls(
     decoders = Decoders(InstanceTable([PLAIN, TLS]), picker)
     course = Course(encode=False, prefill=False, decode_from=decode_from, decode_choice="late")
     facts = Facts("/v1/completions", prefills=True, items=0, roles=frozenset({Role.DECODE}))
-    context = RequestContext("r", {}, config, client_headers={config.decode_header: named})
+    request = Request("r", {}, config, client_headers={config.decode_header: named})
 
-    assert await decoders.pick_instance(Attempt(course, facts), context) == instance
+    assert await decoders.pick_instance(request, Attempt(course, facts)) == instance
