@@ -1,7 +1,7 @@
 """Encoder store: encoder outputs, shared by vLLM instances.
 
-The names below are imported at their first use. `ec_store.device` has to run in an environment with
-PyTorch alone, and the other modules of this package import more.
+The names below are imported at their first use. `ec_store.engine.region` has to run in an
+environment with PyTorch alone, and the other modules of this package import more.
 """
 
 import importlib

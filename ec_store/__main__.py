@@ -1,42 +1,25 @@
 """Command-line interface `ec-store`, also `python -m ec_store`: lists, checks and serves stores."""
 
 import argparse
-import asyncio
-import errno
-import os
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
-from ipaddress import ip_address
-from pathlib import Path
-from threading import Event
 from typing import Any
 from urllib.parse import quote
 
 import orjson
-import uvloop
-from aiohttp import web
 from rich.console import Console
 from rich.progress import track
 
-from ec_store.aio import AsyncStore
-from ec_store.arena.extents import ExtentAllocator
-from ec_store.arena.index import ArenaIndex
-from ec_store.arena.memory import create_memory
-from ec_store.arena.server import ArenaServer, bind, raise_open_files
 from ec_store.arena.sockets import SYSTEM, find_sockets, runtime_folder
-from ec_store.arena.store import ArenaStore
-from ec_store.arena.tier import Tier
 from ec_store.base import Listed, MemoryStats, Store
 from ec_store.config import duration_s, octal, redacted, size_bytes, size_text
-from ec_store.disk.config import DiskConfig, GivenSettings
+from ec_store.disk.config import DiskConfig, StoreSettings
 from ec_store.disk.store import SharedDiskStore
-from ec_store.errors import StoreError, StoreMissing, StoreUnavailable
-from ec_store.opening import open_store, open_tier
-from ec_store.service import create_app
+from ec_store.errors import StoreError, StoreMissing
+from ec_store.opening import open_store
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -245,14 +228,15 @@ def _configure(store: Store, args: argparse.Namespace) -> int:
         )
         print(text, file=sys.stderr)
         return 2
-    given = GivenSettings(**{each.name: getattr(args, each.name) for each in fields(GivenSettings)})
-    if given == GivenSettings():
+    arguments = {each.name: getattr(args, each.name) for each in fields(StoreSettings)}
+    changes = {name: value for name, value in arguments.items() if value is not None}
+    if not changes:
         # Only a change creates a store: a mistyped path must not look like one.
         with SharedDiskStore.from_url(args.url, create=False, maintain=True) as existing:
             settings = existing.settings
     else:
         created = _is_missing(args.url)
-        settings = store.configure(given)
+        settings = store.configure(**changes)
         if created:
             path = DiskConfig.from_url(args.url).path
             print(f"ec-store: created a store in {path}, which had none", file=sys.stderr)
@@ -262,7 +246,6 @@ def _configure(store: Store, args: argparse.Namespace) -> int:
 
 
 def _is_missing(url: str) -> bool:
-    """Return whether there is no store, not even one that cannot be opened."""
     try:
         SharedDiskStore.from_url(url, create=False).close()
     except StoreError as error:
@@ -271,63 +254,10 @@ def _is_missing(url: str) -> bool:
 
 
 def _serve(store: Store, args: argparse.Namespace) -> int:
-    key = os.environ.get("EC_STORE_API_KEY", "")
-    if not key and not _is_loopback(args.host):
-        print(
-            f"ec-store: warning: every host that reaches {args.host}:{args.port} can list models "
-            "and look up entries: set EC_STORE_API_KEY, or --host 127.0.0.1",
-            file=sys.stderr,
-        )
-    app = create_app(AsyncStore(store), interval_s=args.interval_s, api_key=key)
-    if isinstance(store, ArenaStore):
-        tier = None if args.tier is None else open_tier(args.tier)
-        app.cleanup_ctx.append(partial(_serve_memory, store, tier))
-    elif args.tier is not None:
-        raise ValueError("--tier is for the memory of a host: serve shm:///path/of/socket")
-    # uvloop halves the time of a round trip to the memory's server.
-    web.run_app(app, host=args.host, port=args.port, access_log=None, loop=uvloop.new_event_loop())
-    return 0
+    # Imported here: only this command needs aiohttp.
+    from ec_store.serve import serve  # noqa: PLC0415
 
-
-async def _serve_memory(
-    store: ArenaStore, tier: Tier | None, _: web.Application
-) -> AsyncIterator[None]:
-    """Allocate the memory of a store, and serve it while the application runs."""
-    options = store.options
-    path = Path(options.path)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        listener = bind(path, options.mode)
-    except OSError as error:
-        raise StoreUnavailable(f"cannot listen at {path}: {error}") from error
-    stopped = Event()
-    try:  # on a thread, so that a signal can stop it
-        memory = await asyncio.to_thread(create_memory, options.max_bytes, stopped=stopped.is_set)
-    except OSError as error:
-        listener.close()
-        advice = ""
-        if error.errno in {errno.ENOSYS, errno.EPERM}:
-            advice = ": this kernel or container allows no memfd, use a store in a directory"
-        text = f"no memory of {size_text(options.max_bytes)}: {error}{advice}"
-        raise StoreUnavailable(text) from error
-    finally:
-        stopped.set()
-    extents = ExtentAllocator(memory.size_bytes, memory.segment_bytes)
-    # No client can take all of the memory from the others.
-    index = ArenaIndex(extents, client_bytes=memory.size_bytes // 2, ttl_s=options.ttl_s)
-    server = ArenaServer(memory, index, max_connections=raise_open_files())
-    server.start(listener, tier)
-    print(f"ec-store: {size_text(memory.size_bytes)} in {memory.pages} at {path}", file=sys.stderr)
-    yield
-    path.unlink(missing_ok=True)  # noqa: ASYNC240 - before another server may listen there
-    await server.close()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return serve(store, args)
 
 
 def _as_json(row: Listed) -> str:

@@ -271,7 +271,6 @@ class Store(ABC):
     def stats(self) -> StoreStats: ...
 
     def _process_counts(self) -> dict[str, Any]:
-        """Return the counts that `StoreStats` has."""
         names = ("hits", "misses", "puts", "drops", "corrupt", "evictions")
         return {name: self.counts[name] for name in names}
 

@@ -14,7 +14,6 @@ class BoundedDict(OrderedDict[K, V]):
     """
 
     def __init__(self, limit: int) -> None:
-        """Create an empty dictionary."""
         super().__init__()
         self._limit = limit
 

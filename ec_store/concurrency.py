@@ -15,10 +15,11 @@ from typing import TypeVar
 
 logger = logging.getLogger("vllm.ec_store")
 
-NO_THREAD = (
-    "thread %s cannot be started, and its work is skipped: %s. Raise the limit of processes "
-    "(`ulimit -u`, or the container's `pids.max`)."
-)
+FAILURES = 3
+"""Consecutive failures that open a breaker."""
+
+OPEN_S = 5.0
+"""Seconds for which a breaker stays open."""
 
 T = TypeVar("T")
 
@@ -100,7 +101,12 @@ class DaemonPool:
                 self._refused = True
                 if self._threads == 0 and not self._warned:
                     self._warned = True
-                    logger.warning(NO_THREAD, name, error)
+                    logger.warning(
+                        "thread %s cannot be started, and its work is skipped: %s. Raise the limit "
+                        "of processes (`ulimit -u`, or the container's `pids.max`).",
+                        name,
+                        error,
+                    )
                 return self._threads > 0
             self._threads += 1
             self._refused = False
@@ -121,13 +127,6 @@ class DaemonPool:
             del job, dropped, jobs
             with self._lock:
                 self._idle += 1
-
-
-FAILURES = 3
-"""Consecutive failures that open a breaker."""
-
-OPEN_S = 5.0
-"""Seconds for which a breaker stays open."""
 
 
 @dataclass(eq=False)

@@ -7,8 +7,11 @@ Objects with other state of one process register a method with `after_fork`.
 import os
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
+
+MAX_OBSERVATIONS = 4096
+"""Upper bound of the observations kept for each name until they are taken; the latest stay."""
 
 _renewed: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 """Names of the registered methods, by their objects."""
@@ -46,10 +49,6 @@ class ForkLock:
         self.mutex = threading.Lock()
 
 
-MAX_OBSERVATIONS = 4096
-"""Upper bound of the observations kept for each name until they are taken; the latest stay."""
-
-
 class Counts:
     """Counts and observations since they were last taken.
 
@@ -57,14 +56,15 @@ class Counts:
     """
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, float] = {}
         self._observations: dict[str, deque[float]] = {}
         self._lock = ForkLock()
 
     def add(self, **counts: float) -> None:
         """Add values to counts, by name."""
         with self._lock.mutex:
-            self._counts.update(counts)
+            for name, value in counts.items():
+                self._counts[name] = self._counts.get(name, 0) + value
 
     def observe(self, name: str, *values: float) -> None:
         """Record values of a histogram, by its name."""
@@ -74,8 +74,8 @@ class Counts:
     def take_counts(self) -> dict[str, float]:
         """Return the counts, and reset them."""
         with self._lock.mutex:
-            taken, self._counts = self._counts, Counter()
-        return dict(taken)
+            taken, self._counts = self._counts, {}
+        return taken
 
     def take_observations(self, most: int = MAX_OBSERVATIONS) -> dict[str, list[float]]:
         """Return the observations by name, and drop them.
@@ -93,4 +93,4 @@ class Counts:
     def __getitem__(self, name: str) -> int:
         """Return one count, rounded down; 0 if the name was never counted."""
         with self._lock.mutex:
-            return int(self._counts[name])
+            return int(self._counts.get(name, 0))

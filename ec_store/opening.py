@@ -4,11 +4,12 @@ from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 from ec_store.aio import THREADS, AsyncStore, on_thread
+from ec_store.arena.url import ArenaOptions
 from ec_store.base import Store
 from ec_store.concurrency import DaemonPool
 from ec_store.config import redacted
-from ec_store.disk.config import DiskConfig
-from ec_store.urls import ARENA, DISK, REDIS, unknown_scheme
+from ec_store.redis.url import RedisOptions, redis_options
+from ec_store.urls import REDIS, parse_url
 
 if TYPE_CHECKING:
     from ec_store.arena.aio_store import AsyncArenaStore
@@ -42,23 +43,22 @@ def open_store(
         StoreMissing: the directory has no store, and `create` is not set.
         StoreUnavailable: the store cannot be used.
     """
-    scheme = urlsplit(url).scheme
+    options = parse_url(url)
     # A backend is imported at its first use: a store on disk needs no Redis client.
-    if scheme in DISK:
-        from ec_store.disk.store import SharedDiskStore  # noqa: PLC0415
-
-        if lazy:
-            return SharedDiskStore(DiskConfig.from_url(url), create=create, maintain=maintain)
-        return SharedDiskStore.from_url(url, create=create, maintain=maintain)
-    if scheme in ARENA:
-        from ec_store.arena.store import ArenaStore  # noqa: PLC0415
-
-        return ArenaStore.from_url(url)
-    if scheme in REDIS:
+    if isinstance(options, RedisOptions):
         from ec_store.redis.store import RedisStore  # noqa: PLC0415
 
-        return RedisStore.from_url(url)
-    raise unknown_scheme(url)
+        return RedisStore(options)
+    if isinstance(options, ArenaOptions):
+        from ec_store.arena.store import ArenaStore  # noqa: PLC0415
+
+        return ArenaStore(options)
+    from ec_store.disk.store import SharedDiskStore  # noqa: PLC0415
+
+    store = SharedDiskStore(options, create=create, maintain=maintain)
+    if not lazy:
+        store.check()
+    return store
 
 
 def open_tier(url: str) -> "Tier":
@@ -71,7 +71,7 @@ def open_tier(url: str) -> "Tier":
         raise ValueError(f"{redacted(url)!r} cannot be a tier: use redis:// or rediss://")
     from ec_store.redis.store import RedisStore  # noqa: PLC0415
 
-    return RedisStore.from_url(url)
+    return RedisStore(redis_options(url))
 
 
 async def open_async_store(url: str, *, create: bool = True, lazy: bool = False) -> AsyncStore:
@@ -93,7 +93,7 @@ async def open_proxy_store(url: str) -> ProxyStore:
 
     The errors are those of `open_store`.
     """
-    if urlsplit(url).scheme in ARENA:
+    if urlsplit(url).scheme == "shm":
         from ec_store.arena.aio_store import AsyncArenaStore  # noqa: PLC0415
 
         return AsyncArenaStore.from_url(url)

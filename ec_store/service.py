@@ -1,4 +1,4 @@
-"""`ec-store serve`: enforces the quota of a store, and serves its metrics over HTTP."""
+"""HTTP service of a store: metrics and lookups, and the maintenance that keeps its quota."""
 
 import asyncio
 import hmac

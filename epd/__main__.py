@@ -11,7 +11,7 @@ from epd.parser import Parser
 
 COMMANDS: Mapping[str, str] = {
     "serve": "epd.server.serve",
-    "check": "epd.server.reload",
+    "check": "epd.check",
     "doctor": "epd.tools.doctor.command",
     "hash-key": "epd.hash_key",
     "up": "epd.tools.up.command",

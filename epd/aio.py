@@ -42,7 +42,7 @@ class Background:
     after a delay. It does not end the process. These tasks (probes, load reports, sources of
     instances, pages for other workers, reloads) only refresh the state that requests use, and
     requests are better served with stale state than not at all. Worker processes differ: the proxy
-    cannot serve without them, so `server.workers` ends if they do not live.
+    cannot serve without them, so `epd.workers` ends if they do not live.
     """
 
     def __init__(self, count: Callable[[str, int], None]) -> None:

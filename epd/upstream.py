@@ -7,6 +7,7 @@ The connections are those of `epd.http`. An answer is read whole (`Answer`), or 
 import asyncio
 import errno
 import math
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -292,15 +293,23 @@ class Upstream:
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, connect_timeout_s: float, ca_file: Path | None = None
+        cls,
+        connect_timeout_s: float,
+        ca_file: Path | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> AsyncIterator[Self]:
         """Return a client with a pool, which is closed at the exit.
+
+        It verifies instances by `tls`, or else by the file of CAs.
 
         Raises:
             TlsInvalid: the file of CAs is invalid.
         """
-        tls = upstream_context(ca_file)
-        pool = Pool(tls, connect_timeout_s=connect_timeout_s, keep_alive_s=KEEP_ALIVE_S)
+        pool = Pool(
+            tls or upstream_context(ca_file),
+            connect_timeout_s=connect_timeout_s,
+            keep_alive_s=KEEP_ALIVE_S,
+        )
         try:
             yield cls(pool)
         finally:

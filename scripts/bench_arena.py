@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from ec_store import Entry, EntryKey
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex, Client, Slot
+from ec_store.arena.memory import copy_out
 from ec_store.arena.protocol import GetStats, Stats
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import arena_options
@@ -100,56 +102,96 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def copies(rounds: int) -> None:
-    """Copy entries from a tensor of one process to a tensor of another."""
+    """Write entries in one process and read them in another, beside two plain copies.
+
+    The plain copies go through numpy's own memory, which may have huge pages, and through pages of
+    the host's memory. As an entry does, they take another place in each round, so no cache has it.
+    """
     size_bytes = 2 * 2**30
     with serving("2GiB") as path, opened(path) as store:
         populated(store, size_bytes)
         pipe, other = FORK.Pipe()
         consumer = FORK.Process(target=consume, args=(path, other), daemon=True)
         consumer.start()
-        private = np.ones(size_bytes // 2, np.uint8)
+        private, shared = np.ones(size_bytes // 2, np.uint8), mapped(store)
         for size in (33 * MB, 150 * MB):
             source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
-            plain, moved = [], []
+            for n in range(size_bytes // size + 1):  # so that each further entry evicts
+                store.put(key(f"{size}-{n}-before"), entry(source.data))
+            time.sleep(2)  # until the server has their checksums
+            times: dict[str, list[float]] = {
+                name: [] for name in ("numpy's", "shared", "put", "get", "whole")
+            }
             pipe.send(size)
             pipe.recv()
             for n in range(rounds):
                 source[:8] = n
-                # As an entry does, the bytes take another place each time, so no cache has it.
-                place = private[(n * size) % (len(private) - size) :][:size]
+                for name, memory in (("numpy's", private), ("shared", shared)):
+                    place = memory[-(n * size) % (len(memory) - size) & ~4095 :][:size]
+                    began_s = time.perf_counter()
+                    np.copyto(place, source)
+                    np.copyto(target, place)
+                    times[name].append(time.perf_counter() - began_s)
                 began_s = time.perf_counter()
-                np.copyto(place, source)
-                np.copyto(target, place)
-                copied_s = time.perf_counter()
                 store.put(key(f"{size}-{n}"), entry(source.data))
+                put_s = time.perf_counter()
                 pipe.send(n)
-                moved.append(pipe.recv() - copied_s)
-                plain.append(copied_s - began_s)
+                read_s, got_s = pipe.recv()
+                times["put"].append(put_s - began_s)
+                times["get"].append(got_s - read_s)
+                times["whole"].append(got_s - began_s)
             pipe.send(None)
-            ratio = statistics.median(m / p for m, p in zip(moved, plain, strict=True))
-            print(
-                f"{size // MB} MB: two copies {1000 * statistics.median(plain):.1f} ms, tensor to "
-                f"tensor {1000 * statistics.median(moved):.1f} ms, median ratio {ratio:.2f}, "
-                f"best {min(moved) / min(plain):.2f}"
-            )
+            print_copies(size, times)
         pipe.send(None)
         consumer.join()
 
 
+def mapped(store: ArenaStore) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """Return the memory that a store has mapped."""
+    arena = store.connection.arena
+    if arena is None:
+        sys.exit("the connection was lost")
+    return arena.memory
+
+
+def print_copies(size: int, times: dict[str, list[float]]) -> None:
+    """Print the medians, and the medians of the ratios of all rounds."""
+    medians = ", ".join(f"{name} {1000 * statistics.median(s):.2f}" for name, s in times.items())
+    pair = [sum(both) for both in zip(times["put"], times["get"], strict=True)]
+    ratios = ", ".join(
+        f"{name} {over(pair, times[name]):.3f} ({over(times['whole'], times[name]):.3f})"
+        for name in ("numpy's", "shared")
+    )
+    print(
+        f"{size // MB} MB, ms: {medians}; put and get over two copies through this memory, and "
+        f"with the word from one process to the other: {ratios}"
+    )
+
+
+def over(times: list[float], plain: list[float]) -> float:
+    """Return the median of the ratios of each round."""
+    return statistics.median(t / p for t, p in zip(times, plain, strict=True))
+
+
 def consume(path: Path, pipe: Connection) -> None:
-    """Read the entries that a pipe names, and send the time when each is in a tensor."""
+    """Read the entries that a pipe names; send when each read began, and when it was in a tensor.
+
+    A time is of one clock for all processes.
+    """
     with opened(path) as store:
         populated(store, 2 * 2**30)
         while size := pipe.recv():
             target = np.zeros(size, np.uint8)
             pipe.send("ready")
             while (n := pipe.recv()) is not None:
-                found = store.get(key(f"{size}-{n}"))
-                if found is not None:
-                    np.copyto(target, np.frombuffer(found.data, np.uint8))
+                began_s = time.perf_counter()
+                found = store.pin(key(f"{size}-{n}"))
+                if found is not None:  # `get` would first make one of several extents
+                    copy_out(found.parts, target.data)
                     del found
-                now_s = time.perf_counter()  # of one clock for all processes
-                pipe.send(now_s if (target[:8] == n % 256).all() else float("nan"))
+                ended_s = time.perf_counter()
+                right = (target[:8] == n % 256).all()
+                pipe.send((began_s, ended_s if right else float("nan")))
 
 
 def round_trips(rounds: int) -> None:

@@ -26,8 +26,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ec_store.arena.memory import create_memory, map_memory
-from ec_store.device.region import Region, register
-from ec_store.device.tensors import (
+from ec_store.engine.region import Region, register
+from ec_store.engine.tensors import (
     HostCopies,
     Loader,
     Output,

@@ -23,7 +23,7 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
-from ec_store.arena.url import check_folder
+from ec_store.arena.sockets import check_folder
 from ec_store.counts import after_fork
 from ec_store.errors import StoreUnavailable
 
@@ -32,8 +32,8 @@ CONNECT_EVERY_S = 0.1
 
 MAX_SENT_KEYS = 256
 """Upper bound of the keys in unanswered requests; one request may have more. Further requests wait
-here: the server disconnects a client that sends requests and has more than 1 MiB of replies to
-read (`MAX_UNREAD_BYTES`)."""
+here, so that a request is not late for those before it, and none is sent for a caller that has
+left."""
 
 LOOK_AGAIN_S = 0.05
 """Time in seconds in which a reply is read that has come in time while the event loop was busy."""

@@ -6,15 +6,19 @@ from typing import Self, TypeVar
 
 from ec_store.arena.aio_connection import AsyncArenaConnection
 from ec_store.arena.fields import (
-    decode_name,
+    claim_requests,
     digest_chunks,
     encode_name,
     entry_infos,
+    find_requests,
+    found_or_claimed,
     key_digest,
+    namespaces_of,
+    of_each,
+    release_requests,
 )
 from ec_store.arena.index import Refusal
 from ec_store.arena.protocol import (
-    LONGEST_S,
     Begin,
     Begun,
     Claimed,
@@ -28,13 +32,11 @@ from ec_store.arena.protocol import (
     Register,
     Release,
     Reply,
-    Request,
 )
 from ec_store.arena.url import ArenaOptions, arena_options
-from ec_store.base import LONGEST_CLAIM_S
 from ec_store.entry import Entry, EntryInfo, encode_header
 from ec_store.errors import StoreUnavailable
-from ec_store.keys import EntryKey, owner_bytes
+from ec_store.keys import EntryKey
 
 R = TypeVar("R", bound=Reply)
 
@@ -55,13 +57,13 @@ class AsyncArenaStore:
         return cls(arena_options(url))
 
     async def check(self) -> None:
-        await self._ask([], Find([]), Headers)
+        await self._ask(Find([]), Headers)
 
     async def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
         return await self._find(keys, 0.0)
 
     async def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        return await self._find(keys, min(seconds, LONGEST_S))
+        return await self._find(keys, seconds)
 
     async def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with the connection too."""
@@ -71,18 +73,16 @@ class AsyncArenaStore:
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         claims, headers = await self._claim(keys, owner, seconds, find=True)
-        infos = entry_infos(keys, headers)
-        return [info or held for info, held in zip(infos, claims, strict=True)]
+        return found_or_claimed(keys, headers, claims)
 
     async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        named = owner_bytes(owner)
-        for digests in digest_chunks(keys):
-            await self._ask(digests, Release(digests, named), Done)
+        for request in release_requests(keys, owner):
+            await self._ask(request, Done)
 
     async def delete(self, keys: Sequence[EntryKey]) -> int:
         deleted = 0
         for digests in digest_chunks(keys):
-            deleted += (await self._ask(digests, Delete(digests), Done)).number
+            deleted += (await self._ask(Delete(digests), Done)).number
         return deleted
 
     async def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
@@ -98,8 +98,7 @@ class AsyncArenaStore:
         return await asyncio.shield(writing)
 
     async def namespaces(self) -> Mapping[str, str]:
-        reply = await self._connection.call(Register(b"", b""), Namespaces)
-        return {decode_name(model): decode_name(name) for model, name in reply.namespaces.items()}
+        return namespaces_of(await self._connection.call(Register(b"", b""), Namespaces))
 
     async def close(self) -> None:
         await self._connection.close()
@@ -116,32 +115,21 @@ class AsyncArenaStore:
 
     async def _find(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         headers: list[bytes] = []
-        for digests in digest_chunks(keys):
-            reply = await self._ask(digests, Find(digests, seconds), Headers)
-            headers += _all_of(digests, reply.headers)
+        for request in find_requests(keys, seconds):
+            headers += of_each(request, (await self._ask(request, Headers)).headers)
         return entry_infos(keys, headers)
 
     async def _claim(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, *, find: bool
     ) -> tuple[list[bool], list[bytes]]:
-        named, seconds = owner_bytes(owner), min(seconds, LONGEST_CLAIM_S)
+        """Return the claims; with `find` also the headers."""
         claims: list[bool] = []
         headers: list[bytes] = []
-        for digests in digest_chunks(keys):
-            reply = await self._ask(digests, ClaimKeys(digests, named, seconds, find), Claimed)
-            claims += _all_of(digests, reply.held)
-            headers += _all_of(digests, reply.headers) if find else []
+        for request in claim_requests(keys, owner, seconds, find=find):
+            reply = await self._ask(request, Claimed)
+            claims += of_each(request, reply.held)
+            headers += of_each(request, reply.headers) if find else []
         return claims, headers
 
-    async def _ask(self, digests: Sequence[bytes], request: Request, reply_type: type[R]) -> R:
-        return await self._connection.call(request, reply_type, len(digests))
-
-
-T = TypeVar("T")
-
-
-def _all_of(digests: Sequence[bytes], values: list[T]) -> list[T]:
-    """Return the values in a reply. Raise StoreUnavailable if there is not one for each key."""
-    if len(values) != len(digests):
-        raise StoreUnavailable(f"the arena answers {len(values)} of {len(digests)} keys")
-    return values
+    async def _ask(self, request: Find | ClaimKeys | Release | Delete, reply_type: type[R]) -> R:
+        return await self._connection.call(request, reply_type, len(request.digests))

@@ -59,6 +59,7 @@ class Coming:
     """
 
     header: bytes
+    namespace: bytes
     leased_until_s: float = 0.0
 
 

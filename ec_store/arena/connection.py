@@ -38,7 +38,7 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
-from ec_store.arena.url import check_folder
+from ec_store.arena.sockets import check_folder
 from ec_store.counts import ForkLock, after_fork
 from ec_store.errors import StoreUnavailable
 
@@ -171,7 +171,7 @@ class ArenaConnection:
                 deadline_s = max(deadline_s, time.monotonic() + self._timeout_s)
             if time.monotonic() >= deadline_s:
                 raise StoreUnavailable(f"the arena at {self._path}: other calls took all the time")
-            if within not in {None, self._arena}:
+            if within is not None and within is not self._arena:
                 raise StoreUnavailable(f"{self._path}: the connection to the arena was lost")
             try:
                 arena = self._arena or self._connect(deadline_s)

@@ -1,11 +1,15 @@
-"""Fields of messages, made from keys, names and headers, and read back."""
+"""Requests and fields of messages, made from keys, names and headers, and read back."""
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
-from ec_store.arena.protocol import MAX_KEYS
+from ec_store.arena.protocol import LONGEST_S, MAX_KEYS, ClaimKeys, Find, Namespaces, Release
+from ec_store.base import LONGEST_CLAIM_S
 from ec_store.entry import KNOWN_HEADERS, SHORT_BYTES, EntryInfo, parse_header
-from ec_store.errors import CorruptEntry
-from ec_store.keys import EntryKey, digest_of
+from ec_store.errors import CorruptEntry, StoreUnavailable
+from ec_store.keys import EntryKey, digest_of, owner_bytes
+
+T = TypeVar("T")
 
 
 def key_digest(key: EntryKey) -> bytes:
@@ -16,8 +20,49 @@ def key_digest(key: EntryKey) -> bytes:
 def digest_chunks(keys: Sequence[EntryKey]) -> Iterator[list[bytes]]:
     """Yield keys as messages have them, as many at a time as one request may have."""
     for begin in range(0, len(keys), MAX_KEYS):
-        chunk = keys[begin : begin + MAX_KEYS]
-        yield [digest_of(key.namespace, key.identifier) for key in chunk]
+        yield [key_digest(key) for key in keys[begin : begin + MAX_KEYS]]
+
+
+def find_requests(keys: Sequence[EntryKey], seconds: float) -> Iterator[Find]:
+    """Yield the requests of a look-up; of a lease if `seconds` is above 0."""
+    for digests in digest_chunks(keys):
+        yield Find(digests, min(seconds, LONGEST_S))
+
+
+def claim_requests(
+    keys: Sequence[EntryKey], owner: str, seconds: float, *, find: bool
+) -> Iterator[ClaimKeys]:
+    """Yield the requests of a claim. Raise ValueError for an owner that is empty or too long."""
+    encoded_owner = owner_bytes(owner)
+    for digests in digest_chunks(keys):
+        yield ClaimKeys(digests, encoded_owner, min(seconds, LONGEST_CLAIM_S), find)
+
+
+def release_requests(keys: Sequence[EntryKey], owner: str) -> Iterator[Release]:
+    """Yield the requests of a release; errors are those of `claim_requests`."""
+    encoded_owner = owner_bytes(owner)
+    for digests in digest_chunks(keys):
+        yield Release(digests, encoded_owner)
+
+
+def of_each(request: Find | ClaimKeys, values: list[T]) -> list[T]:
+    """Return the values in a reply. Raise StoreUnavailable if there is not one for each key."""
+    if len(values) != len(request.digests):
+        raise StoreUnavailable(f"the arena answers {len(values)} of {len(request.digests)} keys")
+    return values
+
+
+def found_or_claimed(
+    keys: Sequence[EntryKey], headers: Sequence[bytes], claims: Sequence[bool]
+) -> list[EntryInfo | bool]:
+    """Return for each key its entry, or whether it was claimed."""
+    infos = entry_infos(keys, headers)
+    return [info or claimed for info, claimed in zip(infos, claims, strict=True)]
+
+
+def namespaces_of(reply: Namespaces) -> dict[str, str]:
+    """Return the registered namespace of each model."""
+    return {decode_name(model): decode_name(name) for model, name in reply.namespaces.items()}
 
 
 def encode_name(text: str) -> bytes:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ec_store.arena.extents import Extent
-from ec_store.device.memory import available_bytes, check_room
+from ec_store.memory_left import available_bytes, check_room
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -383,11 +383,6 @@ class Frames:
         self._max_bytes = max_bytes
         self._data = bytearray()
 
-    @property
-    def begun(self) -> bool:
-        """Return whether there are bytes after the last message."""
-        return bool(self._data)
-
     def split(self, data: bytes) -> Iterator[bytes]:
         """Yield the messages that are complete with these bytes.
 

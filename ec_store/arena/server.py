@@ -5,27 +5,21 @@ ends, what it had pinned or begun stays until the process is gone: a device may 
 """
 
 import asyncio
-import errno
-import fcntl
 import logging
 import os
 import resource
 import secrets
 import socket
-import struct
 import time
-import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Self, cast
+from typing import cast
 
 from ec_store.arena.arena import Arena
 from ec_store.arena.checksums import Checksums
 from ec_store.arena.index import ArenaIndex, Client
 from ec_store.arena.memory import ArenaMemory, map_memory
+from ec_store.arena.peers import Peer
 from ec_store.arena.protocol import (
     MAX_REQUEST_BYTES,
     VERSION,
@@ -40,6 +34,7 @@ from ec_store.arena.protocol import (
     Forget,
     Frames,
     Hello,
+    Purge,
     Read,
     Reply,
     Request,
@@ -50,7 +45,6 @@ from ec_store.arena.protocol import (
     read_request,
 )
 from ec_store.arena.tier import Tier, TierTransfers
-from ec_store.arena.url import check_folder
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -83,18 +77,15 @@ OTHER_DESCRIPTORS = 256
 """Descriptors that are left to the process for everything else, such as its HTTP connections."""
 
 MAX_UNREAD_BYTES = 2**20
-"""Upper bound of the replies that a client has not read when it sends a request. One read may
-deliver thousands of requests, so a pause of reading does not bound the replies."""
+"""Bytes of replies that a client has not read above which its requests wait. One read may deliver
+thousands of requests, so a pause of reading does not bound the replies."""
 
 MAX_PENDING = 64
-"""Requests of a client above which no more are read, while one of them waits for the tier."""
+"""Requests of a client that wait above which no more are read."""
 
 NEEDS_MEMORY: Mapping[Role | None, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
 """Requests for which the memory of a client is missing, by its role: but for an entry without
 payload, as the proxies write for clients' names of media."""
-
-_SO_PEERPIDFD = 77  # <asm-generic/socket.h>
-_CREDENTIALS = struct.Struct("=iII")  # pid, uid and gid of unix(7)
 
 
 class ArenaServer:
@@ -184,6 +175,8 @@ class ArenaServer:
                 self._tier.offer(written)
             elif isinstance(request, Delete):
                 self._tier.remove(request.digests)
+            elif isinstance(request, Purge):
+                self._tier.purge(request.namespace)
         self.settle_waits()
         self._checksums.wake()
         return reply
@@ -201,10 +194,13 @@ class ArenaServer:
 
     def settle_waits(self) -> None:
         """Answer the clients that waited for entries that have changed."""
-        changed = self.arena.index.changed
-        while changed:
-            for session in list(self.waiting.get(changed.pop(), ())):
-                session.settle_wait()
+        index = self.arena.index
+        while index.changed:
+            digest = index.changed.pop()
+            if sessions := self.waiting.get(digest):
+                until_s = index.pending_until_s(digest, self.clock())
+                for session in list(sessions):
+                    session.settle_key(digest, until_s)
 
     def add(self, session: "Session") -> None:
         """Add a connection, which must send a `Hello` first."""
@@ -276,7 +272,7 @@ class ArenaServer:
         loop = asyncio.get_running_loop()
         self._timers["expire"] = loop.call_later(EXPIRE_EVERY_S, self._expire)
 
-    def _drop(self, peer: "Peer") -> None:
+    def _drop(self, peer: Peer) -> None:
         peer.close()
         self._connections[peer.uid] -= 1
         if not self._connections[peer.uid]:
@@ -325,51 +321,6 @@ class ArenaServer:
         connecting.add_done_callback(self._connecting.discard)
 
 
-@dataclass(slots=True, eq=False)
-class Peer:
-    """Process at the other end of a connection.
-
-    Attributes:
-        pid: its PID when it connected; 0: it is in a PID namespace that this process does not see.
-        uid: user that it was started by.
-        pidfd: descriptor of it, which is readable once it has ended; None: the kernel gives none.
-    """
-
-    pid: int
-    uid: int
-    pidfd: int | None
-    timer: asyncio.TimerHandle | None = None
-
-    @classmethod
-    def of(cls, connection: socket.socket) -> Self:
-        """Return the peer of a connection.
-
-        Raises:
-            OSError: the process is gone, or this one has no descriptor left.
-        """
-        credentials = connection.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-        )
-        pid, uid, _ = _CREDENTIALS.unpack(credentials)
-        try:
-            return cls(pid, uid, connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
-        except OSError as error:
-            if error.errno != errno.ENOPROTOOPT:
-                raise
-        pidfd: int | None = None
-        with suppress(
-            OSError
-        ):  # if its number belongs to another process by now, bytes stay longer
-            pidfd = os.pidfd_open(pid)
-        return cls(pid, uid, pidfd)
-
-    def close(self) -> None:
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-        if self.timer is not None:
-            self.timer.cancel()
-
-
 class Session(asyncio.Protocol):
     """Connection of one client.
 
@@ -390,10 +341,15 @@ class Session(asyncio.Protocol):
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)
         self._pending: deque[tuple[Request, asyncio.Task[None] | None]] = deque()
-        """Requests that wait for the tier, each with its look-up, and those behind them."""
+        """Requests that wait for the tier, each with its look-up, or until the client reads its
+        replies, and those behind them."""
         self._reads_replies = True
         self._wait: Wait | None = None
         self._until_s = 0.0
+        self._pending_keys: set[bytes] = set()
+        """Keys of the wait that were pending when they were last looked at."""
+        self._look_s = 0.0
+        """Time at which the wait is looked at without a change of its keys."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -407,8 +363,8 @@ class Session(asyncio.Protocol):
             for request in map(read_request, self._frames.split(data)):
                 looking = None if self.role is None else self._server.look_up(request)
                 if looking is not None:
-                    looking.add_done_callback(self._serve_pending)
-                if looking is not None or self._pending:
+                    looking.add_done_callback(lambda _: self._serve_pending())
+                if looking is not None or self._pending or self._has_unread:
                     self._pending.append((request, looking))
                 else:
                     self._receive(request)
@@ -417,12 +373,16 @@ class Session(asyncio.Protocol):
         if len(self._pending) > MAX_PENDING:
             self.transport.pause_reading()
 
-    def _serve_pending(self, _: "asyncio.Task[None]") -> None:
-        """Answer requests in their order, up to the next that waits for the tier."""
+    @property
+    def _has_unread(self) -> bool:
+        return self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES
+
+    def _serve_pending(self) -> None:
+        """Answer requests in their order, up to the next that waits."""
         if self.transport.is_closing():
             return  # nothing may be pinned or begun for it any more
         try:
-            while self._pending:
+            while self._pending and not self._has_unread:
                 request, looking = self._pending[0]
                 if looking is not None and not looking.done():
                     break
@@ -453,8 +413,20 @@ class Session(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._reads_replies = True
-        if len(self._pending) <= MAX_PENDING:
-            self.transport.resume_reading()
+        self._serve_pending()
+
+    def settle_key(self, digest: bytes, until_s: float) -> None:
+        """Take note that a key of this client's wait is pending until a time, or is not.
+
+        The cost grows with the keys of the wait only if it may be answered, or must be looked at
+        earlier.
+        """
+        if until_s <= self._server.clock():
+            self._pending_keys.discard(digest)
+            if not self._pending_keys:
+                self.settle_wait()
+        elif until_s < self._look_s:
+            self.settle_wait()
 
     def settle_wait(self) -> None:
         """Answer this client's wait if nothing that it waits for is pending, or after its time.
@@ -464,15 +436,17 @@ class Session(asyncio.Protocol):
         if self._wait is None:
             return
         index, now_s = self._server.arena.index, self._server.clock()
-        ends = [index.pending_until_s(digest, now_s) for digest in self._wait.digests]
-        pending = [end_s for end_s in ends if end_s > now_s]
+        ends = {digest: index.pending_until_s(digest, now_s) for digest in self._wait.digests}
+        pending = {digest: end_s for digest, end_s in ends.items() if end_s > now_s}
         if not pending or now_s >= self._until_s:
             self._end_wait()
             self.transport.write(encode(Done()))
             return
         if self._timer is not None:
             self._timer.cancel()
-        delay_s = min(self._until_s, *pending) - now_s
+        self._pending_keys = set(pending)
+        self._look_s = min(self._until_s, *pending.values())
+        delay_s = self._look_s - now_s
         self._timer = asyncio.get_running_loop().call_later(delay_s, self.settle_wait)
 
     def _receive(self, request: Request) -> None:
@@ -485,8 +459,6 @@ class Session(asyncio.Protocol):
             return
         if self._wait is not None:
             raise BadMessage("a request while it waits")
-        if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-            raise BadMessage("it reads no replies")
         if not isinstance(request, Wait):
             if (reply := self._server.answer(self, request)) is not None:
                 self.transport.write(encode(reply))
@@ -507,41 +479,6 @@ class Session(asyncio.Protocol):
             self._wait = None
         if self._timer is not None:
             self._timer.cancel()
-
-
-def bind(path: Path, mode: int) -> socket.socket:
-    """Return the socket of a path, as the only server of it. It refuses connections until `start`.
-
-    The kernel checks the permissions of the socket and of its folder when a client connects. A
-    socket that a killed server has left is replaced.
-
-    Args:
-        path: path of the socket; a file beside it is locked.
-        mode: permissions of the socket, such as 0600.
-
-    Raises:
-        OSError: another server listens there, or the path cannot be used: it is another file, say,
-            or every user may write to its folder.
-    """
-    check_folder(path.parent)
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    lock = os.open(f"{path}.lock", flags, 0o600)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(errno.EADDRINUSE, "another server listens there") from None
-        if path.is_socket():
-            path.unlink()
-        listener.bind(str(path))
-        path.chmod(mode)
-    except OSError:
-        listener.close()
-        os.close(lock)
-        raise
-    weakref.finalize(listener, os.close, lock)
-    return listener
 
 
 def raise_open_files() -> int:

@@ -1,9 +1,11 @@
-"""Places of the sockets of arenas on a host, where commands find the servers that run."""
+"""Sockets of the servers of arenas: where they are, in which folders, and how a server gets one."""
 
 import errno
+import fcntl
 import os
 import socket
 import stat
+import weakref
 from pathlib import Path
 
 FOLDER = "ec-store"
@@ -76,6 +78,54 @@ def make_folder(folder: Path) -> None:
     if not is_trusted(folder):
         text = "another user may replace the sockets in this folder: use one of your own"
         raise PermissionError(errno.EPERM, text, str(folder))
+
+
+def check_folder(folder: Path) -> None:
+    """Raise OSError if every user may write to a folder, and so replace the socket in it.
+
+    A folder in /tmp must be of this user or of root: any other could have made it before.
+    """
+    found = folder.stat()
+    if found.st_mode & stat.S_IWOTH:
+        raise PermissionError(errno.EACCES, f"every user may write to {folder}: chmod o-w")
+    anyones = folder.parent.stat().st_mode & stat.S_IWOTH
+    if anyones and found.st_uid not in {0, os.geteuid()}:
+        raise PermissionError(errno.EACCES, f"another user has made {folder}")
+
+
+def bind(path: Path, mode: int) -> socket.socket:
+    """Return the socket of a path, as the only server of it; it does not listen yet.
+
+    The kernel checks the permissions of the socket and of its folder when a client connects. A
+    socket that a killed server has left is replaced.
+
+    Args:
+        path: path of the socket; a file beside it is locked.
+        mode: permissions of the socket, such as 0600.
+
+    Raises:
+        OSError: another server listens there, or the path cannot be used: it is another file, say,
+            or every user may write to its folder.
+    """
+    check_folder(path.parent)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    lock = os.open(f"{path}.lock", flags, 0o600)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(errno.EADDRINUSE, "another server listens there") from None
+        if path.is_socket():
+            path.unlink()
+        listener.bind(str(path))
+        path.chmod(mode)
+    except OSError:
+        listener.close()
+        os.close(lock)
+        raise
+    weakref.finalize(listener, os.close, lock)
+    return listener
 
 
 def _temporary(user: int) -> Path:

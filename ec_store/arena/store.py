@@ -9,26 +9,30 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
+import numpy as np
 
 from ec_store.arena.checksums import checksum_of
 from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
 from ec_store.arena.extents import Extent
 from ec_store.arena.fields import (
-    decode_name,
+    claim_requests,
     digest_chunks,
     encode_name,
     entry_infos,
+    find_requests,
+    found_or_claimed,
     key_digest,
+    namespaces_of,
+    of_each,
+    release_requests,
 )
 from ec_store.arena.index import Refusal
 from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
-    LONGEST_S,
     BadMessage,
     Begin,
     Begun,
     Claimed,
-    ClaimKeys,
     Delete,
     Discard,
     Done,
@@ -44,7 +48,6 @@ from ec_store.arena.protocol import (
     Purge,
     Read,
     Register,
-    Release,
     Reply,
     Request,
     Role,
@@ -53,18 +56,12 @@ from ec_store.arena.protocol import (
     Wait,
 )
 from ec_store.arena.url import ArenaOptions, arena_options
-from ec_store.base import LONGEST_CLAIM_S, Listed, MemoryStats, Store, StoreStats
+from ec_store.base import Listed, MemoryStats, Store, StoreStats
+from ec_store.buffers import Buffers
 from ec_store.counts import Counts
-from ec_store.entry import (
-    Buffers,
-    Entry,
-    EntryInfo,
-    HeldEntry,
-    encode_header,
-    parse_header,
-)
+from ec_store.entry import Entry, EntryInfo, HeldEntry, encode_header, parse_header
 from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
-from ec_store.keys import EntryKey, owner_bytes
+from ec_store.keys import EntryKey
 
 R = TypeVar("R", bound=Reply)
 
@@ -115,11 +112,12 @@ class ArenaStore(Store):
         if write is None:
             return False
         try:
+            header = encode_header(key, entry, "")  # a large copy empties the core's caches
             copy_in(data, write.parts)
         except BaseException:
             write.abort()
             raise
-        return write.commit(entry)
+        return write.store(header)
 
     def begin(
         self, key: EntryKey, size_bytes: int, *, replace: bool = False
@@ -195,29 +193,18 @@ class ArenaStore(Store):
         wait: bool = True,  # noqa: ARG002 - the server decides at once
     ) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with this store's connection too."""
-        return [
-            held
-            for request in self._claims(keys, owner, seconds, find=False)
-            for held in self._ask(request, Claimed).held
-        ]
+        return self._claim(keys, owner, seconds, find=False)[0]
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         """Claim missing entries (see `Store.claim_or_find`), in one round trip."""
-        headers: list[bytes] = []
-        claims: list[bool] = []
-        for request in self._claims(keys, owner, seconds, find=True):
-            reply = self._ask(request, Claimed)
-            headers += reply.headers
-            claims += reply.held
-        infos = entry_infos(keys, headers)
-        return [info or held for info, held in zip(infos, claims, strict=True)]
+        claims, headers = self._claim(keys, owner, seconds, find=True)
+        return found_or_claimed(keys, headers, claims)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        named = owner_bytes(owner)
-        for digests in digest_chunks(keys):
-            self._ask(Release(digests, named), Done)
+        for request in release_requests(keys, owner):
+            self._ask(request, Done)
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         return sum(self._ask(Delete(digests), Done).number for digests in digest_chunks(keys))
@@ -257,8 +244,7 @@ class ArenaStore(Store):
         self._ask(Register(encode_name(model), encode_name(namespace)), Namespaces)
 
     def namespaces(self) -> Mapping[str, str]:
-        named = self._ask(Register(b"", b""), Namespaces).namespaces
-        return {decode_name(model): decode_name(namespace) for model, namespace in named.items()}
+        return namespaces_of(self._ask(Register(b"", b""), Namespaces))
 
     def check(self) -> None:
         self._ask(Find([]), Headers)
@@ -335,10 +321,12 @@ class ArenaStore(Store):
             _verify(found, pin.checksum)
         kept = _Kept()
         weakref.finalize(kept, self._connection.release, arena, pin.number)
+        parts = []
         for part in found:
-            weakref.finalize(part, id, kept)  # `kept` exists while views of any part do
+            viewed = part.view(_PinnedBytes)
+            viewed.kept = kept
+            parts.append(viewed.data.toreadonly())
         place = HostPlace(arena.name, tuple(pin.extents), info.payload_bytes)
-        parts = [part.data.toreadonly() for part in found]
         return PlacedEntry(info.dtype, info.shape, info.modality, info.metadata, place, parts)
 
     def _problem(self, digest: bytes, *, fix: bool) -> str | None:
@@ -362,20 +350,22 @@ class ArenaStore(Store):
             self._connection.release(arena, pin.number)
 
     def _find(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        seconds = min(seconds, LONGEST_S)
-        headers = [
-            header
-            for digests in digest_chunks(keys)
-            for header in self._ask(Find(digests, seconds), Headers).headers
-        ]
+        headers: list[bytes] = []
+        for request in find_requests(keys, seconds):
+            headers += of_each(request, self._ask(request, Headers).headers)
         return entry_infos(keys, headers)
 
-    def _claims(
+    def _claim(
         self, keys: Sequence[EntryKey], owner: str, seconds: float, *, find: bool
-    ) -> Iterator[ClaimKeys]:
-        named, seconds = owner_bytes(owner), min(seconds, LONGEST_CLAIM_S)
-        for digests in digest_chunks(keys):
-            yield ClaimKeys(digests, named, seconds, find)
+    ) -> tuple[list[bool], list[bytes]]:
+        """Return the claims; with `find` also the headers."""
+        claims: list[bool] = []
+        headers: list[bytes] = []
+        for request in claim_requests(keys, owner, seconds, find=find):
+            reply = self._ask(request, Claimed)
+            claims += of_each(request, reply.held)
+            headers += of_each(request, reply.headers) if find else []
+        return claims, headers
 
     def _rows(self) -> Iterator[Row]:
         after = b""
@@ -412,6 +402,12 @@ class PlacedEntry:
 
 class _Kept:
     """Object that exists as long as a pin is needed."""
+
+
+class _PinnedBytes(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Bytes of a pinned entry, which keep its pin: a view of them refers to this array."""
+
+    kept: _Kept
 
 
 class EntryWrite:
@@ -456,8 +452,12 @@ class EntryWrite:
         Raises:
             StoreUnavailable: the server is gone, or the connection was lost since `begin`.
         """
+        return self.store(encode_header(self._key, entry, ""))
+
+    def store(self, header: bytes) -> bool:
+        """Store the entry with its header; results and errors are those of `commit`."""
         try:
-            stored = self._store.end(self, encode_header(self._key, entry, ""))
+            stored = self._store.end(self, header)
         except StoreUnavailable:
             self._store.counts.add(drops=1)
             raise

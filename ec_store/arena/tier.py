@@ -17,12 +17,14 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ec_store.arena.arena import Arena, Coming
+from ec_store.arena.fields import decode_name, encode_name
 from ec_store.arena.index import Refusal, Slot
 from ec_store.arena.memory import Bytes, copy_in, copy_out, parts_of
 from ec_store.arena.protocol import TierStats
 from ec_store.bounded import BoundedDict
+from ec_store.buffers import Buffers
 from ec_store.concurrency import Breaker, DaemonPool
-from ec_store.entry import Buffers, Entry, EntryInfo, checksum, encode_header, parse_header
+from ec_store.entry import Entry, EntryInfo, checksum, encode_header, parse_header
 from ec_store.errors import (
     CorruptEntry,
     EntryTooLarge,
@@ -53,6 +55,9 @@ entry is let in if nothing else waits."""
 
 QUEUE_ENTRIES = 4096
 """Upper bound of the entries that wait to be sent, and of those that wait to be deleted."""
+
+QUEUE_NAMESPACES = 64
+"""Upper bound of the deletions of namespaces that wait."""
 
 QUEUED_S = 30.0
 """Time in seconds after which an entry that still waits is not sent."""
@@ -86,6 +91,9 @@ class Tier(Protocol):
 
     def remove(self, digests: Sequence[str]) -> int:
         """Delete entries by the digests of their keys, and return how many existed."""
+
+    def purge(self, namespace: str) -> int:
+        """Delete a namespace with its entries, and return how many existed."""
 
     def close(self) -> None: ...
 
@@ -130,8 +138,9 @@ class TierTransfers:
         self._running_lookups = 0
         self._fetch_bytes = 0
         self._failed: BoundedDict[bytes, float] = BoundedDict(MAX_FAILED)
-        self._queue: deque[_Sending | _Removal] = deque()
+        self._queue: deque[_Sending | _Deletion] = deque()
         self._removed: set[bytes] = set()
+        self._purged: list[str] = []
         self._woken = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -192,7 +201,29 @@ class TierTransfers:
             self.stats.drops += len(digests)
             return
         self._removed.update(digests)
-        self._queue.append(_Removal(digests))
+        names = list({digest.hex() for digest in digests})
+        end = partial(self._removed.difference_update, digests)
+        self._queue.append(_Deletion(partial(self._tier.remove, names), len(digests), end))
+        self._woken.set()
+
+    def purge(self, name: bytes) -> None:
+        """Queue a namespace to be deleted, and abandon its fetches.
+
+        Its entries in the tier are misses from now on.
+        """
+        coming = self._arena.coming
+        for digest in [digest for digest, each in coming.items() if each.namespace == name]:
+            del coming[digest]
+        try:
+            namespace = decode_name(name)
+        except UnicodeDecodeError:  # no key has it
+            return
+        if len(self._purged) >= QUEUE_NAMESPACES:
+            self.stats.drops += 1
+            return
+        self._purged.append(namespace)
+        end = partial(self._purged.remove, namespace)
+        self._queue.append(_Deletion(partial(self._tier.purge, namespace), 1, end))
         self._woken.set()
 
     async def _look_up(self, digests: Sequence[bytes]) -> None:
@@ -210,7 +241,8 @@ class TierTransfers:
             self._running_lookups -= 1
         self._finding.succeeded()
         for digest, info in zip(digests, infos, strict=True):
-            if info is None:
+            # It may have been deleted during the look-up.
+            if info is None or digest in self._removed or info.key.namespace in self._purged:
                 self.stats.misses += 1
             else:
                 self.stats.hits += 1
@@ -222,14 +254,14 @@ class TierTransfers:
         if self._fetch_bytes > 0 and self._fetch_bytes + size_bytes > QUEUE_BYTES:
             self.stats.drops += 1
             return
-        namespace = info.key.namespace.encode("utf-8", "surrogatepass")
+        namespace = encode_name(info.key.namespace)
         slot = Slot(digest, namespace, size_bytes)
         number = self._arena.index.begin(self._arena.own, slot, self._clock())
         if isinstance(number, Refusal):
             self.stats.drops += number in {Refusal.FULL, Refusal.TOO_LARGE}
             return
         self._fetch_bytes += size_bytes
-        coming = Coming(encode_header(info.key, info, ""))
+        coming = Coming(encode_header(info.key, info, ""), namespace)
         self._arena.coming[digest] = coming
         self._run(self._fetch(number, slot, info, coming))
 
@@ -286,8 +318,8 @@ class TierTransfers:
             while self._queue:
                 change = self._queue.popleft()
                 try:
-                    if isinstance(change, _Removal):
-                        await self._remove(change.digests)
+                    if isinstance(change, _Deletion):
+                        await self._delete(change)
                     else:
                         await self._send(change)
                 except Exception:  # what waits behind it must be sent
@@ -350,15 +382,14 @@ class TierTransfers:
         entry = Entry(data.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
         return self._tier.put(info.key, entry)
 
-    async def _remove(self, digests: Sequence[bytes]) -> None:
-        names = list({digest.hex() for digest in digests})
+    async def _delete(self, deletion: "_Deletion") -> None:
         try:
-            await _on(self._changes, lambda: self._tier.remove(names))
+            await _on(self._changes, deletion.call)
         except StoreError as error:
-            self.stats.drops += len(digests)
+            self.stats.drops += deletion.drops
             self._fail(self._writing, error)
         finally:
-            self._removed.difference_update(digests)
+            deletion.end()
 
     def _fail(self, breaker: Breaker, reason: object) -> None:
         self.stats.errors += 1
@@ -381,10 +412,17 @@ class _Sending:
 
 
 @dataclass(frozen=True, slots=True)
-class _Removal:
-    """Entries that wait to be deleted."""
+class _Deletion:
+    """Call that deletes entries of the tier, which waits.
 
-    digests: Sequence[bytes]
+    Attributes:
+        drops: what a failure counts.
+        end: called after it, whether it failed or not.
+    """
+
+    call: Callable[[], int]
+    drops: int
+    end: Callable[[], None]
 
 
 async def _on(pool: DaemonPool, call: Callable[[], T]) -> T:

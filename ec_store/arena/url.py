@@ -1,10 +1,6 @@
-"""Options in a `shm://` URL, and the check of its path."""
+"""Options in a `shm://` URL."""
 
-import errno
-import os
-import stat
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -71,16 +67,3 @@ def _share(text: str) -> float:
     if not 0 <= share <= 1:
         raise ValueError(f"{text!r} is not a share from 0 to 1")
     return share
-
-
-def check_folder(folder: Path) -> None:
-    """Raise OSError if every user may write to a folder, and so replace the socket in it.
-
-    A folder in /tmp must be of this user or of root: any other could have made it before.
-    """
-    found = folder.stat()
-    if found.st_mode & stat.S_IWOTH:
-        raise PermissionError(errno.EACCES, f"every user may write to {folder}: chmod o-w")
-    anyones = folder.parent.stat().st_mode & stat.S_IWOTH
-    if anyones and found.st_uid not in {0, os.geteuid()}:
-        raise PermissionError(errno.EACCES, f"another user has made {folder}")

@@ -1,16 +1,11 @@
-"""Claims and leases of a shared directory, as symbolic links and empty files.
+"""Claims of a shared directory, as symbolic links.
 
-Claims: the link `<digest>` contains the owner of a claim and its lifetime. The links have no
+The link `<digest>` contains the owner of a claim and its lifetime. The links have no
 target, and no code follows them. One call creates a whole link, or fails if there is one: that call
 takes a claim. A claim starts when its link was created. A link is never modified: a renewal or
 takeover renames a new link over the old one. Before a process renames over a link, or removes an
 expired one, it creates `<digest>.next`, which only one process at a time can, and then reads the
 claim once more. File locks are not used: each would keep a file open.
-
-Leases: the file `<end of the lease>/<digest>`. A future time stamp on the entry is not used. Only
-the owner of a file may set one, so two users could not lease each other's entries. A use would
-overwrite a lease, and a short lease a long one. A lease file is never modified, so such races
-cannot occur.
 """
 
 import errno
@@ -19,79 +14,11 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from itertools import islice
 
 from ec_store.base import LONGEST_CLAIM_S
 from ec_store.disk.files import DIGEST, NO_LINKS, Folder
-
-SWEPT_BY_LEASES = 256
-"""Expired leases that the first lease of a new folder removes: the caller waits for it. The others
-are left to the removal of leftovers, which needs a writer or an evictor."""
-
-LONGEST_S = 3600.0
-"""Upper bound in seconds of a lease, both when it is written and when it is read."""
-
-
-def add_leases(folder: Folder, digests: Sequence[str], seconds: float, now_s: float) -> None:
-    """Lease entries from now on, for `seconds` and at most an eighth longer.
-
-    Rounding lets leases that end at about the same time share a folder.
-    """
-    step = max(1, round(min(seconds, LONGEST_S) / 8))
-    end = math.ceil((now_s + min(seconds, LONGEST_S)) / step) * step
-    if folder.create_folder(str(end)):
-        sweep_leases(folder, now_s, SWEPT_BY_LEASES)
-    ending = folder.folder(str(end))
-    for digest in digests:
-        with suppress(FileExistsError):
-            os.close(ending.create(digest))
-
-
-def leased_digests(folder: Folder, digests: Collection[str], now_s: float) -> set[str]:
-    """Return the leased ones of `digests`. Each is looked up: there may be very many leases."""
-    names = _live(folder, now_s)
-    return {digest for digest in digests if any(folder.has(f"{name}/{digest}") for name in names)}
-
-
-def count_leased(folder: Folder, now_s: float) -> int:
-    """Return the number of entries with leases, which are listed. Raises OSError."""
-    leased: set[str] = set()
-    for name in _live(folder, now_s):
-        with suppress(FileNotFoundError):
-            leased.update(folder.folder(name).names())
-    return len(leased)
-
-
-def _live(folder: Folder, now_s: float) -> list[str]:
-    """Return the names of the folders of leases that have not ended."""
-    latest = now_s + 1.25 * LONGEST_S
-    return [name for name, ending in _endings(folder) if now_s <= ending <= latest]
-
-
-def sweep_leases(folder: Folder, now_s: float, most: int | None = None) -> None:
-    """Remove expired leases from the store, `most` of them at most."""
-    left = most
-    for name, ending in _endings(folder):
-        if left == 0:
-            break
-        if not now_s - 1 <= ending <= now_s + 1.25 * LONGEST_S:
-            with suppress(OSError):
-                ended = folder.folder(name)
-                with ended.scan() as listing:
-                    digests = [item.name for item in islice(listing, left)]
-                for digest in digests:
-                    ended.remove(digest)
-                folder.remove_folder(name)
-                left = None if left is None else left - len(digests)
-
-
-def _endings(folder: Folder) -> Iterator[tuple[str, int]]:
-    for name in folder.names():
-        if name.isascii() and name.isdecimal():
-            yield name, int(name)
-
 
 STALE_S = 5.0
 """Seconds after which an unfinished change counts as left by a crash. If two other processes change

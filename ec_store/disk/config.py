@@ -7,7 +7,8 @@ new store.
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import unquote, urlsplit
@@ -72,15 +73,15 @@ class StoreSettings:
                 f"{NAME} of the store is empty or cut: rewrite it with `ec-store configure`"
             )
         try:
-            held: dict[str, Any] = json.loads(content)
-            version = held["format"]
+            values: dict[str, Any] = json.loads(content)
+            version = values["format"]
             if version == FORMAT:
                 return cls(
-                    max_bytes=int(held["max_bytes"]),
-                    max_share=float(held["max_share"]),
-                    ttl=float(held["ttl_s"]),
-                    dir_mode=octal(held["dir_mode"]),
-                    file_mode=octal(held["file_mode"]),
+                    max_bytes=int(values["max_bytes"]),
+                    max_share=float(values["max_share"]),
+                    ttl=float(values["ttl_s"]),
+                    dir_mode=octal(values["dir_mode"]),
+                    file_mode=octal(values["file_mode"]),
                 )
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             raise SettingsInvalid(
@@ -93,7 +94,7 @@ class StoreSettings:
         )
 
     def to_json(self) -> bytes:
-        held = {
+        values = {
             "format": FORMAT,
             "max_bytes": self.max_bytes,
             "max_share": self.max_share,
@@ -101,7 +102,7 @@ class StoreSettings:
             "dir_mode": f"{self.dir_mode:o}",
             "file_mode": f"{self.file_mode:o}",
         }
-        return json.dumps(held, indent=1).encode() + b"\n"
+        return json.dumps(values, indent=1).encode() + b"\n"
 
     def shown_settings(self) -> dict[str, str]:
         """Return each setting in the notation of a store URL."""
@@ -114,33 +115,14 @@ class StoreSettings:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenSettings:
-    """Settings from a URL or a command line; None means not given."""
-
-    max_bytes: int | None = None
-    max_share: float | None = None
-    ttl: float | None = None
-    dir_mode: int | None = None
-    file_mode: int | None = None
-
-    def override_settings(self, settings: StoreSettings) -> StoreSettings:
-        """Return `settings`, with the given values in their place.
-
-        Raises:
-            ValueError: a value is out of range.
-        """
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        return replace(settings, **given)
-
-    def not_in_force(self, settings: StoreSettings) -> list[str]:
-        """Return the given settings that differ from the store's, as text with both values."""
-        mine, held = self.override_settings(settings).shown_settings(), settings.shown_settings()
-        return [
-            f"{field.name}={mine[field.name]} (the store has {held[field.name]})"
-            for field in fields(self)
-            if getattr(self, field.name) not in {None, getattr(settings, field.name)}
-        ]
+def ignored_settings(overrides: Mapping[str, Any], settings: StoreSettings) -> list[str]:
+    """Return the overrides that differ from the store's settings, as text with both values."""
+    mine, theirs = replace(settings, **overrides).shown_settings(), settings.shown_settings()
+    return [
+        f"{name}={mine[name]} (the store has {theirs[name]})"
+        for name, value in overrides.items()
+        if value != getattr(settings, name)
+    ]
 
 
 def read_settings(root: Folder) -> StoreSettings | None:
@@ -160,7 +142,7 @@ class DiskConfig:
 
     Attributes:
         path: absolute path of the directory.
-        given: settings for a store without `config.json`. The settings in an existing `config.json`
+        overrides: settings for a store without `config.json`; those in an existing one
             take precedence.
         durability: `fsync` if an entry has to survive a power cut once `put` has returned.
         max_entry_bytes: size of the largest entry that this process writes or reads.
@@ -172,7 +154,7 @@ class DiskConfig:
     """
 
     path: str
-    given: GivenSettings = field(default_factory=GivenSettings)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     durability: Literal["none", "fsync"] = "none"
     max_entry_bytes: int = 4 * 2**30
     require_mount: bool = False
@@ -188,16 +170,17 @@ class DiskConfig:
         if parts.scheme != "file" or parts.netloc not in {"", "localhost"} or parts.fragment:
             raise ValueError(f"{url!r} is not file:///path")
         options = parameters(url, _PARAMETERS)
-        given = {each.name: options.pop(each.name, None) for each in fields(GivenSettings)}
+        names = [each.name for each in fields(StoreSettings) if each.name in options]
+        overrides = {name: options.pop(name) for name in names}
         path = os.path.normpath(unquote(parts.path)) if parts.path else ""
-        return cls(path, GivenSettings(**given), **options)
+        return cls(path, overrides, **options)
 
     def __post_init__(self) -> None:
         if not os.path.isabs(self.path) or "\0" in self.path:  # noqa: PTH117
             raise ValueError(f"{self.path!r} is not an absolute path such as file:///mnt/store")
         if self.max_entry_bytes <= 0:
             raise ValueError("max_entry_bytes must be greater than 0")
-        self.given.override_settings(StoreSettings())
+        replace(StoreSettings(), **self.overrides)  # checks the values
 
     @property
     def mounted(self) -> bool:

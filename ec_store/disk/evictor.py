@@ -10,19 +10,18 @@ from itertools import islice
 from typing import NamedTuple
 
 from ec_store.counts import Counts
-from ec_store.disk.claims import leased_digests
-from ec_store.disk.files import NO_ROOM, READ, Folder, StoreClock, close_quietly
-from ec_store.disk.ledger import EVICTING, SWEEPING, Count, Ledger, Usage
-from ec_store.disk.lock import is_locked, lock
-from ec_store.disk.tree import (
+from ec_store.disk.clock import StoreClock
+from ec_store.disk.eviction_policy import (
     EvictionCandidate,
-    Found,
-    Tree,
     choose_victims,
     sample_size,
-    staging_name,
     taken_bytes,
 )
+from ec_store.disk.files import NO_ROOM, READ, Folder, close_quietly
+from ec_store.disk.leases import leased_digests
+from ec_store.disk.ledger import EVICTING, SWEEPING, Count, Ledger, Usage
+from ec_store.disk.lock import is_locked, lock
+from ec_store.disk.tree import Found, Tree, staging_name
 
 CHARGE_S = 10.0
 """Age in seconds up to which a staging file may not be charged yet, or may be published already."""
@@ -79,7 +78,6 @@ class Evictor:
     """Remover of entries, which also releases their usage in the ledger."""
 
     def __init__(self, clock: StoreClock, ledger: Ledger, counts: Counts) -> None:
-        """Create the object without access to a store."""
         self.young_s = YOUNG_S
         self._counts = counts
         self._clock = clock
@@ -115,14 +113,13 @@ class Evictor:
         apply the same correction.
         """
         count = Count(self._ledger.total(tree.root))
-        for kept in self._counted(tree, count):
-            expired = self._clock.expiry_now() - kept.used_s > ttl_s
-            if expired and (freed := self._remove(tree, [kept])[0]):
+        for candidate in self._counted(tree, count):
+            expired = self._clock.expiry_now() - candidate.used_s > ttl_s
+            if expired and (freed := self._remove(tree, [candidate])[0]):
                 count.remove(freed)
         self._correct(tree, count)
 
     def _free_timed(self, tree: Tree, lacking: Lacking, ttl_s: float, *, alone: bool) -> Freed:
-        """Evict, and observe the duration if room was needed."""
         started_s = time.monotonic()
         before = self._ledger.total(tree.root)
         excess = lacking(before)
@@ -183,7 +180,7 @@ class Evictor:
         cleared = count.cleared_bytes
         excess -= cleared
         while True:
-            going = choose_victims(
+            victims = choose_victims(
                 sample,
                 all_seen=all_seen,
                 now_s=self._clock.expiry_now(),
@@ -191,12 +188,14 @@ class Evictor:
                 excess=excess,
             )
             # Leases are read only for the entries that would be evicted.
-            leased = leased_digests(tree.leases, [kept.digest for kept in going], time.time())
+            leased = leased_digests(
+                tree.leases, [candidate.digest for candidate in victims], time.time()
+            )
             if not leased:
-                freed, kept_back = self._remove(tree, going)
-                found = cleared > 0 or len(going) > kept_back
+                freed, unremovable = self._remove(tree, victims)
+                found = cleared > 0 or len(victims) > unremovable
                 return Evicted(cleared + freed, found, all_seen, count.unread)
-            sample = [kept for kept in sample if kept.digest not in leased]
+            sample = [candidate for candidate in sample if candidate.digest not in leased]
 
     def _counted(self, tree: Tree, count: Count) -> Iterator[EvictionCandidate]:
         """Yield entries in random order and count them; remove staging files that crashes left."""
@@ -231,7 +230,7 @@ class Evictor:
                 if error.errno not in NO_ROOM:
                     raise
 
-    def _remove(self, tree: Tree, going: Sequence[EvictionCandidate]) -> tuple[int, int]:
+    def _remove(self, tree: Tree, victims: Sequence[EvictionCandidate]) -> tuple[int, int]:
         """Remove entries, except those used or leased since they were sampled.
 
         An entry is locked and renamed first, then checked again, and then removed. A process that
@@ -243,60 +242,60 @@ class Evictor:
             Bytes freed, and the number of entries that this process is not able to remove.
         """
         with ExitStack() as locks:
-            aside, kept_back = _set_all_aside(tree, going, locks)
-            digests = {kept.digest for _, _, kept in aside}
+            aside, unremovable = _set_all_aside(tree, victims, locks)
+            digests = {candidate.digest for _, _, candidate in aside}
             try:
                 leased = leased_digests(tree.leases, digests, time.time())
             except OSError:
                 leased = digests
             freed = removed = 0
-            for folder, name, kept in aside:
+            for folder, name, candidate in aside:
                 with suppress(OSError):
-                    used = folder.stat(name).st_mtime > kept.used_s
-                    if used or kept.digest in leased:
-                        if name == kept.digest:
+                    used = folder.stat(name).st_mtime > candidate.used_s
+                    if used or candidate.digest in leased:
+                        if name == candidate.digest:
                             continue
-                        if folder.publish(name, kept.digest):
+                        if folder.publish(name, candidate.digest):
                             folder.remove(name)
                             continue
                 if folder.remove(name):
-                    freed += taken_bytes(kept.size_bytes)
+                    freed += taken_bytes(candidate.size_bytes)
                     removed += 1
-                    self._ledger.release(tree.root, taken_bytes(kept.size_bytes))
-                    tree.remove_empty(kept.digest)
+                    self._ledger.release(tree.root, taken_bytes(candidate.size_bytes))
+                    tree.remove_empty(candidate.digest)
         self._counts.add(evictions=removed)
-        return freed, kept_back
+        return freed, unremovable
 
 
 def _set_all_aside(
-    tree: Tree, going: Sequence[EvictionCandidate], locks: ExitStack
+    tree: Tree, victims: Sequence[EvictionCandidate], locks: ExitStack
 ) -> tuple[list[tuple[Folder, str, EvictionCandidate]], int]:
     """Lock and rename entries; return folders and new names, and the number that stay."""
     aside: list[tuple[Folder, str, EvictionCandidate]] = []
-    kept_back = 0
-    for kept in going:
+    unremovable = 0
+    for candidate in victims:
         try:
-            folder = tree.folder(kept.digest)
-            fd = folder.open(kept.digest, READ)
+            folder = tree.folder(candidate.digest)
+            fd = folder.open(candidate.digest, READ)
             locks.callback(close_quietly, fd)
             lock(fd, shared=True)
-            aside.append((folder, _set_aside(folder, kept), kept))
+            aside.append((folder, _set_aside(folder, candidate), candidate))
         except FileNotFoundError:  # another process has removed it
             continue
         except OSError:
-            kept_back += 1
-    return aside, kept_back
+            unremovable += 1
+    return aside, unremovable
 
 
-def _set_aside(folder: Folder, kept: EvictionCandidate) -> str:
+def _set_aside(folder: Folder, candidate: EvictionCandidate) -> str:
     """Rename an entry, and return its new name; its own name if there is no room for a new one."""
-    name = staging_name(kept.digest, kept.size_bytes)
+    name = staging_name(candidate.digest, candidate.size_bytes)
     try:
-        folder.rename(kept.digest, name)
+        folder.rename(candidate.digest, name)
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        return kept.digest
+        return candidate.digest
     return name
 
 

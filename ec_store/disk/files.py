@@ -25,12 +25,6 @@ SETTLES_IN_S = 0.05
 PRIVATE_S = 1.0
 """Seconds for which a folder that has not got its permissions is taken for a private one."""
 
-JUMP_S = 60.0
-"""Seconds by which the clock may jump ahead without being doubted."""
-
-JUMP_LASTS_S = 3600.0
-"""Seconds after which a doubted clock is believed."""
-
 
 @dataclass(frozen=True, slots=True)
 class Modes:
@@ -185,7 +179,6 @@ class Folder:
         return fd
 
     def read(self, name: str, size: int) -> bytes:
-        """Read the first `size` bytes of a file."""
         fd = self.open(name, READ)
         try:
             return os.read(fd, size)
@@ -236,7 +229,6 @@ class Folder:
         return True
 
     def rename(self, name: str, new: str, into: "Folder | None" = None) -> None:
-        """Rename a file, here or into another folder, and replace a file of the new name."""
         os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=(into or self).fd)
 
     def link(self, name: str, text: str) -> bool:
@@ -256,7 +248,6 @@ class Folder:
         return True
 
     def stat(self, name: str) -> os.stat_result:
-        """Return the status of a name; links are not followed."""
         return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
     def remove(self, name: str) -> bool:
@@ -305,28 +296,3 @@ def close_quietly(fd: int) -> None:
 def is_regular(status: os.stat_result) -> bool:
     """Return whether the status is a plain file's."""
     return stat.S_ISREG(status.st_mode)
-
-
-class StoreClock:
-    """Clock by which entries expire.
-
-    One wrong time must not expire a whole store, such as that of a machine which resumes before it
-    synchronizes its clock. So entries age by the earlier one of two clocks: the present one, and
-    one that follows a jump ahead of more than `JUMP_S` only after `JUMP_LASTS_S`.
-    """
-
-    def __init__(self) -> None:
-        self._trusted_ahead_s = time.time() - time.monotonic()
-        self._doubted_s: float | None = None
-
-    def expiry_now(self) -> float:
-        """Return seconds since the epoch, but no time that is in doubt."""
-        asked_s = time.monotonic()
-        ahead_s = time.time() - asked_s
-        if ahead_s <= self._trusted_ahead_s + JUMP_S:
-            self._doubted_s = None
-        elif self._doubted_s is None:
-            self._doubted_s = asked_s
-        if self._doubted_s is None or asked_s - self._doubted_s >= JUMP_LASTS_S:
-            self._trusted_ahead_s = ahead_s
-        return asked_s + min(ahead_s, self._trusted_ahead_s)

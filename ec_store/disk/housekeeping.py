@@ -8,19 +8,20 @@ from functools import partial
 from os.path import ismount
 
 from ec_store.counts import Counts
-from ec_store.disk.claims import sweep_claims, sweep_leases
+from ec_store.disk.claims import sweep_claims
+from ec_store.disk.clock import StoreClock
 from ec_store.disk.config import StoreSettings
-from ec_store.disk.evictor import Evictor, Freed, Lacking
-from ec_store.disk.files import StoreClock
-from ec_store.disk.ledger import SWEEPING, Ledger, LedgerLost, Usage
-from ec_store.disk.tree import (
+from ec_store.disk.eviction_policy import (
     BLOCK_BYTES,
     HIGH_WATER,
     FileSystem,
-    Tree,
     excess_bytes,
     taken_bytes,
 )
+from ec_store.disk.evictor import Evictor, Freed, Lacking
+from ec_store.disk.leases import sweep_leases
+from ec_store.disk.ledger import SWEEPING, Ledger, LedgerLost, Usage
+from ec_store.disk.tree import Tree
 from ec_store.errors import EntryTooLarge, StoreUnavailable
 
 logger = logging.getLogger("vllm.ec_store")
@@ -131,7 +132,6 @@ class Housekeeping:
     def _lacking(
         self, file_system: FileSystem, coming_bytes: int, ahead_bytes: int, used: Usage
     ) -> int:
-        """Return how many bytes to free for a charged entry, and for `ahead_bytes` more."""
         return max(
             file_system.lacking_bytes(coming_bytes + ahead_bytes),
             used.bytes + ahead_bytes - self.quota_bytes(file_system),
@@ -202,7 +202,7 @@ class Housekeeping:
         with self.ledger.locked(tree.root, SWEEPING) as held:
             if not held:
                 return 0
-            _mark(tree, "swept")
+            _set_marker(tree, "swept")
             self._evictor.sweep(tree, self.settings.ttl)
             self._clean_leftovers(tree)
         return self._counts["evictions"] - before
@@ -250,7 +250,6 @@ class Housekeeping:
         return freed
 
     def _warn(self, file_system: FileSystem) -> None:
-        """Log once, until it is resolved, that less than the reserve is free."""
         if self._reserve_kept:
             logger.warning(
                 "the encoder store drops entries: its file system has %d bytes free, %d are "
@@ -268,17 +267,17 @@ class Housekeeping:
         self._tidy_looked_s = time.monotonic()
         with suppress(OSError):
             if self._due(tree, "tidied", every_s):
-                _mark(tree, "tidied")
+                _set_marker(tree, "tidied")
                 self._evictor.free_space(tree, lambda _: 0, self.settings.ttl)
                 self._clean_leftovers(tree)
 
-    def _due(self, tree: Tree, mark: str, every_s: float) -> bool:
-        """Return whether the task of this mark has not run for `every_s` seconds in any process."""
+    def _due(self, tree: Tree, marker: str, every_s: float) -> bool:
+        """Return whether no process has run this marker's task for `every_s` seconds."""
         try:
-            age_s = time.time() - tree.root.stat(mark).st_mtime
+            age_s = time.time() - tree.root.stat(marker).st_mtime
         except FileNotFoundError:
             return True
-        # A new mark may be ahead of the clock; one far ahead is from before the clock was set back.
+        # A new marker may be ahead of the clock; one far ahead is older than a clock set back.
         return every_s <= 0 or abs(age_s) >= every_s
 
     def _clean_leftovers(self, tree: Tree) -> None:
@@ -307,7 +306,6 @@ class _EvictionWait:
         self._pause_s, self._longest_s = PAUSES_S
 
     def check(self) -> None:
-        """Raise StoreUnavailable after `WAIT_S`."""
         if time.monotonic() >= self._deadline_s:
             raise StoreUnavailable("the store is full, and another process is still evicting")
 
@@ -318,6 +316,6 @@ class _EvictionWait:
         self._pause_s = min(2 * self._pause_s, self._longest_s)
 
 
-def _mark(tree: Tree, name: str) -> None:
+def _set_marker(tree: Tree, name: str) -> None:
     with suppress(OSError):
         tree.root.replace(name, b"")

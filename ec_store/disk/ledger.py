@@ -68,7 +68,6 @@ class Usage:
         )
 
     def common(self, other: "Usage") -> "Usage":
-        """Return the smaller value of each field."""
         return Usage(*map(min, astuple(self), astuple(other)))
 
     @property
@@ -118,12 +117,10 @@ class Count:
         self.most += 1
 
     def remove(self, size_bytes: int) -> None:
-        """Record that a counted file was removed and released."""
         self.most_bytes -= size_bytes
         self.most -= 1
 
     def clear(self, size_bytes: int) -> None:
-        """Record that a counted leftover of a crash was removed and released."""
         self.remove(size_bytes)
         self.cleared_bytes += size_bytes
         self.cleared += 1
@@ -249,7 +246,6 @@ def _opened(root: Folder, flags: int = _WRITE) -> Iterator[int]:
 
 
 def _add_to_any(fd: int, change: Usage) -> None:
-    """Add a change to a record that no other process is changing."""
     deadline_s = time.monotonic() + BUSY_S
     while True:
         first = random.randrange(SLOTS)  # noqa: S311 - no secret
@@ -286,11 +282,9 @@ def _record(usage: Usage) -> bytes:
 
 
 def _parse(record: bytes) -> _Sums | None:
-    """Return the fields of a record's `Usage`; None if its checksum does not match."""
     sums, checksum = record[: _SUMS.size], record[_SUMS.size :]
     return _SUMS.unpack(sums) if xxhash.xxh64_digest(sums) == checksum else None
 
 
 def _clamp_change(value: int, low: int, high: int) -> int:
-    """Return the change that brings a value into a range; 0 for a value inside it."""
     return max(0, low - value) + min(0, high - value)

@@ -5,15 +5,17 @@ import os
 import secrets
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ec_store.disk.config import (
     NAME,
     DiskConfig,
-    GivenSettings,
     SettingsInvalid,
     SettingsLost,
     StoreSettings,
+    ignored_settings,
     read_settings,
 )
 from ec_store.disk.files import NO_ROOM, Folder, Modes
@@ -45,7 +47,7 @@ class DiskOpening:
         test a write in `probe`, and to count the entries of a directory without a ledger.
         `maintain` allows root to open a directory of another user.
         """
-        self._defaults = keeper.settings = config.given.override_settings(StoreSettings())
+        self._defaults = keeper.settings = replace(StoreSettings(), **config.overrides)
         self.in_memory = False
         self._config = config
         self._keeper = keeper
@@ -80,13 +82,13 @@ class DiskOpening:
             self._follow(tree)
         return tree
 
-    def configure(self, given: GivenSettings) -> None:
+    def configure(self, **changes: Any) -> None:
         """Write settings, and reopen the directory. Raises OSError and ValueError."""
         root = self._root(create=True)
-        held = None
+        settings = None
         with suppress(SettingsInvalid):
-            held = read_settings(root)
-        settings = given.override_settings(held or self._defaults)
+            settings = read_settings(root)
+        settings = replace(settings or self._defaults, **changes)
         root.replace(NAME, settings.to_json(), durable=self._durable)
         self._opened = None
         self.tree(create=True)
@@ -151,11 +153,10 @@ class DiskOpening:
             self._unread = False
 
     def _open(self, *, create: bool) -> Tree:
-        """Open the directory and read its settings, or write them if it is new."""
         config = self._config
         root = self._root(create=create)
-        held = self._read_or_write_settings(root, create=create)
-        tree = Tree(config.path, Modes(held.dir_mode, held.file_mode), create=create)
+        settings = self._read_or_write_settings(root, create=create)
+        tree = Tree(config.path, Modes(settings.dir_mode, settings.file_mode), create=create)
         if create and self._durable:
             tree.root.sync()
         kind = file_system_kind(tree.entries.fd)
@@ -169,8 +170,8 @@ class DiskOpening:
                 kind,
             )
         for folder in tree.folders:
-            folder.check_owner(config.given.dir_mode or 0, trusted=self._any_owner)
-        self._apply_settings(held)
+            folder.check_owner(config.overrides.get("dir_mode", 0), trusted=self._any_owner)
+        self._apply_settings(settings)
         self._counted = not self._create
         if self._create:
             with suppress(OSError):
@@ -182,10 +183,10 @@ class DiskOpening:
     def _read_or_write_settings(self, root: Folder, *, create: bool) -> StoreSettings:
         with suppress(SettingsLost):
             content = self._defaults.to_json()
-            held = read_settings(root)
-            if held is None and create and not root.add(NAME, content, durable=self._durable):
-                held = read_settings(root)
-            return held or self._defaults
+            settings = read_settings(root)
+            if settings is None and create and not root.add(NAME, content, durable=self._durable):
+                settings = read_settings(root)
+            return settings or self._defaults
         # Not rewritten: these may be the defaults of a command, and would apply to every process.
         logger.error(
             "config.json of the store in %s is empty or cut, as after a power failure. This "
@@ -213,7 +214,7 @@ class DiskOpening:
     def _apply_settings(self, settings: StoreSettings) -> None:
         """Apply the store's settings, and log the settings of this process that differ."""
         self._keeper.settings = settings
-        ignored = self._config.given.not_in_force(settings)
+        ignored = ignored_settings(self._config.overrides, settings)
         if ignored and ignored != self._ignored:
             logger.error(
                 "the store in %s was opened with %s: the store's own settings are used. Change "

@@ -7,30 +7,21 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from ec_store.base import Listed, Store, StoreStats
 from ec_store.counts import Counts
-from ec_store.disk.claims import (
-    add_leases,
-    count_leased,
-    give_back,
-    leased_digests,
-    take_claims,
-)
-from ec_store.disk.config import DiskConfig, GivenSettings, StoreSettings
-from ec_store.disk.entry_files import (
-    EntryFiles,
-    blob_bytes,
-    list_entries,
-    load_header,
-    valid_registrations,
-)
+from ec_store.disk.claims import give_back, take_claims
+from ec_store.disk.config import DiskConfig, StoreSettings
+from ec_store.disk.entry_files import EntryFiles, blob_bytes, load_header
+from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import NO_ROOM, Folder, close_quietly, is_regular
 from ec_store.disk.housekeeping import Housekeeping
+from ec_store.disk.leases import add_leases, count_leased, leased_digests
+from ec_store.disk.listing import list_entries, valid_registrations
 from ec_store.disk.lock import lock
 from ec_store.disk.opening import DiskOpening
-from ec_store.disk.tree import Tree, staging_name, taken_bytes
+from ec_store.disk.tree import Tree, staging_name
 from ec_store.entry import MAX_HEADER_BYTES, Entry, EntryInfo
 from ec_store.errors import (
     CorruptEntry,
@@ -93,15 +84,15 @@ class SharedDiskStore(Store):
     def in_memory(self) -> bool:
         return self._opening.in_memory
 
-    def configure(self, given: GivenSettings) -> StoreSettings:
-        """Change the store's settings; other processes adopt them within a second.
+    def configure(self, **changes: Any) -> StoreSettings:
+        """Change fields of `StoreSettings`; other processes adopt them within a second.
 
         Raises:
             StoreUnavailable: the store cannot be used or written.
             ValueError: a value is out of range.
         """
         with self._translate_errors("the store cannot be configured"):
-            self._opening.configure(given)
+            self._opening.configure(**changes)
         return self.settings
 
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
@@ -385,7 +376,6 @@ class SharedDiskStore(Store):
         return age_s <= self.settings.ttl and status.st_size <= limit
 
     def _touch(self, fd: int, status: os.stat_result) -> None:
-        """Record a use of an entry now."""
         if time.time() - status.st_mtime > min(TOUCH_EVERY_S, self.settings.ttl / 4):
             with suppress(OSError):  # a reader without write permission
                 os.utime(fd)

@@ -14,7 +14,7 @@ import redis
 from redis.crc import key_slot
 
 from ec_store.errors import StoreUnavailable
-from ec_store.redis.link import Command, Link, Node, Reply
+from ec_store.redis.connection import Command, Connection, Node, Reply
 from ec_store.redis.url import Address, RedisOptions
 
 ALL = 2**31
@@ -25,6 +25,17 @@ MOST_MOVES = 5
 RELOAD_S = 1.0
 """Minimum interval in seconds between two loads of the slot map because of moved keys. Each move is
 applied at once: loading the map updates the other slots."""
+
+
+_FAILING_OVER = (
+    redis.BusyLoadingError,
+    redis.ReadOnlyError,
+    redis.exceptions.MovedError,
+    redis.exceptions.AskError,
+    redis.exceptions.ClusterDownError,
+    redis.exceptions.TryAgainError,
+    redis.exceptions.MasterDownError,
+)
 
 
 class Refused(StoreUnavailable):
@@ -170,22 +181,24 @@ class RedisClient:
             return error
         problems: list[redis.RedisError] = []
         with ExitStack() as stack:
-            sent: list[tuple[Node, Link, list[int]]] = []
+            sent: list[tuple[Node, Connection, list[int]]] = []
             for node, numbers in groups:
                 try:
-                    link = stack.enter_context(node.link(deadline_s, keep=self._bound.keep))
-                    link.send([commands[number] for number in numbers[:window]])
+                    connection = stack.enter_context(
+                        node.connection(deadline_s, keep=self._bound.keep)
+                    )
+                    connection.send([commands[number] for number in numbers[:window]])
                 except redis.RedisError as error:
                     problems.append(self._failed(node, error))
                 else:
-                    sent.append((node, link, numbers))
-            for node, link, numbers in sent:
+                    sent.append((node, connection, numbers))
+            for node, connection, numbers in sent:
                 try:
                     for place, number in enumerate(numbers):
                         room = into[number] if into else None
-                        reply = link.read() if room is None else link.read_into(room)
+                        reply = connection.read() if room is None else connection.read_into(room)
                         if place + window < len(numbers):
-                            link.send([commands[numbers[place + window]]])
+                            connection.send([commands[numbers[place + window]]])
                         try:
                             replies[number] = self._check_reply(
                                 commands[number], reply, room, deadline_s
@@ -226,9 +239,9 @@ class RedisClient:
 
     @staticmethod
     def _exchange(node: Node, commands: Sequence[Command], deadline_s: float) -> list[Reply]:
-        with node.link(deadline_s) as link:
-            link.send(commands)
-            return [link.read() for _ in commands]
+        with node.connection(deadline_s) as connection:
+            connection.send(commands)
+            return [connection.read() for _ in commands]
 
     def _routed(
         self, commands: Mapping[int, Command], deadline_s: float
@@ -262,7 +275,6 @@ class RedisClient:
                 self._loaded(deadline_s)
 
     def _loaded(self, deadline_s: float) -> list[Node | None]:
-        """Load the slot map from the first node that answers."""
         self._moved, self._loaded_s = False, time.monotonic()
         problem: redis.RedisError = redis.ConnectionError("no node is known")
         for node in sorted(self._nodes.values(), key=lambda node: node.failed_s):
@@ -310,19 +322,7 @@ def _checked(reply: Reply) -> Reply:
     return reply
 
 
-_FAILING_OVER = (
-    redis.BusyLoadingError,
-    redis.ReadOnlyError,
-    redis.exceptions.MovedError,
-    redis.exceptions.AskError,
-    redis.exceptions.ClusterDownError,
-    redis.exceptions.TryAgainError,
-    redis.exceptions.MasterDownError,
-)
-
-
 def _is_stale(error: redis.RedisError) -> bool:
-    """Return whether connections may lead to a server that is no longer the master."""
     kinds = (*_FAILING_OVER, redis.ConnectionError, redis.TimeoutError)
     return isinstance(error, kinds) and not isinstance(error, redis.exceptions.AskError)
 

@@ -1,62 +1,21 @@
-"""Entries in Redis, each as one value: names of the keys, reading, writing and removal.
+"""Entries in Redis, each as one value: reading, writing and removal.
 
 Redis evicts and expires whole values: an entry exists whole or not at all. A large entry is read
 with `GETRANGE`, window by window, into reused memory.
-
-Keys of a store (docs/redis.md):
-
-    {prefix}:{<digest>}:e2     entry: 16 random bytes, the blob of docs/store-format.md
-    {prefix}:{<digest>}:c      claim: the owner
-    {prefix}:writing:<number>  turn of a writer of a large entry, see `ec_store.redis.turns`
-    {prefix}:namespaces        hash, served model to namespace
-
-The digest in braces is the hash tag: an entry and its claim are in one cluster slot. The 2 is the
-number of the layout: processes of another layout neither read nor remove these entries.
 """
 
-import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ec_store.entry import Buffers, Entry, EntryInfo, checksum, decode, header_length, read_header
+from ec_store.buffers import Buffers
+from ec_store.entry import Entry, EntryInfo, checksum, decode, header_length, read_header
 from ec_store.errors import CorruptEntry
 from ec_store.keys import EntryKey
 from ec_store.redis.client import RedisClient
-from ec_store.redis.link import Command, Reply
-
-_ENTRY = re.compile(rb".*:\{([0-9a-f]{64})\}:e2", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class RedisNames:
-    """Names of the keys of one store."""
-
-    prefix: str
-
-    @property
-    def namespaces(self) -> bytes:
-        """Return the name of the hash of served models."""
-        return f"{self.prefix}:namespaces".encode()
-
-    @property
-    def entries(self) -> bytes:
-        """Return the pattern of all entries' names."""
-        return f"{self.prefix}:{{*}}:e2".encode()
-
-    def entry(self, digest: str) -> bytes:
-        return f"{self.prefix}:{{{digest}}}:e2".encode()
-
-    def claim(self, digest: str) -> bytes:
-        return f"{self.prefix}:{{{digest}}}:c".encode()
-
-
-def entry_digest(name: bytes) -> str | None:
-    """Return the digest in the name of an entry; None for any other name."""
-    match = _ENTRY.fullmatch(name)
-    return match[1].decode() if match else None
-
+from ec_store.redis.connection import Command, Reply
+from ec_store.redis.names import RedisNames, entry_digest
 
 ID_BYTES = 16
 """Random bytes before each entry, different for every write. They show a reader that an entry was
@@ -175,7 +134,6 @@ class RedisEntries:
         return [self._range(digest, 0, HEAD_BYTES) for digest in digests]
 
     def _range(self, digest: str, start: int, size: int) -> Command:
-        """Return the command that reads `size` bytes of an entry from offset `start`."""
         first = ID_BYTES + start
         return ("GETRANGE", self._names.entry(digest), first, first + size - 1)
 
@@ -248,7 +206,6 @@ class RedisEntries:
             self._client.run([("PEXPIRE", self._names.entry(digest), self._ttl_ms)])
 
     def remove_entries(self, digests: Sequence[str]) -> int:
-        """Remove entries, and return how many existed."""
         return sum(self._client.run([("UNLINK", self._names.entry(each)) for each in digests]))
 
     def scan(self) -> Iterator[dict[str, bytes]]:
@@ -261,7 +218,6 @@ class RedisEntries:
             yield {digest: head for digest, head in zip(new, heads, strict=True) if head}
 
     def sizes(self, digests: Sequence[str]) -> list[int]:
-        """Return the size of each entry in bytes, header included; 0 for missing entries."""
         values = self._client.run([("STRLEN", self._names.entry(digest)) for digest in digests])
         return [max(0, size - ID_BYTES) for size in values]
 

@@ -19,10 +19,11 @@ from ec_store.entry import Entry, EntryInfo, checksum, encode_header
 from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
 from ec_store.keys import EntryKey, owner_bytes
 from ec_store.redis.client import OutOfMemory, RedisClient, Refused
-from ec_store.redis.entries import Beginning, RedisEntries, RedisNames, info_of, info_or_none
-from ec_store.redis.link import Command, Reply
-from ec_store.redis.turns import WriteTurns
+from ec_store.redis.connection import Command, Reply
+from ec_store.redis.entries import Beginning, RedisEntries, info_of, info_or_none
+from ec_store.redis.names import RedisNames
 from ec_store.redis.url import RedisOptions, redis_options
+from ec_store.redis.write_permits import WritePermits
 
 WRITES_OFF_S = 5.0
 """Seconds without writes after Redis has reported that it is out of memory."""
@@ -44,7 +45,7 @@ class RedisStore(Store):
         self._names = RedisNames(options.prefix)
         self._client = RedisClient(options)
         self._entries = RedisEntries(self._client, self._names, int(options.ttl_s * 1000))
-        self._turns = WriteTurns(self._client, options.prefix, options.timeout_s)
+        self._permits = WritePermits(self._client, options.prefix, options.timeout_s)
         self._writes_off_until = 0.0
         self.counts = Counts()
 
@@ -60,7 +61,7 @@ class RedisStore(Store):
         """Write an entry (see `Store.put`). After an "out of memory" no write is sent for 5 s.
 
         One round trip, which sends the tensor even if the entry exists. A large entry needs two
-        more, and waits for its turn. A caller that can skip making the entry calls `lease` first,
+        more, and waits for its permit. A caller that can skip making the entry calls `lease` first,
         as the connector does.
         """
         header = encode_header(key, entry, checksum(entry.data))
@@ -187,7 +188,6 @@ class RedisStore(Store):
             yield replace(row, problem=problem)
 
     def _problem(self, key: EntryKey) -> str | None:
-        """Return why an entry is corrupt; None if it is valid or gone."""
         beginning = self._entries.read_beginning(key.digest)
         if beginning is None:
             return None
@@ -232,7 +232,7 @@ class RedisStore(Store):
     def _put(self, key: EntryKey, header: bytes, payload: memoryview, *, replace: bool) -> bool:
         if time.monotonic() < self._writes_off_until:
             raise StoreUnavailable("Redis was out of memory a moment ago, so the entry is dropped")
-        with self._turns.hold_turn(payload.nbytes):
+        with self._permits.hold_permit(payload.nbytes):
             return self._entries.write(key.digest, header, payload, replace=replace)
 
     def _claim_and_ask(

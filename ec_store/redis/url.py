@@ -17,7 +17,7 @@ DEFAULT_PORT = 6379
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 """Excludes braces, which select the cluster slot, and the wildcards of SCAN's patterns."""
 
-TURNS = 4
+PERMITS = 4
 """Number of large entries that may be written at once: as many as keep a server's core busy."""
 
 

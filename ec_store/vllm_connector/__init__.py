@@ -12,7 +12,7 @@ scheduler's side accesses neither disk nor network: threads fetch entries while 
 and the entries are in this process's memory before a step depends on them. They reach the workers
 with the step's metadata.
 
-Only this package imports vLLM, and only it and `ec_store.device` import torch.
+Only this package imports vLLM, and only it and `ec_store.engine` import torch.
 """
 
 from ec_store.vllm_connector.connector import ECStoreConnector

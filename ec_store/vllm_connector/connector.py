@@ -2,8 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any, ParamSpec
-from urllib.parse import urlsplit
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
@@ -11,36 +10,26 @@ from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataR
 
 from ec_store.arena.protocol import Role
 from ec_store.arena.store import ArenaStore
-from ec_store.arena.url import arena_options
-from ec_store.backchannel import Receiver, Sender
+from ec_store.arena.url import ArenaOptions
 from ec_store.base import Store
 from ec_store.config import redacted
 from ec_store.counts import Counts
-from ec_store.device.region import Region, SharedRegion
-from ec_store.device.tensors import Loader
-from ec_store.fetcher import Fetcher
+from ec_store.engine.backchannel import Receiver, Sender
+from ec_store.engine.fetcher import Fetcher
+from ec_store.engine.host_memory import HostMemory, Usage, host_gauges, usage_of
+from ec_store.engine.registration import NamespaceRegistration
+from ec_store.engine.sharing import EntryLoad, Sharing, make_loads, open_sharing
+from ec_store.engine.tensors import Loader
 from ec_store.opening import open_store
-from ec_store.urls import ARENA, fetch_threads
-from ec_store.vllm_connector.accept import Widths
-from ec_store.vllm_connector.config import (
-    ConnectorConfig,
-    NamespaceRegistration,
-    count_exception,
-    guard_method,
-)
+from ec_store.urls import fetch_threads, parse_url
+from ec_store.vllm_connector.config import ConnectorConfig
 from ec_store.vllm_connector.consumer import Consumer
-from ec_store.vllm_connector.host_memory import HostMemory, Usage, host_gauges, usage_of
+from ec_store.vllm_connector.guard import count_exception, guard_method
 from ec_store.vllm_connector.metrics import NAMESPACE, StoreConnectorStats, StorePromMetrics
 from ec_store.vllm_connector.namespace import namespace_of
-from ec_store.vllm_connector.producer import (
-    HostSharing,
-    Producer,
-    Sharing,
-    by_value,
-    make_region,
-)
+from ec_store.vllm_connector.producer import Producer
+from ec_store.vllm_connector.widths import Widths
 from ec_store.vllm_connector.worker import (
-    EntryLoad,
     Item,
     Learner,
     Saver,
@@ -53,6 +42,7 @@ from ec_store.vllm_connector.worker import (
 logger = logging.getLogger("vllm.ec_store")
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ECStoreConnector(ECConnectorBase):
@@ -87,7 +77,6 @@ class ECStoreConnector(ECConnectorBase):
         self._saver: Saver | None = None
         self._learner: Learner | None = None
         self._loader: Loader | None = None
-        self._region: Region | None = None
         self._sharing: Sharing | None = None
         self._receiver: Receiver | None = None
         self._registration: NamespaceRegistration | None = None
@@ -101,35 +90,32 @@ class ECStoreConnector(ECConnectorBase):
 
     def _open_store(self, url: str) -> Store:
         """Open the store, with the least rights that this process needs in a host's memory."""
-        if urlsplit(url).scheme not in ARENA:
+        options = parse_url(url)
+        if not isinstance(options, ArenaOptions):
             return open_store(url, lazy=True)
         role: Role = "reader"
         if self.role is ECConnectorRole.SCHEDULER:
             role = "reader" if self.is_consumer else "proxy"
         elif self.is_producer and is_writer():
             role = "writer"
-        return ArenaStore(arena_options(url), role)
+        return ArenaStore(options, role)
 
     def _open_scheduler(self, vllm_config: Any, config: ConnectorConfig) -> None:
         model_config = vllm_config.model_config
         resolver = PlaceholderMetadataResolver(model_config)
         if self.is_consumer:
             size = config.memory_bytes if config.region_bytes is None else config.region_bytes
-            store, host = self._store, isinstance(self._store, ArenaStore)
-            self._region = make_region(size, vllm_config.parallel_config, host=host)
-            if self._region is not None and isinstance(store, ArenaStore):
-                self._sharing = HostSharing(store, self._region)
-            elif self._region is not None:
-                self._sharing = Sharing(store, self._region)
+            self._sharing = open_sharing(self._store, size, vllm_config.parallel_config)
             self._fetcher = Fetcher(
-                self._sharing or self._store,
+                self._sharing,
                 self.namespace,
                 counts=self.counts,
                 timeout_s=config.timeout_s,
                 promise_timeout_s=config.promise_timeout_s,
                 memory_bytes=config.memory_bytes,
                 threads=config.fetch_threads or fetch_threads(config.store),
-                keeps=not host,  # an entry that is kept could not be evicted
+                # An entry of a host's memory that is kept could not be evicted.
+                keeps=not isinstance(self._store, ArenaStore),
             )
             widths = Widths(vllm_config, config.encoder_output_widths)
             self._consumer = Consumer(self._fetcher, model_config, resolver, widths, self.counts)
@@ -159,7 +145,6 @@ class ECStoreConnector(ECConnectorBase):
             self._consumer,
             self._sharing,
             self._host,
-            self._region,
             self._receiver,
             self._saver,
             self._learner,
@@ -168,15 +153,17 @@ class ECStoreConnector(ECConnectorBase):
             if part is not None:
                 self._attempt(part.close)
 
-    def _attempt(self, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _attempt(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Make a call that nothing else depends on, so that its failure stops nothing else.
 
         Every call that may start a thread or use the device, and that a step can miss, is one.
+        Return None if the call raises.
         """
         try:
-            call(*args, **kwargs)
+            return call(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - as in `guard_method`
             count_exception(self, call.__qualname__, error)
+            return None
 
     # Methods of the scheduler's side.
 
@@ -195,14 +182,10 @@ class ECStoreConnector(ECConnectorBase):
             return self._consumer.ensure_items(request, num_computed_tokens)
         except Exception as error:  # noqa: BLE001 - as in `guard_method`
             count_exception(self, "ensure_cache_available", error)
-        ready = self._encoded_here(self._consumer, request, num_computed_tokens)
+        ready = self._attempt(self._consumer.encode_here, request, num_computed_tokens)
         if ready is None:
             self._consumer.fail(request)
         return bool(ready)
-
-    @guard_method(lambda: None)
-    def _encoded_here(self, consumer: Consumer, request: Any, computed: int) -> bool | None:
-        return consumer.encode_here(request, computed)
 
     @guard_method(set)
     def take_unavailable_requests(self, *_: Any, **__: Any) -> set[str]:
@@ -227,35 +210,21 @@ class ECStoreConnector(ECConnectorBase):
         if self._sharing is not None:
             self._attempt(self._sharing.start)
         return StepMetadata(
-            self._loads(), self._items(scheduler_output), self._take_widths(), self._shared()
+            self._attempt(self._loads) or {},
+            self._attempt(self._items, scheduler_output) or {},
+            (self._consumer and self._attempt(self._consumer.take_learn)) or {},
+            # Without it workers still read their entries, and report them in a later step.
+            self._sharing and self._attempt(self._sharing.shared_region),
         )
 
-    @guard_method(dict)
-    def _take_widths(self) -> dict[str, str]:
-        return {} if self._consumer is None else self._consumer.take_learn()
-
-    @guard_method(dict)
     def _loads(self) -> dict[str, EntryLoad]:
-        if self._consumer is None:
+        if self._consumer is None or self._sharing is None:
             return {}
         entries = self._consumer.end_step()
-        if self._sharing is None:
-            return by_value(entries)
-        try:
-            return self._sharing.loads(entries)
-        except Exception as error:  # noqa: BLE001 - a step without its entries ends the engine
-            count_exception(self, "_loads", error)
-        return by_value(entries)
+        loads = self._attempt(self._sharing.loads, entries)
+        # A step without its entries ends the engine.
+        return make_loads(entries) if loads is None else loads
 
-    @guard_method(lambda: None)
-    def _shared(self) -> SharedRegion | None:
-        """Return the step's description of the shared memory.
-
-        Without it workers still read their entries, and report them in a later step.
-        """
-        return None if self._region is None else self._region.shared_region()
-
-    @guard_method(dict)
     def _items(self, scheduler_output: Any) -> dict[str, Item]:
         producer = self._producer
         return {} if producer is None else producer.items(scheduler_output.scheduled_new_reqs)
@@ -330,7 +299,7 @@ class ECStoreConnector(ECConnectorBase):
 
     @guard_method(lambda: None)
     def build_connector_worker_meta(self, *_: Any, **__: Any) -> None:
-        """Send the step's results to the scheduler through `ec_store.backchannel`, at its end."""
+        """Send the step's results to the scheduler at its end (`ec_store.engine.backchannel`)."""
         if self._loader is not None:
             self._attempt(self._loader.report_copies)
         for part in (self._saver, self._learner):

@@ -11,11 +11,12 @@ from typing import Any, Self
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 
 from ec_store.counts import Counts
-from ec_store.device.tensors import DTYPES
+from ec_store.engine.accept import Acceptance, ItemTarget
+from ec_store.engine.fetch_queue import Want
+from ec_store.engine.fetcher import Fetcher, FetchState
+from ec_store.engine.tensors import DTYPES
 from ec_store.entry import ITEM_BYTES, HeldEntry
-from ec_store.fetch_queue import Want
-from ec_store.fetcher import Fetcher, FetchState
-from ec_store.vllm_connector.accept import MODALITIES, Acceptance, ItemTarget, Widths
+from ec_store.vllm_connector.widths import MODALITIES, Widths
 
 
 class How(enum.Enum):
@@ -25,7 +26,7 @@ class How(enum.Enum):
     WAITING = enum.auto()
     """State while the entry is being fetched."""
     PINNED = enum.auto()
-    """State while the entry is claimed in memory for this item."""
+    """State while the entry is pinned in memory for this item."""
     LOCAL = enum.auto()
     """This engine encodes the item, unless another request has its entry by then."""
     COMPUTED = enum.auto()
@@ -40,7 +41,7 @@ class Part:
 
     Attributes:
         end: number of computed tokens of the request from which the item is no longer needed.
-        claimed: whether the item has a claim on its entry, or on the fetch of it.
+        holds_pin: whether the item pins its entry, or the one that is being fetched.
     """
 
     feature: Any
@@ -48,7 +49,7 @@ class Part:
     tokens: int
     end: int
     how: How = How.OPEN
-    claimed: bool = False
+    holds_pin: bool = False
 
     @classmethod
     def from_feature(cls, feature: Any) -> Self:
@@ -100,7 +101,7 @@ class Consumer:
     that none overtakes it indefinitely. An item is held until its tokens are computed.
 
     vLLM identifies an item by its identifier alone, and an entry that does not fit ends the engine
-    (`ec_store.vllm_connector.accept`). So while an entry is pinned, no other request may use its
+    (`ec_store.engine.accept`). So while an entry is pinned, no other request may use its
     identifier with another number of tokens. The later request fails, or encodes its item and pins
     nothing. vLLM's own encoder cache, which has the same keys, fails such a request too.
 
@@ -178,7 +179,6 @@ class Consumer:
         return taken
 
     def has(self, identifier: str) -> bool:
-        """Return whether an entry is held for a request."""
         return identifier in self._pinned
 
     def load(self, identifier: str) -> None:
@@ -253,11 +253,11 @@ class Consumer:
             self._blocking = needs
 
     def _start(self, needs: Needs, wants: Mapping[Part, Want]) -> None:
-        """Claim all entries, held ones first: fetching the others may drop unclaimed entries."""
+        """Pin all entries, held ones first: fetching the others may drop unpinned entries."""
         needs.admitted = True
         for part in sorted(wants, key=lambda want: self._fetcher.entry(want.identifier) is None):
             state = self._fetcher.acquire(part.identifier, wants[part])
-            part.claimed = state is not FetchState.MISSING
+            part.holds_pin = state is not FetchState.MISSING
             if state is FetchState.PENDING:
                 part.how = How.WAITING
                 needs.waiting += 1
@@ -291,7 +291,7 @@ class Consumer:
         """Pass the result of a fetch to the waiting requests; their next call settles the item."""
         for part, needs in self._waiters.pop(identifier, {}).items():
             part.how = How.OPEN
-            part.claimed = state is FetchState.READY
+            part.holds_pin = state is FetchState.READY
             needs.waiting -= 1
             needs.arrived.append((part, state))
 
@@ -334,7 +334,6 @@ class Consumer:
             self._learn[part.identifier] = part.feature.modality
 
     def _release_part(self, needs: Needs, part: Part) -> None:
-        """Reset an item to open, and release its claim."""
         name = part.identifier
         if part.how is How.WAITING:
             needs.waiting -= 1
@@ -348,8 +347,8 @@ class Consumer:
             _drop_empty(self._local[name], part.tokens)
             _drop_empty(self._local, name)
         part.how = How.OPEN
-        if part.claimed:
-            part.claimed = False
+        if part.holds_pin:
+            part.holds_pin = False
             self._fetcher.release(name)
 
     def _has_media(self, feature: Any) -> bool:

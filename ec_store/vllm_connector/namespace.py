@@ -17,9 +17,10 @@ from vllm import envs
 from vllm.transformers_utils.config import get_config
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict, try_get_local_file
 
-from ec_store.device.tensors import DTYPES
+from ec_store.engine.fingerprint import Weights, fingerprint
+from ec_store.engine.tensors import DTYPES
 from ec_store.entry import FORMAT
-from ec_store.vllm_connector.checkpoint import PATTERNS, Weights, fingerprint, weight_files
+from ec_store.vllm_connector.checkpoint import PATTERNS, weight_files
 
 NOT_OF_THE_MODEL = frozenset(
     {
@@ -48,24 +49,6 @@ LANGUAGE = frozenset(
     }
 )
 """Keys of the parts of a configuration that do not concern the encoder."""
-
-
-def without(config: Any, keys: frozenset[str]) -> Any:
-    """Return a parsed JSON document without these keys, at any depth."""
-    if isinstance(config, Mapping):
-        return {key: without(value, keys) for key, value in config.items() if key not in keys}
-    if isinstance(config, list | tuple):
-        return [without(value, keys) for value in config]
-    return config
-
-
-def has_any(config: Any, keys: frozenset[str]) -> bool:
-    """Return whether a parsed JSON document has one of these keys with a value, at any depth."""
-    if isinstance(config, Mapping):
-        return any(
-            (key in keys and bool(value)) or has_any(value, keys) for key, value in config.items()
-        )
-    return isinstance(config, list | tuple) and any(has_any(value, keys) for value in config)
 
 
 logger = logging.getLogger("vllm.ec_store")
@@ -102,6 +85,24 @@ number if they agree, and the next number if the layout of any model's outputs d
 with one number share entries. A release that is not listed shares entries only with itself: an
 upgrade then costs encodes, and never causes wrong answers.
 """
+
+
+def without(config: Any, keys: frozenset[str]) -> Any:
+    """Return a parsed JSON document without these keys, at any depth."""
+    if isinstance(config, Mapping):
+        return {key: without(value, keys) for key, value in config.items() if key not in keys}
+    if isinstance(config, list | tuple):
+        return [without(value, keys) for value in config]
+    return config
+
+
+def has_any(config: Any, keys: frozenset[str]) -> bool:
+    """Return whether a parsed JSON document has one of these keys with a value, at any depth."""
+    if isinstance(config, Mapping):
+        return any(
+            (key in keys and bool(value)) or has_any(value, keys) for key, value in config.items()
+        )
+    return isinstance(config, list | tuple) and any(has_any(value, keys) for value in config)
 
 
 class _NamedWeights(NamedTuple):
@@ -202,7 +203,6 @@ def _parsed_again(model: Any, source: str, revision: str | None) -> dict[str, An
 
 
 def _processor_files(model: Any) -> dict[str, Any]:
-    """Return the processor's files, downloaded unless vLLM has done so."""
     path = Path(model.model)
     source = str(path.parent if path.is_file() else model.model)
     commit = getattr(model.revision, "resolved", model.revision)

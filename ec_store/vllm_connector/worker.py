@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -12,18 +12,20 @@ from vllm.distributed import parallel_state
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
 from ec_store.arena.store import ArenaStore, HostPlace
-from ec_store.backchannel import Sender
 from ec_store.base import Store
 from ec_store.bounded import BoundedDict
 from ec_store.counts import Counts
-from ec_store.device.region import Place, SharedRegion
-from ec_store.device.tensors import DTYPES, HostCopies, HostTensor, Loader, Output, to_device
+from ec_store.engine.accept import FiniteOnly
+from ec_store.engine.backchannel import Sender
+from ec_store.engine.host_memory import HostMemory
+from ec_store.engine.host_writer import HostWriter
+from ec_store.engine.region import Place, SharedRegion
+from ec_store.engine.sharing import EntryLoad
+from ec_store.engine.tensors import DTYPES, HostCopies, HostTensor, Loader, Output, to_device
+from ec_store.engine.writer import Write, Writer
 from ec_store.entry import Entry
 from ec_store.keys import EntryKey, key_or_none
-from ec_store.vllm_connector.accept import FiniteOnly
-from ec_store.vllm_connector.config import count_exception
-from ec_store.vllm_connector.host_memory import HostMemory, HostOutput, HostWriter
-from ec_store.writer import Writer
+from ec_store.vllm_connector.guard import count_exception
 
 MAX_ITEMS = 4096
 """Upper bound of the items that a worker remembers: until they are encoded, and until their results
@@ -31,21 +33,6 @@ are sent to the scheduler."""
 
 MAX_TOLD = 512
 """Upper bound of the results, and of the observations of each name, in one message."""
-
-
-class EntryLoad(NamedTuple):
-    """Entry to put into the encoder cache.
-
-    Attributes:
-        raw: place of the bytes in the shared memory, or in the host's memory; or the bytes, uint8,
-            as a torch tensor, which vLLM sends to several ranks through shared memory of its own
-            (`ShmTensorArena`).
-        dtype: dtype of the tensor, as `Entry.dtype`.
-    """
-
-    raw: torch.Tensor | Place | HostPlace
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class Item(NamedTuple):
@@ -91,13 +78,12 @@ class Saver:
         self.logged: set[str] = set()
         self._copies = HostCopies(queue_bytes)
         self._accept = FiniteOnly(counts, "it was encoded here and is not stored")
-        self._in_place = isinstance(store, ArenaStore)
+        self._host = HostWriter(store, self._accept) if isinstance(store, ArenaStore) else None
         self._items: BoundedDict[str, Item] = BoundedDict(MAX_ITEMS)
         self._lock = threading.Lock()
         self._outcomes: BoundedDict[str, bool] = BoundedDict(MAX_ITEMS)
         self._introduced = False
-        writes = HostWriter(store, self._accept) if isinstance(store, ArenaStore) else store
-        self._writer = Writer(writes, counts=counts, queue_bytes=queue_bytes, done=self._remember)
+        self._writer = Writer(store, counts=counts, queue_bytes=queue_bytes, done=self._remember)
 
     def expect_items(
         self, items: Mapping[str, Item], encoder_cache: Mapping[str, torch.Tensor]
@@ -120,14 +106,14 @@ class Saver:
         key = key_or_none(self._namespace, identifier)
         if item is None or key is None:
             return
-        make = None
+        write = None
         try:
-            make = self._make(tensor, item)
+            write = self._begin_write(key, tensor, item)
         except Exception as error:  # noqa: BLE001 - it costs this item, and no other one
             count_exception(self, "Saver.save", error)
-        if make is None:
+        if write is None:
             self.counts.add(drops=1)
-        if make is None or not self._writer.submit(key, tensor.nbytes, make):
+        if write is None or not self._writer.submit(key, tensor.nbytes, write):
             self._remember(key, stored=False)
 
     def close(self) -> None:
@@ -164,21 +150,18 @@ class Saver:
         for name, values in observations.items():
             self.counts.observe(name, *values)
 
-    def _make(self, tensor: torch.Tensor, item: Item) -> Callable[[], Any] | None:
-        """Return a function that makes what the writer writes; None if the ring has no room."""
-        if self._in_place:
-            output = HostOutput(Output(tensor), *item)
-            return lambda: output
+    def _begin_write(self, key: EntryKey, tensor: torch.Tensor, item: Item) -> Write | None:
+        """Return the function that writes an item; None if the ring has no room for its copy."""
+        if self._host is not None:
+            return functools.partial(self._host.put, key, Output(tensor), *item)
         copied = self._copies.start(tensor)
-        return functools.partial(self._entry, copied, item) if copied else None
+        return functools.partial(self._put_copy, key, copied, item) if copied else None
 
-    def _entry(self, copied: HostTensor, item: Item) -> Entry | None:
-        """Make the entry, on the writer's thread; None if it must not be stored."""
+    def _put_copy(self, key: EntryKey, copied: HostTensor, item: Item) -> bool | None:
         host = copied()
         data = memoryview(host.view(torch.uint8).reshape(-1).numpy()).cast("B")
-        shape = tuple(host.shape)
-        entry = Entry(data, DTYPES[host.dtype], shape, item.modality, item.metadata)
-        return entry if self._accept(entry) else None
+        entry = Entry(data, DTYPES[host.dtype], tuple(host.shape), *item)
+        return self._store.put(key, entry) if self._accept(entry) else None
 
     def _remember(self, key: EntryKey, stored: bool) -> None:
         with self._lock:

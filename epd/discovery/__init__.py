@@ -1,1 +1,1 @@
-"""Sources of instances in addition to the configuration: registration, a file, names in the DNS."""
+"""Instances of a running proxy: their sources beside the configuration, and polls of each."""

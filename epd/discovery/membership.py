@@ -4,9 +4,8 @@ One source is in this module: registrations, by this process and by others that 
 """
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 
 import structlog
@@ -17,17 +16,16 @@ from epd.discovery.dns import DnsNames
 from epd.discovery.entries import MAX_INSTANCES
 from epd.discovery.stores import (
     Edit,
-    InFolder,
-    InProcess,
     Instances,
     RegistrationsInRedis,
+    RegistrationsOnPage,
     RegistrationStore,
     StoreFailed,
-    folder_of,
 )
-from epd.discovery.watching import StoredAnswers, Watch, WatchedFile, WatchedNames
+from epd.discovery.watching import Watch, WatchedFile, WatchedNames
 from epd.routing.instances import Instance
 from epd.routing.registry import InstanceSource, Registry
+from epd.shared_page import SharedPage
 from epd.state_log import StateLog
 from epd.upstream import Upstream
 
@@ -45,11 +43,15 @@ class Registrations:
     A failed read changes nothing. An instance that cannot be written is not registered.
     """
 
-    def __init__(self, store: RegistrationStore, registry: Registry) -> None:
+    def __init__(
+        self, store: RegistrationStore | None, registry: Registry, interval_s: float = POLL_S
+    ) -> None:
+        """Register instances in a store; None: in this process alone."""
+        self.interval_s = interval_s
         self._store = store
         self._registry = registry
         self._known: Instances = ()
-        self._turn = asyncio.Lock()
+        self._queue = asyncio.Lock()
         self._complaint = StateLog("the store of registrations cannot be used")
 
     async def add(self, instance: Instance) -> bool:
@@ -59,12 +61,12 @@ class Registrations:
             Clash: it was registered with another role, or conflicts with another instance.
             StoreFailed: it could not be stored.
         """
-        async with self._turn:
+        async with self._queue:
             await self._read()
             before = next((member for member in self._known if member.url == instance.url), None)
             if before != instance:
                 self._check(instance, before)
-                self._take(await self._store.write(self._known, Edit(instance.url, instance)))
+                await self._write(Edit(instance.url, instance))
                 structlog.get_logger("epd").info(
                     "registered", instance=instance.url, role=instance.role
                 )
@@ -76,25 +78,17 @@ class Registrations:
         Raises:
             StoreFailed: it could not be removed.
         """
-        async with self._turn:
+        async with self._queue:
             await self._read()
             if all(member.url != url for member in self._known):
                 return False
-            self._take(await self._store.write(self._known, Edit(url)))
+            await self._write(Edit(url))
             structlog.get_logger("epd").info("unregistered", instance=url)
             return True
 
-    async def begin_poll(self) -> None:
-        await self.refresh_store()
-
-    async def poll_periodically(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
-            await self.refresh_store()
-
-    async def refresh_store(self) -> None:
+    async def look(self) -> None:
         """Take over the stored registrations; keep the present ones after a failure."""
-        async with self._turn:
+        async with self._queue:
             try:
                 await self._read()
             except StoreFailed as error:
@@ -102,7 +96,15 @@ class Registrations:
             else:
                 self._complaint.record_success()
 
+    async def _write(self, edit: Edit) -> None:
+        if self._store is None:
+            self._take(edit.edited_instances(self._known))
+        else:
+            self._take(await self._store.write(self._known, edit))
+
     async def _read(self) -> None:
+        if self._store is None:
+            return
         found = await self._store.read()
         if found is None:  # the store has lost its data, or is new
             found = await self._store.write(self._known) if self._known else ()
@@ -128,74 +130,50 @@ BEGIN_S = 5.0
 
 @asynccontextmanager
 async def membership(
-    config: InstanceSettings, registry: Registry, upstream: Upstream, background: Background
+    config: InstanceSettings,
+    registry: Registry,
+    upstream: Upstream,
+    background: Background,
+    page: SharedPage | None = None,
 ) -> AsyncIterator[Registrations]:
     """Keep a registry up to date with the sources outside the configuration.
 
     The context starts after the first answer of every source, or after `BEGIN_S`. A source that
     raises is restarted, and its instances stay. The upstream client receives the expected
-    certificate name of each address.
+    certificate name of each address. Without Redis, several workers have registrations on `page`.
     """
-    url = config.registration_store if config.dynamic_registration else None
-    async with open_store(url) as store:
+    async with AsyncExitStack() as stack:
+        store: RegistrationStore | None = None if page is None else RegistrationsOnPage(page)
+        if config.registration_store is not None:
+            connected = RegistrationsInRedis.connected(config.registration_store)
+            store = await stack.enter_async_context(connected)
         registrations = Registrations(store, registry)
         sources = [*_watches(config, registry, upstream)]
-        if not isinstance(store, InProcess):
+        if store is not None:
             sources.append(registrations)
-        async with AsyncExitStack() as stack:
-            begun = []
-            for source in sources:
-                begun.append(asyncio.Event())
-                work = partial(_follow, source, begun[-1])
-                await stack.enter_async_context(background.run_task("membership", work))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(BEGIN_S):
-                    for event in begun:
-                        await event.wait()
-            yield registrations
+        begun = [asyncio.Event() for _ in sources]
+        for source, event in zip(sources, begun, strict=True):
+            work = partial(follow, source, event)
+            await stack.enter_async_context(background.run_task("membership", work))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BEGIN_S):
+                for event in begun:
+                    await event.wait()
+        yield registrations
 
 
-async def _follow(source: Watch, begun: asyncio.Event) -> None:
-    """Follow a source. Only the first call begins with `begin_poll`."""
-    if not begun.is_set():
-        await source.begin_poll()
+async def follow(source: Watch, begun: asyncio.Event) -> None:
+    """Look at a source periodically. Set `begun` after the first look."""
+    while True:
+        await source.look()
         begun.set()
-    await source.poll_periodically()
-
-
-@asynccontextmanager
-async def open_store(url: str | None) -> AsyncIterator[RegistrationStore]:
-    """Return the store of a URL; without a URL, one that ends with the process."""
-    if url is None:
-        yield InProcess()
-    elif (folder := folder_of(url)) is not None:
-        yield InFolder(folder)
-    else:
-        async with RegistrationsInRedis.connected(url) as store:
-            yield store
+        await asyncio.sleep(source.interval_s)
 
 
 def _watches(config: InstanceSettings, registry: Registry, upstream: Upstream) -> Iterator[Watch]:
-    memory = StoredAnswers(folder_of(config.registration_store))
     if config.instances_file is not None:
-        yield WatchedFile(config.instances_file, registry, memory)
+        yield WatchedFile(config.instances_file, registry)
     if config.discovered_instances:
         services, interval_s = config.discovered_instances, config.discovery_interval_s
         look_up = DnsNames(config.discovery_dns_server).resolve_addresses
-        yield WatchedNames(services, look_up, interval_s, registry, upstream, memory)
-
-
-@contextmanager
-def shared_store(config: InstanceSettings) -> Iterator[str | None]:
-    """Return the URL of the store that several workers share; None without dynamic instances.
-
-    If none is configured, it is a temporary folder.
-
-    Raises:
-        OSError: the folder cannot be created.
-    """
-    if config.registration_store is not None or not config.dynamic:
-        yield config.registration_store
-        return
-    with tempfile.TemporaryDirectory(prefix="epd-instances-") as folder:
-        yield f"file://{folder}"
+        yield WatchedNames(services, look_up, interval_s, registry, upstream)

@@ -1,114 +1,21 @@
-"""Stores of registrations: in this process, in a folder, in Redis.
+"""Stores of registrations: on a page of the workers of one proxy, or in Redis for several proxies.
 
-If a store has lost its data, its readers restore them: a deleted file or an empty Redis ends no
-registration. A store with an empty list has not lost its data.
-
-- Folder: small files that several processes share. Writes are atomic.
-- Redis: a hash with one field for each registration, and a field that marks the hash as complete.
+If Redis has lost its data, its readers restore them: an empty Redis ends no registration. A store
+with an empty list has not lost its data.
 """
 
 import asyncio
-import fcntl
-import os
-import secrets
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
-from urllib.parse import urlsplit
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple, Protocol, Self
 
 from epd.aio import cancel_after
 from epd.discovery.entries import VERSION, EntriesInvalid, read_json, write_json
 from epd.redis_urls import close, redis_client, redis_errors
 from epd.routing.instances import Instance
-
-LOCK_S = 5.0
-"""Maximum wait for the lock, in seconds. A holder that takes longer is assumed to hang."""
-
-MAX_BYTES = 1024**2
-"""Maximum size of a file. A larger one was written by other software."""
-
-
-class LockedFolder:
-    """Folder of small files. Its calls block on the disk, so an event loop runs them on threads."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self, name: str) -> bytes | None:
-        """Return the content of a file; None if it does not exist. Raise OSError if unreadable."""
-        return read_file(self._path / name)
-
-    def write(self, name: str, content: bytes) -> None:
-        """Replace the content of a file atomically.
-
-        Raises:
-            OSError: the file cannot be written; the old content remains.
-        """
-        self._path.mkdir(mode=0o750, parents=True, exist_ok=True)
-        staging = self._path / f".{name}.{secrets.token_hex(8)}"
-        try:
-            descriptor = os.open(staging, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o640)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            staging.replace(self._path / name)
-        finally:
-            staging.unlink(missing_ok=True)
-
-    @contextmanager
-    def hold_lock(self) -> Iterator[None]:
-        """Hold the folder's lock, which also ends with the process of its holder.
-
-        Raises:
-            OSError: the lock is not available.
-        """
-        self._path.mkdir(mode=0o750, parents=True, exist_ok=True)
-        descriptor = os.open(self._path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o640)
-        try:
-            _lock(descriptor)
-            yield
-        finally:
-            os.close(descriptor)
-
-
-def read_file(path: Path) -> bytes | None:
-    """Return the content of a small file; None if it does not exist.
-
-    Raises:
-        OSError: the file cannot be read, or is too large.
-    """
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    if len(content) > MAX_BYTES:
-        raise OSError(f"{path.name} has more than {MAX_BYTES} bytes")
-    return content
-
-
-def _lock(descriptor: int) -> None:
-    deadline_s = time.monotonic() + LOCK_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise TimeoutError("another process holds the lock") from None
-            time.sleep(0.01)
-        else:
-            return
-
-
-T = TypeVar("T")
+from epd.shared_page import PageUnreadable, SharedPage
 
 Instances = tuple[Instance, ...]
-
-REGISTERED = "registered.json"
-"""Name of the file with the registrations."""
 
 
 class StoreFailed(Exception):
@@ -122,12 +29,12 @@ class Edit(NamedTuple):
     instance: Instance | None = None
 
     def edited_instances(self, instances: Sequence[Instance]) -> Instances:
-        kept = tuple(instance for instance in instances if instance.url != self.url)
-        return kept if self.instance is None else (*kept, self.instance)
+        others = tuple(instance for instance in instances if instance.url != self.url)
+        return others if self.instance is None else (*others, self.instance)
 
 
 class RegistrationStore(Protocol):
-    """Registrations that outlive the process that registered them."""
+    """Registrations that several processes share."""
 
     async def read(self) -> Instances | None:
         """Return all registrations; None if the store is new, or has lost its data.
@@ -144,63 +51,38 @@ class RegistrationStore(Protocol):
         """
 
 
-class InProcess:
-    """A store of registrations that ends with the process."""
+LOCK_S = 5.0
+"""Maximum wait for the lock of a page, in seconds. A process that takes longer hangs."""
 
-    def __init__(self) -> None:
-        self._held: Instances = ()
+
+class RegistrationsOnPage:
+    """Registrations that end with the last worker. An unwritten page has none."""
+
+    def __init__(self, page: SharedPage) -> None:
+        self._page = page
 
     async def read(self) -> Instances | None:
-        return self._held
+        try:
+            content = self._page.read()
+        except (OSError, PageUnreadable) as error:
+            raise StoreFailed(str(error)) from error
+        return () if content is None else read_json(content)
 
     async def write(self, known: Instances, edit: Edit | None = None) -> Instances:  # noqa: ARG002
-        self._held = self._held if edit is None else edit.edited_instances(self._held)
-        return self._held
-
-
-class InFolder:
-    """A store of registrations in a file, shared by all processes with access to it."""
-
-    def __init__(self, folder: LockedFolder) -> None:
-        self._folder = folder
-
-    async def read(self) -> Instances | None:
-        return await self._in_thread(self._read)
-
-    async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
-        def write() -> Instances:
-            with self._folder.hold_lock():
-                try:
-                    held = self._read()
-                except EntriesInvalid:
-                    held = None
-                after = known if held is None else held
-                after = after if edit is None else edit.edited_instances(after)
-                if after != held:
-                    self._folder.write(REGISTERED, write_json(after))
-                return after
-
-        return await self._in_thread(write)
-
-    def _read(self) -> Instances | None:
-        content = self._folder.read(REGISTERED)
-        return None if content is None else read_json(content)
-
-    @staticmethod
-    async def _in_thread(call: Callable[[], T]) -> T:
         try:
-            return await asyncio.to_thread(call)
-        except OSError as error:
-            raise StoreFailed(error.strerror or str(error)) from error
-        except EntriesInvalid as error:
-            raise StoreFailed(f"{REGISTERED}: {error}") from error
-
-
-def folder_of(url: str | None) -> LockedFolder | None:
-    """Return the folder of a store's URL; None for another kind of URL."""
-    if url is None or not url.startswith("file://"):
-        return None
-    return LockedFolder(Path(urlsplit(url).path))
+            async with asyncio.timeout(LOCK_S):
+                while True:
+                    try:
+                        with self._page.hold_lock():
+                            instances = await self.read() or ()
+                            if edit is not None:
+                                instances = edit.edited_instances(instances)
+                            self._page.write(write_json(instances))
+                            return instances
+                    except BlockingIOError:  # another worker writes
+                        await asyncio.sleep(0.01)
+        except (OSError, TimeoutError) as error:
+            raise StoreFailed(str(error) or "another worker holds the lock") from error
 
 
 KEY = "epd:instances"

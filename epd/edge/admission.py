@@ -17,14 +17,14 @@ from epd.tenants import Tenant
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class Ticket:
     """Request in the queue or with a place."""
 
     tenant: Tenant
-    where: Literal["queue", "inside", "sent_away"] = "queue"
+    where: Literal["queue", "inside", "displaced"] = "queue"
     _called: asyncio.Event | None = None
 
-    def call(self, where: Literal["inside", "sent_away"]) -> None:
+    def call(self, where: Literal["inside", "displaced"]) -> None:
         """End the wait of the ticket with this result."""
         self.where = where
         if self._called is not None:
@@ -54,11 +54,11 @@ class FairQueue:
         self.waiting = 0
         self._places = places
         self._queue = queue
-        self._lines: dict[Tenant, dict[Slot, None]] = {}
+        self._lines: dict[Tenant, dict[Ticket, None]] = {}
         """Queues per tenant, none of them empty; the first one is next. Each queue is a dict,
         because a request may leave from any position."""
 
-    def enter_queue(self, tenant: Tenant) -> Slot:
+    def enter_queue(self, tenant: Tenant) -> Ticket:
         """Return a ticket, with a place or in the queue. It must be passed to `leave_queue` once.
 
         Raises:
@@ -66,15 +66,15 @@ class FairQueue:
         """
         if self.inside < self._places:  # then the queue is empty
             self.inside += 1
-            return Slot(tenant, "inside")
-        ticket = Slot(tenant)
+            return Ticket(tenant, "inside")
+        ticket = Ticket(tenant)
         if self.waiting >= self._queue:
             self._make_room(tenant)
         self._lines.setdefault(tenant, {})[ticket] = None
         self.waiting += 1
         return ticket
 
-    def leave_queue(self, ticket: Slot) -> None:
+    def leave_queue(self, ticket: Ticket) -> None:
         """Release the ticket's place, or remove it from the queue."""
         if ticket.where == "queue":
             self._unqueue(ticket)
@@ -100,9 +100,9 @@ class FairQueue:
             raise QueueFull
         last = next(reversed(longest))
         self._unqueue(last)
-        last.call("sent_away")
+        last.call("displaced")
 
-    def _unqueue(self, ticket: Slot) -> None:
+    def _unqueue(self, ticket: Ticket) -> None:
         line = self._lines[ticket.tenant]
         del line[ticket]
         if not line:
@@ -141,7 +141,7 @@ class AdmittedRequest:
     _admission: "Admission"
     _tenant: Tenant
     _use: TenantUse
-    _ticket: Slot | None = None
+    _ticket: Ticket | None = None
     size: int = 0
 
     def __enter__(self) -> Self:
@@ -153,7 +153,7 @@ class AdmittedRequest:
             self._use.end_request()
             self._admission.door.leave_queue(self._ticket)
 
-    def enter_queue(self) -> Slot:
+    def enter_queue(self) -> Ticket:
         """Return a ticket, which may have to wait for a place (`wait_place`).
 
         Raises:
@@ -190,8 +190,9 @@ class AdmittedRequest:
         """
         more = size - self.size
         if more > 0:
-            self._admission.take_bytes(self._use, more)
-            self.size += more  # which is less now if its own media made the room
+            if (reason := self._admission.find_room(self._use, more)) is not None:
+                raise self._admission.refusal(reason)
+            self.set_size(self.size + more)  # which is less now if its own media made the room
 
     def check_room(self, size: int) -> None:
         """Raise as `grow` does if there is no room for a body of this size. Nothing is counted."""
@@ -244,11 +245,22 @@ class Admission:
         refused: number of rejected requests, by reason.
     """
 
-    def __init__(self, config: ConfigFields, clock: Callable[[], float]) -> None:
-        """Start without requests. `clock` is monotonic, in seconds."""
+    def __init__(
+        self,
+        config: ConfigFields,
+        clock: Callable[[], float],
+        new_use: Callable[[str], TenantUse] = lambda _: TenantUse(),
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            config: limits of all workers together.
+            clock: monotonic clock, in seconds.
+            new_use: returns the use of a tenant, by its name; several workers share it.
+        """
         self._clock = clock
         self._uses: dict[str, TenantUse] = {}
-        self._new_use: Callable[[str], TenantUse] = lambda _: TenantUse()
+        self._new_use = new_use
         self.body_bytes = 0
         self.offers: dict[AdmittedRequest, Offer] = {}
         self.refused: Counter[Reason] = Counter()
@@ -266,10 +278,6 @@ class Admission:
         # A bucket keeps the time at which it will be full: it is in `TenantUse`.
         self._rate = None if per_minute is None else RateLimiter(per_minute)
 
-    def share_uses(self, new_use: Callable[[str], TenantUse]) -> None:
-        """Take each tenant's use from `new_use`, by its name. Call this before any request."""
-        self._new_use = new_use
-
     def keep_pace(self, tenant: Tenant) -> None:
         """Count a request for the tenant's rate limit.
 
@@ -279,7 +287,7 @@ class Admission:
         if self._rate is None:
             return
         if wait_s := self._rate.take_token(self.use_of(tenant), self._clock()):
-            raise self._refusal("tenant_rate", wait_s)
+            raise self.refusal("tenant_rate", wait_s)
 
     def request(self, tenant: Tenant) -> AdmittedRequest:
         return AdmittedRequest(self, tenant, self.use_of(tenant))
@@ -290,22 +298,22 @@ class Admission:
             use = self._uses[tenant.name] = self._new_use(tenant.name)
         return use
 
-    def enter_queue(self, tenant: Tenant, use: TenantUse) -> Slot:
+    def enter_queue(self, tenant: Tenant, use: TenantUse) -> Ticket:
         """Count a new request. Only `AdmittedRequest` calls this."""
         most = self._config.tenant_max_requests
         use.begin_request()  # counted before the others' are read: see `TenantLedger`
         try:
             if most is not None and use.total_requests() > most:
-                raise self._refusal("tenant_requests")
+                raise self.refusal("tenant_requests")
             return self.door.enter_queue(tenant)
         except QueueFull:
             use.end_request()
-            raise self._refusal("queue_full") from None
+            raise self.refusal("queue_full") from None
         except TooManyRequests:
             use.end_request()
             raise
 
-    async def wait_place(self, ticket: Slot) -> None:
+    async def wait_place(self, ticket: Ticket) -> None:
         """Wait until the ticket has a place.
 
         Raises:
@@ -316,14 +324,7 @@ class Admission:
             async with asyncio.timeout(self._config.queue_timeout_s):
                 await ticket.wait()
         if ticket.where != "inside":
-            raise self._refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
-
-    def take_bytes(self, use: TenantUse, size: int) -> None:
-        """Count more bytes of a tenant's bodies. Only `AdmittedRequest.grow` calls this."""
-        if (reason := self.find_room(use, size)) is not None:
-            raise self._refusal(reason)
-        self.body_bytes += size
-        use.body_bytes += size
+            raise self.refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
 
     def find_room(self, use: TenantUse, size: int) -> Reason | None:
         """Make room for more bytes of a tenant, if necessary of the offers, the oldest first.
@@ -349,7 +350,7 @@ class Admission:
             every = sum([offer.size for offer in self.offers.values()])
             reason = self._exceeded(use, size, own, every)
         if reason is not None:
-            raise self._refusal(reason)
+            raise self.refusal(reason)
 
     def _exceeded(self, use: TenantUse, size: int, own: int = 0, every: int = 0) -> Reason | None:
         """Return the limit that more bytes exceed, once these of the tenant, and of all, are free.
@@ -361,7 +362,8 @@ class Admission:
             return "tenant_bytes"
         return "body_bytes" if self.body_bytes + size - every > self._max_bytes else None
 
-    def _refusal(self, reason: Reason, retry_after_s: float = 1.0) -> TryLater:
+    def refusal(self, reason: Reason, retry_after_s: float = 1.0) -> TryLater:
+        """Count a rejection, and return its error."""
         self.refused[reason] += 1
         kind, slug, message = REFUSALS[reason]
         return kind(message, slug=slug, retry_after_s=retry_after_s)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 from multidict import CIMultiDictProxy
 
+from epd.edge.access import single_value
+
 SESSION = "X-Session-ID"
 """Header with the session of a request. It is forwarded in addition to the field `session_id`."""
 
@@ -69,13 +71,8 @@ def passed_back(headers: Mapping[str, str]) -> dict[str, str]:
 
 def _single_header(headers: CIMultiDictProxy[str], name: str) -> str:
     """Return the value of a header; an empty string if it is missing, repeated or invalid."""
-    if name not in headers:
-        return ""
-    match headers.getall(name, ()):
-        case [value] if len(value) <= MAX_CHARACTERS and _is_plain(value):
-            return value
-        case _:
-            return ""
+    value = single_value(headers, name)
+    return value if len(value) <= MAX_CHARACTERS and _is_plain(value) else ""
 
 
 def _is_plain(value: str) -> bool:

@@ -13,7 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import structlog
+
 from epd.aio import Background
+from epd.config.sections import ConfigFields
 from epd.config.sections.limits import LimitSettings
 from epd.config.sections.serving import ServingSettings
 from epd.edge import aiohttp_private
@@ -137,6 +140,26 @@ def binding_errors(config: ServingSettings) -> Iterator[None]:
     except OSError as error:
         where = f"{config.host}:{config.port}" if config.uds is None else str(config.uds)
         raise CannotListen(f"cannot listen on {where}: {error.strerror or error}") from error
+
+
+def log_listening(config: ConfigFields, address: Any, **more: object) -> None:
+    """Log that a socket listens at this address: its URL for clients, and `topology_name`."""
+    if config.uds is not None:
+        url = f"unix:{config.uds}"
+    else:
+        host, port, *_ = address
+        url = f"{'http' if config.ssl_certfile is None else 'https'}://{host}:{port}"
+    structlog.get_logger("epd").info("listening", url=url, topology=topology_name(config), **more)
+
+
+def topology_name(config: ConfigFields) -> str:
+    """Return the number of instances per role, such as `2e1p1d`; `dynamic` if it may change."""
+    if config.dynamic:
+        return "dynamic"
+    encode, decode = len(config.encode_servers_urls), len(config.decode_servers_urls)
+    prefill = len(config.prefill_servers_urls)
+    encodes = f"{encode}e" if encode else ""
+    return f"{encodes}{prefill}p{decode}d" if prefill else f"{encodes}{decode}pd"
 
 
 class Handshakes:

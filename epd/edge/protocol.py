@@ -252,7 +252,7 @@ class EdgeServer(web.Server):
         self._observers = observers
         self._descriptors = request_head.client_connections()
         self._open = set[ServerConnection]()
-        self._turned_away = set[ServerConnection]()
+        self._rejected = set[ServerConnection]()
 
     def __call__(self) -> ServerConnection:
         options = self._options | {"keepalive_timeout": self._config.keep_alive_s}
@@ -271,14 +271,14 @@ class EdgeServer(web.Server):
 
     def has_room(self, handshakes: int) -> bool:
         """Return whether one more handshake may begin, if only for the error response after it."""
-        here = len(self._open) + len(self._turned_away) + handshakes
+        here = len(self._open) + len(self._rejected) + handshakes
         return here < self._limit + MAX_REFUSALS
 
     def answers_refusal(self, connection: ServerConnection) -> bool:
         """Return whether a rejected client gets an error response; if so, count it."""
-        if len(self._turned_away) >= MAX_REFUSALS:
+        if len(self._rejected) >= MAX_REFUSALS:
             return False
-        self._turned_away.add(connection)
+        self._rejected.add(connection)
         return True
 
     async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - aiohttp's
@@ -289,7 +289,7 @@ class EdgeServer(web.Server):
 
     def release_place(self, connection: ServerConnection) -> None:
         self._open.discard(connection)
-        self._turned_away.discard(connection)
+        self._rejected.discard(connection)
 
     def refuse_connection(self, error: ProxyError) -> dict[str, str]:
         """Report an error to the observers, and return the headers of its response."""

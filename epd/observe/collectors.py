@@ -1,6 +1,6 @@
 """Gauges and counters that are read from their owners at scrape time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.metrics_core import Metric
 
@@ -12,9 +12,11 @@ from epd.routing.fatal import FatalRequests
 from epd.routing.forecast import encode_work_s
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance, Role
-from epd.routing.kv_blocks import EventCounts
 from epd.routing.load import Load
 from epd.routing.table import InstanceTable
+
+EventCounts = Callable[[], Mapping[tuple[Role, str], Mapping[str, int]]]
+"""Returns the number of KV events and of faults, by the key of an instance and kind."""
 
 SERVING = frozenset({HealthState.HEALTHY, HealthState.TRIAL})
 

@@ -80,7 +80,7 @@ def configure(log_format: str, level: str, *, worker: int | None = None) -> None
     lines = LineWriter(FileIO(sys.stderr.fileno(), "w", closefd=False))
     structlog.configure(
         processors=processors,
-        wrapper_class=_at(level),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
         logger_factory=RequestLines(lines, render, worker),
     )
     # Otherwise Python writes the warnings of libraries as plain text between the lines.
@@ -151,15 +151,6 @@ class RequestLines:
         event = {**fields(), **self._named, "event": "request", "level": "info", "timestamp": when}
         line: str | bytes = self._render(None, "info", event)
         return line
-
-
-def set_level(level: str) -> None:
-    """Log from this level on. `configure` has been called before."""
-    structlog.configure(**{**structlog.get_config(), "wrapper_class": _at(level)})
-
-
-def _at(level: str) -> type[structlog.typing.FilteringBoundLogger]:
-    return structlog.make_filtering_bound_logger(logging.getLevelName(level.upper()))
 
 
 def _of_request(_: Any, __: str, event: EventDict) -> EventDict:

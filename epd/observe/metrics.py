@@ -39,6 +39,7 @@ from epd.observe import logs, metric_defs
 from epd.observe.collectors import admission_metrics
 from epd.observe.metric_defs import ITEMS, ITEMS_HIT_RATIO, MODEL, Figure, ReadCollector, Value
 from epd.observe.worker_metrics import WorkerMetrics
+from epd.shared_page import SharedPage
 from epd.version import __version__
 
 TICK_S = 0.02
@@ -169,8 +170,13 @@ class MetricsObserver(Collector):
         shown: collector of the page: `registry`, or with several workers the sums of all.
     """
 
-    def __init__(self, admission: Admission) -> None:
-        """Start all counters at 0, and register the metrics of `admission`."""
+    def __init__(
+        self, admission: Admission, pages: Sequence[SharedPage] = (), index: int = 0
+    ) -> None:
+        """Start all counters at 0, and register the metrics of `admission`.
+
+        With several workers, `pages` has the page of each, this worker's at `index`.
+        """
         self._requests = CounterValues(metric_defs.REQUESTS)
         self._request_seconds = HistogramValues(metric_defs.REQUEST_SECONDS)
         self._first_tokens = HistogramValues(metric_defs.FIRST_TOKEN_SECONDS)
@@ -197,6 +203,8 @@ class MetricsObserver(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.shown: Collector = self.registry
+        if pages:
+            self.shown = WorkerMetrics(self.registry, pages, index)
         self.add_source(partial(admission_metrics, admission))
 
     def add_source(self, read: Callable[[], Iterable[Metric]]) -> None:

@@ -5,26 +5,16 @@ they are scraped, less often otherwise, and before it answers a scrape. So every
 returned is on a page, and no counter decreases when a worker dies. A replacement worker continues
 with the counters of that page.
 
-A page is anonymous memory that is freed with the last process that has it open. It has two halves
-and a number that selects the half to read. The writer writes the other half, then the number. A
-writer that is killed leaves the previous content intact. A reader that is overtaken twice sees a
-mismatch with the number or the digest, and reads again.
-
 Counters and histograms are summed in a fixed order and rounded once. Otherwise two processes could
 answer sums that differ in the last digit, and Prometheus would take the smaller one for a reset of
 the counter.
 """
 
 import asyncio
-import errno
-import fcntl
-import hashlib
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from struct import Struct
+from contextlib import suppress
 
 import structlog
 from prometheus_client.metrics_core import Metric
@@ -32,131 +22,7 @@ from prometheus_client.registry import Collector
 from pydantic import TypeAdapter
 
 from epd.observe.metric_defs import FIGURES, ReadCollector
-
-NUMBER = Struct("<Q")
-WANTED = Struct("<d")
-"""Time of a reader's last request for the page, on this machine's monotonic clock; 0: never."""
-HEAD = Struct("<QQ16s")
-"""Header of a half: its number, the length of its content, and the digest."""
-
-HALF_BYTES = 64 * 1024**2
-"""Capacity of a half, in bytes. Only written bytes use memory."""
-
-ATTEMPTS = 100
-"""Upper bound of reads that writers overtake, after which a reader gives up."""
-
-
-class PageUnreadable(Exception):
-    """Error: the page has content, but no complete half."""
-
-
-class SharedPage:
-    """Page of shared memory. One process at a time may write it.
-
-    Attributes:
-        descriptor: file descriptor, to pass the page to another process.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    @classmethod
-    def new_page(cls) -> "SharedPage":
-        """Create an empty page.
-
-        Raises:
-            OSError: there is not enough memory.
-        """
-        descriptor = os.memfd_create("epd")
-        os.fchmod(descriptor, 0o600)
-        return cls(descriptor)
-
-    def write(self, page: bytes) -> None:
-        """Write the page's next content.
-
-        Raises:
-            OSError: it does not fit; the previous content stays.
-        """
-        number = self.write_count() + 1
-        head = HEAD.pack(number, len(page), _digest(page))
-        if len(head) + len(page) > HALF_BYTES:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-        self._put(head + page, _half_offset(number))
-        self._put(NUMBER.pack(number), 0)
-
-    def read(self) -> bytes | None:
-        """Return the content last written, or None if there is none.
-
-        Raises:
-            PageUnreadable: there is no complete half.
-        """
-        for _ in range(ATTEMPTS):
-            number = self.write_count()
-            if not number:
-                return None
-            page = self._at(number)
-            if page is not None:
-                return page
-        raise PageUnreadable(f"page {number} is not whole")
-
-    def write_count(self) -> int:
-        """Return the number of writes. An equal number means that the content has not changed."""
-        found = os.pread(self.descriptor, NUMBER.size, 0)
-        number: int = NUMBER.unpack(found)[0] if len(found) == NUMBER.size else 0
-        return number
-
-    def mark_wanted(self) -> None:
-        """Tell the writer that the page has a reader. Any process may call this.
-
-        Raises:
-            OSError: there is not enough memory.
-        """
-        self._put(WANTED.pack(time.monotonic()), NUMBER.size)
-
-    def wanted_within(self, seconds: float) -> bool:
-        """Return whether a reader has called `mark_wanted` within these seconds."""
-        found = os.pread(self.descriptor, WANTED.size, NUMBER.size)
-        wanted_s: float = WANTED.unpack(found)[0] if len(found) == WANTED.size else 0.0
-        return wanted_s > 0.0 and time.monotonic() - wanted_s < seconds
-
-    @contextmanager
-    def hold_lock(self) -> Iterator[None]:
-        """Lock the page against other writers. The lock ends with the process that has it.
-
-        Raises:
-            OSError: another process has the lock.
-        """
-        fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-    def _at(self, number: int) -> bytes | None:
-        head = os.pread(self.descriptor, HEAD.size, _half_offset(number))
-        if len(head) < HEAD.size:
-            return None
-        found, length, digest = HEAD.unpack(head)
-        if found != number or length > HALF_BYTES:
-            return None
-        page = os.pread(self.descriptor, length, _half_offset(number) + HEAD.size)
-        return page if _digest(page) == digest else None
-
-    def _put(self, content: bytes, at: int) -> None:
-        if os.pwrite(self.descriptor, content, at) != len(content):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _half_offset(number: int) -> int:
-    return HEAD.size + number % 2 * HALF_BYTES
-
-
-def _digest(page: bytes) -> bytes:
-    return hashlib.blake2b(page, digest_size=16).digest()
-
+from epd.shared_page import PageUnreadable, SharedPage
 
 _Sample = tuple[str, dict[str, str], float]
 _Values = dict[tuple[str, frozenset[tuple[str, str]]], list[float]]
@@ -223,11 +89,20 @@ UNASKED_S = 15.0
 class WorkerMetrics(Collector):
     """Collector of one worker's metrics and of the sums over all workers."""
 
-    def __init__(self, own: Collector, pages: Sequence[SharedPage], seat: int) -> None:
-        """Collect `own` and `pages`: those of all workers, of which `seat` is this one's."""
+    def __init__(
+        self,
+        own: Collector,
+        pages: Sequence[SharedPage],
+        index: int,
+        write_s: float = WRITE_S,
+        unasked_s: float = UNASKED_S,
+    ) -> None:
+        """Collect `own` and `pages`: those of all workers, this one's at `index`."""
+        self._write_s = write_s
+        self._unasked_s = unasked_s
         self._own = own
         self._pages = pages
-        self._page = pages[seat]
+        self._page = pages[index]
         self._warned: set[object] = set()
         self._earlier = counted(self._read(self._page))
         self._written = b""
@@ -246,13 +121,13 @@ class WorkerMetrics(Collector):
 
     async def keep_writing(self) -> None:
         """Write the page periodically."""
-        written_s = -UNASKED_S
+        written_s = -self._unasked_s
         while True:
             now_s = time.monotonic()
-            if now_s - written_s >= UNASKED_S or self._page.wanted_within(ASKED_S):
+            if now_s - written_s >= self._unasked_s or self._page.wanted_within(ASKED_S):
                 self.write()
                 written_s = now_s
-            await asyncio.sleep(WRITE_S)
+            await asyncio.sleep(self._write_s)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the sums over all workers, with this worker's current values."""

@@ -17,9 +17,9 @@ from xxhash import xxh3_64_intdigest
 from epd.api.body import dump_json
 from epd.api.items import MM_KWARGS, Body, Path
 from epd.api.prompts import BYTES_PER_TOKEN
+from epd.kv_events.marks import mark_of, sampled_prefix
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
 from epd.request.request import Request
-from epd.routing.kv_blocks import mark_of, sampled_prefix
 from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.transfer.encoded import EncodedItem, Prompt
 

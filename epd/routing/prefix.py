@@ -5,7 +5,7 @@ chain of links, each a digest of the whole prompt up to the end of the link. So 
 link in common exactly if they are equal up to its end.
 
 An instance's cache is known approximately: it has what this proxy has sent there, until it is
-evicted. With events of the engine it is known precisely (`epd.routing.kv_blocks`): what it has
+evicted. With events of the engine it is known precisely (`epd.kv_events`): what it has
 stored, until it is removed. Then only prompts that wait for their prefill are estimated.
 """
 

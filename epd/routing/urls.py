@@ -124,12 +124,7 @@ def registration_store_url(url: str) -> str:
 
     The message of an error quotes no part of it, because it may contain a password.
     """
-    parts = urlsplit(url)
-    if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
-        if parts.query or parts.fragment:
-            raise ValueError("the URL of a folder must have no parameters")
-        return url
-    return _redis_url(url, "must be file:///a/folder, redis://host:6379 or rediss://host:6379")
+    return _redis_url(url, "must be redis://host:6379 or rediss://host:6379")
 
 
 def conversation_store_url(url: str) -> str:

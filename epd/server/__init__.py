@@ -1,1 +1,1 @@
-"""Application of the proxy, and the processes that serve it."""
+"""Application of the proxy: its routes, their handlers, and `epd serve`."""

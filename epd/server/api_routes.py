@@ -23,7 +23,8 @@ from epd.request.stream import StreamRelay
 from epd.server.admin import ADMIN
 from epd.server.app_keys import VISIT, Visit
 from epd.server.intake import make_request, read_json, read_request
-from epd.server.responses import JsonResponse, WholeResponse, as_json, check_key, own_headers
+from epd.server.key_judge import check_key
+from epd.server.responses import JsonResponse, WholeResponse, as_json, own_headers
 from epd.upstream import Reply
 
 PIPELINE = web.AppKey("pipeline", Pipeline)

@@ -6,20 +6,24 @@ This module is the composition root of the proxy: it is the only one that knows 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import cache, partial
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from ec_store.opening import open_proxy_store
-from epd.aio import Background
+from epd.aio import Background, Flights
 from epd.api.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
+from epd.config.proxy_config import active_policies
 from epd.conversations.conversations import Conversations
 from epd.discovery.membership import membership
+from epd.discovery.polling import asking_namespaces, poll_load, probe_periodically
 from epd.edge.access import Access
 from epd.edge.admission import Admission
 from epd.edge.drain import DRAIN, Drain
+from epd.edge.files import Files
 from epd.edge.protocol import DIRECT
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.client import EncoderCache
@@ -27,6 +31,7 @@ from epd.encoder_cache.keys import Keys
 from epd.events import InstanceChanged, Observer
 from epd.media.fetch import MediaFetcher
 from epd.observe.collectors import (
+    EventCounts,
     conversation_metrics,
     instance_metrics,
     kv_event_metrics,
@@ -36,6 +41,8 @@ from epd.observe.collectors import (
 from epd.observe.logs import LogObserver, hide_locals
 from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
+from epd.observe.worker_metrics import WorkerMetrics
+from epd.policies.in_force import Policies
 from epd.request.courses import Courses
 from epd.request.decoders import Decoders
 from epd.request.early_consumers import EarlyConsumers
@@ -47,7 +54,6 @@ from epd.request.model_names import ModelNames
 from epd.request.picker import Picker
 from epd.request.pipeline import Pipeline
 from epd.request.placement import Placement
-from epd.request.polling import asking_namespaces, poll_load, probe_periodically
 from epd.request.prefill_decode import PrefillDecode
 from epd.request.quarantine import Quarantine
 from epd.request.releases import Releases
@@ -58,11 +64,10 @@ from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance, Role
-from epd.routing.kv_blocks import EventCounts
 from epd.routing.namespaces import Namespaces
 from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable
-from epd.server import api_routes, operator_routes
+from epd.server import api_routes, instance_routes, operator_routes, page_routes, policy_routes
 from epd.server.admin import ADMIN, Admin
 from epd.server.api_routes import CONVERSATIONS, MEDIA_KEYS, PIPELINE, WARMUP
 from epd.server.app_keys import (
@@ -73,31 +78,40 @@ from epd.server.app_keys import (
     KEYS,
     MODELS,
     OBSERVERS,
+    TABLE,
     TRACER,
     UNKNOWN,
     VISIT,
 )
-from epd.server.instances_api import Roster
+from epd.server.instance_routes import KV_TRANSFER, REGISTRATIONS, REGISTRY
+from epd.server.key_judge import JUDGE, KeyJudge
 from epd.server.middlewares import allow_origins, direct, observe
 from epd.server.openapi import openapi_json
-from epd.server.operator_routes import BOARD, METRICS, POLICIES, ROSTER, TABLE, store_kind
-from epd.server.policies_api import Policies
-from epd.server.reload import RELOAD, Reload, read_keys
-from epd.server.responses import JUDGE, KeyJudge, UnknownRoute, own_headers
+from epd.server.operator_routes import METRICS
+from epd.server.page_routes import BOARD
+from epd.server.policy_routes import POLICIES
+from epd.server.responses import UnknownRoute, own_headers
 from epd.transfer.ec import ECTransfer
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.ui.dashboard import Board
 from epd.ui.recent import Recent
 from epd.upstream import Upstream
+from epd.workers.worker import WorkerSlot
 
 LOG = web.AppKey("log", LogObserver)
 RECENT = web.AppKey("recent", Recent)
+DOCUMENT: web.AppKey[Flights[None, bytes]] = web.AppKey("document", Flights)
 
 GONE = (HealthState.DOWN, "removed")
 """States of an instance after which its engine and its KV blocks may be lost."""
 
 
-def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None) -> web.Application:
+def create_app(
+    config: ProxyConfig,
+    observers: Sequence[Observer] | None = None,
+    files: Files | None = None,
+    slot: WorkerSlot | None = None,
+) -> web.Application:
     """Return the proxy as an aiohttp application, to run or to mount in another application.
 
     Run it with `handler_cancellation=True` (`web.run_app`, `web.AppRunner`): the upstream requests
@@ -108,36 +122,48 @@ def create_app(config: ProxyConfig, observers: Sequence[Observer] | None = None)
         config: configuration, as `epd serve` makes it of its flags.
         observers: receivers of all events, in addition to the observer for `/metrics`; by
             default one that logs them.
+        files: content of the files of keys and certificates; by default they are read here.
+        slot: what this process shares with the other workers; None without others.
 
     Raises:
         KeysInvalid: the keys file cannot be used.
+        TlsInvalid: a certificate, a key or a CA cannot be used.
     """
     hide_locals()
+    files = files or Files(config)
     app = web.Application(middlewares=(observe,))
     app[CONFIG] = config
-    app[ADMISSION] = Admission(config, time.monotonic)
-    if (keys := read_keys(config)) is not None:
-        app[KEYS] = keys
+    uses = () if slot is None else (partial(slot.shared.ledger.use_of, slot.index),)
+    app[ADMISSION] = Admission(config, time.monotonic, *uses)
+    if files.keys is not None:
+        app[KEYS] = files.keys
     routes = (*ROUTES, *allow_origins(app, config, ROUTES, _options))
     app[ACCESS] = dict[object, Access]((route.handler, access) for access, route in routes)
     app.add_routes([route for _, route in routes])
     app.add_routes([_any("/{anything:.*}", answer_unknown, name=UNKNOWN)])
     app[MODELS] = ModelNames()
-    app[METRICS] = MetricsObserver(app[ADMISSION])
+    pages = () if slot is None else (slot.shared.pages, slot.index)
+    app[METRICS] = MetricsObserver(app[ADMISSION], *pages)
     app[BACKGROUND] = Background(app[METRICS].background_failed)
     app[RECENT] = Recent()
-    app[POLICIES] = Policies(config)
-    app[RELOAD] = Reload(app[METRICS].reloaded)
+    app[DOCUMENT] = Flights()
+    app[POLICIES] = Policies(
+        config.policies,
+        partial(active_policies, config),
+        None if slot is None else slot.shared.policies,
+    )
     app[DRAIN] = Drain()
     app[DIRECT] = direct(app, api_routes.answer_request)
     app[LOG] = LogObserver(config)
     own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
     app[OBSERVERS] = (*own, *((app[LOG],) if observers is None else observers))
-    app.cleanup_ctx.append(build_components)
+    app.cleanup_ctx.append(partial(build_components, files=files, slot=slot))
     return app
 
 
-async def build_components(app: web.Application) -> AsyncIterator[None]:
+async def build_components(
+    app: web.Application, files: Files, slot: WorkerSlot | None
+) -> AsyncIterator[None]:
     """Fill the application's slots with all that outlives a request (`cleanup_ctx`)."""
     config, background = app[CONFIG], app[BACKGROUND]
     conversations = Conversations.from_config(config)
@@ -157,11 +183,17 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
     async with (
         tracing(config) as tracer,  # closed last: it exports the spans of the other closes
         watched(app[METRICS].loop_lag, background),
-        Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
+        Upstream.connect(config.connect_timeout_s, tls=files.upstream_tls) as upstream,
         MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
         _cache(config, background) as cache,
         conversations,
-        membership(config, registry, upstream, background) as registrations,
+        membership(
+            config,
+            registry,
+            upstream,
+            background,
+            None if slot is None else slot.shared.registrations,
+        ) as registrations,
         probe_periodically(table, upstream, config, background),
         poll_load(table, upstream, config, background, lambda: app[POLICIES].compares_costs),
         asking_namespaces(namespaces, upstream, config, background),
@@ -203,8 +235,11 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
         app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
         app[CONVERSATIONS] = conversations
         app[TABLE] = table
-        app[ROSTER] = Roster(registry, table, registrations, transfer, config)
-        app[BOARD] = Board(app[RECENT], table, app[METRICS], store_kind(config))
+        app[REGISTRY], app[REGISTRATIONS], app[KV_TRANSFER] = registry, registrations, transfer
+        # Of the URL of a store, only the scheme: the rest may hold a password.
+        store = None if config.ec_store is None else urlsplit(config.ec_store).scheme
+        boards = () if slot is None else (slot.shared.recents, slot.index)
+        app[BOARD] = Board(app[RECENT], table, app[METRICS], store, *boards)
         if tracer is not None:
             app[TRACER] = tracer
         app[METRICS].add_source(partial(instance_metrics, table))
@@ -212,6 +247,22 @@ async def build_components(app: web.Application) -> AsyncIterator[None]:
         app[METRICS].add_source(partial(store_metrics, cache))
         app[METRICS].add_source(partial(conversation_metrics, conversations))
         app[METRICS].add_source(partial(quarantine_metrics, fatal))
+        async with _written_pages(app[METRICS], app[BOARD], background):
+            yield
+
+
+@asynccontextmanager
+async def _written_pages(
+    metrics: MetricsObserver, board: Board, background: Background
+) -> AsyncIterator[None]:
+    """Write what the other workers read of this one, if there are others."""
+    if not isinstance(metrics.shown, WorkerMetrics):
+        yield
+        return
+    async with (
+        background.run_task("metrics_page", metrics.shown.keep_writing),
+        background.run_task("ui_page", board.keep_writing),
+    ):
         yield
 
 
@@ -268,7 +319,7 @@ def _kv_events(
     """Follow the KV events of the instances, if configured. Return a function for their counts."""
     if not config.kv_events:
         return nullcontext(dict)
-    from epd.request.kv_events import KVEvents  # noqa: PLC0415 - its libraries are optional
+    from epd.kv_events.following import KVEvents  # noqa: PLC0415 - its libraries are optional
 
     return KVEvents(table, config).run_events(background)
 
@@ -303,8 +354,10 @@ async def openapi(request: web.Request) -> web.Response:
         200: this document.
     """
     visit = request[VISIT]
-    # The first one takes 0.1 s to make.
-    body = await asyncio.to_thread(openapi_document, visit.config.root_path)
+    # It takes 0.1 s to make, on one thread: the standard library's reader of sources is not safe
+    # for several.
+    make = partial(asyncio.to_thread, openapi_document, visit.config.root_path)
+    body = await request.app[DOCUMENT].join(None, make)
     return web.Response(
         body=body, content_type="application/json", headers=own_headers(visit.record)
     )
@@ -320,12 +373,12 @@ ROUTES = (
     (Access.OPEN, _get("/ping", operator_routes.ping)),  # SageMaker's name for it
     (Access.OPEN, _post("/ping", operator_routes.ping)),
     (Access.OPEN, _get("/openapi.json", openapi)),  # it holds no data of this fleet
-    (Access.OPEN, _get("/", operator_routes.root)),
-    (Access.OPEN, _get("/ui", operator_routes.page)),  # nor do these
-    (Access.OPEN, _get("/ui/{file}", operator_routes.page_file)),
-    (Access.OPEN, _get("/instances", operator_routes.list_instances)),  # as /health
-    (Access.REGISTRAR, _post("/instances", operator_routes.register_instance)),
-    (Access.REGISTRAR, _delete("/instances", operator_routes.unregister_instance)),
+    (Access.OPEN, _get("/", page_routes.root)),
+    (Access.OPEN, _get("/ui", page_routes.page)),  # nor do these
+    (Access.OPEN, _get("/ui/{file}", page_routes.page_file)),
+    (Access.OPEN, _get("/instances", instance_routes.list_instances)),  # as /health
+    (Access.REGISTRAR, _post("/instances", instance_routes.register_instance)),
+    (Access.REGISTRAR, _delete("/instances", instance_routes.unregister_instance)),
     *((Access.TENANT, _post(path, api_routes.answer_request)) for path in ENDPOINTS),
     (Access.TENANT, _post("/v1/media", api_routes.push_media)),
     (Access.TENANT, _delete("/v1/media/{uuid}", api_routes.forget_media)),
@@ -335,11 +388,11 @@ ROUTES = (
     (Access.TENANT, _get("/tokenizer_info", api_routes.get_tokenizer_info)),
     (Access.TENANT, _get("/version", operator_routes.version)),
     (Access.ADMIN, _get("/metrics", operator_routes.metrics)),
-    (Access.ADMIN, _get("/ui/state", operator_routes.page_state)),
-    (Access.ADMIN, _get("/policies", operator_routes.list_policies)),
-    (Access.ADMIN, _put("/policies", operator_routes.set_policies)),
-    (Access.ADMIN, _post("/policies", operator_routes.add_policy)),
-    (Access.ADMIN, _delete("/policies", operator_routes.remove_policy)),
+    (Access.ADMIN, _get("/ui/state", page_routes.page_state)),
+    (Access.ADMIN, _get("/policies", policy_routes.list_policies)),
+    (Access.ADMIN, _put("/policies", policy_routes.set_policies)),
+    (Access.ADMIN, _post("/policies", policy_routes.add_policy)),
+    (Access.ADMIN, _delete("/policies", policy_routes.remove_policy)),
     (Access.ADMIN, _post("/start_profile", operator_routes.start_profile)),
     (Access.ADMIN, _post("/stop_profile", operator_routes.stop_profile)),
 )

@@ -14,6 +14,7 @@ from epd.edge.admission import Admission, AdmittedRequest
 from epd.events import Observer
 from epd.request.model_names import ModelNames
 from epd.request.recorder import Recorder
+from epd.routing.table import InstanceTable
 from epd.tenants import ANONYMOUS, ApiKeys, Tenant
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ KEYS = web.AppKey("keys", ApiKeys)
 ACCESS = web.AppKey("access", Mapping[object, Access])
 """Class of access of each handler."""
 ADMISSION = web.AppKey("admission", Admission)
+TABLE = web.AppKey("table", InstanceTable)
 BACKGROUND = web.AppKey("background", Background)
 OBSERVERS = web.AppKey("observers", Sequence[Observer])
 MODELS = web.AppKey("models", ModelNames)

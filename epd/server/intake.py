@@ -27,7 +27,7 @@ from epd.edge.access import (
     client_key,
     is_loopback,
 )
-from epd.edge.admission import Admission, AdmittedRequest, Slot
+from epd.edge.admission import Admission, AdmittedRequest, Ticket
 from epd.edge.drain import DRAIN
 from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
@@ -151,7 +151,7 @@ def may_administer(request: web.Request) -> bool:
 
 
 async def _queued(
-    request: web.Request, admission: Admission, ticket: Slot, record: Recorder
+    request: web.Request, admission: Admission, ticket: Ticket, record: Recorder
 ) -> None:
     watcher = asyncio.create_task(_watch(request))
     try:

@@ -14,7 +14,8 @@ from epd.api.chat import CHAT
 from epd.api.endpoint import Endpoint
 from epd.api.endpoints import ENDPOINTS, is_api
 from epd.config import ProxyConfig
-from epd.edge.access import Access, CrossOrigin, Headers, Preflight, client_key, single_value
+from epd.edge.access import Access, Headers, client_key, single_value
+from epd.edge.cross_origin import CrossOrigin, Preflight
 from epd.edge.drain import DRAIN
 from epd.edge.protocol import ServerConnection
 from epd.errors import (
@@ -40,8 +41,8 @@ from epd.server.app_keys import (
     Visit,
 )
 from epd.server.intake import serve_request
+from epd.server.key_judge import check_key
 from epd.server.responses import (
-    check_key,
     end_broken_response,
     error_response,
     own_headers,

@@ -1,31 +1,28 @@
 """`epd serve`: the process that serves the application, alone or as one of several workers."""
 
 import asyncio
-import ctypes
-import gc
 import os
-import resource
-import ssl
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import structlog
 import uvloop
 from aiohttp import web
 
+from epd.check import add_settings_command, load_or_exit
 from epd.config import ProxyConfig
 from epd.conversations import conversations
 from epd.edge.drain import DRAIN
+from epd.edge.files import Files
 from epd.edge.listening import (
     CannotListen,
     Site,
     binding_errors,
     listening_at,
-    reload_certificate,
-    server_context,
+    log_listening,
 )
 from epd.edge.protocol import Runner
 from epd.http.tls import TlsInvalid
@@ -33,32 +30,26 @@ from epd.observe import logs
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.parser import Commands, Parser
 from epd.server.app import create_app
-from epd.server.app_keys import ADMISSION, BACKGROUND, KEYS, OBSERVERS
-from epd.server.operator_routes import BOARD, METRICS, POLICIES
-from epd.server.orders import (
+from epd.server.app_keys import BACKGROUND, OBSERVERS
+from epd.server.operator_routes import METRICS
+from epd.tenants import KeysInvalid
+from epd.workers.orders import (
     CLEANUP_S,
     CUT_S,
     Orders,
     Pipe,
     block_signals,
     first_of,
-    listening_url,
     orders_by_signal,
-    topology_name,
 )
-from epd.server.reload import RELOAD, add_settings_command, load_or_exit, read_from, read_keys
-from epd.server.worker import Seat
-from epd.server.workers import WorkersFailed, supervise
-from epd.tenants import ApiKeys, KeysInvalid
+from epd.workers.process import collect_rarely, keep_freed_memory, raise_descriptor_limit
+from epd.workers.supervisor import WorkersFailed, supervise
+from epd.workers.worker import WorkerSlot
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Numbers of glibc's `malloc.h`."""
-TRIM_BYTES = 32 * 1024**2
-"""Free memory that the process keeps for the next bodies."""
-MMAP_BYTES = 8 * 1024**2
-"""Size from which each block has pages of its own, which its release returns at once."""
-OPERATORS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-"""Variables by which an operator sets the same."""
+AT_ONCE_S = 0.01
+"""Shortest timeout for aiohttp, in seconds: 0 would mean no limit."""
+NOW_S = 1.0
+"""Upper bound of the clean-up after a second signal, in seconds."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -96,33 +87,6 @@ def _serve(parser: Parser, **flags: Any) -> None:
         sys.exit(f"epd serve: {failure}")
 
 
-def raise_descriptor_limit() -> None:
-    """Raise the limit of descriptors to the hard limit, for this process and its children."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def keep_freed_memory() -> bool:
-    """Keep freed memory for the next bodies; return whether the allocator has this setting.
-
-    By default glibc returns a body's memory to the kernel after a few requests, and the next body
-    has it mapped and zeroed again, page by page.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    if mallopt is None or any(name in os.environ for name in OPERATORS):
-        return False
-    return bool(mallopt(M_TRIM_THRESHOLD, TRIM_BYTES) and mallopt(M_MMAP_THRESHOLD, MMAP_BYTES))
-
-
-YOUNG_OBJECTS = 5000
-"""New objects after which Python collects garbage among them. Its default of 700, which a few
-requests have, takes 2 to 3.4 % of the CPU time (docs/decisions/016-request-path.md)."""
-AT_ONCE_S = 0.01
-"""Shortest timeout for aiohttp, in seconds: 0 would mean no limit."""
-NOW_S = 1.0
-"""Upper bound of the clean-up after a second signal, in seconds."""
-
-
 async def serve(config: ProxyConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain. At the second signal, stop at once.
 
@@ -136,52 +100,34 @@ async def serve(config: ProxyConfig) -> None:
         TlsInvalid: a certificate or a key cannot be used.
     """
     log = structlog.get_logger("epd")
-    orders, tls = orders_by_signal(config), server_context(config)
+    orders, files = orders_by_signal(config), Files(config)
     with ExitStack() as stack:
         with binding_errors(config):
             where = _where(config, stack)
-        async with run_server(config, orders, tls, config) as runner:
+        async with run_server(config, orders, files) as runner:
             with binding_errors(config):
-                await Site(runner, tls, runner.app[BACKGROUND], **where).start()
+                await Site(runner, files.tls, runner.app[BACKGROUND], **where).start()
             for address in runner.addresses:
-                log.info(
-                    "listening", url=listening_url(config, address), topology=topology_name(config)
-                )
+                log_listening(config, address)
             await orders.drain.wait()
             log.info("draining", cause=orders.cause)
             await orders.close.wait()
             log.info("stopping")
 
 
-async def serve_as_worker(
-    seat: Seat, config: ProxyConfig, copies: Mapping[str, int], orders: int
-) -> None:
-    """Serve on the sockets of a seat until the first process orders the end, or has ended.
+async def serve_as_worker(slot: WorkerSlot, config: ProxyConfig, files: Files, orders: int) -> None:
+    """Serve on the sockets of a slot until the first process orders the end, or has ended.
 
-    Files are read from their copies at the start, and from their paths at each reload. SIGUSR1
-    stops the worker at once. The arguments are those of a `WorkerMain`.
+    SIGUSR1 stops the worker at once. The arguments are those of a `WorkerMain`.
     """
-    store = {"registration_store": seat.shared.registrations}
-    first = read_from(config, copies).model_copy(update=store)
-    pipe, tls = Pipe(orders), server_context(first)
-    async with run_server(first, pipe.orders, tls, config) as runner:
-        app, index = runner.app, seat.number - 1
-        metrics = app[METRICS]
-        metrics.shown = shared = WorkerMetrics(metrics.shown, seat.shared.pages, index)
-        app[BOARD].share_pages(seat.shared.recents, index)
-        app[POLICIES].share_page(seat.shared.policies)
-        app[ADMISSION].share_uses(partial(seat.shared.ledger.use_of, index))
-        writing = [
-            asyncio.create_task(app[BACKGROUND].keep_running(page, writer.keep_writing))
-            for page, writer in (("metrics_page", shared), ("ui_page", app[BOARD]))
-        ]
-        for listener in seat.sockets:
-            await Site(runner, tls, app[BACKGROUND], sock=listener).start()
+    pipe = Pipe(orders)
+    async with run_server(config, pipe.orders, files, slot) as runner:
+        for listener in slot.sockets:
+            await Site(runner, files.tls, runner.app[BACKGROUND], sock=listener).start()
         structlog.get_logger("epd").info("serving", pid=os.getpid())
         await pipe.orders.close.wait()
-    for task in writing:
-        task.cancel()
-    shared.write()  # the last requests have ended just now
+    # The last requests and releases have ended just now.
+    cast("WorkerMetrics", runner.app[METRICS].shown).write()
 
 
 def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:
@@ -193,26 +139,21 @@ def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:
 
 @asynccontextmanager
 async def run_server(
-    config: ProxyConfig, orders: Orders, tls: ssl.SSLContext | None, files: ProxyConfig
+    config: ProxyConfig, orders: Orders, files: Files, slot: WorkerSlot | None = None
 ) -> AsyncIterator[Runner]:
     """Run the application without a listening address, and obey orders to drain and to reload.
 
-    The end of the context waits for the running requests, up to `drain_timeout_s`. A reload reads
-    the files at the paths in `files`.
+    The end of the context waits for the running requests, up to `drain_timeout_s`.
     """
     keep_freed_memory()
-    app = create_app(config)
+    app = create_app(config, files=files, slot=slot)
     runner = Runner(app, config, app[OBSERVERS])
-    if KEYS in app:
-        app[RELOAD].add("API keys", partial(_renew_keys, app[KEYS], files))
-    if tls is not None:
-        app[RELOAD].add("certificate", partial(reload_certificate, tls, files))
+    reload = partial(_reload, app, orders, files)
     await runner.setup()
-    gc.freeze()  # these objects live on: each full collection would spend 50 ms on them
-    gc.set_threshold(YOUNG_OBJECTS)
+    collect_rarely()
     obeying = [
-        asyncio.create_task(app[BACKGROUND].keep_running(order, partial(obey, app, orders)))
-        for order, obey in (("drain", _drain), ("reload", _reload))
+        asyncio.create_task(app[BACKGROUND].keep_running(order, obey))
+        for order, obey in (("drain", partial(_drain, app, orders)), ("reload", reload))
     ]
     try:
         yield runner
@@ -222,21 +163,23 @@ async def run_server(
             task.cancel()
 
 
-def _renew_keys(keys: ApiKeys, files: ProxyConfig) -> None:
-    if (others := read_keys(files)) is not None:
-        keys.replace(others)
-
-
 async def _drain(app: web.Application, orders: Orders) -> None:
     await orders.drain.wait()
     app[DRAIN].begin_drain()
 
 
-async def _reload(app: web.Application, orders: Orders) -> None:
+async def _reload(app: web.Application, orders: Orders, files: Files) -> None:
+    log = structlog.get_logger("epd")
     while True:
         await orders.reload.wait()
         orders.reload.clear()
-        app[RELOAD]()
+        reasons = files.reload()
+        for what, reason in reasons.items():
+            if reason:
+                log.error("not reloaded", what=what, reason=reason)
+            else:
+                log.info("reloaded", what=what)
+        app[METRICS].reloaded(not any(reasons.values()))
 
 
 async def _end(runner: web.AppRunner, timeout_s: float, now: asyncio.Event) -> None:

@@ -7,64 +7,89 @@ while a client reads the page, if the state has changed. Client requests do not 
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import orjson
 import structlog
 
 from epd.observe.metrics import MetricsObserver
-from epd.observe.worker_metrics import PageUnreadable, SharedPage
 from epd.routing.instances import Role
 from epd.routing.table import InstanceTable
+from epd.shared_page import PageUnreadable, SharedPage
 from epd.ui.recent import InstanceState, Recent, Snapshot
 from epd.ui.state import Moment, metric_totals, state
 
-WRITE_S = 1.0
-"""Upper bound of the age of another worker's state, in seconds."""
-LOOKED_S = 5.0
-"""Time for which the other workers write after a client has read the page, in seconds."""
-POLL_S = 0.25
-"""Interval at which an idle worker checks for a reader, in seconds."""
-AWAKE_S = 1.0
-"""Wait of the first reader for the other workers' states, in seconds; a worker may have died."""
 FRESH_S = 0.5
 """Lifetime of a document, in seconds: at most two are made per second, for all readers."""
 
 logger = structlog.get_logger("epd")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Intervals of a board, in seconds.
+
+    Attributes:
+        write_s: upper bound of the age of another worker's state.
+        looked_s: time for which the other workers write after a client has read the page.
+        poll_s: interval at which an idle worker checks for a reader.
+        awake_s: wait of the first reader for the other workers' states; a worker may have died.
+    """
+
+    write_s: float = 1.0
+    looked_s: float = 5.0
+    poll_s: float = 0.25
+    awake_s: float = 1.0
+
+
 class Board:
     """State of this process and, through shared pages, of all workers."""
 
-    _recent: Recent
-    _table: InstanceTable
-    _metrics: MetricsObserver
-    _store: str | None
-    """Kind of the encoder store; None without one."""
-    _others: Sequence[SharedPage] = ()
-    _page: SharedPage | None = None
-    _written: bytes = b""
-    _made_s: float = -FRESH_S
-    _made: bytes = b""
-    _making: asyncio.Lock = field(default_factory=asyncio.Lock)
+    def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
+        self,
+        recent: Recent,
+        table: InstanceTable,
+        metrics: MetricsObserver,
+        store: str | None,
+        pages: Sequence[SharedPage] = (),
+        index: int = 0,
+        *,
+        timing: Timing = Timing(),
+    ) -> None:
+        """Make the board of a process.
 
-    def share_pages(self, pages: Sequence[SharedPage], seat: int) -> None:
-        """Include the states of all workers. `seat` is the index of this worker's page."""
-        self._page = pages[seat]
+        Args:
+            recent: latest events.
+            table: instances.
+            metrics: metrics, of all workers if there are several.
+            store: kind of the encoder store; None without one.
+            pages: page of each worker, if there are several.
+            index: index of this worker's page.
+            timing: intervals.
+        """
+        self._recent = recent
+        self._table = table
+        self._metrics = metrics
+        self._store = store
+        self._page = pages[index] if pages else None
         self._others = [page for page in pages if page is not self._page]
+        self._timing = timing
+        self._written = b""
+        self._made_s = -FRESH_S
+        self._made = b""
+        self._making = asyncio.Lock()
 
     async def keep_writing(self) -> None:
         """Write this worker's state periodically while a client reads the page."""
         looked_at = False
         while True:
             before = looked_at
-            looked_at = self._page is not None and self._page.wanted_within(LOOKED_S)
+            looked_at = self._page is not None and self._page.wanted_within(self._timing.looked_s)
             if looked_at:
                 if not before:  # the first reader waits until the page is written
                     self._written = b""
                 self.write()
-            await asyncio.sleep(WRITE_S if looked_at else POLL_S)
+            await asyncio.sleep(self._timing.write_s if looked_at else self._timing.poll_s)
 
     def write(self) -> None:
         """Write this worker's state to its page, if it has changed."""
@@ -93,17 +118,20 @@ class Board:
 
     async def _request_writes(self) -> None:
         """Ask the other workers to write, and wait for those that have not written yet."""
+        timing = self._timing
         asleep = [
-            (page, page.write_count()) for page in self._others if not page.wanted_within(LOOKED_S)
+            (page, page.write_count())
+            for page in self._others
+            if not page.wanted_within(timing.looked_s)
         ]
         try:
             for page in self._others:
                 page.mark_wanted()
         except OSError as error:
             logger.warning("other workers cannot be asked for their requests", reason=str(error))
-        until_s = time.monotonic() + AWAKE_S
+        until_s = time.monotonic() + timing.awake_s
         while asleep and time.monotonic() < until_s:
-            await asyncio.sleep(POLL_S / 2)
+            await asyncio.sleep(timing.poll_s / 2)
             asleep = [(page, number) for page, number in asleep if page.write_count() == number]
 
     def _known(self) -> Snapshot:

@@ -11,7 +11,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.discovery.name_server import NameServer
 from tests.support.fake_instance import FakeInstance, decodes, encodes
 from tests.support.fleet import until
 from tests.support.programs import serving
@@ -97,29 +96,9 @@ async def test_all_workers_know_and_so_do_those_that_replace_them() -> None:
     assert {line["worker"] for line in removals} == {1, 2}
 
 
-async def test_a_worker_that_starts_without_a_name_server_gets_the_known_addresses(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "instances.yaml"
-    path.write_text("instances: [{role: prefill_decode, url: 'http://d:1'}]")
-    async with NameServer({"e.svc": ["127.0.0.9"]}).running() as server:
-        flags = ["--discover-encode", "e.svc:9", "--discovery-dns-server", server.address]
-        async with two(*flags, "--instances-file", str(path)) as workers:
-            everyone = ["http://127.0.0.9:9", "http://d:1"]
-            await all_see(workers.url, everyone)
-            server.failing = True
-            path.write_text("garbage")
-            await replaced(workers, 1)
-            await all_see(workers.url, everyone)
-
-
-@pytest.mark.parametrize("kind", ["folder", "redis"])
-async def test_registrations_outlive_the_proxy_and_another_finds_them(
-    kind: str, tmp_path: Path
-) -> None:
+async def test_registrations_outlive_the_proxy_and_another_finds_them(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as redis:
-        store = f"file://{tmp_path}/registrations" if kind == "folder" else redis.url()
-        flags = ["--dynamic-registration", "--registration-store", store]
+        flags = ["--dynamic-registration", "--registration-store", redis.url()]
         with serving(*flags) as (first, process), serving(*flags) as (second, _):
             await register(first, "encode", "http://e:1")
             await register(second, "prefill_decode", "http://d:1")

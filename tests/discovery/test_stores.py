@@ -1,29 +1,35 @@
 """Stores of registrations: one contract for all backends, and the effect of their faults."""
 
 import asyncio
-import json
+import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
 
-from epd.discovery.membership import Clash, Registrations
+from epd.discovery.membership import Clash, Registrations, follow
 from epd.discovery.stores import (
-    REGISTERED,
     Edit,
-    InFolder,
-    InProcess,
-    LockedFolder,
     RegistrationsInRedis,
+    RegistrationsOnPage,
     RegistrationStore,
     StoreFailed,
 )
 from epd.routing.instances import Instance, Role
 from epd.routing.registry import Registry
 from epd.routing.table import InstanceTable
+from epd.shared_page import SharedPage
 from tests.support.redis_server import RedisServer
+
+LOCKS = """
+import sys
+from epd.shared_page import SharedPage
+with SharedPage(int(sys.argv[1])).hold_lock():
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
 
 A, B, C = (Instance(Role.ENCODE, f"http://{name}:1") for name in "abc")
 WIDE = Instance(Role.PREFILL_DECODE, "http://pd:1", dp_size=4)
@@ -31,17 +37,16 @@ WIDE = Instance(Role.PREFILL_DECODE, "http://pd:1", dp_size=4)
 
 @asynccontextmanager
 async def opened(kind: str, folder: Path) -> AsyncIterator[RegistrationStore]:
-    if kind == "process":
-        yield InProcess()
-    elif kind == "folder":
-        yield InFolder(LockedFolder(folder / "registrations"))
+    if kind == "workers":
+        with closing(SharedPage.new_page()) as page:
+            yield RegistrationsOnPage(page)
     else:
         with RedisServer(folder / "redis") as server:
             async with RegistrationsInRedis.connected(server.url("key=fleet:instances")) as store:
                 yield store
 
 
-@pytest.fixture(params=["process", "folder", "redis"])
+@pytest.fixture(params=["workers", "redis"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RegistrationStore]:
     async with opened(request.param, tmp_path) as opened_store:
         yield opened_store
@@ -69,15 +74,29 @@ async def test_concurrent_writers_lose_no_registration(store: RegistrationStore)
     assert set(await store.read() or ()) == set(many)
 
 
-def watched(store: RegistrationStore) -> tuple[Registrations, InstanceTable]:
+def watched(
+    store: RegistrationStore, interval_s: float = 1.0
+) -> tuple[Registrations, InstanceTable]:
     table = InstanceTable()
-    return Registrations(store, Registry(table)), table
+    return Registrations(store, Registry(table), interval_s), table
+
+
+async def test_a_process_without_a_store_registers_for_itself() -> None:
+    table = InstanceTable()
+    alone = Registrations(None, Registry(table))
+
+    assert await alone.add(A)
+    assert not await alone.add(A)
+    assert table.of_roles(*Role) == (A,)
+    assert await alone.remove(A.url)
+    assert not await alone.remove(A.url)
+    assert table.of_roles(*Role) == ()
 
 
 async def test_registrations_are_visible_to_other_proxies(store: RegistrationStore) -> None:
     (one, _), (other, table) = watched(store), watched(store)
     assert await one.add(A)
-    await other.refresh_store()
+    await other.look()
     assert table.of_roles(*Role) == (A,)
     assert not await other.add(A)
     assert await other.remove(A.url)
@@ -87,62 +106,34 @@ async def test_registrations_are_visible_to_other_proxies(store: RegistrationSto
         await other.add(WIDE)
 
 
-@pytest.mark.parametrize(
-    "content", [None, b"", b"\x00garbage", b"[]", b'{"version": 9, "instances": []}', b"{" * 9999]
-)
-async def test_a_lost_or_damaged_file_removes_no_instance_and_is_repaired(
-    tmp_path: Path, content: bytes | None
-) -> None:
-    path = tmp_path / REGISTERED
-    registrations, table = watched(InFolder(LockedFolder(tmp_path)))
-    await registrations.add(A)
-    await registrations.add(B)
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-    await registrations.refresh_store()
-    assert set(table.of_roles(*Role)) == {A, B}
-    if content is not None:
-        with pytest.raises(StoreFailed, match=REGISTERED):
-            await registrations.add(C)
-        path.unlink()
-    assert await registrations.add(C)
-    assert set(table.of_roles(*Role)) == {A, B, C}
+async def test_a_page_that_another_process_locks_is_written_after_its_end() -> None:
+    with closing(SharedPage.new_page()) as page:
+        holder = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", LOCKS, str(page.descriptor)),
+            pass_fds=[page.descriptor],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert holder.stdout is not None
+        assert await holder.stdout.readline() == b"locked\n"
+        store = RegistrationsOnPage(page)
+        writing = asyncio.create_task(store.write((), Edit(A.url, A)))
+        await asyncio.sleep(0.1)
+        assert not writing.done()
+        holder.kill()
+        await holder.wait()
 
-    rows = json.loads(path.read_bytes())["instances"]
-    assert [row["url"] for row in rows] == [A.url, B.url, C.url]
+        assert await writing == await store.read() == (A,)
 
 
-async def test_a_folder_that_cannot_be_written_refuses_and_changes_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "registrations"
-    folder.write_text("no folder")
-    registrations, table = watched(InFolder(LockedFolder(folder)))
-    with pytest.raises(StoreFailed):
-        await registrations.add(A)
+async def test_a_page_that_cannot_be_written_refuses_and_changes_nothing() -> None:
+    with closing(SharedPage(os.open("/dev/null", os.O_RDONLY))) as page:
+        registrations, table = watched(RegistrationsOnPage(page))
+        with pytest.raises(StoreFailed):
+            await registrations.add(A)
 
     assert table.of_roles(*Role) == ()
-
-
-async def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from epd.discovery.stores import LockedFolder\n"
-        f"with LockedFolder(Path({str(tmp_path)!r})).hold_lock():\n"
-        "    print('locked', flush=True); sys.stdin.read()"
-    )
-    holder = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", script),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert holder.stdout is not None
-    assert await holder.stdout.readline() == b"locked\n"
-    writing = asyncio.create_task(InFolder(LockedFolder(tmp_path)).write((), Edit(A.url, A)))
-    await asyncio.sleep(0.1)
-    assert not writing.done()
-    holder.kill()
-    await holder.wait()
-
-    assert await writing == (A,)
 
 
 async def test_a_redis_that_restarts_empty_removes_no_instance(tmp_path: Path) -> None:
@@ -154,29 +145,26 @@ async def test_a_redis_that_restarts_empty_removes_no_instance(tmp_path: Path) -
             (one, table), (other, others) = watched(first), watched(second)
             await one.add(A)
             await one.add(B)
-            await other.refresh_store()
+            await other.look()
             server.kill()
-            await one.refresh_store()
+            await one.look()
             with pytest.raises(StoreFailed):
                 await one.add(C)
             assert set(table.of_roles(*Role)) == {A, B}
             server.start()
-            await one.refresh_store()
+            await one.look()
             assert set(await first.read() or ()) == {A, B}
             await one.remove(A.url)
-            await other.refresh_store()
+            await other.look()
 
             assert set(table.of_roles(*Role)) == set(others.of_roles(*Role)) == {B}
 
 
-async def test_a_cancelled_redis_watch_ends_at_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("epd.discovery.membership.POLL_S", 0)
+async def test_a_cancelled_redis_watch_ends_at_every_step(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         for steps in range(40):  # steps of the event loop: a connect and some reads
             async with RegistrationsInRedis.connected(server.url()) as store:
-                following = asyncio.create_task(watched(store)[0].poll_periodically())
+                following = asyncio.create_task(follow(watched(store, 0)[0], asyncio.Event()))
                 for _ in range(steps):
                     await asyncio.sleep(0)
                 following.cancel()
@@ -190,10 +178,10 @@ async def test_invalid_values_in_redis_remove_no_instance(tmp_path: Path) -> Non
             registrations, table = watched(store)
             await registrations.add(A)
             server.command("HSET", "epd:instances", "http://x:1", "garbage")
-            await registrations.refresh_store()
+            await registrations.look()
             assert table.of_roles(*Role) == (A,)
             server.command("DEL", "epd:instances")
             server.command("SET", "epd:instances", "not even a hash")
-            await registrations.refresh_store()
+            await registrations.look()
 
             assert table.of_roles(*Role) == (A,)

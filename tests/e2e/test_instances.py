@@ -35,7 +35,6 @@ def proxy(stack: Served, folder: Path, port: int) -> Process:
     command = (
         *(sys.executable, "-m", "epd", "serve", "--host", "127.0.0.1", "--port", str(port)),
         *("--dynamic-registration", "--ec-store", stack.stack.store, "--ec-store-budget-s", "2"),
-        *("--registration-store", f"file://{folder}/registrations"),
         *("--on-encode-failure", "fail", "--drain-delay-s", "0"),
     )
     environment = {"ADMIN_API_KEY": KEY}

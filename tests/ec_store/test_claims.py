@@ -17,7 +17,7 @@ from ec_store.disk import claims as disk_claims
 from ec_store.disk.files import Folder
 from ec_store.disk.store import SharedDiskStore
 from ec_store.redis.client import RedisClient
-from ec_store.redis.link import Command, Reply
+from ec_store.redis.connection import Command, Reply
 from ec_store.redis.store import RedisStore
 from tests.ec_store.claims_contract import running
 from tests.ec_store.contract import key

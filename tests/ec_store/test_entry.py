@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ec_store import CorruptEntry, Entry, EntryKey
+from ec_store import entry as entry_module
 from ec_store.config import duration_s, parameters, redacted, size_bytes
 from ec_store.entry import ITEM_BYTES, checksum, decode, encode_header, payload_bytes, read_header
 from ec_store.errors import OtherFormat
@@ -192,7 +193,7 @@ def test_only_a_header_of_another_format_is_of_another_format(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mine = blob()
-    monkeypatch.setattr("ec_store.entry.FORMAT", "ec_store/12")
+    monkeypatch.setattr(entry_module, "FORMAT", "ec_store/12")
     other = blob()
     monkeypatch.undo()
     with pytest.raises(OtherFormat, match="ec_store/12"):

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from ec_store import EntryKey, StoreUnavailable, open_store
+from ec_store import EntryKey, StoreUnavailable, open_store, service
+from ec_store import entry as entry_module
 from ec_store.__main__ import main
 from ec_store.aio import CLOSE_S, AsyncStore
 from ec_store.concurrency import DaemonPool
-from ec_store.disk.config import GivenSettings
+from ec_store.disk import opening as disk_opening
 from ec_store.disk.store import SharedDiskStore
 from ec_store.errors import StoreMissing
 from ec_store.opening import open_async_store
@@ -76,7 +78,7 @@ async def test_a_store_is_closed_while_every_thread_hangs(url: str) -> None:
 async def test_a_missing_store_without_create_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ec_store.disk.opening.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(disk_opening, "LOOK_EVERY_S", 0.0)
     root = tmp_path / "store"
     with pytest.raises(StoreMissing, match=f"there is no store in {root}"):
         await open_async_store(root.as_uri(), create=False)
@@ -268,7 +270,7 @@ async def test_health_fails_while_maintenance_fails_or_hangs(
             go.wait(60)
         raise StoreUnavailable("its file system fails")
 
-    monkeypatch.setattr("ec_store.service.LONGEST_S", 0.5)
+    monkeypatch.setattr(service, "LONGEST_S", 0.5)
     await until_age(client, lambda age_s: age_s is not None)
     with monkeypatch.context() as patch:
         patch.setattr(SharedDiskStore, "sweep", sweep)
@@ -292,7 +294,7 @@ def test_serve_warns_of_an_open_address_without_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, key: str, warned: bool
 ) -> None:
     printed: list[str] = []
-    monkeypatch.setattr("ec_store.__main__.web.run_app", lambda *_, **__: None)
+    monkeypatch.setattr(web, "run_app", lambda *_, **__: None)
     monkeypatch.setattr("builtins.print", lambda text, **_: printed.append(text))
     monkeypatch.setenv("EC_STORE_API_KEY", key)
     with pytest.raises(SystemExit):
@@ -322,7 +324,7 @@ async def test_the_service_keeps_the_quota(url: str, tmp_path: Path) -> None:
         for number in range(20):
             store.put(EntryKey("ns", str(number)), entry(shape=(1000, 50)))
         assert (store.stats().bytes or 0) > 2**20
-        store.configure(GivenSettings(max_bytes=2**20))
+        store.configure(max_bytes=2**20)
     app = create_app(AsyncStore(open_store(url)), interval_s=0.05)
     async with TestClient(TestServer(app)) as made:
         async with asyncio.timeout(60):
@@ -450,7 +452,7 @@ def test_verify_keeps_entries_of_another_format(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(url) as store, monkeypatch.context() as later:
-        later.setattr("ec_store.entry.FORMAT", "ec_store/2")
+        later.setattr(entry_module, "FORMAT", "ec_store/2")
         store.put(KEY, entry())
 
     code, out = run(capsys, "verify", url, "--fix")

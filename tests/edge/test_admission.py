@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from epd.config import ProxyConfig
-from epd.edge.admission import Admission, FairQueue, QueueFull, Slot
+from epd.edge.admission import Admission, FairQueue, QueueFull, Ticket
 from epd.edge.tenant_use import RateLimiter, TenantUse
 from epd.errors import Overloaded, TooManyRequests, TryLater
 from epd.tenants import Tenant
@@ -46,7 +46,7 @@ def admission(clock: Callable[[], float] | None = None, **limits: float | str) -
 
 
 @contextmanager
-def arriving(admitted: Admission, tenant: Tenant) -> Iterator[Slot]:
+def arriving(admitted: Admission, tenant: Tenant) -> Iterator[Ticket]:
     with admitted.request(tenant) as request:
         yield request.enter_queue()
 
@@ -71,17 +71,17 @@ def reasons(admitted: Admission, act: Callable[[], object]) -> Sequence[str]:
 class DoorMachine(RuleBasedStateMachine):
     """State machine with requests that come and go in any order, and a list of the waiting ones."""
 
-    tickets = Bundle[Slot]("tickets")
+    tickets = Bundle[Ticket]("tickets")
 
     @initialize(places=st.integers(1, 4), queue=st.integers(0, 6))
     def open(self, places: int, queue: int) -> None:
         self.door, self.places, self.queue = FairQueue(places, queue), places, queue
-        self.here: list[Slot] = []
-        self.waited: list[Slot] = []
+        self.here: list[Ticket] = []
+        self.waited: list[Ticket] = []
         self.passed_by = dict.fromkeys(TENANTS, 0)
 
     @rule(target=tickets, tenant=st.sampled_from(TENANTS))
-    def arrive(self, tenant: Tenant) -> Slot:
+    def arrive(self, tenant: Tenant) -> Ticket:
         mine = sum(ticket.tenant == tenant for ticket in self.waited)
         lines = [sum(t.tenant == other for t in self.waited) for other in TENANTS]
         try:
@@ -89,9 +89,9 @@ class DoorMachine(RuleBasedStateMachine):
         except QueueFull:
             assert len(self.waited) == self.queue
             assert max(lines) <= mine + 1
-            return Slot(tenant, "sent_away")
+            return Ticket(tenant, "displaced")
         self.here.append(ticket)
-        for other in [other for other in self.waited if other.where == "sent_away"]:
+        for other in [other for other in self.waited if other.where == "displaced"]:
             assert len(self.waited) == self.queue
             last = [one for one in self.waited if one.tenant == other.tenant][-1]
             assert other is last
@@ -102,7 +102,7 @@ class DoorMachine(RuleBasedStateMachine):
         return ticket
 
     @rule(ticket=consumes(tickets))
-    def leave(self, ticket: Slot) -> None:
+    def leave(self, ticket: Ticket) -> None:
         if ticket not in self.here:  # it was rejected
             return
         self.here.remove(ticket)
@@ -273,7 +273,7 @@ async def test_a_full_queue_rejects_from_its_longest_line() -> None:
         alice = [stack.enter_context(arriving(admitted, ALICE)) for _ in range(5)]
         bob = [stack.enter_context(arriving(admitted, BOB)) for _ in range(2)]
 
-        assert [ticket.where for ticket in alice[1:]] == ["queue"] * 2 + ["sent_away"] * 2
+        assert [ticket.where for ticket in alice[1:]] == ["queue"] * 2 + ["displaced"] * 2
         assert [ticket.where for ticket in bob] == ["queue"] * 2
         for tenant in (ALICE, BOB):
             with pytest.raises(TooManyRequests) as refused:

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from epd.edge.drain import DRAIN
 from epd.routing import watched
 from epd.routing.instances import Role
-from epd.server.operator_routes import TABLE
+from epd.server.app_keys import TABLE
 from epd.ui.state import metric_totals
 from tests.faults.scripted import Scripted, answer, read_request, reset, send
 from tests.requests import image, request, text

@@ -1,4 +1,4 @@
-"""Copies between a real device and host memory. tests/ec_store/device checks their order."""
+"""Copies between a real device and host memory. tests/ec_store/engine checks their order."""
 
 import os
 import threading
@@ -13,9 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ec_store.arena.memory import create_memory, map_memory  # noqa: E402 - only with torch
-from ec_store.device import region as region_module  # noqa: E402
-from ec_store.device.region import Region  # noqa: E402
-from ec_store.device.tensors import (  # noqa: E402
+from ec_store.engine import region as region_module  # noqa: E402
+from ec_store.engine.region import Region  # noqa: E402
+from ec_store.engine.tensors import (  # noqa: E402
     HostCopies,
     Loader,
     Output,

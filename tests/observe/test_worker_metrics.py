@@ -16,30 +16,23 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from epd.config import ProxyConfig
 from epd.edge.admission import Admission
-from epd.observe import worker_metrics
 from epd.observe.metrics import MetricsObserver
-from epd.observe.worker_metrics import (
-    HALF_BYTES,
-    HEAD,
-    NUMBER,
-    SharedPage,
-    WorkerMetrics,
-    keep_counters,
-)
+from epd.observe.worker_metrics import WorkerMetrics, keep_counters
+from epd.shared_page import HALF_BYTES, HEAD, NUMBER, SharedPage
 from tests.examples import scaled
 
-SEATS = st.integers(0, 2)
+INDEXES = st.integers(0, 2)
 
 
 class Worker:
     """Metrics of a worker process."""
 
-    def __init__(self, pages: list[SharedPage], seat: int) -> None:
+    def __init__(self, pages: list[SharedPage], index: int, **times: float) -> None:
         registry = CollectorRegistry()
         self.counter = Counter("c", "", registry=registry)
         self.gauge = Gauge("g", "", registry=registry)
         self.doing = 0.0
-        self.metrics = WorkerMetrics(registry, pages, seat)
+        self.metrics = WorkerMetrics(registry, pages, index, **times)
 
     def do(self, value: float) -> None:
         self.doing = value
@@ -64,35 +57,35 @@ class Workers(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pages = [SharedPage.new_page() for _ in range(3)]
-        self.workers = [Worker(self.pages, seat) for seat in range(3)]
+        self.workers = [Worker(self.pages, index) for index in range(3)]
         self.least = self.most = 0.0
 
-    @rule(seat=SEATS, amount=st.floats(0, 1000))
-    def count(self, seat: int, amount: float) -> None:
-        self.workers[seat].counter.inc(amount)
+    @rule(index=INDEXES, amount=st.floats(0, 1000))
+    def count(self, index: int, amount: float) -> None:
+        self.workers[index].counter.inc(amount)
         self.most += amount
 
-    @rule(seat=SEATS, value=st.integers(0, 9))
-    def do(self, seat: int, value: int) -> None:
-        self.workers[seat].do(value)
+    @rule(index=INDEXES, value=st.integers(0, 9))
+    def do(self, index: int, value: int) -> None:
+        self.workers[index].do(value)
 
-    @rule(seat=SEATS)
-    def write(self, seat: int) -> None:
-        self.workers[seat].metrics.write()
+    @rule(index=INDEXES)
+    def write(self, index: int) -> None:
+        self.workers[index].metrics.write()
 
-    @rule(seat=SEATS)
-    def ask(self, seat: int) -> None:
-        seen = self.workers[seat].figures()["c_total"]
+    @rule(index=INDEXES)
+    def ask(self, index: int) -> None:
+        seen = self.workers[index].figures()["c_total"]
 
         assert self.least <= seen <= self.most * (1 + 1e-9)
         self.least = seen
 
-    @rule(seat=SEATS)
-    def die(self, seat: int) -> None:
-        keep_counters(self.pages[seat])
-        others = [worker for number, worker in enumerate(self.workers) if number != seat]
+    @rule(index=INDEXES)
+    def die(self, index: int) -> None:
+        keep_counters(self.pages[index])
+        others = [worker for number, worker in enumerate(self.workers) if number != index]
         self._agree(others)
-        self.workers[seat] = Worker(self.pages, seat)
+        self.workers[index] = Worker(self.pages, index)
 
     @rule()
     def all_say_the_same_when_all_have_written(self) -> None:
@@ -132,9 +125,8 @@ class Reading(SharedPage):
 
 async def test_a_scrape_of_several_workers_is_made_on_a_thread(pages: list[SharedPage]) -> None:
     config = ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
-    metrics = MetricsObserver(Admission(config, time.monotonic))
     watched = [Reading(page.descriptor) for page in pages]
-    metrics.shown = WorkerMetrics(metrics.shown, watched, 0)
+    metrics = MetricsObserver(Admission(config, time.monotonic), watched, 0)
     for page in watched:
         page.readers.clear()
     content, _ = await metrics.page_of_all()
@@ -249,11 +241,8 @@ async def changes(page: SharedPage, worker: Worker, turns: int) -> int:
     return page.write_count() - before
 
 
-async def test_a_worker_writes_rarely_without_a_scrape(
-    pages: list[SharedPage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_metrics, "WRITE_S", 0)
-    one, other = Worker(pages, 0), Worker(pages, 1)
+async def test_a_worker_writes_rarely_without_a_scrape(pages: list[SharedPage]) -> None:
+    one, other = (Worker(pages, index, write_s=0) for index in (0, 1))
     async with writing(one):
         await asyncio.sleep(0)
         assert await changes(pages[0], one, 10) == 0
@@ -263,11 +252,7 @@ async def test_a_worker_writes_rarely_without_a_scrape(
     assert pages[1].write_count() == 1
 
 
-async def test_a_worker_writes_its_page_without_a_scrape(
-    pages: list[SharedPage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_metrics, "WRITE_S", 0)
-    monkeypatch.setattr(worker_metrics, "UNASKED_S", 0)
-    one = Worker(pages, 0)
+async def test_a_worker_writes_its_page_without_a_scrape(pages: list[SharedPage]) -> None:
+    one = Worker(pages, 0, write_s=0, unasked_s=0)
     async with writing(one):
         assert await changes(pages[0], one, 10) >= 9

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import epd
 from epd.api.prompts import prompt_tokens
 from epd.config.proxy_config import active_policies
+from epd.policies.in_force import Policies
 from epd.policies.plan import Course, Facts
 from epd.policies.registry import (
     OWN,
@@ -24,7 +26,6 @@ from epd.policies.registry import (
     known_names,
 )
 from epd.routing.instances import Role
-from epd.server.policies_api import Policies
 
 EPD = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
 E_PD = frozenset({Role.ENCODE, Role.PREFILL_DECODE})
@@ -302,6 +303,10 @@ def test_no_decode_instance_is_needed_where_others_name_it() -> None:
         epd.ProxyConfig(**settings, decode_hosts="10.0.0.0/8")
 
 
+def in_force(config: epd.ProxyConfig) -> Policies:
+    return Policies(config.policies, partial(active_policies, config))
+
+
 @pytest.mark.parametrize(
     "written",
     [
@@ -314,9 +319,9 @@ def test_no_decode_instance_is_needed_where_others_name_it() -> None:
 )
 def test_remembered_courses_equal_those_of_the_policies(written: list[str]) -> None:
     config = epd.ProxyConfig(**URLS, dynamic_registration=True, admin_api_key="k" * 32)
-    policies, active = Policies(config), activate(written, {})
+    policies, active = in_force(config), activate(written, {})
     policies.choose_policy(facts(EPD))  # by the configured policies
-    policies.replace(orjson.dumps({"policies": written}))
+    policies.replace(written)
     for roles, items, tokens, prefills in product(
         (EPD, E_PD, PD, ONE, NOBODY), (0, 1, 2), (5, 50), (True, False)
     ):
@@ -326,7 +331,7 @@ def test_remembered_courses_equal_those_of_the_policies(written: list[str]) -> N
 
 def test_remembered_courses_are_bounded_by_the_kinds_of_requests() -> None:
     config = epd.ProxyConfig(**URLS)
-    policies, every = Policies(config), [*Role]
+    policies, every = in_force(config), [*Role]
     rolesets = [
         frozenset(role for role, there in zip(every, chosen, strict=True) if there)
         for chosen in product((False, True), repeat=len(every))
@@ -363,6 +368,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 PLUGIN = """
 from dataclasses import dataclass
 
+from epd.policies.in_force import Policies
 from epd.policies.plan import Course, Facts
 
 FEW = 3

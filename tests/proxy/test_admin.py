@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestClient, TestServer
 import epd
 from epd.routing.instances import Instance, Role
 from epd.server.admin import KEPT_S
-from epd.server.operator_routes import TABLE
+from epd.server.app_keys import TABLE
 from tests.requests import image, request, text
 from tests.support.fake_instance import refuses
 from tests.support.fleet import Fleet, Launch, until

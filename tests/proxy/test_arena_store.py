@@ -15,8 +15,7 @@ from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.arena.protocol import ClaimKeys, Find, Release, Reply, Request
 from ec_store.arena.server import ArenaServer, Session
 from epd.encoder_cache.lookup import Lookup
-from tests.ec_store.arena.served import serving
-from tests.ec_store.arena.test_aio_store import in_process
+from tests.ec_store.arena.served import Serve, serving
 from tests.encoder_cache.test_claims import (  # noqa: F401
     test_a_cache_can_close_while_it_learns_a_namespace,
     test_a_claim_goes_back_when_an_instance_has_had_time_to_write,
@@ -169,7 +168,7 @@ async def test_a_claim_of_another_proxy_is_not_taken(backed: Backed, url: str) -
 @pytest.mark.parametrize("how", ["late", "cancelled"])
 async def test_a_lookup_without_a_waiter_leaves_no_claim(path: Path, how: str) -> None:
     """Its message may have claimed. The proxy keeps its connection, with all other claims."""
-    with in_process(path) as child, open_store(f"shm://{path}?timeout=20s") as store:
+    with Serve(path) as child, open_store(f"shm://{path}?timeout=20s") as store:
         await until(lambda: registered(store))
         settings = cache_settings(60, budget_s=0.05 if how == "late" else 60)
         async with opened_cache(f"shm://{path}?timeout=20s", settings) as cache:
@@ -222,7 +221,7 @@ async def is_served_without_store(fleet: Fleet) -> None:
 async def test_a_server_that_hangs_costs_the_budget_and_is_used_again(
     launch: Launch, path: Path, tmp_path: Path, timeout_s: float
 ) -> None:
-    with in_process(path) as child, open_store(f"shm://{path}?timeout=20s") as store:
+    with Serve(path) as child, open_store(f"shm://{path}?timeout=20s") as store:
         await until(lambda: registered(store))
         backed = Backed(store, tmp_path)
         url = f"shm://{path}?timeout={timeout_s}s"
@@ -241,7 +240,7 @@ async def test_a_server_that_is_killed_and_started_again_is_used_again(
 ) -> None:
     url = f"shm://{path}?timeout=20s"
     with ExitStack() as stack:
-        child = stack.enter_context(in_process(path))
+        child = stack.enter_context(Serve(path))
         store = stack.enter_context(open_store(url))
         await until(lambda: registered(store))
         backed = Backed(store, tmp_path)
@@ -249,7 +248,7 @@ async def test_a_server_that_is_killed_and_started_again_is_used_again(
             await is_hit(fleet, backed)
             child.kill()
             await is_served_without_store(fleet)
-            stack.enter_context(in_process(path))
+            stack.enter_context(Serve(path))
             await until(lambda: registered(store))
             await is_hit(fleet, backed)
 

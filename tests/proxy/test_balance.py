@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd.request.polling import MAX_PAGE_BYTES
+from epd.discovery.polling import MAX_PAGE_BYTES
 from epd.routing.instances import Role
 from tests.requests import image, request, text
 from tests.support.fake_instance import FakeInstance, decodes, reports

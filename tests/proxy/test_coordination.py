@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from epd.server.operator_routes import TABLE
+from epd.server.app_keys import TABLE
 from tests.requests import image, request, text
 from tests.support.fake_instance import (
     FakeInstance,

@@ -14,8 +14,7 @@ from structlog.testing import capture_logs
 from ec_store import Store
 from epd.observe.logs import LogObserver
 from epd.routing.instances import Instance, Role
-from epd.server.app_keys import CONFIG
-from epd.server.operator_routes import TABLE
+from epd.server.app_keys import CONFIG, TABLE
 from tests.requests import image, png, request, text, video
 from tests.support.backed import BUDGET_S, NAMESPACE, Backed, encoded, items_of, parts_of
 from tests.support.fake_instance import Handler

@@ -24,6 +24,7 @@ from tests.support.fake_instance import (
 )
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.picker import STRANGERS, Picker, picked_by
+from tests.support.redis_server import RedisServer
 from tests.support.registration import KEY, empty, listing, register, taking_part
 from tests.support.strict_encode import Memory, Pushes
 
@@ -302,20 +303,22 @@ async def test_a_consumer_registers_with_its_address_for_pushed_outputs(
     launch: Launch, tmp_path: Path
 ) -> None:
     pushes = Pushes()
-    store = {"registration_store": f"file://{tmp_path}/registered", "ec_transfer": "mooncake"}
     where = ["tcp://pd:19019", "tcp://pd:19021"]
-    async with FakeInstance(pushes.consumes(*where)).running() as consumer:
-        async with empty(launch, **store) as fleet:
-            body = {"role": "prefill_decode", "url": consumer.url, "dp_size": 2}
-            assert (await register(fleet, body))[0] == 400
-            assert (await register(fleet, {**body, "ec_zmq_addrs": where[:1]}))[0] == 422
-            assert (await register(fleet, {**body, "ec_zmq_addrs": ["pd", "pd"]}))[0] == 422
-            assert (await register(fleet, {**body, "ec_zmq_addrs": where}))[0] == 200
-        async with empty(launch, **store) as fleet, taking_part(fleet, Role.ENCODE) as encode:
-            encode.chat = pushes.encodes
-            for turn in range(2):
-                await ask(fleet, request(image(bytes([turn]))))
-            assert [row["dp_size"] for row in (await listing(fleet))["instances"]] == [2, 1]
+    with RedisServer(tmp_path / "redis") as redis:
+        store = {"registration_store": redis.url(), "ec_transfer": "mooncake"}
+        async with FakeInstance(pushes.consumes(*where)).running() as consumer:
+            async with empty(launch, **store) as fleet:
+                body = {"role": "prefill_decode", "url": consumer.url, "dp_size": 2}
+                assert (await register(fleet, body))[0] == 400
+                assert (await register(fleet, {**body, "ec_zmq_addrs": where[:1]}))[0] == 422
+                assert (await register(fleet, {**body, "ec_zmq_addrs": ["pd", "pd"]}))[0] == 422
+                assert (await register(fleet, {**body, "ec_zmq_addrs": where}))[0] == 200
+            async with empty(launch, **store) as fleet, taking_part(fleet, Role.ENCODE) as encode:
+                encode.chat = pushes.encodes
+                for turn in range(2):
+                    await ask(fleet, request(image(bytes([turn]))))
+                rows = (await listing(fleet))["instances"]
+                assert {row["dp_size"] for row in rows} == {2, 1}
     assert {address for address, _ in pushes.pushed} == set(where)
     assert (pushes.wrong, pushes.waiting) == ([], {})
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from epd.check import unusable_files
 from epd.config import ProxyConfig
-from epd.server.reload import unusable_files
 from tests.certificates import Authority
 from tests.proxy.test_media_fetcher import PICTURE, failure, fetching
 from tests.support.fake_origin import ALLOWED, FakeNames, FakeOrigin

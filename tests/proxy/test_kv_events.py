@@ -12,11 +12,13 @@ import pytest
 from structlog.testing import capture_logs
 
 import epd
-from epd.request.kv_events import EventReader
+from epd.check import unusable_files
+from epd.kv_events import reader as event_reader
+from epd.kv_events.addresses import EventSource
+from epd.kv_events.marks import read_mark
+from epd.kv_events.reader import EventReader
 from epd.routing.instances import Role
-from epd.routing.kv_blocks import EventSource, read_mark
-from epd.server.operator_routes import TABLE
-from epd.server.reload import unusable_files
+from epd.server.app_keys import TABLE
 from tests.requests import image, request, text
 from tests.support.fake_instance import FakeInstance
 from tests.support.fleet import Fleet, Launch, until
@@ -222,7 +224,7 @@ async def test_lost_events_are_read_again_from_an_engine_that_has_them(launch: L
 async def test_a_replay_without_an_end_is_cut_and_costs_only_its_instance(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.request.kv_events.REPLAY_S", 0.3)
+    monkeypatch.setattr(event_reader, "REPLAY_S", 0.3)
     async with following(launch, 2, replays=True) as (fleet, pairs):
         await asked(fleet, pairs, "a")
         [one] = [pair for pair in pairs if pair.instance.calls]
@@ -248,7 +250,7 @@ async def test_a_replay_without_an_end_is_cut_and_costs_only_its_instance(
 
 @pytest.mark.fault(86)
 def test_the_thread_stops_in_a_replay_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.request.kv_events.REPLAY_S", 3600.0)
+    monkeypatch.setattr(event_reader, "REPLAY_S", 3600.0)
     with KVPublisher(replays=True, endless=True) as publisher:
         address = f"tcp://127.0.0.1:{publisher.port}"
         source = EventSource(address, f"tcp://127.0.0.1:{publisher.replay_port}")
@@ -367,11 +369,10 @@ def test_settings_that_cannot_work_are_rejected(settings: dict[str, Any], said: 
         config(**settings)
 
 
-def test_a_missing_library_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_an_error_at_the_start() -> None:
     assert [*unusable_files(config(**CONTENT))] == []
-    monkeypatch.setattr("epd.server.reload.EVENTS_NEED", ("zmq", "no_such_library"))
 
-    [said] = unusable_files(config(**CONTENT))
+    [said] = unusable_files(config(**CONTENT), ("zmq", "no_such_library"))
     assert "pip install '.[kv-events]'" in said
     assert "no_such_library" in said
     assert [*unusable_files(config(decode_balance="content"))] == []

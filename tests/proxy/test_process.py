@@ -43,10 +43,13 @@ from tests.support.programs import (
         (["serve", *INSTANCES, "--dynamic-registration"], "needs EPD_ADMIN_API_KEY"),
         (["serve", *INSTANCES, "--registration-hosts", "a"], "needs --dynamic-registration"),
         (
-            ["serve", *INSTANCES, "--registration-store", "file:///x"],
+            ["serve", *INSTANCES, "--registration-store", "redis://x"],
             "needs --dynamic-",
         ),
-        (["serve", *INSTANCES, "--registration-store", "http://:pw@x"], "must be file:///a/folder"),
+        (
+            ["serve", *INSTANCES, "--registration-store", "http://:pw@x"],
+            "must be redis://host:6379",
+        ),
         (["serve", *INSTANCES, "--discover-decode", "d:1"], "needs prefill instances"),
         (
             ["serve", "--discover-prefill", "p:1", "--discover-prefill-decode", "d:1", *INSTANCES],
@@ -196,7 +199,9 @@ def test_sigterm_ends_a_process_that_hangs(hangs: str) -> None:
     """A thread that Python waits for at its end hangs, or the event loop, in a call."""
     code = (
         "import sys, threading, time\n"
-        "from epd.server import orders, serve\n"
+        "from epd.edge import listening\n"
+        "from epd.server import serve\n"
+        "from epd.workers import orders\n"
         "orders.CUT_S = orders.CLEANUP_S = orders.GRACE_S = 0.5\n"
         f"hangs = {hangs!r}\n"
         "def topology(config):\n"
@@ -205,7 +210,7 @@ def test_sigterm_ends_a_process_that_hangs(hangs: str) -> None:
         "        time.sleep(300)\n"
         "    threading.Thread(target=time.sleep, args=(300,)).start()\n"
         "    return 'hangs'\n"
-        "serve.topology_name = topology\n"
+        "listening.topology_name = topology\n"
         "from epd.__main__ import main\n"
         "main(sys.argv[1:])\n"
     )

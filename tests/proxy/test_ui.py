@@ -20,10 +20,13 @@ from aiohttp import web
 from multidict import CIMultiDict
 from pytest_aiohttp.plugin import AiohttpServer
 
-from epd.observe.worker_metrics import SharedPage
-from epd.server.operator_routes import ASSETS, BOARD
+from epd.server.app import RECENT
+from epd.server.app_keys import TABLE
+from epd.server.operator_routes import METRICS
+from epd.server.page_routes import ASSETS
+from epd.shared_page import SharedPage
 from epd.tenants import key_line
-from epd.ui import dashboard
+from epd.ui.dashboard import Board, Timing
 from tests.requests import image, request, text
 from tests.support.clients import ALICE, bearer
 from tests.support.fake_instance import FakeInstance, decodes, encodes, refuses
@@ -164,29 +167,33 @@ async def test_the_state_is_built_at_most_twice_a_second(launch: Launch) -> None
     assert len({body for *_, body in bodies}) <= 3
 
 
-async def test_a_board_is_written_only_while_it_is_read(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dashboard, "WRITE_S", 0.001)
-    monkeypatch.setattr(dashboard, "POLL_S", 0.001)
+def board(fleet: Fleet, pages: list[SharedPage], index: int, **timing: float) -> Board:
+    """Return the board of a proxy as one of several workers."""
+    app = fleet.runner.app
+    made = Timing(**timing)
+    return Board(app[RECENT], app[TABLE], app[METRICS], None, pages, index, timing=made)
+
+
+async def test_a_board_is_written_only_while_it_is_read(launch: Launch) -> None:
+    soon = {"write_s": 0.001, "poll_s": 0.001}
     with closing(SharedPage.new_page()) as first, closing(SharedPage.new_page()) as second:
         async with launch() as here, launch() as there:
-            boards = [one.runner.app[BOARD] for one in (here, there)]
-            for seat, one in enumerate(boards):
-                one.share_pages([first, second], seat)
-            writing = asyncio.create_task(boards[1].keep_writing())
+            pages = [first, second]
+            reader = board(here, pages, 0, **soon)
+            writing = asyncio.create_task(board(there, pages, 1, **soon).keep_writing())
             try:
                 await there.chat(request(text()))
                 assert second.write_count() == 0
 
                 # The first poll makes the other worker publish its current state.
-                assert len(json.loads(await boards[0].document())["requests"]) == 1
+                assert len(json.loads(await reader.document())["requests"]) == 1
                 written = second.write_count()
                 await there.chat(request(text()))
                 await until(lambda: second.write_count() > written)
 
-                monkeypatch.setattr(dashboard, "LOOKED_S", 0)
-                await asyncio.sleep(0.05)
+                writing.cancel()
+                unread = board(there, pages, 1, **soon, looked_s=0)
+                writing = asyncio.create_task(unread.keep_writing())
                 written = second.write_count()
                 await there.chat(request(text()))
                 await asyncio.sleep(0.05)
@@ -195,16 +202,12 @@ async def test_a_board_is_written_only_while_it_is_read(
                 writing.cancel()
 
 
-async def test_ui_state_does_not_wait_for_a_silent_worker(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dashboard, "AWAKE_S", 0.05)
+async def test_the_state_of_all_workers_does_not_wait_for_a_silent_one(launch: Launch) -> None:
     with closing(SharedPage.new_page()) as first, closing(SharedPage.new_page()) as second:
         async with launch() as here:
-            here.runner.app[BOARD].share_pages([first, second], 0)
-            status, _, body = await asked(here, "/ui/state")
+            body = await board(here, [first, second], 0, awake_s=0.05).document()
 
-    assert (status, json.loads(body)["workers"]) == (200, 1)
+    assert json.loads(body)["workers"] == 1
 
 
 async def test_any_worker_reports_the_state_of_all_living_workers() -> None:

@@ -28,7 +28,7 @@ def imported_by(command: str) -> set[str]:
 def test_commands_of_the_proxy_import_no_tools(command: str) -> None:
     modules = imported_by(command)
 
-    assert "epd.server.reload" in modules
+    assert "epd.check" in modules
     assert not {name for name in modules if name.startswith("epd.tools")}
 
 

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from epd.errors import ProxyError, UpstreamFailed, UpstreamRejected
-from epd.server import responses
-from epd.server.responses import MAX_KEYS, KeyJudge
+from epd.server.key_judge import MAX_KEYS, KeyJudge
 
 
 class Asked:
@@ -39,12 +38,9 @@ async def test_an_accepted_key_is_asked_about_once() -> None:
     assert asked.times == 4
 
 
-async def test_an_accepted_key_is_asked_about_again_after_its_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(responses, "ACCEPTED_S", 0.0)
+async def test_an_accepted_key_is_asked_about_again_after_its_time() -> None:
     asked = Asked()
-    judge = KeyJudge(asked)
+    judge = KeyJudge(asked, accepted_s=0.0)
     for _ in range(3):
         await judge.check(bearer("a"))
 

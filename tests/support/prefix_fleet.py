@@ -16,11 +16,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from epd.api.items import Path
+from epd.kv_events.blocks import BlockMap
+from epd.kv_events.marks import mark_of, sampled_prefix
 from epd.request.prefix import Chain
 from epd.routing import BalanceName
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
-from epd.routing.kv_blocks import BlockMap, mark_of, sampled_prefix
 from epd.routing.prefix import Prefix, PrefixCache
 from epd.routing.reports import Report
 from epd.routing.table import InFlight, InstanceTable

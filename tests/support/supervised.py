@@ -5,18 +5,17 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
 
 from epd.config import ProxyConfig
+from epd.edge.files import Files
 from epd.observe import logs
 from epd.request.request import request_id
-from epd.server import workers
-from epd.server.orders import block_signals
-from epd.server.worker import Seat
-from epd.server.workers import supervise
+from epd.workers.orders import block_signals
+from epd.workers.supervisor import supervise
+from epd.workers.worker import WorkerSlot
 
 URLS = ("http://127.0.0.1:1",)
 
@@ -32,11 +31,11 @@ def pipes_and_sockets() -> list[str]:
     return [target for target in targets if target.startswith(("pipe:", "socket:"))]
 
 
-async def reports(seat: Seat, config: ProxyConfig, copies: Mapping[str, int], orders: int) -> None:
+async def reports(slot: WorkerSlot, config: ProxyConfig, files: Files, orders: int) -> None:
     """Print the state in which the worker starts, and run until the pipe of orders ends."""
-    _ = config, copies
+    _ = config, files
     state = {
-        "worker": seat.number,
+        "worker": slot.number,
         "name": process_name(),
         "request_id": request_id(None),
         "leads_its_group": os.getpgid(0) == os.getpid(),
@@ -55,24 +54,24 @@ async def reports(seat: Seat, config: ProxyConfig, copies: Mapping[str, int], or
     await ended.wait()
 
 
-async def ends(seat: Seat, config: ProxyConfig, copies: Mapping[str, int], orders: int) -> None:
+async def ends(slot: WorkerSlot, config: ProxyConfig, files: Files, orders: int) -> None:
     """Log a line that waits for its batch, and return."""
-    _ = seat, config, copies, orders
+    _ = slot, config, files, orders
     lines: logs.RequestLines = structlog.get_config()["logger_factory"]
     lines.write(lambda: {"waits": "for its batch"})
 
 
-async def fails(seat: Seat, config: ProxyConfig, copies: Mapping[str, int], orders: int) -> None:
-    _ = seat, config, copies, orders
+async def fails(slot: WorkerSlot, config: ProxyConfig, files: Files, orders: int) -> None:
+    _ = slot, config, files, orders
     raise ValueError("a broken worker")
 
 
-async def hangs(seat: Seat, config: ProxyConfig, copies: Mapping[str, int], orders: int) -> None:
+async def hangs(slot: WorkerSlot, config: ProxyConfig, files: Files, orders: int) -> None:
     """Stop the process: the first worker at once, the second one when its pipe of orders ends."""
-    _ = config, copies
+    _ = config, files
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(orders, ended.set)
-    if seat.number == 2:
+    if slot.number == 2:
         await ended.wait()
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -90,8 +89,7 @@ def main(worker_main: str) -> None:
         log_format="json",
     )
     programs = {"reports": reports, "ends": ends, "fails": fails, "hangs": hangs}
-    workers.HUNG_BEATS = 2
-    asyncio.run(supervise(config, programs[worker_main]))
+    asyncio.run(supervise(config, programs[worker_main], hung_beats=2))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from epd.api.chat import CHAT, TEMPLATE
 from epd.api.items import PICTURE, TEXTS
 from epd.edge.engine_headers import SESSION
 from epd.errors import BadRequest
+from epd.kv_events.feed import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from epd.media.parts import FRAMES
-from epd.request.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from epd.routing.instances import Role
 from epd.routing.reports import KV_BYTES, KV_SECONDS, RUNNING, WAITING
 from epd.tools.doctor.kv_bandwidth import EXTERNAL_TOKENS

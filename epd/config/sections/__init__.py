@@ -5,9 +5,6 @@ Pydantic reads it from the source file, without which `--help` has no texts.
 The model has no checks that need other components; these are in `epd.config.proxy_config`.
 """
 
-import orjson
-from pydantic import SecretStr
-
 from epd.config.sections.instances import InstanceSettings
 from epd.config.sections.limits import LimitSettings, MediaSettings
 from epd.config.sections.routing import RouteSettings
@@ -36,11 +33,3 @@ class ConfigFields(
     def worker_max_body_bytes(self) -> int:
         """Maximum size of a body in one process; also the limit of the media of one request."""
         return min(self.max_body_bytes, max(1, self.max_inflight_bytes // self.workers))
-
-    def to_json(self) -> bytes:
-        """Return all settings as JSON, secrets in plain text: for worker processes only."""
-        values = {
-            name: value.get_secret_value() if isinstance(value, SecretStr) else value
-            for name, value in self
-        }
-        return orjson.dumps(values, default=str)

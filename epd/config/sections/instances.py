@@ -61,8 +61,8 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     dynamic_registration: bool = False
     """allow launchers to register instances (POST /instances); needs the admin key"""
     registration_store: RegistrationStore = None
-    """store for registrations, file:///a/folder or redis://host: they survive a restart and are
-    shared with other proxies; default: memory of this proxy"""
+    """Redis for registrations, redis://host or rediss://host: they survive a restart and are shared
+    with other proxies; default: memory of this proxy"""
     registration_hosts: HostPatterns = ()
     """hosts that may be registered, comma-separated: names, *.domain, networks; default: all"""
     instances_file: Path | None = None
@@ -91,10 +91,8 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
             )
         if self.registration_hosts and not self.dynamic_registration:
             raise ValueError("--registration-hosts needs --dynamic-registration")
-        if self.registration_store and not self.dynamic:
-            raise ValueError(
-                "--registration-store needs --dynamic-registration, --instances-file, --discover-…"
-            )
+        if self.registration_store and not self.dynamic_registration:
+            raise ValueError("--registration-store needs --dynamic-registration")
         roles = {instance.role for instance in (*self.instances, *self.discovered_instances)}
         if Role.PREFILL_DECODE in roles and roles & {Role.PREFILL, Role.DECODE}:
             raise ValueError(

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from epd.check import add_settings_command, load_or_exit
 from epd.parser import Commands, Parser
-from epd.server.reload import add_settings_command, load_or_exit
 from epd.tools.doctor.examination import examine
 from epd.tools.doctor.findings import FAIL, as_json, as_text, by_severity, worst_verdict
 from epd.tools.doctor.host import judge_logs

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from epd.config import ProxyConfig
 from epd.discovery.dns import LookUpFailed
 from epd.discovery.entries import EntriesInvalid, read_yaml
-from epd.discovery.membership import open_store
-from epd.discovery.stores import StoreFailed, read_file
+from epd.discovery.stores import RegistrationsInRedis, StoreFailed
+from epd.discovery.watching import read_file
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable
@@ -82,7 +82,7 @@ async def _registered(config: ProxyConfig, defects: list[SourceDefect]) -> Seque
         defects.append(SourceDefect("memory", "registration", seen))
         return ()
     try:
-        async with open_store(config.registration_store) as store:
+        async with RegistrationsInRedis.connected(config.registration_store) as store:
             return await store.read() or ()
     except StoreFailed as error:
         seen = f"the store cannot be read: {error}"

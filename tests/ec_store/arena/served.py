@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ec_store import EntryKey
 from ec_store.arena.connection import ArenaConnection, MappedArena
@@ -19,7 +19,8 @@ from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
 from ec_store.arena.protocol import GetStats, Pin, Pins, Read, Stats
-from ec_store.arena.server import ArenaServer, bind
+from ec_store.arena.server import ArenaServer
+from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.tier import Tier
 from ec_store.arena.url import ArenaOptions
@@ -93,6 +94,13 @@ def until(path: Path, **expected: float) -> None:
     while any(getattr(found := stats(path), name) != value for name, value in expected.items()):
         assert time.monotonic() < deadline_s, f"{found}, expected {expected}"
         time.sleep(0.01)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s, "it has not happened"
+        time.sleep(0.005)
 
 
 def in_child(path: Path, code: str) -> subprocess.Popen[str]:
@@ -177,7 +185,7 @@ def refused(
 
 
 class Serve:
-    """Process of `ec-store serve`."""
+    """Process of `ec-store serve`, which a `with` statement starts and kills."""
 
     def __init__(
         self,
@@ -212,6 +220,13 @@ class Serve:
     def _limit(self) -> None:
         if self._open_files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, self._open_files)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None

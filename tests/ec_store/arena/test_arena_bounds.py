@@ -23,6 +23,7 @@ from ec_store.arena.connection import MAX_WAITS, ArenaConnection, WaitingConnect
 from ec_store.arena.extents import PAGE_BYTES, ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory, map_memory
+from ec_store.arena.peers import Peer
 from ec_store.arena.protocol import (
     MAX_KEYS,
     MAX_REQUEST_BYTES,
@@ -39,9 +40,11 @@ from ec_store.arena.protocol import (
     Headers,
     Hello,
     List,
+    Namespaces,
     Page,
     Pins,
     Read,
+    Register,
     Release,
     Stats,
     Unpin,
@@ -55,21 +58,14 @@ from ec_store.arena.server import (
     MAX_REFUSED,
     OTHER_DESCRIPTORS,
     ArenaServer,
-    Peer,
-    bind,
 )
+from ec_store.arena.sockets import bind, check_folder
 from ec_store.arena.store import ArenaStore
-from ec_store.arena.url import check_folder
 from ec_store.errors import StoreUnavailable
 from tests.ec_store.arena.served import MIB, Serve, opened, raw, serving, stats, until
 from tests.ec_store.contract import key, sized
 
 HELLO = encode(Hello(VERSION, "writer"))
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "arena.sock"
 
 
 @pytest.fixture
@@ -347,6 +343,14 @@ def test_a_message_and_its_keys_have_a_maximum(path: Path, client: ArenaConnecti
     assert "4096" in text_of(raw(path, HELLO, encode(Find([digest] * (MAX_KEYS + 1)))))
     above = encode(Unpin([*longest.numbers, 0]))
     assert f"of at most {MAX_REQUEST_BYTES}" in text_of(raw(path, HELLO, above))
+
+
+def test_a_registered_name_has_a_maximum(path: Path, client: ArenaConnection) -> None:
+    longest, above = b"n" * 4096, b"n" * 4097
+    registered = client.call(Register(longest, longest), Namespaces)[0]
+    assert registered.namespaces == {longest: longest}
+    for request in (Register(above, b"n"), Register(b"m", above)):
+        assert "4096" in text_of(raw(path, HELLO, encode(request)))
 
 
 def test_headers_that_fit_into_no_reply_end_the_connection_alone(

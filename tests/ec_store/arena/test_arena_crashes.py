@@ -26,7 +26,8 @@ from ec_store.arena.extents import PAGE_BYTES, ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
 from ec_store.arena.protocol import Wait
-from ec_store.arena.server import ArenaServer, bind
+from ec_store.arena.server import ArenaServer
+from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
 from ec_store.errors import StoreUnavailable
 from tests.ec_store.arena.served import MIB, Serve, opened, stats, until
@@ -72,19 +73,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "wait": wait,
     "verify": lambda store: list(store.verify()),
 }
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "arena.sock"
-
-
-@pytest.fixture
-def served(path: Path) -> Iterator[Serve]:
-    served = Serve(path)
-    served.start()
-    yield served
-    served.kill()
 
 
 def kill_at(step: int) -> Callable[..., Any]:

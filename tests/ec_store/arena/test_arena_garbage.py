@@ -1,7 +1,6 @@
 """Bytes that no client sends: they end their own connection, and nothing else."""
 
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from ec_store.arena.protocol import (
 )
 from ec_store.arena.server import ArenaServer
 from ec_store.arena.store import ArenaStore
-from tests.ec_store.arena.served import MIB, opened, raw, serving, until
+from tests.ec_store.arena.served import raw, until
 from tests.ec_store.contract import assert_same, key, sized
 
 OTHER = bytes(32)
@@ -111,23 +110,6 @@ def greet(connection: socket.socket) -> int:
     welcome = read_reply(connection.recv(2**16)[4:])
     assert isinstance(welcome, Welcome)
     return welcome.session
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "arena.sock"
-
-
-@pytest.fixture
-def server(path: Path) -> Iterator[ArenaServer]:
-    with serving(path, 8 * MIB) as server:
-        yield server
-
-
-@pytest.fixture
-def store(path: Path, server: ArenaServer) -> Iterator[ArenaStore]:
-    with opened(path) as store:
-        yield store
 
 
 @pytest.mark.fault(126)

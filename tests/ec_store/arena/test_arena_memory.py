@@ -32,11 +32,6 @@ from tests.ec_store.contract import assert_same, key, sized
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # <linux/falloc.h>
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "arena.sock"
-
-
 def punch(fd: int, offset: int, size: int) -> None:
     """Take pages of a memory away, which no seal forbids that lets clients write."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -215,6 +210,22 @@ def test_a_memory_has_huge_pages_where_the_kernel_gives_them(
         assert os.fstat(created.fd).st_blocks * 512 == created.size_bytes
     finally:
         os.close(created.fd)
+
+
+def test_a_memory_is_of_its_user_alone() -> None:
+    created = create_memory(4096)
+    assert os.fstat(created.fd).st_mode & 0o777 == 0o600
+    os.close(created.fd)
+
+
+def test_a_process_that_may_not_read_its_mappings_finds_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert memory._smaps(0) == ""  # noqa: SLF001
 
 
 def test_the_mapping_at_an_address_is_described(tmp_path: Path) -> None:

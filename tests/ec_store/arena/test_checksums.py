@@ -9,29 +9,11 @@ import pytest
 
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.protocol import Pins, Read, Request
-from ec_store.arena.server import ArenaServer
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.entry import checksum
-from tests.ec_store.arena.served import MIB, hashed_pin, serving
+from tests.ec_store.arena.served import MIB, hashed_pin
 from tests.ec_store.contract import assert_same, key, sized
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "arena.sock"
-
-
-@pytest.fixture
-def server(path: Path) -> Iterator[ArenaServer]:
-    with serving(path, 8 * MIB, segment_bytes=MIB) as server:
-        yield server
-
-
-@pytest.fixture
-def store(path: Path, server: ArenaServer) -> Iterator[ArenaStore]:
-    with ArenaStore(ArenaOptions(str(path), timeout_s=10, verify=1)) as store:
-        yield store
 
 
 @pytest.fixture

@@ -316,6 +316,21 @@ def test_long_headers_evict_entries_before_the_index_takes_too_much_memory() -> 
     assert isinstance(index.begin(client, Slot(b"new" * 10 + b"12", b"", 1), 0), int)
 
 
+def test_an_entry_without_payload_counts_as_a_page_of_its_client() -> None:
+    index = ArenaIndex(ExtentAllocator(2**20, 2**20), client_bytes=2 * PAGE_BYTES)
+    client = Client()
+    numbers = [index.begin(client, Slot(digest, b"", 0), 0) for digest in DIGESTS[:3]]
+    assert numbers[2] is Refusal.FULL
+    assert client.begun_bytes == 2 * PAGE_BYTES
+    for number in numbers[:2]:
+        assert isinstance(number, int)
+        index.commit(client, number, b"header", 0)
+    put(index, client, DIGESTS[2], 0)
+
+    pins = index.pin(client, DIGESTS[:3], 0)
+    assert [pin is None for pin in pins] == [False, False, True]
+
+
 def test_the_claims_of_one_client_are_bounded() -> None:
     index = ArenaIndex(ExtentAllocator(PAGE_BYTES, 2**20))
     client, other = Client(), Client()

@@ -27,20 +27,9 @@ KEPT = [*range(0, 6, 2), 6, 7]
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "arena.sock"
-
-
-@pytest.fixture
 def server(path: Path) -> Iterator[ArenaServer]:
     with serving(path, 8 * MIB, segment_bytes=4 * MIB) as server:
         yield server
-
-
-@pytest.fixture
-def store(path: Path, server: ArenaServer) -> Iterator[ArenaStore]:
-    with ArenaStore(ArenaOptions(str(path), timeout_s=10, verify=1)) as store:
-        yield store
 
 
 def stats(store: ArenaStore) -> Stats:
@@ -135,7 +124,7 @@ SCHEDULER = """
 import sys, time
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
-from ec_store.device.region import Region
+from ec_store.engine.region import Region
 from tests.ec_store.contract import key
 store, region = ArenaStore(ArenaOptions(sys.argv[1], timeout_s=10), "reader"), Region(0, 2)
 path, size_bytes, token = region.shared_region().handle
@@ -156,7 +145,7 @@ RANK = """
 import sys, time
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
-from ec_store.device.region import Handle, RegionReader
+from ec_store.engine.region import Handle, RegionReader
 socket, number, path, size_bytes, token = sys.argv[1:]
 store = ArenaStore(ArenaOptions(socket, timeout_s=10), "reader")
 store.check()

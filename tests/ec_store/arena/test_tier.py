@@ -27,6 +27,7 @@ from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
+from ec_store.arena.peers import Peer
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
     VERSION,
@@ -49,14 +50,15 @@ from ec_store.arena.protocol import (
     encode,
     read_reply,
 )
-from ec_store.arena.server import ArenaServer, Peer, Session, bind
+from ec_store.arena.server import ArenaServer, Session
+from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.entry import EntryInfo, encode_header
 from ec_store.errors import StoreUnavailable
 from ec_store.redis.store import RedisStore
 from ec_store.service import create_app
-from tests.ec_store.arena.served import MIB, serving
+from tests.ec_store.arena.served import MIB, serving, wait_for
 from tests.ec_store.contract import assert_same, entry, key, sized
 from tests.paths import ROOT
 from tests.support.redis_server import RedisServer
@@ -69,7 +71,8 @@ class Gated(RedisStore):
     """Tier, each call of which waits while its gate is closed; it counts its reads.
 
     Attributes:
-        lookups, reads, writes, removals: gates of `find`, `get`, `put` and `remove`, open at first.
+        lookups, reads, writes: gates of `find`, `get` and `put`, open at first.
+        removals: gate of `remove` and `purge`.
     """
 
     def __init__(self, url: str) -> None:
@@ -78,12 +81,14 @@ class Gated(RedisStore):
         self.writes, self.removals = threading.Event(), threading.Event()
         self.open_gates()
         self.read: list[EntryKey] = []
+        self.lookups_begun = 0
 
     def open_gates(self) -> None:
         for gate in (self.lookups, self.reads, self.writes, self.removals):
             gate.set()
 
     def find(self, digests: Sequence[str]) -> list[EntryInfo | None]:
+        self.lookups_begun += 1
         self.lookups.wait(WAIT_S)
         return super().find(digests)
 
@@ -99,6 +104,10 @@ class Gated(RedisStore):
     def remove(self, digests: Sequence[str]) -> int:
         self.removals.wait(WAIT_S)
         return super().remove(digests)
+
+    def purge(self, namespace: str) -> int:
+        self.removals.wait(WAIT_S)
+        return super().purge(namespace)
 
 
 @dataclass
@@ -137,13 +146,6 @@ class Host:
 
 
 Start = Callable[..., Host]
-
-
-def wait_for(true: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline_s, "it has not happened"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -574,6 +576,49 @@ def test_a_deleted_entry_does_not_come_any_more(a: Host, b: Host) -> None:
 
     wait_for(lambda: b.stats.begun_bytes == 0)
     assert b.stats.entries == 0
+
+
+def test_a_purged_namespace_is_purged_in_the_tier(redis: RedisServer, a: Host, b: Host) -> None:
+    other = EntryKey("other", "name")
+    for each in (key(), key("coming"), other):
+        a.store.put(each, entry())
+    a.until(sent=3)
+    b.tier.reads.clear()
+    assert b.store.lookup([key("coming")])[0] is not None
+    b.tier.removals.clear()
+
+    b.store.purge(key().namespace)
+    b.tier.reads.set()
+    assert b.store.lookup([key(), key("coming")]) == [None, None]
+    assert b.store.lookup([other])[0] is not None
+    b.tier.removals.set()
+    wait_for(lambda: not in_redis(redis, key()) and not in_redis(redis, key("coming")))
+    wait_for(lambda: b.stats.begun_bytes == 0)
+    assert in_redis(redis, other)
+    assert [row.info and row.info.key for row in b.store.ls()] == [other]
+
+
+def test_purges_that_wait_for_the_tier_have_a_maximum(a: Host) -> None:
+    a.tier.removals.clear()
+    for _ in range(tier.QUEUE_NAMESPACES + 3):
+        a.store.purge("namespace")
+
+    assert a.counts.drops == 3
+
+
+def test_an_entry_that_is_deleted_during_its_look_up_does_not_come(a: Host, b: Host) -> None:
+    a.store.put(key(), entry())
+    a.until(sent=1)
+    b.tier.lookups.clear()
+    b.tier.removals.clear()
+    with ThreadPoolExecutor(1) as pool:
+        look_up = pool.submit(b.client().lookup, [key()])
+        wait_for(lambda: b.tier.lookups_begun)
+        b.store.delete([key()])
+        b.tier.lookups.set()
+        assert look_up.result() == [None]
+
+    assert b.tier.read == []
 
 
 def test_a_reader_that_looks_again_finds_an_entry_that_is_sent_later(a: Host, b: Host) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import Folder, Modes
 from ec_store.disk.ledger import Ledger
-from ec_store.disk.tree import taken_bytes
 from tests.ec_store.disk.on_disk import files
 
 

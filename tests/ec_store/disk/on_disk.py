@@ -10,11 +10,11 @@ from typing import Any
 from ec_store import EntryKey
 from ec_store.disk import tree
 from ec_store.disk.config import DiskConfig
+from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.evictor import YOUNG_S
 from ec_store.disk.files import Folder, Modes
 from ec_store.disk.ledger import Ledger
 from ec_store.disk.store import SharedDiskStore
-from ec_store.disk.tree import taken_bytes
 
 
 def opened(

@@ -17,7 +17,6 @@ from ec_store.disk.config import (
     FORMAT,
     NAME,
     DiskConfig,
-    GivenSettings,
     SettingsInvalid,
     StoreSettings,
 )
@@ -181,7 +180,7 @@ def test_settings_that_change_are_followed_and_unreadable_ones_are_not(
     root: Path, looks_soon: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(root) as store, opened(root) as other:
-        other.configure(GivenSettings(max_bytes=2**20))
+        other.configure(max_bytes=2**20)
         time.sleep(2 * SOON_S)
         store.lookup([key()])
         assert store.settings.max_bytes == 2**20
@@ -244,7 +243,7 @@ def test_store_with_settings_that_a_power_failure_cut_is_used_until_it_is_config
         logged = [it for it in caplog.records if "This process uses" in it.message]
         assert [it.levelname for it in logged] == ["ERROR"] * 2
         with opened(root) as other:
-            other.configure(GivenSettings(max_bytes=3 * 2**30))
+            other.configure(max_bytes=3 * 2**30)
         assert held(root) == StoreSettings(max_bytes=3 * 2**30)
 
 
@@ -269,7 +268,7 @@ def test_durable_store_flushes_its_settings_and_folders_when_it_is_created(
 
     flushed.clear()
     with opened(root, "durability=fsync") as store:
-        store.configure(GivenSettings(max_bytes=2**20))
+        store.configure(max_bytes=2**20)
     assert {(root / NAME).read_text()} in flushed
 
 

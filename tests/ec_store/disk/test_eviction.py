@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ec_store.disk.ledger import Count, Usage
-from ec_store.disk.tree import (
+from ec_store.disk.eviction_policy import (
     BATCH,
     BLOCK_BYTES,
     SAMPLED,
@@ -19,6 +18,7 @@ from ec_store.disk.tree import (
     sample_size,
     taken_bytes,
 )
+from ec_store.disk.ledger import Count, Usage
 
 GIB = 2**30
 KEPT = st.lists(

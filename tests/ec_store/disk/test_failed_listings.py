@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from ec_store import StoreUnavailable
-from ec_store.disk.config import GivenSettings
+from ec_store.disk.eviction_policy import BLOCK_BYTES
 from ec_store.disk.files import Folder
 from ec_store.disk.store import SharedDiskStore
-from ec_store.disk.tree import BLOCK_BYTES
 from tests.ec_store.contract import key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, opened, path_of
 
@@ -24,7 +23,7 @@ def test_eviction_ends_if_others_free_the_space_meanwhile(
     with opened(root) as store, opened(root) as other:
         for n in range(200):
             store.put(key(str(n)), sized(100))
-        store.configure(GivenSettings(max_bytes=100 * BLOCK_BYTES))
+        store.configure(max_bytes=100 * BLOCK_BYTES)
         remove = Folder.remove_folder
 
         def others_remove(folder: Folder, name: str) -> bool:

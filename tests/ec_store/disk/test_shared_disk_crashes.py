@@ -16,10 +16,11 @@ import pytest
 from ec_store import StoreUnavailable
 from ec_store.disk import evictor
 from ec_store.disk.entry_files import EntryFiles
+from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import Folder
 from ec_store.disk.ledger import Ledger
 from ec_store.disk.store import SharedDiskStore
-from ec_store.disk.tree import Found, taken_bytes
+from ec_store.disk.tree import Found
 from tests.ec_store.contract import assert_same, key, sized
 from tests.ec_store.disk import on_disk
 from tests.ec_store.disk.on_disk import age, entries_bytes, files, folder_of, path_of

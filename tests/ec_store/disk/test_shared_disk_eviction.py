@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 
 from ec_store import Entry, EntryTooLarge, StoreUnavailable
-from ec_store.disk import evictor, housekeeping, tree
-from ec_store.disk.claims import LONGEST_S, leased_digests, sweep_leases
-from ec_store.disk.config import GivenSettings
+from ec_store.disk import eviction_policy, evictor, housekeeping, tree
 from ec_store.disk.entry_files import EntryFiles
+from ec_store.disk.eviction_policy import EvictionCandidate, taken_bytes
 from ec_store.disk.files import Folder, Modes
+from ec_store.disk.leases import LONGEST_S, leased_digests, sweep_leases
 from ec_store.disk.ledger import EVICTING, SWEEPING, Ledger, Usage
 from ec_store.disk.store import SharedDiskStore
-from ec_store.disk.tree import EvictionCandidate, taken_bytes
 from tests.ec_store.contract import key, sized
 from tests.ec_store.disk.on_disk import (
     age,
@@ -72,7 +71,7 @@ def test_cost_of_a_put_into_a_full_store_does_not_grow_with_entries(
 ) -> None:
     root, number = filled
     with opened(root) as store:
-        store.configure(GivenSettings(max_bytes=number * BLOCK))
+        store.configure(max_bytes=number * BLOCK)
         store.put(key("first"), sized(100))
         with counted() as counts:
             for n in range(16):
@@ -93,7 +92,7 @@ def test_eviction_of_none_or_one_reads_few_entries(
 ) -> None:
     root, number = filled
     with opened(root) as store:
-        store.configure(GivenSettings(max_bytes=100 * number * BLOCK))
+        store.configure(max_bytes=100 * number * BLOCK)
         store.evict()
         with counted() as counts:
             assert store.evict() == 0
@@ -272,7 +271,7 @@ def change_while_a_count_waits(
 
         with monkeypatch.context() as patched:
             patched.setattr(Ledger, name, change)
-            patched.setattr("ec_store.disk.evictor.time.sleep", pause)
+            patched.setattr(time, "sleep", pause)
             sweep(other)
         assert pauses == [evictor.RELEASE_S]
 
@@ -317,7 +316,7 @@ def choosing(
     monkeypatch: pytest.MonkeyPatch, then: Callable[[Sequence[EvictionCandidate]], None]
 ) -> None:
     """Call `then` once, after victims are chosen and before any is removed."""
-    choose = tree.choose_victims
+    choose = eviction_policy.choose_victims
 
     def chosen(sample: Sequence[EvictionCandidate], **more: Any) -> list[EvictionCandidate]:
         monkeypatch.setattr(evictor, "choose_victims", choose)
@@ -335,7 +334,7 @@ def test_entry_read_after_its_selection_is_not_evicted(
         for name, age_s in (("read", 7200), ("unread", 3600), ("younger", 1800)):
             store.put(key(name), sized(100))
             age(path_of(root, key(name)), age_s)
-        store.configure(GivenSettings(max_bytes=BLOCK + 400))  # room for one
+        store.configure(max_bytes=BLOCK + 400)  # room for one
         choosing(monkeypatch, lambda _: assert_there(reader, "read"))
 
         assert store.evict() == 2
@@ -626,7 +625,7 @@ def test_writer_does_not_evict_a_whole_store_beside_another_for_longer_than_it_w
     with opened(root) as store:
         for n in range(200):
             store.put(key(str(n)), sized(100))
-        store.configure(GivenSettings(max_bytes=2 * BLOCK))
+        store.configure(max_bytes=2 * BLOCK)
         with held(root, EVICTING):
             monkeypatch.setattr(time, "monotonic", passed)
             with pytest.raises(StoreUnavailable, match="another process is still evicting"):

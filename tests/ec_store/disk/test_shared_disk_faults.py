@@ -20,14 +20,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
-from ec_store.disk import files as disk_files
-from ec_store.disk import opening
-from ec_store.disk.claims import SWEPT_BY_LEASES, add_leases, leased_digests
-from ec_store.disk.config import GivenSettings
+from ec_store.buffers import UNUSED_BYTES, Buffers
+from ec_store.disk import clock as disk_clock
+from ec_store.disk import evictor, opening
+from ec_store.disk import store as disk_store
+from ec_store.disk.clock import StoreClock
 from ec_store.disk.entry_files import EntryFiles
-from ec_store.disk.files import Folder, Modes, StoreClock
+from ec_store.disk.files import Folder, Modes
+from ec_store.disk.leases import SWEPT_BY_LEASES, add_leases, leased_digests
 from ec_store.disk.store import SharedDiskStore
-from ec_store.entry import UNUSED_BYTES, Buffers
 from tests.ec_store.contract import another_release, assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
 from tests.examples import scaled
@@ -391,7 +392,7 @@ def test_clock_that_is_ahead_for_a_moment_removes_no_small_staging_file(
         store.sweep()
         assert staging.exists()
 
-        monkeypatch.setattr(disk_files, "JUMP_LASTS_S", 0)
+        monkeypatch.setattr(disk_clock, "JUMP_LASTS_S", 0)
         days_ahead.append(6)
         store.sweep()
         assert not staging.exists()
@@ -406,7 +407,7 @@ def test_clock_that_stays_ahead_for_an_hour_is_believed(
         days_ahead.append(8)
         assert store.sweep() == 0
 
-        monkeypatch.setattr(disk_files, "JUMP_LASTS_S", 0)
+        monkeypatch.setattr(disk_clock, "JUMP_LASTS_S", 0)
         assert store.get(key()) is None
         assert store.sweep() == 1
 
@@ -556,8 +557,8 @@ def test_a_lease_that_comes_while_its_entry_is_evicted_keeps_it(
         for name in ("leased", "old"):
             store.put(key(name), entry())
             age(path_of(root, key(name)), HOUR)
-        store.configure(GivenSettings(max_bytes=1))
-        monkeypatch.setattr("ec_store.disk.evictor.leased_digests", lease_at_once)
+        store.configure(max_bytes=1)
+        monkeypatch.setattr(evictor, "leased_digests", lease_at_once)
 
         assert store.evict() == 1
         assert_same(entry(), other.get(key("leased")))
@@ -568,7 +569,7 @@ def test_a_lease_that_comes_while_its_entry_is_evicted_keeps_it(
 @pytest.fixture
 def leases_are_no_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record no further uses, as within a second of the last one: an evictor sees only leases."""
-    monkeypatch.setattr("ec_store.disk.store.TOUCH_EVERY_S", 1e9)
+    monkeypatch.setattr(disk_store, "TOUCH_EVERY_S", 1e9)
 
 
 @pytest.mark.fault(29)
@@ -586,7 +587,7 @@ def test_evictor_looks_for_leases_again_after_it_has_renamed_its_victims(
     with opened(root) as store, opened(root) as other:
         for name in ("leased", "old"):
             store.put(key(name), entry())
-        store.configure(GivenSettings(max_bytes=1))
+        store.configure(max_bytes=1)
         monkeypatch.setattr(Folder, "rename", lease_first)
 
         assert store.evict() == 1
@@ -609,8 +610,8 @@ def test_lease_of_an_entry_that_is_evicted_meanwhile_is_a_miss(
 
     with opened(root) as store, opened(root) as other:
         store.put(key(), entry())
-        other.configure(GivenSettings(max_bytes=1))
-        monkeypatch.setattr("ec_store.disk.store.add_leases", evict_too)
+        other.configure(max_bytes=1)
+        monkeypatch.setattr(disk_store, "add_leases", evict_too)
 
         evicted = when == "before the lease is written"
         assert (store.lease([key()], 60)[0] is None) == evicted

@@ -17,8 +17,8 @@ import pytest
 
 from ec_store import StoreUnavailable
 from ec_store.disk import evictor
+from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.store import SharedDiskStore
-from ec_store.disk.tree import taken_bytes
 from tests.ec_store.contract import key, sized
 from tests.ec_store.disk import on_disk
 

@@ -15,7 +15,6 @@ import pytest
 
 from ec_store import StoreUnavailable
 from ec_store.disk import files
-from ec_store.disk.config import GivenSettings
 from ec_store.disk.store import SharedDiskStore
 from tests.ec_store.contract import assert_same, key, sized
 
@@ -97,7 +96,7 @@ def test_users_of_a_group_use_each_others_entries(root: Path) -> None:
 
     def evict() -> None:
         with opened(root) as store:
-            store.configure(GivenSettings(max_bytes=2**20))
+            store.configure(max_bytes=2**20)
             assert store.evict() == 1
             assert [bool(info) for info in store.lookup([key(n) for n in "abcd"])] == [
                 True,
@@ -258,7 +257,7 @@ def test_the_open_waits_for_the_permissions_of_a_new_folder(
     mode = stat.S_IMODE(first.stat().st_mode)
     first.chmod(0o700)
     monkeypatch.setattr(files, "SETTLES_IN_S", 60.0)
-    monkeypatch.setattr("ec_store.disk.files.time.sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     working = start(USERS[1], work)
     assert waits.wait(60)
     first.chmod(mode)
@@ -286,7 +285,7 @@ def test_a_private_folder_is_waited_for_once(root: Path, monkeypatch: pytest.Mon
     by(USERS[0], lambda: opened(root).put(key("made"), sized(10)))
     [first] = [path for path in (root / "entries").iterdir() if path.is_dir()]
     first.chmod(0o700)
-    monkeypatch.setattr("ec_store.disk.files.time.sleep", count)
+    monkeypatch.setattr(time, "sleep", count)
     monkeypatch.setattr(files, "PRIVATE_S", 600.0)
     by(USERS[1], read)
 

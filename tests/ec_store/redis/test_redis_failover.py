@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ec_store import EntryKey, StoreUnavailable
-from ec_store.redis.link import Node
+from ec_store.redis.connection import Node
 from ec_store.redis.store import RedisStore
 from ec_store.redis.url import redis_options
 from tests.ec_store.contract import assert_same, key, sized
@@ -157,13 +157,13 @@ def test_a_connection_that_was_in_use_when_its_server_was_left_is_not_used_again
 ) -> None:
     options = redis_options(master.url())
     node, until_s = Node(options.addresses[0], options), time.monotonic() + 10
-    with node.link(until_s) as kept:
+    with node.connection(until_s) as kept:
         pass
-    with node.link(until_s) as link:
-        assert link is kept
+    with node.connection(until_s) as connection:
+        assert connection is kept
         node.close_connections()
-    with node.link(until_s) as link:
-        assert link is not kept
+    with node.connection(until_s) as connection:
+        assert connection is not kept
     node.close_connections()
 
 

@@ -17,7 +17,7 @@ from redis.crc import key_slot
 
 from ec_store import StoreUnavailable
 from ec_store.redis import client
-from ec_store.redis.link import Node
+from ec_store.redis.connection import Node
 from ec_store.redis.store import RedisStore
 from ec_store.redis.url import redis_options
 from tests.ec_store.contract import assert_same, key, sized
@@ -246,16 +246,16 @@ def test_a_connection_of_an_interrupted_call_is_not_reused(server: RedisServer) 
     """The collector closes a connection in a cycle, but the end of its call still puts it back."""
     options = redis_options(server.url())
     node = Node(options.addresses[0], options)
-    call = node.link(time.monotonic() + 5)
+    call = node.connection(time.monotonic() + 5)
     call.__enter__()
     cycle: list[object] = [call]
     cycle.append(cycle)
     del call, cycle
     gc.collect()
 
-    with node.link(time.monotonic() + 5) as link:
-        link.send([("PING",)])
-        assert link.read() == b"PONG"
+    with node.connection(time.monotonic() + 5) as connection:
+        connection.send([("PING",)])
+        assert connection.read() == b"PONG"
     node.close()
 
 

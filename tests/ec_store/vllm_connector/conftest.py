@@ -29,18 +29,6 @@ def vllm(models: Path) -> Any:
         return pieces.Pieces(models / "tiny-qwen2.5-vl")
 
 
-@pytest.fixture(scope="session")
-def fit(vllm: Any) -> Any:
-    """Return the module that checks whether entries fit."""
-    return importlib.import_module("ec_store.vllm_connector.accept")
-
-
-@pytest.fixture(scope="session")
-def finite(vllm: Any) -> Any:
-    """Return the module that looks for NaN and infinity."""
-    return importlib.import_module("ec_store.vllm_connector.accept")
-
-
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store"

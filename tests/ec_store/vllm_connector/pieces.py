@@ -37,15 +37,15 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 
 from ec_store import Entry
-from ec_store.backchannel import Receiver, Sender
 from ec_store.counts import Counts
-from ec_store.device.tensors import DTYPES, Loader
-from ec_store.fetcher import Fetcher
+from ec_store.engine.backchannel import Receiver, Sender
+from ec_store.engine.fetcher import Fetcher
+from ec_store.engine.host_memory import HostMemory
+from ec_store.engine.tensors import DTYPES, Loader
 from ec_store.vllm_connector import ECStoreConnector
-from ec_store.vllm_connector.accept import Widths
 from ec_store.vllm_connector.consumer import Consumer
-from ec_store.vllm_connector.host_memory import HostMemory
 from ec_store.vllm_connector.namespace import layout_of, namespace_of
+from ec_store.vllm_connector.widths import Widths
 from ec_store.vllm_connector.worker import Learner, Saver, StepMetadata, is_writer, load, reader
 from scripts.forked import inspect_in_process
 

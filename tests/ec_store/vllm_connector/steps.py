@@ -1,22 +1,15 @@
 """Steps of an engine, as the connector sees them."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 from ec_store import Entry, EntryKey, open_store
+from tests.ec_store.waiting import until
 
 
 def put(connector: Any, url: str, identifier: str, entry: Entry) -> None:
     with open_store(url) as store:
         assert store.put(EntryKey(connector.namespace, identifier), entry)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def settle(connector: Any, request: Any) -> set[str]:

@@ -12,9 +12,9 @@ import pytest
 
 from ec_store import Entry, EntryKey
 from ec_store.counts import Counts
+from ec_store.engine.entry_memory import buffer_bytes
+from ec_store.engine.fetcher import Fetcher
 from ec_store.entry import payload_bytes
-from ec_store.fetch_queue import buffer_bytes
-from ec_store.fetcher import Fetcher
 from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle
 
 TOKENS, COLUMNS = 4, 256
@@ -310,7 +310,7 @@ def settled_at_once(schedule: Any, number: int) -> tuple[Scheduler, list[Any]]:
     requests = [scheduler.request(f"r{n}", f"a{n}", f"b{n}") for n in range(number)]
     scheduler.step(*requests)
     store.go.set()
-    scheduler.until(lambda: len(scheduler.fetcher._answers) == 2 * number)  # noqa: SLF001
+    scheduler.until(lambda: len(scheduler.fetcher._results) == 2 * number)  # noqa: SLF001
     return scheduler, requests
 
 
@@ -358,7 +358,7 @@ def test_requests_that_wait_for_room_cost_one_lookup_each(schedule: Any) -> None
 def test_exception_while_an_entry_is_taken_over_fails_no_other_request(
     vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each request settles its own items; the claims of the failing one are released."""
+    """Each request settles its own items; the pins of the failing one are released."""
     connector = connect(timeout_s=WITHIN_S)
     put(connector, url, "a", vllm.entry())
     go, get = threading.Event(), connector._store.get  # noqa: SLF001
@@ -368,10 +368,10 @@ def test_exception_while_an_entry_is_taken_over_fails_no_other_request(
     for request in (first, second):
         assert not connector.ensure_cache_available(request, 0)
     go.set()
-    answers = connector._fetcher._answers  # noqa: SLF001
+    answers = connector._fetcher._results  # noqa: SLF001
     while not answers:
         time.sleep(0.001)
-    acceptance = import_module("ec_store.vllm_connector.accept").Acceptance
+    acceptance = import_module("ec_store.engine.accept").Acceptance
 
     with monkeypatch.context() as patched:
         patched.setattr(acceptance, "accepts_entry", lambda *_: 1 / 0)

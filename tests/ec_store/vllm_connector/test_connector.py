@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable, open_store
-from ec_store.backchannel import Receiver, Sender
 from ec_store.counts import Counts
-from tests.ec_store.conftest import NoThreads
-from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle, until
+from ec_store.disk.store import SharedDiskStore
+from ec_store.engine.backchannel import Receiver, Sender
+from ec_store.engine.fetcher import Fetcher
+from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle
+from tests.ec_store.waiting import until
 
 
 def test_an_entry_is_fetched_before_its_request_is_scheduled_and_kept(
@@ -101,7 +103,7 @@ def test_after_an_exception_media_are_encoded_locally_or_the_request_fails(
     def acquire(*_: object, **__: object) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr("ec_store.fetcher.Fetcher.acquire", acquire)
+    monkeypatch.setattr(Fetcher, "acquire", acquire)
     request = vllm.request(vllm.feature("a", media=media))
 
     assert connector.ensure_cache_available(request, 0) == media
@@ -122,7 +124,7 @@ def test_an_exception_fails_a_request_if_its_item_is_held_for_another(
     def acquire(*_: object, **__: object) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr("ec_store.fetcher.Fetcher.acquire", acquire)
+    monkeypatch.setattr(Fetcher, "acquire", acquire)
     request = vllm.request(vllm.feature("a", tokens=9))
     assert not connector.ensure_cache_available(request, 0)
     assert connector.take_unavailable_requests() == {"r"}
@@ -136,7 +138,7 @@ def test_a_persistent_exception_fails_the_request(
     def has_media(*_: object) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr("ec_store.vllm_connector.consumer.Consumer._has_media", has_media)
+    monkeypatch.setattr(type(connector._consumer), "_has_media", has_media)  # noqa: SLF001
     request = vllm.request(vllm.feature("missing"))
     assert settle(connector, request) == {"r"}
 
@@ -284,49 +286,17 @@ def test_the_served_name_is_registered(connect: Connect, url: str) -> None:
         until(lambda: store.namespaces() == {"tiny": connector.namespace})
 
 
-def test_an_engine_starts_without_its_store_and_uses_it_later(
-    connect: Connect,
-    url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_each_step_starts_the_registration_of_the_namespace_unless_it_runs(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 0.05)
-    blocked = tmp_path / "blocked"
-    blocked.write_text("")
-    connector = connect(store=f"file://{blocked}/store")
-    until(lambda: "the encoder store cannot be used" in caplog.text)
-    assert connector.namespace
+    from ec_store.engine.registration import NamespaceRegistration  # noqa: PLC0415
 
-    blocked.unlink()
-    with open_store(f"file://{blocked}/store") as store:
-        until(lambda: store.namespaces() == {"tiny": connector.namespace})
-    warnings = [line for line in caplog.messages if "cannot be used" in line]
-    assert len(warnings) == 1
-
-
-@pytest.mark.fault(87)
-def test_the_served_name_is_registered_once_a_thread_can_be_started(
-    connect: Connect,
-    url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    no_threads: NoThreads,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 3600)
-    with no_threads():
-        connector = connect()
-        monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 0)
-        connector.build_connector_meta(Step())
-    monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 3600)
+    started: list[int] = []
+    monkeypatch.setattr(NamespaceRegistration, "start", lambda _: started.append(1))
+    connector = connect()
     connector.build_connector_meta(Step())
-    with open_store(url) as store:
-        assert store.namespaces() == {}
 
-        monkeypatch.setattr("ec_store.vllm_connector.config.RETRY_S", 0)
-        connector.build_connector_meta(Step())
-        until(lambda: store.namespaces() == {"tiny": connector.namespace})
-    assert sum("ec-store-register" in line for line in caplog.messages) == 1
+    assert started == [1, 1]
 
 
 def test_requests_are_served_if_the_store_rejects_names(
@@ -335,9 +305,7 @@ def test_requests_are_served_if_the_store_rejects_names(
     def register_namespace(*_: object) -> None:
         raise StoreUnavailable("read-only")
 
-    monkeypatch.setattr(
-        "ec_store.disk.store.SharedDiskStore.register_namespace", register_namespace
-    )
+    monkeypatch.setattr(SharedDiskStore, "register_namespace", register_namespace)
     assert settle(connect(), vllm.request(vllm.feature("a"))) == set()
 
 
@@ -548,9 +516,9 @@ def test_entries_of_an_aborted_request_are_forgotten(
         connector.ensure_cache_available(request, 0)
 
     connector.request_finished(first)
-    assert memory.is_claimed("a")
+    assert memory.is_pinned("a")
     connector.request_finished(second)
-    assert not memory.is_claimed("a")
+    assert not memory.is_pinned("a")
     go.set()
 
 
@@ -624,7 +592,7 @@ def test_an_exception_in_one_part_does_not_affect_the_others(
     def close(*_: object) -> None:
         raise OSError("bug")
 
-    monkeypatch.setattr("ec_store.vllm_connector.consumer.Consumer.close", close)
+    monkeypatch.setattr(type(connector._consumer), "close", close)  # noqa: SLF001
     monkeypatch.setattr(connector._store, "close", lambda: closed.append(1))  # noqa: SLF001
     connector.shutdown()
     assert closed == [1]
@@ -666,7 +634,7 @@ def test_writes_during_a_step_leave_room_for_its_reports(
         saver.expect_items(step.items, {})
         for item in items[1:]:
             saver.save(item.identifier, vllm.tensor())
-            until(lambda: not saver._writer._waiting)  # noqa: SLF001
+            until(lambda: not saver._writer.waiting_bytes)  # noqa: SLF001
         failed = threading.Event()
 
         def fails(*_: object) -> bool:

@@ -6,17 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from ec_store import Entry, EntryKey, open_store
+from ec_store import EntryKey, open_store
 from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle
 
 ROWS, COLUMNS = 4, 256
 """Shape that the tiny model expects for `Pieces.feature`."""
-
-per_function = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-
 
 MISFITS = {
     "wider": torch.ones(ROWS, COLUMNS + 8),
@@ -85,25 +80,6 @@ def test_a_misfit_replaced_in_the_store_is_a_hit(vllm: Any, connect: Connect, ur
 
     assert settle(connector, vllm.request(vllm.feature("a", media=False))) == set()
     assert connector.has_cache_item("a")
-
-
-sizes = st.integers(0, 5)
-
-
-@given(
-    shape=st.lists(sizes, max_size=4).map(tuple),
-    dtype=st.sampled_from(["BF16", "F16", "F32"]),
-    rows=sizes,
-    columns=st.none() | sizes,
-)
-@per_function
-def test_an_entry_fits_exactly_where_dtype_rows_and_columns_are_those_expected(
-    fit: Any, shape: tuple[int, ...], dtype: str, rows: int, columns: int | None
-) -> None:
-    size = math.prod(shape) * (4 if dtype == "F32" else 2)
-    entry = Entry(memoryview(bytes(size)), dtype, shape, "image")
-    found = fit.find_misfit(entry, fit.ItemTarget("a", "image", "F32", rows, columns))
-    assert (found is None) == (dtype == "F32" and shape == (rows, columns))
 
 
 def qwen3_vl() -> Any:
@@ -256,48 +232,6 @@ def test_a_stated_width_is_taken(vllm: Any, connect: Connect, url: str) -> None:
     put(connector, url, "a", vllm.stored(MISFITS["wider"]))
     assert settle(connector, vllm.request(vllm.feature("a", media=False))) == set()
     assert connector.has_cache_item("a")
-
-
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
-
-@given(
-    dtype=st.sampled_from(sorted(DTYPES)),
-    count=st.integers(1, 9),
-    data=st.data(),
-)
-@per_function
-def test_values_that_are_not_finite_are_found_by_their_bits(
-    finite: Any, dtype: str, count: int, data: st.DataObject
-) -> None:
-    size = 4 if dtype == "F32" else 2
-    raw = data.draw(st.binary(min_size=count * size, max_size=count * size))
-    tensor = torch.frombuffer(bytearray(raw), dtype=DTYPES[dtype])
-    entry = Entry(memoryview(raw), dtype, (1, count), "image")
-    assert finite.is_finite(entry) == bool(tensor.isfinite().all())
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_single_value_that_is_not_finite_is_found_at_any_position(
-    vllm: Any, finite: Any, dtype: str, value: float
-) -> None:
-    """The values are at the ends of the tensor, and of the pieces that are checked in turn."""
-    width = 4 if dtype == "F32" else 2
-    piece = finite.PIECE_BYTES // width
-    count = 2 * piece + 3
-    largest = torch.finfo(DTYPES[dtype]).max
-    tensor = torch.full((1, count), largest, dtype=DTYPES[dtype])
-    tensor[0, ::2] = -largest
-    assert finite.is_finite(vllm.stored(tensor))
-    for place in (0, piece - 1, piece, 2 * piece, count - 1):
-        spoiled = tensor.clone()
-        spoiled[0, place] = value
-        assert not finite.is_finite(vllm.stored(spoiled))
-
-
-def test_an_entry_without_values_is_finite(vllm: Any, finite: Any) -> None:
-    assert finite.is_finite(vllm.stored(torch.ones(0, 8)))
 
 
 @pytest.mark.fault(69)

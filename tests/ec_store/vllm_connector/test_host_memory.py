@@ -21,7 +21,7 @@ from ec_store.arena.protocol import GetStats, Stats, Welcome, encode
 from ec_store.arena.store import ArenaStore, HostPlace
 from ec_store.arena.url import ArenaOptions
 from tests.ec_store.arena.served import MIB, serving
-from tests.ec_store.vllm_connector.steps import until
+from tests.ec_store.waiting import until
 
 ROWS = 1024
 """Rows of an entry of 1 MiB."""
@@ -31,9 +31,8 @@ ROWS = 1024
 def host(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the module of the host's memory. Its threads look often."""
     del vllm  # requested first: it skips without vLLM
-    module = importlib.import_module("ec_store.vllm_connector.host_memory")
-    monkeypatch.setattr(module, "TURN_S", 0.005)
-    return module
+    monkeypatch.setattr(importlib.import_module("ec_store.engine.threads"), "PERIOD_S", 0.005)
+    return importlib.import_module("ec_store.engine.host_memory")
 
 
 class Server:
@@ -85,8 +84,8 @@ class Ranks:
     """Workers of a consumer in this process, each with a connection of its own."""
 
     def __init__(self, host: Any, server: Server, count: int, engine: str) -> None:
-        tensors = importlib.import_module("ec_store.device.tensors")
-        backchannel = importlib.import_module("ec_store.backchannel")
+        tensors = importlib.import_module("ec_store.engine.tensors")
+        backchannel = importlib.import_module("ec_store.engine.backchannel")
         self.loaders = [tensors.Loader(number) for number in range(count)]
         path = ArenaOptions(server.url.removeprefix("shm://").partition("?")[0], timeout_s=10)
         self.stores = [ArenaStore(path, "reader") for _ in self.loaders]
@@ -505,7 +504,7 @@ def test_the_place_of_a_failed_copy_is_free_once_no_device_can_write_to_it(
     settles: bool,
 ) -> None:
     torch = importlib.import_module("torch")
-    tensors = importlib.import_module("ec_store.device.tensors")
+    tensors = importlib.import_module("ec_store.engine.tensors")
     streams = importlib.import_module("tests.fake_accelerator").FakeStream
 
     def fail(*_: object) -> None:
@@ -517,7 +516,7 @@ def test_the_place_of_a_failed_copy_is_free_once_no_device_can_write_to_it(
         if not settles:
             patch.setattr(streams, "synchronize", fail)
         producer.save(device.fake.tensor(torch.ones(ROWS, 256)))
-        until(lambda: not producer.worker._saver._writer._waiting)  # noqa: SLF001
+        until(lambda: not producer.worker._saver._writer.waiting_bytes)  # noqa: SLF001
     begun = server.stats().begun_bytes
     figures = producer.close()
 
@@ -542,7 +541,7 @@ def test_an_output_is_dropped_without_a_server_or_room_and_a_later_one_is_stored
                 store.put(key, vllm.entry(0.0, ROWS))
             store.lease(keys, 60)
         producer.save(vllm.tensor(1.0, ROWS))
-        until(lambda: not producer.worker._saver._writer._waiting)  # noqa: SLF001
+        until(lambda: not producer.worker._saver._writer.waiting_bytes)  # noqa: SLF001
         if state == "full":
             store.delete(keys)
     if state == "down":

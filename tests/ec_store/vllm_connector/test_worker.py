@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ec_store import EntryKey, open_store
+from ec_store import EntryKey, memory_left, open_store
 from tests.ec_store.conftest import NoThreads
 from tests.ec_store.vllm_connector.steps import Connect
 
@@ -125,7 +125,7 @@ def step_that_loads(connector: Any, vllm: Any, url: str, name: str, rows: int) -
 def test_a_step_for_several_workers_has_places_in_shared_memory(
     vllm: Any, connect: Connect, url: str, rows: int
 ) -> None:
-    from ec_store.device.tensors import Loader  # noqa: PLC0415 - needs torch
+    from ec_store.engine.tensors import Loader  # noqa: PLC0415 - needs torch
 
     with vllm.ranks(2, stages=2):
         connector = connect(memory_bytes=1, region_bytes="16MiB")
@@ -155,7 +155,7 @@ def test_a_step_for_several_workers_has_places_in_shared_memory(
 def test_an_entry_that_shared_memory_has_no_room_for_comes_with_the_step(
     vllm: Any, connect: Connect, url: str
 ) -> None:
-    from ec_store.device.tensors import Loader  # noqa: PLC0415 - needs torch
+    from ec_store.engine.tensors import Loader  # noqa: PLC0415 - needs torch
 
     with vllm.ranks(2):
         connector = connect(region_bytes=8192)
@@ -174,7 +174,7 @@ def test_shared_memory_that_fails_keeps_no_entry_from_a_step(
     vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """An absent entry of the plan ends the engine, as an exception does."""
-    from ec_store.device.tensors import Loader  # noqa: PLC0415 - needs torch
+    from ec_store.engine.tensors import Loader  # noqa: PLC0415 - needs torch
 
     def fail(*_: object) -> None:
         raise ValueError("mmap closed or invalid")
@@ -336,7 +336,7 @@ def test_shared_memory_larger_than_the_memory_left_is_not_made(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The kernel would end the process, without a line in the log."""
-    monkeypatch.setattr("ec_store.device.memory.available_bytes", lambda: 2**20)
+    monkeypatch.setattr(memory_left, "available_bytes", lambda: 2**20)
     with vllm.ranks(2):
         connector = connect()
 

@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestServer
 from ec_store import open_store
 from epd.config import ProxyConfig
 from epd.discovery.entries import write_json
+from epd.discovery.stores import RegistrationsInRedis
 from epd.routing.instances import Instance, Role
 from epd.tools.doctor import examination, host, trials
 from epd.tools.doctor.examination import Waits, examine
@@ -35,6 +36,7 @@ from tests.support.fake_instance import (
 from tests.support.fake_turns import Turns, says
 from tests.support.fleet import until
 from tests.support.kv_publisher import publishers
+from tests.support.redis_server import RedisServer
 from tests.support.strict_encode import Memory, Pushes
 from tests.support.strict_instance import WIRES
 
@@ -655,25 +657,26 @@ def ill(findings: list[Finding]) -> set[tuple[str, str]]:
 async def test_instances_of_a_file_of_the_dns_and_of_the_store_of_registrations_are_looked_at(
     clinic: Clinic, tmp_path: Path
 ) -> None:
-    file, folder = tmp_path / "instances.yaml", tmp_path / "registrations"
+    file = tmp_path / "instances.yaml"
     file.write_bytes(write_json([Instance(Role.PREFILL, clinic.prefill.url)]))
-    registered = [
+    registered = (
         Instance(Role.DECODE, clinic.decode.url),
         Instance(Role.PREFILL_DECODE, "http://x"),
-    ]
-    folder.mkdir()
-    (folder / "registered.json").write_bytes(write_json(registered))
+    )
     port = clinic.encode.url.rpartition(":")[2]
-    async with NameServer({"encode.test": ["127.0.0.1"]}).running() as server:
-        findings = await clinic.findings(
-            **NOBODY,
-            instances_file=file,
-            dynamic_registration=True,
-            admin_api_key=KEY,
-            registration_store=f"file://{folder}",
-            discover_encode=f"encode.test:{port}",
-            discovery_dns_server=server.address,
-        )
+    with RedisServer(tmp_path / "redis") as redis:
+        async with RegistrationsInRedis.connected(redis.url()) as store:
+            await store.write(registered)
+        async with NameServer({"encode.test": ["127.0.0.1"]}).running() as server:
+            findings = await clinic.findings(
+                **NOBODY,
+                instances_file=file,
+                dynamic_registration=True,
+                admin_api_key=KEY,
+                registration_store=redis.url(),
+                discover_encode=f"encode.test:{port}",
+                discovery_dns_server=server.address,
+            )
 
     assert ill(findings) == {
         ("prefill_decode http://x", "is not used: its role conflicts with that of another instance")
@@ -683,25 +686,23 @@ async def test_instances_of_a_file_of_the_dns_and_of_the_store_of_registrations_
         "encodes, and reports where its outputs are",
         "answers requests that a prefill instance prefilled",
     } <= seen
-    assert sorted(path.name for path in folder.iterdir()) == ["registered.json"]
 
 
 async def test_sources_that_cannot_be_used_are_found(clinic: Clinic, tmp_path: Path) -> None:
-    (tmp_path / "registered.json").write_text("{")
     async with NameServer({"empty.test": []}).running() as server:
         findings = await clinic.findings(
             **NOBODY,
             instances_file=tmp_path / "nowhere",
             dynamic_registration=True,
             admin_api_key=KEY,
-            registration_store=f"file://{tmp_path}",
+            registration_store="redis://127.0.0.1:1",
             discover_encode="empty.test:1",
             discovery_dns_server=server.address,
         )
 
     assert {
         (f"file {tmp_path}/nowhere", "it does not exist"),
-        ("registration", "the store cannot be read: registered.json: it is not valid JSON"),
+        ("registration", "the store cannot be read: ConnectionError"),
         ("encode empty.test", "it has no address"),
         ("instances", "none decodes: every request gets a 503"),
         ("instances", "none encodes"),

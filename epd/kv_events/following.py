@@ -1,0 +1,120 @@
+"""Known content of prefix caches, kept precise by the KV events of their engines.
+
+This module needs the extra `kv-events`.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from epd.aio import Background
+from epd.config.sections import ConfigFields
+from epd.kv_events.addresses import EventSource, event_sources
+from epd.kv_events.feed import EMPTIED, FeedReport
+from epd.kv_events.reader import EventReader, FeedKey, Subscription
+from epd.routing.instances import Instance, Role
+from epd.routing.prefix import PrefixCache
+from epd.routing.table import InstanceTable
+from epd.state_log import StateLog
+
+STOP_S = 1.0
+"""Time limit for the end of the thread, in seconds."""
+
+TICK_S = 0.5
+"""Interval in which the subscriptions are compared with the instances."""
+
+
+class KVEvents:
+    """The known content of prefix caches, kept up to date by the events of their engines."""
+
+    def __init__(self, table: InstanceTable, config: ConfigFields) -> None:
+        self._table = table
+        self._config = config
+        self._logs: dict[FeedKey, StateLog] = {}
+        self._instances: dict[tuple[Role, str], Instance] = {}
+        self._counts: dict[tuple[Role, str], Counter[str]] = {}
+
+    @asynccontextmanager
+    async def run_events(
+        self, background: Background
+    ) -> AsyncIterator[Callable[[], Mapping[tuple[Role, str], Mapping[str, int]]]]:
+        """Follow the events in the background until the context exits. Yield their counts."""
+        async with background.run_task("kv_events", self._run):
+            yield lambda: self._counts
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        reader = EventReader(
+            lambda reports: loop.call_soon_threadsafe(self._record_reports, reports)
+        )
+        reader.start()
+        try:
+            while reader.is_alive():
+                reader.follow_engines(self._sources())
+                await asyncio.sleep(TICK_S)
+            raise RuntimeError("the thread that reads KV events has ended")
+        finally:
+            reader.stop_reading()
+            self._estimate_caches(self._instances.values())
+            # Bounded: the interpreter waits for the thread of this call when it exits.
+            await asyncio.to_thread(reader.join, STOP_S)
+
+    def _sources(self) -> dict[FeedKey, EventSource]:
+        config = self._config
+        instances = {
+            instance.key: instance for instance in self._table.of_roles(*config.content_roles)
+        }
+        self._estimate_caches(
+            instance for key, instance in self._instances.items() if key not in instances
+        )
+        self._instances = instances
+        self._counts = {key: self._counts.get(key, Counter()) for key in instances}
+        sources = {
+            (key, rank): source
+            for key, instance in instances.items()
+            for rank, source in enumerate(event_sources(instance, config.kv_events_addrs))
+        }
+        self._logs = {key: log for key, log in self._logs.items() if key in sources}
+        return sources
+
+    def _estimate_caches(self, instances: Iterable[Instance]) -> None:
+        """Estimate the caches of instances that are not followed any more."""
+        for instance in instances:
+            with suppress(KeyError):  # it has been removed
+                for cache in self._table.load(instance).caches:
+                    cache.estimate_reported()
+
+    def _cache(self, key: FeedKey) -> PrefixCache | None:
+        """Return the cache of an engine; None if its instance has been removed."""
+        instance, rank = self._instances.get(key[0]), key[1]
+        try:
+            return None if instance is None else self._table.load(instance).cache_of(rank)
+        except KeyError:
+            return None
+
+    def _record_reports(self, reports: Sequence[tuple[Subscription, FeedReport]]) -> None:
+        """Record the news of engines. Runs on the event loop."""
+        for subscription, report in reports:
+            subscription.pending = False
+            if (cache := self._cache(subscription.key)) is not None:
+                self._record_report(subscription.key, cache, report)
+
+    def _record_report(self, key: FeedKey, cache: PrefixCache, report: FeedReport) -> None:
+        self._counts[key[0]].update(report.counts)
+        log = self._logs.get(key)
+        if log is None:
+            log = self._logs[key] = StateLog(
+                "the KV events of an engine cannot be followed",
+                "its prefix cache is estimated",
+                instance=key[0][1],
+                rank=str(key[1]),
+            )
+        if report.fault in EMPTIED:
+            cache.clear()
+        elif report.fault:
+            cache.estimate_reported()
+            log.record_failure(report.fault)
+        cache.apply_changes(report.changes)
+        if cache.precise:
+            log.record_success()

@@ -1,0 +1,1 @@
+"""Processes that serve one address: their first process, their starts, ends and orders."""

@@ -1,0 +1,95 @@
+"""Settings of instances, and which of them exclude each other."""
+
+import pytest
+from pydantic import ValidationError
+
+from epd.config import ProxyConfig
+from epd.routing.instances import Role
+
+PROXY_FETCH = {"media_fetch": "proxy"}
+WRONG_DOMAINS = ["https://a.test", "a.test/x", "a.test:443", "*.a.test", "u@a.test", "a.test,", "["]
+E, D = "http://e:1", "http://d:1"
+
+
+def config(**more: object) -> ProxyConfig:
+    return ProxyConfig.model_validate({"encode_servers_urls": E, "decode_servers_urls": D} | more)
+
+
+@pytest.mark.parametrize("spelling", ["", "disable", "none", "None", " "])
+def test_decode_instances_prefill_without_prefill_urls(spelling: str) -> None:
+    roles = {instance.role for instance in config(prefill_servers_urls=spelling).instances}
+
+    assert roles == {Role.ENCODE, Role.PREFILL_DECODE}
+
+
+@pytest.mark.parametrize("spelling", ["", "disable", "none", "None", " "])
+@pytest.mark.parametrize("prefill", ["", "http://p:1"])
+def test_config_without_encode_urls_has_no_encode_stage(spelling: str, prefill: str) -> None:
+    made = config(encode_servers_urls=spelling, prefill_servers_urls=prefill)
+
+    roles = {Role.PREFILL, Role.DECODE} if prefill else {Role.PREFILL_DECODE}
+    assert {instance.role for instance in made.instances} == roles
+    assert not made.encodes
+    assert config().encodes
+
+
+def test_encode_urls_are_not_forgotten() -> None:
+    with pytest.raises(ValidationError, match="--encode-servers-urls is required"):
+        ProxyConfig.model_validate({"decode_servers_urls": D})
+
+
+def test_url_lists() -> None:
+    made = config(
+        encode_servers_urls="http://a:1/, https://b/base", prefill_servers_urls="http://p"
+    )
+
+    assert made.encode_servers_urls == ("http://a:1", "https://b/base")
+    assert {instance.role for instance in made.instances} == {
+        Role.ENCODE,
+        Role.PREFILL,
+        Role.DECODE,
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"encode_servers_urls": "none", "ec_store": "file:///ec?max_bytes=1GiB"},
+        {"decode_servers_urls": ""},
+        {"encode_servers_urls": "e:8001"},
+        {"encode_servers_urls": "ftp://e:1"},
+        {"encode_servers_urls": "http://e:99999"},
+        {"encode_servers_urls": "http://u:p@e"},
+        {"encode_servers_urls": "http://e?x"},
+        {"encode_servers_urls": f"{E},{E}/"},
+        {"prefill_servers_urls": D},
+        {"prefill_servers_urls": "http://D:1/"},
+        {"decode_servers_urls": "http://d d:1"},
+        {"decode_servers_urls": "http://d:1\nx"},
+        {"port": -1},
+        {"encode_timeout_s": 0},
+        {"encode_timeout_s": float("inf")},
+        {"decode_media": "both"},
+        {"media_fetch": "both"},
+        *(PROXY_FETCH | {"allowed_media_domains": wrong} for wrong in WRONG_DOMAINS),
+        {"allowed_media_domains": "a.test"},
+        {"allow_http_media": True},
+        PROXY_FETCH | {"allow_private_media": True},
+        PROXY_FETCH | {"media_fetch_trust_env": True},
+        {"media_fetch_trust_env": True, "allowed_media_domains": "a.test"},
+        {"unknown": 1},
+    ],
+)
+def test_a_wrong_configuration_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        config(**wrong)
+
+
+def test_media_domains_are_spelled_as_urls_are_read() -> None:
+    domains = "Media.Test., bücher.test,10.0.0.1,[::1],::2"
+    made = config(**PROXY_FETCH, allowed_media_domains=domains, allow_private_media=True)
+
+    assert made.allowed_media_domains == (
+        *("media.test", "xn--bcher-kva.test", "10.0.0.1", "::1", "::2"),
+    )
+    assert config(allowed_media_domains="").allowed_media_domains == ()
