@@ -12,9 +12,9 @@ from epd.parser import Parser
 COMMANDS: Mapping[str, str] = {
     "serve": "epd.server.serve",
     "check": "epd.check",
-    "doctor": "epd.tools.doctor.examination",
+    "doctor": "epd.tools.doctor.command",
     "hash-key": "epd.hash_key",
-    "up": "epd.tools.fleet.command",
+    "up": "epd.tools.up.command",
     "bench": "epd.tools.bench",
     "top": "epd.tools.top",
     "observe": "epd.tools.observe.command",

@@ -29,8 +29,8 @@ from typing import Any
 import aiohttp
 
 from epd.routing.instances import Role
-from epd.tools.fleet.process import free_ports
-from epd.tools.fleet.settings import Topology
+from epd.tools.up.ports import free_ports
+from epd.tools.up.settings import Topology
 from scripts.chaos_faults import (
     Faults,
     excused,

@@ -17,7 +17,8 @@ import redis
 
 from ec_store import open_store
 from epd.routing.instances import Role
-from epd.tools.fleet.process import Process, free_ports
+from epd.tools.up.ports import free_ports
+from epd.tools.up.process import Process
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"PYTHONPATH": str(ROOT)}

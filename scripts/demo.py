@@ -18,10 +18,10 @@ from pathlib import Path
 import openai
 
 from ec_store import open_store
-from epd.tools.fleet.command import DISC
-from epd.tools.fleet.process import ProcessDied
-from epd.tools.fleet.settings import Topology
-from epd.tools.fleet.stack import Stack
+from epd.tools.up.command import DISC
+from epd.tools.up.process import ProcessDied
+from epd.tools.up.settings import Topology
+from epd.tools.up.stack import Stack
 
 ROOT = Path(__file__).resolve().parent.parent
 MEDIA = ROOT / "examples" / "media"

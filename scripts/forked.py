@@ -16,9 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from epd.tools.fleet.engine import CPU, FETCHES_ONCE, OFFLINE, VLLM, FleetServer
-from epd.tools.fleet.process import Guard, Process
-from epd.tools.fleet.stack import Fleet, Stack
+from epd.tools.up.engine import FETCHES_ONCE, VLLM, FleetServer
+from epd.tools.up.platforms import CPU, OFFLINE
+from epd.tools.up.process import Guard, Process
+from epd.tools.up.stack import Fleet, Stack
 from scripts.forking import ForkedProgram, next_program, start_server
 
 SHARED_SERVER = "VLLM_FORK_SERVER"

@@ -26,7 +26,7 @@ NOT_QUICK = frozenset({"stack", "browser", "models", "redis_cluster", "start_clu
 TOGETHER = (
     "tests/ec_store/vllm_connector/",
     "tests/deploy/test_engines.py",
-    "tests/tools/fleet/test_vllm_flags.py",
+    "tests/tools/up/test_vllm_flags.py",
 )
 """Tests that run in one process. To import vLLM takes 20 s of CPU time."""
 
@@ -36,7 +36,7 @@ LONGEST = (
     "tests/security/test_openapi.py",
     "tests/tools/bench/",
     "tests/scripts/overhead/",
-    "tests/tools/fleet/",
+    "tests/tools/up/",
     "tests/proxy/test_workers.py",
     "tests/ui/test_page.py",
 )

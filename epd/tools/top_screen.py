@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from epd.ui.recent import Notice, Outcome, Request, Second, StageSpan
+from epd.ui.recent import Notice, Outcome, Request, Second
 from epd.ui.state import WORST, ConversationsShown, InstanceShown, StageShown, Totals, UiState
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -154,10 +154,9 @@ def _head(state: UiState, failure: str) -> Iterable[Text]:
     yield line
     if counts["e"] or sum(totals["items"].values()):
         yield _saved(totals)
-    if "conversations" in totals:  # an older proxy does not report them
-        yield from _conversations(totals["conversations"])
+    yield from _conversations(totals["conversations"])
     yield _rates(state, last)
-    if quarantined := totals.get("quarantined"):  # an older proxy does not report it
+    if quarantined := totals["quarantined"]:
         tenants = "1 tenant" if quarantined == 1 else f"{quarantined:,} tenants"
         yield Text(f"In quarantine: {tenants} with requests that ended instances", "yellow")
 
@@ -170,7 +169,7 @@ def _saved(totals: Totals) -> Text:
     if saved["encode_seconds"]:  # otherwise no encode has shown its duration
         parts += [", ", (seconds(saved["encode_seconds"]), "bold green"), " of encoding"]
     parts += ["  hit rate ", (share_text(items["hit"], sum(items.values())), "bold")]
-    sent = totals.get("media", {})  # an older proxy does not report them
+    sent = totals["media"]
     if sum(sent.values()):
         parts += ["  raw ", (share_text(sent["raw"], sum(sent.values())), "bold")]
     return Text.assemble(*parts)
@@ -192,8 +191,7 @@ def _rates(state: UiState, last: Sequence[Second]) -> Text:
     totals = state["totals"]
     now = sum(second["requests"] for second in last[-5:]) / 5
     failed = sum(second["failed"] for second in last)
-    # An older proxy counts them as failed.
-    rejected = sum(second.get("rejected", 0) for second in last)
+    rejected = sum(second["rejected"] for second in last)
     return Text.assemble(
         (f"{rate(now)}/s ", "bold"),
         (spark([second["requests"] for second in last[-20:]]), "cyan"),
@@ -224,7 +222,7 @@ def _instances(
         if id(instance) not in shown:
             continue
         glyph, color, word = STATES.get(instance["state"], ("?", "", instance["state"]))
-        if causes and (cause := instance.get("cause")):  # an older proxy does not report it
+        if causes and (cause := instance["cause"]):
             word = f"{word}: {cause}"
         table.add_row(
             Text(names[instance["role"], instance["url"]], "bold"),
@@ -247,7 +245,7 @@ def _latency(row: InstanceShown | StageShown) -> Iterable[Text]:
 
 def _endings(row: InstanceShown | StageShown) -> Iterable[Text]:
     yield Text(str(row["failed"] or ""), "red")
-    yield Text(str(row.get("rejected") or ""), "yellow")
+    yield Text(str(row["rejected"] or ""), "yellow")
 
 
 def _names(instances: Iterable[InstanceShown]) -> Mapping[tuple[str, str], str]:
@@ -278,10 +276,10 @@ def _notices(notices: Sequence[Notice], room: int) -> Iterable[Text]:
     if room and notices:
         yield Text("Errors and changes", "dim")
     for notice in notices[: max(0, room - 1)]:
-        message, color = notice["said"], OUTCOMES[notice.get("outcome", "failed")]
+        message, color = notice["said"], OUTCOMES[notice["outcome"]]
         if notice["kind"] == "instance":
             _, color, message = STATES.get(message, ("", "", message))
-        about = f"{notice['more']} {notice.get('cause') or ''}".rstrip()
+        about = f"{notice['more']} {notice['cause'] or ''}".rstrip()
         message, what, more = map(strip_control, (message, notice["what"], about))
         at = (clock(notice["at_s"]), "dim")
         line = Text.assemble(at, " ", (message, color), f" {what} {more}", overflow="ellipsis")
@@ -303,7 +301,7 @@ def _requests(requests: Sequence[Request], room: int, width: int) -> Iterable[Re
         table.add_row(
             Text(clock(span["ended_s"]), "dim"),
             Text(strip_control(span["id"])),
-            Text(strip_control(result), OUTCOMES[_outcome(span)]),
+            Text(strip_control(result), OUTCOMES[span["outcome"]]),
             Text(seconds(span["seconds"])),
             _bars(span, longest_s, cells),
         )
@@ -321,16 +319,11 @@ def _bars(request: Request, longest_s: float, cells: int) -> Text:
             if span["after_s"] <= at_s < span["after_s"] + span["seconds"]
         ]
         if running:
-            color = OUTCOMES[_outcome(running[-1])] or COLORS.get(running[-1]["stage"], "")
+            color = OUTCOMES[running[-1]["outcome"]] or COLORS.get(running[-1]["stage"], "")
             line.append("█", color)
         else:
             line.append("─", "dim")
     return line
-
-
-def _outcome(row: Request | StageSpan) -> Outcome:
-    """Return the outcome of a request or a span; an older proxy reports only its error."""
-    return row.get("outcome") or ("failed" if row["error"] else "ok")
 
 
 def _table(*titles: str, right: Iterable[int]) -> Table:

@@ -29,7 +29,7 @@ from PIL import Image
 
 from epd.tools.bench.dataset import rng
 from epd.tools.bench.runs import machine
-from epd.tools.fleet.process import free_ports
+from epd.tools.up.ports import free_ports
 from epd.version import __version__
 from scripts.matrix.answer import Answer, differences, read_answer, read_events
 

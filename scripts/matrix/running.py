@@ -13,9 +13,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd.routing.instances import Role
-from epd.tools.fleet.engine import Engine
-from epd.tools.fleet.process import ProcessDied
-from epd.tools.fleet.settings import Topology
+from epd.tools.up.engine import Engine
+from epd.tools.up.process import ProcessDied
+from epd.tools.up.settings import Topology
 from scripts.forked import ForkedStack
 from scripts.make_media import MEDIA
 from scripts.matrix.answer import TOLERANCES, Answer, differences

@@ -15,7 +15,8 @@ import orjson
 
 from epd.parser import Parser
 from epd.tools.bench.runs import machine
-from epd.tools.fleet.process import ProcessDied, hold_signals, leave_contexts_on_signals
+from epd.tools.up.process import ProcessDied
+from epd.tools.up.signals import hold_signals, leave_contexts_on_signals
 from epd.version import __version__
 from scripts.overhead.rig import EPD, Contender, Rig, Running
 from scripts.overhead.scenarios import DIRECT, SCENARIOS, Result, Sample, Scenario, details, table

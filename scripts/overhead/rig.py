@@ -19,7 +19,9 @@ from typing import Self
 import psutil
 import uvloop
 
-from epd.tools.fleet.process import Guard, Process, free_ports, hold_signals, stop, wait_until_ready
+from epd.tools.up.ports import free_ports
+from epd.tools.up.process import Guard, Process, stop, wait_until_ready
+from epd.tools.up.signals import hold_signals
 from scripts.overhead import load
 from scripts.overhead.load import BenchLoad
 from scripts.overhead.scenarios import Bodies, Sample, Scenario, sample

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from epd.tools.fleet.plan import plan_fleet
-from epd.tools.fleet.settings import FleetSettings
+from epd.tools.up.plan import plan_fleet
+from epd.tools.up.settings import FleetSettings
 from tests.deploy.manifests import ENGINES, WORKLOADS, container, settings
 from tests.vllm_parser import needs_vllm, parsed
 

@@ -11,8 +11,8 @@ import pytest
 import ec_store.__main__
 from ec_store.disk.config import StoreSettings
 from epd.__main__ import make_parser
-from epd.tools.fleet.host_memory import socket_folder
-from epd.tools.fleet.settings import FleetSettings
+from epd.tools.up.host_memory import socket_folder
+from epd.tools.up.settings import FleetSettings
 from tests.deploy.tools import PROMETHEUS, rules
 
 ROOT = Path(__file__).resolve().parents[2]

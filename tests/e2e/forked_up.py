@@ -3,7 +3,7 @@
 from unittest.mock import patch
 
 from epd.__main__ import main
-from epd.tools.fleet import command
+from epd.tools.up import command
 from scripts.forked import ForkedFleet
 
 if __name__ == "__main__":

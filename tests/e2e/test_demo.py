@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.paths import ROOT
-from tests.tools.fleet.processes import marked, new_mark, processes_of
+from tests.tools.up.processes import marked, new_mark, processes_of
 
 DEMO = [sys.executable, str(ROOT / "scripts" / "demo.py")]
 

@@ -5,7 +5,7 @@ import re
 from epd.config import ProxyConfig
 from epd.routing.instances import Role
 from epd.tools.doctor.examination import examine
-from epd.tools.doctor.facts import Finding, Verdict
+from epd.tools.doctor.findings import Finding, Verdict
 from tests.e2e.served import READ, Served, metric
 
 MEASURED = re.compile(r"[\d.e-]+ GB/s \([\d.]+ MB in [\d.]+ ms\), delay [\d.]+ ms \(no verdict: ")

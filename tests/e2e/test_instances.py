@@ -10,7 +10,8 @@ import httpx
 import openai
 
 from epd.routing.instances import Role
-from epd.tools.fleet.process import Process, free_ports, stop, wait_until_ready
+from epd.tools.up.ports import free_ports
+from epd.tools.up.process import Process, stop, wait_until_ready
 from scripts.forked import ForkedProcess
 from tests.e2e.asking import ask
 from tests.e2e.load import ASKED, CLIENTS, QUESTIONS, Load, until

@@ -10,7 +10,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from epd.tools.fleet.engine import Engine
+from epd.tools.up.engine import Engine
 from tests.e2e.asking import unseen
 from tests.e2e.load import until
 from tests.e2e.proxies import another_proxy

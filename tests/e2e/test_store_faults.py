@@ -20,7 +20,7 @@ from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
 from ec_store.concurrency import OPEN_S
 from ec_store.disk.opening import LOOK_EVERY_S
 from epd.encoder_cache.claims import WRITTEN_WITHIN_S
-from epd.tools.fleet.engine import Engine
+from epd.tools.up.engine import Engine
 from tests.e2e.asking import PICTURES, ask, picture, unseen
 from tests.e2e.served import Served, metric, stored
 from tests.requests import Part, text

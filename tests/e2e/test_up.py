@@ -15,10 +15,10 @@ import httpx
 import openai
 import pytest
 
-from epd.tools.fleet.process import free_ports
+from epd.tools.up.ports import free_ports
 from tests.e2e.stacks import VISION
 from tests.paths import MEDIA
-from tests.tools.fleet.processes import left, marked, new_mark, processes_with_output
+from tests.tools.up.processes import left, marked, new_mark, processes_with_output
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from epd.routing.instances import Role
-from epd.tools.fleet.process import free_ports
+from epd.tools.up.ports import free_ports
 from tests.requests import image, request, text
 from tests.support.fake_instance import FakeInstance, decodes, encodes, refuses
 from tests.support.fleet import Fleet, Launch, until

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epd.tools.fleet.process import ProcessDied
+from epd.tools.up.process import ProcessDied
 from scripts.matrix.answer import Answer, differences, read_answer, read_events
 from scripts.matrix.cases import cases, distinct
 from scripts.matrix.results import CaseResult, Outcome, Result, of_json

@@ -35,7 +35,7 @@ def test_commands_of_the_proxy_import_no_tools(command: str) -> None:
 @pytest.mark.parametrize(
     ("command", "module"),
     [
-        ("up", "epd.tools.fleet.command"),
+        ("up", "epd.tools.up.command"),
         ("bench", "epd.tools.bench"),
         ("top", "epd.tools.top"),
         ("hash-key", "epd.hash_key"),

@@ -21,9 +21,10 @@ from epd.routing.instances import Role
 from epd.routing.reports import KV_BYTES, KV_SECONDS, RUNNING, WAITING
 from epd.tools.doctor.kv_bandwidth import EXTERNAL_TOKENS
 from epd.tools.engine_ends import MEMORY_CAUSES
-from epd.tools.fleet.engine import FETCHES_ONCE, OFFLINE, PLATFORMS, SETTLED, Engine
-from epd.tools.fleet.memory import VLLM_SHARE
-from epd.tools.fleet.model_config import ENCODER_DECODERS, text_architectures
+from epd.tools.up.engine import FETCHES_ONCE, SETTLED, Engine
+from epd.tools.up.memory import VLLM_SHARE
+from epd.tools.up.model_config import ENCODER_DECODERS, text_architectures
+from epd.tools.up.platforms import OFFLINE, PLATFORMS
 from epd.transfer.encoded import TIMESTAMPS
 from epd.transfer.nixl import KEEP, NixlPush
 from tests.vllm_sources.reading import (

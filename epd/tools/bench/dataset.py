@@ -151,6 +151,7 @@ def seen_before(trace: Iterable[Hashable]) -> list[bool]:
 
 
 HUB_NAME = "lmarena-ai/VisionArena-Chat"
+"""Data set that vLLM reads the folder as."""
 VISION_ARENA = "visionarena"
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib import metadata
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from epd.version import __version__
 
 CPUINFO = Path("/proc/cpuinfo")
 TAIL_LINES = 25
-NEEDED = ("vllm", "datasets", "pandas")
 
 
 class BenchFailed(Exception):
@@ -36,7 +34,7 @@ class VllmBenchLoad:
     Attributes:
         request_rate: average requests per second of a Poisson process; infinity: all at once.
         max_concurrency: maximum of concurrent requests; None: no limit.
-        output_len: tokens per response.
+        output_len: tokens of each response.
     """
 
     request_rate: float
@@ -45,31 +43,31 @@ class VllmBenchLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class BenchLatency:
-    """Distribution of a latency, in milliseconds."""
-
-    mean: float
-    p50: float
-    p99: float
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Measurements of `vllm bench serve`.
+class Run:
+    """Run of one data set against one target, with the fields of the result file.
 
     Attributes:
-        ttft_ms: time to the first token.
-        tpot_ms: time per token after the first one.
+        ttft_ms: time to the first token, by `mean`, `p50` and `p99`.
+        tpot_ms: time per token after the first one, likewise.
         ttft_new_ms: median time to the first token of conversations with a new picture; None
             without such conversations.
         ttft_seen_ms: the same for conversations with a repeated picture.
         output_throughput_tps: output tokens per second.
         cut: number of completed requests with fewer tokens than requested.
         errors: distinct errors of the failed requests.
+        hit_rate: share of pictures that were not encoded again; None: unknown.
+        ideal_hit_rate: hit rate of an initially empty cache of unlimited size.
+        encodes_per_distinct_picture: average number of encodes, in all stages; None: unknown.
+        notes: remarks that a reader of the results needs.
     """
 
-    ttft_ms: BenchLatency
-    tpot_ms: BenchLatency
+    name: str
+    url: str
+    dataset: str
+    prompts: int
+    distinct_pictures: int
+    ttft_ms: Mapping[str, float]
+    tpot_ms: Mapping[str, float]
     ttft_new_ms: float | None
     ttft_seen_ms: float | None
     request_throughput_rps: float
@@ -77,12 +75,11 @@ class Figures:
     completed: int
     failed: int
     cut: int
-    errors: tuple[str, ...]
-
-
-def missing_packages() -> list[str]:
-    """Return the required packages that are not installed."""
-    return [name for name in NEEDED if find_spec(name) is None]
+    errors: Sequence[str]
+    hit_rate: float | None
+    ideal_hit_rate: float
+    encodes_per_distinct_picture: float | None
+    notes: Sequence[str]
 
 
 def bench_command(
@@ -141,119 +138,83 @@ def run_bench(words: Sequence[str], result: Path) -> Mapping[str, Any]:
     return loaded
 
 
-def read_figures(result: Mapping[str, Any], trace: Sequence[str], output_len: int) -> Figures:
-    """Return the measurements in a result of `vllm bench serve --save-detailed`."""
-    requests = zip(result["ttfts"], seen_before(trace), result["output_lens"], strict=True)
+def run_of(  # noqa: PLR0913, PLR0917 - all that a run consists of
+    target: BenchTarget,
+    dataset: Dataset,
+    result: Mapping[str, Any],
+    output_len: int,
+    before: Items | str,
+    after: Items | str,
+) -> Run:
+    """Return a run from a result of `vllm bench serve --save-detailed` and the proxy's counts.
+
+    Instead of a count, there is the reason why it is unknown.
+    """
+    requests = zip(result["ttfts"], seen_before(dataset.trace), result["output_lens"], strict=True)
     # A failed request has no tokens.
     answered = [(ttft * 1000, seen, tokens) for ttft, seen, tokens in requests if tokens]
-    return Figures(
+    completed, failed = result["completed"], result["failed"]
+    items, notes = _counted(before, after, completed, failed, ideal_hit_rate(dataset.trace))
+    cut = sum(tokens < output_len for *_, tokens in answered)
+    if cut:
+        notes.append(f"{cut} responses have fewer tokens than requested")
+    errors = _errors(result)
+    distinct = len(set(dataset.trace))
+    return Run(
+        name=target.name,
+        url=target.url,
+        dataset=dataset.name,
+        prompts=len(dataset.trace),
+        distinct_pictures=distinct,
         ttft_ms=_latency(result, "ttft"),
         tpot_ms=_latency(result, "tpot"),
         ttft_new_ms=_median([ttft for ttft, seen, _ in answered if not seen]),
         ttft_seen_ms=_median([ttft for ttft, seen, _ in answered if seen]),
         request_throughput_rps=result["request_throughput"],
         output_throughput_tps=result["output_throughput"],
-        completed=result["completed"],
-        failed=result["failed"],
-        cut=sum(tokens < output_len for *_, tokens in answered),
-        errors=_errors(result),
+        completed=completed,
+        failed=failed,
+        cut=cut,
+        errors=errors,
+        hit_rate=None if items is None else items.hits / items.total,
+        ideal_hit_rate=ideal_hit_rate(dataset.trace),
+        encodes_per_distinct_picture=(
+            None if items is None else (items.encodes + items.local) / distinct
+        ),
+        notes=[*notes, *errors],
     )
 
 
-def _errors(result: Mapping[str, Any]) -> tuple[str, ...]:
+def _counted(
+    before: Items | str, after: Items | str, completed: int, failed: int, ideal: float
+) -> tuple[Items | None, list[str]]:
+    """Return the proxy's counts for a run, None if they are unknown, and remarks about them."""
+    if isinstance(before, str) or isinstance(after, str):
+        reason = after if isinstance(after, str) else before
+        return None, [f"without hit rate and encodes: {reason}"]
+    items, sent = after.counts_since(before), completed + failed
+    if not completed <= items.total <= sent:
+        reason = "it has other clients, or several workers with metrics a second late"
+        counted = f"the proxy counted {items.total} pictures, {sent} were sent: {reason}"
+        return None, [f"without hit rate and encodes: {counted}"]
+    if items.hits / items.total > ideal:
+        return items, ["pictures were in the cache before: use another --seed for new ones"]
+    return items, []
+
+
+def _errors(result: Mapping[str, Any]) -> list[str]:
     """Return the distinct errors, without their tracebacks."""
     ends = (error.strip().splitlines()[-1] for error in result["errors"] if error.strip())
-    return tuple(dict.fromkeys(ends))
+    return [*dict.fromkeys(ends)]
 
 
-def _latency(result: Mapping[str, Any], name: str) -> BenchLatency:
-    return BenchLatency(*(result[f"{figure}_{name}_ms"] for figure in ("mean", "median", "p99")))
+def _latency(result: Mapping[str, Any], name: str) -> Mapping[str, float]:
+    names = {"mean": "mean", "p50": "median", "p99": "p99"}
+    return {key: result[f"{figure}_{name}_ms"] for key, figure in names.items()}
 
 
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Run of one data set against one target.
-
-    Attributes:
-        figures: measurements of the client.
-        items: counts of the proxy for this run; None if they are unknown.
-        notes: remarks that a reader of the results needs.
-    """
-
-    target: BenchTarget
-    dataset: Dataset
-    figures: Figures
-    items: Items | None
-    notes: tuple[str, ...]
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Return the share of pictures that were not encoded again."""
-        return None if self.items is None else self.items.hits / self.items.total
-
-    @property
-    def ideal_hit_rate(self) -> float:
-        """Return the hit rate of an initially empty cache of unlimited size."""
-        return ideal_hit_rate(self.dataset.trace)
-
-    @property
-    def encodes_per_picture(self) -> float | None:
-        """Return the average number of encodes per distinct picture, in all stages."""
-        if self.items is None:
-            return None
-        return (self.items.encodes + self.items.local) / self.dataset.distinct_count
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "name": self.target.name,
-            "url": self.target.url,
-            "dataset": self.dataset.name,
-            "prompts": len(self.dataset.trace),
-            "distinct_pictures": self.dataset.distinct_count,
-            **asdict(self.figures),
-            "hit_rate": self.hit_rate,
-            "ideal_hit_rate": self.ideal_hit_rate,
-            "encodes_per_distinct_picture": self.encodes_per_picture,
-            "notes": self.notes,
-        }
-
-
-def run_of(
-    target: BenchTarget,
-    dataset: Dataset,
-    figures: Figures,
-    counted: tuple[Items | str, Items | str],
-) -> Run:
-    """Return a run from its figures and the proxy's counts before and after it.
-
-    Instead of a count, there is the reason why it is unknown.
-    """
-    items, note = _counted(*counted, figures, dataset)
-    notes = [note] if note else []
-    if figures.cut:
-        notes.append(f"{figures.cut} responses have fewer tokens than requested")
-    return Run(target, dataset, figures, items, (*notes, *figures.errors))
-
-
-def _counted(
-    before: Items | str, after: Items | str, figures: Figures, dataset: Dataset
-) -> tuple[Items | None, str | None]:
-    if isinstance(before, str) or isinstance(after, str):
-        return None, f"without hit rate and encodes: {after if isinstance(after, str) else before}"
-    items = after.counts_since(before)
-    sent = figures.completed + figures.failed
-    if not figures.completed <= items.total <= sent:
-        return None, (
-            f"without hit rate and encodes: the proxy counted {items.total} pictures, {sent} were "
-            "sent: it has other clients, or several workers with metrics a second late"
-        )
-    if items.hits / items.total > ideal_hit_rate(dataset.trace):
-        return items, "pictures were in the cache before: use another --seed for new ones"
-    return items, None
 
 
 def machine() -> dict[str, str | int]:
@@ -277,7 +238,7 @@ def result_document(runs: Sequence[Run], started_at: datetime, arguments: Sequen
         "machine": machine(),
         "started_at": started_at.isoformat(timespec="seconds"),
         "command": ["epd", *arguments],
-        "runs": [run.as_json() for run in runs],
+        "runs": [asdict(run) for run in runs],
     }
     return orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
@@ -290,21 +251,21 @@ def _version(package: str) -> str | None:
 
 
 ROWS: Sequence[tuple[str, str, Callable[[Run], float | None]]] = (
-    ("TTFT mean", "{:.0f} ms", lambda run: run.figures.ttft_ms.mean),
-    ("TTFT median", "{:.0f} ms", lambda run: run.figures.ttft_ms.p50),
-    ("TTFT 99th percentile", "{:.0f} ms", lambda run: run.figures.ttft_ms.p99),
-    ("TTFT median, new picture", "{:.0f} ms", lambda run: run.figures.ttft_new_ms),
-    ("TTFT median, seen before", "{:.0f} ms", lambda run: run.figures.ttft_seen_ms),
-    ("TPOT mean", "{:.1f} ms", lambda run: run.figures.tpot_ms.mean),
-    ("TPOT median", "{:.1f} ms", lambda run: run.figures.tpot_ms.p50),
-    ("TPOT 99th percentile", "{:.1f} ms", lambda run: run.figures.tpot_ms.p99),
-    ("requests per second", "{:.2f}", lambda run: run.figures.request_throughput_rps),
-    ("output tokens per second", "{:.1f}", lambda run: run.figures.output_throughput_tps),
-    ("failed", "{:.0f}", lambda run: run.figures.failed),
-    ("responses cut short", "{:.0f}", lambda run: run.figures.cut),
+    ("TTFT mean", "{:.0f} ms", lambda run: run.ttft_ms["mean"]),
+    ("TTFT median", "{:.0f} ms", lambda run: run.ttft_ms["p50"]),
+    ("TTFT 99th percentile", "{:.0f} ms", lambda run: run.ttft_ms["p99"]),
+    ("TTFT median, new picture", "{:.0f} ms", lambda run: run.ttft_new_ms),
+    ("TTFT median, seen before", "{:.0f} ms", lambda run: run.ttft_seen_ms),
+    ("TPOT mean", "{:.1f} ms", lambda run: run.tpot_ms["mean"]),
+    ("TPOT median", "{:.1f} ms", lambda run: run.tpot_ms["p50"]),
+    ("TPOT 99th percentile", "{:.1f} ms", lambda run: run.tpot_ms["p99"]),
+    ("requests per second", "{:.2f}", lambda run: run.request_throughput_rps),
+    ("output tokens per second", "{:.1f}", lambda run: run.output_throughput_tps),
+    ("failed", "{:.0f}", lambda run: run.failed),
+    ("responses cut short", "{:.0f}", lambda run: run.cut),
     ("hit rate", "{:.3f}", lambda run: run.hit_rate),
     ("ideal", "{:.3f}", lambda run: run.ideal_hit_rate),
-    ("encodes per picture", "{:.3f}", lambda run: run.encodes_per_picture),
+    ("encodes per picture", "{:.3f}", lambda run: run.encodes_per_distinct_picture),
 )
 """Name, format and value of each row of a table."""
 
@@ -314,21 +275,19 @@ def result_tables(runs: Sequence[Run]) -> Iterator[str]:
 
     A number in brackets is the ratio to the first target's value.
     """
-    by_dataset = sorted(runs, key=lambda run: run.dataset.name)
-    for _, group in groupby(by_dataset, key=lambda run: run.dataset.name):
-        columns = list(group)
-        dataset = columns[0].dataset
+    for name, group in groupby(sorted(runs, key=lambda run: run.dataset), lambda run: run.dataset):
+        columns = [*group]
+        first = columns[0]
         yield ""
-        yield f"{dataset.name}: {len(dataset.trace)} prompts, {dataset.distinct_count} pictures"
+        yield f"{name}: {first.prompts} prompts, {first.distinct_pictures} pictures"
         yield ""
-        yield "| | " + " | ".join(run.target.name for run in columns) + " |"
+        yield "| | " + " | ".join(run.name for run in columns) + " |"
         yield "| --- |" + " --- |" * len(columns)
-        for name, form, value in ROWS:
-            first = value(columns[0])
-            cells = (_cell(form, value(run), first, run is columns[0]) for run in columns)
+        for title, form, value in ROWS:
+            cells = (_cell(form, value(run), value(first), run is first) for run in columns)
             if any(value(run) is not None for run in columns):
-                yield f"| {name} | " + " | ".join(cells) + " |"
-        yield from (f"{run.target.name}: {note}" for run in columns for note in run.notes)
+                yield f"| {title} | " + " | ".join(cells) + " |"
+        yield from (f"{run.name}: {note}" for run in columns for note in run.notes)
 
 
 def _cell(form: str, value: float | None, first: float | None, is_first: bool) -> str:

@@ -3,66 +3,34 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from epd.parser import Commands
 from epd.tools.bench import dataset, targets
-from epd.tools.bench.dataset import (
-    LOCAL,
-    REPLAYS,
-    VISION_ARENA,
-    Dataset,
-    DatasetUnavailable,
-    local,
-    rng,
-    vision_arena,
-)
+from epd.tools.bench.dataset import LOCAL, REPLAYS, VISION_ARENA, DatasetUnavailable, rng
 from epd.tools.bench.runs import (
     BenchFailed,
     Run,
     VllmBenchLoad,
     bench_command,
-    missing_packages,
-    read_figures,
     result_document,
     result_tables,
     run_bench,
     run_of,
 )
-from epd.tools.bench.targets import BenchModel, BenchTarget, Items, NoFigures, TargetFailed
-from epd.tools.fleet.process import leave_contexts_on_signals
+from epd.tools.bench.targets import BenchTarget, Items, NoFigures, TargetFailed
+from epd.tools.up.signals import leave_contexts_on_signals
 
-AUTO, ALL = "auto", "all"
+ALL = "all"
+NEEDED = ("vllm", "datasets", "pandas")
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchPlan:
-    """Plan of a benchmark; its fields are the command's flags."""
-
-    url: Sequence[BenchTarget]
-    model: str | None
-    tokenizer: str | None
-    dataset: str
-    num_prompts: int
-    request_rate: float
-    max_concurrency: int | None
-    output_len: int
-    warmups: int
-    seed: int
-    data_dir: Path
-    out: Path | None
-
-    @property
-    def load(self) -> VllmBenchLoad:
-        return VllmBenchLoad(self.request_rate, self.max_concurrency, self.output_len)
 
 
 def add_parser(benchmarks: Commands) -> None:
@@ -104,11 +72,12 @@ def _add_load_flags(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
     add(
         "--dataset",
-        default=AUTO,
-        choices=(AUTO, VISION_ARENA, *REPLAYS, ALL),
-        help="visionarena: VisionArena-Chat; local: a similar one, generated here; pool: 200 "
-        "pictures at 80%% reuse; window: 4 of 5 pictures were among the last 50; auto (default): "
-        "visionarena if its hub can be reached, else local; all: auto, pool and window",
+        dest="replay",
+        default=LOCAL,
+        choices=(VISION_ARENA, *REPLAYS, ALL),
+        help="local (default): pictures repeat as in VisionArena-Chat; visionarena: that data set, "
+        "from the hub; pool: 200 pictures at 80%% reuse; window: 4 of 5 pictures were among the "
+        "last 50; all: local, pool and window",
     )
     number = partial(add, type=_checked(_count), metavar="N")
     number("--num-prompts", default=100, help="requests per run (default: 100)")
@@ -138,12 +107,11 @@ def _add_load_flags(group: "argparse._ArgumentGroup") -> None:
 
 
 def _run(**flags: Any) -> None:
-    plan = BenchPlan(**flags)
-    if missing := missing_packages():
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
         sys.exit(f"epd bench serve: needs {', '.join(missing)}: pip install '.[vllm,bench]'")
     leave_contexts_on_signals()
     try:
-        runs = _measure(plan)
+        runs = _measure(**flags)
     except (BenchFailed, DatasetUnavailable, TargetFailed, OSError) as error:
         sys.exit(f"epd bench serve: {error}")
     except KeyboardInterrupt:
@@ -151,38 +119,54 @@ def _run(**flags: Any) -> None:
     print("\n".join(result_tables(runs)))
 
 
-def _measure(plan: BenchPlan) -> list[Run]:
+def _measure(  # noqa: PLR0913 - the command's flags
+    *,
+    url: list[BenchTarget],
+    model: str | None,
+    tokenizer: str | None,
+    replay: str,
+    num_prompts: int,
+    request_rate: float,
+    max_concurrency: int | None,
+    output_len: int,
+    warmups: int,
+    seed: int,
+    data_dir: Path,
+    out: Path | None,
+) -> list[Run]:
     """Return all runs, one target after the other; each run is written before the next begins."""
     started_at = datetime.now(UTC)
-    datasets = list(_datasets(plan))
+    load = VllmBenchLoad(request_rate, max_concurrency, output_len)
+    if replay == VISION_ARENA:
+        datasets = [dataset.vision_arena(num_prompts)]
+    else:
+        names = REPLAYS if replay == ALL else [replay]
+        _report(f"pictures of {', '.join(names)} are in {data_dir}")
+        datasets = [dataset.local(data_dir, name, num_prompts, seed) for name in names]
     runs: list[Run] = []
-    _write(plan, runs, started_at)  # fail before the measurement if the file is not writable
-    for target in plan.url:
-        model = targets.find_model(target, plan.model)
-        if plan.tokenizer:
-            model = replace(model, tokenizer=plan.tokenizer)
-        for number in range(plan.warmups):
-            targets.warm_target(target, model, dataset.jpeg(rng(plan.seed, "warm-up", number)))
+
+    def write() -> None:
+        if out is not None:
+            out.write_bytes(result_document(runs, started_at, sys.argv[1:]))
+
+    write()  # fail before the measurement if the file is not writable
+    for target in url:
+        served = targets.find_model(target, model)
+        if tokenizer:
+            served = served._replace(tokenizer=tokenizer)
+        for number in range(warmups):
+            targets.warm_target(target, served, dataset.jpeg(rng(seed, "warm-up", number)))
         for chosen in datasets:
-            runs.append(_one(plan, target, model, chosen))
-            _write(plan, runs, started_at)
+            _report(f"{target.name}: {num_prompts} requests of {chosen.name}")
+            before = _items(target)
+            with TemporaryDirectory(prefix="epd-bench-") as folder:
+                file = Path(folder) / "result.json"
+                words = bench_command(target, served, chosen, load, file)
+                result = run_bench(words, file)
+            after = _items(target)
+            runs.append(run_of(target, chosen, result, output_len, before, after))
+            write()
     return runs
-
-
-def _write(plan: BenchPlan, runs: Sequence[Run], started_at: datetime) -> None:
-    if plan.out is not None:
-        plan.out.write_bytes(result_document(runs, started_at, sys.argv[1:]))
-
-
-def _one(plan: BenchPlan, target: BenchTarget, model: BenchModel, dataset: Dataset) -> Run:
-    _report(f"{target.name}: {len(dataset.trace)} requests of {dataset.name}")
-    before = _items(target)
-    with TemporaryDirectory(prefix="epd-bench-") as folder:
-        file = Path(folder) / "result.json"
-        words = bench_command(target, model, dataset, plan.load, file)
-        result = run_bench(words, file)
-    figures = read_figures(result, dataset.trace, plan.output_len)
-    return run_of(target, dataset, figures, (before, _items(target)))
 
 
 def _items(target: BenchTarget) -> Items | str:
@@ -191,22 +175,6 @@ def _items(target: BenchTarget) -> Items | str:
         return targets.read_items(target)
     except NoFigures as reason:
         return str(reason)
-
-
-def _datasets(plan: BenchPlan) -> Iterator[Dataset]:
-    names = [AUTO, *(data_set for data_set in REPLAYS if data_set != LOCAL)]
-    for name in names if plan.dataset == ALL else [plan.dataset]:
-        if name in {AUTO, VISION_ARENA}:
-            try:
-                yield vision_arena(plan.num_prompts)
-                continue
-            except DatasetUnavailable as reason:
-                if name == VISION_ARENA:
-                    raise
-                _report(f"{reason}; using the local data set")
-        replay = LOCAL if name == AUTO else name
-        _report(f"pictures of {replay} are in {plan.data_dir}")
-        yield local(plan.data_dir, replay, plan.num_prompts, plan.seed)
 
 
 def _report(line: str) -> None:

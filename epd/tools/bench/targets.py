@@ -1,19 +1,16 @@
 """Servers to measure: their URLs, models and metrics."""
 
-import asyncio
 import base64
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
-import aiohttp
 import orjson
-from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 TIMEOUT_S = 30.0
@@ -31,8 +28,7 @@ class NoFigures(Exception):
     """Error of a server without metrics of items. The message has the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class BenchTarget:
+class BenchTarget(NamedTuple):
     """Server with OpenAI's API, and its name in the results."""
 
     name: str
@@ -48,19 +44,14 @@ class BenchTarget:
         return cls(match["name"] or parts.netloc, match["url"].rstrip("/").removesuffix("/v1"))
 
 
-@dataclass(frozen=True, slots=True)
-class BenchModel:
-    """Model of a server, by its name in requests.
-
-    The tokenizer is a folder or hub name; by default the model's source that the server reports.
-    """
+class BenchModel(NamedTuple):
+    """Model of a server: its name in requests, and the folder or hub name of its tokenizer."""
 
     id: str
     tokenizer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Items:
+class Items(NamedTuple):
     """Counts of a proxy for the media items of requests.
 
     Attributes:
@@ -75,31 +66,33 @@ class Items:
     local: int
     encodes: int
 
-    def counts_since(self, before: Self) -> "Items":
-        counts = zip(astuple(self), astuple(before), strict=True)
-        return Items(*(now - then for now, then in counts))
-
     @property
     def total(self) -> int:
         return self.hits + self.encoded + self.local
 
+    def counts_since(self, before: Self) -> Self:
+        return type(self)(*(now - then for now, then in zip(self, before, strict=True)))
 
-def find_model(target: BenchTarget, wanted: str | None) -> BenchModel:
+
+def find_model(target: BenchTarget, name: str | None) -> BenchModel:
     """Return the model of this name or folder name; without a name, the server's only model.
 
     Raises:
         TargetFailed: the server has no such model, or does not answer.
     """
-    status, body = asyncio.run(_request("GET", f"{target.url}/v1/models", _client_key()))
+    status, body = _request(f"{target.url}/v1/models", _client_key())
     if status != HTTPStatus.OK:
         raise TargetFailed(f"{target.url}/v1/models: {_error(status, body)}")
-    rows = _json(body).get("data", [])
-    models = [BenchModel(row["id"], row.get("root") or row["id"]) for row in rows]
-    names = wanted and {wanted, Path(wanted).name}
+    try:
+        rows = orjson.loads(body)["data"]
+        models = [BenchModel(row["id"], row.get("root") or row["id"]) for row in rows]
+    except (orjson.JSONDecodeError, LookupError, TypeError) as error:
+        raise TargetFailed(f"its answer is not JSON with models: {body[:80]!r}") from error
+    names = name and {name, Path(name).name}
     found = [model for model in models if names is None or model.id in names]
     if len(found) != 1:
         has = ", ".join(model.id for model in models) or "none"
-        what = "no --model is given" if wanted is None else f"no model {wanted!r}"
+        what = "no --model is given" if name is None else f"no model {name!r}"
         raise TargetFailed(f"{target.url}: {what}; its models: {has}")
     return found[0]
 
@@ -111,15 +104,9 @@ def warm_target(target: BenchTarget, model: BenchModel, jpeg: bytes) -> None:
     text = {"type": "text", "text": "What is in this picture?"}
     message = {"role": "user", "content": [text, picture]}
     body = orjson.dumps({"model": model.id, "messages": [message], "max_tokens": 4})
-    status, answer = asyncio.run(
-        _request(
-            "POST",
-            f"{target.url}/v1/chat/completions",
-            _client_key() | {"Content-Type": "application/json"},
-            body,
-            FIRST_ANSWER_TIMEOUT_S,
-        )
-    )
+    headers = _client_key() | {"Content-Type": "application/json"}
+    chat = f"{target.url}/v1/chat/completions"
+    status, answer = _request(chat, headers, body, FIRST_ANSWER_TIMEOUT_S)
     if status != HTTPStatus.OK:
         reason = _error(status, answer)
         raise TargetFailed(f"{target.url} failed a request with a picture: {reason}")
@@ -133,12 +120,11 @@ def read_items(target: BenchTarget) -> Items:
         TargetFailed: the target cannot be reached.
     """
     key = os.environ.get("EPD_ADMIN_API_KEY") or os.environ.get("ADMIN_API_KEY")
-    headers = {"X-API-Key": key} if key else {}
-    status, body = asyncio.run(_request("GET", f"{target.url}/metrics", headers))
-    if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
-        raise NoFigures(f"its /metrics answered {status}: EPD_ADMIN_API_KEY must be the proxy's")
+    status, body = _request(f"{target.url}/metrics", {"X-API-Key": key} if key else {})
     if status != HTTPStatus.OK:
-        raise NoFigures(f"its /metrics answered {status}")
+        denied = status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
+        advice = ": EPD_ADMIN_API_KEY must be the proxy's" if denied else ""
+        raise NoFigures(f"its /metrics answered {status}{advice}")
     try:
         return parse_items(body.decode())
     except ValueError as error:
@@ -152,47 +138,42 @@ def parse_items(page: str) -> Items:
         NoFigures: the page is not that of an EPD proxy.
         ValueError: the page is not in Prometheus' format.
     """
-    families = {family.name: family for family in text_string_to_metric_families(page)}
-    if "epd_items" not in families:
+    families = [*text_string_to_metric_families(page)]
+    if not any(family.name == "epd_items" for family in families):
         raise NoFigures("it is not an EPD proxy")
 
-    def count(result: str) -> int:
-        return _sum([families["epd_items"]], "epd_items_total", result=result)
+    def count(name: str, **labels: str) -> int:
+        return sum(
+            int(sample.value)
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
     return Items(
-        hits=count("hit"),
-        encoded=count("encoded"),
-        local=count("local"),
-        encodes=_sum(families.values(), "epd_stage_seconds_count", stage="encode", failed="false"),
+        hits=count("epd_items_total", result="hit"),
+        encoded=count("epd_items_total", result="encoded"),
+        local=count("epd_items_total", result="local"),
+        encodes=count("epd_stage_seconds_count", stage="encode", failed="false"),
     )
 
 
-def _sum(families: Iterable[Metric], name: str, **labels: str) -> int:
-    samples = (sample for family in families for sample in family.samples)
-    return sum(
-        int(sample.value)
-        for sample in samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
-
-
-async def _request(
-    method: str,
-    url: str,
-    headers: dict[str, str],
-    body: bytes | None = None,
-    timeout_s: float = TIMEOUT_S,
+def _request(
+    url: str, headers: dict[str, str], body: bytes | None = None, timeout_s: float = TIMEOUT_S
 ) -> tuple[int, bytes]:
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    """Return status and body of a GET, or of a POST with a body.
+
+    Raises:
+        TargetFailed: there is no answer.
+    """
     try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as http,
-            http.request(method, url, data=body) as reply,
-        ):
-            return reply.status, await reply.read()
+        with urlopen(Request(url, body, headers), timeout=timeout_s) as reply:  # noqa: S310 - http
+            return reply.status, reply.read()
+    except HTTPError as error:
+        return error.code, error.read()
     except TimeoutError as error:
         raise TargetFailed(f"{url} did not answer within {timeout_s:.0f} s") from error
-    except (aiohttp.ClientError, OSError) as error:
+    except OSError as error:
         raise TargetFailed(f"{url} cannot be reached: {error}") from error
 
 
@@ -201,15 +182,8 @@ def _client_key() -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _json(body: bytes) -> dict[str, Any]:
-    try:
-        loaded = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise TargetFailed(f"its answer is not JSON: {body[:80]!r}") from error
-    return loaded if isinstance(loaded, dict) else {}
-
-
 def _error(status: int, body: bytes) -> str:
+    error: Any
     try:
         error = orjson.loads(body)["error"]
         return f"{status}, {error['message']}"

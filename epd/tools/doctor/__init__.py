@@ -1,5 +1,5 @@
 """`epd doctor`: examine a fleet as its proxy uses it, and report what to change.
 
-`instances`, `trials` and `environment` collect facts, from which `judge` derives findings without
-I/O. `examination` runs them all.
+`examination` collects facts with `host`, `sources`, `instances`, `trials` and `store`. `checks` has
+the tables of what is wrong with which facts, and what to change.
 """

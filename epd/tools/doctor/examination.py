@@ -1,273 +1,210 @@
-"""Run of `epd doctor`: collect the facts, send the trial requests, and print the findings."""
+"""Examination of a fleet: collect the facts, send the trial requests, and judge them."""
 
 import asyncio
-import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from epd.check import add_settings_command, load_or_exit
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
 from epd.http.pool import Pool
 from epd.http.tls import upstream_context
-from epd.parser import Commands, Parser
 from epd.request.kv_peers import PeerRegistry
 from epd.request.stages import Stages
-from epd.routing.instances import Instance, Role
-from epd.routing.table import InstanceTable
-from epd.tools.doctor import judge
-from epd.tools.doctor.environment import has_no_device, judge_host, judge_logs, look_at_store
-from epd.tools.doctor.facts import (
-    Finding,
-    InstanceFacts,
-    Trial,
-    Verdict,
-    as_json,
-    as_text,
-    by_severity,
-    worst_verdict,
-)
-from epd.tools.doctor.instances import IDLE_S, InstanceReader, read_sources, try_subscription
-from epd.tools.doctor.kv_bandwidth import PairFacts, judge_pair
-from epd.tools.doctor.trials import Trials, Tried, text
+from epd.routing.instances import Role
+from epd.routing.table import InstanceTable, Reservation
+from epd.tools.doctor import checks, facts
+from epd.tools.doctor.checks import judge, judge_trials
+from epd.tools.doctor.facts import InstanceFacts, Trial
+from epd.tools.doctor.findings import Finding, by_severity
+from epd.tools.doctor.host import has_no_device, read_host
+from epd.tools.doctor.instances import IDLE_S, InstanceReader, try_subscription
+from epd.tools.doctor.kv_bandwidth import PairFacts
+from epd.tools.doctor.sources import read_sources
+from epd.tools.doctor.store import ARRIVES_S, read_store
+from epd.tools.doctor.trials import COUNTED_S, READ_S, TrialOutput, Trials
+from epd.transfer.encoded import OutputFacts
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
-from epd.upstream import Upstream
+from epd.upstream import KEEP_ALIVE_S, Upstream
+
+First = TypeVar("First")
+Second = TypeVar("Second")
 
 
-def add_parser(commands: Commands) -> None:
-    """Add `doctor` to the commands of `epd`."""
-    parser = commands.add_parser(
-        "doctor",
-        help="examine the fleet that `epd serve` would use with the same flags",
-        description="Examine every instance, the store and this machine as the proxy would use "
-        "them, and report what to change. Each stage gets a small request for one token, to verify "
-        "its work; a new picture is written to the store. To measure KV transfers, each pair of "
-        "prefill and decode instances gets a prompt of up to 1 GB of KV blocks, at most three "
-        "times. The exit code is 1 if requests would fail or be slow.",
-        epilog="example: epd doctor --config epd.yaml",
-        usage="epd doctor [--no-requests] [--format text|json] [FLAG of epd serve ...]",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("text", "json"),
-        default="text",
-        help="format of the output (default: text)",
-    )
-    parser.add_argument(
-        "--no-requests",
-        action="store_true",
-        help="read only what instances report; send no generation requests",
-    )
-    parser.add_argument(
-        "--engine-logs",
-        type=Path,
-        default=Path("logs"),
-        metavar="FOLDER",
-        help="folder with the logs of engines, which show why one has ended (default: logs, that "
-        "of `epd up`)",
-    )
-    add_settings_command(parser, _run)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """Times in seconds that the examination waits.
+
+    Attributes:
+        idle_s: time for which an instance must keep an idle connection.
+        read_s: deadline for the prefill of a conversation's second turn.
+        counted_s: deadline for a KV transfer in the metrics of its instance.
+        arrives_s: deadline for a new entry in the store.
+    """
+
+    idle_s: float = IDLE_S
+    read_s: float = READ_S
+    counted_s: float = COUNTED_S
+    arrives_s: float = ARRIVES_S
 
 
-class Examined:
-    """Fleet under examination: the facts about its instances so far."""
+class Examination:
+    """Trial requests to the instances that can be used, and their results.
 
-    def __init__(self, facts: Sequence[InstanceFacts]) -> None:
-        self._facts = {fact.instance: fact for fact in facts}
-        self.tried: Tried | None = None
+    Attributes:
+        output: first output of an encode instance.
+        pairs: measured pairs of prefill and decode.
+    """
+
+    def __init__(self, instances: Sequence[InstanceFacts], model: str, trials: Trials) -> None:
+        self._instances = instances
+        self._model = model
+        self._trials = trials
+        self.output: TrialOutput | None = None
         self.pairs: list[PairFacts] = []
 
-    @property
-    def instance_facts(self) -> Sequence[InstanceFacts]:
-        return tuple(self._facts.values())
+    def _of_roles(self, *roles: Role) -> Sequence[InstanceFacts]:
+        return [engine for engine in self._instances if engine.instance.role in roles]
 
-    @property
-    def model(self) -> str | None:
-        """Name of a model that requests can ask for; None: no instance serves one."""
-        return next((model.name for fact in self.instance_facts for model in fact.models), None)
+    async def try_encode(self) -> None:
+        """Let each encode instance encode, and each consumer find the first output."""
+        for encoder in self._of_roles(Role.ENCODE):
+            output = await self._encode(encoder)
+            if output is not None and not output.encoded.metadata:
+                encoder.add_trial(facts.RAW, Trial())
+        if self.output is not None and self.output.encoded.metadata:
+            # An engine that sends blocks to an address crashes on a request without one.
+            alone = (Role.PREFILL,) if self._trials.prefills_alone else ()
+            for consumer in self._of_roles(*alone, Role.PREFILL_DECODE):
+                trial = await self._trials.consume(consumer.instance, self.output)
+                consumer.add_trial(facts.CONSUME, trial)
 
-    def max_tokens(self, model: str, *instances: Instance) -> int:
-        """Return the longest request that these instances accept; 0 if they do not report it."""
-        lengths = [
-            found.max_model_len or 0
-            for instance in instances
-            for found in self._facts[instance].models
-            if found.name == model
+    async def try_pushes(self) -> None:
+        """Try pushes so that each encode instance and each rank of a consumer takes part."""
+        consumers = {
+            engine.instance: engine for engine in self._of_roles(Role.PREFILL, Role.PREFILL_DECODE)
+        }
+        table = InstanceTable(consumers)
+        ranks = [
+            table.reserve_place(instance) for instance in consumers for _ in range(instance.dp_size)
         ]
-        return min(lengths, default=0)
+        for encoder, rank in _pairs(self._of_roles(Role.ENCODE), ranks):
+            output = await self._encode(encoder, rank)
+            if output is not None and output.encoded.metadata:
+                trial = await self._trials.consume(rank.instance, output)
+                consumers[rank.instance].add_trial(facts.CONSUME, trial)
 
-    def answering_instances(self, *roles: Role) -> list[Instance]:
-        return [
-            instance
-            for instance, fact in self._facts.items()
-            if instance.role in roles and fact.problem is None
-        ]
+    async def _encode(
+        self, encoder: InstanceFacts, consumer: Reservation | None = None
+    ) -> TrialOutput | None:
+        trial, output = await self._trials.encode(encoder.instance, self._model, consumer)
+        encoder.add_trial(facts.ENCODE, trial)
+        if output is not None and output.encoded.namespace is not None:
+            encoder.namespaces |= {output.encoded.namespace}
+        self.output = self.output or output
+        return output
 
-    def note_trials(self, instance: Instance, trials: Mapping[str, Trial]) -> None:
-        """Record the results of requests; the first failure of each stage stays."""
-        facts = self._facts[instance]
-        failed = {stage: trial for stage, trial in facts.trials.items() if trial.problem}
-        self._facts[instance] = replace(facts, trials={**facts.trials, **trials, **failed})
+    async def try_handovers(self) -> None:
+        """Let each prefill instance hand over to a decode instance, and each decode continue."""
+        trials, model = self._trials, self._model
+        for prefill, decode in _pairs(self._of_roles(Role.PREFILL), self._of_roles(Role.DECODE)):
+            pair = prefill.instance, decode.instance
+            prefilled, decoded, keeps = await trials.transfer(*pair, model)
+            prefill.add_trial(facts.PREFILL, prefilled)
+            if decoded is not None:
+                decode.add_trial(facts.DECODE, decoded)
+            if decoded is None or decoded.problem:
+                continue
+            max_tokens = min(engine.max_model_len(model) for engine in (prefill, decode))
+            try:
+                measured = await trials.kv_bandwidth(*pair, model, max_tokens)
+            except ProxyError as error:
+                measured = PairFacts(*pair, problem=str(error))
+            if measured is not None:
+                self.pairs.append(replace(measured, in_host_memory=has_no_device(*pair)))
+            if keeps and trials.reads_back:
+                prefill.add_trial(facts.READ, await trials.read_back(*pair, model))
+            elif trials.reads_back:
+                decode.add_trial(facts.FORGET, Trial())
 
-    def encoded(self, instance: Instance, tried: Tried) -> None:
-        """Record the output of an encode instance, and the namespace that it reports."""
-        facts, own = self._facts[instance], tried.encoded.namespace
-        if own is not None:
-            self._facts[instance] = replace(facts, namespaces=facts.namespaces | {own})
-        self.tried = self.tried or tried
+
+def _pairs(firsts: Sequence[First], seconds: Sequence[Second]) -> Iterable[tuple[First, Second]]:
+    """Return pairs in which each one of both takes part; none if one of both is empty."""
+    pairs = zip(cycle(firsts), cycle(seconds), strict=False)
+    return islice(pairs, max(len(firsts), len(seconds)))
 
 
-async def examine(config: ProxyConfig, *, requests: bool) -> list[Finding]:
+async def examine(
+    config: ProxyConfig, *, requests: bool, waits: Waits | None = None
+) -> list[Finding]:
     """Return all findings; with `requests`, send the instances small ones of one output token."""
-    headers = headers_of(config)
-    async with (
-        Upstream.connect(config.connect_timeout_s, config.upstream_ca_file) as upstream,
-        _pool(config) as pool,
-    ):
-        called = await read_sources(config)
-        upstream.verify_as(called.names)
-        pool.verify_as(called.names)
-        reader = InstanceReader(upstream, pool, headers, config.health_timeout_s)
-        fleet = Examined(await asyncio.gather(*map(reader.read_instance, called.instances)))
-        if config.kv_events:
-            await _try_events(fleet, config)
-        if requests and fleet.model is not None:
-            encoded = EC_TRANSFERS[config.ec_transfer]()
-            transfer = KV_TRANSFERS[config.kv_transfer]()
-            peers = PeerRegistry(InstanceTable(), transfer, upstream, config)
-            trials = Trials(Stages(upstream), encoded, transfer, peers, headers, config)
-            encode = _try_pushes if encoded.pushed else _try_encode
-            await encode(fleet, trials, fleet.model)
-            await _try_handovers(fleet, trials, fleet.model)
-    made = None if fleet.tried is None else fleet.tried.encoded
-    store = None if config.ec_store is None else await look_at_store(config.ec_store, made)
-    full = judge.is_full(store)
-    return by_severity(
-        [
-            *judge_host(config),
-            *called.findings,
-            *(judge.judge_store(config, store) if EC_TRANSFERS[config.ec_transfer].stored else ()),
-            *(
-                finding
-                for fact in fleet.instance_facts
-                for finding in judge.judge_instance(fact, full=full)
-            ),
-            *judge.judge_fleet(fleet.instance_facts),
-            *(finding for pair in fleet.pairs for finding in judge_pair(pair)),
-        ]
+    waits = waits or Waits()
+    sources = await read_sources(config)
+    pool = Pool(
+        upstream_context(config.upstream_ca_file),
+        connect_timeout_s=config.connect_timeout_s,
+        keep_alive_s=KEEP_ALIVE_S,
     )
-
-
-async def _try_events(fleet: Examined, config: ProxyConfig) -> None:
-    for instance in fleet.answering_instances(*config.content_roles):
-        addresses = config.kv_events_addrs
-        trial = await try_subscription(instance, addresses, config.health_timeout_s)
-        fleet.note_trials(instance, {judge.EVENTS: trial})
-
-
-async def _try_encode(fleet: Examined, trials: Trials, model: str) -> None:
-    for instance in fleet.answering_instances(Role.ENCODE):
-        trial, tried = await trials.encode(instance, model)
-        fleet.note_trials(instance, {judge.ENCODE: trial})
-        if tried is not None:
-            fleet.encoded(instance, tried)
-            if not tried.encoded.metadata:
-                fleet.note_trials(instance, {judge.RAW: Trial()})
-    if fleet.tried is not None and fleet.tried.encoded.metadata:
-        # An engine that sends blocks to an address crashes on a request without one.
-        alone = (Role.PREFILL,) if trials.prefills_alone else ()
-        for instance in fleet.answering_instances(*alone, Role.PREFILL_DECODE):
-            trial = await trials.consume(instance, fleet.tried)
-            fleet.note_trials(instance, {judge.CONSUME: trial})
-
-
-async def _try_pushes(fleet: Examined, trials: Trials, model: str) -> None:
-    """Try pushes so that each encode instance and each rank of a consumer takes part."""
-    encoders = fleet.answering_instances(Role.ENCODE)
-    consumers = fleet.answering_instances(Role.PREFILL, Role.PREFILL_DECODE)
-    table = InstanceTable(consumers)
-    ranks = [
-        table.reserve_place(consumer) for consumer in consumers for _ in range(consumer.dp_size)
-    ]
-    if not encoders or not ranks:
-        return
-    pairs = max(len(encoders), len(ranks))
-    for encoder, consumer in islice(zip(cycle(encoders), cycle(ranks), strict=False), pairs):
-        trial, tried = await trials.encode(encoder, model, consumer)
-        fleet.note_trials(encoder, {judge.ENCODE: trial})
-        if tried is not None and tried.encoded.metadata:
-            seen = await trials.consume(consumer.instance, tried)
-            fleet.note_trials(consumer.instance, {judge.CONSUME: seen})
-
-
-async def _try_handovers(fleet: Examined, trials: Trials, model: str) -> None:
-    prefills = fleet.answering_instances(Role.PREFILL)
-    decodes = fleet.answering_instances(Role.DECODE)
-    if not prefills or not decodes:
-        return
-    pairs = max(len(prefills), len(decodes))
-    for prefill, decode in islice(zip(cycle(prefills), cycle(decodes), strict=False), pairs):
-        became = dict(await trials.transfer(prefill, decode, text(model)))
-        fleet.note_trials(prefill, {judge.PREFILL: became.pop(judge.PREFILL)})
-        fleet.note_trials(decode, became)
-        if judge.DECODE not in became or became[judge.DECODE].problem:
-            continue
-        await _try_bandwidth(fleet, trials, prefill, decode)
-        if not trials.reads_back:
-            continue
-        if became[judge.DECODE].keeps:
-            fleet.note_trials(prefill, {judge.READ: await trials.read_back(prefill, decode, model)})
-        else:
-            fleet.note_trials(decode, {judge.FORGET: Trial()})
-
-
-async def _try_bandwidth(
-    fleet: Examined, trials: Trials, prefill: Instance, decode: Instance
-) -> None:
-    model = fleet.model or ""
+    pool.verify_as(sources.names)
     try:
-        found = await trials.kv_bandwidth(
-            prefill, decode, model, fleet.max_tokens(model, prefill, decode)
-        )
-    except ProxyError as error:
-        found = PairFacts(prefill, decode, problem=str(error))
-    if found is not None:
-        fleet.pairs.append(replace(found, in_host_memory=has_no_device(prefill, decode)))
-
-
-@asynccontextmanager
-async def _pool(config: ProxyConfig) -> AsyncIterator[Pool]:
-    tls = upstream_context(config.upstream_ca_file)
-    pool = Pool(tls, connect_timeout_s=config.connect_timeout_s, keep_alive_s=2 * IDLE_S)
-    try:
-        yield pool
+        reader = InstanceReader(pool, headers_of(config), config.health_timeout_s, waits.idle_s)
+        instances = await asyncio.gather(*map(reader.read_instance, sources.instances))
+        usable: Sequence[InstanceFacts] = [engine for engine in instances if not engine.problem]
+        output, pairs = await _try_all(config, usable, Upstream(pool), waits, requests=requests)
     finally:
         await pool.close()
+    findings = [*judge(checks.HOST, read_host(config))]
+    for kind, subject, seen in sources.defects:
+        verdict, advice = checks.SOURCES[kind]
+        findings.append(Finding(verdict, subject, seen, advice))
+    if config.encodes and EC_TRANSFERS[config.ec_transfer].stored:
+        store = await read_store(config, output, waits.arrives_s)
+        findings += judge(checks.STORE, store, "store")
+        if store.is_full:  # consumers could only fail
+            for engine in usable:
+                engine.trials.pop(facts.CONSUME, None)
+    for engine in instances:
+        findings += [*judge(checks.INSTANCE, engine, engine.name), *judge_trials(engine)]
+    findings += judge(checks.FLEET, usable)
+    for pair in pairs:
+        findings += judge(checks.PAIR, pair, pair.name)
+    return by_severity(findings)
+
+
+async def _try_all(
+    config: ProxyConfig,
+    instances: Sequence[InstanceFacts],
+    upstream: Upstream,
+    waits: Waits,
+    *,
+    requests: bool,
+) -> tuple[OutputFacts | None, Sequence[PairFacts]]:
+    """Send the trial requests; return an encoder output, and the measured pairs of instances."""
+    if config.kv_events:
+        for engine in instances:
+            if engine.instance.role in config.content_roles:
+                addresses, timeout_s = config.kv_events_addrs, config.health_timeout_s
+                trial = await try_subscription(engine.instance, addresses, timeout_s)
+                engine.add_trial(facts.EVENTS, trial)
+    model = next((model.name for engine in instances for model in engine.models), None)
+    if not requests or model is None:
+        return None, ()
+    encoded = EC_TRANSFERS[config.ec_transfer]()
+    transfer = KV_TRANSFERS[config.kv_transfer]()
+    peers = PeerRegistry(InstanceTable(), transfer, upstream, config)
+    stages, headers = Stages(upstream), headers_of(config)
+    trials = Trials(
+        stages, encoded, transfer, peers, headers, config, waits.read_s, waits.counted_s
+    )
+    examination = Examination(instances, model, trials)
+    await (examination.try_pushes if encoded.pushed else examination.try_encode)()
+    await examination.try_handovers()
+    output = examination.output
+    return None if output is None else output.encoded, examination.pairs
 
 
 def headers_of(config: ProxyConfig) -> dict[str, str]:
     """Return the headers that the proxy sends to instances for a client without a key."""
     key = config.openai_api_key
     return {} if key is None else {"Authorization": f"Bearer {key.get_secret_value()}"}
-
-
-def _run(
-    parser: Parser,
-    *,
-    format: str,  # noqa: A002 - a flag's name
-    no_requests: bool,
-    engine_logs: Path,
-    **flags: Any,
-) -> None:
-    """Print the findings. Exit with code 1 if one of them is `fail`."""
-    config = load_or_exit(parser, flags).config
-    findings = asyncio.run(examine(config, requests=not no_requests))
-    if worst_verdict(findings) is Verdict.FAIL:
-        findings = by_severity([*findings, *judge_logs(engine_logs)])
-    print(as_json(findings) if format == "json" else as_text(findings))
-    if worst_verdict(findings) is Verdict.FAIL:
-        sys.exit(1)

@@ -1,42 +1,53 @@
-"""Facts about instances, the store and its mount; findings, and their output as text and JSON.
+"""Facts about the machine, instances, the store and KV transfers: observations without a verdict.
 
-Facts are observations without a verdict. `judge` turns them into findings. No I/O.
+`epd.tools.doctor.checks` judges them. No I/O.
 """
 
-import enum
+import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
-import orjson
-
+from epd.config import ProxyConfig
 from epd.routing.instances import Instance
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """Mounted file system, of a kind such as `nfs4`."""
+class HostFacts(NamedTuple):
+    """Configuration of the proxy, and the limits of its machine.
 
-    path: PurePosixPath
-    kind: str
-
-
-def mount_of(path: PurePath, table: Iterable[tuple[str, str, str, str]]) -> Mount | None:
-    """Return the mount of an absolute path without symbolic links; None: the table has none.
-
-    The table has device, mount point, type and options of each mount. Of several mounts at one
-    mount point the last one counts.
+    Attributes:
+        descriptors: hard limit of open files of a process.
+        needed_descriptors: those of a worker with its share of `max_requests`.
+        somaxconn: `net.core.somaxconn` of Linux; None: not known.
+        has_forward_proxy: whether the environment names a forward proxy for http or https.
+        media_readable: whether this process can read `allowed_local_media_path`.
     """
-    mounts = [Mount(PurePosixPath(place), kind) for _, place, kind, _ in table]
-    around = [mount for mount in mounts if path.is_relative_to(mount.path)]
-    return max(reversed(around), key=lambda mount: len(mount.path.parts), default=None)
+
+    config: ProxyConfig
+    descriptors: int
+    needed_descriptors: int
+    somaxconn: int | None
+    umask: int
+    has_forward_proxy: bool
+    media_readable: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
+class SourceDefect(NamedTuple):
+    """Defect of a source of instances, or of an instance beside the others of the sources.
+
+    Attributes:
+        kind: key in `checks.SOURCES`.
+        subject: the source or the instance.
+    """
+
+    kind: str
+    subject: str
+    seen: str
+
+
+class ModelFacts(NamedTuple):
     """Model as `GET /v1/models` lists it; None: the instance does not report the value.
 
     Attributes:
@@ -44,28 +55,30 @@ class ModelFacts:
     """
 
     name: str
-    root: str | None = None
     max_model_len: int | None = None
     parent: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
+ENCODE, CONSUME, PREFILL, DECODE = "encode", "metadata", "prefill", "decode"
+READ, FORGET = "conversation", "no conversation"
+EVENTS = "KV events"
+RAW = "media"
+"""Names of the trial requests."""
+
+
+class Trial(NamedTuple):
     """Result of a request that the doctor sent.
 
     Attributes:
-        problem: description of the failure; None: the request succeeded.
+        problem: description of the failure; empty: the request succeeded.
         status: HTTP status of an error response.
-        keeps: whether decode keeps its blocks for the next turn of a conversation.
     """
 
-    problem: str | None = None
+    problem: str = ""
     status: int | None = None
-    keeps: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Preparation:
+class Preparation(NamedTuple):
     """How an instance prepares media, from the metrics of its connector.
 
     Attributes:
@@ -97,134 +110,104 @@ def read_preparation(page: bytes) -> Preparation | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InstanceFacts:
     """Facts about an instance, seen from outside.
 
     Attributes:
         problem: why it cannot be used; None: it answers `GET /health` with 2xx.
-        answered: status of an answer by which it cannot be used.
+        status: status of a response by which it cannot be used.
         refuses: whether its host refuses connections to its port.
         skew_s: how far its clock is ahead of this machine's, by its `Date` header.
         keeps_alive: whether it keeps an idle connection for as long as the proxy pools one; None:
             not known.
-        trials: results of the trial requests, by stage.
         namespaces: namespaces in which its EC connectors keep the model's entries, from its
             metrics and, for an encode instance, from its reply. A sound instance has one.
         preparation: how it prepares media; None: not known.
+        trials: results of the trial requests, by stage.
     """
 
     instance: Instance
     problem: str | None = None
-    answered: int | None = None
+    status: int | None = None
     refuses: bool = False
     version: str | None = None
-    models: tuple[ModelFacts, ...] = ()
+    models: Sequence[ModelFacts] = ()
     skew_s: float | None = None
     keeps_alive: bool | None = None
-    trials: Mapping[str, Trial] = field(default_factory=dict)
     namespaces: frozenset[str] = frozenset()
     preparation: Preparation | None = None
+    trials: dict[str, Trial] = field(default_factory=dict)
+
+    @property
+    def model_names(self) -> set[str]:
+        return {model.name for model in self.models}
+
+    @property
+    def name(self) -> str:
+        """Role and URL, as findings show them."""
+        return f"{self.instance.role} {self.instance.url}"
+
+    def max_model_len(self, model: str) -> int:
+        """Return the longest request for a model in tokens; 0 if it is not reported."""
+        lengths = (found.max_model_len or 0 for found in self.models if found.name == model)
+        return max(lengths, default=0)
+
+    def add_trial(self, stage: str, trial: Trial) -> None:
+        """Record the result of a request; the first failure of a stage stays."""
+        if stage not in self.trials or not self.trials[stage].problem:
+            self.trials[stage] = trial
 
 
-@dataclass(frozen=True, slots=True)
-class StoreFacts:
+class Mount(NamedTuple):
+    """Mounted file system, of a kind such as `nfs4`."""
+
+    path: PurePosixPath
+    kind: str
+
+
+FULL_BYTES = 16 * 1024**2
+"""Free bytes of a file system below which a missing entry is explained by the lack of room."""
+
+
+class StoreFacts(NamedTuple):
     """Facts about the store, as the proxy uses it.
 
     Attributes:
+        budget_s: time that the proxy allows a lookup.
+        is_configured: whether the proxy has a store.
         problem: why it cannot be used; None: it can be used.
-        missing: whether the problem is that the store does not exist.
+        is_missing: whether the problem is that the store does not exist.
         round_trip_s: median time of a lookup.
-        writable: whether the proxy can write names and claims.
+        is_writable: whether the proxy can write names and claims.
         entry: state of the output that an encode instance just wrote: `read`, `found` (present,
             but not readable) or `missing`; None: no output to look up.
-        elsewhere: namespace that has the missing output, if it is another than the encode
-            instance reports.
         max_bytes: quota in bytes.
         writing_bytes: memory of a server for the entries that are being written to it; None for a
             directory.
         free_bytes, mount: free bytes and mount of the file system; None for Redis.
     """
 
+    budget_s: float
+    is_configured: bool = True
     problem: str | None = None
-    missing: bool = False
+    is_missing: bool = False
     round_trip_s: float = 0.0
-    writable: bool = True
+    is_writable: bool = True
     entry: str | None = None
-    elsewhere: str | None = None
     bytes: int | None = None
     max_bytes: int | None = None
     writing_bytes: int | None = None
     free_bytes: int | None = None
     mount: Mount | None = None
 
+    @property
+    def room_bytes(self) -> float:
+        """Bytes of the file system for the store; infinite for Redis."""
+        return math.inf if self.free_bytes is None else self.free_bytes + (self.bytes or 0)
 
-class Verdict(enum.StrEnum):
-    """Severity of a finding, in rising order."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-class Finding(NamedTuple):
-    """Result of one check.
-
-    Attributes:
-        verdict: severity. `fail`: requests will fail or be slow because of it.
-        advice: what to change; empty: nothing.
-    """
-
-    verdict: Verdict
-    subject: str
-    seen: str
-    advice: str = ""
-
-
-def ok(subject: str, seen: str) -> Finding:
-    """Return a finding without a defect."""
-    return Finding(Verdict.OK, subject, seen)
-
-
-def warn(subject: str, seen: str, advice: str) -> Finding:
-    """Return a finding about a component that works, but not as well as it could."""
-    return Finding(Verdict.WARN, subject, seen, advice)
-
-
-def fail(subject: str, seen: str, advice: str) -> Finding:
-    """Return a finding about a defect that affects requests."""
-    return Finding(Verdict.FAIL, subject, seen, advice)
-
-
-def by_severity(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings, the failures first, and otherwise in their order."""
-    order = list(Verdict)
-    return sorted(findings, key=lambda finding: -order.index(finding.verdict))
-
-
-def worst_verdict(findings: Iterable[Finding]) -> Verdict:
-    """Return the worst verdict of the findings; `ok` if there are none."""
-    order = list(Verdict)
-    return max((finding.verdict for finding in findings), key=order.index, default=Verdict.OK)
-
-
-def as_text(findings: Sequence[Finding]) -> str:
-    """Return one line per finding, its advice on the next line, and a line of totals."""
-    width = max((len(finding.subject) for finding in findings), default=0)
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.verdict:<4}  {finding.subject:<{width}}  {finding.seen}")
-        if finding.advice:
-            lines.append(f"{'':4}  {'':{width}}  -> {finding.advice}")
-    counts = Counter(finding.verdict for finding in findings)
-    lines += ["", ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict)]
-    return "\n".join(lines)
-
-
-def as_json(findings: Sequence[Finding]) -> str:
-    """Return a JSON object with the worst verdict and all findings."""
-    document = {
-        "verdict": worst_verdict(findings),
-        "findings": [finding._asdict() for finding in findings],
-    }
-    return orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()
+    @property
+    def is_full(self) -> bool:
+        """Whether it lacks a new entry because its file system has no room."""
+        free_bytes = FULL_BYTES if self.free_bytes is None else self.free_bytes
+        return self.entry == "missing" and free_bytes < FULL_BYTES

@@ -15,7 +15,7 @@ import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 
@@ -32,13 +32,11 @@ from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
 from epd.routing.table import Reservation
 from epd.tools.doctor.facts import Trial
-from epd.tools.doctor.judge import DECODE, PREFILL
 from epd.tools.doctor.kv_bandwidth import (
     MAX_BYTES,
     PairFacts,
     Transfers,
     Window,
-    read_tokens,
     read_transfers,
 )
 from epd.transfer import Params, with_params
@@ -66,18 +64,11 @@ blocks in vain never answers."""
 
 
 REPEATS = 3
-"""Upper bound of the large trials of KV transfers, if other transfers take place."""
+"""Maximum number of large trials of KV transfers, if other transfers take place."""
 
 COUNTED_S, COUNTED_EVERY_S = 3.0, 0.1
 """Time within which the metrics have a transfer after the answer, and the interval of the readings.
 vLLM counts a transfer with a later step of its scheduler."""
-
-
-class Counts(NamedTuple):
-    """Transfers that instances have counted, and the tokens that decode has got by them."""
-
-    transfers: Mapping[Instance, Transfers]
-    tokens: float
 
 
 def picture() -> Mapping[str, Any]:
@@ -100,7 +91,7 @@ def new_sound() -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tried:
+class TrialOutput:
     """Output of an encode instance for the picture or sound of a trial.
 
     Attributes:
@@ -131,6 +122,8 @@ class Trials:
     _peers: PeerRegistry
     _headers: Mapping[str, str]
     _config: ProxyConfig
+    _read_s: float = READ_S
+    _counted_s: float = COUNTED_S
 
     @property
     def reads_back(self) -> bool:
@@ -144,7 +137,7 @@ class Trials:
 
     async def encode(
         self, instance: Instance, model: str, consumer: Reservation | None = None
-    ) -> tuple[Trial, Tried | None]:
+    ) -> tuple[Trial, TrialOutput | None]:
         """Send a picture to an encode instance; if the model rejects pictures, a sound.
 
         With a transfer that pushes, the output goes to `consumer`. Return the result and the
@@ -170,18 +163,24 @@ class Trials:
             if (lacking := self._encoded.missing_field(replied)) is not None:
                 return Trial(f"encodes, but its ec_transfer_params have no {lacking}"), None
             params = self._encoded.consumer_params([encoded])
-            return Trial(), Tried(body, encoded, params, consumer)
+            return Trial(), TrialOutput(body, encoded, params, consumer)
         return _failed(refused) if refused else Trial(), None
 
-    async def consume(self, instance: Instance, tried: Tried) -> Trial:
+    async def consume(self, instance: Instance, output: TrialOutput) -> Trial:
         """Send a request with the key of an encoder output in place of the media."""
-        rank = None if tried.consumer is None else tried.consumer.rank
-        return await self._answered(instance, tried.by_key(), rank=rank)
+        rank = None if output.consumer is None else output.consumer.rank
+        trial, _ = await self._answered(instance, output.by_key(), rank=rank)
+        return trial
 
     async def transfer(
-        self, prefill: Instance, decode: Instance, body: Body
-    ) -> Mapping[str, Trial]:
-        """Prefill a request at one instance and decode it at another; return the results."""
+        self, prefill: Instance, decode: Instance, model: str
+    ) -> tuple[Trial, Trial | None, bool]:
+        """Prefill a request at one instance and decode it at another.
+
+        Return the results of prefill and of decode, None if prefill failed, and whether decode
+        keeps its blocks for the next turn of a conversation.
+        """
+        body = _asking(model, {"type": "text", "text": "Hello."})
         request = self._request()
         handover = Handover(request.id, prefill, 0 if prefill.dp_size > 1 else None, decode)
         try:
@@ -190,19 +189,19 @@ class Trials:
                 return await self._at_once(handover, decode, body, request)
             await self._stages.prefill(self._transfer, handover, Prompt(body), request)
         except ProxyError as error:
-            return {PREFILL: _failed(error)}
+            return _failed(error), None, False
         sent = with_params(body, handover.params)
-        return {PREFILL: Trial(), DECODE: await self._answered(decode, sent, handover)}
+        return Trial(), *await self._answered(decode, sent, handover)
 
     async def _at_once(
         self, handover: Handover, decode: Instance, body: Body, request: Request
-    ) -> Mapping[str, Trial]:
+    ) -> tuple[Trial, Trial, bool]:
         """Send a request to both instances at the same time: each waits for the other."""
         sent = with_params(body, self._transfer.decode_params(handover, {}))
         decoding = asyncio.create_task(self._answered(decode, sent, handover))
         try:
             await self._stages.prefill(self._transfer, handover, Prompt(body), request)
-            return {PREFILL: Trial(), DECODE: await decoding}
+            return Trial(), *await decoding
         finally:
             decoding.cancel()
             await asyncio.gather(decoding, return_exceptions=True)
@@ -213,16 +212,31 @@ class Trials:
         body: Body,
         handover: Handover | None = None,
         rank: int | None = None,
-    ) -> Trial:
-        request = self._request()
+    ) -> tuple[Trial, bool]:
+        """Return the result of a request, and whether the instance keeps its blocks."""
         try:
-            reply, _ = await self._stages.decode(instance, Prompt(body), request, rank, handover)
-            with reply:
-                content = await reply.read(idle_s=ANSWERS_S)
+            content = await self._decode(instance, body, self._request(), handover, rank)
             params = reply_field(content, "kv_transfer_params", stage="decode")
         except ProxyError as error:
-            return _failed(error)
-        return Trial(keeps=kept_params(params, instance.url) is not None)
+            return _failed(error), False
+        return Trial(), kept_params(params, instance.url) is not None
+
+    async def _decode(
+        self,
+        instance: Instance,
+        body: Body,
+        request: Request,
+        handover: Handover | None = None,
+        rank: int | None = None,
+    ) -> bytes:
+        """Return the answer to a request.
+
+        Raises:
+            ProxyError: the instance failed.
+        """
+        reply, _ = await self._stages.decode(instance, Prompt(body), request, rank, handover)
+        with reply:
+            return await reply.read(idle_s=ANSWERS_S)
 
     async def read_back(self, prefill: Instance, decode: Instance, model: str) -> Trial:
         """Send a prompt, then a longer one with the blocks that decode keeps of the first.
@@ -242,9 +256,9 @@ class Trials:
             if handover.earlier is None:
                 return Trial("decode named no blocks of a prompt of tokens")
             second = [*tokens, *first.answer, *tokens[-1:]]
-            await self._turn(handover, decode, _asking_tokens(model, second), READ_S)
+            await self._turn(handover, decode, _asking_tokens(model, second), self._read_s)
         except TimeoutError:
-            return Trial(f"no answer in {READ_S:g} s")
+            return Trial(f"no answer in {self._read_s:g} s")
         except ProxyError as error:
             return _failed(error)
         return Trial()
@@ -257,7 +271,7 @@ class Trials:
         Prompts have as many tokens as fit into `max_tokens` and `MAX_BYTES` of blocks. If other
         transfers take place, they are repeated. None: the instances count no transfers.
         """
-        if read_transfers(await self._stages.metrics(decode.url)) is None:
+        if await self._transfers(prefill, decode) is None:
             return None
         handover = Handover("", prefill, 0 if prefill.dp_size > 1 else None, decode)
         request = self._request(of_tokens=True)
@@ -266,23 +280,21 @@ class Trials:
         small = await self._window(handover, decode, model, tokens)
         if small is None:
             return PairFacts(prefill, decode)
-        counted_at, window = small
-        wanted = math.ceil(MAX_BYTES * window.all_tokens / max(1.0, window.transfers.bytes))
-        many = [*islice(cycle(tokens), max(len(tokens), min(wanted, max_tokens - 1)))]
+        _, size, _, all_tokens = small.transfers
+        fitting = math.ceil(MAX_BYTES * all_tokens / max(1.0, size))
+        many = [*islice(cycle(tokens), max(len(tokens), min(fitting, max_tokens - 1)))]
         large: list[Window] = []
         while len(large) < REPEATS and not (large and large[-1].is_alone):
-            found = await self._window(handover, decode, model, many)
-            if found is None:
+            window = await self._window(handover, decode, model, many)
+            if window is None:
                 break
-            large.append(found[1])
-        return PairFacts(prefill, decode, counted_at, window, large)
+            large.append(window)
+        return PairFacts(prefill, decode, small, large)
 
     async def _window(
         self, handover: Handover, decode: Instance, model: str, tokens: Sequence[int]
-    ) -> tuple[Instance, Window] | None:
-        """Return the instance that counted the transfers of a prompt, and what it counted.
-
-        None: it counted none within `COUNTED_S`.
+    ) -> Window | None:
+        """Return the transfers of a prompt; None: none are counted within `_counted_s` seconds.
 
         Raises:
             ProxyError: an instance failed.
@@ -291,40 +303,22 @@ class Trials:
         handover = replace(handover, request_id=request.id)
         began_s = time.monotonic()
         await self._stages.prefill(self._transfer, handover, Prompt(body), request)
-        prefilled_s = time.monotonic()
-        before = await self._counts(handover.prefill, decode)
-        asked_s = time.monotonic()
-        sent = with_params(body, handover.params)
-        reply, _ = await self._stages.decode(decode, Prompt(sent), request)
-        with reply:
-            await reply.read(idle_s=ANSWERS_S)
+        prefill_s = time.monotonic() - began_s
+        before = await self._transfers(handover.prefill, decode)
+        began_s = time.monotonic()
+        await self._decode(decode, with_params(body, handover.params), request)
         decoded_s = time.monotonic()
-        while time.monotonic() < decoded_s + COUNTED_S:
-            after = await self._counts(handover.prefill, decode)
-            all_tokens = after.tokens - before.tokens
-            for instance, counted in after.transfers.items():
-                earlier = before.transfers.get(instance)
-                if earlier is None or counted.count <= earlier.count or all_tokens <= 0:
-                    continue
-                return instance, Window(
-                    counted.since(earlier),
-                    len(tokens),
-                    all_tokens,
-                    prefilled_s - began_s,
-                    decoded_s - asked_s,
-                )
+        while time.monotonic() < decoded_s + self._counted_s:
+            after = await self._transfers(handover.prefill, decode)
+            found = None if before is None or after is None else after.since(before)
+            if found is not None and found.number > 0 and found.tokens > 0:
+                return Window(found, len(tokens), prefill_s, decoded_s - began_s)
             await asyncio.sleep(COUNTED_EVERY_S)
         return None
 
-    async def _counts(self, prefill: Instance, decode: Instance) -> Counts:
-        pages = {
-            instance: await self._stages.metrics(instance.url) for instance in (decode, prefill)
-        }
-        read = {instance: read_transfers(page) for instance, page in pages.items()}
-        return Counts(
-            {instance: found for instance, found in read.items() if found is not None},
-            read_tokens(pages[decode]),
-        )
+    async def _transfers(self, prefill: Instance, decode: Instance) -> Transfers | None:
+        pages = [await self._stages.metrics(instance.url) for instance in (decode, prefill)]
+        return read_transfers(*pages)
 
     async def _turn(
         self, handover: Handover, decode: Instance, body: Body, prefill_s: float | None
@@ -339,22 +333,15 @@ class Trials:
         handover = replace(handover, request_id=request.id)
         async with asyncio.timeout(prefill_s):
             await self._stages.prefill(self._transfer, handover, Prompt(body), request)
-        sent = with_params(body, handover.params)
-        reply, _ = await self._stages.decode(decode, Prompt(sent), request)
-        heard = ReplyCapture(cut_tokens=False)
-        with reply:
-            heard.capture_fields(await reply.read(idle_s=ANSWERS_S))
-        return heard
+        content = await self._decode(decode, with_params(body, handover.params), request)
+        fields = ReplyCapture(cut_tokens=False)
+        fields.capture_fields(content)
+        return fields
 
     def _request(self, *, of_tokens: bool = False) -> Request:
         request_id = f"doctor-{secrets.token_hex(8)}"
         endpoint = Completions() if of_tokens else CHAT
         return Request(request_id, self._headers, self._config, endpoint)
-
-
-def text(model: str) -> Body:
-    """Return a request without media."""
-    return _asking(model, {"type": "text", "text": "Hello."})
 
 
 def _asking(model: str, part: Mapping[str, Any]) -> Body:

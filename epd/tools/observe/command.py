@@ -20,12 +20,12 @@ from pydantic import SecretStr
 
 from epd.edge.access import is_loopback
 from epd.parser import Commands, Parser
-from epd.tools.fleet.model_config import config_path, read_config
 from epd.tools.observe.counting import Counter, Traffic
 from epd.tools.observe.entry_sizes import EntrySizes, entry_sizes
 from epd.tools.observe.relay import Relay, Server, drop_added_headers
 from epd.tools.observe.report import GIB, as_json, as_markdown
 from epd.tools.observe.reuse import ReuseDistances
+from epd.tools.up.model_config import config_path, read_config
 
 KEYS = ("EPD_ADMIN_API_KEY", "ADMIN_API_KEY")
 """Environment variables with the admin key, the same as for `epd serve`."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.tools.fleet.process import stop
+from epd.tools.up.process import stop
 from scripts.overhead.rig import EPD, PLACES, Contender, Measured
 
 FORKS = """

@@ -14,7 +14,7 @@ import pytest
 from epd.tools.bench.runs import machine
 from scripts.overhead.__main__ import main
 from tests.paths import ROOT
-from tests.tools.fleet.processes import left, marked, new_mark, processes_of
+from tests.tools.up.processes import left, marked, new_mark, processes_of
 
 pytestmark = pytest.mark.full
 

@@ -21,7 +21,6 @@ from epd.tools.bench.runs import (
     Run,
     VllmBenchLoad,
     bench_command,
-    read_figures,
     result_document,
     result_tables,
     run_of,
@@ -53,9 +52,11 @@ def detailed(ttfts: list[float], tokens: list[int], errors: list[str]) -> dict[s
     }
 
 
-ALL_ANSWERED = read_figures(
-    detailed([0.4, 0.6, 0.1, 0.2], [8] * 4, [""] * 4), DATASET.trace, output_len=8
-)
+ALL_ANSWERED = detailed([0.4, 0.6, 0.1, 0.2], [8] * 4, [""] * 4)
+
+
+def run(items: Items | str = COUNTED, **changes: Any) -> Run:
+    return run_of(TARGET, DATASET, ALL_ANSWERED | changes, 8, NOTHING, items)
 
 
 @pytest.mark.parametrize(
@@ -119,39 +120,37 @@ def test_a_page_is_read_or_refused(page: str) -> None:
 
 
 def test_first_token_times_of_new_and_known_pictures_are_separated() -> None:
-    assert ALL_ANSWERED.ttft_new_ms == pytest.approx(500)
-    assert ALL_ANSWERED.ttft_seen_ms == pytest.approx(150)
-    assert (ALL_ANSWERED.completed, ALL_ANSWERED.failed, ALL_ANSWERED.cut) == (4, 0, 0)
+    ran = run()
+
+    assert (ran.ttft_new_ms, ran.ttft_seen_ms) == pytest.approx((500, 150))
+    assert (ran.completed, ran.failed, ran.cut) == (4, 0, 0)
 
 
 def test_failed_runs_count_for_nothing_and_are_explained_once() -> None:
     result = detailed(
         [0.0, 0.6, 0.0, 0.2], [0, 8, 0, 3], ["Bad Request", "", "Traceback\nBad Request", ""]
     )
-    figures = read_figures(result, DATASET.trace, output_len=8)
+    ran = run(**result)
 
-    assert (figures.ttft_new_ms, figures.ttft_seen_ms) == pytest.approx((600, 200))
-    assert (figures.completed, figures.failed, figures.cut) == (2, 2, 1)
-    assert figures.errors == ("Bad Request",)
-
-
-def run(items: Items | str = COUNTED, **figures: Any) -> Run:
-    return run_of(TARGET, DATASET, replace(ALL_ANSWERED, **figures), (NOTHING, items))
+    assert (ran.ttft_new_ms, ran.ttft_seen_ms) == pytest.approx((600, 200))
+    assert (ran.completed, ran.failed, ran.cut) == (2, 2, 1)
+    assert ran.errors == ["Bad Request"]
+    assert ran.notes == ["1 responses have fewer tokens than requested", "Bad Request"]
 
 
 def test_a_run_reports_its_distance_from_the_ideal() -> None:
     ran = run()
 
     assert ran.hit_rate == ran.ideal_hit_rate == 0.5
-    assert ran.encodes_per_picture == 1.0
-    assert ran.notes == ()
+    assert ran.encodes_per_distinct_picture == 1.0
+    assert ran.notes == []
 
 
 def test_repeated_and_foreign_encodes_are_counted() -> None:
     ran = run(Items(hits=1, encoded=2, local=1, encodes=3))
 
     assert ran.hit_rate == 0.25
-    assert ran.encodes_per_picture == 2.0
+    assert ran.encodes_per_distinct_picture == 2.0
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_unknown_figures_are_left_out_and_named(
 ) -> None:
     ran = run(items, **figures)
 
-    assert (ran.hit_rate, ran.encodes_per_picture) == (None, None)
+    assert (ran.hit_rate, ran.encodes_per_distinct_picture) == (None, None)
     assert note in ran.notes[0]
 
 
@@ -214,9 +213,8 @@ def test_the_file_contains_all_results() -> None:
 
 
 def test_a_table_has_a_column_for_each_target_and_its_share_of_the_first() -> None:
-    plain = replace(run("it is not an EPD proxy"), target=BenchTarget("plain", "http://h:2"))
-    slower = replace(plain.figures, request_throughput_rps=2.0)
-    lines = list(result_tables([run(), replace(plain, figures=slower)]))
+    plain = replace(run("it is not an EPD proxy", request_throughput=2.0), name="plain")
+    lines = list(result_tables([run(), plain]))
 
     assert "local: 4 prompts, 2 pictures" in lines
     assert "| | epd | plain |" in lines

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,9 +18,9 @@ from epd.config import ProxyConfig
 from epd.discovery.entries import write_json
 from epd.discovery.stores import RegistrationsInRedis
 from epd.routing.instances import Instance, Role
-from epd.tools.doctor import environment, examination, instances, trials
-from epd.tools.doctor.examination import examine
-from epd.tools.doctor.facts import Finding, Verdict
+from epd.tools.doctor import examination, host, trials
+from epd.tools.doctor.examination import Waits, examine
+from epd.tools.doctor.findings import Finding, Verdict
 from tests.discovery.name_server import NameServer
 from tests.support.backed import Backed
 from tests.support.fake_instance import (
@@ -50,6 +50,7 @@ class Clinic:
     decode: FakeInstance
     store: str
     backed: Backed
+    waits: Waits
 
     async def findings(self, *, requests: bool = True, **config: Any) -> list[Finding]:
         urls = {
@@ -63,7 +64,7 @@ class Clinic:
             "allowed_media_domains": ("example.com",),
             "max_requests": 16,
         }
-        return await examine(ProxyConfig(**urls | config), requests=requests)
+        return await examine(ProxyConfig(**urls | config), requests=requests, waits=self.waits)
 
     async def complaints(self, **config: Any) -> list[tuple[str, str]]:
         """Return subject and observation of each finding that is not OK."""
@@ -72,8 +73,7 @@ class Clinic:
 
 
 @pytest.fixture
-async def clinic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Clinic]:
-    monkeypatch.setattr(instances, "IDLE_S", 0.3)  # shortens the wait for early closes
+async def clinic(tmp_path: Path) -> AsyncIterator[Clinic]:
     url = f"file://{tmp_path}/store?max_bytes=1MiB"
     async with AsyncExitStack() as stack:
         backed = Backed(stack.enter_context(open_store(url)), tmp_path)
@@ -81,7 +81,8 @@ async def clinic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         for fake in fakes:
             await stack.enter_async_context(fake.running())
         encode, prefill, decode = fakes
-        yield Clinic(encode, prefill, decode, url, backed)
+        waits = Waits(idle_s=0.3, read_s=0.3, counted_s=0.2, arrives_s=5.0)
+        yield Clinic(encode, prefill, decode, url, backed, waits)
         await asyncio.gather(*backed.writes)
 
 
@@ -268,7 +269,7 @@ async def test_a_trial_beside_other_transfers_is_repeated(clinic: Clinic, talkin
 async def test_kv_blocks_on_a_machine_without_accelerators_are_not_judged(
     clinic: Clinic, talking: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "ACCELERATORS", ())
+    monkeypatch.setattr(host, "ACCELERATORS", ())
     Counts().count(clinic)
     finding = of_pair(await clinic.findings(**WITHOUT))
 
@@ -295,9 +296,8 @@ async def test_a_trial_of_kv_transfers_that_fails_is_a_warning(
 
 
 async def test_an_uncounted_trial_of_kv_transfers_is_a_warning(
-    clinic: Clinic, talking: Turns, monkeypatch: pytest.MonkeyPatch
+    clinic: Clinic, talking: Turns
 ) -> None:
-    monkeypatch.setattr(trials, "COUNTED_S", 0.2)
     clinic.decode.metrics = Counts().page
     finding = of_pair(await clinic.findings(**WITHOUT))
 
@@ -306,9 +306,8 @@ async def test_an_uncounted_trial_of_kv_transfers_is_a_warning(
 
 
 async def test_a_prefill_that_waits_in_vain_for_decodes_blocks_is_found(
-    clinic: Clinic, talking: Turns, monkeypatch: pytest.MonkeyPatch
+    clinic: Clinic, talking: Turns
 ) -> None:
-    monkeypatch.setattr(trials, "READ_S", 0.3)
     computes = clinic.prefill.chat
 
     async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -396,10 +395,10 @@ async def test_engines_that_write_to_another_store_are_found(clinic: Clinic) -> 
 
 
 async def test_an_engine_that_writes_under_another_namespace_than_it_reports_is_found(
-    clinic: Clinic, monkeypatch: pytest.MonkeyPatch
+    clinic: Clinic,
 ) -> None:
     encodes = clinic.encode.chat
-    monkeypatch.setattr(environment, "ARRIVES_S", 0.0)
+    clinic.waits = replace(clinic.waits, arrives_s=0.0)
 
     async def reports_another(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         reply = await encodes(request, body)
@@ -412,7 +411,7 @@ async def test_an_engine_that_writes_under_another_namespace_than_it_reports_is_
     clinic.encode.chat = reports_another
     complaints = dict(await clinic.complaints())
 
-    assert "in another namespace than the instance reports" in complaints["store"]
+    assert complaints["store"] == "does not have the entry that an encode instance just wrote"
 
 
 async def test_a_consumer_of_another_namespace_is_found(clinic: Clinic) -> None:
@@ -609,19 +608,16 @@ def test_the_headers_have_the_proxys_key() -> None:
 
 
 async def test_the_command_reports_findings_and_fails(clinic: Clinic, tmp_path: Path) -> None:
-    async def doctor(*flags: str) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "epd", "doctor", *flags),
-            *(
-                "--encode-servers-urls",
-                clinic.encode.url,
-                "--decode-servers-urls",
-                clinic.decode.url,
-            ),
+    async def doctor(decode: FakeInstance, *flags: str) -> tuple[int | None, str]:
+        urls = ("--encode-servers-urls", clinic.encode.url, "--decode-servers-urls", decode.url)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "epd", "doctor", *flags, *urls),
             *("--ec-store", clinic.store, "--ec-store-budget-s", "5"),
             *("--engine-logs", str(tmp_path / "logs")),
             stdout=asyncio.subprocess.PIPE,
         )
+        text, _ = await process.communicate()
+        return process.returncode, text.decode()
 
     runs = {
         name: tmp_path / "logs" / name / "decode-8400.log"
@@ -631,20 +627,19 @@ async def test_the_command_reports_findings_and_fails(clinic: Clinic, tmp_path: 
         log.parent.mkdir(parents=True)
         log.write_text("ValueError: No available memory for the cache blocks.\n" + "trace\n" * 99)
 
-    well = await doctor("--format", "json")
-    said, _ = await well.communicate()
-    clinic.decode.healthy = False
-    ill = await doctor("--no-requests")
-    text, _ = await ill.communicate()
+    clinic.prefill.healthy = False
+    (code, well), (failed, text) = await asyncio.gather(
+        doctor(clinic.decode, "--format", "json"), doctor(clinic.prefill, "--no-requests")
+    )
 
-    assert (well.returncode, json.loads(said)["verdict"]) == (0, "warn")
-    assert ill.returncode == 1
-    assert f"fail  prefill_decode {clinic.decode.url}" in text.decode()
-    assert "-> start it again: its engine has died" in text.decode()
+    assert (code, json.loads(well)["verdict"]) == (0, "warn")
+    assert failed == 1
+    assert f"fail  prefill_decode {clinic.prefill.url}" in text
+    assert "-> start it again: its engine has died" in text
     [old, latest] = runs.values()
-    assert f"{latest}: the engine ended" in text.decode()
-    assert "Start the instances of a device one after another" in text.decode()
-    assert str(old) not in text.decode()
+    assert f"{latest}: the engine ended" in text
+    assert "Start the instances of a device one after another" in text
+    assert str(old) not in text
 
 
 KEY = "0123456789abcdef"

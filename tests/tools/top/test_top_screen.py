@@ -76,16 +76,6 @@ def test_turns_of_conversations_in_redis_are_shown() -> None:
     assert "Conversations  hit rate 75 % of 60 turns" in "\n".join(drawn(shown, 80, 24))
 
 
-def test_an_older_proxy_without_conversations_is_shown() -> None:
-    shown = cast("dict[str, Any]", large(1))
-    del shown["totals"]["conversations"]
-    del shown["totals"]["media"]
-    text = "\n".join(drawn(cast("UiState", shown), 80, 24))
-
-    assert "Saved 830 encodes" in text
-    assert "Conversations" not in text
-
-
 def test_a_short_frame_shows_unhealthy_instances_first() -> None:
     text = "\n".join(drawn(large(20), 80, 24))
 
@@ -109,17 +99,6 @@ def test_rejected_requests_are_shown_apart_from_failed_ones() -> None:
         ["41", "57"]
     ] * 2
     assert [line.split()[-2:] for line in lines if line.startswith("Stage")] == [["failed", "rej."]]
-
-
-def test_an_older_proxy_without_rejections_is_shown() -> None:
-    shown = cast("dict[str, Any]", large(1))
-    told = ("instances", "stages", "seconds", "requests", "notices")
-    for one in (one for name in told for one in shown[name]):
-        one.pop("rejected", None)
-        one.pop("outcome", None)
-    text = "\n".join(drawn(cast("UiState", shown), 100, None))
-
-    assert "502 decode_" in text
 
 
 def test_a_narrow_frame_keeps_names_and_failures_of_instances() -> None:

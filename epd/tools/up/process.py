@@ -6,103 +6,44 @@ separate process, ends all servers if this process is killed.
 """
 
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 from epd.tools.engine_ends import end_cause
-from epd.tools.fleet import guard
+from epd.tools.up import guard
 
-EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+STOP_TIMEOUT_S = 20.0
+FRONT_STOP_TIMEOUT_S = 15.0
+"""Time for the servers that stop first, such as the proxy."""
+STORE_STOP_TIMEOUT_S = 5.0
+"""Time for the service of the store, which stops last."""
+POLL_S = 0.25
+JOIN_POLL_S = 0.02
+PROGRESS_S = 15.0
+TAIL_LINES = 25
+TAIL_BYTES = 65536
+DOING_CHARACTERS = 100
+_RECORD = re.compile(
+    r"(?:\([^)]*\) )*"  # the process
+    r"(?:[A-Z]+ [\d-]+ [\d:]+ (?:\[[^]]*\] )?"  # vLLM's level, time, and place in the source
+    r"|[\d-]+T[\d:.]+Z \[\w+ *\] "  # the proxy's
+    r"|(?=.*\d%))"  # a progress bar
+)
+"""Prefix before the message of a log line that describes the process's progress."""
 
-
-def free_ports(count: int) -> list[int]:
-    """Return distinct free ports of the loopback address; raise `OSError` if there are fewer.
-
-    They are below the ephemeral range of the kernel, from which vLLM's processes take ports while
-    they start. vLLM listens with SO_REUSEPORT: two instances with the same port would share it
-    silently.
-    """
-    first_ephemeral = int(EPHEMERAL_PORTS.read_text().split()[0])
-    candidates = range(max(1024, first_ephemeral - 16384), first_ephemeral)
-    with ExitStack() as held:
-        ports: list[int] = []
-        for port in random.sample(candidates, len(candidates)):
-            listener = held.enter_context(socket.socket())
-            with suppress(OSError):
-                listener.bind(("127.0.0.1", port))
-                ports.append(port)
-            if len(ports) == count:
-                return ports
-    raise OSError(f"no {count} free ports in {candidates}")
-
-
-def check_free(host: str, port: int) -> None:
-    """Raise `OSError` if a server cannot listen on the address now."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, kind, protocol) as listener:
-        # Connections of an earlier server in TIME_WAIT do not block the port.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-
-
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def leave_contexts_on_signals() -> None:
-    """Make the signals of `ENDING` raise `KeyboardInterrupt`: contexts then stop their servers."""
-    # A shell starts background processes with Ctrl-C ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, _as_ctrl_c)
-    # Under nohup, the process survives its terminal.
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, _as_ctrl_c)
-
-
-def _as_ctrl_c(_number: int, _frame: FrameType | None) -> None:
-    # An asyncio loop has its own handler of SIGINT: an exception raised in a callback is lost.
-    signal.raise_signal(signal.SIGINT)
-
-
-@contextmanager
-def hold_signals() -> Iterator[None]:
-    """Delay the signals of `ENDING` until the end of the context.
-
-    Otherwise a signal between the start of a process and the record of it would leave the process
-    behind. The signals are not blocked, because a started process inherits the block for its whole
-    life.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python runs signal handlers only in the main thread
-        return
-    came: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in ENDING}
-    kept = {number: how for number, how in handlers.items() if how not in {signal.SIG_IGN, None}}
-    for number in kept:
-        signal.signal(number, lambda number, _frame: came.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+_PROBE = re.compile(r'"GET /(?:health|metrics) HTTP/1\.[01]" 200\b')
+"""Lines of an engine's access log for the proxy's probes, about one per second."""
 
 
 class Guard:
@@ -146,29 +87,6 @@ class Guard:
         # The guard was killed: the fleet runs without one.
         with suppress(BrokenPipeError):
             print(line, end="", file=self._popen.stdin, flush=True)
-
-
-STOP_TIMEOUT_S = 20.0
-FRONT_STOP_TIMEOUT_S = 15.0
-"""Time for the servers that stop first, such as the proxy."""
-STORE_STOP_TIMEOUT_S = 5.0
-"""Time for the service of the store, which stops last."""
-POLL_S = 0.25
-JOIN_POLL_S = 0.02
-PROGRESS_S = 15.0
-TAIL_LINES = 25
-TAIL_BYTES = 65536
-DOING_CHARACTERS = 100
-_RECORD = re.compile(
-    r"(?:\([^)]*\) )*"  # the process
-    r"(?:[A-Z]+ [\d-]+ [\d:]+ (?:\[[^]]*\] )?"  # vLLM's level, time, and place in the source
-    r"|[\d-]+T[\d:.]+Z \[\w+ *\] "  # the proxy's
-    r"|(?=.*\d%))"  # a progress bar
-)
-"""Prefix before the message of a log line that describes the process's progress."""
-
-_PROBE = re.compile(r'"GET /(?:health|metrics) HTTP/1\.[01]" 200\b')
-"""Lines of an engine's access log for the proxy's probes, about one per second."""
 
 
 class ProcessDied(Exception):
@@ -289,8 +207,9 @@ def wait_until_ready(
     timeout_s: float,
     report: Callable[[str], None],
     start_due: Callable[[Collection[str]], Sequence[str]] | None = None,
+    progress_s: float = PROGRESS_S,
 ) -> None:
-    """Wait until all servers are ready, and report their progress.
+    """Wait until all servers are ready, and report their progress every `progress_s` seconds.
 
     `start_due` gets the names of the servers that are ready, adds further ones to `processes`, and
     returns the names of those that it has not started yet. The last server, which waits for the
@@ -300,7 +219,7 @@ def wait_until_ready(
         ProcessDied: a server ended.
         TimeoutError: not all were ready within `timeout_s` seconds.
     """
-    progress = _Progress(report)
+    progress = _Progress(report, progress_s)
     ready = set[str]()
     while True:
         later = start_due(ready) if start_due is not None else ()
@@ -322,10 +241,11 @@ def wait_until_ready(
 
 
 class _Progress:
-    """Progress report of starting servers, every `PROGRESS_S` seconds, without repetitions."""
+    """Progress report of starting servers, every `every_s` seconds, without repetitions."""
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None], every_s: float) -> None:
         self._report = report
+        self._every_s = every_s
         self._started = self._told = time.monotonic()
         self._reported: dict[str, str] = {}
 
@@ -334,7 +254,7 @@ class _Progress:
         return time.monotonic() - self._started
 
     def report_progress(self, waiting: Sequence[Process]) -> None:
-        if time.monotonic() - self._told < PROGRESS_S:
+        if time.monotonic() - self._told < self._every_s:
             return
         self._told = time.monotonic()
         doing = {process.name: process.last_message() for process in waiting}
@@ -349,15 +269,19 @@ class _Progress:
 
 
 def stop(
-    processes: Sequence[Process], front: Sequence[Process] = (), store: Sequence[Process] = ()
+    processes: Sequence[Process],
+    front: Sequence[Process] = (),
+    store: Sequence[Process] = (),
+    timeout_s: float = STOP_TIMEOUT_S,
 ) -> None:
     """Stop servers and their children: first those in `front`, which use the others, `store` last.
 
+    `processes` have `timeout_s` seconds to end before they are killed.
     A second Ctrl-C ends the wait; all servers are then killed.
     """
     try:
         _terminate(front, FRONT_STOP_TIMEOUT_S)
-        _terminate(processes, STOP_TIMEOUT_S)
+        _terminate(processes, timeout_s)
         _terminate(store, STORE_STOP_TIMEOUT_S)
     finally:
         for process in (*front, *processes, *store):

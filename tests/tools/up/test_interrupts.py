@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from epd.tools.fleet.process import ENDING, Process, hold_signals, leave_contexts_on_signals
-from epd.tools.fleet.settings import Topology
-from epd.tools.fleet.stack import Stack
-from tests.tools.fleet.processes import left, marked, new_mark
+from epd.tools.up.process import Process
+from epd.tools.up.settings import Topology
+from epd.tools.up.signals import ENDING, hold_signals, leave_contexts_on_signals
+from epd.tools.up.stack import Stack
+from tests.tools.up.processes import left, marked, new_mark
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +86,7 @@ def test_ctrl_c_while_a_server_is_started_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = new_mark()
-    monkeypatch.setattr("epd.tools.fleet.stack.Process", Interrupted)
+    monkeypatch.setattr("epd.tools.up.stack.Process", Interrupted)
     monkeypatch.setattr(os, "environ", marked(mark))
     stack = Stack(tmp_path, Topology.parse("1e1pd"), tmp_path, local_media=tmp_path)
     with pytest.raises(KeyboardInterrupt), stack:

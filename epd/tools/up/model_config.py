@@ -6,13 +6,15 @@ starts. vLLM's list of text-only architectures is read from its source, without 
 
 import ast
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
+
+from epd.tools.up.vllm_flags import flag_value
 
 Config = Mapping[str, Any]
 
@@ -34,11 +36,6 @@ MEDIA_WORDS = ("audio", "image", "img", "multimodal", "speech", "video", "vision
 GDN_TYPES = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"})
 GDN_SIZES = frozenset({"linear_key_head_dim", "linear_num_value_heads"})
 """Values of `model_type`, and fields, that only models with gated delta net (GDN) layers have."""
-
-RECONFIGURING = frozenset(
-    {"--config", "--config-format", "--convert", "--hf-config-path", "--hf-overrides", "--runner"}
-)
-"""Flags of vLLM that make `config.json` an incomplete description of the model."""
 
 
 def why_unservable(config: Config, text_only: Collection[str]) -> str | None:
@@ -71,25 +68,6 @@ def needs_bfloat16(config: Config) -> bool:
         if (isinstance(kind, str) and kind in GDN_TYPES) or not GDN_SIZES.isdisjoint(part):
             return True
     return False
-
-
-def overrides_config(flags: Iterable[str]) -> bool:
-    """Return whether flags of vLLM make `config.json` an incomplete description of the model."""
-    return any(_name(flag) in RECONFIGURING for flag in flags)
-
-
-def flag_value(flags: Iterable[str], name: str) -> str | None:
-    """Return the last value of a flag of vLLM; None: the flag is absent."""
-    words, value = [*flags], None
-    for position, word in enumerate(words, 1):
-        if _name(word) == name:
-            value = word.partition("=")[2] if "=" in word else next(iter(words[position:]), None)
-    return value
-
-
-def _name(flag: str) -> str:
-    """Return a flag's name as vLLM reads it: `--hf_overrides.a=1` is `--hf-overrides`."""
-    return flag.partition("=")[0].partition(".")[0].replace("_", "-")
 
 
 def _architectures(config: Config) -> set[str]:

@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.tools.fleet import model_config as reading
-from epd.tools.fleet.model_config import (
+from epd.tools.up import model_config as reading
+from epd.tools.up.model_config import (
     config_path,
-    flag_value,
     needs_bfloat16,
-    overrides_config,
     read_config,
     text_architectures,
     why_unservable,
 )
+from epd.tools.up.vllm_flags import flag_value, overrides_config
 
 TEXT = frozenset({"LlamaForCausalLM", "T5ForConditionalGeneration"})
 WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True}

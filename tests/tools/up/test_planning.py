@@ -16,22 +16,13 @@ from hypothesis import strategies as st
 from ec_store.arena.url import arena_options
 from epd.routing.instances import Role
 from epd.routing.urls import named_events_address
-from epd.tools.fleet.engine import (
-    CPU,
-    CUDA,
-    LETTERS,
-    XPU,
-    Engine,
-    FleetServer,
-    assign,
-    detect_platform,
-    parse,
-    parse_instances,
-)
-from epd.tools.fleet.host_memory import FolderTaken, memory_url, private_folder, socket_folder
-from epd.tools.fleet.plan import FleetPlan, plan_fleet, url_of
-from epd.tools.fleet.settings import FleetSettings, Topology
-from epd.tools.fleet.stack import Restarts
+from epd.tools.up.devices import LETTERS, assign, parse_gpus, parse_instances
+from epd.tools.up.engine import Engine, FleetServer
+from epd.tools.up.host_memory import FolderTaken, memory_url, private_folder, socket_folder
+from epd.tools.up.plan import FleetPlan, plan_fleet, url_of
+from epd.tools.up.platforms import CPU, CUDA, XPU, detect_platform
+from epd.tools.up.settings import FleetSettings, Topology
+from epd.tools.up.stack import Restarts
 from tests.examples import scaled
 
 STORE = "file:///ec"
@@ -50,16 +41,16 @@ def written(named: Mapping[Role, Sequence[Sequence[str]]]) -> str:
 
 @given(st.dictionaries(st.sampled_from(Role), instances, min_size=1))
 def test_named_devices_are_read_as_written(named: Mapping[Role, Any]) -> None:
-    assert parse(written(named)) == named
+    assert parse_gpus(written(named)) == named
 
 
 def test_a_stage_may_be_named_once_for_each_instance() -> None:
-    assert parse("e=0,pd=2+3, e=1") == parse("e=0:1,PD=2+3")
+    assert parse_gpus("e=0,pd=2+3, e=1") == parse_gpus("e=0:1,PD=2+3")
 
 
 @given(st.text(max_size=20))
 def test_an_invalid_list_of_devices_is_a_value_error(text: str) -> None:
-    for read in (parse, parse_instances):
+    for read in (parse_gpus, parse_instances):
         try:
             read(text)
         except ValueError as error:
@@ -69,7 +60,7 @@ def test_an_invalid_list_of_devices_is_a_value_error(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "e", "e=", "x=0", "e=0+", "e=:1", "e=0 1", "e=0+0", "e=0;1"])
 def test_an_invalid_list_of_devices_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="is not of the form"):
-        parse(text)
+        parse_gpus(text)
 
 
 @given(st.integers(0, 99), st.integers(1, 99), st.integers(0, 99))
@@ -103,7 +94,7 @@ ROLES = Topology.parse("2e1p1d").roles
 def test_instances_get_the_named_device_or_a_free_one(
     gpus: str | None, visible: str, expected: str
 ) -> None:
-    given_devices = assign(ROLES, parse(gpus) if gpus else {}, visible)
+    given_devices = assign(ROLES, parse_gpus(gpus) if gpus else {}, visible)
 
     assert " ".join(map("+".join, given_devices)) == expected
 
@@ -127,7 +118,7 @@ def test_encode_instances_share_what_the_others_leave(
 @pytest.mark.parametrize("gpus", ["e=0", "p=0:1", "pd=0"])
 def test_the_number_of_devices_equals_that_of_instances(gpus: str) -> None:
     with pytest.raises(ValueError, match="the topology has"):
-        assign(ROLES, parse(gpus), "01")
+        assign(ROLES, parse_gpus(gpus), "01")
 
 
 def test_devices_are_those_of_the_machine_or_of_the_environment(tmp_path: Path) -> None:
@@ -160,7 +151,7 @@ def given_flags(engine: Engine) -> Mapping[str, str]:
 @pytest.mark.parametrize("device", [None, "cuda"])
 def test_a_stage_that_the_topology_lacks_gets_no_device(device: Any) -> None:
     with pytest.raises(ValueError, match="names devices of decode, a stage that --topology lacks"):
-        FleetSettings(model="m", gpus=parse("e=0,d=1"), device=device)
+        FleetSettings(model="m", gpus=parse_gpus("e=0,d=1"), device=device)
 
 
 NONE = MappingProxyType({"CUDA_VISIBLE_DEVICES": ""})

@@ -26,9 +26,9 @@ from PIL import Image
 
 from ec_store import Store, StoreUnavailable, open_store
 from ec_store.arena.sockets import is_served, runtime_folder
-from epd.tools.fleet.process import free_ports
+from epd.tools.up.ports import free_ports
 from tests.support.forked_epd import fork_epd
-from tests.tools.fleet.processes import left, marked, new_mark, processes_of
+from tests.tools.up.processes import left, marked, new_mark, processes_of
 
 pytestmark = pytest.mark.full
 

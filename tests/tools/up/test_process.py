@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -14,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from epd.routing.instances import Role
-from epd.tools.fleet import guard
-from epd.tools.fleet.engine import Engine
-from epd.tools.fleet.process import Process, ProcessDied, free_ports, stop, wait_until_ready
-from epd.tools.fleet.settings import Topology
-from epd.tools.fleet.stack import Stack
+from epd.tools.up import guard
+from epd.tools.up.engine import Engine
+from epd.tools.up.ports import free_ports
+from epd.tools.up.process import Process, ProcessDied, stop, wait_until_ready
+from epd.tools.up.settings import Topology
+from epd.tools.up.stack import Stack
 
 SERVER = """
 import subprocess, sys, http.server
@@ -130,13 +132,12 @@ def test_progress_of_a_server_is_read_from_its_log(tmp_path: Path, log: str, doi
 
 
 def test_progress_of_a_server_is_reported_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("epd.tools.fleet.process.PROGRESS_S", 0.2)
     reports: list[str] = []
     process = start(tmp_path, "import time; time.sleep(60)")
     with pytest.raises(TimeoutError):
-        wait_until_ready([process], 3, reports.append)
+        wait_until_ready([process], 1, reports.append, progress_s=0.2)
     stop([process])
 
     assert re.fullmatch(r"server after \d+ s: its log is empty", reports[0])
@@ -144,9 +145,8 @@ def test_progress_of_a_server_is_reported_once(
 
 
 def test_the_last_server_is_reported_only_when_the_others_are_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("epd.tools.fleet.process.PROGRESS_S", 0.2)
     reports: list[str] = []
     processes = []
     for name in ("first", "last"):
@@ -154,7 +154,7 @@ def test_the_last_server_is_reported_only_when_the_others_are_ready(
         processes.append(start(tmp_path / name, "import time; time.sleep(60)"))
         processes[-1].name = name
     with pytest.raises(TimeoutError, match="first, last"):
-        wait_until_ready(processes, 3, reports.append)
+        wait_until_ready(processes, 1, reports.append, progress_s=0.2)
     stop(processes)
 
     assert reports
@@ -172,18 +172,17 @@ def test_a_server_that_never_serves_is_reported(tmp_path: Path) -> None:
 
 def test_a_server_that_never_starts_is_reported(tmp_path: Path) -> None:
     process = start(tmp_path)
-    with pytest.raises(TimeoutError, match=r"not ready after 3 s: .*later"):
-        wait_until_ready([process], 3, lambda _: None, lambda _ready: ["later"])
+    with pytest.raises(TimeoutError, match=r"not ready after 1 s: .*later"):
+        wait_until_ready([process], 1, lambda _: None, lambda _ready: ["later"])
     stop([process])
 
 
 def test_a_server_that_ignores_sigterm_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("epd.tools.fleet.process.STOP_TIMEOUT_S", 0.5)
     process = start(tmp_path, how="stubborn")
     wait_until_ready([process], 30, lambda _: None)
-    stop([process])
+    stop([process], timeout_s=0.5)
 
     assert group_is_gone(process.pid)
 
@@ -310,8 +309,8 @@ def test_stopping_twice_at_once_leaves_nothing(tmp_path: Path) -> None:
 import signal
 import sys
 from pathlib import Path
-from tests.tools.fleet.test_fleet import start
-from epd.tools.fleet.process import stop, wait_until_ready
+from tests.tools.up.test_process import start
+from epd.tools.up.process import stop, wait_until_ready
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 process = start(Path({str(tmp_path)!r}), how="stubborn")
 wait_until_ready([process], 30, lambda _: None)
@@ -392,6 +391,8 @@ def test_the_guard_signals_no_group_of_another_program(reused: bool) -> None:
         foreign = foreign_group(server.pid)
         assert foreign is not None
         server = foreign
+    else:  # the guard waits for a server that has ended and is not reaped
+        threading.Thread(target=server.wait, daemon=True).start()
     watching.stdin.close()
     assert watching.wait(60) == 0
 
@@ -403,7 +404,7 @@ def test_the_guard_signals_no_group_of_another_program(reused: bool) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from epd.tools.fleet.process import Guard, Process
+from epd.tools.up.process import Guard, Process
 
 log, *command = sys.argv[1:]
 process = Process("server", "http://127.0.0.1:1", command, {}, Path(log), Guard())

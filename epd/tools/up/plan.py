@@ -10,20 +10,14 @@ from types import MappingProxyType
 from typing import Any
 
 from epd.routing.instances import TRANSFERS_KV, Role
-from epd.tools.fleet.engine import (
-    CPU,
-    CUDA,
-    PLATFORMS,
-    Engine,
-    FleetServer,
-    Platform,
-    assign,
-    detect_platform,
-)
-from epd.tools.fleet.memory import Memory
-from epd.tools.fleet.model_config import flag_value, needs_bfloat16
-from epd.tools.fleet.model_sizes import ModelSizes
-from epd.tools.fleet.settings import FleetSettings
+from epd.tools.up.devices import assign
+from epd.tools.up.engine import Engine, FleetServer
+from epd.tools.up.memory import Memory
+from epd.tools.up.model_config import needs_bfloat16
+from epd.tools.up.model_sizes import ModelSizes
+from epd.tools.up.platforms import CPU, CUDA, PLATFORMS, Platform, detect_platform
+from epd.tools.up.settings import FleetSettings
+from epd.tools.up.vllm_flags import flag_value
 
 ANSWERS = (Role.DECODE, Role.PREFILL_DECODE)
 """Roles of which at least one instance must run: the proxy can serve without the others."""

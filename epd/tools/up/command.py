@@ -24,28 +24,28 @@ from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from epd.parser import Commands, Parser, unknown_message
 from epd.routing.instances import Role
-from epd.tools.fleet import host_memory
-from epd.tools.fleet.engine import CUDA, VLLM
-from epd.tools.fleet.model_config import (
+from epd.tools.up import host_memory
+from epd.tools.up.engine import VLLM
+from epd.tools.up.model_config import (
     config_path,
-    flag_value,
-    overrides_config,
     read_config,
     text_architectures,
     why_unservable,
 )
-from epd.tools.fleet.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
-from epd.tools.fleet.plan import FleetPlan, plan_fleet
-from epd.tools.fleet.process import (
+from epd.tools.up.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
+from epd.tools.up.plan import FleetPlan, plan_fleet
+from epd.tools.up.platforms import CUDA
+from epd.tools.up.ports import check_free
+from epd.tools.up.process import (
     FRONT_STOP_TIMEOUT_S,
     STOP_TIMEOUT_S,
     STORE_STOP_TIMEOUT_S,
     ProcessDied,
-    check_free,
-    leave_contexts_on_signals,
 )
-from epd.tools.fleet.settings import PREFIX, FleetSettings
-from epd.tools.fleet.stack import Fleet
+from epd.tools.up.settings import PREFIX, FleetSettings
+from epd.tools.up.signals import leave_contexts_on_signals
+from epd.tools.up.stack import Fleet
+from epd.tools.up.vllm_flags import flag_value, overrides_config
 
 DESCRIPTION = """\
 Start vLLM instances, an encoder store and the proxy on this machine, and stop them all on Ctrl-C or

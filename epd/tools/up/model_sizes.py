@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epd.tools.fleet.model_config import MEDIA_WORDS, Config
+from epd.tools.up.model_config import MEDIA_WORDS, Config
 
 VALUE_BYTES = 2
 """Bytes of a value: vLLM loads weights in bfloat16 or float16 unless they are quantized."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from epd.tools.fleet.process import free_ports
-from tests.tools.fleet.processes import left, marked, new_mark
+from epd.tools.up.ports import free_ports
+from tests.tools.up.processes import left, marked, new_mark
 
 pytestmark = pytest.mark.full
 

@@ -5,14 +5,14 @@ neither for an encode instance, so the plan leaves room for its weights and its 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import floor
 
 from ec_store.config import size_text
 from epd.routing.instances import Role
-from epd.tools.fleet.engine import Engine
-from epd.tools.fleet.model_config import flag_value
-from epd.tools.fleet.model_sizes import ModelSizes
+from epd.tools.up.engine import Engine
+from epd.tools.up.model_sizes import ModelSizes
+from epd.tools.up.vllm_flags import flag_value
 
 VLLM_SHARE = 0.92
 """vLLM's default of `--gpu-memory-utilization` (`CacheConfig`, `vllm/config/cache.py`)."""
@@ -140,47 +140,43 @@ class Memory:
         return Need(sum(parts.values()) / total, parts)
 
     def _line(self, device: str, shares: Mapping[str, float]) -> str:
-        total = self.device_bytes.get(device)
-        size = "" if total is None else f", {size_text(total)}"
         users = (self._use(engine, device, shares) for engine in self._users(device))
-        return f"device {device}{size}: {'; '.join(users)}"
+        return f"device {self._device(device)}: {'; '.join(users)}"
 
     def _use(self, engine: Engine, device: str, shares: Mapping[str, float]) -> str:
-        need, total = self._need(engine, device), self.device_bytes.get(device)
+        need = self._need(engine, device)
         if engine.role is Role.ENCODE and not need.given:
-            return f"{engine.name} {_amount(need.share, total)}{_listed(need.parts)}"
+            return self._listed(engine.name, device, need)
         if engine.name not in shares:
-            return f"{engine.name} {_amount(VLLM_SHARE, total)}, vLLM's own share"
-        return f"{engine.name} {_amount(shares[engine.name], total)}{_listed(need.parts)}"
+            return f"{self._listed(engine.name, device, Need(VLLM_SHARE))}, vLLM's own share"
+        return self._listed(engine.name, device, replace(need, share=shares[engine.name]))
 
     def _refusal(self, device: str, needs: Mapping[str, Need]) -> str:
-        total = self.device_bytes.get(device)
-        each = "; ".join(
-            f"{name} {_amount(need.share, total)}{_listed(need.parts)}"
-            for name, need in needs.items()
-        )
-        has = "" if total is None else f", {size_text(total)}"
-        estimated = self.sizes is not None and self.sizes.estimated and total is not None
+        total = Need(sum(need.share for need in needs.values()))
+        each = "; ".join(self._listed(name, device, need) for name, need in needs.items())
+        if self.sizes is not None and self.sizes.estimated and device in self.device_bytes:
+            each += "; weights are estimates from config.json"
         return (
-            f"instances need {_amount(sum(need.share for need in needs.values()), total)} of the "
-            f"memory of device {device}{has}: {each}"
-            f"{'; weights are estimates from config.json' if estimated else ''}. Use more devices "
-            "(--gpus), a smaller step (--encode-flags '--max-num-batched-tokens N'), or choose "
-            "shares (--gpu-memory-utilization-…)"
+            f"{self._listed('instances need', device, total)} of the memory of device "
+            f"{self._device(device)}: {each}. Use more devices (--gpus), a smaller step "
+            "(--encode-flags '--max-num-batched-tokens N'), or choose shares "
+            "(--gpu-memory-utilization-…)"
         )
+
+    def _device(self, device: str) -> str:
+        size_bytes = self.device_bytes.get(device)
+        return device if size_bytes is None else f"{device}, {size_text(size_bytes)}"
+
+    def _listed(self, name: str, device: str, need: Need) -> str:
+        """Return a name with what it needs of a device, in bytes if the device's are known."""
+        size_bytes = self.device_bytes.get(device)
+        amount = f"{need.share:.3g}" if size_bytes is None else size_text(need.share * size_bytes)
+        parts = ", ".join(f"{what} {size_text(size)}" for what, size in need.parts.items())
+        return f"{name} {amount}" + (f" ({parts})" if parts else "")
 
 
 def _rounded(share: float) -> float:
     return floor(share * STEPS + 1e-6) / STEPS
-
-
-def _amount(share: float, total: int | None) -> str:
-    return f"{share:.3g}" if total is None else size_text(share * total)
-
-
-def _listed(parts: Mapping[str, float]) -> str:
-    listed = ", ".join(f"{what} {size_text(size)}" for what, size in parts.items())
-    return f" ({listed})" if listed else ""
 
 
 def _count(engine: Engine, flag: str) -> int:

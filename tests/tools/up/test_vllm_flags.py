@@ -2,9 +2,9 @@
 
 import pytest
 
-from epd.tools.fleet.memory import VLLM_SHARE
-from epd.tools.fleet.plan import plan_fleet
-from epd.tools.fleet.settings import FleetSettings
+from epd.tools.up.memory import VLLM_SHARE
+from epd.tools.up.plan import plan_fleet
+from epd.tools.up.settings import FleetSettings
 from tests.paths import MEDIA
 from tests.vllm_parser import needs_vllm, parsed
 

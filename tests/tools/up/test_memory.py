@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from epd.tools.fleet.memory import CONTEXT_BYTES, VLLM_SHARE
-from epd.tools.fleet.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
-from epd.tools.fleet.plan import FleetPlan, plan_fleet
-from epd.tools.fleet.settings import FleetSettings
+from epd.tools.up.memory import CONTEXT_BYTES, VLLM_SHARE
+from epd.tools.up.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
+from epd.tools.up.plan import FleetPlan, plan_fleet
+from epd.tools.up.settings import FleetSettings
 
 GIB = 2**30
 SIZES = ModelSizes(weights=16 * GIB, encoders=GIB, token=2**17, estimated=False)

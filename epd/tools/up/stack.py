@@ -10,19 +10,13 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from epd.routing.instances import Role
-from epd.tools.fleet.engine import CPU, Engine, FleetServer
-from epd.tools.fleet.plan import PROXY, STORE, FleetPlan
-from epd.tools.fleet.process import (
-    POLL_S,
-    Guard,
-    Process,
-    ProcessDied,
-    free_ports,
-    hold_signals,
-    stop,
-    wait_until_ready,
-)
-from epd.tools.fleet.settings import Topology
+from epd.tools.up.engine import Engine, FleetServer
+from epd.tools.up.plan import PROXY, STORE, FleetPlan
+from epd.tools.up.platforms import CPU
+from epd.tools.up.ports import free_ports
+from epd.tools.up.process import POLL_S, Guard, Process, ProcessDied, stop, wait_until_ready
+from epd.tools.up.settings import Topology
+from epd.tools.up.signals import hold_signals
 
 READY_TIMEOUT_S = 600.0
 

@@ -23,7 +23,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from ec_store.config import size_bytes
 from ec_store.urls import check_url
 from epd.routing.instances import Role
-from epd.tools.fleet.engine import LETTERS, VLLM, Devices, parse, parse_instances
+from epd.tools.up.devices import LETTERS, Devices, parse_gpus, parse_instances
+from epd.tools.up.engine import VLLM
 
 _NAME = re.compile(r"(?:(?P<e>[1-9]\d?)e)?(?:(?P<pd>[1-9]\d?)pd|(?P<p>[1-9]\d?)p(?P<d>[1-9]\d?)d)")
 
@@ -89,7 +90,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Words = Annotated[tuple[str, ...], NoDecode, _from_text(shlex.split)]
 Instances = Annotated[tuple[Devices, ...] | None, NoDecode, _from_text(parse_instances)]
-Gpus = Annotated[Mapping[Role, tuple[Devices, ...]] | None, NoDecode, _from_text(parse)]
+Gpus = Annotated[Mapping[Role, tuple[Devices, ...]] | None, NoDecode, _from_text(parse_gpus)]
 
 
 class RoleSettings(NamedTuple):

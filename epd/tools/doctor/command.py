@@ -1,0 +1,65 @@
+"""Command `epd doctor`: its flags and its output."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from epd.check import add_settings_command, load_or_exit
+from epd.parser import Commands, Parser
+from epd.tools.doctor.examination import examine
+from epd.tools.doctor.findings import FAIL, as_json, as_text, by_severity, worst_verdict
+from epd.tools.doctor.host import judge_logs
+
+
+def add_parser(commands: Commands) -> None:
+    """Add `doctor` to the commands of `epd`."""
+    parser = commands.add_parser(
+        "doctor",
+        help="examine the fleet that `epd serve` would use with the same flags",
+        description="Examine every instance, the store and this machine as the proxy would use "
+        "them, and report what to change. Each stage gets a small request for one token, to verify "
+        "its work; a new picture is written to the store. To measure KV transfers, each pair of "
+        "prefill and decode instances gets a prompt of up to 1 GB of KV blocks, at most three "
+        "times. The exit code is 1 if requests would fail or be slow.",
+        epilog="example: epd doctor --config epd.yaml",
+        usage="epd doctor [--no-requests] [--format text|json] [FLAG of epd serve ...]",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("text", "json"),
+        default="text",
+        help="format of the output (default: text)",
+    )
+    parser.add_argument(
+        "--no-requests",
+        action="store_true",
+        help="read only what instances report; send no generation requests",
+    )
+    parser.add_argument(
+        "--engine-logs",
+        type=Path,
+        default=Path("logs"),
+        metavar="FOLDER",
+        help="folder with the logs of engines, which show why one has ended (default: logs, that "
+        "of `epd up`)",
+    )
+    add_settings_command(parser, _run)
+
+
+def _run(
+    parser: Parser,
+    *,
+    format: str,  # noqa: A002 - a flag's name
+    no_requests: bool,
+    engine_logs: Path,
+    **flags: Any,
+) -> None:
+    """Print the findings. Exit with code 1 if one of them is `fail`."""
+    config = load_or_exit(parser, flags).config
+    findings = asyncio.run(examine(config, requests=not no_requests))
+    if worst_verdict(findings) is FAIL:
+        findings = by_severity([*findings, *judge_logs(engine_logs)])
+    print(as_json(findings) if format == "json" else as_text(findings))
+    if worst_verdict(findings) is FAIL:
+        sys.exit(1)
