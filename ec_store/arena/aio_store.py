@@ -28,7 +28,7 @@ from ec_store.arena.protocol import (
     End,
     Find,
     Headers,
-    Namespaces,
+    NamespaceList,
     Register,
     Release,
     Reply,
@@ -98,7 +98,7 @@ class AsyncArenaStore:
         return await asyncio.shield(writing)
 
     async def namespaces(self) -> Mapping[str, str]:
-        return namespaces_of(await self._connection.call(Register(b"", b""), Namespaces))
+        return namespaces_of(await self._connection.call(Register(b"", b""), NamespaceList))
 
     async def close(self) -> None:
         await self._connection.close()

@@ -20,7 +20,7 @@ from ec_store.arena.protocol import (
     GetStats,
     Headers,
     List,
-    Namespaces,
+    NamespaceList,
     Page,
     Pin,
     Pins,
@@ -195,7 +195,7 @@ class Arena:
             rows.append(Row(slot.digest, slot.header, slot.taken_bytes, now_s - slot.used_s))
         return Page(rows)
 
-    def _register(self, model: bytes, namespace: bytes) -> Namespaces:
+    def _register(self, model: bytes, namespace: bytes) -> NamespaceList:
         if model:
             for name in (model, namespace):  # clients decode them, each those of all others
                 try:
@@ -205,7 +205,7 @@ class Arena:
             self.namespaces[model] = namespace
             while len(self.namespaces) > MAX_MODELS:
                 del self.namespaces[next(iter(self.namespaces))]
-        return Namespaces(self.namespaces)
+        return NamespaceList(self.namespaces)
 
     def _stats(self, now_s: float) -> Stats:
         gone = self.gone.values()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from ec_store.arena.protocol import LONGEST_S, MAX_KEYS, ClaimKeys, Find, Namespaces, Release
+from ec_store.arena.protocol import LONGEST_S, MAX_KEYS, ClaimKeys, Find, NamespaceList, Release
 from ec_store.base import LONGEST_CLAIM_S
 from ec_store.entry import KNOWN_HEADERS, SHORT_BYTES, EntryInfo, parse_header
 from ec_store.errors import CorruptEntry, StoreUnavailable
@@ -60,7 +60,7 @@ def found_or_claimed(
     return [info or claimed for info, claimed in zip(infos, claims, strict=True)]
 
 
-def namespaces_of(reply: Namespaces) -> dict[str, str]:
+def namespaces_of(reply: NamespaceList) -> dict[str, str]:
     """Return the registered namespace of each model."""
     return {decode_name(model): decode_name(name) for model, name in reply.namespaces.items()}
 

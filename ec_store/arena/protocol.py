@@ -243,13 +243,13 @@ class Page(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Register the namespace of a model; an empty model only asks. The reply is `Namespaces`."""
+    """Register the namespace of a model; an empty model only asks. The reply is `NamespaceList`."""
 
     model: RegisteredName
     namespace: RegisteredName
 
 
-class Namespaces(Message, frozen=True):
+class NamespaceList(Message, frozen=True):
     """Registered namespace of each model."""
 
     namespaces: dict[bytes, bytes]
@@ -342,7 +342,7 @@ Request = (
     | Register
     | GetStats
 )
-Reply = Welcome | Headers | Pins | Begun | Done | Claimed | Page | Namespaces | Stats | Failed
+Reply = Welcome | Headers | Pins | Begun | Done | Claimed | Page | NamespaceList | Stats | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -41,7 +41,7 @@ from ec_store.arena.protocol import (
     GetStats,
     Headers,
     List,
-    Namespaces,
+    NamespaceList,
     Page,
     Pin,
     Pins,
@@ -241,10 +241,10 @@ class ArenaStore(Store):
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
-        self._ask(Register(encode_name(model), encode_name(namespace)), Namespaces)
+        self._ask(Register(encode_name(model), encode_name(namespace)), NamespaceList)
 
     def namespaces(self) -> Mapping[str, str]:
-        return namespaces_of(self._ask(Register(b"", b""), Namespaces))
+        return namespaces_of(self._ask(Register(b"", b""), NamespaceList))
 
     def check(self) -> None:
         self._ask(Find([]), Headers)

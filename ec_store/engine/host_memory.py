@@ -24,7 +24,7 @@ from ec_store.errors import StoreUnavailable
 logger = logging.getLogger("vllm.ec_store")
 
 
-class Usage(NamedTuple):
+class HostUsage(NamedTuple):
     """What a process holds of the host's memory.
 
     Attributes:
@@ -38,15 +38,15 @@ class Usage(NamedTuple):
     registered_bytes: int = 0
 
 
-def usage_of(connection: ArenaConnection, registered_bytes: int = 0) -> Usage:
+def usage_of(connection: ArenaConnection, registered_bytes: int = 0) -> HostUsage:
     """Return what this process holds through a connection."""
     connected = int(connection.arena is not None)
-    return Usage(connected, connection.mapped_bytes, registered_bytes)
+    return HostUsage(connected, connection.mapped_bytes, registered_bytes)
 
 
-def host_gauges(usages: Iterable[Usage]) -> dict[str, float]:
+def host_gauges(usages: Iterable[HostUsage]) -> dict[str, float]:
     """Return the sums over the processes of an engine, by the names of their metrics."""
-    sums = Usage(*map(sum, zip(*usages, strict=True)))
+    sums = HostUsage(*map(sum, zip(*usages, strict=True)))
     return {f"host_{name}": value for name, value in sums._asdict().items()}
 
 
@@ -64,7 +64,7 @@ class HostMemory:
         Args:
             store: store with the connection that the thread looks after.
             loader: loader of steps with places in the memory; None if this worker loads none.
-            sender: sender of the `Usage`, which this object closes.
+            sender: sender of the `HostUsage`, which this object closes.
         """
         self._connection = store.connection
         self._check = store.check
@@ -76,7 +76,7 @@ class HostMemory:
         self._segment_bytes = 0
         self._registered_bytes = 0
         self._end = 0
-        self._sent: Usage | None = None
+        self._sent: HostUsage | None = None
         self._logged = False
         self._thread = PeriodicThread(self._update)
 

@@ -14,7 +14,7 @@ import redis
 from redis.crc import key_slot
 
 from ec_store.errors import StoreUnavailable
-from ec_store.redis.connection import Command, Connection, Node, Reply
+from ec_store.redis.connection import Command, Node, RedisConnection, Reply
 from ec_store.redis.url import Address, RedisOptions
 
 ALL = 2**31
@@ -181,7 +181,7 @@ class RedisClient:
             return error
         problems: list[redis.RedisError] = []
         with ExitStack() as stack:
-            sent: list[tuple[Node, Connection, list[int]]] = []
+            sent: list[tuple[Node, RedisConnection, list[int]]] = []
             for node, numbers in groups:
                 try:
                     connection = stack.enter_context(

@@ -68,8 +68,8 @@ def reply_error(text: str) -> redis.RedisError:
     return kind(rest) if kind else redis.ResponseError(text)
 
 
-class Connection:
-    """Connection. It can be reused exactly when `owed`, the number of pending replies, is 0.
+class RedisConnection:
+    """Connection, reusable exactly when `owed`, the number of pending replies, is 0.
 
     All sends and receives end by `deadline_s` of the monotonic clock.
     """
@@ -206,7 +206,7 @@ class Node:
         self.address = address
         self._options = options
         # A deque needs no lock, which a fork could leave locked.
-        self._idle: deque[Connection] = deque()
+        self._idle: deque[RedisConnection] = deque()
         self._generation = 0
         self._closed = False
         self._pid = os.getpid()
@@ -214,7 +214,7 @@ class Node:
         """Time of the last failed or aborted call, by the monotonic clock."""
 
     @contextmanager
-    def connection(self, deadline_s: float, *, keep: bool = True) -> Iterator[Connection]:
+    def connection(self, deadline_s: float, *, keep: bool = True) -> Iterator[RedisConnection]:
         """Open a context with an exclusive connection.
 
         It is kept after the context if every reply was read, unless `keep` is false.
@@ -247,7 +247,7 @@ class Node:
             while self._idle:
                 self._idle.pop().close()
 
-    def _keep(self, connection: Connection) -> None:
+    def _keep(self, connection: RedisConnection) -> None:
         # Appended before the check: a `close` or `close_connections` after the check finds it.
         self._idle.append(connection)
         if self._closed or connection.generation != self._generation or len(self._idle) > MAX_IDLE:
@@ -255,7 +255,7 @@ class Node:
                 self._idle.remove(connection)
                 connection.close()
 
-    def _take(self, deadline_s: float) -> Connection:
+    def _take(self, deadline_s: float) -> RedisConnection:
         self._own()
         generation = self._generation
         while True:
@@ -271,10 +271,10 @@ class Node:
         if self._pid != os.getpid():
             self._idle, self._pid = deque(), os.getpid()
 
-    def _connect(self, deadline_s: float, generation: int) -> Connection:
+    def _connect(self, deadline_s: float, generation: int) -> RedisConnection:
         sock = _connected(self.address, self._options, deadline_s)
         try:
-            connection = Connection(sock, deadline_s, generation)
+            connection = RedisConnection(sock, deadline_s, generation)
             _authenticate(connection, self._options)
         except BaseException:
             sock.close()
@@ -313,7 +313,7 @@ def _secured(sock: socket.socket, address: Address, options: RedisOptions) -> so
     return context.wrap_socket(sock, server_hostname=address.host)
 
 
-def _authenticate(connection: Connection, options: RedisOptions) -> None:
+def _authenticate(connection: RedisConnection, options: RedisOptions) -> None:
     password = options.password
     if options.password_file is not None:
         try:

@@ -16,7 +16,7 @@ from ec_store.config import redacted
 from ec_store.counts import Counts
 from ec_store.engine.backchannel import Receiver, Sender
 from ec_store.engine.fetcher import Fetcher
-from ec_store.engine.host_memory import HostMemory, Usage, host_gauges, usage_of
+from ec_store.engine.host_memory import HostMemory, HostUsage, host_gauges, usage_of
 from ec_store.engine.registration import NamespaceRegistration
 from ec_store.engine.sharing import EntryLoad, Sharing, make_loads, open_sharing
 from ec_store.engine.tensors import Loader
@@ -81,7 +81,7 @@ class ECStoreConnector(ECConnectorBase):
         self._receiver: Receiver | None = None
         self._registration: NamespaceRegistration | None = None
         self._host: HostMemory | None = None
-        self._usages: dict[str, Usage] = {}
+        self._usages: dict[str, HostUsage] = {}
         logger.info("encoder store in %s, namespace %s", redacted(config.store), self.namespace)
         if role is ECConnectorRole.SCHEDULER:
             self._open_scheduler(vllm_config, config)
@@ -254,7 +254,7 @@ class ECStoreConnector(ECConnectorBase):
             for name, values in message.get("observations", {}).items():
                 self.counts.observe(name, *values)
             for process, usage in message.get("host", {}).items():
-                self._usages[process] = Usage(*usage)
+                self._usages[process] = HostUsage(*usage)
             for part in (self._consumer, self._producer):
                 if part is not None:
                     part.handle_message(message)

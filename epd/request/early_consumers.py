@@ -7,7 +7,7 @@ there is neither.
 
 from dataclasses import dataclass
 
-from epd.request.prefill_decode import PrefillDecode, needs_prefill
+from epd.request.prefill_decode import PrefillDecodeStages, needs_prefill
 from epd.request.prefix import request_prefix
 from epd.request.recovery import Attempt
 from epd.request.request import Request
@@ -27,7 +27,7 @@ class EarlyConsumers:
 
     _table: InstanceTable
     _namespaces: Namespaces
-    _prefill_decode: PrefillDecode
+    _prefill_decode: PrefillDecodeStages
     _pushed: bool
     _by_content: bool
 

@@ -21,7 +21,7 @@ Member = tuple[Instance, int | None]
 """Prefill instance, and its data-parallel rank if the proxy names one."""
 
 
-class _Known(NamedTuple):
+class _KnownPeer(NamedTuple):
     peer: Params
     until_s: float
 
@@ -37,7 +37,7 @@ class PeerRegistry:
     _transfer: KVTransfer
     _upstream: Upstream
     _config: LimitSettings
-    _known: dict[Member, _Known] = field(default_factory=dict)
+    _known: dict[Member, _KnownPeer] = field(default_factory=dict)
     _flights: Flights[Member, Params] = field(default_factory=Flights)
 
     async def params_for(self, handover: Handover) -> Params | None:
@@ -87,4 +87,4 @@ class PeerRegistry:
             self._known = {
                 rank: known for rank, known in self._known.items() if now_s < known.until_s
             }
-        self._known[member] = _Known(peer, now_s + KNOWN_S)
+        self._known[member] = _KnownPeer(peer, now_s + KNOWN_S)

@@ -12,7 +12,7 @@ from epd.request.decoders import Decoders
 from epd.request.early_consumers import EarlyConsumers
 from epd.request.encode import Encoder
 from epd.request.encode_job import EncodeJob
-from epd.request.prefill_decode import DecodeAnswer, PrefillDecode
+from epd.request.prefill_decode import DecodeAnswer, PrefillDecodeStages
 from epd.request.prefix import marked_prompt, request_prefix
 from epd.request.quarantine import Quarantine
 from epd.request.recovery import (
@@ -49,7 +49,7 @@ class Pipeline:
     _media: RequestMedia
     _keys: Keys
     _encoder: Encoder
-    _prefill_decode: PrefillDecode
+    _prefill_decode: PrefillDecodeStages
     _early: EarlyConsumers | None
     _decoders: Decoders
     _releases: Releases

@@ -90,7 +90,7 @@ class DecodeAnswer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PrefillDecode:
+class PrefillDecodeStages:
     """Runner of prefill and decode of an attempt."""
 
     _table: InstanceTable

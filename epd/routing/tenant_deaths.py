@@ -34,7 +34,7 @@ logger = structlog.get_logger("epd")
 
 
 @dataclass(slots=True)
-class Tenant(Deaths):
+class WatchedTenant(Deaths):
     """The deaths of one tenant.
 
     Attributes:
@@ -61,7 +61,7 @@ class TenantDeaths:
     def __init__(self, within_s: float) -> None:
         """Let `MAX_TENANT_DEATHS` deaths within this time put a tenant in quarantine."""
         self._within_s = within_s
-        self._tenants: BoundedDict[str, Tenant] = BoundedDict(MAX_TENANTS)
+        self._tenants: BoundedDict[str, WatchedTenant] = BoundedDict(MAX_TENANTS)
 
     def count_quarantined(self, now_s: float) -> int:
         """Return the number of tenants in quarantine. The cost grows with the known tenants."""
@@ -69,7 +69,7 @@ class TenantDeaths:
             tenant.has_died_often(self._within_s, now_s) for tenant in self._tenants.values()
         )
 
-    def find_quarantine(self, watched: Watched, now_s: float) -> Tenant | None:
+    def find_quarantine(self, watched: Watched, now_s: float) -> WatchedTenant | None:
         """Return the tenant of a request that must be in quarantine; None for another one."""
         tenant = self._tenants.get(watched.tenant)
         if tenant is None or not tenant.has_died_often(self._within_s, now_s):
@@ -100,8 +100,8 @@ class TenantDeaths:
                 next="unproven kinds of its requests are served one at a time by one instance",
             )
 
-    def _of(self, watched: Watched) -> Tenant:
+    def _of(self, watched: Watched) -> WatchedTenant:
         tenant = self._tenants.get(watched.tenant)
         if tenant is None:
-            tenant = self._tenants[watched.tenant] = Tenant()
+            tenant = self._tenants[watched.tenant] = WatchedTenant()
         return tenant

@@ -54,7 +54,7 @@ from epd.request.model_names import ModelNames
 from epd.request.picker import Picker
 from epd.request.pipeline import Pipeline
 from epd.request.placement import Placement
-from epd.request.prefill_decode import PrefillDecode
+from epd.request.prefill_decode import PrefillDecodeStages
 from epd.request.quarantine import Quarantine
 from epd.request.releases import Releases
 from epd.request.request_media import RequestMedia
@@ -207,7 +207,7 @@ async def build_components(
     ):
         peers = PeerRegistry(table, transfer, upstream, config) if transfer.has_peers else None
         readbacks = Readbacks(table, stages, transfer, conversations)
-        prefill_decode = PrefillDecode(
+        prefill_decode = PrefillDecodeStages(
             table, Choice(table, Role.PREFILL), stages, transfer, peers, decoders, readbacks, fatal
         )
         ec_transfer = EC_TRANSFERS[config.ec_transfer]()

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from epd.ui.recent import Notice, Outcome, Request, Second
+from epd.ui.recent import Notice, Outcome, RecentRequest, Second
 from epd.ui.state import WORST, ConversationsShown, InstanceShown, StageShown, Totals, UiState
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -287,7 +287,7 @@ def _notices(notices: Sequence[Notice], room: int) -> Iterable[Text]:
         yield line
 
 
-def _requests(requests: Sequence[Request], room: int, width: int) -> Iterable[RenderableType]:
+def _requests(requests: Sequence[RecentRequest], room: int, width: int) -> Iterable[RenderableType]:
     shown = requests[: max(0, room - 1)]
     if not shown:
         return
@@ -308,7 +308,7 @@ def _requests(requests: Sequence[Request], room: int, width: int) -> Iterable[Re
     yield table
 
 
-def _bars(request: Request, longest_s: float, cells: int) -> Text:
+def _bars(request: RecentRequest, longest_s: float, cells: int) -> Text:
     """Return a timeline of cells, each in the colour of the stage that ran at its time."""
     line = Text(no_wrap=True)
     for cell in range(max(1, round(request["seconds"] / longest_s * cells))):

@@ -75,7 +75,7 @@ class StageSpan(TypedDict):
     """
 
 
-class Request(TypedDict):
+class RecentRequest(TypedDict):
     """Completed request of a client."""
 
     id: str
@@ -116,7 +116,7 @@ class Events(TypedDict):
 
     samples: dict[str, list[Sample]]
     seconds: list[Second]
-    requests: list[Request]
+    requests: list[RecentRequest]
     notices: list[Notice]
 
 
@@ -245,9 +245,9 @@ class Recent:
         )
 
 
-def _request(now_s: float, ended_s: float, event: RequestRecord) -> Request:
+def _request(now_s: float, ended_s: float, event: RequestRecord) -> RecentRequest:
     began_s = now_s - event.seconds
-    return Request(
+    return RecentRequest(
         id=event.request_id,
         engine_id=event.engine_id,
         path=event.path,

@@ -25,7 +25,7 @@ from epd.ui.recent import (
     SERVER_ERROR,
     InstanceState,
     Notice,
-    Request,
+    RecentRequest,
     Sample,
     Second,
     Snapshot,
@@ -134,7 +134,7 @@ class UiState(TypedDict):
     instances: list[InstanceShown]
     stages: list[StageShown]
     seconds: list[Second]
-    requests: list[Request]
+    requests: list[RecentRequest]
     notices: list[Notice]
 
 
@@ -250,7 +250,7 @@ def _seconds(snapshots: Iterable[Snapshot], now: Moment) -> list[Second]:
     return list(shown.values())
 
 
-def _requests(snapshots: Iterable[Snapshot]) -> list[Request]:
+def _requests(snapshots: Iterable[Snapshot]) -> list[RecentRequest]:
     found = chain.from_iterable(snapshot["events"]["requests"] for snapshot in snapshots)
     return nlargest(KEPT_REQUESTS, found, key=itemgetter("ended_s"))
 

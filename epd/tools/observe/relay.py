@@ -17,7 +17,14 @@ from yarl import URL
 from epd.edge.access import check_admin, is_loopback
 from epd.errors import ProxyError, UpstreamUnreachable
 from epd.tools.observe.counting import Counter, Observed
-from epd.tools.observe.report import Relayed, Report, as_json, as_markdown, as_page, make_report
+from epd.tools.observe.report import (
+    ObserveReport,
+    Relayed,
+    as_json,
+    as_markdown,
+    as_page,
+    make_report,
+)
 
 HOP_BY_HOP = frozenset(
     name.lower()
@@ -104,11 +111,11 @@ class Relay:
         rotated = [(self.requests + offset) % number for offset in range(number)]
         return min(rotated, key=lambda index: self.servers[index].in_progress)
 
-    async def report(self) -> Report:
+    async def report(self) -> ObserveReport:
         """Return the report so far, made in a thread: it waits for the counter's lock."""
         return await asyncio.to_thread(self._make_report)
 
-    def _make_report(self) -> Report:
+    def _make_report(self) -> ObserveReport:
         relayed = Relayed(
             time.monotonic() - self.started_s,
             self.requests,

@@ -74,7 +74,7 @@ class StoreLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ObserveReport:
     """Report of a run. Figures of repeats are estimates if `sampled_share` is below 1.
 
     Attributes:
@@ -99,7 +99,7 @@ class Report:
     verdict: Sequence[str]
 
 
-def make_report(traffic: Traffic, relayed: Relayed) -> Report:
+def make_report(traffic: Traffic, relayed: Relayed) -> ObserveReport:
     """Return the report of what was counted so far."""
     distances = traffic.distances
     items = distances.references
@@ -116,7 +116,7 @@ def make_report(traffic: Traffic, relayed: Relayed) -> Report:
     ]
     stores = [_store_line(traffic, size, relayed.encode_ms) for size in distances.sizes]
     pixels = sum(kind.pixels for kind in traffic.kinds.values())
-    report = Report(
+    report = ObserveReport(
         relayed=relayed,
         counted=traffic.requests - traffic.unreadable,
         with_media=traffic.with_media,
@@ -135,7 +135,7 @@ def make_report(traffic: Traffic, relayed: Relayed) -> Report:
     return replace(report, verdict=tuple(_verdict(report, pixels)))
 
 
-def as_json(report: Report) -> dict[str, object]:
+def as_json(report: ObserveReport) -> dict[str, object]:
     """Return the report as JSON values."""
     return asdict(report)
 
@@ -156,7 +156,7 @@ def _store_line(traffic: Traffic, size: float, encode_ms: float | None) -> Store
     )
 
 
-def _verdict(report: Report, pixels: float) -> Iterator[str]:
+def _verdict(report: ObserveReport, pixels: float) -> Iterator[str]:
     """Yield the sentences of the verdict."""
     if not report.items:
         yield "No request had media. An encoder cache brings nothing here."
@@ -198,7 +198,7 @@ def _verdict(report: Report, pixels: float) -> Iterator[str]:
     yield _next_command(store, unit)
 
 
-def _on_encode_instances(report: Report, pixels: float, store: StoreLine) -> str:
+def _on_encode_instances(report: ObserveReport, pixels: float, store: StoreLine) -> str:
     """Return whether encode instances would pay beside this store."""
     encode_ms, seconds = report.relayed.encode_ms, report.relayed.seconds
     if encode_ms is None or not pixels:
@@ -236,7 +236,7 @@ def bytes_text(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
-def as_markdown(report: Report) -> str:
+def as_markdown(report: ObserveReport) -> str:
     """Return the report as Markdown."""
     relayed = report.relayed
     lines = [
@@ -296,7 +296,7 @@ meter{{width:8rem}}</style>
 """
 
 
-def as_page(report: Report) -> str:
+def as_page(report: ObserveReport) -> str:
     """Return the report as a page that renews itself."""
     stores = [
         f"<tr><td>{size_text(line.size, report.unit)}<td>{line.hit_rate:.1%}"

@@ -40,7 +40,7 @@ from ec_store.arena.protocol import (
     Headers,
     Hello,
     List,
-    Namespaces,
+    NamespaceList,
     Page,
     Pins,
     Read,
@@ -347,7 +347,7 @@ def test_a_message_and_its_keys_have_a_maximum(path: Path, client: ArenaConnecti
 
 def test_a_registered_name_has_a_maximum(path: Path, client: ArenaConnection) -> None:
     longest, above = b"n" * 4096, b"n" * 4097
-    registered = client.call(Register(longest, longest), Namespaces)[0]
+    registered = client.call(Register(longest, longest), NamespaceList)[0]
     assert registered.namespaces == {longest: longest}
     for request in (Register(above, b"n"), Register(b"m", above)):
         assert "4096" in text_of(raw(path, HELLO, encode(request)))

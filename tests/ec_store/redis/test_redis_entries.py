@@ -21,7 +21,7 @@ from ec_store.aio import AsyncStore
 from ec_store.entry import checksum, encode_header
 from ec_store.redis import entries
 from ec_store.redis.client import RedisClient
-from ec_store.redis.connection import Connection, pack_commands
+from ec_store.redis.connection import RedisConnection, pack_commands
 from ec_store.redis.entries import RedisEntries
 from ec_store.redis.store import ATTEMPTS, RedisStore
 from ec_store.redis.write_permits import LARGE_BYTES
@@ -283,16 +283,16 @@ def test_an_equal_entry_put_during_a_read_is_not_corrupt(
 def test_a_put_with_a_lost_reply_recognizes_its_own_entry(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = Connection.read
+    read = RedisConnection.read
     lost = iter([True])
 
-    def losing(self: Connection) -> Any:
+    def losing(self: RedisConnection) -> Any:
         reply = read(self)
         if reply == b"OK" and next(lost, False):
             raise redis.ConnectionError
         return reply
 
-    monkeypatch.setattr(Connection, "read", losing)
+    monkeypatch.setattr(RedisConnection, "read", losing)
 
     assert store.put(key(), sized(1000)) is True
     assert next(lost, None) is None

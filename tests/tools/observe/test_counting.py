@@ -6,7 +6,7 @@ import pytest
 
 from epd.tools.observe.counting import Counter, Observed, Traffic
 from epd.tools.observe.entry_sizes import EntrySizes
-from epd.tools.observe.report import Relayed, Report, as_markdown, as_page, make_report
+from epd.tools.observe.report import ObserveReport, Relayed, as_markdown, as_page, make_report
 from epd.tools.observe.reuse import ReuseDistances
 from tests.requests import data_url, image, input_audio, png, request, text, video
 
@@ -25,7 +25,9 @@ def counted(*requests: Observed, sizes: EntrySizes | None = None) -> Traffic:
     return traffic
 
 
-def report_of(traffic: Traffic, *, servers: int = 1, encode_ms: float | None = None) -> Report:
+def report_of(
+    traffic: Traffic, *, servers: int = 1, encode_ms: float | None = None
+) -> ObserveReport:
     return make_report(traffic, Relayed(100.0, traffic.requests, 0, 0, 0, servers, encode_ms))
 
 
