@@ -249,7 +249,7 @@ class Register(Message, frozen=True):
     namespace: RegisteredName
 
 
-class NamespaceList(Message, frozen=True):
+class NamespaceList(Message, frozen=True, tag="Namespaces"):
     """Registered namespace of each model."""
 
     namespaces: dict[bytes, bytes]

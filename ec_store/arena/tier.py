@@ -56,8 +56,9 @@ entry is let in if nothing else waits."""
 QUEUE_ENTRIES = 4096
 """Upper bound of the entries that wait to be sent, and of those that wait to be deleted."""
 
-QUEUE_NAMESPACES = 64
-"""Upper bound of the deletions of namespaces that wait."""
+QUEUE_NAMESPACES = 4
+"""Upper bound of the deletions of namespaces that wait. A tier may look at all of its entries for
+each, and entries wait behind them."""
 
 QUEUED_S = 30.0
 """Time in seconds after which an entry that still waits is not sent."""
@@ -218,12 +219,15 @@ class TierTransfers:
             namespace = decode_name(name)
         except UnicodeDecodeError:  # no key has it
             return
+        newest = self._queue[-1] if self._queue else None
+        if isinstance(newest, _Deletion) and newest.namespace == namespace:
+            return  # nothing was sent after it
         if len(self._purged) >= QUEUE_NAMESPACES:
             self.stats.drops += 1
             return
         self._purged.append(namespace)
         end = partial(self._purged.remove, namespace)
-        self._queue.append(_Deletion(partial(self._tier.purge, namespace), 1, end))
+        self._queue.append(_Deletion(partial(self._tier.purge, namespace), 1, end, namespace))
         self._woken.set()
 
     async def _look_up(self, digests: Sequence[bytes]) -> None:
@@ -418,11 +422,13 @@ class _Deletion:
     Attributes:
         drops: what a failure counts.
         end: called after it, whether it failed or not.
+        namespace: the namespace that it deletes; None for single entries.
     """
 
     call: Callable[[], int]
     drops: int
     end: Callable[[], None]
+    namespace: str | None = None
 
 
 async def _on(pool: DaemonPool, call: Callable[[], T]) -> T:

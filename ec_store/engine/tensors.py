@@ -112,11 +112,15 @@ class HostCopies:
             return contiguous
         if self._thread is None:
             self._thread = start_thread(lambda: self._run(device), "ec-copy")
-        output = Output(tensor)
-        # Taken last: if the event failed, the place would stay taken.
         offset = self._slots.take_slot(tensor.nbytes)
         if offset is None and tensor.nbytes <= self._slots.size_bytes:
             return None
+        try:
+            output = Output(tensor)
+        except RuntimeError:
+            if offset is not None:
+                self._slots.free_slot(offset)
+            raise
         copied: Future[torch.Tensor] = Future()
         self._jobs.put(_Job(output, offset, copied))
         return copied.result

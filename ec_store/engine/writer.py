@@ -89,19 +89,21 @@ class Writer:
                 return False
             self._waiting[key] = size_bytes
         dropped: list[EntryKey] = []
-        self._pool.queue_job(
-            lambda: self._process(key, size_bytes, write), lambda: dropped.append(key)
-        )
-        if dropped:
+
+        def drop() -> None:
+            """Count an entry that no thread will write: at once, or when the pool is closed."""
+            dropped.append(key)
             self.counts.add(drops=1)
             with self._lock:
                 del self._waiting[key]
+
+        self._pool.queue_job(lambda: self._process(key, size_bytes, write), drop)
         return not dropped
 
-    def close(self) -> None:
-        """Write the queued entries, for at most `CLOSE_TIMEOUT_S` seconds."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Write the queued entries, for at most `timeout_s` seconds, and drop the others."""
         with suppress(TimeoutError, CancelledError):  # cancelled: there is no thread
-            self._pool.submit(lambda: None).result(CLOSE_TIMEOUT_S)
+            self._pool.submit(lambda: None).result(timeout_s)
         self._pool.close()
 
     def _process(self, key: EntryKey, size_bytes: int, write: Write) -> None:

@@ -600,10 +600,18 @@ def test_a_purged_namespace_is_purged_in_the_tier(redis: RedisServer, a: Host, b
 
 def test_purges_that_wait_for_the_tier_have_a_maximum(a: Host) -> None:
     a.tier.removals.clear()
-    for _ in range(tier.QUEUE_NAMESPACES + 3):
-        a.store.purge("namespace")
+    for number in range(tier.QUEUE_NAMESPACES + 3):
+        a.store.purge(f"namespace-{number}")
 
     assert a.counts.drops == 3
+
+
+def test_equal_purges_in_a_row_are_one(a: Host) -> None:
+    a.tier.removals.clear()
+    for _ in range(20):
+        a.store.purge("namespace")
+
+    assert a.counts.drops == 0
 
 
 def test_an_entry_that_is_deleted_during_its_look_up_does_not_come(a: Host, b: Host) -> None:

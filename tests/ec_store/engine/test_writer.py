@@ -93,6 +93,18 @@ def test_writer_drops_an_unstorable_entry_and_continues(store: Store) -> None:
     assert (figures["drops"], figures["saves"]) == (FAILURES + 1, 1)
 
 
+def test_writer_counts_what_it_has_no_time_to_write(paused: Any) -> None:
+    writer = Writer(paused)
+    for name in ("first", "second"):
+        assert submit(writer, EntryKey(NAMESPACE, name), SIZE, entry)
+    until(lambda: paused.calls)
+    writer.close(0.05)
+    paused.go.set()
+    until(lambda: not writer.waiting_bytes)
+
+    assert (writer.counts["saves"], writer.counts["drops"]) == (1, 1)
+
+
 def test_writer_writes_only_missing_entries(store: Store) -> None:
     writer = Writer(store)
     made = []
