@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 
@@ -124,6 +125,20 @@ class Registrations:
             raise Clash(f"{MAX_INSTANCES} instances are registered already")
 
 
+class SourcePages(NamedTuple):
+    """What the workers of one proxy share of the sources.
+
+    Attributes:
+        registrations: the registered instances, without Redis.
+        last_file: last valid content of the file of instances, for a worker that replaces another.
+        last_names: last addresses of the names, for the same.
+    """
+
+    registrations: SharedPage
+    last_file: SharedPage
+    last_names: SharedPage
+
+
 BEGIN_S = 5.0
 """Maximum wait for the sources before requests are served, in seconds."""
 
@@ -134,21 +149,23 @@ async def membership(
     registry: Registry,
     upstream: Upstream,
     background: Background,
-    page: SharedPage | None = None,
+    pages: SourcePages | None = None,
 ) -> AsyncIterator[Registrations]:
     """Keep a registry up to date with the sources outside the configuration.
 
     The context starts after the first answer of every source, or after `BEGIN_S`. A source that
     raises is restarted, and its instances stay. The upstream client receives the expected
-    certificate name of each address. Without Redis, several workers have registrations on `page`.
+    certificate name of each address. `pages` are those of several workers.
     """
     async with AsyncExitStack() as stack:
-        store: RegistrationStore | None = None if page is None else RegistrationsOnPage(page)
+        store: RegistrationStore | None = None
+        if pages is not None:
+            store = RegistrationsOnPage(pages.registrations)
         if config.registration_store is not None:
             connected = RegistrationsInRedis.connected(config.registration_store)
             store = await stack.enter_async_context(connected)
         registrations = Registrations(store, registry)
-        sources = [*_watches(config, registry, upstream)]
+        sources = [*_watches(config, registry, upstream, pages)]
         if store is not None:
             sources.append(registrations)
         begun = [asyncio.Event() for _ in sources]
@@ -170,10 +187,13 @@ async def follow(source: Watch, begun: asyncio.Event) -> None:
         await asyncio.sleep(source.interval_s)
 
 
-def _watches(config: InstanceSettings, registry: Registry, upstream: Upstream) -> Iterator[Watch]:
+def _watches(
+    config: InstanceSettings, registry: Registry, upstream: Upstream, pages: SourcePages | None
+) -> Iterator[Watch]:
     if config.instances_file is not None:
-        yield WatchedFile(config.instances_file, registry)
+        yield WatchedFile(config.instances_file, registry, pages and pages.last_file)
     if config.discovered_instances:
         services, interval_s = config.discovered_instances, config.discovery_interval_s
         look_up = DnsNames(config.discovery_dns_server).resolve_addresses
-        yield WatchedNames(services, look_up, interval_s, registry, upstream)
+        last = pages and pages.last_names
+        yield WatchedNames(services, look_up, interval_s, registry, upstream, last)

@@ -2,16 +2,21 @@
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+import orjson
+
 from epd.discovery.dns import DnsState, LookUp, LookUpFailed
 from epd.discovery.entries import EntriesInvalid, read_yaml
+from epd.json_or_none import json_or_none
 from epd.routing.instances import Instance
 from epd.routing.registry import InstanceSource, Registry
 from epd.routing.urls import at_address
+from epd.shared_page import PageUnreadable, SharedPage
 from epd.state_log import StateLog
 from epd.transfer.kv import KVTransfer
 from epd.upstream import Upstream
@@ -35,8 +40,10 @@ class Watch(Protocol):
 class WatchedFile:
     """A file of instances, in the format of `epd.discovery.entries.read_yaml`."""
 
-    def __init__(self, path: Path, registry: Registry) -> None:
+    def __init__(self, path: Path, registry: Registry, last: SharedPage | None = None) -> None:
+        """Watch a file. `last` keeps its last valid content for the workers that start later."""
         self.interval_s = FILE_POLL_S
+        self._last = last
         self._path = path
         self._registry = registry
         self._first = True
@@ -46,6 +53,8 @@ class WatchedFile:
 
     async def look(self) -> None:
         first, self._first = self._first, False
+        if first and (last := _kept(self._last)):
+            self._registry.replace(InstanceSource.FILE, read_yaml(last))
         try:
             raw = await asyncio.to_thread(read_file, self._path)
         except OSError as error:
@@ -68,6 +77,7 @@ class WatchedFile:
         self._complaint.record_success()
         self._taken = raw
         self._registry.replace(InstanceSource.FILE, instances)
+        _keep(self._last, raw)
 
 
 def read_file(path: Path) -> bytes | None:
@@ -110,19 +120,23 @@ class WatchedNames:
     certificate name of each address.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
         self,
         services: Iterable[Instance],
         look_up: LookUp,
         interval_s: float,
         registry: Registry,
         upstream: Upstream,
+        last: SharedPage | None = None,
     ) -> None:
+        """Watch names. `last` keeps their addresses for the workers that start later."""
         self.interval_s = interval_s
+        self._last = last
         self._services = [(service, urlsplit(service.url).hostname or "") for service in services]
         self._addresses = look_up
         self._registry = registry
         self._upstream = upstream
+        self._first = True
         hosts = dict.fromkeys(host for _, host in self._services)
         self._sightings = {host: DnsState() for host in hosts}
         self._complaints = {
@@ -130,11 +144,19 @@ class WatchedNames:
         }
 
     async def look(self) -> None:
+        if self._first:
+            self._first = False
+            known = json_or_none(_kept(self._last)) or {}
+            for host in self._sightings.keys() & known.keys():
+                self._sightings[host].record_addresses(known[host], _now_s())
+        before = self._current()
         await asyncio.gather(*map(self._look_up, self._sightings))
+        if (current := self._current()) != before:
+            _keep(self._last, orjson.dumps(current))
         found = [
             (replace(service, url=at_address(service.url, address)), host)
             for service, host in self._services
-            for address in sorted(self._sightings[host].current)
+            for address in current[host]
         ]
         self._upstream.verify_as({instance.url: host for instance, host in found})
         self._registry.replace(InstanceSource.DNS, [instance for instance, _ in found])
@@ -147,8 +169,29 @@ class WatchedNames:
             sighting.record_failure()
             complaint.record_failure(str(error))
             return
-        sighting.record_addresses(addresses, asyncio.get_running_loop().time())
+        sighting.record_addresses(addresses, _now_s())
         if addresses:
             complaint.record_success()
         else:
             complaint.record_failure("the name has no address")
+
+    def _current(self) -> dict[str, list[str]]:
+        return {host: sorted(sighting.current) for host, sighting in self._sightings.items()}
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _keep(page: SharedPage | None, content: bytes) -> None:
+    """Keep a source's last answer, unless another worker is doing that at the moment."""
+    if page is not None:
+        with suppress(OSError), page.hold_lock():
+            page.write(content)
+
+
+def _kept(page: SharedPage | None) -> bytes:
+    if page is not None:
+        with suppress(OSError, PageUnreadable):
+            return page.read() or b""
+    return b""

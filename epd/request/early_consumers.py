@@ -13,7 +13,7 @@ from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.routing.instances import CONSUMERS, Role
 from epd.routing.namespaces import Namespaces
-from epd.routing.prefix import NO_PREFIX, Prefix
+from epd.routing.prefix import NO_PREFIX
 from epd.routing.table import InstanceTable, Reservation
 
 
@@ -31,10 +31,8 @@ class EarlyConsumers:
     _pushed: bool
     _by_content: bool
 
-    async def choose(
-        self, request: Request, attempt: Attempt
-    ) -> tuple[Reservation, Prefix] | tuple[None, None]:
-        """Return the instance that gets the prompt, and the prompt's content; None: choose later.
+    async def choose(self, request: Request, attempt: Attempt) -> Reservation | None:
+        """Return the instance that gets the prompt; None: choose it after the encode.
 
         A decode instance consumes no outputs, but a picker is asked only once for it.
 
@@ -43,11 +41,11 @@ class EarlyConsumers:
         """
         differ = attempt.course.encode and len(self._namespaces.of_consumers()) > 1
         if not request.items or not (self._pushed or differ):
-            return None, None
+            return None
         if not needs_prefill(request, attempt) and not self._table.has(Role.PREFILL_DECODE):
-            return None, None
+            return None
         prefix = request_prefix(request) if self._by_content else NO_PREFIX
-        return await self._prefill_decode.choose_first(request, attempt, prefix), prefix
+        return await self._prefill_decode.choose_first(request, attempt, prefix)
 
     def namespace(self, first: Reservation | None) -> str | None:
         """Return the namespace in which the consumer looks up outputs; None if unknown."""

@@ -29,7 +29,6 @@ from epd.request.request import Request
 from epd.request.request_media import RequestMedia
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import CONSUMERS, Role
-from epd.routing.prefix import Prefix
 from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable, Reservation, Work
 from epd.transfer.encoded import EncodedItem, Prompt
@@ -101,14 +100,14 @@ class Pipeline:
         Return decode's answer; or the error of a step, with the results of the steps before.
         """
         stages, prompt = self._prefill_decode, NO_PROMPT
-        first = prefix = encodings = prefill = handover = decode = None
+        first = encodings = prefill = handover = decode = None
         attempt = attempt.for_fleet(
             has_prefill=self._table.has(Role.PREFILL),
             may_prefill_locally=request.config.on_prefill_failure == "local",
         )
         try:
             if self._early is not None:
-                first, prefix = await self._early.choose(request, attempt)
+                first = await self._early.choose(request, attempt)
             encodings = self._known_encodings(request, attempt, first)
             if encodings is None:
                 job = self._encode_job(request, attempt, first)
@@ -116,7 +115,7 @@ class Pipeline:
                     encoded_items = await self._encoder.encode(job)
                     await self._remember_names(request, attempt, encoded_items)
                 encodings = Encodings(encoded_items, job.namespace)
-            prompt = self._prompt(request, attempt, encodings, prefix)
+            prompt = self._prompt(request, attempt, encodings)
             first = first or await stages.choose_first(request, attempt, prompt.prefix)
             if first.instance.role is not Role.PREFILL:
                 decode = first.instance
@@ -184,10 +183,8 @@ class Pipeline:
         """Return the namespace in which the consumer looks up outputs; None if unknown."""
         return None if self._early is None else self._early.namespace(first)
 
-    def _prompt(
-        self, request: Request, attempt: Attempt, encodings: Encodings, prefix: Prefix | None
-    ) -> Prompt:
-        """Return the request for prefill and decode; `prefix` is its content, if known already."""
+    def _prompt(self, request: Request, attempt: Attempt, encodings: Encodings) -> Prompt:
+        """Return the request for prefill and decode, with its content if it is needed."""
         if attempt.without_prefill:
             request.record.add_degraded("prefill-local")
         if request.items:
@@ -196,7 +193,7 @@ class Pipeline:
             prompt = Prompt(request.body, work=Work(request.text_bytes // BYTES_PER_TOKEN))
         if not self._by_content:
             return prompt
-        prefix = prefix or request_prefix(request, encodings.encoded_items)
+        prefix = request_prefix(request, encodings.encoded_items)
         if prefix.links and request.config.kv_events:
             prompt = marked_prompt(prompt, prefix)
         return prompt._replace(prefix=prefix)

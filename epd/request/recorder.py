@@ -10,7 +10,7 @@ from epd.api.chat import CHAT
 from epd.api.items import MMItem
 from epd.errors import ProxyError, Stage, slug_of
 from epd.events import Observer, RequestRecord, StageDone
-from epd.request.model_names import ModelNames
+from epd.request.model_names import MAX_LENGTH, ModelNames
 
 if TYPE_CHECKING:
     from epd.spans import RequestSpan, Span
@@ -42,9 +42,10 @@ class Recorder(RequestRecord):
 
     def begin_request(self, model: str | None, operation: str | None = None) -> None:
         """Record what the body says: the model, and the endpoint's operation for the span."""
-        self.model = model
+        # `/ui` keeps records. A longer name belongs to no model, and has the same label.
+        self.model = None if model is None else model[: MAX_LENGTH + 1]
         if self.span is not None:
-            self.span.record_request(operation, model)
+            self.span.record_request(operation, self.model)
 
     def learn_model(self, answer: bytes) -> None:
         """Learn the instances' name of the model from a 2xx answer."""

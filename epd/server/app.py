@@ -192,7 +192,7 @@ async def build_components(
             registry,
             upstream,
             background,
-            None if slot is None else slot.shared.registrations,
+            None if slot is None else slot.shared.sources,
         ) as registrations,
         probe_periodically(table, upstream, config, background),
         poll_load(table, upstream, config, background, lambda: app[POLICIES].compares_costs),

@@ -24,6 +24,7 @@ import structlog
 import uvloop
 
 from epd.config import ProxyConfig
+from epd.discovery.membership import SourcePages
 from epd.edge.files import Files
 from epd.edge.tenant_use import TenantLedger
 from epd.observe import logs
@@ -48,7 +49,7 @@ class SharedState:
     Attributes:
         pages: pages with the metrics of each worker, in the order of their numbers, from 1.
         recents: pages with the recent events of each worker, in the same order.
-        registrations: page with the registered instances, without a store of registrations.
+        sources: pages with the registered instances, and with the last answers of other sources.
         policies: page with the policies that were set.
         ledger: counts of tenants.
         heartbeats: number of heartbeats of each worker, in the same order.
@@ -56,7 +57,7 @@ class SharedState:
 
     pages: Sequence[SharedPage]
     recents: Sequence[SharedPage]
-    registrations: SharedPage
+    sources: SourcePages
     policies: SharedPage
     ledger: TenantLedger
     heartbeats: memoryview
@@ -70,14 +71,14 @@ def shared_state(config: ProxyConfig) -> Iterator[SharedState]:
         OSError: memory or descriptors are exhausted.
     """
     with ExitStack() as stack:
-        pages, recents, [registrations, policies] = (
+        pages, recents, sources, [policies] = (
             [stack.enter_context(closing(SharedPage.new_page())) for _ in range(count)]
-            for count in (config.workers, config.workers, 2)
+            for count in (config.workers, config.workers, len(SourcePages._fields), 1)
         )
         memory = mmap.mmap(-1, TenantLedger.size_bytes(config.workers))  # forked processes share it
         ledger = TenantLedger(memoryview(memory), config.workers)
         heartbeats = memoryview(mmap.mmap(-1, 8 * config.workers)).cast("Q")
-        yield SharedState(pages, recents, registrations, policies, ledger, heartbeats)
+        yield SharedState(pages, recents, SourcePages(*sources), policies, ledger, heartbeats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class WorkerSlot:
     @property
     def descriptors(self) -> set[int]:
         shared = self.shared
-        pages = (*shared.pages, *shared.recents, shared.registrations, shared.policies)
+        pages = (*shared.pages, *shared.recents, *shared.sources, shared.policies)
         listeners = (listener.fileno() for listener in self.sockets)
         return {*listeners, *(page.descriptor for page in pages)}
 

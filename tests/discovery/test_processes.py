@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.discovery.name_server import NameServer
 from tests.support.fake_instance import FakeInstance, decodes, encodes
 from tests.support.fleet import until
 from tests.support.programs import serving
@@ -94,6 +95,22 @@ async def test_all_workers_know_and_so_do_those_that_replace_them() -> None:
     assert workers.rest == ""
     removals = workers.logged("instance removed", instance=encode.url)
     assert {line["worker"] for line in removals} == {1, 2}
+
+
+async def test_a_worker_that_starts_without_a_name_server_gets_the_known_addresses(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "instances.yaml"
+    path.write_text("instances: [{role: prefill_decode, url: 'http://d:1'}]")
+    async with NameServer({"e.svc": ["127.0.0.9"]}).running() as server:
+        flags = ["--discover-encode", "e.svc:9", "--discovery-dns-server", server.address]
+        async with two(*flags, "--instances-file", str(path)) as workers:
+            everyone = ["http://127.0.0.9:9", "http://d:1"]
+            await all_see(workers.url, everyone)
+            server.failing = True
+            path.write_text("garbage")
+            await replaced(workers, 1)
+            await all_see(workers.url, everyone)
 
 
 async def test_registrations_outlive_the_proxy_and_another_finds_them(tmp_path: Path) -> None:
