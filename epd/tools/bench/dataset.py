@@ -167,10 +167,6 @@ class Dataset:
     path: str
     trace: tuple[str, ...]
 
-    @property
-    def distinct_count(self) -> int:
-        return len(set(self.trace))
-
 
 def local(data_dir: Path, name: str, prompts: int, seed: int) -> Dataset:
     """Write a folder with the conversations of a replay; present pictures are kept.

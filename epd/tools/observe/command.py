@@ -26,6 +26,7 @@ from epd.tools.observe.relay import Relay, Server, drop_added_headers
 from epd.tools.observe.report import GIB, as_json, as_markdown
 from epd.tools.observe.reuse import ReuseDistances
 from epd.tools.up.model_config import config_path, read_config
+from epd.upstream import KEEP_ALIVE_S
 
 KEYS = ("EPD_ADMIN_API_KEY", "ADMIN_API_KEY")
 """Environment variables with the admin key, the same as for `epd serve`."""
@@ -35,6 +36,8 @@ STORE_ENTRIES = (100, 1_000, 10_000, 100_000)
 """Sizes of stores in the report, if the sizes of entries are not known."""
 
 MIB = 1024**2
+MAX_HEADER_BYTES = 64 * 1024
+"""Maximum size of a header and of a request line, as of vLLM's server."""
 STOP_S = 10.0
 """Seconds in which requests in progress may end after SIGTERM."""
 
@@ -135,10 +138,11 @@ async def _relay(settings: ObserveSettings, counter: Counter) -> None:
     host, port = settings.host, settings.port
     async with aiohttp.ClientSession(
         auto_decompress=False,
-        connector=aiohttp.TCPConnector(limit=0),
+        # Shorter than the server's, which would close a connection under a request.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         cookie_jar=aiohttp.DummyCookieJar(),
-        max_field_size=64 * 1024,
-        max_line_size=64 * 1024,
+        max_field_size=MAX_HEADER_BYTES,
+        max_line_size=MAX_HEADER_BYTES,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
     ) as session:
         relay = Relay(
@@ -154,7 +158,13 @@ async def _relay(settings: ObserveSettings, counter: Counter) -> None:
         app.router.add_route("*", "/{path:.*}", relay.answer)
         app.on_response_prepare.append(drop_added_headers)
         runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_S
+            app,
+            access_log=None,
+            auto_decompress=False,
+            handler_cancellation=True,
+            max_field_size=MAX_HEADER_BYTES,
+            max_line_size=MAX_HEADER_BYTES,
+            shutdown_timeout=STOP_S,
         )
         await runner.setup()
         try:

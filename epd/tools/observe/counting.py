@@ -184,7 +184,7 @@ class Traffic:
         else:
             return None
         for index, message in enumerate(messages):
-            if not isinstance(message, dict) or message.get("role") in {"system", "developer"}:
+            if not isinstance(message, dict) or message.get("role") in ("system", "developer"):
                 continue
             media = [
                 item_hash.to_bytes(8, "big")
@@ -251,5 +251,8 @@ class Counter:
     def _run(self) -> None:
         while (observed := self._queue.get()) is not None:
             with self.lock:
-                self.traffic.count(observed)
+                try:
+                    self.traffic.count(observed)
+                except Exception:  # noqa: BLE001 - the report says how many are not counted
+                    self.traffic.unreadable += 1
             self._counted_bytes += len(observed.body)

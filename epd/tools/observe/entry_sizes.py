@@ -16,7 +16,11 @@ VALUE_BYTES = 2
 """Bytes of a value: encoder outputs are in bfloat16 or float16."""
 
 FIXED = ("mm_tokens_per_image", "image_seq_length", "image_seq_len")
-"""Fields with the number of tokens of every picture: Gemma 3, LLaVA, Idefics 3."""
+"""Fields with the number of tokens of every picture: Gemma 3, LLaVA."""
+
+TILED = ("downsample_ratio", "image_grid_pinpoints", "scale_factor")
+"""Fields of models that cut a picture into tiles by rules of their own: InternVL, LLaVA-NeXT and
+Idefics 3."""
 
 MAX_EDGE = 16384
 """Largest value of a processor's size that is the length of an edge; larger ones are pixels."""
@@ -59,7 +63,7 @@ def entry_sizes(config: Config, processor: Config) -> EntrySizes | None:
     vision = _part(config, "vision_config")
     text = _part(config, "text_config") or _part(config, "llm_config") or config
     width = _number(vision, "out_hidden_size") or _number(text, "hidden_size")
-    if not width:
+    if not width or any(name in part for name in TILED for part in (config, vision, text)):
         return None
     levels = vision.get("deepstack_visual_indexes")
     outputs = 1 + (len(levels) if isinstance(levels, list) else 0)

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from yarl import URL
 
 from epd.edge.access import check_admin, is_loopback
-from epd.errors import ProxyError, UpstreamUnreachable
+from epd.errors import BadRequest, ProxyError, UpstreamUnreachable
 from epd.tools.observe.counting import Counter, Observed
 from epd.tools.observe.report import (
     ObserveReport,
@@ -90,6 +90,10 @@ class Relay:
         """Answer a request: with the report, or with a server's answer."""
         if request.path in OWN:
             return await self._report_response(request)
+        if not request.raw_path.startswith("/"):
+            return _error_response(
+                BadRequest("the request line must have a path", slug="invalid_http")
+            )
         self.requests += 1
         index = self._least_busy()
         server = self.servers[index]
@@ -98,7 +102,7 @@ class Relay:
             if request.headers.get(hdrs.UPGRADE, "").lower() == "websocket":
                 return await self._relay_websocket(request, server)
             return await self._relay(request, server, index)
-        except (aiohttp.ClientConnectionError, TimeoutError):
+        except (aiohttp.ClientError, TimeoutError):
             self.failed += 1
             error = UpstreamUnreachable("the vLLM server did not answer", stage="decode")
             return _error_response(error)
@@ -188,7 +192,11 @@ class Relay:
                 server.url_of(request), headers=headers, protocols=names, max_msg_size=0
             )
         except aiohttp.WSServerHandshakeError as error:
-            return web.Response(status=error.status, headers=_passed_on(error.headers or {}))
+            # aiohttp reads no body of it.
+            answered = _passed_on(error.headers or CIMultiDict())
+            for name in (hdrs.CONTENT_LENGTH, hdrs.CONTENT_TYPE, hdrs.CONTENT_ENCODING):
+                answered.pop(name, None)
+            return web.Response(status=error.status, headers=answered)
         async with upstream:
             client = web.WebSocketResponse(
                 protocols=[upstream.protocol] if upstream.protocol else [], max_msg_size=0

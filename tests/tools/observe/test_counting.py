@@ -117,6 +117,23 @@ def test_a_request_that_is_no_request_is_not_counted() -> None:
     assert (traffic.requests, traffic.unreadable, traffic.distances.references) == (2, 2, 0)
 
 
+@pytest.mark.parametrize("role", [[], {}, None, 7])
+def test_odd_roles_are_counted(role: Any) -> None:
+    messages = [{"role": role, "content": [image(b"p")]}]
+
+    assert counted(observed({"messages": messages})).distances.references == 1
+
+
+def test_counting_goes_on_after_a_request_that_cannot_be_counted() -> None:
+    traffic = Traffic(ReuseDistances((math.inf,)))
+    counter = Counter(traffic)
+    counter.offer(observed(None)._replace(content_type=None))  # type: ignore[arg-type]
+    counter.offer(observed(request(image(b"p"))))
+    counter.close()
+
+    assert (traffic.unreadable, traffic.distances.references) == (1, 1)
+
+
 def test_media_of_an_unknown_size_count_as_the_mean_of_the_others() -> None:
     sizes = EntrySizes(token_bytes=10.0, token_pixels=1.0, fixed_tokens=0.0)
     traffic = counted(observed(request(image(png(30, 10)), image(b"?"))), sizes=sizes)

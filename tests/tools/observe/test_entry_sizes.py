@@ -58,7 +58,17 @@ def test_a_limit_of_the_edge_is_not_one_of_pixels() -> None:
     assert (sizes.least_pixels, sizes.most_pixels) == (0.0, 1540**2)
 
 
-@pytest.mark.parametrize("config", [{}, {"hidden_size": 1}, {"vision_config": {"patch_size": 14}}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"hidden_size": 1},
+        {"vision_config": {"patch_size": 14}},
+        {**QWEN25, "downsample_ratio": 0.5, "image_seq_length": 256},
+        {**QWEN25, "image_grid_pinpoints": [[336, 672]], "image_seq_length": 576},
+        {**QWEN25, "scale_factor": 3},
+    ],
+)
 def test_a_configuration_without_the_sizes_has_no_rule(config: dict[str, object]) -> None:
     assert entry_sizes(config, {}) is None
 

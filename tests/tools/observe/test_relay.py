@@ -1,4 +1,5 @@
 import asyncio
+import gzip
 import io
 import json
 import math
@@ -264,6 +265,47 @@ async def test_a_websocket_is_relayed_both_ways() -> None:
         assert socket.close_code == 4001
 
 
+async def test_a_refused_websocket_is_answered_at_once() -> None:
+    async def refuse(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": "no key"}, status=401, headers={"X-Reason": "key"})
+
+    async with relaying(refuse) as (_, url), aiohttp.ClientSession() as http:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+            await http.ws_connect(url + "/v1/realtime", timeout=aiohttp.ClientWSTimeout(5))
+
+    assert caught.value.status == 401
+    assert caught.value.headers is not None
+    assert caught.value.headers["X-Reason"] == "key"
+
+
+@pytest.mark.parametrize(
+    "answer", [b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n"]
+)
+async def test_an_invalid_answer_is_an_error_in_the_openai_shape(answer: bytes) -> None:
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with (
+        relaying(plain) as (relay, url),
+        await asyncio.start_server(speak, "127.0.0.1", 0) as server,
+        aiohttp.ClientSession() as http,
+    ):
+        relay.servers[0].url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with http.get(url + "/health") as reply:
+            assert reply.status == 502
+            assert "error" in await reply.json()
+        assert relay.failed == 1
+
+
+async def test_a_request_line_without_a_path_is_refused() -> None:
+    async with relaying(plain) as (_, url):
+        answer = await raw_answer(url, b"GET http://other/x HTTP/1.1\r\n")
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
 @pytest.mark.parametrize(
     ("settings", "headers", "status"),
     [
@@ -302,13 +344,15 @@ async def test_the_command_relays_an_official_client_and_reports(tmp_path: Path)
         ],
     }
 
-    async def vllm(_: web.Request) -> web.StreamResponse:
+    async def vllm(request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Content-Encoding") == "gzip":
+            return web.json_response({"cookie": len(request.headers["Cookie"])})
         return web.json_response(completion)
 
     app = web.Application(client_max_size=0)
     app.router.add_post(CHAT, vllm)
     server = TestServer(app)
-    await server.start_server()
+    await server.start_server(max_field_size=1 << 16, auto_decompress=False)
     port = unused_port()
     report = tmp_path / "report.json"
     command = await asyncio.create_subprocess_exec(
@@ -324,6 +368,14 @@ async def test_the_command_relays_an_official_client_and_reports(tmp_path: Path)
                 body: Any = request(image(b"p" * 20_000), text())
                 answer = await client.chat.completions.create(**body)
                 assert answer.choices[0].message.content == "a cat"
+        odd = {"Content-Encoding": "gzip", "Cookie": "c" * 9000, "Content-Type": "text/plain"}
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(
+                f"http://127.0.0.1:{port}{CHAT}", data=gzip.compress(b"a" * 99), headers=odd
+            ) as reply,
+        ):
+            assert await reply.json() == {"cookie": 9000}
         command.send_signal(signal.SIGTERM)
         printed, _ = await asyncio.wait_for(command.communicate(), 60)
     finally:
