@@ -110,6 +110,18 @@ async def test_an_output_is_pushed_to_the_consumer_that_answers(
     assert pushes.waiting == {}
 
 
+async def test_a_consumer_chosen_early_gets_a_prompt_with_the_tokens_of_the_encoder(
+    launch: Launch,
+) -> None:
+    async with mooncake(launch, Pushes(), decode_balance="content") as fleet:
+        for _ in range(2):
+            await ask(fleet, request(image()))
+
+        first, second = (one.prefix_tokens for one in fleet.events.requests)
+        assert first == 0
+        assert second == pytest.approx(1 * 36 * 54 // 4, abs=20)  # and not a typical picture's
+
+
 async def test_items_are_pushed_separately_and_repeated_pictures_twice(launch: Launch) -> None:
     pushes = Pushes()
     async with mooncake(launch, pushes, encode=2) as fleet:
