@@ -18,7 +18,7 @@ use it."""
 # and `epd top` shows the time.
 
 TOLD = {
-    *("dashboard.py: time.time", "recent.py: time.time", "instances.py: time.time"),
+    *("dashboard.py: time.time", "recent.py: time.time", "registry.py: time.time"),
     "logs.py: time.time_ns",
 }
 """Uses that only show when something happened."""
