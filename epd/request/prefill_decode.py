@@ -199,7 +199,8 @@ class PrefillDecodeStages:
             if not isinstance(error, ProxyError):
                 raise
             loads = _may_lack_state("decode", attempt, prompt, loads_blocks=handover is not None)
-            request.doubts.add(error, using, loads=loads)
+            names = prompt.named and handover is None
+            request.doubts.add(error, using, loads=loads, names=names)
             if handover is not None:
                 self._forget_peer(handover, error)
             raise self._final_error(error, instance, request, prompt) from error.__cause__
@@ -291,7 +292,7 @@ class PrefillDecodeStages:
         except ProxyError as error:
             loads_blocks = handover.earlier is not None
             loads = _may_lack_state("prefill", attempt, prompt, loads_blocks=loads_blocks)
-            request.doubts.add(error, using, loads=loads)
+            request.doubts.add(error, using, loads=loads, names=prompt.named)
             self._forget_peer(handover, error)
             if handover.earlier is not None:
                 self._readbacks.record_result(handover, error)

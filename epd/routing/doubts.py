@@ -24,11 +24,14 @@ class Doubt(NamedTuple):
     Attributes:
         subject: the item that the instance had to encode; None for the whole request.
         loads: whether an entry or a block may have been missing, which is not the instance's fault.
+        names: whether media were sent under names. An instance that has cached a name without its
+            media may have been at fault, and gets them without names next.
     """
 
     using: InFlight
     subject: Hashable
     loads: bool
+    names: bool
 
     @property
     def blames_instance(self) -> bool:
@@ -47,11 +50,17 @@ class Doubts:
     _doubts: list[Doubt] = field(default_factory=list)
 
     def add(
-        self, error: ProxyError, using: InFlight, subject: Hashable = None, *, loads: bool = False
+        self,
+        error: ProxyError,
+        using: InFlight,
+        subject: Hashable = None,
+        *,
+        loads: bool = False,
+        names: bool = False,
     ) -> None:
         """Remember a request that has ended in this error, if it is a 500."""
         if error.engine_failed:
-            self._doubts.append(Doubt(using, subject, loads))
+            self._doubts.append(Doubt(using, subject, loads, names))
 
     def settle(self, instance: Instance, subject: Hashable = None) -> None:
         """Count the failures of other instances after a success of `instance`.
@@ -72,6 +81,7 @@ class Doubts:
 
         500s of different items say nothing about each other.
         """
-        counts = Counter([doubt.subject for doubt in self._doubts if doubt.using.was_proven])
+        proven = (doubt for doubt in self._doubts if doubt.using.was_proven and not doubt.names)
+        counts = Counter([doubt.subject for doubt in proven])
         whole = counts.pop(None, 0)
         return whole + max(counts.values(), default=0) >= MAX_DOUBTS

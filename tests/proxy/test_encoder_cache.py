@@ -247,24 +247,31 @@ async def test_the_first_event_of_a_stream_is_not_held_back_for_long(
 
 @pytest.mark.fault(21)
 @pytest.mark.parametrize("prefill", [0, 1])
+@pytest.mark.parametrize("busy", [False, True])
 async def test_media_are_sent_without_names_if_their_consumer_has_cached_the_names_alone(
-    launch: Launch, backed: Backed, url: str, prefill: int
+    launch: Launch, backed: Backed, url: str, prefill: int, busy: bool
 ) -> None:
-    """The cache of processed media in vLLM returns what it first saw under a name."""
+    """The cache of processed media in vLLM returns what it first saw under a name.
 
-    async def forgets(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    Requests that the consumer answers meanwhile do not show that this one is at fault.
+    """
+
+    async def forgets(sent: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         named = any("uuid" in part for part in parts_of(body))
         answer = prefills if prefill else decodes
-        return await (refuses(500, "no media") if named else answer)(request, body)
+        if named and busy:
+            assert (await fleet.chat(request(text())))[0] == 200
+        return await (refuses(500, "no media") if named else answer)(sent, body)
 
     async with caching(launch, backed, url, prefill=prefill, on_prefill_failure="fail") as fleet:
         loader = fleet.p if prefill else fleet.d
         loader.chat = forgets
         assert await items_of(fleet, request(image(), text())) == {"encoded": 1}
 
+        sent = [call for call in loader.calls if len(call.parts) == 2]
         kinds = [["image_embeds", "text"], ["image_url", "text"], ["image_url", "text"]]
-        assert media_types(loader) == kinds
-        assert ["uuid" in call.parts[0] for call in loader.calls] == [True, True, False]
+        assert [[part["type"] for part in call.parts] for call in sent] == kinds
+        assert ["uuid" in call.parts[0] for call in sent] == [True, True, False]
 
 
 async def test_an_engine_that_fails_anyway_is_asked_three_times_and_no_more(

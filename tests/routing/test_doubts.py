@@ -37,3 +37,12 @@ def test_only_500s_of_one_item_or_of_the_whole_request_add_up(
         doubts.add(error, cast("Any", Sent()), subject)
 
     assert doubts.is_spent is spent
+
+
+def test_a_500_to_named_media_says_nothing_about_the_request() -> None:
+    doubts = Doubts()
+    for names in (True, False, True):
+        error = UpstreamRejected(500, b"", stage="decode", headers={})
+        doubts.add(error, cast("Any", Sent()), names=names)
+
+    assert not doubts.is_spent
