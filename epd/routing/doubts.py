@@ -25,7 +25,7 @@ class Doubt(NamedTuple):
         subject: the item that the instance had to encode; None for the whole request.
         loads: whether an entry or a block may have been missing, which is not the instance's fault.
         names: whether media were sent under names. An instance that has cached a name without its
-            media may have been at fault, and gets them without names next.
+            media may have been at fault.
     """
 
     using: InFlight
@@ -79,9 +79,9 @@ class Doubts:
     def is_spent(self) -> bool:
         """Whether the request must not be sent again, because it fails on proven instances.
 
-        500s of different items say nothing about each other.
+        500s of different items say nothing about each other. One 500 to named media is let pass.
         """
-        proven = (doubt for doubt in self._doubts if doubt.using.was_proven and not doubt.names)
+        proven = [doubt for doubt in self._doubts if doubt.using.was_proven]
         counts = Counter([doubt.subject for doubt in proven])
-        whole = counts.pop(None, 0)
+        whole = counts.pop(None, 0) - any(doubt.names for doubt in proven)
         return whole + max(counts.values(), default=0) >= MAX_DOUBTS

@@ -68,10 +68,11 @@ async def test_item_that_fails_on_every_instance_is_sent_twice_and_ejects_none(
 
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("prefill", [0, 2])
-@pytest.mark.parametrize("parts", [(), (image(),)], ids=["text", "picture"])
-async def test_request_that_fails_on_every_instance_is_sent_twice_and_ejects_none(
-    launch: Launch, prefill: int, parts: tuple[dict[str, Any], ...]
+@pytest.mark.parametrize(("parts", "tries"), [((), 2), ((image(),), 3)], ids=["text", "picture"])
+async def test_request_that_fails_on_every_instance_is_soon_given_up_and_ejects_none(
+    launch: Launch, prefill: int, parts: tuple[dict[str, Any], ...], tries: int
 ) -> None:
+    """A picture is sent a third time: its name may have been at fault."""
     async with launch(prefill=prefill, decode=2, eject_after=1, **TURNS) as fleet:
         every([*fleet.prefill, *fleet.decode], "BAD!")
         for number in range(6):
@@ -80,10 +81,12 @@ async def test_request_that_fails_on_every_instance_is_sent_twice_and_ejects_non
             before = sum(len(instance.calls) for instance in (*fleet.prefill, *fleet.decode))
             status, reply = await fleet.chat(request(text(f"BAD! {number}"), *parts))
 
-            assert status == (502 if prefill else 500)
-            assert prefill or reply["error"]["message"] == BAD
+            # With a picture, the third try is decode's, which prefills it.
+            of_prefill = prefill and not parts
+            assert status == (502 if of_prefill else 500)
+            assert of_prefill or reply["error"]["message"] == BAD
             after = sum(len(instance.calls) for instance in (*fleet.prefill, *fleet.decode))
-            assert after == before + 2
+            assert after == before + tries
             assert all(len(instance.calls) > 0 for instance in consumers)
 
         assert fleet.events.changes == []

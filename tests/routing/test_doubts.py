@@ -39,10 +39,14 @@ def test_only_500s_of_one_item_or_of_the_whole_request_add_up(
     assert doubts.is_spent is spent
 
 
-def test_a_500_to_named_media_says_nothing_about_the_request() -> None:
+@pytest.mark.parametrize(
+    ("named", "spent"),
+    [((True,), False), ((True, False), False), ((True, True), False), ((True, False, True), True)],
+)
+def test_one_500_to_named_media_is_let_pass(named: tuple[bool, ...], spent: bool) -> None:
     doubts = Doubts()
-    for names in (True, False, True):
+    for names in named:
         error = UpstreamRejected(500, b"", stage="decode", headers={})
         doubts.add(error, cast("Any", Sent()), names=names)
 
-    assert not doubts.is_spent
+    assert doubts.is_spent is spent
