@@ -174,8 +174,8 @@ def traces(references: int, seed: int) -> Iterator[tuple[str, Trace]]:
     yield "60 % one-offs", one_offs
 
 
-def real_hit_rate(trace: Trace, capacity: float) -> float:
-    """Return the hit rate of a least recently used cache."""
+def lru_hits(trace: Trace, capacity: float) -> int:
+    """Return the hits of a least recently used cache of this capacity."""
     cache, used, hits = OrderedDict[int, float](), 0.0, 0
     for item, size in trace:
         if item in cache:
@@ -186,7 +186,7 @@ def real_hit_rate(trace: Trace, capacity: float) -> float:
             used += size
         while used > capacity:
             used -= cache.popitem(last=False)[1]
-    return hits / len(trace)
+    return hits
 
 
 def measure_accuracy(references: int) -> None:
@@ -195,7 +195,7 @@ def measure_accuracy(references: int) -> None:
         for name, trace in traces(references, seed):
             total = sum(dict(trace).values())
             stores = [total * part for part in (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)]
-            real = {size: real_hit_rate(trace, size) for size in stores}
+            real = {size: lru_hits(trace, size) / len(trace) for size in stores}
             salt = random.Random(seed).getrandbits(64)
             line = (
                 f"{name}, seed {seed}, real {min(real.values()):.2f} to {max(real.values()):.2f}:"

@@ -129,8 +129,11 @@ class Pipeline:
                 decode = handover.decode = handover.decode or await self._decoders.pick_instance(
                     request, attempt, prompt.prefix, prefill
                 )
-                both_or_decode = stages.prefill_and_decode if at_once else stages.decode
-                return await both_or_decode(request, attempt, prompt, decode, handover)
+                if at_once:
+                    return await stages.prefill_and_decode(
+                        request, attempt, prompt, decode, handover
+                    )
+                return await stages.decode(request, attempt, prompt, decode, handover)
             except BaseException as error:
                 self._releases.release_unread(request, attempt, prompt, handover, error)
                 raise

@@ -23,7 +23,7 @@ from epd.parser import Commands, Parser
 from epd.tools.observe.counting import Counter, Traffic
 from epd.tools.observe.entry_sizes import EntrySizes, entry_sizes
 from epd.tools.observe.relay import Relay, Server, drop_added_headers
-from epd.tools.observe.report import GIB, as_json, as_markdown
+from epd.tools.observe.report import GIB, as_markdown
 from epd.tools.observe.reuse import ReuseDistances
 from epd.tools.up.model_config import config_path, read_config
 from epd.upstream import KEEP_ALIVE_S
@@ -179,7 +179,7 @@ async def _relay(settings: ObserveSettings, counter: Counter) -> None:
     report = await relay.report()
     print(f"\n{as_markdown(report)}", flush=True)
     if settings.report is not None:
-        content = orjson.dumps(as_json(report), option=orjson.OPT_INDENT_2)
+        content = orjson.dumps(report, option=orjson.OPT_INDENT_2)
         await asyncio.to_thread(settings.report.write_bytes, content)
 
 

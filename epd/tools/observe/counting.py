@@ -66,17 +66,11 @@ class Kind:
 
 
 @dataclass(slots=True)
-class Answered:
-    """Sampled references that a cache had answered: their number, bytes in requests and pixels."""
+class Savings:
+    """Bytes in requests, and pixels, of the sampled references that a cache would answer."""
 
-    items: float = 0.0
     sent_bytes: float = 0.0
     pixels: float = 0.0
-
-    def add(self, weight: float, sent_bytes: int, pixels: int) -> None:
-        self.items += weight
-        self.sent_bytes += weight * sent_bytes
-        self.pixels += weight * pixels
 
 
 @dataclass(slots=True)
@@ -90,7 +84,7 @@ class Traffic:
         with_media: those with media.
         unreadable: those that this project's parser rejects; they are not counted.
         unsized: items of an unknown size, which count as the mean of the others.
-        answered: by the size of a cache, what it had answered.
+        savings: what a cache would save, by its size.
         same_conversation: estimated repeats within a conversation.
         other_server: estimated repeats that went to another server than the time before.
         sampled_repeats: estimated repeats, of which the last two are parts.
@@ -104,7 +98,7 @@ class Traffic:
     unreadable: int = 0
     unsized: int = 0
     kinds: dict[str, Kind] = field(default_factory=dict)
-    answered: dict[float, Answered] = field(default_factory=dict)
+    savings: dict[float, Savings] = field(default_factory=dict)
     same_conversation: float = 0.0
     other_server: float = 0.0
     sampled_repeats: float = 0.0
@@ -149,7 +143,9 @@ class Traffic:
         self.other_server += weight * (server != origin[1])
         for size in self.distances.sizes:
             if reference.distance <= size:
-                self.answered.setdefault(size, Answered()).add(weight, sent_bytes, pixels)
+                saved = self.savings.setdefault(size, Savings())
+                saved.sent_bytes += weight * sent_bytes
+                saved.pixels += weight * pixels
 
     def _entry_size(self, pixels: int) -> float:
         if self.sizes is None:

@@ -20,7 +20,6 @@ from epd.tools.observe.counting import Counter, Observed
 from epd.tools.observe.report import (
     ObserveReport,
     Relayed,
-    as_json,
     as_markdown,
     as_page,
     make_report,
@@ -225,7 +224,7 @@ class Relay:
             return _error_response(error)
         report = await self.report()
         if request.path == "/observe.json":
-            content = orjson.dumps(as_json(report), option=orjson.OPT_INDENT_2)
+            content = orjson.dumps(report, option=orjson.OPT_INDENT_2)
             return web.Response(body=content, content_type="application/json")
         if request.path == "/observe.md":
             return web.Response(text=as_markdown(report), content_type="text/markdown")

@@ -2,9 +2,9 @@
 
 import html
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from epd.tools.observe.counting import Traffic
+from epd.tools.observe.counting import Savings, Traffic
 
 MEGA = 10**6
 GIB = 2**30
@@ -57,12 +57,12 @@ class ModalityLine:
 
 @dataclass(frozen=True, slots=True)
 class StoreLine:
-    """What a store of one size had answered.
+    """What a store of one size would have answered.
 
     Attributes:
         size: bytes, or number of entries; None for a store without a limit.
         hit_rate: share of the items.
-        unsent_bytes: bytes of media, in base64, that no engine had received.
+        unsent_bytes: bytes of media, in base64, that it would have kept from the engines.
         encode_s: estimated seconds of encodes; None without the user's figure.
     """
 
@@ -135,24 +135,17 @@ def make_report(traffic: Traffic, relayed: Relayed) -> ObserveReport:
     return replace(report, verdict=tuple(_verdict(report, pixels)))
 
 
-def as_json(report: ObserveReport) -> dict[str, object]:
-    """Return the report as JSON values."""
-    return asdict(report)
-
-
 def _store_line(traffic: Traffic, size: float, encode_ms: float | None) -> StoreLine:
-    hits = traffic.distances.hits(size)
-    answered = traffic.answered.get(size)
+    distances, saved = traffic.distances, traffic.savings.get(size, Savings())
+    hits = distances.hits(size)
     # The sample gives the means; the number of hits is adjusted.
-    scale = hits / answered.items if answered is not None and answered.items else 0.0
-    unsent = scale * answered.sent_bytes if answered is not None else 0.0
-    pixels = scale * answered.pixels if answered is not None else 0.0
+    scale = hits / (distances.sampled_hits(size) or 1.0)
     return StoreLine(
         None if size == float("inf") else size,
-        hits / traffic.distances.references if traffic.distances.references else 0.0,
+        hits / (distances.references or 1),
         hits,
-        unsent,
-        None if encode_ms is None else pixels / MEGA * encode_ms / 1000,
+        scale * saved.sent_bytes,
+        None if encode_ms is None else scale * saved.pixels / MEGA * encode_ms / 1000,
     )
 
 

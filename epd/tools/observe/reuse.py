@@ -69,7 +69,7 @@ class PrefixSums:
 
 @dataclass(slots=True)
 class ReuseDistances:
-    """Distances between the references to equal items, and what caches of some sizes had answered.
+    """Distances between the references to equal items, and what caches of some sizes would answer.
 
     Attributes:
         sizes: sizes of the caches.
@@ -127,13 +127,17 @@ class ReuseDistances:
             self._sample_fewer()
         return found
 
+    def sampled_hits(self, size: float) -> float:
+        """Return the sum of the weights of the sampled references that this cache would answer."""
+        return self._hits.get(size, 0.0)
+
     def hits(self, size: float) -> float:
-        """Return the estimated number of references that the cache of this size had answered.
+        """Return the estimated number of references that the cache of this size would answer.
 
         The references that the sample has too few or too many of are those of popular items, which
         have short distances (SHARDS-adj in the paper).
         """
-        if (found := self._hits.get(size, 0.0)) == 0:
+        if (found := self.sampled_hits(size)) == 0:
             return 0.0
         return min(max(found + self.references - self._weights, 0.0), self.repeats)
 
