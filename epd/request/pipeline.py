@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from epd.api.prompts import BYTES_PER_TOKEN
+from epd.encoder_cache.claims import ConsumerClaims
 from epd.encoder_cache.keys import Keys
 from epd.errors import Overloaded, ProxyError
 from epd.request.courses import Courses
@@ -73,10 +74,14 @@ class Pipeline:
             request = await self._media.keyed(request)
         self._fatal.check(request.watched, [item.identity for item in request.items])
         async with self._quarantine.context_for(request.watched):
-            with self._retries.tries(MAX_ATTEMPTS) as tries:
+            with (
+                self._encoder.consumer_claims() as claims,
+                self._retries.tries(MAX_ATTEMPTS) as tries,
+            ):
                 while True:
-                    outcome = await self._run_attempt(request, attempt)
+                    outcome = await self._run_attempt(request, attempt, claims)
                     if isinstance(outcome, DecodeAnswer):
+                        outcome.claims = claims.hand_over()
                         return outcome
                     request.media.memory.withdraw_offer()
                     following = None if request.is_spent else next_attempt(outcome)
@@ -93,7 +98,7 @@ class Pipeline:
                     request.record.add_retry()
 
     async def _run_attempt(
-        self, request: Request, attempt: Attempt
+        self, request: Request, attempt: Attempt, claims: ConsumerClaims
     ) -> DecodeAnswer | FailedAttempt:
         """Send a request through its stages once: encode, prefill, decode.
 
@@ -110,7 +115,7 @@ class Pipeline:
                 first = await self._early.choose(request, attempt)
             encodings = self._known_encodings(request, attempt, first)
             if encodings is None:
-                job = self._encode_job(request, attempt, first)
+                job = self._encode_job(request, attempt, first, claims)
                 with job.consumer_reservation or nullcontext():
                     encoded_items = await self._encoder.encode(job)
                     await self._remember_names(request, attempt, encoded_items)
@@ -168,11 +173,15 @@ class Pipeline:
         return known if usable and not self._pushed else None
 
     def _encode_job(
-        self, request: Request, attempt: Attempt, first: Reservation | None
+        self,
+        request: Request,
+        attempt: Attempt,
+        first: Reservation | None,
+        claims: ConsumerClaims,
     ) -> EncodeJob:
         consumer = first if first is not None and first.instance.role in CONSUMERS else None
         namespace = self._namespace(first)
-        return EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode)
+        return EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode, claims)
 
     async def _remember_names(
         self, request: Request, attempt: Attempt, encoded_items: Sequence[EncodedItem]

@@ -135,5 +135,4 @@ class StreamRelay:
             self._gaps.add(now_s - last_s)
             return
         self._record.add_first_token(now_s)
-        if self._answer.span is not None:
-            self._answer.span.event("first_token")
+        self._answer.record_first_token()
