@@ -117,14 +117,17 @@ class Encoder:
     _retries: Retries = field(default_factory=Retries)
 
     def consumer_claims(self) -> ConsumerClaims:
-        """Return the claims of a request, none yet, for `EncodeJob.claims`."""
+        """Return the claims of a request, none yet, for `encode`."""
         return ConsumerClaims(self._claims)
 
-    async def encode(self, job: EncodeJob) -> list[EncodedItem]:
+    async def encode(
+        self, job: EncodeJob, claims: ConsumerClaims | None = None
+    ) -> list[EncodedItem]:
         """Return the source and the known facts of each item's output; encode missing ones.
 
         At most `AT_ONCE` encodes of one request run in parallel, and all of them end within
-        `--encode-timeout-s`.
+        `--encode-timeout-s`. `claims` get those of the entries that the request's consumer will
+        encode; without a consumer it is None.
 
         Raises:
             ProxyError: an item failed; encodes of the others that no request shares are cancelled.
@@ -139,8 +142,8 @@ class Encoder:
             record.wait_for("encode")
             if any(item.stored is None for item in pending):
                 stage = self._begin_stage(job, lookup)
-                if job.course.local and job.has_all_media and job.claims is not None:
-                    await self._leave_items(stage, pending, job.claims)
+                if job.course.local and job.has_all_media and claims is not None:
+                    await self._leave_items(stage, pending, claims)
                 missing = self._missing_items(stage, pending)
                 encode_item = partial(self._encode_item, stage)
                 if len(missing) > 1:

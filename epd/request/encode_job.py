@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from epd.encoder_cache.claims import ConsumerClaims
 from epd.policies.plan import Course
 from epd.request.request import Request
 from epd.routing.table import Reservation
@@ -15,7 +14,6 @@ class EncodeJob(NamedTuple):
         consumer_reservation: reservation of the instance that gets the outputs, if chosen early.
         namespace: namespace of the consumer, if known.
         reencode: whether to ignore stored outputs, because a consumer could not load them.
-        claims: claims of the entries that the consumer will encode; None if there is no consumer.
     """
 
     request: Request
@@ -23,7 +21,6 @@ class EncodeJob(NamedTuple):
     consumer_reservation: Reservation | None = None
     namespace: str | None = None
     reencode: bool = False
-    claims: ConsumerClaims | None = None
 
     @property
     def has_all_media(self) -> bool:

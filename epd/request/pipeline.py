@@ -115,9 +115,9 @@ class Pipeline:
                 first = await self._early.choose(request, attempt)
             encodings = self._known_encodings(request, attempt, first)
             if encodings is None:
-                job = self._encode_job(request, attempt, first, claims)
+                job = self._encode_job(request, attempt, first)
                 with job.consumer_reservation or nullcontext():
-                    encoded_items = await self._encoder.encode(job)
+                    encoded_items = await self._encoder.encode(job, claims)
                     await self._remember_names(request, attempt, encoded_items)
                 encodings = Encodings(encoded_items, job.namespace)
             prompt = self._prompt(request, attempt, encodings)
@@ -173,15 +173,11 @@ class Pipeline:
         return known if usable and not self._pushed else None
 
     def _encode_job(
-        self,
-        request: Request,
-        attempt: Attempt,
-        first: Reservation | None,
-        claims: ConsumerClaims,
+        self, request: Request, attempt: Attempt, first: Reservation | None
     ) -> EncodeJob:
         consumer = first if first is not None and first.instance.role in CONSUMERS else None
         namespace = self._namespace(first)
-        return EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode, claims)
+        return EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode)
 
     async def _remember_names(
         self, request: Request, attempt: Attempt, encoded_items: Sequence[EncodedItem]

@@ -37,7 +37,7 @@ OVERLOADED = ItemPlace(local=True, reason="overloaded")
 """Place of an item that no encode instance is expected to encode in time."""
 
 AT_CONSUMER = ItemPlace(local=True, reason="no_encoder")
-"""Place of an item in a fleet whose consumers encode what is not in the store."""
+"""Place of an item if consumers encode all that is not in the store."""
 
 FITS_SHARE = 0.75
 """Share of the time of an item's first try within which its encode must be predicted to end."""

@@ -75,7 +75,7 @@ async def test_a_new_picture_beside_known_ones_takes_all_of_them_along(
 
 
 class Gate:
-    """Handler whose requests wait for an event before the server encodes."""
+    """Handler in which requests with pictures wait for an event before the server encodes."""
 
     def __init__(self, both: Both) -> None:
         self.free = asyncio.Event()
@@ -245,7 +245,9 @@ async def test_a_picture_is_encoded_again_if_its_entry_is_lost(
         assert sent(fleet)[-1] == ["image_url"]
 
 
-async def test_another_server_encodes_after_a_failure(launch: Launch, both: Both, url: str) -> None:
+async def test_servers_encode_after_the_failure_of_another(
+    launch: Launch, both: Both, url: str
+) -> None:
     async with serving(launch, both, url) as fleet:
         handler = fails_first(1, refuses(503), both.decodes)
         for server in fleet.decode:
