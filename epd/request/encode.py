@@ -224,13 +224,12 @@ class Encoder:
         sent with all its media anyway, and two requests must not wait for each other.
         """
         missing = [pending for pending in items if pending.stored is None]
-        waits = self._namespaces.consumers_write()
-        if waits:
-            for pending in missing:
-                if pending.entry_key is not None:
-                    claims.take(pending.entry_key)
-            waits = all(self._is_under_way(stage, pending) for pending in missing)
-        for pending in missing:
+        keys = [pending.entry_key for pending in missing if pending.entry_key is not None]
+        writes = stage.lookup is not None and self._namespaces.consumers_write()
+        claimed = [claims.take(key) for key in keys if writes]
+        waits = writes and len(keys) == len(missing) and not any(claimed)
+        # First those that nobody may be encoding: the request gets their claim at once.
+        for pending in sorted(missing, key=partial(self._is_under_way, stage)):
             found = None
             if waits and pending.entry_key is not None:
                 with stage.job.request.record.wait_span(pending.item):

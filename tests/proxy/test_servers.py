@@ -176,7 +176,8 @@ async def test_a_claim_ends_at_the_first_token_of_a_stream(
             await reply.content.readany()
             fleet.d.chat = both.decodes
             # The claim is kept for a second, in which the entry may be written.
-            assert await items_of(fleet, request(FIRST)) == {"local": 1}
+            async with asyncio.timeout(20):  # with the claim, it would be half a minute
+                assert await items_of(fleet, request(FIRST)) == {"local": 1}
             more.set()
             await reply.read()
 
@@ -255,3 +256,25 @@ async def test_servers_encode_after_the_failure_of_another(
 
         assert await items_of(fleet, request(FIRST)) == {"local": 1}
         assert await items_of(fleet, request(FIRST)) == {"hit": 1}
+
+
+async def test_requests_at_two_proxies_for_one_new_picture_make_one_encode(
+    launch: Launch, both: Both, url: str
+) -> None:
+    """Requests of one proxy that look the picture up at the same time wait too."""
+    async with (
+        serving(launch, both, url, servers=1) as first,
+        serving(launch, both, url, servers=1) as second,
+    ):
+        gate = Gate(both)
+        for fleet in (first, second):
+            fleet.d.chat = gate
+        asked = [
+            asyncio.create_task(items_of(fleet, request(FIRST))) for fleet in (first, second) * 3
+        ]
+        await until(lambda: sent(first) + sent(second))
+        await asyncio.sleep(0.2)
+        gate.free.set()
+        items = await asyncio.gather(*asked)
+
+        assert sorted(map(str, items)) == ["{'hit': 1}"] * 5 + ["{'local': 1}"]

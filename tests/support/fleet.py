@@ -113,10 +113,10 @@ class Launch:
 
     @asynccontextmanager
     async def __call__(
-        self, encode: int = 1, prefill: int = 0, decode: int = 1, servers: int = 0, **config: Any
+        self, encode: int = 1, prefill: int = 0, decode: int = 1, **config: Any
     ) -> AsyncIterator[Fleet]:
-        """Run a fleet. With `servers`, they are its only instances, in `Fleet.decode`."""
-        if servers:
+        """Run a fleet. With `servers=N`, its only instances are N servers, in `Fleet.decode`."""
+        if servers := config.pop("servers", 0):
             encode, decode = 0, servers
         groups = {
             "encode": [FakeInstance(encodes, number >= self.starting) for number in range(encode)],

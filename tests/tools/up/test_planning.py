@@ -226,6 +226,21 @@ def test_each_stage_is_started_on_its_devices_with_its_flags() -> None:
     assert {given_flags(one)["--max-model-len"] for one in (encode, prefill, decode)} == {"9"}
 
 
+@pytest.mark.parametrize("encode", [0, 1])
+def test_servers_that_do_all_stages_read_and_write_the_store(encode: int) -> None:
+    fleet = plan(topology=f"{encode}e2epd".removeprefix("0e"), device="cpu")
+    servers = fleet.of_roles(Role.PREFILL_DECODE)
+    proxy = fleet.servers()[-1].command
+
+    assert len(servers) == 2
+    for server in servers:
+        config = json.loads(given_flags(server)["--ec-transfer-config"])
+        assert config["ec_role"] == "ec_both"
+    assert f"--servers-urls={','.join(server.url for server in servers)}" in proxy
+    assert not any("decode-servers" in flag for flag in proxy)
+    assert fleet.store in proxy
+
+
 @pytest.mark.parametrize(
     ("topology", "cores", "threads"), [("1e1pd", 16, 8), ("1e1p1d", 2, 1), ("1pd", 2, 2)]
 )

@@ -201,6 +201,8 @@ def test_ports_are_free_and_different() -> None:
         ("2e1p2d", ["encode", "encode", "prefill", "decode", "decode"]),
         ("1p2d", ["prefill", "decode", "decode"]),
         ("2pd", ["prefill_decode", "prefill_decode"]),
+        ("2epd", ["prefill_decode", "prefill_decode"]),
+        ("1e2epd", ["encode", "prefill_decode", "prefill_decode"]),
     ],
 )
 def test_topologies(name: str, roles: list[str]) -> None:
@@ -208,7 +210,21 @@ def test_topologies(name: str, roles: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "1e", "1p", "1d", "e1p1d", "1e1p", "0e1pd", "1e1pd1d", "e1pd", "100e1pd"]
+    "name",
+    [
+        "",
+        "1e",
+        "1p",
+        "1d",
+        "e1p1d",
+        "1e1p",
+        "0e1pd",
+        "1e1pd1d",
+        "e1pd",
+        "100e1pd",
+        "epd",
+        "1epd1pd",
+    ],
 )
 def test_an_invalid_topology_is_rejected(name: str) -> None:
     with pytest.raises(ValueError, match="topology"):

@@ -510,7 +510,7 @@ def test_a_folder_is_a_persistent_store(tmp_path: Path) -> None:
         (("--model", "m", "--kv-recompute-threshold", "1"), "threshold needs --bidirectional-kv"),
         (
             ("--model", "m", "--topology", "1p1d", "--ec-store", "redis://h"),
-            "--ec-store needs encode instances",
+            "--ec-store needs instances that encode",
         ),
         (("--model", "m", "--encode-flags", "'"), "--encode-flags No closing quotation"),
         (("--model", "m", "--proxy-flags", "--ssl-keyfile x"), "--proxy-flags cannot have TLS"),
