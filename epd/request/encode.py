@@ -228,7 +228,7 @@ class Encoder:
         writes = stage.lookup is not None and self._namespaces.consumers_write()
         claimed = [claims.take(key) for key in keys if writes]
         waits = writes and len(keys) == len(missing) and not any(claimed)
-        # First those that nobody may be encoding: the request gets their claim at once.
+        # First those that no other request encodes: this one gets their claim at once.
         for pending in sorted(missing, key=partial(self._is_under_way, stage)):
             found = None
             if waits and pending.entry_key is not None:

@@ -126,8 +126,9 @@ async def test_the_picture_of_a_failed_request_is_encoded_by_the_next_one(
         await asyncio.sleep(0.1)
         gate.free.set()
 
-        assert (await first)[0] == 400
-        assert await second == {"local": 1}
+        async with asyncio.timeout(20):  # a claim that stays would take half a minute
+            assert (await first)[0] == 400
+            assert await second == {"local": 1}
         assert refused.is_set()
 
 
@@ -243,7 +244,7 @@ async def test_a_picture_is_encoded_again_if_its_entry_is_lost(
         await both.corrupt()
 
         assert await items_of(fleet, request(FIRST)) == {"local": 1}
-        assert sent(fleet)[-1] == ["image_url"]
+        assert sent(fleet).count(["image_url"]) == 2
 
 
 async def test_servers_encode_after_the_failure_of_another(

@@ -123,7 +123,8 @@ class FleetPlan:
             "decode-servers": ANSWERS,
         }
         if any(engine.ec_both for engine in self.of_roles(Role.PREFILL_DECODE)):
-            roles = {"encode-servers": (Role.ENCODE,), "servers": (Role.PREFILL_DECODE,)}
+            encode = {"encode-servers": (Role.ENCODE,)} if self.of_roles(Role.ENCODE) else {}
+            roles = {**encode, "servers": (Role.PREFILL_DECODE,)}
         media = self.local_media
         command = (
             *(sys.executable, "-m", "epd", "serve", "--host", self.host, "--port", str(self.port)),
