@@ -84,7 +84,7 @@ def _per_healthy(
 
 
 EVENTS = ("stored", "removed", "cleared")
-FAULTS = ("disconnected", "gap", "malformed", "replay", "restarted")
+FAULTS = ("disconnected", "gap", "malformed", "restarted")
 
 
 def kv_event_metrics(table: InstanceTable, event_counts: EventCounts) -> Iterator[Metric]:
