@@ -207,7 +207,8 @@ class PrefillDecodeStages:
         using.record_answer()
         request.doubts.settle(instance)
         if request.turn is not None:
-            request.turn.set_instances(instance.url, None if prefill is None else prefill.url)
+            request.turn.decode = instance.url
+            request.turn.prefill = None if prefill is None else prefill.url
         return DecodeAnswer(
             reply,
             span,
