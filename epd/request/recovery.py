@@ -99,12 +99,6 @@ class Attempt(NamedTuple):
     unnamed: bool = False
     without_prefill: bool = False
 
-    def for_fleet(self, *, has_prefill: bool, may_prefill_locally: bool) -> "Attempt":
-        """Return the attempt that this fleet can serve: without prefill, decode does its work."""
-        if self.course.prefill and may_prefill_locally and not has_prefill:
-            return self._replace(without_prefill=True)
-        return self
-
 
 NO_PROMPT = Prompt({})
 

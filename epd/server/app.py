@@ -43,9 +43,7 @@ from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.policies.in_force import Policies
-from epd.request.courses import Courses
 from epd.request.decoders import Decoders
-from epd.request.early_consumers import EarlyConsumers
 from epd.request.encode import Encoder
 from epd.request.item_tokens import TokenCounts
 from epd.request.kv_peers import PeerRegistry
@@ -212,17 +210,16 @@ async def build_components(
         )
         ec_transfer = EC_TRANSFERS[config.ec_transfer]()
         by_content = "content" in {config.prefill_balance, config.decode_balance}
-        early = EarlyConsumers(table, namespaces, prefill_decode, ec_transfer.pushed, by_content)
         app[MEDIA_KEYS] = keys = Keys(cache)
         app[PIPELINE] = Pipeline(
             table,
-            Courses(table, app[POLICIES].choose_policy, decoders),
+            app[POLICIES].choose_policy,
             RequestMedia(table, media, keys, ec_transfer),
             keys,
             _encoder(table, namespaces, stages, ec_transfer, fatal, cache),
             prefill_decode,
             # Only instances of a store have namespaces.
-            early if ec_transfer.pushed or cache is not None else None,
+            namespaces if ec_transfer.pushed or cache is not None else None,
             decoders,
             releases,
             fatal,
