@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import Literal, Self, TypeVar
 
@@ -67,6 +67,7 @@ class Conversations:
     Attributes:
         results: number of entries by result.
         store: their store.
+        token_key: key of the fingerprints of their tokens.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Conversations:
         self.store = store
         self._config = config
         self._clock = clock
-        self._key = hashlib.blake2b(config.name_scope_of(ANONYMOUS).secret).digest()
+        self.token_key = hashlib.blake2b(config.name_scope_of(ANONYMOUS).secret).digest()
         name = f"the conversation store {redacted(config.conversation_store or 'memory')}"
         self._breaker = Breaker(name, warn=_warn)
         self._engines: dict[str, str] = {}
@@ -136,14 +137,6 @@ class Conversations:
             written = replace(entry, held=None).to_json()
         await self._ask(lambda: self.store.put(turn.key, written, self._config.conversation_ttl))
 
-    def shared_prefix_len(self, held: HeldBlocks, prompt: Sequence[int]) -> int:
-        """Return how many tokens at the start of a prompt are those of decode's blocks.
-
-        Raises:
-            ValueError: the prompt is not a list of tokens.
-        """
-        return held.tokens.shared_prefix_len(prompt, self._key)
-
     def drop_instance(self, decode: str) -> None:
         """Drop the entries of a removed or restarted decode instance: its blocks are lost."""
         now_s = self._clock()
@@ -161,7 +154,7 @@ class Conversations:
             return None
         try:
             tokens = [*heard.prompt, *heard.answer][: params["remote_num_tokens"]]
-            fingerprint = Fingerprint.of_tokens(tokens, self._key)
+            fingerprint = Fingerprint.of_tokens(tokens, self.token_key)
         except ValueError:
             return None
         return HeldBlocks({**params}, fingerprint, turn.basis)

@@ -4,7 +4,6 @@ After a failed read-back, the prefill instance skips that engine for a cooldown.
 """
 
 import math
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,14 +60,6 @@ class Cooldowns:
 LEAST = 64
 """Shared prefix in tokens below which prefill recomputes (vLLM's `kv_recompute_threshold`)."""
 
-MAX_ENGINES = 1024
-"""Upper bound of the remembered block sizes of engines."""
-
-BLOCK_SIZE = re.compile(
-    rb'^vllm:cache_config_info\{[^}]*\bblock_size="([1-9][0-9]{0,5})"', re.MULTILINE
-)
-"""Block size in an instance's `/metrics`, in tokens."""
-
 logger = structlog.get_logger("epd")
 
 
@@ -85,7 +76,6 @@ class Readbacks:
     _transfer: KVTransfer
     _conversations: Conversations
     _rests: Cooldowns = field(default_factory=Cooldowns)
-    _block_tokens: BoundedDict[str, int] = field(default_factory=lambda: BoundedDict(MAX_ENGINES))
 
     async def begin_turn(self, turn: Turn) -> None:
         """Look up the previous turn, right before the choice of the instance that continues it.
@@ -153,30 +143,23 @@ class Readbacks:
             tokens = question.tokens or await self._stages.prompt_tokens(
                 prefill, question.question, request
             )
-            shared = self._conversations.shared_prefix_len(blocks, tokens)
+            shared = blocks.tokens.shared_prefix_len(tokens, self._conversations.token_key)
             if shared < LEAST:
                 return None
             if shared >= blocks.params["remote_num_tokens"]:
                 return blocks.params
-            size = await self._block_size(turn.prefers_decode, blocks.engine)
         except UpstreamDied:
             raise
         except (ProxyError, ValueError):
             return None
-        return None if size is None else shorten_params(blocks.params, shared, size)
+        size = self._block_tokens(turn.prefers_decode)
+        return shorten_params(blocks.params, shared, size) if size else None
 
-    async def _block_size(self, decode: str | None, engine: str) -> int | None:
-        """Return the tokens per block of a decode instance; None if its metrics do not state them.
-
-        Raises:
-            ProxyError: it did not answer.
-        """
-        known = self._block_tokens.get(engine)
-        if known is None and decode is not None:
-            found = BLOCK_SIZE.search(await self._stages.metrics(decode))
-            if found is not None:
-                known = self._block_tokens[engine] = int(found[1])
-        return known
+    def _block_tokens(self, decode: str | None) -> int:
+        """Return the tokens per block of a decode instance; 0 if it has not reported them."""
+        instance = None if decode is None else self._table.find_instance(decode, *ANSWERING)
+        report = None if instance is None else self._table.load(instance).report
+        return 0 if report is None else report.block_tokens
 
 
 def _basis(question: PromptQuestion, items: Sequence[EncodedItem]) -> Basis | None:

@@ -6,7 +6,7 @@ docs/decisions/011-trying-again.md.
 
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
 from epd.policies.plan import Course, Facts
@@ -180,13 +180,23 @@ class FailedAttempt(NamedTuple):
         )
 
 
-class Rule(NamedTuple):
-    """Row of the table for requests. `condition` and `follows` are its text in the document."""
+Failure = TypeVar("Failure")
+Next = TypeVar("Next")
+
+
+class Rule(NamedTuple, Generic[Failure, Next]):
+    """Row of a table. `condition` and `follows` are its text in the document."""
 
     condition: str
     follows: str
-    applies: Callable[[FailedAttempt], bool]
-    attempt: Callable[[FailedAttempt], Attempt]
+    applies: Callable[[Failure], bool]
+    next: Callable[[Failure], Next]
+
+
+def _decide(rules: Sequence[Rule[Failure, Next]], failure: Failure) -> Next | None:
+    """Return what the first row that applies decides; None without such a row."""
+    rule = next((rule for rule in rules if rule.applies(failure)), None)
+    return None if rule is None else rule.next(failure)
 
 
 def _read_back_failed(failure: FailedAttempt) -> bool:
@@ -290,7 +300,7 @@ def _without_doubt(failure: FailedAttempt) -> Attempt:
     return attempt._replace(avoided_prefills=prefills, avoided_decodes=decodes, doubtful=None)
 
 
-RULES = (
+RULES: Sequence[Rule[FailedAttempt, Attempt]] = (
     Rule(
         "prefill fails while it reads decode's blocks of the previous turn",
         "prefill computes them; the same instance may be chosen",
@@ -367,8 +377,7 @@ def next_attempt(failure: FailedAttempt) -> Attempt | None:
     """Return the attempt that follows a failure; None: the client gets the error."""
     if failure.error.stage not in {"prefill", "decode"}:
         return None
-    rule = next((rule for rule in RULES if rule.applies(failure)), None)
-    return None if rule is None else rule.attempt(failure)
+    return _decide(RULES, failure)
 
 
 class EncodeFailure(NamedTuple):
@@ -392,43 +401,34 @@ class EncodeFailure(NamedTuple):
     patience_s: float
 
 
-class EncodeRule(NamedTuple):
-    """Row of the table for items. `delay_s`: seconds until the next try, or None to stop."""
-
-    condition: str
-    follows: str
-    applies: Callable[[EncodeFailure], bool]
-    delay_s: Callable[[EncodeFailure], float | None]
-
-
 def _may_answer(failure: EncodeFailure) -> bool:
     """Return whether an item may be sent to an instance after a 500."""
     elsewhere = failure.others or not failure.falls_back
     return elsewhere and failure.server_errors < MAX_500S
 
 
-ENCODE_RULES = (
-    EncodeRule(
+ENCODE_RULES: Sequence[Rule[EncodeFailure, float | None]] = (
+    Rule(
         "the instance could not fetch the item's URL",
         f"one more instance if the fetch failed within {FETCH_AGAIN_S:.0f} s, else the error",
         lambda failure: isinstance(failure.error, MediaFetchFailed),
         lambda failure: 0.0 if failure.tries == 1 and failure.elapsed_s < FETCH_AGAIN_S else None,
     ),
-    EncodeRule(
+    Rule(
         "the only instance died while it had the item",
         "the same instance once more with `--on-encode-failure fail`, else prefill or decode",
         lambda failure: failure.error.died and failure.error.retryable and not failure.others,
         # Prefill or decode encode the item next. If they may not, it may have been a reset.
         lambda failure: 0.0 if failure.tries == 1 and not failure.falls_back else None,
     ),
-    EncodeRule(
+    Rule(
         "an instance answered 500",
         "another instance, or with `--on-encode-failure fail` the only one; at most "
         f"{MAX_500S} tries end in a 500",
         lambda failure: failure.error.engine_failed,
         lambda failure: 0.0 if _may_answer(failure) else None,
     ),
-    EncodeRule(
+    Rule(
         "any other failure after which an instance may succeed",
         "another instance; the only one after a failure, or after its `Retry-After`",
         lambda failure: failure.error.retryable,
@@ -437,11 +437,10 @@ ENCODE_RULES = (
         ),
     ),
 )
-"""Rows in order of precedence. At the end, prefill or decode encode the item (`--on-encode-failure
-local`)."""
+"""Rows in order of precedence, with the seconds until the next try, or None to stop. At the end,
+prefill or decode encode the item (`--on-encode-failure local`)."""
 
 
 def encode_delay_s(failure: EncodeFailure) -> float | None:
     """Return the delay before the next try of an item; None for no further try."""
-    rule = next((rule for rule in ENCODE_RULES if rule.applies(failure)), None)
-    return None if rule is None else rule.delay_s(failure)
+    return _decide(ENCODE_RULES, failure)

@@ -6,7 +6,7 @@ This module is the composition root of the proxy: it is the only one that knows 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from functools import cache, partial
 from urllib.parse import urlsplit
 
@@ -196,11 +196,13 @@ async def build_components(
         poll_load(table, upstream, config, background, lambda: app[POLICIES].compares_costs),
         asking_namespaces(namespaces, upstream, config, background),
         _kv_events(table, config, background) as event_counts,
-        Releases.run_releases(
-            stages := Stages(upstream),
-            transfer,
-            fatal,
-            (decoders := Decoders(table, Picker(upstream))).choose_release_instance,
+        aclosing(
+            Releases(
+                stages := Stages(upstream),
+                transfer,
+                fatal,
+                decoders := Decoders(table, Picker(upstream)),
+            )
         ) as releases,
     ):
         peers = PeerRegistry(table, transfer, upstream, config) if transfer.has_peers else None
