@@ -5,14 +5,14 @@ This module needs the extra `kv-events`.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from epd.aio import Background
 from epd.config.sections import ConfigFields
 from epd.kv_events.addresses import event_endpoints
 from epd.kv_events.feed import EMPTIED, FeedReport
-from epd.kv_events.reader import EventReader, FeedKey, Subscription
+from epd.kv_events.reader import EventReader, FeedKey, Reports
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
 from epd.state_log import StateLog
@@ -44,9 +44,13 @@ class KVEvents:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        reader = EventReader(
-            lambda reports: loop.call_soon_threadsafe(self._record_reports, reports)
-        )
+
+        def record(reports: Reports) -> None:
+            reader.taken.set()
+            for key, report in reports:
+                self._record_report(key, report)
+
+        reader = EventReader(lambda reports: loop.call_soon_threadsafe(record, reports))
         reader.start()
         try:
             while reader.is_alive():
@@ -74,12 +78,6 @@ class KVEvents:
         }
         self._logs = {key: log for key, log in self._logs.items() if key in endpoints}
         return endpoints
-
-    def _record_reports(self, reports: Sequence[tuple[Subscription, FeedReport]]) -> None:
-        """Record the news of engines. Runs on the event loop."""
-        for subscription, report in reports:
-            subscription.pending = False
-            self._record_report(subscription.key, report)
 
     def _record_report(self, key: FeedKey, report: FeedReport) -> None:
         instance, rank = key

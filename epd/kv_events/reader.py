@@ -37,21 +37,14 @@ HEARTBEAT_MS, SILENT_MS = 5_000, 15_000
 FeedKey = tuple[tuple[Role, str], int]
 """Key of an instance, and the number of its data-parallel rank."""
 
-Deliver = Callable[[Sequence[tuple["Subscription", FeedReport]]], object]
+Reports = Sequence[tuple[FeedKey, FeedReport]]
 
 
 class Subscription:
-    """Connection to one engine. Belongs to the thread.
+    """Connection to one engine. Belongs to the thread."""
 
-    `pending` is True while a report is on its way to the event loop, which sets it to False.
-    """
-
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], key: FeedKey, endpoint: str
-    ) -> None:
-        self.key = key
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.endpoint = endpoint
-        self.pending = False
         self.feed = EventFeed()
         self.socket = context.socket(zmq.SUB)
         self.socket.set(zmq.IPV6, 1)
@@ -87,41 +80,44 @@ class Subscription:
 
 
 class EventReader(threading.Thread):
-    """Thread that reads the events of all engines.
-
-    It calls `deliver` with reports. `Subscription.pending` must be set to False after each.
+    """Thread that reads the events of all engines, and calls `deliver` with reports.
 
     Attributes:
         endpoints: the engines to follow; another thread may replace the mapping.
+        taken: clear while reports are on their way; to be set by who gets them.
         stopped: ends the thread.
     """
 
-    def __init__(self, deliver: Deliver) -> None:
+    def __init__(self, deliver: Callable[[Reports], object]) -> None:
         super().__init__(name="kv-events", daemon=True)
         self._deliver = deliver
         self.endpoints: Mapping[FeedKey, str] = {}
+        self.taken = threading.Event()
+        self.taken.set()
         self.stopped = threading.Event()
 
     def run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         subscribed: dict[FeedKey, Subscription] = {}
+        ended: list[FeedKey] = []
         poller = zmq.Poller()
         try:
             while not self.stopped.is_set():
-                reports = self._subscribe(context, poller, subscribed)
+                ended += self._subscribe(context, poller, subscribed)
                 ready = dict(poller.poll(POLL_MS))
                 for subscription in subscribed.values():
                     if subscription.socket in ready or subscription.monitor in ready:
                         subscription.read_messages()
-                    if (
-                        not subscription.pending
-                        and (report := subscription.feed.take_report()) is not None
-                    ):
-                        subscription.pending = True
-                        reports.append((subscription, report))
-                if reports:
-                    self._deliver(reports)
+                if self.taken.is_set():
+                    reports = [(key, FeedReport("unsubscribed", {}, {})) for key in ended]
+                    ended = []
+                    for key, subscription in subscribed.items():
+                        if (report := subscription.feed.take_report()) is not None:
+                            reports.append((key, report))
+                    if reports:
+                        self.taken.clear()
+                        self._deliver(reports)
                 time.sleep(PAUSE_S)
         finally:
             for subscription in subscribed.values():
@@ -133,8 +129,8 @@ class EventReader(threading.Thread):
         context: zmq.Context[zmq.Socket[bytes]],
         poller: zmq.Poller,
         subscribed: dict[FeedKey, Subscription],
-    ) -> list[tuple[Subscription, FeedReport]]:
-        """Change the subscriptions to the current ones. Return a report for each that ends."""
+    ) -> list[FeedKey]:
+        """Change the subscriptions to the current ones. Return the keys of those that ended."""
         endpoints, ended = self.endpoints, []
         for key, subscription in list(subscribed.items()):
             if endpoints.get(key) != subscription.endpoint:
@@ -142,9 +138,9 @@ class EventReader(threading.Thread):
                 poller.unregister(subscription.socket)
                 poller.unregister(subscription.monitor)
                 subscription.close_sockets()
-                ended.append((subscription, FeedReport("unsubscribed", {}, {})))
+                ended.append(key)
         for key in endpoints.keys() - subscribed.keys():
-            subscribed[key] = subscription = Subscription(context, key, endpoints[key])
+            subscribed[key] = subscription = Subscription(context, endpoints[key])
             poller.register(subscription.socket, zmq.POLLIN)
             poller.register(subscription.monitor, zmq.POLLIN)
         return ended

@@ -8,6 +8,7 @@ from functools import partial
 from epd.api.prompts import BYTES_PER_TOKEN, prompt_tokens
 from epd.encoder_cache.keys import Keys
 from epd.errors import NoInstance, Overloaded, ProxyError
+from epd.media.fetch import MediaFetcher
 from epd.policies.plan import Course, Facts
 from epd.request.decoders import Decoders
 from epd.request.encode import Encoder
@@ -26,13 +27,14 @@ from epd.request.recovery import (
 )
 from epd.request.releases import Releases
 from epd.request.request import Request
-from epd.request.request_media import RequestMedia
+from epd.request.request_media import keyed_request, media_prompt
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import ANSWERING, CONSUMERS, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.prefix import NO_PREFIX
 from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable, Reservation, Work
+from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, Prompt
 
 Coordinate = Callable[[Facts], tuple[str, Course] | None]
@@ -43,15 +45,15 @@ Coordinate = Callable[[Facts], tuple[str, Course] | None]
 class Pipeline:
     """Pipeline that runs requests through the stages.
 
-    `_namespaces` is None without a store and without pushed outputs. `_pushed` tells whether the
-    transfer pushes outputs to their consumer, and `_by_content` whether instances are chosen by the
-    content of prompts.
+    `_namespaces` is None without a store and without pushed outputs. `_by_content` tells whether
+    instances are chosen by the content of prompts.
     """
 
     _table: InstanceTable
     _coordinate: Coordinate
-    _media: RequestMedia
+    _fetcher: MediaFetcher | None
     _keys: Keys
+    _transfer: ECTransfer
     _encoder: Encoder
     _prefill_decode: PrefillDecodeStages
     _namespaces: Namespaces | None
@@ -59,7 +61,6 @@ class Pipeline:
     _releases: Releases
     _fatal: FatalRequests
     _quarantine: Quarantine
-    _pushed: bool
     _by_content: bool
     _retries: Retries = field(default_factory=Retries)
 
@@ -75,7 +76,7 @@ class Pipeline:
         """
         attempt = self._first_attempt(request)
         if request.items:
-            request = await self._media.keyed(request)
+            request = await keyed_request(request, self._keys, self._fetcher)
         self._fatal.check(request.watched, [item.identity for item in request.items])
         async with self._quarantine.context_for(request.watched):
             with self._retries.tries(MAX_ATTEMPTS) as tries:
@@ -157,7 +158,7 @@ class Pipeline:
             ProxyError: an item failed.
         """
         if request.items:
-            request = await self._media.keyed(request)
+            request = await keyed_request(request, self._keys, self._fetcher)
         self._fatal.check(request.watched, [item.identity for item in request.items])
         job = EncodeJob(request, namespace=self._namespace(None))
         async with self._quarantine.context_for(request.watched):
@@ -207,7 +208,7 @@ class Pipeline:
             ProxyError: no instance is available, or the choice failed.
         """
         differ = attempt.course.encode and len(namespaces.of_consumers()) > 1
-        if not (self._pushed or differ):
+        if not (self._transfer.pushed or differ):
             return None
         if not needs_prefill(request, attempt) and not self._table.has(Role.PREFILL_DECODE):
             return None
@@ -222,7 +223,7 @@ class Pipeline:
             return NO_ENCODINGS
         known = attempt.encodings
         usable = known is not None and known.namespace == self._namespace(first)
-        return known if usable and not self._pushed else None
+        return known if usable and not self._transfer.pushed else None
 
     def _encode_job(
         self, request: Request, attempt: Attempt, first: Reservation | None
@@ -253,7 +254,13 @@ class Pipeline:
         if attempt.without_prefill:
             request.record.add_degraded("prefill-local")
         if request.items:
-            prompt = self._media.prompt(request, attempt, encodings.encoded_items)
+            prompt = media_prompt(
+                request,
+                attempt,
+                encodings.encoded_items,
+                self._transfer,
+                has_decode=self._table.has(Role.DECODE),
+            )
         else:
             prompt = Prompt(request.body, work=Work(request.text_bytes // BYTES_PER_TOKEN))
         if not self._by_content:

@@ -199,10 +199,6 @@ def _decide(rules: Sequence[Rule[Failure, Next]], failure: Failure) -> Next | No
     return None if rule is None else rule.next(failure)
 
 
-def _read_back_failed(failure: FailedAttempt) -> bool:
-    return failure.failed_at("prefill") and failure.reads_back and failure.error.worked
-
-
 def _metadata_refused(failure: FailedAttempt) -> bool:
     attempt, encodings = failure.attempt, failure.encodings
     return (
@@ -212,11 +208,6 @@ def _metadata_refused(failure: FailedAttempt) -> bool:
         and encodings is not None
         and all(encoded_item.item.has_media for encoded_item in encodings.encoded_items)
     )
-
-
-def _entry_lost(failure: FailedAttempt) -> bool:
-    depends, attempt = failure.prompt.depends, failure.attempt
-    return failure.error.engine_failed and depends and not attempt.reencode
 
 
 def _media_lost(failure: FailedAttempt) -> bool:
@@ -240,23 +231,8 @@ def _prefill_again(failure: FailedAttempt) -> bool:
     return failure.failed_at("prefill") and few and not only and failure.can_repeat
 
 
-def _prefill_locally(failure: FailedAttempt) -> bool:
-    return failure.failed_at("prefill") and failure.may_prefill_locally and failure.error.retryable
-
-
 def _may_decode_again(failure: FailedAttempt) -> bool:
-    few = failure.failures.count("decode") < MAX_DECODES
-    return failure.failed_at("decode") and few
-
-
-def _blocks_lost(failure: FailedAttempt) -> bool:
-    # As with vLLM's `kv_load_failure_policy` "fail".
-    prefilled = failure.handover is not None
-    return _may_decode_again(failure) and failure.error.engine_failed and prefilled
-
-
-def _decode_again(failure: FailedAttempt) -> bool:
-    return _may_decode_again(failure) and failure.can_repeat
+    return failure.failed_at("decode") and failure.failures.count("decode") < MAX_DECODES
 
 
 def _doubtful_prefill_is_left(failure: FailedAttempt) -> bool:
@@ -304,7 +280,9 @@ RULES: Sequence[Rule[FailedAttempt, Attempt]] = (
     Rule(
         "prefill fails while it reads decode's blocks of the previous turn",
         "prefill computes them; the same instance may be chosen",
-        _read_back_failed,
+        lambda failure: (
+            failure.failed_at("prefill") and failure.reads_back and failure.error.worked
+        ),
         lambda failure: _not_counted(failure)._replace(
             avoided_prefills=failure.attempt.avoided_prefills,
             doubtful=failure.attempt.doubtful,
@@ -319,7 +297,9 @@ RULES: Sequence[Rule[FailedAttempt, Attempt]] = (
     Rule(
         "prefill or decode answers 500 to a request that names encoder outputs, the first time",
         "all items are encoded again, and their media are sent too",
-        _entry_lost,
+        lambda failure: (
+            failure.error.engine_failed and failure.prompt.depends and not failure.attempt.reencode
+        ),
         _encoded_again,
     ),
     Rule(
@@ -347,19 +327,26 @@ RULES: Sequence[Rule[FailedAttempt, Attempt]] = (
     Rule(
         "prefill fails otherwise, with `--on-prefill-failure local`",
         "decode prefills the request itself",
-        _prefill_locally,
+        lambda failure: (
+            failure.failed_at("prefill") and failure.may_prefill_locally and failure.error.retryable
+        ),
         lambda failure: failure.base_attempt._replace(without_prefill=True),
     ),
     Rule(
         f"decode answers 500 after a prefill, fewer than {MAX_DECODES} times",
         "prefill and decode again: the KV blocks may have been lost",
-        _blocks_lost,
+        # As with vLLM's `kv_load_failure_policy` "fail".
+        lambda failure: (
+            _may_decode_again(failure)
+            and failure.error.engine_failed
+            and failure.handover is not None
+        ),
         lambda failure: failure.base_attempt,
     ),
     Rule(
         f"decode fails, fewer than {MAX_DECODES} times, and one may succeed",
         "another decode instance, or the only one, but not after a timeout",
-        _decode_again,
+        lambda failure: _may_decode_again(failure) and failure.can_repeat,
         lambda failure: failure.base_attempt,
     ),
     Rule(
@@ -401,12 +388,6 @@ class EncodeFailure(NamedTuple):
     patience_s: float
 
 
-def _may_answer(failure: EncodeFailure) -> bool:
-    """Return whether an item may be sent to an instance after a 500."""
-    elsewhere = failure.others or not failure.falls_back
-    return elsewhere and failure.server_errors < MAX_500S
-
-
 ENCODE_RULES: Sequence[Rule[EncodeFailure, float | None]] = (
     Rule(
         "the instance could not fetch the item's URL",
@@ -426,7 +407,11 @@ ENCODE_RULES: Sequence[Rule[EncodeFailure, float | None]] = (
         "another instance, or with `--on-encode-failure fail` the only one; at most "
         f"{MAX_500S} tries end in a 500",
         lambda failure: failure.error.engine_failed,
-        lambda failure: 0.0 if _may_answer(failure) else None,
+        lambda failure: (
+            0.0
+            if (failure.others or not failure.falls_back) and failure.server_errors < MAX_500S
+            else None
+        ),
     ),
     Rule(
         "any other failure after which an instance may succeed",

@@ -55,7 +55,6 @@ from epd.request.placement import Placement
 from epd.request.prefill_decode import PrefillDecodeStages
 from epd.request.quarantine import Quarantine
 from epd.request.releases import Releases
-from epd.request.request_media import RequestMedia
 from epd.request.stages import Stages
 from epd.request.warmup import Warmup
 from epd.routing.balance import Choice
@@ -216,8 +215,9 @@ async def build_components(
         app[PIPELINE] = Pipeline(
             table,
             app[POLICIES].choose_policy,
-            RequestMedia(table, media, keys, ec_transfer),
+            media,
             keys,
+            ec_transfer,
             _encoder(table, namespaces, stages, ec_transfer, fatal, cache),
             prefill_decode,
             # Only instances of a store have namespaces.
@@ -226,7 +226,6 @@ async def build_components(
             releases,
             fatal,
             Quarantine(fatal),
-            ec_transfer.pushed,
             by_content,
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)

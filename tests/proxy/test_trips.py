@@ -129,9 +129,9 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("start", "most"),
     [
-        (text_e_pd, Trip(50, 236, 50)),
-        (picture_e_p_d, Trip(81, 483, 86)),
-        (picture_hit, Trip(77, 407, 76)),
+        (text_e_pd, Trip(50, 235, 50)),
+        (picture_e_p_d, Trip(81, 482, 84)),
+        (picture_hit, Trip(77, 406, 75)),
     ],
 )
 async def test_no_trip_grows(
