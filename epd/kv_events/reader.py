@@ -84,7 +84,7 @@ class EventReader(threading.Thread):
 
     Attributes:
         endpoints: the engines to follow; another thread may replace the mapping.
-        taken: clear while reports are on their way; to be set by who gets them.
+        taken: clear while reports are on their way; to be set by the receiver.
         stopped: ends the thread.
     """
 

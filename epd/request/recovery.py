@@ -203,7 +203,7 @@ def _metadata_refused(failure: FailedAttempt) -> bool:
     attempt, encodings = failure.attempt, failure.encodings
     return (
         failure.error.answered == HTTPStatus.BAD_REQUEST
-        and failure.prompt.bare > 0
+        and len(failure.prompt.bare) > 0
         and not (attempt.raw or attempt.reencode)
         and encodings is not None
         and all(encoded_item.item.has_media for encoded_item in encodings.encoded_items)

@@ -13,7 +13,7 @@ from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.routing.table import Work
 from epd.transfer.ec import ECTransfer
-from epd.transfer.encoded import EncodedItem, Prompt, consumer_body, metadata_uuids
+from epd.transfer.encoded import EncodedItem, Prompt, consumer_body
 
 
 async def keyed_request(request: Request, keys: Keys, fetcher: MediaFetcher | None) -> Request:
@@ -55,22 +55,18 @@ def media_prompt(
         raw=raw or attempt.unnamed,
         named=not attempt.unnamed,
     )
+    hits = [known.item for known in encoded_items if known.result == "hit"]
     request.record.add_media(
-        prompt.bare,
-        len(encoded_items) - prompt.bare,
-        _saved_bytes(request, encoded_items, raw=raw) if request.record.hits else 0,
+        len(prompt.bare),
+        len(encoded_items) - len(prompt.bare),
+        saved_bytes=sum(
+            inline_bytes(item, request.media.cuts) for item in hits if item in prompt.bare
+        ),
     )
     # A consumer that expects a push blocks on it even where the media are in the body too.
     waits = bool(params and transfer.pushed)
     work = media_work(request, encoded_items)
     return prompt._replace(depends=prompt.depends or waits, work=work)
-
-
-def _saved_bytes(request: Request, encoded_items: Sequence[EncodedItem], *, raw: bool) -> int:
-    """Return the size of the stored items that no instance receives, as in the request."""
-    unsent = metadata_uuids(encoded_items, request.body, raw=raw)
-    hits = [known.item for known in encoded_items if known.result == "hit"]
-    return sum(inline_bytes(item, request.media.cuts) for item in hits if item in unsent)
 
 
 def media_work(request: Request, encoded_items: Sequence[EncodedItem]) -> Work:

@@ -59,7 +59,7 @@ def failure(error: ProxyError, **more: Any) -> FailedAttempt:
     """Return a failure of the first attempt at P1 and D1, with an encoder output in the request."""
     facts = Facts("/v1/chat/completions", prefills=True, items=1, roles=TABLE.roles)
     attempt = Attempt(Course(), facts)._replace(**more.pop("attempt", {}))
-    depends, bare = more.pop("depends", True), more.pop("bare", 1)
+    depends, bare = more.pop("depends", True), more.pop("bare", (item(),))
     prompt = Prompt({}, depends=depends, bare=bare, named=more.pop("named", False))
     reads_back = more.pop("reads_back", False)
     handover = None
@@ -336,7 +336,7 @@ def test_every_row_has_a_case() -> None:
         failure(rejected(500), prefilled=True, depends=False, attempt={"failures": ("decode",)}),
         failure(rejected(400), attempt={"raw": True}),
         failure(rejected(400), attempt={"reencode": True}),
-        failure(rejected(400), bare=0),
+        failure(rejected(400), bare=()),
         failure(
             rejected(500),
             depends=False,
