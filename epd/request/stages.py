@@ -265,6 +265,17 @@ class Stages:
             stage="prefill",
         )
 
+    async def metrics(self, url: str) -> bytes:
+        """Return the metrics page of the instance at this URL; empty for a status other than 2xx.
+
+        Raises:
+            ProxyError: the instance did not answer.
+        """
+        answer = await self._upstream.fetch(
+            url + "/metrics", stage="decode", headers={}, timeout_s=QUESTION_TIMEOUT_S
+        )
+        return answer.body if answer.ok else b""
+
     async def release(self, instance: Instance, body: Body, request: Request) -> None:
         """Ask decode to release the KV blocks of an abandoned prefill.
 

@@ -209,7 +209,7 @@ async def build_components(
         prefill_decode = PrefillDecodeStages(
             table, Choice(table, Role.PREFILL), stages, transfer, peers, decoders, readbacks, fatal
         )
-        ec_transfer = EC_TRANSFERS[config.ec_transfer]()
+        ec_transfer = EC_TRANSFERS[config.ec_transfer]
         by_content = "content" in {config.prefill_balance, config.decode_balance}
         app[MEDIA_KEYS] = keys = Keys(cache)
         app[PIPELINE] = Pipeline(
