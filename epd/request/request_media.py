@@ -55,13 +55,15 @@ def media_prompt(
         raw=raw or attempt.unnamed,
         named=not attempt.unnamed,
     )
-    hits = [known.item for known in encoded_items if known.result == "hit"]
+    saved = (
+        inline_bytes(known.item, request.media.cuts)
+        for known in encoded_items
+        if known.result == "hit" and known.item in prompt.bare
+    )
     request.record.add_media(
-        len(prompt.bare),
-        len(encoded_items) - len(prompt.bare),
-        saved_bytes=sum(
-            inline_bytes(item, request.media.cuts) for item in hits if item in prompt.bare
-        ),
+        metadata=len(prompt.bare),
+        raw=len(encoded_items) - len(prompt.bare),
+        saved_bytes=sum(saved) if request.record.hits else 0,
     )
     # A consumer that expects a push blocks on it even where the media are in the body too.
     waits = bool(params and transfer.pushed)

@@ -131,7 +131,7 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
     [
         (text_e_pd, Trip(50, 235, 50)),
         (picture_e_p_d, Trip(81, 482, 84)),
-        (picture_hit, Trip(77, 406, 75)),
+        (picture_hit, Trip(77, 404, 75)),
     ],
 )
 async def test_no_trip_grows(
