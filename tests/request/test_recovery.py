@@ -397,14 +397,6 @@ def test_an_instance_that_was_not_reached_has_not_failed() -> None:
     assert (attempt.avoided_prefills, attempt.failures) == ((P1,), ())
 
 
-def test_an_attempt_keeps_the_encoder_outputs_of_the_one_before() -> None:
-    case = failure(failed("decode"))
-    attempt = next_attempt(case)
-
-    assert attempt is not None
-    assert attempt.encodings is case.encodings
-
-
 @pytest.mark.parametrize("known", [None, Encodings(namespace="n")])
 def test_an_attempt_that_failed_before_its_encode_leaves_no_encoder_outputs(
     known: Encodings | None,
@@ -543,11 +535,3 @@ def test_rows_state_when_an_item_is_encoded_again(
 @pytest.mark.parametrize("others", [True, False])
 def test_a_faulty_item_is_not_encoded_again(error: ProxyError, others: bool) -> None:
     assert encode_delay_s(encode_failure(error, others=others, falls_back=False)) is None
-
-
-def test_an_attempt_is_immutable() -> None:
-    case = failure(failed("prefill"))
-    before = case.attempt._replace()
-
-    assert next_attempt(case) != before
-    assert case.attempt == before
