@@ -7,6 +7,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from epd.aio import end_tasks
 from epd.api.items import Body
 from epd.errors import ProxyError
 from epd.request.decoders import Decoders
@@ -35,9 +36,7 @@ class Releases:
         tasks = [*self._tasks]
         if tasks:
             await asyncio.wait(tasks, timeout=RELEASE_TIMEOUT_S)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
     def release_unread(
         self,
