@@ -90,9 +90,11 @@ class Decoders:
             named = await self._picked(request, attempt, prefill)
         if named is not None:
             return named
-        encodes = attempt.course.local and prefill is None
-        items = [item.identity for item in request.items] if encodes else ()
         prefer = None if request.turn is None else request.turn.prefers_decode
+        encodes = attempt.course.local and prefill is None
+        items = [item.identity for item in request.items] if encodes else []
+        if items:
+            prefer = prefer or self._recent.nearest_url(items)
         instance = request.watched.choose_instance(
             "decode",
             lambda fits: self._choice.best_instance(
@@ -100,11 +102,12 @@ class Decoders:
                 balance=request.config.decode_balance,
                 session=request.session,
                 prefix=prefix if request.config.decode_balance == "content" else NO_PREFIX,
-                prefer=prefer or self._recent.nearest_url(items),
+                prefer=prefer,
                 fits=fits,
             ),
         )
-        self._recent.record(items, instance.url)
+        if items:
+            self._recent.record(items, instance.url)
         return instance
 
     def has_untried(self, course: Course, tried: Collection[Instance]) -> bool:

@@ -135,4 +135,7 @@ class StreamRelay:
             self._gaps.add(now_s - last_s)
             return
         self._record.add_first_token(now_s)
-        self._answer.record_first_token()
+        if self._answer.span is not None:
+            self._answer.span.event("first_token")
+        if self._answer.claims is not None:  # decode has encoded the items
+            self._answer.claims.end(entry_coming=True)

@@ -5,7 +5,7 @@ import json
 from epd.config import ProxyConfig
 from epd.tools.up.plan import plan_fleet
 from epd.tools.up.settings import FleetSettings
-from tests.deploy.manifests import DEPLOY
+from tests.deploy.tools import DEPLOY
 
 CONTAINER = "/spec/template/spec/containers/0/"
 STORE = "redis://epd-redis:6379"
