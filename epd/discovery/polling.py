@@ -128,18 +128,20 @@ def poll_load(
     upstream: Upstream,
     config: ConfigFields,
     background: Background,
-    compared: Callable[[], bool] = lambda: False,
+    *,
+    compares_roles: bool = False,
 ) -> AbstractAsyncContextManager[None]:
     """Ask for load in the background, every `load_interval_s`, until the context exits.
 
-    `compared` returns whether loads of different roles are compared.
+    `compares_roles` tells whether loads of different roles are compared.
     """
     if not (interval_s := config.load_interval_s):
         return nullcontext()
 
+    roles = _roles(config, every=compares_roles)
+
     def due_instances() -> list[Instance]:
-        every = compared()
-        return table.reports_due(_roles(config, every=every), interval_s, single=every)
+        return table.reports_due(roles, interval_s, single=compares_roles)
 
     async def ask_load(instance: Instance) -> Report | None:
         page = await _page(instance, upstream, config.health_timeout_s)

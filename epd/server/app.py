@@ -16,7 +16,7 @@ from ec_store.opening import open_proxy_store
 from epd.aio import Background, Flights
 from epd.api.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
-from epd.config.proxy_config import active_policies
+from epd.config.proxy_config import make_checked_policies
 from epd.conversations.conversations import Conversations
 from epd.discovery.membership import membership
 from epd.discovery.polling import asking_namespaces, poll_load, probe_periodically
@@ -42,7 +42,6 @@ from epd.observe.logs import LogObserver, hide_locals
 from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
 from epd.observe.worker_metrics import WorkerMetrics
-from epd.policies.in_force import Policies
 from epd.request.courses import Courses
 from epd.request.decoders import Decoders
 from epd.request.early_consumers import EarlyConsumers
@@ -67,7 +66,7 @@ from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable
-from epd.server import api_routes, instance_routes, operator_routes, page_routes, policy_routes
+from epd.server import api_routes, instance_routes, operator_routes, page_routes
 from epd.server.admin import ADMIN, Admin
 from epd.server.api_routes import CONVERSATIONS, MEDIA_KEYS, PIPELINE, WARMUP
 from epd.server.app_keys import (
@@ -89,7 +88,6 @@ from epd.server.middlewares import allow_origins, direct, observe
 from epd.server.openapi import openapi_json
 from epd.server.operator_routes import METRICS
 from epd.server.page_routes import BOARD
-from epd.server.policy_routes import POLICIES
 from epd.server.responses import UnknownRoute, own_headers
 from epd.transfer.ec import ECTransfer
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
@@ -147,11 +145,6 @@ def create_app(
     app[BACKGROUND] = Background(app[METRICS].background_failed)
     app[RECENT] = Recent()
     app[DOCUMENT] = Flights()
-    app[POLICIES] = Policies(
-        config.policies,
-        partial(active_policies, config),
-        None if slot is None else slot.shared.policies,
-    )
     app[DRAIN] = Drain()
     app[DIRECT] = direct(app, api_routes.answer_request)
     app[LOG] = LogObserver(config)
@@ -172,6 +165,7 @@ async def build_components(
         policy=config.health,
         on_change=lambda instance, state, cause: changed(instance, state, cause=cause),
     )
+    policies = make_checked_policies(config)
     transfer = KV_TRANSFERS[config.kv_transfer]()
     fatal = FatalRequests(
         config.suspect_s,
@@ -195,7 +189,7 @@ async def build_components(
             None if slot is None else slot.shared.sources,
         ) as registrations,
         probe_periodically(table, upstream, config, background),
-        poll_load(table, upstream, config, background, lambda: app[POLICIES].compares_costs),
+        poll_load(table, upstream, config, background, compares_roles=policies.compares_costs),
         asking_namespaces(namespaces, upstream, config, background),
         _kv_events(table, config, background) as event_counts,
         Releases.run_releases(
@@ -216,7 +210,7 @@ async def build_components(
         app[MEDIA_KEYS] = keys = Keys(cache)
         app[PIPELINE] = Pipeline(
             table,
-            Courses(table, app[POLICIES].choose_policy, decoders),
+            Courses(table, policies, decoders),
             RequestMedia(table, media, keys, ec_transfer),
             keys,
             _encoder(table, namespaces, stages, ec_transfer, fatal, cache),
@@ -363,9 +357,9 @@ async def openapi(request: web.Request) -> web.Response:
     )
 
 
-_get, _put, _post, _delete, _options, _any = (
+_get, _post, _delete, _options, _any = (
     partial(declare, expect_handler=_no_continue)
-    for declare in (web.get, web.put, web.post, web.delete, web.options, partial(web.route, "*"))
+    for declare in (web.get, web.post, web.delete, web.options, partial(web.route, "*"))
 )
 ROUTES = (
     (Access.OPEN, _get("/health", operator_routes.health)),  # a load balancer has no key
@@ -389,10 +383,6 @@ ROUTES = (
     (Access.TENANT, _get("/version", operator_routes.version)),
     (Access.ADMIN, _get("/metrics", operator_routes.metrics)),
     (Access.ADMIN, _get("/ui/state", page_routes.page_state)),
-    (Access.ADMIN, _get("/policies", policy_routes.list_policies)),
-    (Access.ADMIN, _put("/policies", policy_routes.set_policies)),
-    (Access.ADMIN, _post("/policies", policy_routes.add_policy)),
-    (Access.ADMIN, _delete("/policies", policy_routes.remove_policy)),
     (Access.ADMIN, _post("/start_profile", operator_routes.start_profile)),
     (Access.ADMIN, _post("/stop_profile", operator_routes.stop_profile)),
 )

@@ -16,7 +16,6 @@ from epd.server.admin import ADMIN, HealthPage, ProfilePage
 from epd.server.app_keys import TABLE, VISIT
 from epd.server.intake import read
 from epd.server.key_judge import check_key
-from epd.server.policy_routes import POLICIES
 from epd.server.responses import JsonResponse, as_json, own_headers
 from epd.version import __version__
 
@@ -74,10 +73,11 @@ async def ready(request: web.Request) -> JsonResponse[Readiness]:
     """
     if request.app[DRAIN].began:
         raise Overloaded("the proxy is about to stop", slug="shutting_down")
-    table, policies = request.app[TABLE], request.app[POLICIES]
-    if not (table.serves_answered(*ANSWERING) or policies.decodes_elsewhere):
+    visit = request[VISIT]
+    decodes_elsewhere = visit.config.decode_from != "table"
+    if not (decodes_elsewhere or request.app[TABLE].serves_answered(*ANSWERING)):
         raise NoInstance("no decode instance can be reached", slug="no_decode")
-    return as_json(Readiness(status="ready"), request[VISIT].record)
+    return as_json(Readiness(status="ready"), visit.record)
 
 
 async def ping(request: web.Request) -> JsonResponse[Readiness]:

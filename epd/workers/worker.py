@@ -50,7 +50,6 @@ class SharedState:
         pages: pages with the metrics of each worker, in the order of their numbers, from 1.
         recents: pages with the recent events of each worker, in the same order.
         sources: pages with the registered instances, and with the last answers of other sources.
-        policies: page with the policies that were set.
         ledger: counts of tenants.
         heartbeats: number of heartbeats of each worker, in the same order.
     """
@@ -58,7 +57,6 @@ class SharedState:
     pages: Sequence[SharedPage]
     recents: Sequence[SharedPage]
     sources: SourcePages
-    policies: SharedPage
     ledger: TenantLedger
     heartbeats: memoryview
 
@@ -71,14 +69,14 @@ def shared_state(config: ProxyConfig) -> Iterator[SharedState]:
         OSError: memory or descriptors are exhausted.
     """
     with ExitStack() as stack:
-        pages, recents, sources, [policies] = (
+        pages, recents, sources = (
             [stack.enter_context(closing(SharedPage.new_page())) for _ in range(count)]
-            for count in (config.workers, config.workers, len(SourcePages._fields), 1)
+            for count in (config.workers, config.workers, len(SourcePages._fields))
         )
         memory = mmap.mmap(-1, TenantLedger.size_bytes(config.workers))  # forked processes share it
         ledger = TenantLedger(memoryview(memory), config.workers)
         heartbeats = memoryview(mmap.mmap(-1, 8 * config.workers)).cast("Q")
-        yield SharedState(pages, recents, SourcePages(*sources), policies, ledger, heartbeats)
+        yield SharedState(pages, recents, SourcePages(*sources), ledger, heartbeats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ class WorkerSlot:
     @property
     def descriptors(self) -> set[int]:
         shared = self.shared
-        pages = (*shared.pages, *shared.recents, *shared.sources, shared.policies)
+        pages = (*shared.pages, *shared.recents, *shared.sources)
         listeners = (listener.fileno() for listener in self.sockets)
         return {*listeners, *(page.descriptor for page in pages)}
 
