@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Any, Generic, Literal, NotRequired, TypedDict, TypeVar
+from typing import Any, Generic, Literal, NotRequired, TypeVar
 
 from aiohttp import web
+from typing_extensions import TypedDict
 
 from epd.aio import Flights
 from epd.api.body import Pieces

@@ -1,13 +1,11 @@
-"""`/instances`: the instances of the proxy, and their registration.
-
-The docstrings of the handlers are published (see `openapi.py`).
-"""
+"""`/instances`: the instances of the proxy, and their registration."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired
 
 from aiohttp import web
+from typing_extensions import TypedDict
 
 from epd.config import ProxyConfig
 from epd.discovery.entries import TransferMismatch, registration
@@ -110,9 +108,6 @@ async def list_instances(request: web.Request) -> JsonResponse[InstancesPage]:
 
     With the admin key (without a configured one, where the operator's other routes answer without
     it) the response has details of each instance.
-
-    Returns:
-        200: instances that get requests and ejected instances, by role.
     """
     table = request.app[TABLE]
     page = InstancesPage(
@@ -169,18 +164,6 @@ async def register_instance(request: web.Request) -> JsonResponse[Registered]:
     """Register an instance.
 
     Needs `--dynamic-registration`.
-
-    Returns:
-        200: whether the instance is new.
-
-    Raises:
-        BadRequest: the instance uses another encoder-cache transfer than the proxy.
-        RequestRefused: 403, its host, or that of one of its addresses, may not be registered.
-        RequestRefused: 404, the proxy runs without `--dynamic-registration`.
-        RequestRefused: 409, it conflicts with a registered instance.
-        RequestRefused: 422, the body does not describe an instance, or the KV transfer does not
-            support it.
-        Overloaded: the store of registrations cannot be used.
     """
     body, app = await read_json(request), request.app
     config = _dynamic(app[CONFIG])
@@ -211,14 +194,6 @@ async def unregister_instance(request: web.Request) -> JsonResponse[Unregistered
     """Remove the registration of an instance.
 
     Needs `--dynamic-registration`. Running requests are not interrupted.
-
-    Returns:
-        200: whether there was a registration.
-
-    Raises:
-        RequestRefused: 404, the proxy runs without `--dynamic-registration`.
-        RequestRefused: 422, the URL is invalid.
-        Overloaded: the store of registrations cannot be used.
     """
     app = request.app
     _dynamic(app[CONFIG])
