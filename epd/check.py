@@ -1,7 +1,7 @@
 """`epd check`: the settings of `epd serve` with their sources, and the files that they name."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -65,11 +65,7 @@ def load_or_exit(parser: Parser, flags: Mapping[str, Any]) -> Loaded:
     return loaded
 
 
-EVENTS_NEED = ("msgspec", "zmq")
-"""Libraries of `--kv-events`."""
-
-
-def unusable_files(config: ProxyConfig, events_need: Sequence[str] = EVENTS_NEED) -> Iterator[str]:
+def unusable_files(config: ProxyConfig) -> Iterator[str]:
     """Yield an error message for each file, library or variable that cannot be used."""
     yield from _problems(lambda: server_context(config))
     yield from _problems(lambda: upstream_context(config.upstream_ca_file))
@@ -81,13 +77,8 @@ def unusable_files(config: ProxyConfig, events_need: Sequence[str] = EVENTS_NEED
     yield from _problems(lambda: check_tracing(config))
     if config.media_fetch_trust_env:
         yield from _problems(check_proxies)
-    if config.kv_events and (
-        missing := [module for module in events_need if find_spec(module) is None]
-    ):
-        yield (
-            "--kv-events needs pip install '.[kv-events]' in the checkout: there is no "
-            f"{' and no '.join(missing)}"
-        )
+    if config.kv_events and find_spec("zmq") is None:
+        yield "--kv-events needs pip install '.[kv-events]' in the checkout: there is no zmq"
     yield from _problems(lambda: read_keys(config), "--api-keys-file ")
 
 

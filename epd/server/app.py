@@ -84,11 +84,11 @@ from epd.server.app_keys import (
 )
 from epd.server.instance_routes import KV_TRANSFER, REGISTRATIONS, REGISTRY
 from epd.server.key_judge import JUDGE, KeyJudge
-from epd.server.middlewares import allow_origins, direct, observe
+from epd.server.middlewares import allow_origins, answer_unknown, direct, observe
 from epd.server.openapi import openapi_json
 from epd.server.operator_routes import METRICS
 from epd.server.page_routes import BOARD
-from epd.server.responses import UnknownRoute, own_headers
+from epd.server.responses import own_headers
 from epd.transfer.ec import ECTransfer
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.ui.dashboard import Board
@@ -96,7 +96,6 @@ from epd.ui.recent import Recent
 from epd.upstream import Upstream
 from epd.workers.worker import WorkerSlot
 
-LOG = web.AppKey("log", LogObserver)
 RECENT = web.AppKey("recent", Recent)
 
 GONE = (HealthState.DOWN, "removed")
@@ -145,9 +144,8 @@ def create_app(
     app[RECENT] = Recent()
     app[DRAIN] = Drain()
     app[DIRECT] = direct(app, api_routes.answer_request)
-    app[LOG] = LogObserver(config)
     own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
-    app[OBSERVERS] = (*own, *((app[LOG],) if observers is None else observers))
+    app[OBSERVERS] = (*own, *((LogObserver(config),) if observers is None else observers))
     app.cleanup_ctx.append(partial(build_components, files=files, slot=slot))
     return app
 
@@ -177,7 +175,9 @@ async def build_components(
         watched(app[METRICS].loop_lag, background),
         Upstream.connect(config.connect_timeout_s, tls=files.upstream_tls) as upstream,
         MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
-        _cache(config, background) as cache,
+        nullcontext()
+        if config.ec_store is None
+        else EncoderCache(partial(open_proxy_store, config.ec_store), config, background) as cache,
         conversations,
         membership(
             config,
@@ -296,15 +296,6 @@ def _changed(  # noqa: PLR0913, PLR0917 - the parts of an event, and its receive
         conversations.drop_instance(instance.url)
 
 
-def _cache(
-    config: ProxyConfig, background: Background
-) -> AbstractAsyncContextManager[EncoderCache | None]:
-    url = config.ec_store
-    if url is None:
-        return nullcontext()
-    return EncoderCache(partial(open_proxy_store, url), config, background)
-
-
 def _kv_events(
     table: InstanceTable, config: ProxyConfig, background: Background
 ) -> AbstractAsyncContextManager[EventCounts]:
@@ -318,25 +309,6 @@ def _kv_events(
 
 async def _no_continue(_: web.Request) -> None:
     """Send no `100 Continue` before the checks of the request: `read` sends it later."""
-
-
-async def answer_unknown(request: web.Request) -> web.StreamResponse:
-    """Answer a request for an unknown path, or with a method that its path does not have.
-
-    aiohttp's own handler would send `100 Continue` first.
-
-    Raises:
-        UnknownRoute: the path has no route.
-        HTTPMethodNotAllowed: the path has routes for other methods.
-    """
-    methods = set[str]()
-    for route in request.app.router.resources():
-        if route.name != UNKNOWN and (own := (await route.resolve(request))[1]):
-            methods |= own
-            request[VISIT].record.set_path(route.canonical)
-    if not methods:
-        raise UnknownRoute(request.rel_url.raw_path)
-    raise web.HTTPMethodNotAllowed(request.method, methods)
 
 
 async def openapi(request: web.Request) -> web.Response:

@@ -165,7 +165,7 @@ async def run_server(
 
 async def _drain(app: web.Application, orders: Orders) -> None:
     await orders.drain.wait()
-    app[DRAIN].begin_drain()
+    app[DRAIN].began = True
 
 
 async def _reload(app: web.Application, orders: Orders, files: Files) -> None:
