@@ -50,19 +50,16 @@ answers."""
 
 
 class InstanceStatus(TypedDict):
-    """Response of one instance to a request that the proxy has sent to all instances."""
+    """Status of one instance's response; null and an error without a response."""
 
     status: int | None
-    """Status of the response; null without a response."""
     error: NotRequired[str]
-    """Failure, if there was no response."""
 
 
 class ProfilerStatus(InstanceStatus):
-    """Response of one instance to a command for its profiler."""
+    """Response of one instance to a command for its profiler, with a JSON body if it has one."""
 
     body: NotRequired[Any]
-    """JSON body of the response, if it has one."""
 
 
 class InstanceHealth(InstanceStatus):
@@ -70,9 +67,8 @@ class InstanceHealth(InstanceStatus):
 
     roles: list[Role]
     routing: dict[str, Condition]
-    """Condition of the instance in each role."""
     state: Condition
-    """The worst of these conditions."""
+    """The worst one of `routing`."""
 
 
 class ConversationCounts(TypedDict):
@@ -95,11 +91,7 @@ class HealthPage(TypedDict):
     decode_cluster: ClusterState
     conversations: ConversationCounts
     instances: dict[str, InstanceHealth]
-    """Instances by URL."""
 
-
-Health = tuple[int, HealthPage]
-"""Status and body of `GET /health`."""
 
 ProfilePage = dict[str, dict[str, ProfilerStatus]]
 """Response of each instance to a command for its profiler, by stage and URL."""
@@ -132,8 +124,7 @@ class Admin:
 
     Attributes:
         health: returns the status and the body of `GET /health`.
-        versions: returns the vLLM version that each instance reports, by URL; None if it reports
-            none.
+        versions: returns the version that each instance reports, by URL; None if it reports none.
     """
 
     def __init__(
@@ -158,11 +149,7 @@ class Admin:
         results = await self._ask_all("/version", timeout_s)
         return {instance.url: _version(result) for instance, result in results.items()}
 
-    async def _ask_health(self) -> Health:
-        """Return the answer to `GET /health`.
-
-        Its status is 503 if a stage is `unhealthy` and no other stage may do its work.
-        """
+    async def _ask_health(self) -> tuple[int, HealthPage]:
         groups = {name: self._table.of_roles(*roles) for name, (_, roles) in CLUSTERS.items()}
         states = {instance: self._table.state(instance) for instance in self._table.of_roles(*Role)}
         routed = {
@@ -191,13 +178,13 @@ class Admin:
         for instance, found in conditions.items():
             entry = shown.setdefault(
                 instance.url,
-                {"roles": [], "routing": {}, "state": found, **_json(results[instance])},
+                {"roles": [], "routing": {}, "state": found, **_status(results[instance])},
             )
             entry["roles"].append(instance.role)
             entry["routing"][instance.role.value] = found
             entry["state"] = max(entry["routing"].values(), key=WORST.index)
         missing = {name for name, state in clusters.items() if state == "unhealthy"}
-        spared = missing <= self._replaceable()
+        spared = missing <= self._replaceable()  # other stages may do their work
         return 200 if spared else 503, HealthPage(
             proxy="degraded" if missing and spared else "healthy",
             encode_cluster=clusters["encode_cluster"],
@@ -208,7 +195,6 @@ class Admin:
         )
 
     def _replaceable(self) -> set[str]:
-        """Return the stages for which others may do the work."""
         config, found = self._config, set[str]()
         if config.on_encode_failure == "local" and not EC_TRANSFERS[config.ec_transfer].pushed:
             found.add("encode_cluster")
@@ -217,7 +203,6 @@ class Admin:
         return found
 
     def _counts(self) -> ConversationCounts:
-        """Return the numbers of conversations of all workers; None for a metric without samples."""
         shown = {family.name: family.samples for family in self._metrics.shown.collect()}
 
         def count(figure: Figure) -> int | None:
@@ -227,9 +212,6 @@ class Admin:
 
     async def profile(self, command: str, headers: Mapping[str, str], body: bytes) -> ProfilePage:
         """Send the command to start or to stop profiling to every instance of every stage.
-
-        Returns:
-            Status and JSON body, or error, of each instance, by stage and URL.
 
         Raises:
             RequestRefused: no instance has a profiler (503).
@@ -318,7 +300,7 @@ def _version(result: Answer | ProxyError) -> str | None:
             return None
 
 
-def _json(result: Answer | ProxyError) -> InstanceStatus:
+def _status(result: Answer | ProxyError) -> InstanceStatus:
     if isinstance(result, Answer):
         return {"status": result.status}
     return {"status": None, "error": result.message}

@@ -51,9 +51,7 @@ class InstanceRow(TypedDict):
     url: str
     role: Role
     dp_size: int
-    """Number of data-parallel ranks of the instance."""
     kv_addr: str
-    """Address of its KV connector."""
     state: HealthState | Literal["draining"]
     load: int
     """Running requests of the process that answers."""
@@ -78,22 +76,20 @@ class InstancesPage(TypedDict):
     decode: RoleUrls
     prefill_decode: RoleUrls
     instances: NotRequired[list[InstanceRow]]
-    """Details of each instance. Removed instances with running requests have the state `draining`.
-    """
+    """Removed instances with running requests have the state `draining`."""
 
 
 class Registered(TypedDict):
     """Result of a registration."""
 
     registered: bool
-    """Whether the instance is new."""
+    """False if it was registered already."""
 
 
 class Unregistered(TypedDict):
     """Result of the removal of a registration."""
 
     removed: bool
-    """Whether there was a registration."""
     still_named_by: NotRequired[list[OtherSource]]
     """Other sources that name the instance, so that it stays."""
 
@@ -166,7 +162,8 @@ async def register_instance(request: web.Request) -> JsonResponse[Registered]:
     Needs `--dynamic-registration`.
     """
     body, app = await read_json(request), request.app
-    config = _dynamic(app[CONFIG])
+    config = app[CONFIG]
+    _check_dynamic(config)
     try:
         entry = registration(body)
         entry.check_transfer(config.ec_transfer, pushed=EC_TRANSFERS[config.ec_transfer].pushed)
@@ -196,7 +193,7 @@ async def unregister_instance(request: web.Request) -> JsonResponse[Unregistered
     Needs `--dynamic-registration`. Running requests are not interrupted.
     """
     app = request.app
-    _dynamic(app[CONFIG])
+    _check_dynamic(app[CONFIG])
     try:
         url = base_url(request.query.get("url", ""))
     except ValueError as error:
@@ -211,13 +208,11 @@ async def unregister_instance(request: web.Request) -> JsonResponse[Unregistered
     return as_json(answer, request[VISIT].record)
 
 
-def _dynamic(config: ProxyConfig) -> ProxyConfig:
-    """Return the configuration if instances may register."""
+def _check_dynamic(config: ProxyConfig) -> None:
     if not config.dynamic_registration:
         raise RequestRefused(
             404, "the proxy runs without --dynamic-registration", slug="unknown_route"
         )
-    return config
 
 
 def _addresses_of(instance: Instance) -> list[str]:

@@ -30,9 +30,8 @@ class Versions(TypedDict):
     """Versions of the proxy and of its instances."""
 
     version: str
-    """Version of the proxy."""
     instances: dict[str, str | None]
-    """Version of vLLM of each instance, by URL; null if it reports none."""
+    """Version of vLLM by URL; null if the instance reports none."""
 
 
 async def version(request: web.Request) -> JsonResponse[Versions]:

@@ -25,7 +25,6 @@ from tests.support.programs import (
     EPD,
     INSTANCES,
     called,
-    refuses_connections,
     run,
     serving,
 )
@@ -295,28 +294,6 @@ async def test_a_disconnected_client_cancels_upstream_requests() -> None:
                 await until(lambda: decode.aborted)
 
     assert decode.aborted == 1
-
-
-@pytest.mark.fault(62)
-async def test_a_second_signal_ends_it_at_once() -> None:
-    encode, decode = FakeInstance(encodes), FakeInstance(hangs)
-    async with encode.running(), decode.running():
-        flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
-        with serving(*flags) as (url, process):
-            async with aiohttp.ClientSession() as http:
-                chat = http.post(f"{url}/v1/chat/completions", json=request(text()))
-                task = asyncio.ensure_future(chat)
-                await until(lambda: decode.calls)
-                process.terminate()
-                await until(lambda: refuses_connections(url), 60)
-                assert process.poll() is None
-                process.terminate()
-
-                assert await asyncio.to_thread(process.wait, 60) == 0
-                with pytest.raises(aiohttp.ClientError):
-                    await task
-                assert process.stderr is not None
-                assert "Traceback" not in process.stderr.read()
 
 
 @pytest.mark.security("S19")
