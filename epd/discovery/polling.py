@@ -128,20 +128,18 @@ def poll_load(
     upstream: Upstream,
     config: ConfigFields,
     background: Background,
-    *,
-    compares_roles: bool = False,
+    compared: Callable[[], bool] = lambda: False,
 ) -> AbstractAsyncContextManager[None]:
     """Ask for load in the background, every `load_interval_s`, until the context exits.
 
-    `compares_roles` tells whether loads of different roles are compared.
+    `compared` returns whether loads of different roles are compared.
     """
     if not (interval_s := config.load_interval_s):
         return nullcontext()
 
-    roles = _roles(config, every=compares_roles)
-
     def due_instances() -> list[Instance]:
-        return table.reports_due(roles, interval_s, single=compares_roles)
+        every = compared()
+        return table.reports_due(_roles(config, every=every), interval_s, single=every)
 
     async def ask_load(instance: Instance) -> Report | None:
         page = await _page(instance, upstream, config.health_timeout_s)

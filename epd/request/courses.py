@@ -1,17 +1,20 @@
 """Course of a request: its stages, as the coordination policies decide them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from epd.api.prompts import prompt_tokens
 from epd.errors import NoInstance
-from epd.policies.plan import Facts
-from epd.policies.registry import Policies
+from epd.policies.plan import Course, Facts
 from epd.request.decoders import Decoders
 from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.routing.instances import ANSWERING
 from epd.routing.table import InstanceTable
+
+Coordinate = Callable[[Facts], tuple[str, Course] | None]
+"""Returns the deciding policy and the course of a request; None if no policy decides."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,7 +22,7 @@ class Courses:
     """Choice of the stages that serve a request, by the coordination policies."""
 
     _table: InstanceTable
-    _policies: Policies
+    _coordinate: Coordinate
     _decoders: Decoders
 
     def first_attempt(self, request: Request) -> Attempt:
@@ -41,7 +44,7 @@ class Courses:
             partial(prompt_tokens, request.body),
             request.client_headers,
         )
-        if (decided := self._policies.choose_policy(facts)) is None:
+        if (decided := self._coordinate(facts)) is None:
             if facts.roles.isdisjoint(ANSWERING):
                 raise NoInstance("there is no decode instance: register one", slug="no_decode")
             raise NoInstance("no policy decides where this request runs", slug="no_policy")

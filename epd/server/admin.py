@@ -9,7 +9,6 @@ from typing import Any, Generic, Literal, NotRequired, TypeVar
 from aiohttp import web
 from typing_extensions import TypedDict
 
-from epd.aio import Flights
 from epd.api.body import Pieces
 from epd.config import ProxyConfig
 from epd.errors import Outcome, ProxyError, RequestRefused, Stage, UpstreamRejected
@@ -100,23 +99,21 @@ T = TypeVar("T")
 
 
 class CachedResult(Generic[T]):
-    """Cache of one answer of all instances, for `KEPT_S`. Concurrent misses share one lookup."""
+    """Cache of one answer of all instances, for `KEPT_S`. One lookup runs at a time."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
         self._ask = ask
-        self._flights: Flights[None, T] = Flights()
+        self._asking = asyncio.Lock()
         self._answer: T | None = None
         self._until_s = 0.0
 
     async def get(self) -> T:
-        if self._answer is not None and asyncio.get_running_loop().time() < self._until_s:
+        clock = asyncio.get_running_loop().time
+        async with self._asking:
+            if self._answer is None or clock() >= self._until_s:
+                self._answer = await self._ask()
+                self._until_s = clock() + KEPT_S
             return self._answer
-        return await self._flights.join(None, self._ask_and_keep)
-
-    async def _ask_and_keep(self) -> T:
-        answer = self._answer = await self._ask()
-        self._until_s = asyncio.get_running_loop().time() + KEPT_S
-        return answer
 
 
 class Admin:

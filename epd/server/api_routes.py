@@ -195,14 +195,9 @@ async def _of_decode(request: web.Request, path: str) -> web.Response:
 
 
 async def get_response(_: web.Request) -> web.StreamResponse:
-    """Answer 404: responses are not stored."""
+    """Answer 404: responses are not stored. To cancel one, close its connection."""
     raise RequestRefused(
         404,
         "responses are not kept: send the whole conversation as input",
         slug="unsupported_route",
     )
-
-
-async def cancel_response(request: web.Request) -> web.StreamResponse:
-    """Answer 404: responses are not stored. To cancel one, close its connection."""
-    return await get_response(request)

@@ -187,7 +187,7 @@ async def build_components(
             None if slot is None else slot.shared.sources,
         ) as registrations,
         probe_periodically(table, upstream, config, background),
-        poll_load(table, upstream, config, background, compares_roles=policies.compares_costs),
+        poll_load(table, upstream, config, background, lambda: policies.compares_costs),
         asking_namespaces(namespaces, upstream, config, background),
         _kv_events(table, config, background) as event_counts,
         Releases.run_releases(
@@ -208,7 +208,7 @@ async def build_components(
         app[MEDIA_KEYS] = keys = Keys(cache)
         app[PIPELINE] = Pipeline(
             table,
-            Courses(table, policies, decoders),
+            Courses(table, policies.choose_policy, decoders),
             RequestMedia(table, media, keys, ec_transfer),
             keys,
             _encoder(table, namespaces, stages, ec_transfer, fatal, cache),
@@ -328,8 +328,8 @@ _get, _post, _delete, _options, _any = (
 ROUTES = (
     (Access.OPEN, _get("/health", operator_routes.health)),  # a load balancer has no key
     (Access.OPEN, _get("/ready", operator_routes.ready)),
-    (Access.OPEN, _get("/ping", operator_routes.ping)),  # SageMaker's name for it
-    (Access.OPEN, _post("/ping", operator_routes.ping)),
+    (Access.OPEN, _get("/ping", operator_routes.ready)),  # SageMaker's name for it
+    (Access.OPEN, _post("/ping", operator_routes.ready)),
     (Access.OPEN, _get("/openapi.json", openapi)),  # it holds no data of this fleet
     (Access.OPEN, _get("/", page_routes.root)),
     (Access.OPEN, _get("/ui", page_routes.page)),  # nor do these
@@ -341,7 +341,7 @@ ROUTES = (
     (Access.TENANT, _post("/v1/media", api_routes.push_media)),
     (Access.TENANT, _delete("/v1/media/{uuid}", api_routes.forget_media)),
     (Access.TENANT, _get("/v1/responses/{id}", api_routes.get_response)),
-    (Access.TENANT, _post("/v1/responses/{id}/cancel", api_routes.cancel_response)),
+    (Access.TENANT, _post("/v1/responses/{id}/cancel", api_routes.get_response)),
     (Access.TENANT, _get("/v1/models", api_routes.list_models)),
     (Access.TENANT, _get("/tokenizer_info", api_routes.get_tokenizer_info)),
     (Access.TENANT, _get("/version", operator_routes.version)),

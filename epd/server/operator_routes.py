@@ -61,11 +61,6 @@ async def ready(request: web.Request) -> JsonResponse[Readiness]:
     return as_json(Readiness(status="ready"), visit.record)
 
 
-async def ping(request: web.Request) -> JsonResponse[Readiness]:
-    """Report the same as `/ready`, under SageMaker's name."""
-    return await ready(request)
-
-
 async def metrics(request: web.Request) -> web.Response:
     """Return the metrics of all workers for Prometheus."""
     accept = request.headers.get("Accept", "")
