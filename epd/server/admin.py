@@ -1,10 +1,10 @@
-"""Requests that the proxy sends to all instances: health, versions, profiling, models."""
+"""Requests that the proxy sends to all instances: health and profiling, and to one for models."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Any, Generic, Literal, NotRequired, TypeVar
+from typing import Any, Literal, NotRequired
 
 from aiohttp import web
 from typing_extensions import TypedDict
@@ -34,14 +34,11 @@ CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
 
 STAGE: Mapping[Role, Stage] = {role: stage for stage, roles in CLUSTERS.values() for role in roles}
 
-MAX_VERSION = 64
-"""Upper bound of the characters of an instance's version in `/version`."""
-
 MODELS_TRIES = 2
 """Upper bound of the decode instances that one `/v1/models` request tries."""
 KEPT_S = 1.0
-"""Lifetime of a cached answer of all instances, in seconds. `GET /health` needs no key: without
-this cache, each request for it would open a connection to every instance."""
+"""Lifetime of a cached `GET /health`, in seconds. It needs no key: without this cache, each request
+for it would open a connection to every instance."""
 
 ClusterState = Literal["healthy", "degraded", "unhealthy", "empty"]
 """State of a stage. `degraded`: some of its instances are not healthy. `unhealthy`: no instance
@@ -95,34 +92,9 @@ class HealthPage(TypedDict):
 ProfilePage = dict[str, dict[str, ProfilerStatus]]
 """Response of each instance to a command for its profiler, by stage and URL."""
 
-T = TypeVar("T")
-
-
-class CachedResult(Generic[T]):
-    """Cache of one answer of all instances, for `KEPT_S`. One lookup runs at a time."""
-
-    def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
-        self._ask = ask
-        self._asking = asyncio.Lock()
-        self._answer: T | None = None
-        self._until_s = 0.0
-
-    async def get(self) -> T:
-        clock = asyncio.get_running_loop().time
-        async with self._asking:
-            if self._answer is None or clock() >= self._until_s:
-                self._answer = await self._ask()
-                self._until_s = clock() + KEPT_S
-            return self._answer
-
 
 class Admin:
-    """Client that sends a request to every instance of a table.
-
-    Attributes:
-        health: returns the status and the body of `GET /health`.
-        versions: returns the version that each instance reports, by URL; None if it reports none.
-    """
+    """Client that sends a request to every instance of a table."""
 
     def __init__(
         self,
@@ -138,13 +110,18 @@ class Admin:
         # A separate choice: these requests must not advance the round robin of the decode stage.
         self._models = Choice(table, *ANSWERING)
         self._retries = Retries()
-        self.health = CachedResult(self._ask_health).get
-        self.versions = CachedResult(self._ask_versions).get
+        self._asking = asyncio.Lock()
+        self._health: tuple[int, HealthPage] | None = None
+        self._until_s = 0.0
 
-    async def _ask_versions(self) -> dict[str, str | None]:
-        timeout_s = self._config.health_timeout_s
-        results = await self._ask_all("/version", timeout_s)
-        return {instance.url: _version(result) for instance, result in results.items()}
+    async def health(self) -> tuple[int, HealthPage]:
+        """Return the status and the body of `GET /health`. One lookup runs at a time."""
+        clock = asyncio.get_running_loop().time
+        async with self._asking:
+            if self._health is None or clock() >= self._until_s:
+                self._health = await self._ask_health()
+                self._until_s = clock() + KEPT_S
+            return self._health
 
     async def _ask_health(self) -> tuple[int, HealthPage]:
         groups = {name: self._table.of_roles(*roles) for name, (_, roles) in CLUSTERS.items()}
@@ -287,14 +264,6 @@ class Admin:
 
 
 ADMIN = web.AppKey("admin", Admin)
-
-
-def _version(result: Answer | ProxyError) -> str | None:
-    match json_or_none(result.body) if isinstance(result, Answer) and result.ok else None:
-        case {"version": str() as version}:
-            return version[:MAX_VERSION]
-        case _:
-            return None
 
 
 def _status(result: Answer | ProxyError) -> InstanceStatus:

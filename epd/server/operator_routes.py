@@ -1,4 +1,4 @@
-"""Routes of the operator: health, readiness, versions, metrics and profiling."""
+"""Routes of the operator: health, readiness, version, metrics and profiling."""
 
 from typing import Literal
 
@@ -26,19 +26,16 @@ async def health(request: web.Request) -> JsonResponse[HealthPage]:
     return as_json(body, request[VISIT].record, status)
 
 
-class Versions(TypedDict):
-    """Versions of the proxy and of its instances."""
+class Version(TypedDict):
+    """Version of the proxy."""
 
     version: str
-    instances: dict[str, str | None]
-    """Version of vLLM by URL; null if the instance reports none."""
 
 
-async def version(request: web.Request) -> JsonResponse[Versions]:
-    """Return the proxy's version, and the vLLM version of each instance."""
+async def version(request: web.Request) -> JsonResponse[Version]:
+    """Return the proxy's version."""
     await check_key(request)
-    instances = await request.app[ADMIN].versions()
-    return as_json(Versions(version=__version__, instances=instances), request[VISIT].record)
+    return as_json(Version(version=__version__), request[VISIT].record)
 
 
 class Readiness(TypedDict):
