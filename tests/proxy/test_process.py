@@ -222,31 +222,6 @@ def test_sigterm_ends_a_process_that_hangs(hangs: str) -> None:
             process.kill()
 
 
-async def test_serve_logs_one_line_per_request_without_secrets() -> None:
-    encode, decode = FakeInstance(encodes), FakeInstance(decodes)
-    async with encode.running(), decode.running():
-        flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
-        env = {"OPENAI_API_KEY": "sk-own-secret", "EPD_MAX_ITEMS": "1"}
-        with serving(*flags, env=env) as (url, process):
-            async with aiohttp.ClientSession() as http:
-                chat = f"{url}/v1/chat/completions"
-                async with http.post(chat, json=request(image(b"media"))) as reply:
-                    assert reply.status == 200
-                async with http.post(chat, json=request(image(), image())) as reply:
-                    assert reply.status == 400
-            process.terminate()
-            assert process.stderr is not None
-            lines = process.stderr.read().splitlines()
-
-    assert decode.calls[0].headers["Authorization"] == "Bearer sk-own-secret"
-    served, refused = (entry for entry in map(json.loads, lines) if entry["event"] == "request")
-    assert (served["status"], served["level"]) == (200, "info")
-    assert {"request_id", "seconds", "encode_s", "decode_s"} <= set(served)
-    assert (refused["status"], refused["error"]) == (400, "too_many_items")
-    assert "secret" not in "".join(lines)
-    assert "bWVkaWE" not in "".join(lines)
-
-
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 @pytest.mark.parametrize("trusted", [True, False])
 async def test_media_are_fetched_over_https_only_with_a_trusted_certificate(

@@ -130,9 +130,9 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("start", "most"),
     [
-        (text_e_pd, Trip(52, 238, 52)),
-        (picture_e_p_d, Trip(84, 485, 89)),
-        (picture_hit, Trip(80, 409, 79)),
+        (text_e_pd, Trip(52, 234, 52)),
+        (picture_e_p_d, Trip(84, 481, 89)),
+        (picture_hit, Trip(80, 405, 79)),
     ],
 )
 async def test_no_trip_grows(
