@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from epd.aio import Flights, cancel_after, gather_first
-from epd.edge.drain import Drain
+from epd.edge.drain import Bounded, Drain
 from epd.errors import Overloaded, ProxyError, UpstreamTimeout
 
 
@@ -129,7 +129,7 @@ async def test_after_a_failure_the_time_of_a_request_still_ends_in_its_own_error
     drain = Drain()
 
     async def request() -> None:
-        with drain.bound_request(time.monotonic() + (60 if cut else 0.05)):
+        with Bounded(drain, time.monotonic() + (60 if cut else 0.05)):
             await fails_together()
             await lasts()
 

@@ -320,33 +320,19 @@ HIDDEN = "**********"
 def as_yaml(loaded: Loaded) -> str:
     """Return a file for `--config` with the same settings; secrets and passwords are comments."""
     lines, groups = list[str](), dict[str, list[str]]()
-    for name, shown, is_hidden in _settings(loaded):
-        hidden = "# " if is_hidden else ""
-        where = f" {shown['where']}" if shown["where"] else ""
-        line = f"{hidden}{name}: {orjson.dumps(shown['value']).decode()}  # {shown['from']}{where}"
-        groups.setdefault(group_of(name), []).append(line)
-    for title, settings in groups.items():
-        lines += [f"# {title}", *settings, ""]
-    return "\n".join(lines)
-
-
-def as_json(loaded: Loaded) -> str:
-    """Return the settings as JSON: `{name: {"value": …, "from": …, "where": …}}`."""
-    shown = {name: setting for name, setting, _ in _settings(loaded)}
-    return orjson.dumps(shown, option=orjson.OPT_INDENT_2, default=str).decode()
-
-
-def _settings(loaded: Loaded) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Yield the name and the value of each setting, and whether a part of the value is hidden."""
     for name in Settings.model_fields:
         given = loaded.given.get(name)
         if name == "config" or (name in SECRETS and given is None):
             continue
         value = getattr(loaded.config, name, given and given.value)
         shown = _shown(value)
-        source, where = ("default", None) if given is None else (given.source, given.where)
         is_hidden = name in SECRETS or (isinstance(value, str) and shown != value)
-        yield name, {"value": shown, "from": source, "where": where}, is_hidden
+        source = "default" if given is None else f"{given.source} {given.where}"
+        line = f"{'# ' if is_hidden else ''}{name}: {orjson.dumps(shown).decode()}  # {source}"
+        groups.setdefault(group_of(name), []).append(line)
+    for title, settings in groups.items():
+        lines += [f"# {title}", *settings, ""]
+    return "\n".join(lines)
 
 
 def _shown(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """Configuration of the proxy: all settings, checked against each other. An immutable value."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -9,7 +9,7 @@ from ec_store.urls import check_url
 from epd.config.fields import flag_of
 from epd.config.sections import ConfigFields
 from epd.config.sections.instances import ENCODE_SOURCES
-from epd.policies.registry import Active, activate, check_suited
+from epd.policies.registry import Policies, make_policies
 from epd.routing.instances import Role
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 
@@ -103,7 +103,7 @@ class ProxyConfig(ConfigFields):
             )
         decodes = self.decode_servers_urls or self.discover_decode or self.discover_prefill_decode
         if not (decodes or self.dynamic_registration or self.instances_file):
-            if not self._decode_is_named:
+            if self.decode_from == "table":
                 raise ValueError(f"--decode-servers-urls is required, or {sources}")
             if not self.decode_hosts:
                 raise ValueError(
@@ -132,17 +132,10 @@ class ProxyConfig(ConfigFields):
 
     @model_validator(mode="after")
     def _check_policies(self) -> Self:
-        active_policies(self, self.policies)
+        if self.decode_from == "picker" and self.decode_picker_url is None:
+            raise ValueError("--decode-from picker needs --decode-picker-url")
+        make_checked_policies(self)
         return self
-
-    @property
-    def _decode_is_named(self) -> bool:
-        """Return whether a client or a picker may name decode instances outside the table."""
-        return self.decode_from != "table" or any(
-            f"decode_from={other}" in policy
-            for policy in self.policies
-            for other in ("header", "picker")
-        )
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
@@ -161,34 +154,24 @@ def _check_apart(flags: str, addresses: Sequence[str]) -> None:
             raise ValueError(f"{flags}: {address!r} is named twice")
 
 
-def active_policies(config: ConfigFields, policies: Sequence[str]) -> tuple[Active, ...]:
-    """Return the active policies of their text forms; settings are their default options.
+def make_checked_policies(config: ConfigFields) -> Policies:
+    """Return the policies of a configuration.
 
     Raises:
         ValueError: a policy is unknown or cannot be used.
     """
-    local = config.local_prefill_url or next(iter(config.prefill_servers_urls), None)
-    settings: Mapping[str, object] = {
-        "skip_prefill_below_tokens": config.skip_prefill_below_tokens,
-        "skip_prefill_for_text": config.skip_prefill_for_text,
-        "local_prefill_url": local,
-        "encode_below_pixels": config.encode_below_pixels,
-        "decode_choice": config.decode_choice,
-        "decode_from": config.decode_from,
-        "decode_picker_url": config.decode_picker_url,
-    }
-    active = activate(policies, settings)
-    for policy in active:
-        url = policy.options.get("local_prefill_url")
-        if url is not None and url not in config.prefill_servers_urls and not config.dynamic:
-            raise ValueError(f"{policy.name}: {url} must be one of --prefill-servers-urls")
+    first = next(iter(config.prefill_servers_urls), None)
+    local = config.local_prefill_url or first
+    made = make_policies(config.policies, vars(config) | {"local_prefill_url": local})
+    policies = Policies(made, config.decode_from, config.decode_choice)
     if not config.dynamic:
-        check_suited(
-            active,
+        if "prefill_local_decode_remote" in made and local not in config.prefill_servers_urls:
+            raise ValueError(f"--local-prefill-url {local} must be one of --prefill-servers-urls")
+        policies.check_suited(
             frozenset(instance.role for instance in config.instances),
             pushed=EC_TRANSFERS[config.ec_transfer].pushed,
         )
-    return active
+    return policies
 
 
 class ConfigInvalid(ValueError):

@@ -237,6 +237,7 @@ class EdgeServer(web.Server):
             "lingering_time": LINGER_S,
             "auto_decompress": False,
             "access_log": None,
+            "keepalive_timeout": config.keep_alive_s,
             # aiohttp logs headers that it cannot parse, with the keys in them.
             "logger": _silent_logger(),
         }
@@ -250,17 +251,13 @@ class EdgeServer(web.Server):
         self._direct = direct
         self._config = config
         self._observers = observers
-        self._descriptors = request_head.client_connections()
+        self._limit = config.max_connections or request_head.client_connections()
         self._open = set[ServerConnection]()
         self._rejected = set[ServerConnection]()
 
     def __call__(self) -> ServerConnection:
-        options = self._options | {"keepalive_timeout": self._config.keep_alive_s}
-        return ServerConnection(self, self._config, loop=asyncio.get_running_loop(), **options)
-
-    @property
-    def _limit(self) -> int:
-        return self._config.max_connections or self._descriptors
+        loop = asyncio.get_running_loop()
+        return ServerConnection(self, self._config, loop=loop, **self._options)
 
     def admit_connection(self, connection: ServerConnection) -> bool:
         """Return whether the connection gets a place; if so, count it as open."""

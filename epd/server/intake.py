@@ -28,7 +28,7 @@ from epd.edge.access import (
     is_loopback,
 )
 from epd.edge.admission import Admission, AdmittedRequest, Ticket
-from epd.edge.drain import DRAIN
+from epd.edge.drain import DRAIN, Bounded
 from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
 from epd.request.recorder import Recorder
@@ -68,7 +68,7 @@ async def serve_request(request: web.Request, handler: Handler, visit: Visit) ->
     app, config = visit.app, visit.config
     costly = visit.api and request.method == "POST"
     until_s = visit.record.started_s + _limit_s(request, config) if costly else math.inf
-    with app[DRAIN].bound_request(until_s):
+    with Bounded(app[DRAIN], until_s):
         _authenticate(request, visit)
         admission = app[ADMISSION]
         with admission.request(visit.tenant) as admitted:

@@ -8,7 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Literal, TypedDict, get_args
+from typing import Literal, get_args
+
+from typing_extensions import TypedDict
 
 from epd.api.endpoints import is_api
 from epd.errors import Stage

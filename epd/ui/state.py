@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
 from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple, TypedDict, get_args
+from typing import NamedTuple, get_args
 
 from prometheus_client.metrics_core import Metric
+from typing_extensions import TypedDict
 
 from epd.events import ItemResult, MediaForm
 from epd.ui.recent import (

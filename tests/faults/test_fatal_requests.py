@@ -248,7 +248,7 @@ async def test_one_death_of_an_instance_counts_once_for_all_that_ask_for_the_sam
 async def test_the_end_of_a_drained_instance_is_not_blamed_on_a_request(launch: Launch) -> None:
     async with launch(encode=3, decode=1, encode_balance="round_robin") as fleet:
         killed_by(drops, *fleet.encode)
-        fleet.runner.app[DRAIN].begin_drain()
+        fleet.runner.app[DRAIN].began = True
         async with fleet.post(request(image())) as reply:
             assert reply.status == 200
             assert reply.headers["x-epd-degraded"] == "encode-local"

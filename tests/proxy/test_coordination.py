@@ -77,13 +77,6 @@ async def test_short_prompts_are_not_prefilled_separately(launch: Launch) -> Non
         assert asked(fleet) == (1, 2, 3)
 
 
-async def test_texts_of_any_length_are_not_prefilled_separately(launch: Launch) -> None:
-    async with launch(1, 1, 1, skip_prefill_for_text=True) as fleet:
-        assert await answered(fleet, request(text("a" * 9999))) == 200
-
-        assert asked(fleet) == (0, 0, 1)
-
-
 @each_choice
 async def test_only_the_local_instance_prefills(launch: Launch, choice: str) -> None:
     policies = ("prefill_local_decode_remote",)

@@ -84,8 +84,6 @@ JSON_ROUTES = [
     *(("POST", path) for path in PLAIN),
     ("POST", "/v1/media"),
     ("POST", "/instances"),
-    ("PUT", "/policies"),
-    ("POST", "/policies"),
     ("POST", "/start_profile"),
 ]
 

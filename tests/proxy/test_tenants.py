@@ -68,15 +68,6 @@ async def test_a_key_in_a_wrong_header_gets_an_error_that_names_the_right_one(
     assert (reply.status, error["message"]) == (401, told)
 
 
-async def test_text_is_salted_too(launch: Launch, keys: Path) -> None:
-    async with launch(api_keys_file=keys) as fleet:
-        for key in (ALICE, BOB):
-            await fleet.chat(request(text()), bearer(key))
-
-        salts = [call.body["cache_salt"] for call in fleet.d.calls]
-        assert len(set(salts)) == 2
-
-
 @pytest.mark.security("S12")
 async def test_a_clients_salt_is_mixed_in_and_never_sent(launch: Launch, keys: Path) -> None:
     async with launch(api_keys_file=keys) as fleet:

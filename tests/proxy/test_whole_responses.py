@@ -89,7 +89,7 @@ async def test_the_end_of_a_stream_to_an_http_1_0_client_is_that_of_its_connecti
 
 async def test_a_response_during_the_drain_closes_the_connection() -> None:
     async with launch() as fleet, connected(fleet.url) as (reader, writer):
-        fleet.runner.app[DRAIN].begin_drain()
+        fleet.runner.app[DRAIN].began = True
         writer.write(post(chat()))
         said = await answer(reader)
 
