@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, Self
 
 from epd.api.body import Pieces
@@ -37,11 +36,6 @@ OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 MAX_ANSWER_BYTES = 16 * 1024**2
 """Maximum size of an answer of an encode or prefill instance, and of an error."""
-
-KEEP_ALIVE_S = 2.0
-"""Time for which an idle connection is pooled: under half of vLLM's
-(`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that the proxy does not reuse one that vLLM has just
-closed."""
 
 OURS = f"User-Agent: epd/{__version__}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
 """Headers of every request."""
@@ -292,24 +286,12 @@ class Upstream:
 
     @classmethod
     @asynccontextmanager
-    async def connect(
-        cls,
-        connect_timeout_s: float,
-        ca_file: Path | None = None,
-        tls: ssl.SSLContext | None = None,
-    ) -> AsyncIterator[Self]:
+    async def connect(cls, tls: ssl.SSLContext | None = None) -> AsyncIterator[Self]:
         """Return a client with a pool, which is closed at the exit.
 
-        It verifies instances by `tls`, or else by the file of CAs.
-
-        Raises:
-            TlsInvalid: the file of CAs is invalid.
+        It verifies instances by `tls`, or else by the system's CAs.
         """
-        pool = Pool(
-            tls or upstream_context(ca_file),
-            connect_timeout_s=connect_timeout_s,
-            keep_alive_s=KEEP_ALIVE_S,
-        )
+        pool = Pool(tls or upstream_context(None))
         try:
             yield cls(pool)
         finally:

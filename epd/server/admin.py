@@ -39,6 +39,9 @@ MAX_VERSION = 64
 
 MODELS_TRIES = 2
 """Upper bound of the decode instances that one `/v1/models` request tries."""
+PROFILE_TIMEOUT_S = 300.0
+"""Maximum time for an instance's response to `/start_profile` and `/stop_profile`."""
+
 KEPT_S = 1.0
 """Lifetime of a cached answer of all instances, in seconds. `GET /health` needs no key: without
 this cache, each request for it would open a connection to every instance."""
@@ -233,8 +236,7 @@ class Admin:
         Raises:
             RequestRefused: no instance has a profiler (503).
         """
-        timeout_s = self._config.profile_timeout_s
-        results = await self._ask_all(f"/{command}_profile", timeout_s, headers, (body,))
+        results = await self._ask_all(f"/{command}_profile", PROFILE_TIMEOUT_S, headers, (body,))
         missing = HTTPStatus.NOT_FOUND
         if all(
             isinstance(result, Answer) and result.status == missing for result in results.values()

@@ -183,7 +183,7 @@ async def build_components(
     async with (
         tracing(config) as tracer,  # closed last: it exports the spans of the other closes
         watched(app[METRICS].loop_lag, background),
-        Upstream.connect(config.connect_timeout_s, tls=files.upstream_tls) as upstream,
+        Upstream.connect(files.upstream_tls) as upstream,
         MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
         _cache(config, background) as cache,
         conversations,

@@ -61,6 +61,11 @@ async def test_a_failing_name_server_differs_from_an_empty_answer(server: NameSe
         await DnsNames(server.address).resolve_addresses("e.svc")
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "LOOK_UP_S", 0.05)
+
+
 @asynccontextmanager
 async def discovering(
     launch: Launch, server: NameServer, port: int, **config: Any
@@ -68,7 +73,6 @@ async def discovering(
     settings: dict[str, Any] = {
         "discover_encode": f"e.svc:{port}",
         "discovery_dns_server": server.address,
-        "discovery_interval_s": 0.05,
     } | config
     async with launch(encode=0, **settings) as fleet:
         yield fleet

@@ -33,7 +33,6 @@ pytestmark = pytest.mark.fault(73)
 FAST: dict[str, Any] = {
     "encode_servers_urls": ("http://e:1",),
     "probe_interval_s": 0.05,
-    "probe_backoff_s": 0.05,
     "load_interval_s": 0.05,
     "decode_balance": "least_load",
 }
@@ -141,7 +140,7 @@ class Unexpected(Upstream):
 @pytest.mark.parametrize("bad", [UNPARSABLE, "http://raises"])
 async def test_an_error_in_one_poll_stops_no_other_probes(bad: str, counted: Counted) -> None:
     one, two = FakeInstance(decodes), FakeInstance(decodes)
-    async with one.running(), two.running(), Unexpected.connect(5) as upstream:
+    async with one.running(), two.running(), Unexpected.connect() as upstream:
         config = ProxyConfig(decode_servers_urls=(one.url, two.url), **FAST)
         [first, second, third] = (Instance(Role.DECODE, url) for url in (one.url, bad, two.url))
         table = InstanceTable([first, second, third], config.health)
@@ -250,7 +249,7 @@ async def test_a_source_of_instances_that_raises_once_is_followed_again(
     registry = Registry(table, config.instances, on_change=changed)
     with capture_logs() as lines:
         async with (
-            Upstream.connect(5) as upstream,
+            Upstream.connect() as upstream,
             membership(config, registry, upstream, counted),
         ):
             await until(lambda: table.has(Role.ENCODE))
@@ -291,7 +290,7 @@ async def test_tls_connections_are_accepted_after_one_that_raised(counted: Count
 
 
 async def test_a_url_that_no_request_can_be_sent_to_is_an_instance_that_cannot_be_reached() -> None:
-    async with Upstream.connect(5) as upstream:
+    async with Upstream.connect() as upstream:
         assert not await upstream.probe(UNPARSABLE, timeout_s=5)
         with pytest.raises(UpstreamUnreachable, match="URL of the decode instance") as raised:
             await upstream.open(UNPARSABLE, stage="decode", headers={}, head_timeout_s=5)

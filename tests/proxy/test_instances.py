@@ -314,7 +314,7 @@ async def test_a_removed_instance_completes_its_requests_and_gets_no_more(
 
 async def test_an_unhealthy_instance_is_listed_as_evicted_until_it_recovers(launch: Launch) -> None:
     async with (
-        empty(launch, probe_interval_s=0.05, probe_backoff_s=0.05) as fleet,
+        empty(launch, probe_interval_s=0.05) as fleet,
         taking_part(fleet, Role.ENCODE) as encode,
     ):
         encode.healthy = False
