@@ -83,7 +83,7 @@ class InFlight(Reservation):
     _begun_s: float = 0.0
     _answered: bool = False
     _computed: int = 0
-    _sent_s: float | None = None
+    _encodes: bool = False
     matched: int | None = None
     was_proven: bool = False
     began_failing: bool = False
@@ -100,7 +100,8 @@ class InFlight(Reservation):
             self._computed = self._work.prompt_tokens
             self._load.cache_of(self.rank).pending += self._computed
         if self._work.encode_tokens:
-            self._sent_s = self._load.encode.begin_tokens(self._work.encode_tokens)
+            self._encodes = True
+            self._load.encode.tokens += self._work.encode_tokens
         return self
 
     def record_answer(self) -> None:
@@ -118,12 +119,12 @@ class InFlight(Reservation):
         if self._computed:
             self._load.cache_of(self.rank).pending -= self._computed
             self._computed = 0
-        if self._sent_s is not None:
+        if self._encodes:
+            self._encodes = False
             load, tokens = self._load, self._work.encode_tokens
-            load.encode.end_tokens(tokens)
+            load.encode.tokens -= tokens
             if error is None and self.instance.role is Role.ENCODE:
-                load.encode.learn_answer(tokens, self._sent_s, load.under_way / load.value)
-            self._sent_s = None
+                load.encode.learn_answer(tokens, self._begun_s, load.under_way / load.value)
 
     def end_request(self, error: BaseException | None = None) -> None:
         """Judge the instance by the request's end. A cancelled request does not count.
@@ -223,6 +224,10 @@ class InstanceTable:
     def load(self, instance: Instance) -> Load:
         """Return the load of an instance; raise KeyError if it is not in the table."""
         return self._members[instance.key].load
+
+    def find_load(self, instance: Instance) -> Load | None:
+        candidate = self._members.get(instance.key)
+        return None if candidate is None else candidate.load
 
     def add(self, instance: Instance) -> None:
         """Add an instance. One that is in the table already remains unchanged."""

@@ -19,7 +19,7 @@ from epd.config import ProxyConfig
 from epd.config.proxy_config import active_policies
 from epd.conversations.conversations import Conversations
 from epd.discovery.membership import membership
-from epd.discovery.polling import asking_namespaces, poll_load, probe_periodically
+from epd.discovery.polling import poll_metrics, probe_periodically
 from epd.edge.access import Access
 from epd.edge.admission import Admission
 from epd.edge.drain import DRAIN, Drain
@@ -195,8 +195,9 @@ async def build_components(
             None if slot is None else slot.shared.sources,
         ) as registrations,
         probe_periodically(table, upstream, config, background),
-        poll_load(table, upstream, config, background, lambda: app[POLICIES].compares_costs),
-        asking_namespaces(namespaces, upstream, config, background),
+        poll_metrics(
+            table, namespaces, upstream, config, background, lambda: app[POLICIES].compares_costs
+        ),
         _kv_events(table, config, background) as event_counts,
         Releases.run_releases(
             stages := Stages(upstream),

@@ -15,12 +15,13 @@ from epd import aio as module
 from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.discovery.membership import membership
-from epd.discovery.polling import Polling, poll_load, probe_periodically
+from epd.discovery.polling import Polling, poll_metrics, probe_periodically
 from epd.edge.listening import Handshakes
 from epd.edge.protocol import EdgeServer
 from epd.errors import UpstreamUnreachable
 from epd.routing.health import HealthState
 from epd.routing.instances import Instance, Role
+from epd.routing.namespaces import Namespaces
 from epd.routing.registry import Registry
 from epd.routing.table import InstanceTable
 from epd.upstream import Upstream
@@ -147,7 +148,7 @@ async def test_an_error_in_one_poll_stops_no_other_probes(bad: str, counted: Cou
         with capture_logs() as lines:
             async with (
                 probe_periodically(table, upstream, config, counted),
-                poll_load(table, upstream, config, counted),
+                poll_metrics(table, Namespaces(table), upstream, config, counted),
             ):
                 await until(lambda: table.state(second) is HealthState.DOWN)
                 one.healthy = False

@@ -31,11 +31,6 @@ class Says:
         return web.Response(text=f"# HELP\nvllm:ec_store_namespace_info{{{labels}}} 1.0\n")
 
 
-@pytest.fixture(autouse=True)
-def _asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.routing.namespaces.INTERVAL_S", 0.05)
-
-
 @pytest.fixture
 def both(store: Store, tmp_path: Path) -> dict[str, Backed]:
     """Return the handlers of each namespace. The store has the new one registered for the model."""
@@ -56,7 +51,7 @@ async def updating(  # noqa: PLR0913 - a fleet
 ) -> AsyncIterator[Fleet]:
     """Run a fleet with old (`o`) and new (`n`) weights; each letter is an instance."""
     names = {"o": OLD, "n": NEW}
-    defaults = {"ec_store": url, "ec_store_budget_s": BUDGET_S, "load_interval_s": 60}
+    defaults = {"ec_store": url, "ec_store_budget_s": BUDGET_S, "load_interval_s": 0.05}
     numbers = {"encode": len(encode), "prefill": len(prefill), "decode": len(decode)}
     settings: dict[str, Any] = numbers | defaults | config
     async with launch(**settings) as fleet:
