@@ -11,7 +11,6 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple, Self
 
 from epd.api.body import Pieces
@@ -113,7 +112,8 @@ class Reply:
     """An answer after its head. It must be closed, or used as a context manager.
 
     The deadline of its body, `_until_s`, is on the event loop's clock; `_late` is the slug of a
-    timeout. `_release` pools the connection of a complete answer, and closes any other.
+    timeout. Each read and wait raises `UpstreamFailed` if the body was cut off, and
+    `UpstreamTimeout` if nothing was received for `idle_s` seconds.
 
     Attributes:
         status: HTTP status.
@@ -121,11 +121,11 @@ class Reply:
         ok: whether the status is a 2xx. A page of HTML is not from vLLM, whatever its status.
     """
 
+    _pool: Pool
     _connection: Connection
     _stage: Stage
     _until_s: float
     _late: str
-    _release: Callable[[], None]
     _body: bytes | None = None
     _ahead: bytes = b""
     status: int = field(init=False)
@@ -143,10 +143,11 @@ class Reply:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._release()
+        self.close()
 
     def close(self) -> None:
-        self._release()
+        """Pool the connection of a complete answer, and close any other."""
+        self._pool.give_back(self._connection)
 
     @property
     def is_stream(self) -> bool:
@@ -164,11 +165,9 @@ class Reply:
         return len(self._ahead if self._body is None else self._body)
 
     async def read(self, *, idle_s: float, limit: int = MAX_ANSWER_BYTES) -> bytes:
-        """Return the whole body. Further calls return it again.
+        """Return the whole body; raise `AnswerTooLarge` above `limit` bytes.
 
-        Raises:
-            UpstreamFailed: it is larger than `limit` bytes, or was cut off.
-            UpstreamTimeout: nothing was received for `idle_s` seconds.
+        Further calls return it again.
         """
         if self._body is not None:
             return self._body
@@ -187,10 +186,6 @@ class Reply:
         """Return the whole body. Return None after a part of a size that may not be held.
 
         `may_hold` gets the size of each part. After None, `chunk` first returns what was read.
-
-        Raises:
-            UpstreamFailed: the body was cut off.
-            UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
         answer = self._connection.answer
         if answer.complete and not self._ahead and may_hold(answer.held):
@@ -210,26 +205,14 @@ class Reply:
         return read
 
     async def wait_body(self, idle_s: float) -> None:
-        """Wait for the first byte of the body.
-
-        Raises:
-            UpstreamFailed: the connection broke.
-            UpstreamTimeout: nothing was received for `idle_s` seconds.
-        """
-        if self._connection.answer.complete or self._connection.answer.held:
-            return
+        """Wait for the first byte of the body."""
         try:
             await self._connection.wait_body(self._deadline_s(idle_s))
         except FAILURES as error:
             raise self._broken_error(error) from underlying_error(error)
 
     async def chunk(self, idle_s: float) -> bytes:
-        """Return the next received part of the body; empty at its end.
-
-        Raises:
-            UpstreamFailed: the body was cut off.
-            UpstreamTimeout: nothing was received for `idle_s` seconds.
-        """
+        """Return the next received part of the body; empty at its end."""
         if self._ahead:
             ahead, self._ahead = self._ahead, b""
             return ahead
@@ -252,12 +235,7 @@ class Reply:
     async def pour_body(self, sink: Sink, idle_s: float) -> bool:
         """Pass the body to `sink` as it is received, without waking a task, while it accepts more.
 
-        Returns:
-            Whether the body has ended.
-
-        Raises:
-            UpstreamFailed: the body was cut off.
-            UpstreamTimeout: nothing was received for `idle_s` seconds.
+        Return whether the body has ended.
         """
         if self._ahead:
             ahead, self._ahead = self._ahead, b""
@@ -323,10 +301,8 @@ class Upstream:
             UpstreamTimeout: no head was received within `head_timeout_s` seconds.
         """
         until_s = asyncio.get_running_loop().time() + head_timeout_s
-        request = _request(url, headers, body, stage)
-        connection = await self._exchange(request, stage, until_s, on_sent)
-        release = partial(self._pool.give_back, connection)
-        return Reply(connection, stage, math.inf, f"{stage}_stalled", release)
+        connection = await self._exchange(_request(url, headers, body, stage), until_s, on_sent)
+        return Reply(self._pool, connection, stage, math.inf, f"{stage}_stalled")
 
     async def fetch(
         self,
@@ -344,18 +320,12 @@ class Upstream:
             UpstreamTimeout: the answer was not complete within `timeout_s` seconds.
         """
         until_s = asyncio.get_running_loop().time() + timeout_s
-        request = _request(url, headers, body, stage)
-        connection = await self._exchange(request, stage, until_s)
-        release = partial(self._pool.give_back, connection)
-        with Reply(connection, stage, until_s, f"{stage}_timeout", release) as reply:
+        connection = await self._exchange(_request(url, headers, body, stage), until_s)
+        with Reply(self._pool, connection, stage, until_s, f"{stage}_timeout") as reply:
             return Answer(reply.status, reply.headers, await reply.read(idle_s=timeout_s))
 
     async def _exchange(
-        self,
-        request: "_Request",
-        stage: Stage,
-        until_s: float,
-        on_sent: Callable[[], None] | None = None,
+        self, request: "_Request", until_s: float, on_sent: Callable[[], None] | None = None
     ) -> Connection:
         """Send a request, and return its connection after the head of the answer.
 
@@ -364,7 +334,7 @@ class Upstream:
         answer, this says nothing about the instance. If the instance then accepts no new
         connection, it died while it had the request.
         """
-        origin = request.target.origin
+        origin, stage = request.target.origin, request.stage
         try:
             connection = self._pool.take_connection(origin) or await self._pool.connect(
                 origin, until_s
@@ -375,7 +345,7 @@ class Upstream:
                 connection.abort()
                 if not (isinstance(error, Broken) and connection.is_stale):
                     raise
-                connection = await _send_again(self._pool, request, until_s, error)
+                connection = await self._send_again(request, until_s, error)
         except FAILURES as error:
             raise stage_error(error, stage, broken=f"{stage}_failed") from underlying_error(error)
         if connection.answer.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -397,8 +367,7 @@ class Upstream:
         """
         until_s = asyncio.get_running_loop().time() + timeout_s
         try:
-            request = _request(url, {}, None, "proxy")
-            connection = await _send_on_new(self._pool, request, until_s)
+            connection = await self._send_on_new(_request(url, {}, None, "proxy"), until_s)
         except UpstreamUnreachable:
             return False
         except FAILURES as error:
@@ -409,12 +378,31 @@ class Upstream:
         connection.abort()
         return is_success(connection.answer.status)
 
+    async def _send_again(self, request: "_Request", until_s: float, broken: Broken) -> Connection:
+        try:
+            return await self._send_on_new(request, until_s)
+        except Unreachable as error:
+            if isinstance(broken, Died):
+                raise Died from underlying_error(error)
+            raise
 
-@dataclass(slots=True)
-class _Request:
+    async def _send_on_new(self, request: "_Request", until_s: float) -> Connection:
+        connection = await self._pool.connect(request.target.origin, until_s)
+        connection.reusable = False
+        try:
+            head = request.head("Connection: close\r\n")
+            await connection.send_request(head, request.body or (), until_s)
+        except BaseException:
+            connection.abort()
+            raise
+        return connection
+
+
+class _Request(NamedTuple):
     target: Target
     headers: Mapping[str, str]
     body: Pieces | None
+    stage: Stage
 
     def head(self, more: str = "") -> bytes:
         """Return the head, with additional header lines."""
@@ -424,30 +412,8 @@ class _Request:
 
 def _request(url: str, headers: Mapping[str, str], body: Pieces | None, stage: Stage) -> _Request:
     try:
-        return _Request(target_of(url), headers, body)
+        return _Request(target_of(url), headers, body, stage)
     except ValueError as error:
         raise UpstreamUnreachable(
             f"the URL of the {stage} instance is invalid", slug=f"{stage}_failed", stage=stage
         ) from error
-
-
-async def _send_again(pool: Pool, request: _Request, until_s: float, broken: Broken) -> Connection:
-    try:
-        return await _send_on_new(pool, request, until_s)
-    except Unreachable as error:
-        if isinstance(broken, Died):
-            raise Died from underlying_error(error)
-        raise
-
-
-async def _send_on_new(pool: Pool, request: _Request, until_s: float) -> Connection:
-    connection = await pool.connect(request.target.origin, until_s)
-    connection.reusable = False
-    try:
-        await connection.send_request(
-            request.head("Connection: close\r\n"), request.body or (), until_s
-        )
-    except BaseException:
-        connection.abort()
-        raise
-    return connection

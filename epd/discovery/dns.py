@@ -8,7 +8,8 @@ import dns.asyncresolver
 import dns.exception
 import dns.resolver
 
-from epd.routing.urls import is_address, name_server
+from epd.http.http1 import is_address
+from epd.routing.urls import name_server
 
 LookUp = Callable[[str], Awaitable[frozenset[str]]]
 """Returns all addresses of a name; an empty set if it has none. Raises `LookUpFailed`."""
