@@ -16,7 +16,7 @@ from epd.routing.instances import Role
 from tests.certificates import Authority
 from tests.discovery.name_server import NameServer
 from tests.requests import image, request, text
-from tests.support.fake_instance import FakeInstance, decodes, encodes
+from tests.support.fake_instance import FakeInstance, encodes
 from tests.support.fleet import Fleet, Launch, until
 
 
@@ -162,15 +162,3 @@ async def test_the_certificate_of_an_address_is_its_names(
 
         assert len(right.calls) == 4
         assert wrong.calls == []
-
-
-async def test_decode_instances_by_name(launch: Launch, server: NameServer) -> None:
-    async with FakeInstance(decodes).running() as decode:
-        port = decode.url.rpartition(":")[2]
-        server.addresses = {"d.svc": ["127.0.0.1"]}
-        names: dict[str, Any] = {
-            "discover_prefill_decode": f"d.svc:{port}",
-            "discovery_dns_server": server.address,
-        }
-        async with launch(decode=0, **names) as fleet:
-            assert (await fleet.chat(request(text())))[0] == 200

@@ -208,20 +208,6 @@ async def test_media_sent_ahead_are_found_in_every_namespace(
         assert [one["result"] for one in said["data"]] == ["encoded"]
 
 
-async def test_instances_are_not_asked_where_nothing_depends_on_it(
-    launch: Launch, url: str, both: dict[str, Backed]
-) -> None:
-    page = Says(OLD)
-    async with launch(ec_store=url, load_interval_s=0) as fleet:
-        fleet.d.metrics = page
-        fleet.e.chat, fleet.d.chat = both[NEW].encodes, both[NEW].decodes
-        await items_of(fleet, request(text(), image()))
-        await asyncio.sleep(0.5)
-
-        assert page.asked == 0
-    await written(both)
-
-
 async def test_media_keep_the_proxys_keys_after_the_local_prefill_instance_left(
     launch: Launch, url: str, both: dict[str, Backed]
 ) -> None:

@@ -40,25 +40,6 @@ class Deaths:
         return False
 
 
-def test_two_deaths_reject_and_one_does_not() -> None:
-    deaths = Deaths()
-
-    assert not deaths.die(ONE)
-    assert not deaths.rejected()
-    assert deaths.die(OTHER)
-    assert deaths.rejected()
-
-
-def test_a_fatal_item_is_rejected_in_any_request() -> None:
-    deaths = Deaths()
-    deaths.die(ONE, "cat", body="first")
-    deaths.die(OTHER, "cat", body="second")
-
-    assert deaths.rejected("cat", body="third")
-    assert not deaths.rejected("dog", body="third")
-    assert not deaths.rejected(body="first")
-
-
 @pytest.mark.parametrize(
     ("later_s", "rejected"), [(SAME_DEATH_S, False), (SAME_DEATH_S + 0.001, True)]
 )
@@ -106,14 +87,6 @@ def test_a_fatal_request_is_suspected_even_if_its_deaths_lie_far_apart() -> None
     deaths.now_s += REJECT_S + 1
     assert isinstance(deaths.ledger.final_error(error, OTHER, watched), SuspectedFatal)
     assert not deaths.rejected()
-
-
-def test_an_instance_that_leaves_does_not_die() -> None:
-    deaths = Deaths(draining={ONE, OTHER})
-
-    assert not deaths.die(ONE)
-    assert not deaths.die(OTHER)
-    assert len(deaths.ledger) == 0
 
 
 def test_the_deaths_of_a_request_are_counted_over_its_stages() -> None:
