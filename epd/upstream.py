@@ -103,7 +103,6 @@ class Answer(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the status is a 2xx."""
         return is_success(self.status)
 
 
@@ -156,7 +155,6 @@ class Reply:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole body has been read."""
         return self._body is not None
 
     @property
@@ -205,7 +203,6 @@ class Reply:
         return read
 
     async def wait_body(self, idle_s: float) -> None:
-        """Wait for the first byte of the body."""
         try:
             await self._connection.wait_body(self._deadline_s(idle_s))
         except FAILURES as error:
@@ -405,7 +402,6 @@ class _Request(NamedTuple):
     stage: Stage
 
     def head(self, more: str = "") -> bytes:
-        """Return the head, with additional header lines."""
         length = None if self.body is None else sum(map(len, self.body))
         return request_head(self.target, self.headers, length, OURS + more)
 

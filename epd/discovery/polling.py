@@ -57,7 +57,6 @@ class Polling(Generic[T]):
     )
 
     def run_polling(self) -> AbstractAsyncContextManager[None]:
-        """Ask in the background until the context exits."""
         return self.background.run_task(self.task, self._run)
 
     async def _run(self) -> None:

@@ -71,7 +71,6 @@ class Addresses:
         return len(self._known)
 
     async def close(self) -> None:
-        """Cancel all lookups, and wait for their end."""
         tasks = [known.look_up for known in self._known.values() if known.look_up is not None]
         for task in tasks:
             task.cancel()

@@ -136,7 +136,6 @@ class AnswerReader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the whole answer has been received and taken."""
         return self.complete and not self.held
 
     def feed(self, data: bytes) -> None:

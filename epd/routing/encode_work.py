@@ -106,7 +106,6 @@ class EncodeWork:
         self._until_s = now_s + EXPIRES_AFTER_S
 
     def forget_speed(self) -> None:
-        """Forget the speed: the instance has been restarted, or may have been."""
         self._ended_s = self._speed = None
         self._sums, self._until_s, self.mean_tokens = NO_SUMS, 0.0, 0.0
 

@@ -89,7 +89,6 @@ class HealthPolicy(NamedTuple):
 
     @property
     def probe_backoff_s(self) -> float:
-        """Delay of the first probe of an instance that is down, in seconds."""
         return min(PROBE_BACKOFF_S, self.probe_interval_s)
 
 

@@ -157,7 +157,6 @@ class Load(EngineLoad):
             self.ranks[rank].end_request()
 
     def expire_report(self, now_s: float) -> None:
-        """Drop a report that is too old."""
         if now_s >= self._expires_s:
             self._drop_report()
 

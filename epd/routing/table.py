@@ -115,7 +115,6 @@ class InFlight(Reservation):
         self._end_work()
 
     def _end_work(self, error: BaseException | None = None) -> None:
-        """Remove the prompt and its items from those that wait for prefill and encode."""
         if self._computed:
             self._load.cache_of(self.rank).pending -= self._computed
             self._computed = 0
@@ -164,7 +163,6 @@ class InFlight(Reservation):
         return may_have or self._health.progress_s > self._begun_s
 
     def blame_instance(self) -> None:
-        """Count the 500 of the ended request as a failure of its instance."""
         self._health.record_failure(self._clock(), begun=self._begun)
 
 
@@ -388,13 +386,11 @@ class InstanceTable:
         return Health(self._policy, self._clock(), on_change, self._jitter)
 
     def _keep_leaving(self, instance: Instance, load: Load) -> None:
-        """Keep the load of an instance outside the table while it has requests."""
         self._leaving = {old: left for old, left in self._leaving.items() if left.under_way}
         self._removed &= {old.key for old in self._leaving}
         self._leaving[instance] = load
 
     def probes_due(self) -> list[Instance]:
-        """Return the instances to probe now; each result goes to `record_probe`."""
         now_s = self._clock()
         members = self._members.values()
         return [member.instance for member in members if member.health.probe_due(now_s)]

@@ -11,7 +11,7 @@ import dns.resolver
 import pytest
 
 from epd.discovery import watching
-from epd.discovery.dns import DnsNames, DnsState, LookUpFailed
+from epd.discovery.dns import DnsNames, LookUpFailed
 from epd.routing.instances import Role
 from tests.certificates import Authority
 from tests.discovery.name_server import NameServer
@@ -116,17 +116,6 @@ async def test_membership_follows_the_name_and_survives_its_failures(
             await sees(fleet, Role.ENCODE, both)
             server.addresses = {"e.svc": ["127.0.0.2"]}
             await sees(fleet, Role.ENCODE, both - {encode.url})
-
-
-async def test_a_name_that_has_had_no_address_for_long_is_believed(
-    launch: Launch, server: NameServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watching, "DnsState", lambda: DnsState(empty_s=0.1))
-    server.addresses = {"e.svc": ["127.0.0.1"]}
-    async with discovering(launch, server, 9) as fleet:
-        await sees(fleet, Role.ENCODE, {"http://127.0.0.1:9"})
-        server.addresses = {}
-        await sees(fleet, Role.ENCODE, set())
 
 
 async def test_the_certificate_of_an_address_is_its_names(

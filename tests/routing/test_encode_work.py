@@ -10,18 +10,11 @@ from epd.routing.forecast import Forecast, encode_work_s
 from epd.routing.instances import Instance, Role
 from epd.routing.reports import Report
 from epd.routing.table import InstanceTable, Work
+from tests.support.clock import Clock
 
 E1, E2 = (Instance(Role.ENCODE, f"http://e{number}:1") for number in (1, 2))
 PD = Instance(Role.PREFILL_DECODE, "http://pd:1")
 SPEED = Speed(0.02, 0.0001)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def answer(table: InstanceTable, clock: Clock, tokens: int, seconds: float, at: Instance) -> None:

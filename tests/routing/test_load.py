@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from epd.routing.instances import Instance, Role
 from epd.routing.load import REPORT_TTL_INTERVALS, Load
 from epd.routing.reports import KVMoved, Report
-from epd.routing.table import InstanceTable
+from tests.support.clock import table_of
 
 INTERVAL_S = 1.0
 URL = "http://x:1"
@@ -209,18 +209,6 @@ def test_ranks_use_the_proxys_own_counts_if_a_report_is_missing() -> None:
     load.record_report(report(50, {0: 50, 2: 0}), 0.0, INTERVAL_S)
 
     assert [load.next_rank() for _ in range(4)] == [0, 1, 0, 1]
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def table_of(*instances: Instance) -> tuple[InstanceTable, Clock]:
-    clock = Clock()
-    return InstanceTable(instances, clock=clock), clock
 
 
 A, B = (Instance(Role.DECODE, f"http://{name}:1") for name in "ab")
