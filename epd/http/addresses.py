@@ -113,10 +113,8 @@ class Addresses:
         """Look up a host. A failure is raised only if there are no addresses to use."""
         try:
             async with self._at_once:
-                found = await self._look_up(host)
-            if not found:
-                raise socket.gaierror(socket.EAI_NONAME, "the host has no address")
-            known.addresses, known.missing_s = deque(found), math.inf
+                known.addresses = deque(await self._look_up(host))
+            known.missing_s = math.inf
             if known.failing:
                 known.failing = False
                 structlog.get_logger("epd").info("name lookup works again", host=host[0])

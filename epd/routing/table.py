@@ -191,18 +191,17 @@ class InstanceTable:
         *,
         on_change: Callable[[Instance, HealthState, str], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] | None = None,
     ) -> None:
         """Create the table with all instances healthy.
 
         `on_change` gets the new state of an instance, and the cause of `EJECTED` and `DOWN`.
-        `clock` is monotonic, in seconds. `jitter` returns a number from 0 to 1 for the jitter of
-        probes; None for a generator of the table's own.
+        `clock` is monotonic, in seconds.
         """
         self._policy = policy
         self._on_change = on_change
         self._clock = clock
-        self._jitter = jitter or random.Random().random  # noqa: S311 - no secret
+        # A generator of its own: other code in the process may seed the module's one.
+        self._jitter = random.Random().random  # noqa: S311 - no secret
         self._by_role: dict[Role, list[Candidate]] = {role: [] for role in Role}
         self._members: dict[tuple[Role, str], Candidate] = {}
         self._leaving: dict[Instance, Load] = {}
@@ -241,9 +240,7 @@ class InstanceTable:
 
     def remove(self, instance: Instance) -> None:
         """Remove an instance: it gets no new requests. Requests in progress continue."""
-        candidate = self._members.pop(instance.key, None)
-        if candidate is None:
-            return
+        candidate = self._members.pop(instance.key)
         candidates = self._by_role[instance.role]
         candidates.remove(candidate)
         if not candidates:

@@ -136,16 +136,6 @@ def test_no_request_from_here_is_counted_twice_and_none_is_left_out(
     assert load.pressure == load.value / load.share
 
 
-def test_a_rank_that_begins_more_while_it_is_asked_is_not_counted_twice() -> None:
-    load = Load(URL, ranks=2)
-    load.report_due(0.0, INTERVAL_S)
-    load.begin_request(1)
-    load.record_report(report(2, {0: 1, 1: 1}), 0.0, INTERVAL_S)
-
-    # One each: rank 0's is from elsewhere.
-    assert [load.next_rank() for _ in range(4)] == [0, 1, 0, 1]
-
-
 @given(st.integers(1, 8), st.lists(st.booleans(), max_size=60))
 def test_ranks_are_loaded_evenly(count: int, steps: list[bool]) -> None:
     load, running = Load(URL, ranks=count), list[int]()
