@@ -3,9 +3,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
 from traceback import extract_tb
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 
@@ -28,14 +27,22 @@ TICK_S = 0.25
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Polling(Generic[T]):
-    """Periodic request to all instances, each in a separate task.
+def poll_instances(  # noqa: PLR0913 - its callbacks
+    task: str,
+    due: Callable[[], Iterable[Instance]],
+    ask: Callable[[Instance], Awaitable[T | None]],
+    tell: Callable[[Instance, T | None], None],
+    background: Background,
+    *,
+    unexpected: T | None = None,
+    tick_s: float = TICK_S,
+) -> AbstractAsyncContextManager[None]:
+    """Ask instances in the background until the context exits, each in a separate task.
 
     An unexpected exception costs the instance one answer and does not affect the others. Each one
     is counted. It is logged with its traceback once for each instance and cause.
 
-    Attributes:
+    Args:
         task: name in the log and in the metric of background tasks.
         due: returns the instances to ask now. Each answer goes to `tell`, exactly once.
         ask: asks one instance. It handles the expected errors.
@@ -44,53 +51,38 @@ class Polling(Generic[T]):
         unexpected: answer to record for an instance if `ask` raises.
         tick_s: interval in which `due` is called, in seconds.
     """
+    causes: BoundedDict[Instance, tuple[str, str, int | None]] = BoundedDict(MAX_FAULTS)
 
-    task: str
-    due: Callable[[], Iterable[Instance]]
-    ask: Callable[[Instance], Awaitable[T | None]]
-    tell: Callable[[Instance, T | None], None]
-    background: Background
-    unexpected: T | None = None
-    tick_s: float = TICK_S
-    _faults: BoundedDict[Instance, tuple[str, str, int | None]] = field(
-        default_factory=lambda: BoundedDict(MAX_FAULTS)
-    )
-
-    def run_polling(self) -> AbstractAsyncContextManager[None]:
-        return self.background.run_task(self.task, self._run)
-
-    async def _run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            while True:
-                for instance in self.due():
-                    group.create_task(self._ask(instance))
-                await asyncio.sleep(self.tick_s)
-
-    async def _ask(self, instance: Instance) -> None:
+    async def ask_one(instance: Instance) -> None:
         answer: T | None = None
         try:
-            answer = await self.ask(instance)
-            self._faults.pop(instance, None)
+            answer = await ask(instance)
+            causes.pop(instance, None)
         except Exception as error:  # noqa: BLE001 - every exception is logged and counted
-            answer = self.unexpected
-            self._log_exception(instance, error)
+            answer = unexpected
+            background.count_exception(task)
+            raised = extract_tb(error.__traceback__)[-1]
+            cause = type(error).__name__, raised.filename, raised.lineno  # its message may vary
+            if causes.get(instance) != cause:
+                causes[instance] = cause
+                structlog.get_logger("epd").error(
+                    "asking an instance failed unexpectedly",
+                    task=task,
+                    instance=instance.url,
+                    role=instance.role,
+                    exc_info=error,
+                )
         finally:  # after a cancellation too: an instance without an answer is never due again
-            self.tell(instance, answer)
+            tell(instance, answer)
 
-    def _log_exception(self, instance: Instance, error: Exception) -> None:
-        self.background.count_exception(self.task)
-        raised = extract_tb(error.__traceback__)[-1]
-        cause = type(error).__name__, raised.filename, raised.lineno  # its message may vary
-        if self._faults.get(instance) == cause:
-            return
-        self._faults[instance] = cause
-        structlog.get_logger("epd").error(
-            "asking an instance failed unexpectedly",
-            task=self.task,
-            instance=instance.url,
-            role=instance.role,
-            exc_info=error,
-        )
+    async def run() -> None:
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for instance in due():
+                    group.create_task(ask_one(instance))
+                await asyncio.sleep(tick_s)
+
+    return background.run_task(task, run)
 
 
 def probe_periodically(
@@ -111,9 +103,9 @@ def probe_periodically(
     def record_probe(instance: Instance, well: bool | None) -> None:
         table.record_probe(instance, well=well)
 
-    return Polling(
+    return poll_instances(
         "probes", table.probes_due, probe, record_probe, background, unexpected=False
-    ).run_polling()
+    )
 
 
 MAX_PAGE_BYTES = 4 * 1024**2
@@ -160,9 +152,9 @@ def poll_metrics(  # noqa: PLR0913, PLR0917 - its collaborators
             namespaces.record_writes(instance, writes=page.writes_outputs)
 
     tick_s = min(interval_s / 8, TICK_S)
-    return Polling(
+    return poll_instances(
         "reports", due_instances, ask_page, record_page, background, tick_s=tick_s
-    ).run_polling()
+    )
 
 
 async def _page(instance: Instance, upstream: Upstream, timeout_s: float) -> bytes | None:

@@ -15,7 +15,7 @@ from epd import aio as module
 from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.discovery.membership import membership
-from epd.discovery.polling import Polling, poll_metrics, probe_periodically
+from epd.discovery.polling import poll_instances, poll_metrics, probe_periodically
 from epd.edge.listening import Handshakes
 from epd.edge.protocol import EdgeServer
 from epd.errors import UpstreamUnreachable
@@ -179,7 +179,7 @@ async def test_each_cause_of_an_instance_is_logged_once_until_it_answers(counted
             raise kind(str(len(told)))  # the message differs each time
         return "well"
 
-    polling = Polling(
+    polling = poll_instances(
         "questions",
         lambda: instances,
         ask,
@@ -189,7 +189,7 @@ async def test_each_cause_of_an_instance_is_logged_once_until_it_answers(counted
         tick_s=0.001,
     )
     with capture_logs() as lines:
-        async with polling.run_polling():
+        async with polling:
             await until(lambda: len(told) >= 16)
 
     kinds = [type(line["exc_info"]).__name__ for line in lines]
@@ -224,9 +224,11 @@ async def test_instances_are_polled_again_after_a_callback_raised(
         if len(told) == 1:
             raise LookupError
 
-    polling = Polling("questions", give_out, ask, tell, counted, "raised", 0.001)
+    polling = poll_instances(
+        "questions", give_out, ask, tell, counted, unexpected="raised", tick_s=0.001
+    )
     with capture_logs():
-        async with polling.run_polling():
+        async with polling:
             await until(lambda: ("http://a", "well") in told)
 
     assert told[:2] == [("http://b", "well"), ("http://a", None)]
