@@ -36,6 +36,11 @@ OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 MAX_ANSWER_BYTES = 16 * 1024**2
 """Maximum size of an answer of an encode or prefill instance, and of an error."""
 
+KEEP_ALIVE_S = 2.0
+"""Time for which an idle connection is pooled: under half of vLLM's
+(`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that the proxy does not reuse one that vLLM has just
+closed."""
+
 OURS = f"User-Agent: epd/{__version__}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
 """Headers of every request."""
 
@@ -266,7 +271,7 @@ class Upstream:
 
         It verifies instances by `tls`, or else by the system's CAs.
         """
-        pool = Pool(tls or upstream_context(None))
+        pool = Pool(tls or upstream_context(None), keep_alive_s=KEEP_ALIVE_S)
         try:
             yield cls(pool)
         finally:

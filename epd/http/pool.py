@@ -14,11 +14,6 @@ from epd.http.http1 import Origin, target_of
 CONNECT_TIMEOUT_S = 2.0
 """Maximum time of a connect to an instance, in seconds."""
 
-KEEP_ALIVE_S = 2.0
-"""Time for which an idle connection is pooled: under half of vLLM's
-(`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`, 5 s), so that the proxy does not reuse one that vLLM has just
-closed."""
-
 LAST_LOOK_S = 0.05
 """Time for which a connect may take longer than its timeout, in seconds."""
 
@@ -30,8 +25,8 @@ class Pool:
         self,
         tls: ssl.SSLContext,
         *,
+        keep_alive_s: float,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         """Start without connections; an idle one is closed after `keep_alive_s` seconds.
 

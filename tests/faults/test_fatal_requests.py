@@ -85,6 +85,16 @@ async def test_a_fatal_text_reaches_two_instances(
         assert sent(fleet.instances) == 2
 
 
+async def test_the_second_try_of_an_item_is_another_encode_instance(launch: Launch) -> None:
+    async with launch(encode=2, encode_balance="round_robin") as fleet:
+        killed_by(drops, fleet.encode[0])
+        async with fleet.post(request(image())) as reply:
+            assert reply.status == 200
+            assert reply.headers["x-epd-items"] == "hit=0,encoded=1,local=0"
+
+        assert [len(instance.calls) for instance in fleet.encode] == [1, 1]
+
+
 async def test_an_item_goes_to_decode_after_the_only_encode_instance(launch: Launch) -> None:
     async with launch() as fleet:
         killed_by(drops, fleet.e)
@@ -119,6 +129,16 @@ async def test_a_fatal_item_is_rejected_in_every_request(launch: Launch) -> None
 
         assert await outcome(fleet, request(text("who?"), image(b"poison"))) == KILLED
         assert await outcome(fleet, request(text("what?"), image(b"other"))) == (200, None)
+
+
+async def test_a_fatal_text_is_rejected_and_no_other(launch: Launch) -> None:
+    async with launch(decode=3) as fleet:
+        killed_by(drops, *fleet.decode)
+        await outcome(fleet, request(text("poison")))
+        killed_by(decodes, *fleet.decode)
+
+        assert await outcome(fleet, request(text("poison"))) == KILLED
+        assert await outcome(fleet, request(text("other"))) == (200, None)
 
 
 async def test_a_request_without_a_second_encode_instance_is_rejected_for_its_item(
@@ -163,25 +183,21 @@ async def test_a_client_that_leaves_after_a_death_has_one_more(launch: Launch) -
         assert sent(fleet.encode) == 3  # one that hung did not die
 
 
-DEAD_EVENT = f'data: {{"error": {{"message": "{ENGINE_DEAD}", "code": 500}}}}\n\n'.encode()
-
-
 @pytest.mark.parametrize(
-    "events",
-    [[chunk("a")], [chunk("a"), DEAD_EVENT], [DEAD_EVENT, b"data: [DONE]\n\n"]],
-    ids=["ends", "names its death", "names its death at once"],
+    "ending", [None, f'data: {{"error": {{"message": "{ENGINE_DEAD}", "code": 500}}}}\n\n']
 )
 async def test_a_request_is_rejected_after_two_instances_died_in_its_streams(
-    launch: Launch, events: list[bytes]
+    launch: Launch, ending: str | None
 ) -> None:
     async def dies(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
-        for event in events:
-            await stream.write(event)
-        if DEAD_EVENT not in events:
+        await stream.write(chunk("a"))
+        if ending is None:
             assert request.transport is not None
             request.transport.abort()
+        else:
+            await stream.write(ending.encode())
         return stream
 
     async with launch(decode=3, decode_balance="round_robin") as fleet:
@@ -416,6 +432,25 @@ async def test_one_death_fails_no_request_of_many_items(
             connection.abort()
 
         assert await waiting == (200, None)
+
+
+async def test_an_engine_error_in_a_stream_counts_as_a_death(launch: Launch) -> None:
+    """In vLLM, a dead engine sends an error event and ends the stream."""
+    error = f'data: {{"error": {{"message": "{ENGINE_DEAD}", "code": 500}}}}\n\n'
+
+    async def dies(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        await stream.write(error.encode() + b"data: [DONE]\n\n")
+        return stream
+
+    async with launch(decode=4, decode_balance="round_robin") as fleet:
+        killed_by(dies, *fleet.decode)
+        body = request(text(), stream=True)
+        ended = [await outcome(fleet, body) for _ in range(3)]
+
+        assert ended == [(200, None), (200, None), KILLED]
+        assert sent(fleet.decode) == 2
 
 
 async def test_instances_that_are_down_die_too(launch: Launch) -> None:

@@ -13,6 +13,7 @@ from tests.support.fake_instance import (
     FakeInstance,
     Handler,
     chunk,
+    encodes,
     hangs,
     refuses,
     streams_then,
@@ -358,6 +359,28 @@ async def test_a_disconnected_client_cancels_its_upstream_requests(
         assert [event.status for event in fleet.events.requests] == [499]
         left = [event for event in fleet.events.stages if event.stage == role]
         assert {event.error for event in left} == {"cancelled"}
+
+
+@pytest.mark.fault(45)
+async def test_a_client_that_leaves_in_the_stream_cancels_decode(launch: Launch) -> None:
+    async with launch() as fleet:
+        fleet.d.chat = streams_then(chunk("a"), then=hangs)
+        async with fleet.post(request(text(), stream=True)) as reply:
+            await reply.content.readany()
+            reply.close()
+        await until(lambda: fleet.d.aborted)
+
+        await until(lambda: fleet.events.requests)
+        assert [event.status for event in fleet.events.requests] == [499]
+
+
+async def test_the_proxy_serves_on_after_failures(launch: Launch) -> None:
+    async with launch(encode_timeout_s=1) as fleet:
+        for fault in (crashes, answers_nothing, hangs, encodes):
+            fleet.e.chat = fault
+            status, _ = await fleet.chat(request(image()))
+
+        assert status == 200
 
 
 # Invalid requests

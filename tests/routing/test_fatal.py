@@ -40,6 +40,16 @@ class Deaths:
         return False
 
 
+def test_a_fatal_item_is_rejected_in_any_request() -> None:
+    deaths = Deaths()
+    deaths.die(ONE, "cat", body="first")
+    deaths.die(OTHER, "cat", body="second")
+
+    assert deaths.rejected("cat", body="third")
+    assert not deaths.rejected("dog", body="third")
+    assert not deaths.rejected(body="first")
+
+
 @pytest.mark.parametrize(
     ("later_s", "rejected"), [(SAME_DEATH_S, False), (SAME_DEATH_S + 0.001, True)]
 )

@@ -26,7 +26,7 @@ from epd.tools.doctor.store import ARRIVES_S, read_store
 from epd.tools.doctor.trials import COUNTED_S, READ_S, TrialOutput, Trials
 from epd.transfer.encoded import OutputFacts
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
-from epd.upstream import Upstream
+from epd.upstream import KEEP_ALIVE_S, Upstream
 
 First = TypeVar("First")
 Second = TypeVar("Second")
@@ -141,7 +141,7 @@ async def examine(
     """Return all findings; with `requests`, send the instances small ones of one output token."""
     waits = waits or Waits()
     sources = await read_sources(config)
-    pool = Pool(upstream_context(config.upstream_ca_file))
+    pool = Pool(upstream_context(config.upstream_ca_file), keep_alive_s=KEEP_ALIVE_S)
     pool.verify_as(sources.names)
     try:
         reader = InstanceReader(pool, headers_of(config), config.health_timeout_s, waits.idle_s)

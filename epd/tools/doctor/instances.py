@@ -11,13 +11,13 @@ from typing import Any
 from epd.errors import ProxyError
 from epd.http.connection import Broken, Unreachable
 from epd.http.http1 import request_head, target_of
-from epd.http.pool import KEEP_ALIVE_S, Pool
+from epd.http.pool import Pool
 from epd.json_or_none import json_or_none
 from epd.kv_events.addresses import EventSource, event_sources
 from epd.routing.instances import Instance
 from epd.routing.reports import read_namespaces
 from epd.tools.doctor.facts import InstanceFacts, ModelFacts, Trial, read_preparation
-from epd.upstream import Answer, Upstream, underlying_error
+from epd.upstream import KEEP_ALIVE_S, Answer, Upstream, underlying_error
 
 IDLE_S = KEEP_ALIVE_S + 0.5
 """Time for which an instance must keep an idle connection: a little longer than the proxy does."""

@@ -19,7 +19,6 @@ from aiohttp import web
 from pydantic import SecretStr
 
 from epd.edge.access import is_loopback
-from epd.http.pool import KEEP_ALIVE_S
 from epd.parser import Commands, Parser
 from epd.tools.observe.counting import Counter, Traffic
 from epd.tools.observe.entry_sizes import EntrySizes, entry_sizes
@@ -27,6 +26,7 @@ from epd.tools.observe.relay import Relay, Server, drop_added_headers
 from epd.tools.observe.report import GIB, as_markdown
 from epd.tools.observe.reuse import ReuseDistances
 from epd.tools.up.model_config import config_path, read_config
+from epd.upstream import KEEP_ALIVE_S
 
 KEYS = ("EPD_ADMIN_API_KEY", "ADMIN_API_KEY")
 """Environment variables with the admin key, the same as for `epd serve`."""
