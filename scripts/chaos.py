@@ -52,14 +52,10 @@ PROXY_FLAGS = {
     "--idle-timeout-s": 8,
     "--request-timeout-s": 40,
     "--suspect-s": 2,
-    "--connect-timeout-s": 2,
     "--ec-store-budget-s": 0.5,
     "--max-body-bytes": MAX_BODY_BYTES,
     "--eject-s": 2,
-    "--eject-max-s": 8,
     "--probe-interval-s": 1,
-    "--probe-backoff-s": 0.5,
-    "--probe-backoff-max-s": 4,
     "--health-timeout-s": 2,
 }
 """Deadlines short enough to end a fault, and long enough for a busy machine; ejections are short.

@@ -291,19 +291,3 @@ async def test_a_failed_run_is_not_shared_with_requests_that_joined_it() -> None
         await first
     assert await asyncio.gather(*others) == [1] * 5
     assert runs == [0, 1]
-
-
-async def test_a_failed_flight_fails_all_its_callers_and_runs_once() -> None:
-    flights: Flights[str, int] = Flights()
-    runs: list[int] = []
-
-    async def run() -> int:
-        runs.append(1)
-        await asyncio.sleep(0)
-        raise ProxyError("no")
-
-    waiting = [asyncio.create_task(flights.try_join("key", run)) for _ in range(5)]
-    failures = await asyncio.gather(*waiting, return_exceptions=True)
-
-    assert [type(failure) for failure in failures] == [ProxyError] * 5
-    assert len(runs) == 2

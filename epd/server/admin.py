@@ -36,6 +36,9 @@ STAGE: Mapping[Role, Stage] = {role: stage for stage, roles in CLUSTERS.values()
 
 MODELS_TRIES = 2
 """Upper bound of the decode instances that one `/v1/models` request tries."""
+PROFILE_TIMEOUT_S = 300.0
+"""Maximum time for an instance's response to `/start_profile` and `/stop_profile`."""
+
 KEPT_S = 1.0
 """Lifetime of a cached `GET /health`, in seconds. It needs no key: without this cache, each request
 for it would open a connection to every instance."""
@@ -190,8 +193,7 @@ class Admin:
         Raises:
             RequestRefused: no instance has a profiler (503).
         """
-        timeout_s = self._config.profile_timeout_s
-        results = await self._ask_all(f"/{command}_profile", timeout_s, headers, (body,))
+        results = await self._ask_all(f"/{command}_profile", PROFILE_TIMEOUT_S, headers, (body,))
         missing = HTTPStatus.NOT_FOUND
         if all(
             isinstance(result, Answer) and result.status == missing for result in results.values()

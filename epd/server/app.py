@@ -19,7 +19,7 @@ from epd.config import ProxyConfig
 from epd.config.proxy_config import make_checked_policies
 from epd.conversations.conversations import Conversations
 from epd.discovery.membership import membership
-from epd.discovery.polling import asking_namespaces, poll_load, probe_periodically
+from epd.discovery.polling import poll_metrics, probe_periodically
 from epd.edge.access import Access
 from epd.edge.admission import Admission
 from epd.edge.drain import DRAIN, Drain
@@ -170,7 +170,7 @@ async def build_components(
     async with (
         tracing(config) as tracer,  # closed last: it exports the spans of the other closes
         watched(app[METRICS].loop_lag, background),
-        Upstream.connect(config.connect_timeout_s, tls=files.upstream_tls) as upstream,
+        Upstream.connect(files.upstream_tls) as upstream,
         MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
         nullcontext()
         if config.ec_store is None
@@ -184,8 +184,9 @@ async def build_components(
             None if slot is None else slot.shared.sources,
         ) as registrations,
         probe_periodically(table, upstream, config, background),
-        poll_load(table, upstream, config, background, lambda: policies.compares_costs),
-        asking_namespaces(namespaces, upstream, config, background),
+        poll_metrics(
+            table, namespaces, upstream, config, background, lambda: policies.compares_costs
+        ),
         _kv_events(table, config, background) as event_counts,
         aclosing(
             Releases(

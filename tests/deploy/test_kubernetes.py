@@ -12,6 +12,7 @@ import yaml
 
 from ec_store import Entry, EntryKey, open_store
 from epd.config.flags import Settings
+from epd.discovery.watching import LOOK_UP_S
 from epd.routing.instances import Instance, Role
 from epd.server.app import openapi_document
 from epd.version import __version__
@@ -146,15 +147,12 @@ def test_the_proxy_looks_up_the_service_of_every_stage(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_terminating_engine_leaves_dns_before_it_refuses_requests(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = environment(monkeypatch, "0123456789abcdef" * 2)
+def test_a_terminating_engine_leaves_dns_before_it_refuses_requests(name: str) -> None:
     pod, engine = WORKLOADS[name]["spec"]["template"]["spec"], container(name)
     waits_s = int(engine["lifecycle"]["preStop"]["exec"]["command"][1])
     [ends_s] = [int(it.partition("=")[2]) for it in engine["args"] if "--shutdown-timeout" in it]
 
-    assert waits_s > 2 * config.discovery_interval_s
+    assert waits_s > 2 * LOOK_UP_S
     assert pod["terminationGracePeriodSeconds"] > waits_s + ends_s
 
 

@@ -328,7 +328,7 @@ async def test_unreachable_encode_instances_end_in_a_local_encode_or_503(launch:
 
 @pytest.mark.fault(14)
 async def test_an_encode_instance_that_recovers_serves_again(launch: Launch) -> None:
-    fast: Any = {"probe_interval_s": 0.2, "probe_backoff_s": 0.2, "probe_backoff_max_s": 0.2}
+    fast: Any = {"probe_interval_s": 0.2}
     async with launch(encode=2, encode_balance="round_robin", eject_after=2, **fast) as fleet:
         await until(lambda: fleet.encode[0].probes)
         fleet.encode[0].healthy = False
@@ -352,7 +352,7 @@ async def test_an_instance_gets_one_request_at_a_time_after_an_outage_and_its_sh
     launch: Launch, *, starts: bool, at_once: int
 ) -> None:
     go_on = asyncio.Event()
-    fast: Any = {"probe_interval_s": 0.2, "probe_backoff_s": 0.2, "probe_backoff_max_s": 0.2}
+    fast: Any = {"probe_interval_s": 0.2}
 
     async def waits(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await go_on.wait()

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -624,21 +623,6 @@ async def test_a_request_in_quarantine_is_not_prefilled_again_while_its_decode_i
         assert await outcome(fleet, request(text("apples" * 900))) == KILLED
 
         assert sent(fleet.prefill) == before + 1
-
-
-async def test_other_tenants_are_not_affected_by_a_request_that_varies(
-    launch: Launch, keys: Path
-) -> None:
-    async with launch(decode=8, decode_balance="round_robin", api_keys_file=keys) as fleet:
-        poisoned(*fleet.decode)
-        for number in range(8):
-            sent_by_alice = request(text(f"poison {number}"))
-            assert await outcome(fleet, sent_by_alice, bearer(ALICE)) == KILLED
-        for number in range(8):
-            sent_by_bob = request(text(f"apples {number}"))
-            assert await outcome(fleet, sent_by_bob, bearer(BOB)) == (200, None)
-
-        assert len(serving(fleet, "apples")) >= 5
 
 
 async def test_requests_in_quarantine_are_served_one_at_a_time_until_their_kind_is_proven(

@@ -57,11 +57,6 @@ class Page:
         )
 
 
-@pytest.fixture(autouse=True)
-def _asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.routing.namespaces.INTERVAL_S", 0.05)
-
-
 @pytest.fixture
 def both(store: Store, tmp_path: Path) -> Both:
     """Return handlers on the store. Its namespace is registered for the model."""
@@ -74,7 +69,7 @@ async def running(
     launch: Launch, both: Both, url: str, *, writes: bool = True, prefill: int = 0, **config: Any
 ) -> AsyncIterator[Fleet]:
     defaults: dict[str, Any] = {"ec_store": url, "ec_store_budget_s": BUDGET_S}
-    async with launch(prefill=prefill, load_interval_s=60, **defaults | config) as fleet:
+    async with launch(prefill=prefill, load_interval_s=0.05, **defaults | config) as fleet:
         for one in fleet.encode:
             one.chat = both.encodes
         pages = []

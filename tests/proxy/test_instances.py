@@ -148,22 +148,6 @@ async def test_calls_of_vllms_example_get_its_answers(launch: Launch) -> None:
             assert (await unregister(fleet, "http://e0:8000", headers))[0] == 403
 
 
-@pytest.mark.parametrize("split", [Role.PREFILL, Role.DECODE])
-@pytest.mark.parametrize("combined_first", [False, True])
-async def test_topologies_are_not_mixed(launch: Launch, split: Role, combined_first: bool) -> None:
-    roles = [Role.PREFILL_DECODE, split] if combined_first else [split, Role.PREFILL_DECODE]
-    first, second = (
-        {"role": role, "url": f"http://127.0.0.{number}:9"} for number, role in enumerate(roles, 1)
-    )
-    async with empty(launch) as fleet:
-        assert (await register(fleet, first))[0] == 200
-        status, said = await register(fleet, second)
-        assert status == 409
-        assert first["url"] in said["error"]["message"]
-        assert await unregister(fleet, first["url"]) == (200, {"removed": True})
-        assert (await register(fleet, second))[0] == 200
-
-
 async def test_a_role_is_changed_by_taking_the_registration_back(launch: Launch) -> None:
     async with empty(launch) as fleet:
         assert (await register(fleet, {"role": "encode", "url": "http://x:1"}))[0] == 200
@@ -314,7 +298,7 @@ async def test_a_removed_instance_completes_its_requests_and_gets_no_more(
 
 async def test_an_unhealthy_instance_is_listed_as_evicted_until_it_recovers(launch: Launch) -> None:
     async with (
-        empty(launch, probe_interval_s=0.05, probe_backoff_s=0.05) as fleet,
+        empty(launch, probe_interval_s=0.05) as fleet,
         taking_part(fleet, Role.ENCODE) as encode,
     ):
         encode.healthy = False

@@ -12,7 +12,6 @@ from epd.config.fields import (
     DnsServer,
     HostPatterns,
     RegistrationStore,
-    Seconds,
     Services,
     Urls,
     Weights,
@@ -76,8 +75,6 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     """DNS names of decode instances, as for --discover-encode"""
     discover_prefill_decode: Services = ()
     """DNS names of instances that prefill and decode, as for --discover-encode"""
-    discovery_interval_s: Seconds = 5.0
-    """seconds between two lookups of a DNS name (--discover-...)"""
     discovery_dns_server: DnsServer = None
     """address or address:port of the DNS server; default: the system's"""
 

@@ -45,8 +45,6 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """maximum time of a request in the queue, in seconds; then it gets 503"""
     body_timeout_s: Seconds = 60.0
     """maximum time for a request's body to arrive, in seconds; then it gets 408"""
-    connect_timeout_s: Seconds = 2.0
-    """maximum time to connect to an instance, in seconds"""
     media_timeout_s: Seconds = 30.0
     """maximum time for the proxy to fetch one media item, in seconds, and before it to wait for one
     of the 64 downloads of a process; then the request gets 503"""
@@ -72,18 +70,13 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     health_timeout_s: Seconds = 5.0
     """maximum time for an instance's response to /health and /v1/models, in seconds"""
     probe_interval_s: Seconds = 5.0
-    """seconds between two probes (GET /health) of an instance that is up; each delay between probes
-    varies by up to a tenth, to spread the probes of several instances"""
-    probe_backoff_s: Seconds = 1.0
-    """seconds until an instance that is down is probed again; doubled each time"""
-    probe_backoff_max_s: Seconds = 30.0
-    """maximum of --probe-backoff-s after doubling, in seconds"""
+    """seconds between two probes (GET /health) of an instance that is up; one that is down is
+    probed after 1 s, then after twice as long each time, up to six intervals. Each delay varies by
+    up to a tenth, to spread the probes of several instances"""
     eject_after: int = Field(default=5, ge=1)
     """failures in a row after which an instance is ejected"""
     eject_s: Seconds = 30.0
-    """seconds of an ejection, times the number of the instance's recent ejections"""
-    eject_max_s: Seconds = 300.0
-    """maximum of an ejection, in seconds"""
+    """seconds of an ejection, times the number of the instance's recent ejections, at most ten"""
     suspect_s: SecondsOrNone = 300.0
     """seconds for which a request, or one with the same media, is rejected after two instances died
     while they served it (503 suspected_fatal), and within which three deaths put a tenant's
@@ -93,8 +86,6 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     connections"""
     drain_timeout_s: SecondsOrNone = 300.0
     """seconds after --drain-delay-s until requests that still run are cancelled"""
-    profile_timeout_s: Seconds = 300.0
-    """maximum time for an instance's response to /start_profile and /stop_profile, in seconds"""
 
     @property
     def health(self) -> HealthPolicy:

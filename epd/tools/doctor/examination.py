@@ -141,11 +141,7 @@ async def examine(
     """Return all findings; with `requests`, send the instances small ones of one output token."""
     waits = waits or Waits()
     sources = await read_sources(config)
-    pool = Pool(
-        upstream_context(config.upstream_ca_file),
-        connect_timeout_s=config.connect_timeout_s,
-        keep_alive_s=KEEP_ALIVE_S,
-    )
+    pool = Pool(upstream_context(config.upstream_ca_file), keep_alive_s=KEEP_ALIVE_S)
     pool.verify_as(sources.names)
     try:
         reader = InstanceReader(pool, headers_of(config), config.health_timeout_s, waits.idle_s)
