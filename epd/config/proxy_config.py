@@ -5,8 +5,7 @@ from typing import Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from ec_store.urls import check_url
-from epd.config.fields import flag_of
+from epd.config.fields import check_named_once, flag_of
 from epd.config.sections import ConfigFields
 from epd.config.sections.instances import ENCODE_SOURCES
 from epd.policies.registry import Active, activate, check_suited
@@ -20,11 +19,6 @@ class ProxyConfig(ConfigFields):
     Each field is a flag of `epd serve` and an environment variable `EPD_<FIELD>`. Its description
     is the flag's help.
     """
-
-    @field_validator("ec_store")
-    @classmethod
-    def _check_store(cls, url: str | None) -> str | None:
-        return url and check_url(url)
 
     @model_validator(mode="after")
     def _check_ec_transfer(self) -> Self:
@@ -156,9 +150,10 @@ class ProxyConfig(ConfigFields):
 
 def _check_apart(flags: str, addresses: Sequence[str]) -> None:
     """Raise an error for an address of two instances: one would get the other's data."""
-    for address in addresses:
-        if address and addresses.count(address) > 1:  # empty: the instance needs no address
-            raise ValueError(f"{flags}: {address!r} is named twice")
+    try:
+        check_named_once(addresses)
+    except ValueError as error:
+        raise ValueError(f"{flags}: {error}") from None
 
 
 def active_policies(config: ConfigFields, policies: Sequence[str]) -> tuple[Active, ...]:

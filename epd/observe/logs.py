@@ -332,8 +332,6 @@ class LogObserver:
             fields["kv_wait_s"] = round(event.kv_wait_s, 4)
 
     def _add_names(self, fields: Fields, event: RequestRecord) -> None:
-        if self._config.log_tenants and event.tenant:
-            fields["tenant"] = event.tenant
         fields["request_id"] = event.request_id
         if event.engine_id != event.request_id:
             fields["engine_id"] = event.engine_id

@@ -13,7 +13,8 @@ import yaml
 
 from ec_store.__main__ import make_parser
 from ec_store.arena.url import arena_options
-from epd.config.flags import Settings
+from epd.config.flags import FIELDS
+from epd.config.load import load as load_config
 from tests.deploy.tools import DEPLOY, load, load_all
 from tests.support.fleet import Fleet, Launch
 from tests.support.redis_server import binary
@@ -74,11 +75,11 @@ def filled(value: object) -> str:
 
 
 def test_the_proxy_takes_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {f"EPD_{name.upper()}" for name in Settings.model_fields}
+    known = {f"EPD_{name.upper()}" for name in FIELDS}
     for name, value in SERVICES["proxy"]["environment"].items():
         assert name in known | {"OPENAI_API_KEY", "EC_STORE_REDIS_PASSWORD"}
         monkeypatch.setenv(name, filled(value))
-    config = Settings()
+    config = load_config({}).config
 
     assert config.prefill_servers_urls == ()
     assert config.admin_api_key is not None
@@ -177,9 +178,7 @@ def test_prometheus_key_is_mounted_where_its_configuration_reads_it() -> None:
 
     assert path.parent == Path("/run/secrets")
     assert SERVICES["prometheus"]["secrets"] == [path.name]
-    assert proxy["static_configs"] == [
-        {"targets": [f"proxy:{Settings.model_fields['port'].default}"]}
-    ]
+    assert proxy["static_configs"] == [{"targets": [f"proxy:{FIELDS['port'].default}"]}]
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -422,14 +422,6 @@ async def test_after_its_time_a_conversation_is_computed(launch: Launch) -> None
         assert await health(fleet) == {"kept": 0, "evicted": 2}
 
 
-async def test_conversations_above_the_limit_are_evicted_and_counted(launch: Launch) -> None:
-    turns = Turns()
-    async with talking(launch, turns, max_conversations=2) as fleet:
-        for number in range(3):
-            await Talk(fleet, name=str(number)).ask(LONG)
-        assert await health(fleet) == {"kept": 2, "evicted": 1}
-
-
 async def test_a_decode_instance_that_went_down_takes_its_conversations_along(
     launch: Launch,
 ) -> None:

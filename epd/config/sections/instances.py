@@ -5,7 +5,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from epd.config.fields import (
     Addresses,
@@ -13,6 +13,7 @@ from epd.config.fields import (
     HostPatterns,
     RegistrationStore,
     Seconds,
+    Section,
     Services,
     Urls,
     Weights,
@@ -30,7 +31,7 @@ ENCODE_SOURCES = (
 """Fields that name encode instances, or allow them to join later."""
 
 
-class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class InstanceSettings(Section):
     """Fields for the instances, with their validation and the instances that they name."""
 
     encode_servers_urls: Urls = ()

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from epd.config.fields import (
     AdminKey,
@@ -14,13 +14,14 @@ from epd.config.fields import (
     Origins,
     RootPath,
     Secret,
+    Section,
     TenantNames,
     flag_of,
 )
 from epd.tenants import ANONYMOUS, Scope, Tenant
 
 
-class ServingSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class ServingSettings(Section):
     """Fields for the listening address, TLS, processes, logs and traces."""
 
     host: str = "0.0.0.0"  # noqa: S104
@@ -49,8 +50,6 @@ class ServingSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     """format of log lines: console text, or JSON"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """minimum level of log lines"""
-    log_tenants: bool = False
-    """add the tenant's name, as in --api-keys-file, to the log line of a request"""
     otlp_traces_endpoint: EndpointUrl = None
     """URL of the OpenTelemetry collector for each request's spans, such as http://host:4317 (gRPC),
     or http://host:4318/v1/traces with OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf; OTEL_...
@@ -70,7 +69,7 @@ class ServingSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docs
         return self
 
 
-class CrossOriginSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class CrossOriginSettings(Section):
     """Fields for the web pages that may use the proxy (CORS), with their validation."""
 
     allowed_origins: Origins = ()
@@ -96,7 +95,7 @@ class CrossOriginSettings(BaseModel, frozen=True, extra="forbid", use_attribute_
         return self
 
 
-class TenancySettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class TenancySettings(Section):
     """Fields for tenants, their API keys, limits and isolation."""
 
     api_keys_file: Path | None = None
