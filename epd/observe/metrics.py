@@ -84,18 +84,12 @@ async def _window_maximum(window_s: float) -> float:
     return worst
 
 
-class WithHitRatio(Collector):
-    """Metrics page with the hit ratio. A model without items has no ratio."""
-
-    def __init__(self, page: Collector) -> None:
-        self._page = page
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield all families of the page, and the ratio right behind the items."""
-        for family in self._page.collect():
-            yield family
-            if family.name == ITEMS.name:
-                yield _hit_ratios(family)
+def with_hit_ratio(families: Iterable[Metric]) -> Iterator[Metric]:
+    """Yield all families, and the hit ratio behind the items. Without items it has no sample."""
+    for family in families:
+        yield family
+        if family.name == ITEMS.name:
+            yield _hit_ratios(family)
 
 
 def _hit_ratios(items: Metric) -> Metric:
@@ -288,8 +282,7 @@ class MetricsObserver(Collector):
 
     def metrics_page(self, accept: str = "") -> tuple[bytes, str]:
         """Return the page and its media type: OpenMetrics if `accept` asks for it."""
-        encode, content_type = choose_encoder(accept)
-        return encode(WithHitRatio(self.shown)), content_type
+        return _encode(self.shown, accept)
 
     async def page_of_all(self, accept: str = "") -> tuple[bytes, str]:
         """Return the page and its media type, over all workers.
@@ -298,6 +291,9 @@ class MetricsObserver(Collector):
         """
         if not isinstance(self.shown, WorkerMetrics):
             return self.metrics_page(accept)
-        encode, content_type = choose_encoder(accept)
-        page = WithHitRatio(self.shown.write_figures())
-        return await asyncio.to_thread(encode, page), content_type
+        return await asyncio.to_thread(_encode, self.shown.write_figures(), accept)
+
+
+def _encode(shown: Collector, accept: str) -> tuple[bytes, str]:
+    encode, content_type = choose_encoder(accept)
+    return encode(ReadCollector(lambda: with_hit_ratio(shown.collect()))), content_type
