@@ -12,6 +12,29 @@ from epd.policies.registry import Active, activate, check_suited
 from epd.routing.instances import Role
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 
+NEEDS = (
+    ("registration_hosts", "dynamic_registration", ""),
+    ("registration_store", "dynamic_registration", ""),
+    ("kv_events_addrs", "kv_events", ""),
+    ("ssl_ca_certs", "ssl_certfile", ""),
+    ("allow_credentials", "allowed_origins", ""),
+    # Without keys all clients are one tenant, and any client could lock out the others.
+    ("tenant_max_requests", "api_keys_file", ""),
+    ("tenant_requests_per_minute", "api_keys_file", ""),
+    ("trusted_tenants", "api_keys_file", ""),
+    (
+        "allow_private_media",
+        "allowed_media_domains",
+        ": without it, a request could reach every internal host",
+    ),
+    (
+        "media_fetch_trust_env",
+        "allowed_media_domains",
+        ": the forward proxy resolves the names, so their addresses cannot be checked",
+    ),
+)
+"""Settings that need another one, with the reason if the message gives it."""
+
 
 class ProxyConfig(ConfigFields):
     """Configuration of the proxy: the settings that `create_app` takes.
@@ -139,7 +162,10 @@ class ProxyConfig(ConfigFields):
         )
 
     @model_validator(mode="after")
-    def _check_sources(self) -> Self:
+    def _check_needs(self) -> Self:
+        for name, needed, why in NEEDS:
+            if getattr(self, name) and not getattr(self, needed):
+                raise ValueError(f"{flag_of(name)} needs {flag_of(needed)}{why}")
         if self.dynamic_registration and self.admin_api_key is None:
             raise ValueError(
                 "--dynamic-registration needs EPD_ADMIN_API_KEY or ADMIN_API_KEY: a registered "

@@ -90,10 +90,6 @@ class InstanceSettings(Section):
                 f"{min(both)!r} is listed as prefill and as decode instance; list an instance that "
                 "does both only in --decode-servers-urls"
             )
-        if self.registration_hosts and not self.dynamic_registration:
-            raise ValueError("--registration-hosts needs --dynamic-registration")
-        if self.registration_store and not self.dynamic_registration:
-            raise ValueError("--registration-store needs --dynamic-registration")
         roles = {instance.role for instance in (*self.instances, *self.discovered_instances)}
         if Role.PREFILL_DECODE in roles and roles & {Role.PREFILL, Role.DECODE}:
             raise ValueError(

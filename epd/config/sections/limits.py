@@ -139,14 +139,4 @@ class MediaSettings(Section):
                 raise ValueError(
                     f"{flag_of(flag)} needs --media-fetch proxy; engines have their own flags"
                 )
-        if self.allow_private_media and not self.allowed_media_domains:
-            raise ValueError(
-                "--allow-private-media needs --allowed-media-domains: without it, a request could "
-                "reach every internal host"
-            )
-        if self.media_fetch_trust_env and not self.allowed_media_domains:
-            raise ValueError(
-                "--media-fetch-trust-env needs --allowed-media-domains: the forward proxy resolves "
-                "the names, so their addresses cannot be checked"
-            )
         return self

@@ -95,6 +95,4 @@ class RouteSettings(Section):
     def _check_events(self) -> Self:
         if self.kv_events and not self.content_roles:
             raise ValueError("--kv-events needs --prefill-balance or --decode-balance content")
-        if self.kv_events_addrs and not self.kv_events:
-            raise ValueError("--kv-events-addrs needs --kv-events")
         return self

@@ -16,7 +16,6 @@ from epd.config.fields import (
     Secret,
     Section,
     TenantNames,
-    flag_of,
 )
 from epd.tenants import ANONYMOUS, Scope, Tenant
 
@@ -64,8 +63,6 @@ class ServingSettings(Section):
                 "--ssl-ca-certs and --ssl-cert-reqs 1 or 2 need each other: one alone would not "
                 "verify clients"
             )
-        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
-            raise ValueError("--ssl-ca-certs needs --ssl-certfile")
         return self
 
 
@@ -85,8 +82,6 @@ class CrossOriginSettings(Section):
 
     @model_validator(mode="after")
     def _check_origins(self) -> Self:
-        if self.allow_credentials and not self.allowed_origins:
-            raise ValueError("--allow-credentials needs --allowed-origins")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ValueError(
                 "--allow-credentials needs explicit origins: with the origin *, every web page "
@@ -119,16 +114,6 @@ class TenancySettings(Section):
     default: no limit"""
     tenant_requests_per_minute: int | None = Field(default=None, ge=1)
     """maximum of requests of one tenant per minute; further ones get 429; default: no limit"""
-
-    @model_validator(mode="after")
-    def _check_tenants(self) -> Self:
-        # Without keys all clients are one tenant, and any client could lock out the others.
-        for flag in ("tenant_max_requests", "tenant_requests_per_minute"):
-            if getattr(self, flag) is not None and self.api_keys_file is None:
-                raise ValueError(f"{flag_of(flag)} needs --api-keys-file")
-        if self.trusted_tenants and self.api_keys_file is None:
-            raise ValueError("--trusted-tenants needs --api-keys-file")
-        return self
 
     def trusts_tenant(self, tenant: Tenant) -> bool:
         """Return whether a tenant's requests may have a priority and ask for an engine's load."""
