@@ -442,7 +442,6 @@ def test_missing_addresses_mean_no_transfer(none: str) -> None:
         ({"ec_consumer_zmq_addrs": "tcp://u@d0:1,tcp://d1:1"}, "not an address such as tcp"),
         ({"ec_consumer_zmq_addrs": "tcp://d0,tcp://d1:1"}, "not an address such as tcp"),
         ({"ec_transfer": "nixl", "ec_store": "file:///tmp/x"}, "--ec-store needs"),
-        ({"ec_transfer": "example", "ec_store": "file:///tmp/x"}, "--ec-store needs"),
         ({"ec_transfer": "mooncake", "ec_store": "file:///tmp/x"}, "--ec-store needs"),
         (
             {"ec_consumer_zmq_addrs": ZMQ, "discover_prefill_decode": "pd:1"},

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import redis
-import yaml
 
 from ec_store.__main__ import make_parser
 from ec_store.arena.url import arena_options
@@ -27,20 +26,16 @@ SECRET = "0123456789abcdef" * 2
 VARIABLE = re.compile(r"\$\{(\w+)")
 
 
-def check_schema(path: Path) -> subprocess.CompletedProcess[str]:
-    command = ["check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
-    return subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, check=False
+def test_the_compose_file_fits_the_specification() -> None:
+    command = ["check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    checked = subprocess.run(
+        [sys.executable, "-m", *command, str(DEPLOY / "compose.yaml")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
-
-def test_the_compose_file_fits_the_specification(tmp_path: Path) -> None:
-    wrong = tmp_path / "compose.yaml"
-    wrong.write_text(yaml.safe_dump({"services": {"proxy": {"imagine": "epd-proxy"}}}))
-    right = check_schema(DEPLOY / "compose.yaml")
-
-    assert right.returncode == 0, right.stdout
-    assert check_schema(wrong).returncode != 0
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_all_mounted_and_built_files_exist() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
@@ -42,12 +41,6 @@ def test_the_hit_ratio_is_per_model_and_excludes_items_that_prefill_encodes() ->
 def test_hit_ratio_is_missing_before_the_first_item() -> None:
     assert ratios([items({})]) == {}
     assert ratios([]) == {}
-
-
-def test_one_worker_with_few_items_weighs_little() -> None:
-    few, many = items({("m", "hit"): 1}), items({("m", "hit"): 1, ("m", "encoded"): 9})
-
-    assert ratios(merge_pages([[few], [many]])) == {"m": pytest.approx(2 / 11)}
 
 
 @given(st.lists(COUNTS, min_size=1, max_size=4))

@@ -92,29 +92,6 @@ def test_console_lines_equal_those_of_structlog(
     assert plain_line(FULL, None, level, dict(event)) == FULL(None, level, dict(event))
 
 
-def test_log_lines_contain_the_worker_number() -> None:
-    code = "from epd.observe.logs import configure; configure('{}', 'info', worker=3); "
-    code += "import structlog; "
-    code += "structlog.get_logger('epd').info('listening', url='http://a b', n=2)"
-    lines = []
-    for log_format in ("json", "console"):
-        command = [sys.executable, "-c", code.format(log_format)]
-        ran = subprocess.run(command, capture_output=True, text=True, check=True)
-        lines.append(ran.stderr.splitlines())
-    ([json_line], [console_line]) = lines
-
-    said = orjson.loads(json_line)
-    assert (said["event"], said["worker"], said["url"], said["n"]) == (
-        "listening",
-        3,
-        "http://a b",
-        2,
-    )
-    assert console_line.endswith(
-        "[info     ] listening                      url='http://a b' n=2 worker=3"
-    )
-
-
 MOUNTED = """
 import structlog
 from epd import ProxyConfig, create_app
