@@ -1,6 +1,7 @@
 """Writing of log lines on a thread, in batches."""
 
 import atexit
+import os
 import select
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -50,8 +51,8 @@ class LineWriter:
         # Reentrant: a garbage collection may log on this thread.
         self._lines = SimpleQueue[Rendering | threading.Event]()
         self._flushing = threading.Event()
-        self._thread = threading.Thread()
         self._starting = threading.RLock()
+        self._writing_pid = 0
         self.dropped = self._reported = 0
         atexit.register(self.flush)
 
@@ -72,13 +73,14 @@ class LineWriter:
 
     def _put(self, line: Rendering | threading.Event) -> None:
         self._lines.put(line)
-        if not self._thread.is_alive():  # as after a fork
-            with self._starting:
-                if not self._thread.is_alive():
-                    self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-                    # If no thread can be started, the next line tries again.
-                    with suppress(RuntimeError):
-                        self._thread.start()
+        if self._writing_pid != os.getpid():  # as after a fork
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        with self._starting, suppress(RuntimeError):  # without a thread, the next line tries again
+            if self._writing_pid != os.getpid():
+                threading.Thread(target=self._run, name="log", daemon=True).start()
+                self._writing_pid = os.getpid()
 
     def _run(self) -> None:
         while True:

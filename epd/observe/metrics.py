@@ -19,7 +19,6 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 import structlog
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -159,9 +158,7 @@ class MetricsObserver(Collector):
     """Observer that counts events.
 
     Attributes:
-        registry: this process's collectors: the counters of this observer, and those that read
-            elsewhere at scrape time.
-        shown: collector of the page: `registry`, or with several workers the sums of all.
+        shown: collector of the page: this one, or with several workers the sums of all.
     """
 
     def __init__(
@@ -194,19 +191,17 @@ class MetricsObserver(Collector):
         self._encode_s: dict[Modality, float] = {}
         self._reloaded = 1.0
         self._loop_lag_s = 0.0
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
-        self.shown: Collector = self.registry
-        if pages:
-            self.shown = WorkerMetrics(self.registry, pages, index)
-        self.add_source(partial(admission_metrics, admission))
+        self._sources: list[Callable[[], Iterable[Metric]]] = [
+            partial(admission_metrics, admission)
+        ]
+        self.shown: Collector = WorkerMetrics(self, pages, index) if pages else self
 
     def add_source(self, read: Callable[[], Iterable[Metric]]) -> None:
         """Show the families that `read` returns at each scrape."""
-        self.registry.register(ReadCollector(read))
+        self._sources.append(read)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the values of all counters and gauges of this observer."""
+        """Yield the values of all counters and gauges of this process."""
         for value in vars(self).values():
             if isinstance(value, CounterValues | HistogramValues):
                 yield value.collect()
@@ -214,6 +209,8 @@ class MetricsObserver(Collector):
         yield metric_defs.LOOP_LAG.metric_family([((), self._loop_lag_s)])
         yield metric_defs.LOG_LINES_DROPPED.metric_family([((), logs.dropped_lines())])
         yield metric_defs.BUILD.metric_family([((__version__,), 1)])
+        for read in self._sources:
+            yield from read()
 
     def reloaded(self, success: bool) -> None:
         """Record the result of a reload."""
