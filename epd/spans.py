@@ -65,7 +65,6 @@ class Span:
         W3C.inject(self.headers, trace.set_span_in_context(span, Context()))
 
     def record_status(self, status: int) -> None:
-        """Record the HTTP status of an instance's answer."""
         self._span.set_attribute("http.response.status_code", status)
 
     def event(self, name: str) -> None:
@@ -132,7 +131,6 @@ class RequestSpan:
         return child
 
     def latest_child(self, name: str, item: MMItem) -> Span | None:
-        """Return the latest child of this name for an item, or None."""
         found = self._children.get((name, item.param_path))
         return None if found is None else found[1]
 

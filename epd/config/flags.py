@@ -10,7 +10,7 @@ The help does not list these flags.
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -99,17 +99,8 @@ IDLE: Mapping[str, str] = {
 
 
 class _Idle(argparse.Action):
-    """Action that warns that a flag has no effect."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        del namespace, values
-        sys.stderr.write(f"{parser.prog}: warning: {option_string} {self.const}\n")
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any, **_: Any) -> None:
+        sys.stderr.write(f"{parser.prog}: warning: {given[-1]} {self.const}\n")
 
 
 def add_example_flags(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,6 @@ class ReadCollector(Collector):
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        """Return the families with their current values."""
         return self._read()
 
 
@@ -57,7 +56,6 @@ class Figure:
         return family
 
     def label_values(self, values: tuple[Value, ...]) -> dict[str, str]:
-        """Return the labels as a mapping of names to text."""
         return dict(zip(self.labels, map(_text, values), strict=True))
 
 

@@ -213,19 +213,15 @@ class MetricsObserver(Collector):
             yield from read()
 
     def reloaded(self, success: bool) -> None:
-        """Record the result of a reload."""
         self._reloaded = float(success)
 
     def background_failed(self, task: str, count: int) -> None:
-        """Count unexpected exceptions of a background task."""
         self._background.add((task,), count)
 
     def loop_lag(self, seconds: float) -> None:
-        """Record the longest delay of the event loop, in seconds."""
         self._loop_lag_s = seconds
 
     def stage_done(self, event: StageDone) -> None:
-        """Record the duration and the result of a stage."""
         failed = event.error is not None
         outcome = "rejected" if event.rejected else failed
         self._stages.histogram_for((event.model_name, event.stage, outcome)).add(event.seconds)
@@ -236,7 +232,6 @@ class MetricsObserver(Collector):
             self._encode_s[event.modality] = mean_s + OF_LATE * (event.seconds - mean_s)
 
     def request_done(self, event: RequestRecord) -> None:
-        """Count a client request and its items."""
         model = event.model_name
         self._requests.add((model, event.path, event.status))
         self._request_seconds.histogram_for((model, event.path)).add(event.seconds)
@@ -274,7 +269,6 @@ class MetricsObserver(Collector):
                 self._sent.add((model, form), count)
 
     def instance_changed(self, event: InstanceChanged) -> None:
-        """Count a change of state."""
         self._instances.add((event.role, event.state))
 
     def metrics_page(self, accept: str = "") -> tuple[bytes, str]:

@@ -137,8 +137,6 @@ class Reporting(SpanExporter):
 
 
 class _LastLine(logging.Handler):
-    """Handler that keeps the last record."""
-
     line = ""
 
     def emit(self, record: logging.LogRecord) -> None:

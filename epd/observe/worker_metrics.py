@@ -121,7 +121,6 @@ class WorkerMetrics(Collector):
             self._written = page
 
     async def keep_writing(self) -> None:
-        """Write the page periodically."""
         written_s = -self._unasked_s
         while True:
             now_s = time.monotonic()

@@ -126,7 +126,7 @@ class Board:
             )
             for instance, load in loads.items()
         ]
-        return Snapshot(instances=instances, events=self._recent.events())
+        return self._recent.snapshot(instances)
 
     def _entries_of_others(self) -> Iterable[Snapshot]:
         for page in self._others:

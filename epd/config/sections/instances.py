@@ -117,7 +117,6 @@ class InstanceSettings(Section):
 
     @property
     def instances(self) -> tuple[Instance, ...]:
-        """Return the instances of the URL lists, with their roles in the topology."""
         size = self.ec_consumer_dp_size
         apart = self.prefill_servers_urls or self.discover_prefill or self.discover_decode
         role, ranks = (Role.DECODE, 1) if apart else (Role.PREFILL_DECODE, size)
@@ -157,10 +156,8 @@ class InstanceSettings(Section):
 
     @property
     def encodes(self) -> bool:
-        """Return whether there are encode instances, or may be later."""
         return any(getattr(self, name) for name in ENCODE_SOURCES)
 
     @property
     def dynamic(self) -> bool:
-        """Return whether instances may join and leave while the proxy runs."""
         return bool(self.dynamic_registration or self.instances_file or self.discovered_instances)

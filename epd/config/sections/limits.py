@@ -92,7 +92,6 @@ class LimitSettings(Section):
 
     @property
     def health(self) -> HealthPolicy:
-        """Return the policy for ejections and probes of instances."""
         return HealthPolicy(*(getattr(self, name) for name in HealthPolicy._fields))
 
 
