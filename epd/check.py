@@ -8,7 +8,7 @@ from typing import Any
 
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.flags import add_flags
-from epd.config.load import Loaded, as_json, as_yaml, load
+from epd.config.load import Loaded, as_yaml, load
 from epd.discovery.entries import EntriesInvalid
 from epd.discovery.watching import check_file
 from epd.edge.files import read_keys
@@ -30,13 +30,7 @@ def add_parser(commands: Commands) -> None:
         "and print all settings with their sources, as a file for --config. Secrets are hidden. "
         "Nothing is started.",
         epilog="example: epd check --config epd.yaml",
-        usage="epd check [--format yaml|json] [FLAG of epd serve ...]",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("yaml", "json"),
-        default="yaml",
-        help="format of the output (default: yaml)",
+        usage="epd check [FLAG of epd serve ...]",
     )
     add_settings_command(parser, _check)
 
@@ -47,9 +41,8 @@ def add_settings_command(parser: Parser, run: Callable[..., None]) -> None:
     parser.set_defaults(run=partial(run, parser))
 
 
-def _check(parser: Parser, *, format: str = "yaml", **flags: Any) -> None:  # noqa: A002 - a flag's name
-    loaded = load_or_exit(parser, flags)
-    print(as_json(loaded) if format == "json" else as_yaml(loaded))
+def _check(parser: Parser, **flags: Any) -> None:
+    print(as_yaml(load_or_exit(parser, flags)))
 
 
 def load_or_exit(parser: Parser, flags: Mapping[str, Any]) -> Loaded:

@@ -3,7 +3,7 @@
 Values in the YAML file are taken as text, like those of the environment: `no`, `1e3` and `0x10`
 have the same meaning in both, independent of the version of YAML.
 
-The configuration in force can be written as YAML or JSON, without secrets.
+The configuration in force can be written as YAML, without secrets.
 """
 
 import os
@@ -322,33 +322,20 @@ def _error_lines(invalid: ValidationError, given: Layer, *, complete: bool) -> l
 
 def as_yaml(loaded: Loaded) -> str:
     """Return a file for `--config` with the same settings; secrets and passwords are comments."""
-    lines = {}
-    for name, shown, is_hidden in _settings(loaded):
-        hidden = "# " if is_hidden else ""
-        where = f" {shown['where']}" if shown["where"] else ""
-        value = orjson.dumps(shown["value"]).decode()
-        lines[name] = f"{hidden}{name}: {value}  # {shown['from']}{where}\n"
+    values = loaded.config.model_dump(mode="json")  # secrets as asterisks
     return "\n".join(
-        f"# {title}\n{''.join(lines.get(name, '') for name in section.model_fields)}"
+        f"# {title}\n{''.join(_lines(section.model_fields, values, loaded.given))}"
         for title, section in GROUPS.items()
     )
 
 
-def as_json(loaded: Loaded) -> str:
-    """Return the settings as JSON: `{name: {"value": …, "from": …, "where": …}}`."""
-    shown = {name: setting for name, setting, _ in _settings(loaded)}
-    return orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode()
-
-
-def _settings(loaded: Loaded) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Yield the name and the value of each setting, and whether a part of the value is hidden."""
-    values = loaded.config.model_dump(mode="json")  # secrets as asterisks
-    for name in FIELDS:
-        given = loaded.given.get(name)
-        if name == "config" or (name in SECRETS and given is None):
+def _lines(names: Iterable[str], values: Mapping[str, Any], given: Layer) -> Iterator[str]:
+    for name in names:
+        setting = given.get(name)
+        if name == "config" or (name in SECRETS and setting is None):
             continue
-        value = values.get(name, given and given.value)
+        value = values.get(name, setting and setting.value)
         shown = redacted(value) if isinstance(value, str) and "://" in value else value
-        source, where = ("default", None) if given is None else (given.source, given.where)
-        is_hidden = name in SECRETS or shown != value
-        yield name, {"value": shown, "from": source, "where": where}, is_hidden
+        hidden = "# " if name in SECRETS or shown != value else ""
+        origin = "default" if setting is None else f"{setting.source} {setting.where}"
+        yield f"{hidden}{name}: {orjson.dumps(shown).decode()}  # {origin}\n"
