@@ -1,4 +1,4 @@
-"""Metrics of one process: counted events, the lag of the event loop, and the hit ratio.
+"""Metrics of one process: counted events, and the lag of the event loop.
 
 Counters and histograms are plain dictionaries of one event loop. Without the locks of
 prometheus_client, counting takes a third of its time and adding to a histogram a quarter. A request
@@ -6,9 +6,6 @@ updates a dozen of them.
 
 The event loop serves all requests: a callback that holds it for 100 ms delays each running stream
 by 100 ms. `watched` measures this lag.
-
-The hit ratio is computed after the items of all workers are summed, because the ratios of several
-workers do not combine to the ratio of all.
 """
 
 import asyncio
@@ -36,7 +33,7 @@ from epd.events import (
 )
 from epd.observe import logs, metric_defs
 from epd.observe.collectors import admission_metrics
-from epd.observe.metric_defs import ITEMS, ITEMS_HIT_RATIO, MODEL, Figure, ReadCollector, Value
+from epd.observe.metric_defs import Figure, Value
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.shared_page import SharedPage
 from epd.version import __version__
@@ -81,26 +78,6 @@ async def _window_maximum(window_s: float) -> float:
         worst = max(worst, now - last - TICK_S)
         last = now
     return worst
-
-
-def with_hit_ratio(families: Iterable[Metric]) -> Iterator[Metric]:
-    """Yield all families, and the hit ratio behind the items. Without items it has no sample."""
-    for family in families:
-        yield family
-        if family.name == ITEMS.name:
-            yield _hit_ratios(family)
-
-
-def _hit_ratios(items: Metric) -> Metric:
-    hits: dict[tuple[Value, ...], float] = defaultdict(float)
-    every: dict[tuple[Value, ...], float] = defaultdict(float)
-    for _, labels, count, *_ in items.samples:
-        model = (labels[MODEL],)
-        every[model] += count
-        hits[model] += count if labels["result"] == "hit" else 0
-    return ITEMS_HIT_RATIO.metric_family(
-        [(model, hits[model] / count) for model, count in every.items()]
-    )
 
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
@@ -273,7 +250,8 @@ class MetricsObserver(Collector):
 
     def metrics_page(self, accept: str = "") -> tuple[bytes, str]:
         """Return the page and its media type: OpenMetrics if `accept` asks for it."""
-        return _encode(self.shown, accept)
+        encode, content_type = choose_encoder(accept)
+        return encode(self.shown), content_type
 
     async def page_of_all(self, accept: str = "") -> tuple[bytes, str]:
         """Return the page and its media type, over all workers.
@@ -282,9 +260,5 @@ class MetricsObserver(Collector):
         """
         if not isinstance(self.shown, WorkerMetrics):
             return self.metrics_page(accept)
-        return await asyncio.to_thread(_encode, self.shown.write_figures(), accept)
-
-
-def _encode(shown: Collector, accept: str) -> tuple[bytes, str]:
-    encode, content_type = choose_encoder(accept)
-    return encode(ReadCollector(lambda: with_hit_ratio(shown.collect()))), content_type
+        encode, content_type = choose_encoder(accept)
+        return await asyncio.to_thread(encode, self.shown.write_figures()), content_type

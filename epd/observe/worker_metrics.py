@@ -13,7 +13,7 @@ the counter.
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 
@@ -22,7 +22,7 @@ import structlog
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from epd.observe.metric_defs import FIGURES, ReadCollector
+from epd.observe.metric_defs import FIGURES
 from epd.shared_page import PageUnreadable, SharedPage
 
 _Values = dict[tuple[str, frozenset[tuple[str, str]]], list[float]]
@@ -85,6 +85,16 @@ ASKED_S = 90.0
 """Time after a scrape during which `WRITE_S` applies, in seconds: longer than usual intervals."""
 UNASKED_S = 15.0
 """Interval of writing otherwise, in seconds. A killed worker loses what it had not written."""
+
+
+class ReadCollector(Collector):
+    """Collector of the families that a function returns."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()
 
 
 class WorkerMetrics(Collector):

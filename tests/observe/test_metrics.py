@@ -7,8 +7,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from epd import events
-from epd.observe.metric_defs import Figure, ReadCollector
+from epd.observe.metric_defs import Figure
 from epd.observe.metrics import CounterValues, HistogramValues
+from epd.observe.worker_metrics import ReadCollector
 
 BOUNDS = (0.1, 0.5, 1, 2.5)
 LABELS = st.tuples(st.sampled_from(["m", 'q"\\\n']), st.sampled_from([200, 499]), st.booleans())

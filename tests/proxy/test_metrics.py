@@ -43,10 +43,8 @@ UNFORESEEN = (
     "epd_saved_encode_seconds",
     "epd_store_bytes",
     "epd_inter_chunk",
-    "epd_items_hit_ratio",
 )
-"""Metrics that depend on times, on the store's format, on the chunks of a stream, or on all
-items."""
+"""Metrics that depend on times, on the store's format, or on the chunks of a stream."""
 BESIDE = {"lease", "release", "namespaces"}
 """Operations of the store that run in the background."""
 
