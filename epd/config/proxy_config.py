@@ -5,13 +5,35 @@ from typing import Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from ec_store.urls import check_url
-from epd.config.fields import flag_of
+from epd.config.fields import check_named_once, flag_of
 from epd.config.sections import ConfigFields
 from epd.config.sections.instances import ENCODE_SOURCES
 from epd.policies.registry import Policies, make_policies
 from epd.routing.instances import Role
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
+
+NEEDS = (
+    ("registration_hosts", "dynamic_registration", ""),
+    ("registration_store", "dynamic_registration", ""),
+    ("kv_events_addrs", "kv_events", ""),
+    ("ssl_ca_certs", "ssl_certfile", ""),
+    ("allow_credentials", "allowed_origins", ""),
+    # Without keys all clients are one tenant, and any client could lock out the others.
+    ("tenant_max_requests", "api_keys_file", ""),
+    ("tenant_requests_per_minute", "api_keys_file", ""),
+    ("trusted_tenants", "api_keys_file", ""),
+    (
+        "allow_private_media",
+        "allowed_media_domains",
+        ": without it, a request could reach every internal host",
+    ),
+    (
+        "media_fetch_trust_env",
+        "allowed_media_domains",
+        ": the forward proxy resolves the names, so their addresses cannot be checked",
+    ),
+)
+"""Settings that need another one, with the reason if the message gives it."""
 
 
 class ProxyConfig(ConfigFields):
@@ -20,11 +42,6 @@ class ProxyConfig(ConfigFields):
     Each field is a flag of `epd serve` and an environment variable `EPD_<FIELD>`. Its description
     is the flag's help.
     """
-
-    @field_validator("ec_store")
-    @classmethod
-    def _check_store(cls, url: str | None) -> str | None:
-        return url and check_url(url)
 
     @model_validator(mode="after")
     def _check_ec_transfer(self) -> Self:
@@ -138,7 +155,10 @@ class ProxyConfig(ConfigFields):
         return self
 
     @model_validator(mode="after")
-    def _check_sources(self) -> Self:
+    def _check_needs(self) -> Self:
+        for name, needed, why in NEEDS:
+            if getattr(self, name) and not getattr(self, needed):
+                raise ValueError(f"{flag_of(name)} needs {flag_of(needed)}{why}")
         if self.dynamic_registration and self.admin_api_key is None:
             raise ValueError(
                 "--dynamic-registration needs EPD_ADMIN_API_KEY or ADMIN_API_KEY: a registered "
@@ -149,9 +169,10 @@ class ProxyConfig(ConfigFields):
 
 def _check_apart(flags: str, addresses: Sequence[str]) -> None:
     """Raise an error for an address of two instances: one would get the other's data."""
-    for address in addresses:
-        if address and addresses.count(address) > 1:  # empty: the instance needs no address
-            raise ValueError(f"{flags}: {address!r} is named twice")
+    try:
+        check_named_once(addresses)
+    except ValueError as error:
+        raise ValueError(f"{flags}: {error}") from None
 
 
 def make_checked_policies(config: ConfigFields) -> Policies:

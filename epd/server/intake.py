@@ -41,6 +41,9 @@ from epd.tenants import ANONYMOUS
 GRACE_S = 5.0
 """Seconds before the minimum rate of a body applies: clients may create it while they send it."""
 
+MIN_RATE_BYTES = 64 * 1024
+"""Minimum rate of a body, in bytes per second; a slower one gets 408."""
+
 SEED = secrets.randbits(64)
 """Seed of this process for the fingerprints of bodies."""
 
@@ -299,7 +302,7 @@ async def _collect(
             # client that sends nothing reserves nothing.
             size = len(parts) if length is None else min(length, 2 * len(parts))
             _count(size, limit, admitted)
-            rate_s = len(parts) / config.body_min_rate_bytes
+            rate_s = len(parts) / MIN_RATE_BYTES
             deadline.reschedule(min(latest, started + GRACE_S + rate_s))
     return parts
 

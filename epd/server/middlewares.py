@@ -150,7 +150,7 @@ def _new_visit(request: web.Request, app: web.Application, access: Access, route
     tracer = app.get(TRACER)
     span = None
     if tracer is not None and is_api(route):
-        span = tracer.request(request.method, route, _kept(headers, TRACE_HEADERS))
+        span = tracer(request.method, route, _kept(headers, TRACE_HEADERS))
     given = single_value(headers, "x-request-id")
     client_id = given if given and REQUEST_ID.fullmatch(given) else None
     engine_id = request_id(client_id)

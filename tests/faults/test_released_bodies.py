@@ -99,7 +99,7 @@ def uncollected() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("config", "role", "fault", "status"),
     [
-        ({"min_image_side": 10}, "e", None, 400),
+        ({"max_image_pixels": 1}, "e", None, 400),
         ({"on_encode_failure": "fail"}, "e", refuses(500), 502),
         ({"on_encode_failure": "fail"}, "e", drops, 502),
         ({"on_encode_failure": "fail", "encode_servers_urls": UNREACHABLE}, "e", None, 503),

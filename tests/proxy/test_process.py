@@ -89,7 +89,7 @@ def test_check_reports_the_settings_and_starts_nothing(tmp_path: Path) -> None:
     refused = called("check", *INSTANCES, "--config", str(file), "--upstream-ca-file", "/nowhere")
 
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert f"max_items: 3  # file {file}:1\n" in shown.stdout
+    assert f"max_items: 3  # file {file}:1" in shown.stdout.splitlines()
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "epd check: error: --upstream-ca-file /nowhere: No such file" in refused.stderr
 

@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from epd.config.fields import (
     EndpointUrl,
@@ -12,6 +12,7 @@ from epd.config.fields import (
     PolicyNames,
     Seconds,
     SecondsOrNone,
+    Section,
 )
 from epd.policies.plan import DecodeChoice, DecodeFrom
 from epd.routing import BalanceName, ItemBalanceName
@@ -25,7 +26,7 @@ MIN_LOAD_INTERVAL_S = 0.05
 """Minimum of `load_interval_s`, in seconds: more frequent load reports would slow the instance."""
 
 
-class RouteSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class RouteSettings(Section):
     """Fields for coordination policies and load balancing, with their validation."""
 
     skip_prefill_below_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
@@ -98,6 +99,4 @@ class RouteSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     def _check_events(self) -> Self:
         if self.kv_events and not self.content_roles:
             raise ValueError("--kv-events needs --prefill-balance or --decode-balance content")
-        if self.kv_events_addrs and not self.kv_events:
-            raise ValueError("--kv-events-addrs needs --kv-events")
         return self
