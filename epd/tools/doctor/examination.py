@@ -154,10 +154,7 @@ async def examine(
         output, pairs = await _try_all(config, usable, Upstream(pool), waits, requests=requests)
     finally:
         await pool.close()
-    findings = [*judge(checks.HOST, read_host(config))]
-    for kind, subject, seen in sources.defects:
-        verdict, advice = checks.SOURCES[kind]
-        findings.append(Finding(verdict, subject, seen, advice))
+    findings = [*judge(checks.HOST, read_host(config)), *sources.findings]
     if config.encodes and EC_TRANSFERS[config.ec_transfer].stored:
         store = await read_store(config, output, waits.arrives_s)
         findings += judge(checks.STORE, store, "store")
