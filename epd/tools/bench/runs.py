@@ -15,31 +15,18 @@ from typing import Any
 
 import orjson
 
-from epd.tools.bench.dataset import HUB_NAME, Dataset, ideal_hit_rate, seen_before
+from epd.tools.bench.dataset import (
+    HUB_NAME,
+    BenchFailed,
+    Dataset,
+    ideal_hit_rate,
+    seen_before,
+)
 from epd.tools.bench.targets import BenchModel, BenchTarget, Items
 from epd.version import __version__
 
 CPUINFO = Path("/proc/cpuinfo")
 TAIL_LINES = 25
-
-
-class BenchFailed(Exception):
-    """Error: `vllm bench serve` gave no result. The message has the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class VllmBenchLoad:
-    """Load of a run.
-
-    Attributes:
-        request_rate: average requests per second of a Poisson process; infinity: all at once.
-        max_concurrency: maximum of concurrent requests; None: no limit.
-        output_len: tokens of each response.
-    """
-
-    request_rate: float
-    max_concurrency: int | None
-    output_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +70,16 @@ class Run:
 
 
 def bench_command(
-    target: BenchTarget, model: BenchModel, dataset: Dataset, load: VllmBenchLoad, result: Path
+    target: BenchTarget,
+    model: BenchModel,
+    dataset: Dataset,
+    load: Mapping[str, object],
+    result: Path,
 ) -> list[str]:
-    """Return the command line; requests are sent in the data set's order."""
-    limit = load.max_concurrency
+    """Return the command line; requests are sent in the data set's order.
+
+    `load` has flags of `vllm bench serve`; None: its default.
+    """
     flags = {
         "--backend": "openai-chat",
         "--base-url": target.url,
@@ -96,10 +89,8 @@ def bench_command(
         "--dataset-name": "hf",
         "--dataset-path": dataset.path,
         "--hf-name": HUB_NAME,
-        "--hf-output-len": load.output_len,
         "--num-prompts": len(dataset.trace),
-        "--request-rate": load.request_rate,
-        **({} if limit is None else {"--max-concurrency": limit}),
+        **{flag: value for flag, value in load.items() if value is not None},
         # The test request would use the first picture, which would then no longer be new.
         "--ready-check-timeout-sec": 0,
         "--percentile-metrics": "ttft,tpot",
