@@ -18,9 +18,9 @@ from epd.tools.bench.runs import (
     Run,
     bench_command,
     result_document,
-    result_tables,
     run_bench,
     run_of,
+    summary,
 )
 from epd.tools.bench.targets import BenchTarget
 from epd.tools.up.signals import leave_contexts_on_signals
@@ -101,12 +101,11 @@ def _run(**flags: Any) -> None:
         sys.exit(f"epd bench serve: needs {', '.join(missing)}: pip install '.[vllm,bench]'")
     leave_contexts_on_signals()
     try:
-        runs = _measure(**flags)
+        _measure(**flags)
     except (BenchFailed, OSError) as error:
         sys.exit(f"epd bench serve: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped")
-    print("\n".join(result_tables(runs)))
 
 
 def _measure(  # noqa: PLR0913 - the command's flags
@@ -123,8 +122,8 @@ def _measure(  # noqa: PLR0913 - the command's flags
     seed: int,
     data_dir: Path,
     out: Path | None,
-) -> list[Run]:
-    """Return all runs, one target after the other; each run is written before the next begins."""
+) -> None:
+    """Run one target after the other; each result is written before the next run begins."""
     started_at = datetime.now(UTC)
     load = {
         "--request-rate": request_rate,
@@ -159,8 +158,8 @@ def _measure(  # noqa: PLR0913 - the command's flags
                 result = run_bench(words, file)
             after = targets.read_items(target)
             runs.append(run_of(target, chosen, result, output_len, before, after))
+            print("\n".join(summary(runs[-1])), flush=True)
             write()
-    return runs
 
 
 def _report(line: str) -> None:

@@ -1,7 +1,6 @@
 """Runs of `epd bench serve`, read from a proxy and from vLLM."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +20,8 @@ from epd.tools.bench.runs import (
     Run,
     bench_command,
     result_document,
-    result_tables,
     run_of,
+    summary,
 )
 from epd.tools.bench.targets import BenchModel, BenchTarget, Items, parse_items
 
@@ -211,15 +210,13 @@ def test_the_file_contains_all_results() -> None:
     )
 
 
-def test_a_table_has_a_column_for_each_target_and_its_share_of_the_first() -> None:
-    plain = replace(run("it is not an EPD proxy", request_throughput=2.0), name="plain")
-    lines = list(result_tables([run(), plain]))
-
-    assert "local: 4 prompts, 2 pictures" in lines
-    assert "| | epd | plain |" in lines
-    assert "| requests per second | 4.00 | 2.00 (0.50) |" in lines
-    assert "| hit rate | 0.500 |  |" in lines
-    assert lines[-1].startswith("plain: without hit rate")
+def test_a_summary_has_the_figures_that_vllm_lacks() -> None:
+    assert list(summary(run())) == [
+        "epd, local: 2 pictures in 4 requests",
+        "  median TTFT: 500 ms with new pictures, 150 ms with pictures that were seen before",
+        "  hit rate: 0.500 (ideal: 0.500), encodes per picture: 1.000",
+    ]
+    assert list(summary(run("it is not an EPD proxy")))[-1].endswith("it is not an EPD proxy")
 
 
 def test_the_command_line_leaves_nothing_to_chance() -> None:

@@ -91,7 +91,8 @@ async def test_vllms_benchmark_sends_the_replay_and_each_picture_is_encoded_once
     assert beside["completed"] == 15
     assert beside["hit_rate"] is None
     assert "/metrics: 404" in beside["notes"][0]
-    assert "| | epd | plain |" in out
+    assert "Mean TTFT (ms)" in out
+    assert "epd, window: 3 pictures in 15 requests" in out
 
 
 @pytest.mark.full
@@ -124,14 +125,14 @@ async def test_a_fleet_that_answers_nothing_is_an_error_with_its_reason(
 @pytest.mark.usefixtures("forked_vllm")
 async def test_an_error_of_vllms_benchmark_is_shown(launch: Launch, tmp_path: Path) -> None:
     async with launch() as fleet:
-        code, _, err = await bench_with_vllm(
+        code, out, err = await bench_with_vllm(
             *("--url", fleet.url, "--tokenizer", tmp_path / "no-tokenizer", "--num-prompts", "1"),
             *("--dataset", "local", "--data-dir", tmp_path),
         )
 
     assert code == 1
     assert "vllm bench serve ended with code" in err
-    assert "no-tokenizer" in err
+    assert "no-tokenizer" in out
 
 
 @pytest.mark.full
